@@ -1,0 +1,40 @@
+"""Coded errors: what is wrong with the user's input, where, why, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A place in the user's code."""
+
+    file: str
+    line: int
+    module: str = ""  # path of the nn.Module that was running, e.g. "blocks.3.attn"
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class PartcError(Exception):
+    """Wrong input: one sentence of cause, one of help, and a code that `partc explain` knows.
+
+    The command line prints it without a traceback and exits with 2.
+    """
+
+    def __init__(self, code: str, cause: str, *, help: str = "", source: Source | None = None) -> None:
+        super().__init__(cause)
+        self.code = code
+        self.cause = cause
+        self.help = help
+        self.source = source
+
+    def __str__(self) -> str:
+        place = f"{self.source}: " if self.source else ""
+        hint = f"\n  help: {self.help}" if self.help else ""
+        return f"{place}error {self.code}: {self.cause}{hint}"
+
+
+class InternalError(AssertionError):
+    """A broken invariant inside partc: a bug in the compiler, never the user's fault."""

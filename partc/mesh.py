@@ -1,0 +1,109 @@
+"""The device mesh: named axes over ranks, slowest axis first."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from partc.errors import PartcError
+
+PIPELINE_AXIS = "pp"
+TENSOR_AXIS = "tp"
+BATCH_AXIS = "dp"
+TIME_AXIS = "mb"  # microbatches: the batch's axis in time, never part of a mesh
+
+_DEFAULT_NAMES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp")}
+_KNOWN = (PIPELINE_AXIS, BATCH_AXIS, TENSOR_AXIS)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Axes as (name, size), slowest first: ranks of the last axis are neighbours."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def parse(cls, spec: str) -> Mesh:
+        """Read `8`, `4x8`, `2x4x8` or `pp=2,dp=4,tp=8`. Raises PartcError P0101 to P0104."""
+        text = spec.strip()
+        if re.fullmatch(r"\d+(x\d+)*", text):
+            sizes = [int(part) for part in text.split("x")]
+            if len(sizes) not in _DEFAULT_NAMES:
+                raise PartcError(
+                    "P0102",
+                    f"mesh {spec!r} has {len(sizes)} unnamed axes",
+                    help="up to three are named by position (pp x dp x tp); name more of them: pp=2,dp=4,tp=8",
+                )
+            axes = tuple(zip(_DEFAULT_NAMES[len(sizes)], sizes, strict=True))
+        else:
+            axes = tuple(cls._parse_named(part, spec) for part in text.split(","))
+        return cls._checked(axes, spec)
+
+    @staticmethod
+    def _parse_named(part: str, spec: str) -> tuple[str, int]:
+        match = re.fullmatch(r"\s*([a-z_][a-z0-9_]*)\s*=\s*(\d+)\s*", part)
+        if not match:
+            raise PartcError(
+                "P0101",
+                f"mesh {spec!r} does not parse at {part.strip()!r}",
+                help="write sizes (8, 4x8, 2x4x8) or names, slowest first: pp=2,dp=4,tp=8",
+            )
+        return match.group(1), int(match.group(2))
+
+    @classmethod
+    def _checked(cls, axes: tuple[tuple[str, int], ...], spec: str) -> Mesh:
+        names = [name for name, _ in axes]
+        for name, size in axes:
+            if name not in _KNOWN:
+                raise PartcError(
+                    "P0103", f"mesh {spec!r} names an unknown axis {name!r}", help=f"the axes are {', '.join(_KNOWN)}"
+                )
+            if size < 1:
+                raise PartcError(
+                    "P0104", f"mesh {spec!r} gives axis {name!r} size {size}", help="sizes are 1 or larger"
+                )
+        if len(set(names)) != len(names):
+            raise PartcError("P0104", f"mesh {spec!r} names an axis twice", help="give each axis one size")
+        return cls(axes)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return dict(self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def size(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def axis(self, name: str) -> int:
+        """Size of an axis; 1 where the mesh doesn't have it."""
+        return self.sizes.get(name, 1)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis."""
+        place: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, place[name] = divmod(rank, size)
+        return {name: place[name] for name in self.names}
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at a coordinate; axes left out count as 0."""
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coordinate.get(name, 0)
+        return rank
+
+    def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on these axes only, in mesh order."""
+        members = [self.coordinate(rank)]
+        for name in (name for name in self.names if name in axes):
+            members = [{**place, name: index} for place in members for index in range(self.axis(name))]
+        return tuple(self.rank(place) for place in members)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)

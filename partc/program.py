@@ -1,0 +1,260 @@
+"""The IR: a program is calls of a few regions; a region is typed operations, one per line of its text.
+
+Everything here is frozen. Passes return new objects; the printer and the parser (partc.printer)
+are the only other code that knows the shape of these classes by heart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from partc.errors import InternalError, Source
+from partc.layout import Layout
+from partc.mesh import TIME_AXIS, Mesh
+
+DType = Literal["f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "u8", "bool"]
+ITEMSIZE: Mapping[str, int] = {
+    "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
+}  # fmt: skip
+FLOATING = frozenset({"f64", "f32", "bf16", "f16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The use of a value, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeArg:
+    """A dtype given to an operation as an argument."""
+
+    name: DType
+
+
+Arg = Ref | DTypeArg | int | float | bool | str | None | tuple["Arg", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorType:
+    """Element type and layout; the layout carries the global shape."""
+
+    dtype: DType
+    layout: Layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def differentiable(self) -> bool:
+        return self.dtype in FLOATING
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{self.layout}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A name and its type. Names are unique within a graph (or, for program values, a program)."""
+
+    name: str
+    type: TensorType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How an operation is spread over one axis.
+
+    `factor` is the name of one of its rule's factors, cut after `outer` (see layout.Shard), or
+    None: repeated on every rank of the axis on operands whose gradients are partial sums.
+    An axis without a choice repeats the operation on replicated operands.
+    """
+
+    axis: str
+    factor: str | None
+    outer: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operation: `results = name(*args, **attrs)`.
+
+    `name` is a key of the rule table: an ATen packet name ("linear", "mul"), a composite
+    ("cross_entropy"), a collective ("all_gather") or a user's "mylib::op".
+    """
+
+    name: str
+    args: tuple[Arg, ...] = ()
+    attrs: tuple[tuple[str, Arg], ...] = ()
+    results: tuple[Value, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    source: Source | None = None
+
+    @property
+    def result(self) -> Value:
+        if len(self.results) != 1:
+            raise InternalError(f"{self.name} has {len(self.results)} results, not one")
+        return self.results[0]
+
+    def refs(self) -> Iterator[str]:
+        """Names of the values read, in order, repeats included."""
+        yield from _refs(self.args)
+        yield from _refs(tuple(value for _, value in self.attrs))
+
+    def renamed(self, names: Mapping[str, str]) -> Op:
+        """The same operation reading (and defining) values under other names."""
+        results = tuple(replace(value, name=names.get(value.name, value.name)) for value in self.results)
+        attrs = tuple((key, _renamed(arg, names)) for key, arg in self.attrs)
+        return replace(self, args=tuple(_renamed(arg, names) for arg in self.args), attrs=attrs, results=results)
+
+
+def _refs(args: tuple[Arg, ...]) -> Iterator[str]:
+    for arg in args:
+        if isinstance(arg, Ref):
+            yield arg.name
+        elif isinstance(arg, tuple):
+            yield from _refs(arg)
+
+
+def _renamed(arg: Arg, names: Mapping[str, str]) -> Arg:
+    if isinstance(arg, Ref):
+        return Ref(names.get(arg.name, arg.name))
+    if isinstance(arg, tuple):
+        return tuple(_renamed(item, names) for item in arg)
+    return arg
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """Straight-line code: inputs, operations in order, names of the outputs."""
+
+    inputs: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[str, ...]
+
+    def definitions(self) -> dict[str, Value]:
+        """Every value by name, inputs included."""
+        values = {value.name: value for value in self.inputs}
+        for op in self.ops:
+            values.update((value.name, value) for value in op.results)
+        return values
+
+
+Phase = Literal["setup", "step", "microbatch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A distinct body of the model: traced, sharded, differentiated and printed once.
+
+    `params` are the region's parameters and buffers under names relative to the module
+    ("attn.wq.weight"); graphs read them by these names. `phase` says when calls run: once
+    ("setup": made of constants alone), once per step on the whole local batch ("step": made of
+    inputs alone and reduced over the batch), or for every microbatch.
+    After differentiation `forward` returns its outputs followed by what `saved` names, and
+    `backward` takes the gradients of the outputs, then the saved values; it returns gradients of
+    those inputs and parameters that need one, named "grad_<input>".
+    """
+
+    name: str
+    params: tuple[Value, ...]
+    forward: Graph
+    backward: Graph | None = None
+    saved: tuple[str, ...] = ()
+    phase: Phase = "microbatch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A region applied: its parameters by full name, program values in, program values out."""
+
+    name: str  # module path or region name: "blocks.3", "embed"
+    region: str
+    params: tuple[str, ...]
+    args: tuple[str, ...]
+    results: tuple[str, ...]
+    stage: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter or buffer of the model, under the name its state dict has."""
+
+    name: str
+    type: TensorType
+    trainable: bool
+    aliases: tuple[str, ...] = ()  # other names of the same tensor (tied weights)
+    reduce: tuple[str, ...] = ()  # mesh axes over which its gradient is summed once per step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A program value that one stage makes and a later one reads; its gradient returns if `gradient`."""
+
+    value: str
+    source: int
+    target: int
+    gradient: bool
+
+
+ActionKind = Literal["F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """What a rank does next, in the grammar of torch's pipeline schedules: 2F0, 0SEND_F1, 1REDUCE_GRAD.
+
+    SEND_F sends a microbatch's values to every stage that reads them, RECV_F receives all that
+    the stage reads from others; SEND_B and RECV_B do the same for their gradients.
+    """
+
+    stage: int
+    kind: ActionKind
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A whole model on a mesh.
+
+    `values` types everything that passes between calls, the batch's entries (`inputs`) included;
+    `loss` names the program value to minimise, a sum over every axis its layout calls partial.
+    `schedule` holds one list of actions per coordinate on the pipeline axis.
+    """
+
+    name: str
+    mesh: Mesh
+    microbatches: int = 1
+    inputs: tuple[str, ...] = ()
+    values: tuple[Value, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    regions: tuple[Region, ...] = ()
+    calls: tuple[Call, ...] = ()
+    loss: str = "loss"
+    transfers: tuple[Transfer, ...] = ()
+    schedule: tuple[tuple[Action, ...], ...] = ()
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes of every axis a layout may name: the mesh's, and the microbatches'."""
+        return {**self.mesh.sizes, TIME_AXIS: self.microbatches}
+
+    @property
+    def stages(self) -> int:
+        return 1 + max((call.stage for call in self.calls), default=0)
+
+    def region(self, name: str) -> Region:
+        return next(region for region in self.regions if region.name == name)
+
+    def value_types(self) -> dict[str, TensorType]:
+        return {value.name: value.type for value in self.values}
+
+    def parameter(self, name: str) -> Parameter:
+        return next(parameter for parameter in self.parameters if parameter.name == name)

@@ -1,0 +1,50 @@
+"""Which values of a program owe a gradient, and to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from partc.program import Graph, Program
+
+def trainable_params(program: Program) -> dict[str, frozenset[str]]:
+    """Per region, its parameters (relative names) that are trained in some call."""
+    trained = {parameter.name for parameter in program.parameters if parameter.trainable}
+    found: dict[str, set[str]] = {region.name: set() for region in program.regions}
+    regions = {region.name: region for region in program.regions}
+    for call in program.calls:
+        for value, name in zip(regions[call.region].params, call.params, strict=True):
+            if name in trained and value.type.differentiable:
+                found[call.region].add(value.name)
+    return {name: frozenset(params) for name, params in found.items()}
+
+
+def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
+    """Per region, its inputs whose gradient some call owes to an earlier one."""
+    trainable = trainable_params(program)
+    regions = {region.name: region for region in program.regions}
+    needs: dict[str, set[str]] = {name: set() for name in regions}
+    while True:
+        owing: set[str] = set()
+        before = sum(map(len, needs.values()))
+        for call in program.calls:
+            region = regions[call.region]
+            for value, name in zip(region.forward.inputs, call.args, strict=True):
+                if name in owing and value.type.differentiable:
+                    needs[region.name].add(value.name)
+            live = reached(region.forward, needs[region.name] | trainable[region.name])
+            owing.update(name for name, out in zip(call.results, region.forward.outputs, strict=True) if out in live)
+        if sum(map(len, needs.values())) == before:
+            return {name: frozenset(inputs) for name, inputs in needs.items()}
+
+
+# Operations whose derivative is zero everywhere: gradients end there.
+_FLAT = frozenset({"detach", "floor", "ceil", "round", "trunc", "sign", "zeros_like", "ones_like", "full_like"})
+
+
+def reached(graph: Graph, roots: Iterable[str]) -> set[str]:
+    """The floating-point values whose gradient reaches the roots, the roots included."""
+    live = set(roots)
+    for op in graph.ops:
+        if op.name not in _FLAT and any(name in live for name in op.refs()):
+            live.update(value.name for value in op.results if value.type.differentiable)
+    return live

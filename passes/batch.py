@@ -1,0 +1,205 @@
+"""Spread the batch over data-parallel ranks (space) and microbatches (time).
+
+    region head(x: f32[8, 4], labels: i64[8]):       region head(x: f32[8@dp,mb, 4], labels: i64[8@dp,mb]):
+      param w: f32[5, 4]                        ->     param w: f32[5, 4] vary(dp,mb)
+      y = linear(x, w)                                 y = linear(x, w)     # f32[8@dp,mb, 5]   b@dp b@mb
+      s = sum(y)                                       s = sum(y)           # f32[] partial(dp,mb)
+
+The batch dimension is followed through every operation's factors; whatever doesn't have it varies,
+so that its gradient is summed over the batch once, at the end of a step. A value that must be
+complete over the whole batch (the number of labels that count) is made once per step, if it comes
+from inputs alone. What would need the whole batch in the middle of a microbatch is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from partc.errors import PartcError
+from partc.layout import Layout, Partial, Placement, Replicated, Shard, Varying
+from partc.mesh import BATCH_AXIS
+from partc.program import FLOATING, Call, Choice, Op, Program, Region, TensorType
+from partc.rules import OpRule, placements, resolve
+from partc.sharding import batch_axes
+
+
+def batch(program: Program) -> Program:
+    """Choose every operation's factor on the batch's axes and set every value's layout there.
+
+    Raises PartcError P0401 (batch doesn't divide), P0402 (an operation needs the whole batch).
+    """
+    axes = batch_axes(program.sizes)
+    if not axes:
+        return program
+    _check_divisible(program)
+    summed: frozenset[str] = frozenset()  # program values that must be complete over the batch
+    while True:
+        walk = _Walk(program, axes, summed)
+        result = walk.run()
+        if walk.demanded <= summed:
+            return result
+        summed |= walk.demanded
+
+
+def batch_entries(program: Program) -> tuple[str, ...]:
+    """The batch's entries whose first dimension is the batch: as long as the longest first one."""
+    types = program.value_types()
+    sizes = [types[name].shape[0] for name in program.inputs if types[name].shape]
+    if not sizes:
+        return ()
+    return tuple(name for name in program.inputs if types[name].shape and types[name].shape[0] == sizes[0])
+
+
+def _check_divisible(program: Program) -> None:
+    types = program.value_types()
+    entries = batch_entries(program)
+    if not entries:
+        raise PartcError("P0401", "no entry of the batch has a dimension to split", help="give batch() a tensor whose first dimension is the batch")
+    size, dp, steps = types[entries[0]].shape[0], program.mesh.axis(BATCH_AXIS), program.microbatches
+    if size % (dp * steps):
+        raise PartcError(
+            "P0401",
+            f"a batch of {size} does not divide into dp={dp} x {steps} microbatches",
+            help=f"make it a multiple of {dp * steps}, or lower --microbatches",
+        )
+
+
+class _Walk:
+    """One pass over the calls in order; regions met with other placements become variants."""
+
+    def __init__(self, program: Program, axes: tuple[str, ...], summed: frozenset[str]) -> None:
+        self.program = program
+        self.axes = axes
+        self.summed = summed
+        self.demanded: set[str] = set()
+        self.regions = {region.name: region for region in program.regions}
+        self.variants: dict[tuple[str, tuple[Placement, ...]], Region] = {}
+        self.values: dict[str, Placement] = {}
+        self.pure = input_only(program)
+
+    def run(self) -> Program:
+        entries = set(batch_entries(self.program))
+        for name in self.program.inputs:
+            self.values[name] = Shard(0) if name in entries else Varying()
+        calls = tuple(self._call(call) for call in self.program.calls)
+        values = tuple(
+            replace(value, type=self._typed(value.type, self.values[value.name], value.name, None))
+            for value in self.program.values
+        )
+        return replace(self.program, calls=calls, regions=tuple(self.variants.values()), values=values)
+
+    def _call(self, call: Call) -> Call:
+        region = self.regions[call.region]
+        given = tuple(self.values[name] for name in call.args)
+        key = (region.name, given)
+        if key not in self.variants:
+            taken = sum(1 for name, _ in self.variants if name == region.name)
+            name = region.name if not taken else f"{region.name}_{taken + 1}"
+            self.variants[key] = self._region(replace(region, name=name), given, call)
+        variant = self.variants[key]
+        types = variant.forward.definitions()
+        for name, out in zip(call.results, variant.forward.outputs, strict=True):
+            placement = types[out].type.layout.placement(self.axes[0])  # all batch axes are placed alike
+            self.values[name] = self._boundary(name, call, placement)
+        return replace(call, region=variant.name)
+
+    def _boundary(self, name: str, call: Call, placement: Placement) -> Placement:
+        if name in self.summed and call.name in self.pure:
+            return Varying()
+        if name == self.program.loss:
+            return Partial()
+        return placement
+
+    def _region(self, region: Region, given: tuple[Placement, ...], call: Call) -> Region:
+        if region.phase == "setup":
+            return region
+        placed: dict[str, Placement] = dict(zip((v.name for v in region.forward.inputs), given, strict=True))
+        placed.update((value.name, Varying()) for value in region.params)
+        types = {name: value.type for name, value in region.forward.definitions().items()}
+        types.update((value.name, value.type) for value in region.params)
+        arguments = dict(zip((v.name for v in region.forward.inputs), call.args, strict=True))
+        ops = []
+        for op in region.forward.ops:
+            rule = resolve(op, types)
+            choices = self._choices(op, rule, [placed[name] for name in op.refs()], arguments)
+            op = replace(op, choices=choices)
+            made = self._results(op, rule)
+            placed.update((value.name, placement) for value, placement in zip(op.results, made, strict=True))
+            results = tuple(
+                replace(value, type=self._typed(value.type, placement, value.name, op))
+                for value, placement in zip(op.results, made, strict=True)
+            )
+            ops.append(replace(op, results=results))
+        step = any(name in self.summed for name in call.results) and call.name in self.pure
+        typed = lambda value: replace(value, type=self._typed(value.type, placed[value.name], value.name, None))  # noqa: E731
+        forward = replace(region.forward, inputs=tuple(map(typed, region.forward.inputs)), ops=tuple(ops))
+        return replace(
+            region, params=tuple(map(typed, region.params)), forward=forward, phase="step" if step else region.phase
+        )
+
+    def _choices(
+        self, op: Op, rule: OpRule | None, given: list[Placement], arguments: Mapping[str, str]
+    ) -> tuple[Choice, ...]:
+        """The factor that carries the batch; or a sum passed on; or none of either."""
+        cut = [(index, placement) for index, placement in enumerate(given) if isinstance(placement, Shard)]
+        partial = [index for index, placement in enumerate(given) if isinstance(placement, Partial)]
+        names = list(op.refs())
+        if rule is not None and cut:
+            found = {_factor_at(rule, index, placement) for index, placement in cut}
+            kinds = {factor.name: factor.kind for factor in rule.factors}
+            if len(found) == 1 and (only := found.pop()) and kinds[only[0]] != "blocked":
+                self.demanded.update(arguments[names[index]] for index in partial if names[index] in arguments)
+                return tuple(Choice(axis=axis, factor=only[0], outer=only[1]) for axis in self.axes)
+        if not cut and partial and rule is not None:
+            group = next((i for i, members in enumerate(rule.linear) if set(partial) <= set(members)), None)
+            if group is not None:
+                return tuple(Choice(axis=axis, factor=f"partial{group}") for axis in self.axes)
+        for index in (*(index for index, _ in cut), *partial):
+            if names[index] in arguments:
+                self.demanded.add(arguments[names[index]])
+        return tuple(Choice(axis=axis, factor=None) for axis in self.axes)
+
+    def _results(self, op: Op, rule: OpRule | None) -> tuple[Placement, ...]:
+        if rule is None:
+            return tuple(Varying() for _ in op.results)
+        return placements(op, rule, op.choices[0], self.axes[0])[1]
+
+    def _typed(self, type: TensorType, placement: Placement, name: str, op: Op | None) -> TensorType:
+        if isinstance(placement, Varying) and type.dtype not in FLOATING:
+            placement = Replicated()
+        layout = Layout.build(type.shape, dict.fromkeys(self.axes, placement), self.program.sizes)
+        if layout is None:
+            dim = placement.dim if isinstance(placement, Shard) else 0
+            raise PartcError(
+                "P0401",
+                f"dimension {dim} of {name} ({type.shape[dim]}) does not divide over {' x '.join(self.axes)}",
+                help="use a batch that divides, or fewer microbatches",
+                source=op.source if op else None,
+            )
+        return replace(type, layout=layout)
+
+
+def _factor_at(rule: OpRule, operand: int, placement: Shard) -> tuple[str, int] | None:
+    """The factor, and the cut inside it, that a shard of an operand falls on."""
+    sizes = {factor.name: factor.size for factor in rule.factors}
+    before = 1
+    for name in rule.operands[operand][placement.dim]:
+        if placement.outer % before == 0 and placement.outer < before * sizes[name]:
+            return name, placement.outer // before
+        before *= sizes[name]
+    return None
+
+
+def input_only(program: Program) -> frozenset[str]:
+    """Names of the calls whose results depend on inputs and constants alone, on no parameter."""
+    trainable = {parameter.name for parameter in program.parameters if parameter.trainable}
+    pure_values = set(program.inputs)
+    calls = set()
+    for call in program.calls:
+        if not trainable.intersection(call.params) and pure_values.issuperset(call.args):
+            calls.add(call.name)
+            pure_values.update(call.results)
+    return frozenset(calls)
+
+

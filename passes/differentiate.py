@@ -1,0 +1,138 @@
+"""Derive every region's backward graph from its local forward.
+
+    region head(x: f32[4@dp, 8], …):             region head(x: f32[4@dp, 8], …):
+      y = linear(x, w)                     ->      y = linear(x, w)
+      return y                                     return y  saved x
+                                                 backward(grad_y, x):
+                                                   grad_x = linear_grad_input(grad_y, w)
+                                                   grad_w = linear_grad_weight(grad_y, x)
+
+The local forward, collectives included, runs once through torch's AOT autograd on fake tensors.
+Marks around every value name it, and its gradient, in the traced graph, so that both graphs keep
+the model's own names and layouts. What does not depend on an incoming gradient and is read by the
+backward graph is saved, unless a view or a constant makes it again for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from partc import joint, operators
+from partc.errors import InternalError
+from partc.gradients import gradient_inputs, reached, trainable_params
+from partc.layout import Sizes
+from partc.program import Arg, DTypeArg, Op, Program, Ref, Region
+from partc.torch_private import FakeTensorMode, aot_export_joint_simple
+
+def differentiate(program: Program) -> Program:
+    """Give every region that a gradient passes through its backward graph."""
+    needs = gradient_inputs(program)
+    trainable = trainable_params(program)
+    regions = tuple(
+        _differentiate_region(region, needs[region.name], trainable[region.name], program.sizes)
+        for region in program.regions
+    )
+    return replace(program, regions=regions)
+
+
+def _differentiate_region(region: Region, inputs: frozenset[str], params: frozenset[str], sizes: Sizes) -> Region:
+    roots = inputs | params
+    live = reached(region.forward, roots)
+    if not live.intersection(region.forward.outputs):
+        return region
+    return joint.split(_trace_joint(region, roots, live, sizes), region, roots, live, sizes)
+
+
+def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: Sizes) -> fx.GraphModule:
+    """The joint graph: (inputs, params, gradients of outputs) -> (outputs, gradients)."""
+    arguments = (*region.forward.inputs, *region.params)
+
+    def local_forward(*tensors: Tensor) -> tuple[Tensor, ...]:
+        values = dict(zip((value.name for value in arguments), tensors, strict=True))
+        for name in values:
+            if name in roots:
+                values[name] = torch.ops.partc.mark(values[name], name)
+        for op in region.forward.ops:
+            _run(op, values, live, sizes)
+        return tuple(torch.ops.partc.mark(values[name], name) for name in region.forward.outputs)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = [
+            torch.empty(
+                value.type.layout.local_shape(sizes),
+                dtype=operators.DTYPES[value.type.dtype],
+                requires_grad=value.name in roots,
+            )
+            for value in arguments
+        ]
+    traced: fx.GraphModule = aot_export_joint_simple(local_forward, tensors, trace_joint=True)
+    return traced
+
+
+def _run(op: Op, values: dict[str, Any], live: set[str], sizes: Sizes) -> None:
+    """Run one IR operation on fake tensors and mark what it defines."""
+    args = [_tensor_arg(arg, values) for arg in op.args]
+    attrs = {key: _tensor_arg(arg, values) for key, arg in op.attrs}
+    results = call_operator(op, args, attrs, live, sizes)
+    for value, result in zip(op.results, results if isinstance(results, tuple | list) else (results,), strict=False):
+        expected = value.type.layout.local_shape(sizes)
+        if tuple(result.shape) != expected:
+            raise InternalError(
+                f"{op.source}: {value.name} = {op.name}(…) has local shape {tuple(result.shape)}, its layout says {expected}"
+            )
+        values[value.name] = torch.ops.partc.mark(result, value.name)
+
+
+def call_operator(op: Op, args: list[Any], attrs: dict[str, Any], live: set[str], sizes: Sizes) -> Any:
+    """The operator with its arguments as torch wants them."""
+    if "axis" in attrs and op.name not in ("cross_entropy_shard", "embedding_shard"):
+        return _collective(op.name, args, attrs, sizes)
+    match op.name:
+        case "cross_entropy":
+            return torch.ops.partc.cross_entropy(*args, "")
+        case "cross_entropy_shard":
+            return torch.ops.partc.cross_entropy(*args, attrs["axis"])
+        case "matmul" if not (args[1].dim() == 2 or args[0].shape[:-2] == args[1].shape[:-2]):
+            return torch.matmul(*args)
+        case "attention" if isinstance(op.args[3], Ref) and op.args[3].name in live:
+            return _attention_with_bias(*args)
+    return operators.resolve(op.name)(*args, **attrs)
+
+
+def _collective(name: str, args: list[Any], attrs: dict[str, Any], sizes: Sizes) -> Any:
+    axis = attrs["axis"]
+    operator = getattr(torch.ops.partc, name)
+    if name == "all_to_all":
+        where = (attrs["split_dim"], attrs.get("split_outer", 1), attrs["concat_dim"], attrs.get("concat_outer", 1))
+    elif "dim" in attrs:
+        where = (attrs["dim"], attrs.get("outer", 1))
+    else:
+        where = ()
+    return operator(*args, *where, axis, sizes[axis])
+
+
+def _attention_with_bias(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Attention whose additive mask is learned, spelled out so that the mask has a gradient."""
+    if is_causal:
+        raise InternalError("attention with a learned mask and is_causal")
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+    scores = torch.matmul(q, k.transpose(-1, -2)) * (scale if scale is not None else q.shape[-1] ** -0.5)
+    return torch.matmul(torch.softmax(scores + bias, dim=-1), v)
+
+
+def _tensor_arg(arg: Arg, values: Mapping[str, Any]) -> Any:
+    if isinstance(arg, Ref):
+        return values[arg.name]
+    if isinstance(arg, DTypeArg):
+        return operators.DTYPES[arg.name]
+    if isinstance(arg, tuple):
+        return [_tensor_arg(item, values) for item in arg]
+    return arg

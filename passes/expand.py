@@ -1,0 +1,74 @@
+"""Spell out composites that talk to other ranks, once they are differentiated.
+
+    nll, lse = cross_entropy(x, labels, None, -100, 0.0, axis=tp)      largest = shard_max(x)
+                                                                       largest = all_reduce(largest, op="max", axis=tp)
+                                                                  ->   sums    = all_reduce(sum_exp(x, largest), axis=tp)
+                                                                       picked  = all_reduce(pick(x, labels, axis=tp), axis=tp)
+                                                                       lse     = log_sum_exp(largest, sums)
+                                                                       nll     = cross_entropy_rows(lse, picked, labels, …)
+
+Logits whose classes are cut over an axis are never gathered: each rank contributes its maximum,
+its sum of exponentials and the label's logit, one number a row (Shoeybi et al. 2019, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from partc.layout import Sizes
+from partc.program import Arg, Graph, Op, Program, Ref, TensorType, Value
+
+
+def expand(program: Program) -> Program:
+    """Replace every composite that the table knows by its operations, in forward graphs."""
+    return replace(
+        program,
+        regions=tuple(
+            replace(region, forward=_expanded(region.forward, {v.name: v.type for v in region.params}, program.sizes))
+            for region in program.regions
+        ),
+    )
+
+
+def _expanded(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Graph:
+    types = {name: value.type for name, value in graph.definitions().items()} | dict(params)
+    ops: list[Op] = []
+    for op in graph.ops:
+        rewrite = _REWRITES.get(op.name)
+        ops.extend(rewrite(op, types, sizes) if rewrite and dict(op.attrs).get("axis") else (op,))
+    return replace(graph, ops=tuple(ops))
+
+
+def _cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Op, ...]:
+    logits, labels, weight, ignore, smoothing = op.args
+    nll, lse = op.results
+    axis = dict(op.attrs)["axis"]
+    assert isinstance(logits, Ref) and isinstance(axis, str)
+    num_classes = types[logits.name].shape[-1]
+    partial = replace(lse.type, layout=replace(lse.type.layout, partial=(*lse.type.layout.partial, axis)))
+    ops: list[Op] = []
+
+    def add(name: str, args: tuple[Arg, ...], made: str, type: TensorType = lse.type, **attrs: Arg) -> Ref:
+        result = Value(name=made, type=type)
+        ops.append(Op(name=name, args=args, attrs=tuple(attrs.items()), results=(result,), source=op.source))
+        return Ref(made)
+
+    def complete(name: str, args: tuple[Arg, ...], made: str, **attrs: Arg) -> Ref:
+        part = add(name, args, f"{made}_partial", partial, **attrs)
+        return add("all_reduce", (part,), made, axis=axis)
+
+    most = add("shard_max", (logits,), f"{nll.name}_max_partial")
+    largest = add("all_reduce", (most,), f"{nll.name}_max", op="max", axis=axis)
+    sums = complete("sum_exp", (logits, largest), f"{nll.name}_sums")
+    picked = complete("pick", (logits, labels), f"{nll.name}_picked", axis=axis)
+    smooth: Arg = complete("smooth_sum", (logits, weight), f"{nll.name}_smooth", axis=axis) if smoothing else None
+    total = add("log_sum_exp", (largest, sums), lse.name)
+    rows = (total, picked, labels, weight, ignore, smoothing, smooth, num_classes)
+    add("cross_entropy_rows", rows, nll.name, nll.type)
+    return tuple(ops)
+
+
+_REWRITES: Mapping[str, Callable[[Op, Mapping[str, TensorType], Sizes], tuple[Op, ...]]] = {
+    "cross_entropy": _cross_entropy,
+}

@@ -1,0 +1,226 @@
+"""Rewrite every region for one rank: insert the collectives, make literal sizes local.
+
+    up   = linear(x, w1)      # [8, 16, 256@tp]   o@tp        x_full = all_gather(x, dim=1, axis=tp)    # [8, 16, 64]
+    act  = gelu(up)           # [8, 16, 256@tp]           ->  up     = linear(x_full, w1)               # [8, 16, 256@tp]
+    down = linear(act, w2)    # [8, 16, 64] partial(tp)       act    = gelu(up)                         # [8, 16, 256@tp]
+    y    = add(x, down)       # [8, 16@tp, 64]                down   = reduce_scatter(linear(act, w2), dim=1, axis=tp)
+
+Where an operation wants an operand in another layout than it has, the cheapest chain of reshards
+changes it, once for all operations that want the same. Reshards are differentiable; their
+transposes become the backward pass's collectives. A parameter that is used differently by ranks
+that hold equal copies of it owes a gradient reduction over them, which is noted, not inserted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from partc.errors import InternalError, PartcError
+from partc.gradients import gradient_inputs, reached, trainable_params
+from partc.layout import Layout, Sizes
+from partc.mesh import TIME_AXIS
+from partc.program import ITEMSIZE, Op, Program, Ref, Region, TensorType, Value
+from partc.reshard import Step, plan
+from partc.rules import localize, resolve
+from partc.sharding import layouts
+
+_SUFFIX = {"all_reduce": "sum", "reduce_scatter": "sum", "all_gather": "full", "unshard": "full", "shard": "shard", "take": "shard"}
+_REDUCING = frozenset({"all_reduce", "reduce_scatter"})
+_IN_TIME = frozenset({"settle", "spread"})  # what microbatches can do without waiting for each other
+
+
+def partition(program: Program) -> Program:
+    """Insert reshards and note gradient reductions.
+
+    Raises PartcError P0402 where an operation needs other microbatches' results.
+    """
+    needs, trainable = gradient_inputs(program), trainable_params(program)
+    wanted = _boundaries(program)
+    regions = tuple(
+        _Local(region, wanted[region.name], program.sizes, needs[region.name] | trainable[region.name]).run()
+        for region in program.regions
+    )
+    reduce = _reductions(program)
+    parameters = tuple(replace(p, reduce=reduce.get(p.name, ()) if p.trainable else ()) for p in program.parameters)
+    return replace(program, regions=regions, parameters=parameters)
+
+
+def _boundaries(program: Program) -> dict[str, tuple[Layout, ...]]:
+    """The layouts that each region's outputs must have for the calls that read them."""
+    types = program.value_types()
+    return {call.region: tuple(types[name].layout for name in call.results) for call in program.calls}
+
+
+def _reductions(program: Program) -> dict[str, tuple[str, ...]]:
+    """Per parameter, the mesh axes over which ranks hold equal copies and partial gradients."""
+    regions = {region.name: region for region in program.regions}
+    found: dict[str, set[str]] = {}
+    for call in program.calls:
+        for name, value in zip(call.params, regions[call.region].params, strict=True):
+            found.setdefault(name, set()).update(value.type.layout.varying)
+    return {name: tuple(axis for axis in program.mesh.names if axis in axes) for name, axes in found.items()}
+
+
+class _Local:
+    """Rewrites one region; every value's type is kept as it is made, operands are resharded on demand."""
+
+    def __init__(self, region: Region, outputs: tuple[Layout, ...], sizes: Sizes, roots: frozenset[str]) -> None:
+        if region.phase == "step":
+            region, outputs = _whole_batch(region), tuple(layout.without(TIME_AXIS) for layout in outputs)
+            sizes = {**sizes, TIME_AXIS: 1}
+        self.region = region
+        self.outputs = outputs
+        self.sizes = sizes
+        self.live = reached(region.forward, roots)
+        self.types: dict[str, TensorType] = {value.name: value.type for value in (*region.params, *region.forward.inputs)}
+        self.ops: list[Op] = []
+        self.changed: dict[tuple[str, Layout], str] = {}
+        self.taken = {*region.forward.definitions(), *self.types}
+
+    def run(self) -> Region:
+        for op in self.region.forward.ops:
+            self._operation(op)
+        names = []
+        for name, layout in zip(self.region.forward.outputs, self.outputs, strict=True):
+            names.append(self._resharded(name, layout, self._maker(name)))
+        graph = replace(self.region.forward, ops=tuple(self.ops), outputs=tuple(names))
+        return _with_biases(_with_plain_names(replace(self.region, forward=graph)))
+
+    def _maker(self, name: str) -> Op | None:
+        return next((op for op in self.region.forward.ops if any(value.name == name for value in op.results)), None)
+
+    def _operation(self, op: Op) -> None:
+        types = {name: self.types[name] for name in op.refs()}
+        rule = resolve(op, types)
+        found = layouts(op, rule, types, self.sizes)
+        if found is None:
+            raise InternalError(f"{op.source}: {op.name} was spread in a way its sizes don't allow")
+        wanted, made = found
+        operands = [self._resharded(name, layout, op) for name, layout in zip(op.refs(), wanted, strict=True)]
+        results = tuple(
+            replace(value, type=replace(value.type, layout=layout)) for value, layout in zip(op.results, made, strict=True)
+        )
+        self.types.update((value.name, value.type) for value in results)
+        local = replace(op, results=results)
+        if rule is not None:
+            local = localize(local, rule, self.sizes)
+        self.ops.append(_reading(local, operands))
+
+    def _resharded(self, name: str, layout: Layout, reader: Op | None) -> str:
+        """The name under which the value has this layout, after inserting what is needed."""
+        type = self.types[name]
+        source, target = type.layout, layout
+        if name not in self.live:  # without a gradient, varying and replicated are the same
+            source, target = replace(source, varying=()), replace(target, varying=())
+        if source == target:
+            return name
+        if (name, target) not in self.changed:
+            self.changed[name, target] = self._insert(name, type, plan(source, target, sizes=self.sizes, itemsize=ITEMSIZE[type.dtype]), reader)
+        return self.changed[name, target]
+
+    def _insert(self, name: str, type: TensorType, steps: tuple[Step, ...], reader: Op | None) -> str:
+        last = name
+        for step in steps:
+            if step.axis == TIME_AXIS and step.op not in _IN_TIME:
+                raise PartcError(
+                    "P0402",
+                    f"{reader.name if reader else 'the result'} needs {name} of the whole batch, but each microbatch makes its own part",
+                    help="use --microbatches 1, or compute this value from the inputs alone",
+                    source=reader.source if reader else None,
+                )
+            known = self.changed.get((name, step.result))
+            if known is not None:
+                last = known
+                continue
+            made = self._fresh(f"{name}_{_SUFFIX.get(step.op, step.axis)}")
+            attrs = (*step.attrs, ("axis", step.axis))
+            value = Value(name=made, type=replace(type, layout=step.result))
+            self.types[made] = value.type
+            if name in self.live:
+                self.live.add(made)
+            source = reader.source if reader else None
+            self.ops.append(Op(name=step.op, args=(Ref(last),), attrs=attrs, results=(value,), source=source))
+            self.changed[name, step.result] = last = made
+        return last
+
+    def _fresh(self, stem: str) -> str:
+        name, count = stem, 1
+        while name in self.taken:
+            count += 1
+            name = f"{stem}{count}"
+        self.taken.add(name)
+        return name
+
+
+def _whole_batch(region: Region) -> Region:
+    """A region that runs once per step sees all of its rank's microbatches at once."""
+    still = lambda value: replace(value, type=replace(value.type, layout=value.type.layout.without(TIME_AXIS)))  # noqa: E731
+    ops = tuple(
+        replace(
+            op,
+            choices=tuple(choice for choice in op.choices if choice.axis != TIME_AXIS),
+            results=tuple(map(still, op.results)),
+        )
+        for op in region.forward.ops
+    )
+    forward = replace(region.forward, inputs=tuple(map(still, region.forward.inputs)), ops=ops)
+    return replace(region, params=tuple(map(still, region.params)), forward=forward)
+
+
+def _reading(op: Op, operands: list[str]) -> Op:
+    """The operation with its operands replaced, in the order of `refs`, one by one."""
+    names = iter(operands)
+
+    def swap(arg: object) -> object:
+        if isinstance(arg, Ref):
+            return Ref(next(names))
+        return tuple(map(swap, arg)) if isinstance(arg, tuple) else arg
+
+    args = tuple(map(swap, op.args))
+    attrs = tuple((key, swap(arg)) for key, arg in op.attrs)
+    return replace(op, args=args, attrs=attrs)  # type: ignore[arg-type]
+
+
+def _with_plain_names(region: Region) -> Region:
+    """A sum that alone reads its partial value takes the plain name: `down` is complete, `down_partial` not."""
+    graph = region.forward
+    uses = _uses(region)
+    names: dict[str, str] = {}
+    for op in graph.ops:
+        source = next(op.refs(), None)
+        if op.name in _REDUCING and source is not None and uses[source] == 1 and source not in names.values():
+            if op.result.name == f"{source}_sum" and f"{source}_partial" not in graph.definitions():
+                names[source], names[op.result.name] = f"{source}_partial", source
+    outputs = tuple(names.get(name, name) for name in graph.outputs)
+    return replace(region, forward=replace(graph, ops=tuple(op.renamed(names) for op in graph.ops), outputs=outputs))
+
+
+def _with_biases(region: Region) -> Region:
+    """Join `add(linear(x, w), bias)` where no reduction stands between: one kernel does both."""
+    graph, uses = region.forward, _uses(region)
+    params = {value.name: value.type for value in region.params}
+    products: Mapping[str, Op] = {
+        op.result.name: op for op in graph.ops if op.name == "linear" and len(op.args) == 2 and uses[op.result.name] == 1
+    }
+    joined: dict[str, Op] = {}
+    dropped: set[str] = set()
+    for op in graph.ops:
+        match op.name, op.args:
+            case "add", (Ref(name=product), Ref(name=bias)) if product in products and len(params[bias].shape if bias in params else ()) == 1:
+                joined[op.result.name] = replace(products[product], args=(*products[product].args, Ref(bias)), results=op.results)
+                dropped.add(product)
+    ops = tuple(
+        joined.get(op.results[0].name, op) if op.results else op
+        for op in graph.ops
+        if not (op.results and op.results[0].name in dropped)
+    )
+    return replace(region, forward=replace(graph, ops=ops))
+
+
+def _uses(region: Region) -> dict[str, int]:
+    uses = dict.fromkeys(region.forward.definitions(), 0)
+    uses.update(dict.fromkeys((value.name for value in region.params), 0))
+    for name in (*(name for op in region.forward.ops for name in op.refs()), *region.forward.outputs):
+        uses[name] += 1
+    return uses

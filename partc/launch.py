@@ -1,0 +1,116 @@
+"""Run a package on this machine: the exact torchrun line, then what the ranks report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from partc.errors import PartcError
+from partc.mesh import Mesh
+
+Tell = Callable[[str], None]
+
+
+class RunFailed(Exception):
+    """A package (or the model it came from) stopped with an error: exit code 1, and its own words in `output`."""
+
+    def __init__(self, what: str, code: int, output: str) -> None:
+        super().__init__(f"{what} stopped with exit code {code}")
+        self.code = code
+        self.output = output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What `partc run --json` prints."""
+
+    losses: tuple[float, ...]
+    step_seconds: tuple[float, ...]
+    step_seconds_median: float
+    tokens_per_second: float
+    peak_bytes: tuple[int, ...]  # by rank
+
+
+def read_plan(directory: Path) -> dict[str, Any]:
+    """The decisions of a package. Raises PartcError P0503 for a folder that is none."""
+    path = directory / "plan.json"
+    if not path.is_file():
+        raise PartcError(
+            "P0503",
+            f"{directory} is not a partc package: it has no plan.json",
+            help="name a folder that `partc compile` wrote",
+        )
+    try:
+        plan = json.loads(path.read_text())
+    except ValueError as error:
+        raise PartcError(
+            "P0503", f"{path} is not JSON: {error}", help="compile again: the file has been changed"
+        ) from None
+    if not isinstance(plan, dict):
+        raise PartcError("P0503", f"{path} is not a plan", help="compile again: the file has been changed")
+    return plan
+
+
+def torchrun_command(directory: Path, arguments: Sequence[str]) -> list[str]:
+    """The command that trains a package on this machine, one process per rank."""
+    beside = Path(sys.executable).with_name("torchrun")
+    launcher = [str(beside)] if beside.exists() else [sys.executable, "-m", "torch.distributed.run"]
+    ranks = Mesh.parse(read_plan(directory)["mesh"]).size
+    return [*launcher, "--standalone", "--nproc-per-node", str(ranks), str(directory / "train.py"), *arguments]
+
+
+def run(
+    directory: Path, *, steps: int = 10, arguments: Sequence[str] = (), tell: Tell = lambda line: None
+) -> RunResult:
+    """Train a package for some steps with real processes; `tell` gets the torchrun line first.
+
+    The ranks' own output goes to stderr as it comes. Raises RunFailed.
+    """
+    plan = read_plan(directory)
+    command = torchrun_command(directory, ["--steps", str(steps), *arguments])
+    tell(shlex.join(command))
+    with tempfile.TemporaryDirectory(prefix="partc-run-") as folder:
+        code = subprocess.call([*command, "--report", folder], env=local_environment(), stdout=sys.stderr)
+        if code:
+            raise RunFailed("the package", code, "")
+        reports = read_reports(Path(folder))
+    logging = next(report for report in reports if report["logs"])
+    seconds = tuple(logging["step_seconds"])
+    median = statistics.median(seconds) if seconds else 0.0
+    return RunResult(
+        losses=tuple(logging["losses"]),
+        step_seconds=seconds,
+        step_seconds_median=median,
+        tokens_per_second=tokens_per_step(plan) / median if median else 0.0,
+        peak_bytes=tuple(report["peak_bytes"] for report in reports),
+    )
+
+
+def read_reports(folder: Path) -> list[dict[str, Any]]:
+    """What each rank wrote at its end, by rank."""
+    reports = [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
+    return sorted(reports, key=lambda report: int(report["rank"]))
+
+
+def tokens_per_step(plan: Mapping[str, Any]) -> int:
+    """Positions of the first integer input that has a sequence; else the number of examples."""
+    from partc.layout import Layout
+
+    shapes = [(entry["dtype"], Layout.parse(entry["layout"]).shape) for entry in plan["inputs"].values()]
+    sequences = [shape[0] * shape[1] for dtype, shape in shapes if dtype.startswith("i") and len(shape) == 2]
+    examples = [shape[0] for _, shape in shapes if shape]
+    return (sequences or examples or [0])[0]
+
+
+def local_environment() -> dict[str, str]:
+    """This process's environment, with one thread per rank unless the user says otherwise."""
+    return {"OMP_NUM_THREADS": "1", **os.environ}

@@ -1,0 +1,64 @@
+"""The single-device model, trained plainly: what `partc verify` holds a package against.
+
+Run as `python -m partc.reference PACKAGE FOLDER STEPS OPTIMIZER LR`, a process of its own: it uses
+the package's model.py and plan.json, autograd and the whole batch, and nothing else that was emitted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.runtime.data import call_with_options, global_batch, load_model_file
+from partc.runtime.tensors import save
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+def main(argv: Sequence[str]) -> int:
+    package, folder, steps, optimizer, lr = argv
+    train(Path(package), Path(folder), steps=int(steps), optimizer=optimizer, lr=float(lr))
+    return 0
+
+
+def train(package: Path, folder: Path, *, steps: int, optimizer: str, lr: float) -> None:
+    """Write every step's loss, gradients (before the update) and parameters (after it) to `folder`."""
+    plan: dict[str, Any] = json.loads((package / "plan.json").read_text())
+    module = load_model_file(package / "model.py")
+    torch.manual_seed(plan["seed"])
+    model: nn.Module = call_with_options(module.model, plan["options"])
+    model.to(DTYPES[plan["precision"]])
+    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    update = kind(trained, lr=lr) if trained else None
+    names = list(model.named_parameters(remove_duplicate=False))
+    for step in range(steps):
+        batch = global_batch(module, plan["options"], seed=plan["seed"], step=step, dtype=DTYPES[plan["precision"]])
+        model.zero_grad(set_to_none=True)
+        loss = loss_of(module, model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        recorded = {f"gradient/{name}": x.grad.clone() for name, x in names if x.grad is not None}
+        if update is not None:
+            update.step()
+        recorded |= {f"parameter/{name}": x.detach() for name, x in names}
+        recorded |= {f"parameter/{name}": x for name, x in model.named_buffers(remove_duplicate=False)}
+        save(folder / f"step_{step:04d}.safetensors", recorded, {"loss": repr(loss.item())})
+
+
+def loss_of(module: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The model file's loss: its own function, or what the model returns, or that object's `.loss`."""
+    result = module.loss(model, batch) if hasattr(module, "loss") else model(**batch)
+    if not isinstance(result, Tensor):
+        result = result.loss
+    assert isinstance(result, Tensor)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,179 @@
+"""Collectives along mesh axes and transfers between stages: one interface, whoever carries the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ReduceOp = Literal["sum", "max"]
+
+
+class Axis:
+    """This rank's view of a group of ranks: its place (`rank`) among `size`, and their collectives.
+
+    In every operation `dim` is seen as [outer, rest] and only `rest` is gathered, scattered or cut,
+    so that a strided shard (a fused QKV weight, say) needs no reordering. A group of one does nothing.
+    Subclasses carry bytes: they implement the four methods at the end on contiguous tensors.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """The sum (or maximum) over the group, in a new tensor."""
+        if self.size == 1:
+            return x
+        return self._all_reduce(x.clone(memory_format=torch.contiguous_format), op)
+
+    def all_reduce_(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """The same into `x` itself, for a tensor that nothing else reads."""
+        if self.size == 1:
+            return x
+        if not x.is_contiguous():
+            return x.copy_(self._all_reduce(x.contiguous(), op))
+        return self._all_reduce(x, op)
+
+    def reduce_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Sum each gradient over the group, in place. Neighbours in memory travel together.
+
+        For ranks of one stage: they lay their gradients out alike, so they join the same neighbours.
+        """
+        if self.size > 1:
+            for run in _runs(gradients):
+                self._all_reduce(run, "sum")
+
+    def all_gather(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
+        """The shards of all ranks side by side along `rest`."""
+        if self.size == 1:
+            return x
+        return _join(self._all_gather(x.contiguous()), dim, outer)
+
+    def reduce_scatter(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
+        """This rank's part, along `rest`, of the sum over the group."""
+        if self.size == 1:
+            return x
+        return self._reduce_scatter(_split(x, self.size, dim, outer).contiguous())
+
+    def all_to_all(
+        self, x: Tensor, *, split_dim: int, split_outer: int = 1, concat_dim: int, concat_outer: int = 1
+    ) -> Tensor:
+        """Cut along one dimension, join along another: a tensor sharded there is now sharded here."""
+        if self.size == 1:
+            return x
+        return _join(
+            self._all_to_all(_split(x, self.size, split_dim, split_outer).contiguous()), concat_dim, concat_outer
+        )
+
+    def take(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
+        """This rank's part along `rest`; moves nothing."""
+        if self.size == 1:
+            return x
+        return _split(x, self.size, dim, outer)[self.rank]
+
+    def put(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
+        """`x` in this rank's place of a tensor of zeros: the transpose of `take`."""
+        if self.size == 1:
+            return x
+        whole = x.new_zeros((*x.shape[:dim], x.shape[dim] * self.size, *x.shape[dim + 1 :]))
+        _split(whole, self.size, dim, outer)[self.rank].copy_(x)
+        return whole
+
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
+        """Reduce a contiguous tensor in place."""
+        raise NotImplementedError
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        """[...] -> [size, ...], by rank."""
+        raise NotImplementedError
+
+    def _reduce_scatter(self, x: Tensor) -> Tensor:
+        """[size, ...] -> [...]: this rank's row of the sum."""
+        raise NotImplementedError
+
+    def _all_to_all(self, x: Tensor) -> Tensor:
+        """[size, ...] -> [size, ...]: row i goes to rank i; row i of the result came from rank i."""
+        raise NotImplementedError
+
+
+class Comm:
+    """All that a rank says to others: an Axis per mesh axis (`comm.tp`), groups over several, and its stages' peers."""
+
+    def __init__(self, axes: Mapping[str, Axis], groups: Mapping[str, Axis]) -> None:
+        self._groups = dict(groups)
+        for name, axis in axes.items():
+            setattr(self, name, axis)
+
+    def __getattr__(self, name: str) -> Axis:
+        raise AttributeError(f"the mesh has no axis {name!r}")
+
+    def group(self, axes: Sequence[str]) -> Axis:
+        """The ranks that differ from this one on these axes only."""
+        return self._groups[",".join(axes)]
+
+    def stages(self, stages: Sequence[int]) -> Axis:
+        """This rank's peers in several pipeline stages: same place on every other axis."""
+        return self._groups["stages " + ",".join(map(str, stages))]
+
+    def send(self, x: Tensor, stage: int) -> None:
+        """Post `x` to the peer in another stage; never waits for it."""
+        raise NotImplementedError
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Tensor:
+        """Wait for the next tensor that the peer in another stage sends here."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """Wait until everything posted has left: once, at a step's end."""
+
+    def barrier(self) -> None:
+        """Wait for every rank of the mesh."""
+
+    def close(self) -> None:
+        """Let go of connections."""
+
+
+def axes_and_groups(
+    coordinate: Mapping[str, int], groups: Mapping[str, Axis]
+) -> tuple[dict[str, Axis], dict[str, Axis]]:
+    """The two arguments of Comm: axes of size 1 have no literal group and become no-ops."""
+    return {name: groups.get(name, Axis()) for name in coordinate}, dict(groups)
+
+
+def _split(x: Tensor, ways: int, dim: int, outer: int) -> Tensor:
+    """[..., outer·ways·rest, ...] -> [ways, ..., outer·rest, ...], a view where `outer` is 1."""
+    before, after, size = x.shape[:dim], x.shape[dim + 1 :], x.shape[dim]
+    rest = size // (outer * ways)
+    if outer * ways * rest != size:
+        raise ValueError(f"dimension {dim} of {tuple(x.shape)} cannot be cut in {outer} x {ways}")
+    parts = x.reshape(*before, outer, ways, rest, *after).movedim(dim + 1, 0)
+    return parts.squeeze(dim + 1) if outer == 1 else parts.reshape(ways, *before, outer * rest, *after)
+
+
+def _join(parts: Tensor, dim: int, outer: int) -> Tensor:
+    """[ways, ..., outer·rest, ...] -> [..., outer·ways·rest, ...]; copies only where ways isn't outermost."""
+    ways, *shape = parts.shape
+    rest = shape[dim] // outer
+    split = parts.reshape(ways, *shape[:dim], outer, rest, *shape[dim + 1 :]).movedim(0, dim + 1)
+    return split.reshape(*shape[:dim], outer * ways * rest, *shape[dim + 1 :])
+
+
+def _runs(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same memory in fewer, longer pieces: each tensor joins the one before it where it follows in its storage."""
+    runs: list[Tensor] = []
+    for x in tensors:
+        flat = x.view(-1)
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and last.dtype == flat.dtype
+            and last.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+            and last.storage_offset() + last.numel() == flat.storage_offset()
+        ):
+            runs[-1] = last.as_strided((last.numel() + flat.numel(),), (1,), last.storage_offset())
+        else:
+            runs.append(flat)
+    return runs

@@ -1,0 +1,67 @@
+"""The batch of each step: the same on every run, cut to this rank and to microbatches."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import Shard, microbatch_part
+
+
+def load_model_file(path: Path) -> ModuleType:
+    """Import the package's copy of the user's model file."""
+    spec = importlib.util.spec_from_file_location("partc_model_file", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def call_with_options(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Call a function of the model file with those of the options that it takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return function(**options)
+    names = {parameter.name for parameter in parameters}
+    return function(**{name: value for name, value in options.items() if name in names})
+
+
+def global_batch(
+    module: ModuleType, options: Mapping[str, Any], *, seed: int, step: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The whole batch of a step: `data(step)` where the model file has it, else `batch()` under the step's own seed."""
+    generator = torch.get_rng_state()
+    torch.manual_seed(seed * 1_000_003 + step + 1)
+    try:
+        batch = module.data(step) if hasattr(module, "data") else call_with_options(module.batch, options)
+    finally:
+        torch.set_rng_state(generator)
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+
+
+def local_batch(
+    batch: Mapping[str, Tensor],
+    inputs: Mapping[str, Shard],
+    sizes: Mapping[str, int],
+    coordinate: Mapping[str, int],
+    count: int,
+    device: torch.device,
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """This rank's part of what its stage reads, whole and in `count` microbatches."""
+    local = {
+        name: shard.local(batch[name], sizes, coordinate).contiguous().to(device) for name, shard in inputs.items()
+    }
+    pieces = [
+        {name: microbatch_part(x, inputs[name].dims, sizes, count, m).contiguous() for name, x in local.items()}
+        for m in range(count)
+    ]
+    return local, pieces

@@ -1,0 +1,131 @@
+"""Communicators over torch.distributed: NCCL between GPUs, gloo between CPUs.
+
+Groups are made straight from the rank module's literals, each under its own prefix of the store:
+a rank meets only the ranks it talks to, so that start-up doesn't grow with the mesh. (`new_group`
+numbers groups by how many a process has made before, which pipeline stages don't agree on.)
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from .comm import Axis, Comm, ReduceOp, axes_and_groups
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def meet(world_size: int, timeout: datetime.timedelta) -> tuple[Store, int]:
+    """The store that all ranks share, and this process's rank, from the variables that torchrun sets."""
+    if world_size == 1:
+        return HashStore(), 0
+    store, rank, _ = next(rendezvous("env://", timeout=timeout))
+    return store, rank
+
+
+class DistributedAxis(Axis):
+    """A group over a process group."""
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.process_group = group
+
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        self.process_group.allreduce([x], options).wait()
+        return x
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        whole = x.new_empty((self.size, *x.shape))
+        self.process_group._allgather_base(_bytes(whole), _bytes(x)).wait()
+        return whole
+
+    def _reduce_scatter(self, x: Tensor) -> Tensor:
+        part = x.new_empty(x.shape[1:])
+        self.process_group._reduce_scatter_base(part, x).wait()
+        return part
+
+    def _all_to_all(self, x: Tensor) -> Tensor:
+        result = torch.empty_like(x)
+        self.process_group.alltoall_base(_bytes(result), _bytes(x), [], []).wait()
+        return result
+
+
+class DistributedComm(Comm):
+    """Axes over process groups, and one directed communicator per stage sent to or received from."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        coordinate: Mapping[str, int],
+        groups: Mapping[str, tuple[int, ...]],
+        peers: Mapping[int, int],
+        world_size: int,
+        store: Store,
+        device: torch.device,
+        timeout: datetime.timedelta,
+    ) -> None:
+        self._device = device
+        self._store = store
+        self._world_size = world_size
+        self._barriers = 0
+        self._posted: list[tuple[Any, Tensor]] = []
+        pairs = {f"to {stage}": (rank, peer) for stage, peer in peers.items()}
+        pairs |= {f"from {stage}": (peer, rank) for stage, peer in peers.items()}
+        # Every rank connects in one order, by the ranks of each group: of all groups not yet connected,
+        # the first in that order always has its whole membership waiting for it, so nobody waits forever.
+        wanted = sorted((ranks, name) for name, ranks in (*groups.items(), *pairs.items()))
+        made: dict[str, DistributedAxis] = {}
+        for ranks, name in wanted:
+            kind = "pair" if name in pairs else name
+            prefix = PrefixStore(f"{kind}:{'-'.join(map(str, ranks))}", store)
+            place = ranks.index(rank)
+            made[name] = DistributedAxis(_process_group(prefix, place, len(ranks), device, timeout), place, len(ranks))
+        self._sending = {stage: made[f"to {stage}"] for stage in peers}
+        self._receiving = {stage: made[f"from {stage}"] for stage in peers}
+        super().__init__(*axes_and_groups(coordinate, {name: made[name] for name in groups}))
+
+    def send(self, x: Tensor, stage: int) -> None:
+        x = x.contiguous()
+        # The tensor is kept until the transfer has ended: nothing else may hold it by then.
+        self._posted.append((self._sending[stage].process_group.send([_bytes(x)], 1, 0), x))
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Tensor:
+        x = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        self._receiving[stage].process_group.recv([_bytes(x)], 0, 0).wait()
+        return x
+
+    def drain(self) -> None:
+        for work, _ in self._posted:
+            work.wait()
+        self._posted.clear()
+
+    def barrier(self) -> None:
+        self._barriers += 1
+        arrived = self._store.add(f"barrier/{self._barriers}", 1)
+        if arrived == self._world_size:
+            self._store.set(f"barrier/{self._barriers}/open", "")
+        self._store.wait([f"barrier/{self._barriers}/open"])
+
+
+def _process_group(store: Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> Any:
+    """Connect to the others of a group. The classes are the same ones that `new_group` would make."""
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The same memory as a type that every backend moves (gloo has no bool)."""
+    return x.view(torch.uint8) if x.dtype == torch.bool else x

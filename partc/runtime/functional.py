@@ -1,0 +1,278 @@
+"""Computations of the emitted code that aren't one torch call, each with its explicit backward.
+
+Shapes: b batch, h query heads, g key and value heads (g divides h), s and t positions, k and v head
+sizes, rows any leading dimensions, c classes (of this rank, where the vocabulary is sharded).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# -- linear ------------------------------------------------------------------------------------
+
+
+def linear_grad_weight(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient of w[o, i] in y[*rows, o] = x[*rows, i] wᵀ, from that of y."""
+    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
+def linear_add_grad_weight(into: Tensor, grad: Tensor, x: Tensor) -> None:
+    """The same, added to the gradient buffer without a temporary."""
+    into.addmm_(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+
+
+def linear_grad_bias(grad: Tensor) -> Tensor:
+    """Gradient of b[o] in y[*rows, o] = ... + b."""
+    return grad.reshape(-1, grad.shape[-1]).sum(0)
+
+
+# -- embedding ---------------------------------------------------------------------------------
+
+
+def embedding_shard(weight: Tensor, ids: Tensor, rank: int) -> Tensor:
+    """Rows of a vocabulary-sharded table: weight[n, d] holds ids from rank·n on; zero for ids elsewhere.
+
+    ids[*rows] -> [*rows, d]. Summed over the ranks that hold the table, it is the embedding.
+    """
+    local, outside = _local_ids(ids, weight.shape[0], rank)
+    return torch.embedding(weight, local).masked_fill_(outside.unsqueeze(-1), 0)
+
+
+def embedding_shard_add_grad(into: Tensor, grad: Tensor, ids: Tensor, rank: int, padding_idx: int = -1) -> None:
+    """Add the table's gradient, from that of `embedding_shard`, to `into`[n, d]."""
+    local, outside = _local_ids(ids, into.shape[0], rank)
+    if padding_idx >= 0:
+        outside = outside | (ids == padding_idx)
+    rows = grad.masked_fill(outside.unsqueeze(-1), 0).reshape(-1, grad.shape[-1])
+    into.index_add_(0, local.reshape(-1), rows)
+
+
+def embedding_add_grad(into: Tensor, grad: Tensor, ids: Tensor, padding_idx: int = -1) -> None:
+    """Add the gradient of a whole table, from that of `F.embedding(ids, table)`, to `into`[n, d]."""
+    if padding_idx >= 0:
+        grad = grad.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
+    into.index_add_(0, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))
+
+
+def _local_ids(ids: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Ids counted from this rank's first row (0 where they are another rank's), and where they are."""
+    local = ids - rank * rows
+    outside = (local < 0) | (local >= rows)
+    return local.masked_fill_(outside, 0), outside
+
+
+# -- cross-entropy -----------------------------------------------------------------------------
+# Per row: nll = (1 - smoothing) · w[y] · (lse - x[y]) + smoothing / classes · Σ_c w[c] · (lse - x[c]),
+# and 0 where y is ignored. Rows are computed in float32 at least. Where the vocabulary is sharded,
+# the pieces of each rank are combined by collectives that stand in the emitted code.
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """logits[*rows, c], labels[*rows] -> per-row losses and log-sum-exp, both [*rows]."""
+    largest = shard_max(logits)
+    lse = log_sum_exp(largest, sum_exp(logits, largest))
+    smooth = smooth_sum(logits, weight) if label_smoothing else None
+    nll = cross_entropy_rows(
+        lse, pick(logits, labels), labels, weight, ignore_index, label_smoothing, smooth, logits.shape[-1]
+    )
+    return nll, lse
+
+
+def shard_max(logits: Tensor) -> Tensor:
+    """[*rows, c] -> [*rows]: combine by maximum."""
+    return logits.amax(-1).to(_row_dtype(logits))
+
+
+def sum_exp(logits: Tensor, largest: Tensor) -> Tensor:
+    """Σ exp(logits - largest): [*rows, c], [*rows] -> [*rows]: combine by sum."""
+    return (logits.to(largest.dtype) - largest.unsqueeze(-1)).exp_().sum(-1)
+
+
+def pick(logits: Tensor, labels: Tensor, offset: int = 0) -> Tensor:
+    """The label's logit where this rank has it, else 0: [*rows, c], [*rows] -> [*rows]: combine by sum."""
+    local = labels - offset
+    outside = (local < 0) | (local >= logits.shape[-1])
+    picked = logits.gather(-1, local.masked_fill_(outside, 0).unsqueeze(-1)).squeeze(-1)
+    return picked.to(_row_dtype(logits)).masked_fill_(outside, 0)
+
+
+def smooth_sum(logits: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Σ_c w[c] · logits[c], with this rank's class weights: [*rows, c] -> [*rows]: combine by sum."""
+    rows = logits.to(_row_dtype(logits))
+    return rows.sum(-1) if weight is None else rows @ weight.to(rows.dtype)
+
+
+def log_sum_exp(largest: Tensor, sums: Tensor) -> Tensor:
+    """From the combined pieces, [*rows] each."""
+    return sums.log() + largest
+
+
+def cross_entropy_rows(
+    lse: Tensor,
+    picked: Tensor,
+    labels: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    smooth: Tensor | None = None,
+    num_classes: int = 0,
+) -> Tensor:
+    """Per-row losses from the combined pieces; `weight` and `num_classes` are those of the whole vocabulary."""
+    ignored = labels == ignore_index
+    nll = lse - picked
+    if weight is not None:
+        nll = nll * weight.to(nll.dtype)[labels.masked_fill(ignored, 0)]
+    if label_smoothing:
+        assert smooth is not None
+        total = num_classes if weight is None else weight.to(nll.dtype).sum()
+        nll = nll * (1 - label_smoothing) + (lse * total - smooth) * (label_smoothing / num_classes)
+    return nll.masked_fill(ignored, 0)
+
+
+def cross_entropy_backward(
+    grad: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    offset: int = 0,
+    num_classes: int = 0,
+) -> Tensor:
+    """Gradient of this rank's logits from that of the per-row losses: [*rows] -> [*rows, c].
+
+    `offset` is this rank's first class; `weight` and `num_classes` are the whole vocabulary's
+    (`num_classes` 0: the vocabulary isn't sharded).
+    """
+    classes = logits.shape[-1]
+    ignored = labels == ignore_index
+    hit = grad.masked_fill(ignored, 0).to(lse.dtype)  # the gradient of each row's lse - x[y]
+    spread = hit * (label_smoothing / (num_classes or classes))
+    hit = hit * (1 - label_smoothing) if label_smoothing else hit
+    if weight is not None:
+        weight = weight.to(lse.dtype)
+        hit = hit * weight[labels.masked_fill(ignored, 0)]
+        spread_total = spread * weight.sum()
+    else:
+        spread_total = spread * (num_classes or classes)
+    result = (logits.to(lse.dtype) - lse.unsqueeze(-1)).exp_()
+    result *= (hit + spread_total if label_smoothing else hit).unsqueeze(-1)
+    if label_smoothing:
+        mine = 1.0 if weight is None else weight[offset : offset + classes]
+        result -= spread.unsqueeze(-1) * mine
+    local = labels - offset
+    outside = (local < 0) | (local >= classes)
+    result.scatter_add_(
+        -1, local.masked_fill_(outside, 0).unsqueeze(-1), hit.masked_fill(outside, 0).neg_().unsqueeze(-1)
+    )
+    return result.to(logits.dtype)
+
+
+def _row_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# -- attention ---------------------------------------------------------------------------------
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """q[b, h, s, k], k[b, g, t, k], v[b, g, t, v] -> out[b, h, s, v], and lse[b, h, s] for backward.
+
+    `mask` broadcasts to [b, h, s, t]: True where a position is read, or numbers added to the scores.
+    """
+    if _flash_on_cpu(q, k, v, mask):
+        heads = q.shape[1]
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q,
+            _repeat_heads(k, heads),
+            _repeat_heads(v, heads),
+            0.0,
+            is_causal,
+            attn_mask=_additive(mask, q),
+            scale=scale,
+        )
+    scores = _scores(q, _repeat_heads(k, q.shape[1]), mask, is_causal, scale)
+    lse = scores.logsumexp(-1)
+    weights = _weights(scores, lse)
+    return (weights @ _repeat_heads(v, q.shape[1]).to(weights.dtype)).to(q.dtype), lse
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of `out`, with what `attention` returned."""
+    heads = q.shape[1]
+    keys, values = _repeat_heads(k, heads), _repeat_heads(v, heads)
+    if _flash_on_cpu(q, k, v, mask):
+        grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, keys, values, out, lse, 0.0, is_causal, attn_mask=_additive(mask, q), scale=scale
+        )
+    else:
+        weights = _weights(_scores(q, keys, mask, is_causal, scale), lse)
+        grad, wide_values = grad.to(weights.dtype), values.to(weights.dtype)
+        grad_v = (weights.mT @ grad).to(v.dtype)
+        grad_scores = weights * (grad @ wide_values.mT - (grad * out).sum(-1, keepdim=True))
+        grad_scores *= 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        grad_q = (grad_scores @ keys.to(weights.dtype)).to(q.dtype)
+        grad_k = (grad_scores.mT @ q.to(weights.dtype)).to(k.dtype)
+    return grad_q, _sum_heads(grad_k, k.shape[1]), _sum_heads(grad_v, v.shape[1])
+
+
+def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    return (
+        q.device.type == "cpu"
+        and q.dtype in (torch.float32, torch.float64, torch.bfloat16)
+        and q.shape[-1] == v.shape[-1]
+        and min(q.shape[2], k.shape[2], q.shape[0]) > 0
+        and (mask is None or mask.dim() in (2, 4))
+    )
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[b, g, t, d] -> [b, heads, t, d]: each key or value head serves its neighbouring query heads."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _sum_heads(grad: Tensor, groups: int) -> Tensor:
+    return grad if grad.shape[1] == groups else grad.reshape(grad.shape[0], groups, -1, *grad.shape[2:]).sum(2)
+
+
+def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+    return mask.to(q.dtype)
+
+
+def _scores(q: Tensor, keys: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    dtype = _row_dtype(q)
+    scores = (q.to(dtype) @ keys.to(dtype).mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        s, t = scores.shape[-2:]
+        hidden = torch.ones(s, t, dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(hidden, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """Softmax from the saved normaliser; rows that read nothing are zero."""
+    return (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(nan=0.0)

@@ -1,0 +1,118 @@
+"""Which part of a tensor a rank holds: layouts as text, and cutting whole tensors to local ones."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DTYPES: dict[str, torch.dtype] = {
+    "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
+    "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,
+    "bool": torch.bool,
+}  # fmt: skip
+
+SubDim = tuple[int, tuple[str, ...]]  # a factor of a dimension: its size, and the axes that cut it, major first
+Dims = tuple[tuple[SubDim, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A parameter, a buffer or an entry of the batch: what it is as a whole, and how it is cut.
+
+    `type` reads `f32[3 · 4096@tp, 4096]`: element type, then for each dimension its factors from
+    major to minor, and the mesh axes that cut them. An axis that isn't named holds a copy.
+    """
+
+    type: str
+    trainable: bool = True
+    reduce: tuple[str, ...] = ()  # axes over which the gradient is summed once per step
+    stages: tuple[int, ...] = ()  # all the stages that hold it, where there are several (tied weights)
+    aliases: tuple[str, ...] = ()  # its other names in the model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.type.partition("[")[0]]
+
+    @property
+    def dims(self) -> Dims:
+        return parse_dims(self.type[self.type.index("[") :])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole tensor's shape."""
+        return tuple(math.prod(size for size, _ in dim) for dim in self.dims)
+
+    def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(math.prod(size // _ways(axes, sizes) for size, axes in dim) for dim in self.dims)
+
+    def local(self, whole: Tensor, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
+        """The part of `whole` at a coordinate: a view wherever the cut allows one."""
+        return local_part(whole, self.dims, sizes, coordinate)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A value made by an earlier stage, one microbatch of it, as this rank holds it."""
+
+    source: int
+    shape: tuple[int, ...]
+    dtype: str
+    gradient: bool = True  # its gradient is sent back
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+
+def parse_dims(text: str) -> Dims:
+    """Read `[16@dp,mb, 3 · 4096@tp]`; marks after the bracket (`partial(tp)`) say nothing about the cut."""
+    inside = text[text.index("[") + 1 : text.index("]")]
+    parts = [part for part in re.split(r",\s+|,(?=\d)", inside.strip()) if part]
+    return tuple(tuple(_parse_subdim(factor) for factor in re.split(r"\s*[·*]\s*", part.strip())) for part in parts)
+
+
+def _parse_subdim(text: str) -> SubDim:
+    size, _, axes = text.partition("@")
+    return int(size), tuple(axes.split(",")) if axes else ()
+
+
+def _ways(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def local_part(whole: Tensor, dims: Dims, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
+    """The block of `whole` at a coordinate. Axes that `sizes` leaves out cut nothing."""
+    shape = tuple(math.prod(size for size, _ in dim) for dim in dims)
+    if tuple(whole.shape) != shape:
+        raise ValueError(f"tensor of shape {tuple(whole.shape)} where the layout says {shape}")
+    factors = [factor for dim in dims for factor in dim]
+    part = whole.reshape([size for size, _ in factors])
+    for position, (size, axes) in enumerate(factors):
+        ways, index = _ways(axes, sizes), 0
+        for axis in axes:
+            index = index * sizes.get(axis, 1) + (coordinate.get(axis, 0) if sizes.get(axis, 1) > 1 else 0)
+        if ways > 1:
+            part = part.narrow(position, index * (size // ways), size // ways)
+    return part.reshape([math.prod(size // _ways(axes, sizes) for size, axes in dim) for dim in dims])
+
+
+def microbatch_part(local: Tensor, dims: Dims, sizes: Mapping[str, int], count: int, index: int) -> Tensor:
+    """Microbatch `index` of `count`, from a tensor that is already cut over the mesh's axes."""
+    left = tuple(
+        tuple(
+            (size // _ways([a for a in axes if a != "mb"], sizes), tuple(a for a in axes if a == "mb"))
+            for size, axes in dim
+        )
+        for dim in dims
+    )
+    return local_part(local, left, {"mb": count}, {"mb": index})
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Read `pp=2,dp=2,tp=2`: sizes by axis, slowest first."""
+    return {name: int(size) for name, _, size in (part.partition("=") for part in text.split(","))}

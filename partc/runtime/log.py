@@ -1,0 +1,30 @@
+"""What a run tells: a line of JSON per step in a file, a progress line on the screen."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TextIO
+
+
+class StepLog:
+    """Opened on the one rank that has the loss and stands first on every other axis."""
+
+    def __init__(self, path: Path | None, steps: int, stream: TextIO = sys.stderr) -> None:
+        self._steps = steps
+        self._stream = stream
+        self._file = path.open("w") if path else None
+
+    def step(self, step: int, loss: float, seconds: float) -> None:
+        if self._file:
+            print(json.dumps({"step": step, "loss": loss, "seconds": round(seconds, 6)}), file=self._file, flush=True)
+        line = f"step {step + 1}/{self._steps}  loss {loss:.6f}  {seconds:.3f} s"
+        if self._stream.isatty():
+            print(f"\r{line}\033[K", end="\n" if step + 1 == self._steps else "", file=self._stream, flush=True)
+        else:
+            print(line, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()

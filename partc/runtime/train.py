@@ -1,0 +1,279 @@
+"""Training: what the package's train.py runs, on one rank of many or on all of them at once."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comm import Comm
+from .data import global_batch, load_model_file, local_batch
+from .executor import Action, Stage, gradient_buffers, parse_schedule, run_step
+from .init import initialise
+from .layout import Shard, parse_mesh
+from .log import StepLog
+from .optimizer import attach_gradients, make_optimizer
+from .tensors import save
+
+
+class UsageError(Exception):
+    """Wrong use of the package: a code, one sentence of cause, one of help. Exit code 2."""
+
+    def __init__(self, code: str, cause: str, help: str) -> None:
+        super().__init__(f"error {code}: {cause}\n  help: {help}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a run does, the same on every rank."""
+
+    root: Path
+    plan: dict[str, Any]
+    steps: int
+    optimizer: str
+    lr: float
+    seed: int
+    virtual: bool
+    record: Path | None
+    report: Path | None
+    log: Path | None
+    timeout: float
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return parse_mesh(self.plan["mesh"])
+
+    @property
+    def world_size(self) -> int:
+        size = 1
+        for ways in self.sizes.values():
+            size *= ways
+        return size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"fp32": torch.float32, "fp64": torch.float64}[self.plan["precision"]]
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank: its literals, its stage's module, and what it holds."""
+
+    number: int
+    module: ModuleType
+    stage_class: type[Any]
+    actions: tuple[Action, ...]
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def logs(self) -> bool:
+        """Whether this is the one rank that reports the loss."""
+        place = {axis: index for axis, index in self.module.COORDINATE.items() if axis != "pp"}
+        return self.stage_class.loss is not None and not any(place.values())
+
+
+def main(argv: Sequence[str], root: Path) -> int:
+    """Train the package in `root`. Returns the exit code."""
+    try:
+        job = _parse(argv, root)
+        if job.virtual:
+            _train_virtual(job)
+        else:
+            _train_this_rank(job)
+    except UsageError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parse(argv: Sequence[str], root: Path) -> Job:
+    parser = argparse.ArgumentParser(
+        prog="train.py", description="Train this package; one process per rank, under torchrun."
+    )
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, help="of the initial parameters and the data; the plan's by default")
+    parser.add_argument("--virtual", action="store_true", help="all ranks in this one process")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="one line of JSON per step")
+    parser.add_argument("--record", type=Path, metavar="DIR", help="every step's gradients and parameters, per rank")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="losses, times and memory, per rank, as JSON")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a rank waits for another")
+    arguments = vars(parser.parse_args(argv))
+    plan = json.loads((root / "plan.json").read_text())
+    if arguments["seed"] is None:
+        arguments["seed"] = plan["seed"]
+    return Job(root=root, plan=plan, **arguments)
+
+
+def _load_rank(number: int) -> Rank:
+    module = importlib.import_module(f"ranks.rank_{number:03d}")
+    stage = importlib.import_module(f"stages.stage_{module.STAGE}").Stage
+    return Rank(number, module, stage, parse_schedule(module.SCHEDULE))
+
+
+def _train_virtual(job: Job) -> None:
+    from .virtual import VirtualComm, World
+
+    world = World(job.world_size)
+    ranks = [_load_rank(number) for number in range(job.world_size)]
+    model_file = load_model_file(job.root / "model.py")
+    _materialise(job, model_file, ranks, torch.device("cpu"))
+    batches: dict[int, dict[str, Tensor]] = {}
+
+    def batch_of(step: int) -> dict[str, Tensor]:
+        if step not in batches:
+            batches.clear()
+            batches[step] = _batch(job, model_file, step)
+        return batches[step]
+
+    def work(number: int) -> None:
+        rank = ranks[number]
+        comm = VirtualComm(
+            world=world,
+            rank=number,
+            coordinate=rank.module.COORDINATE,
+            groups=rank.module.GROUPS,
+            peers=rank.module.PEERS,
+        )
+        _train(job, rank, comm, batch_of, torch.device("cpu"), entering=lambda what: None)
+
+    world.run(work)
+
+
+def _train_this_rank(job: Job) -> None:
+    from .distributed import DistributedComm, meet
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != job.world_size:
+        raise UsageError(
+            "P0501",
+            f"this package is for {job.world_size} ranks ({job.plan['mesh']}), and was started on {world_size}",
+            f"torchrun --standalone --nproc-per-node {job.world_size} train.py, or train.py --virtual for one process",
+        )
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=job.timeout)
+    store, number = meet(world_size, timeout)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    rank = _load_rank(number)
+    model_file = load_model_file(job.root / "model.py")
+    _materialise(job, model_file, [rank], device)
+    comm = DistributedComm(
+        rank=number,
+        coordinate=rank.module.COORDINATE,
+        groups=rank.module.GROUPS,
+        peers=rank.module.PEERS,
+        world_size=world_size,
+        store=store,
+        device=device,
+        timeout=timeout,
+    )
+    _train(job, rank, comm, lambda step: _batch(job, model_file, step), device, entering=lambda what: None)
+    comm.barrier()
+    comm.close()
+
+
+def _batch(job: Job, model_file: ModuleType, step: int) -> dict[str, Tensor]:
+    return global_batch(model_file, job.plan["options"], seed=job.seed, step=step, dtype=job.dtype)
+
+
+def _materialise(job: Job, model_file: ModuleType, ranks: Sequence[Rank], device: torch.device) -> None:
+    """Give every rank its shards of the initial parameters."""
+
+    def take(name: str, whole: Tensor) -> None:
+        for rank in ranks:
+            shard: Shard | None = rank.stage_class.parameters.get(name)
+            if shard is not None:
+                part = shard.local(whole, job.sizes, rank.module.COORDINATE)
+                rank.parameters[name] = part.to(device=device, dtype=shard.dtype, copy=True).contiguous()
+
+    initialise(model_file, job.plan["options"], job.seed, take)
+    for rank in ranks:
+        missing = [name for name in rank.stage_class.parameters if name not in rank.parameters]
+        if missing:
+            raise UsageError(
+                "P0502",
+                f"model.py makes no parameter {missing[0]!r}, which the plan has",
+                "compile again: model.py or its options have changed since",
+            )
+
+
+def _train(
+    job: Job,
+    rank: Rank,
+    comm: Comm,
+    batch_of: Callable[[int], dict[str, Tensor]],
+    device: torch.device,
+    *,
+    entering: Callable[[str], None],
+) -> None:
+    log = StepLog(job.log, job.steps) if rank.logs else None
+    with torch.no_grad():
+        shards = rank.stage_class.parameters
+        gradients, buffers = gradient_buffers(shards, rank.parameters)
+        stage: Stage = rank.stage_class(comm, rank.parameters, gradients)
+        trained = attach_gradients(rank.parameters, gradients)
+        optimizer = make_optimizer(job.optimizer, trained, job.lr) if trained else None
+        entering("setup")
+        stage.setup()
+        for step in range(job.steps):
+            batch, microbatches = local_batch(
+                batch_of(step), stage.inputs, job.sizes, rank.module.COORDINATE, job.plan["microbatches"], device
+            )
+            started = time.perf_counter()
+            for buffer in buffers:
+                buffer.zero_()
+            loss = run_step(stage, comm, rank.actions, batch, microbatches, entering=entering)
+            if job.record:
+                recorded = {f"gradient/{name}": x.clone() for name, x in gradients.items()}
+            if optimizer is not None:
+                optimizer.step()
+            value = float("nan") if loss is None else loss.item()
+            rank.seconds.append(time.perf_counter() - started)
+            if log is not None:
+                rank.losses.append(value)
+                log.step(step, value, rank.seconds[-1])
+            if job.record:
+                recorded |= {f"parameter/{name}": x for name, x in rank.parameters.items()}
+                job.record.mkdir(parents=True, exist_ok=True)
+                save(job.record / f"step_{step:04d}_rank_{rank.number:03d}.safetensors", recorded)
+    if log is not None:
+        log.close()
+    if job.report:
+        _write_report(job.report, rank, device)
+
+
+def _write_report(folder: Path, rank: Rank, device: torch.device) -> None:
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    folder.mkdir(parents=True, exist_ok=True)
+    report = {
+        "rank": rank.number,
+        "peak_bytes": peak,
+        "step_seconds": rank.seconds,
+        "losses": rank.losses,
+        "logs": rank.logs,
+    }
+    (folder / f"rank_{rank.number:03d}.json").write_text(json.dumps(report))

@@ -1,0 +1,206 @@
+"""All ranks in one process: a thread per rank, of which one runs at a time, and communicators in memory.
+
+Ranks take turns and switch only where they wait for each other, so a run is deterministic, costs no
+contention however many ranks there are, and a deadlock is seen at once: everybody waits, nobody can run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .comm import Axis, Comm, ReduceOp, axes_and_groups
+
+
+class Deadlock(RuntimeError):
+    """Every rank waits for another."""
+
+
+class _Stopped(BaseException):
+    """Unwinds a rank's thread after another rank has failed."""
+
+
+class World:
+    """The ranks' turns, their meeting points and mailboxes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.meetings: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
+        self.mailboxes: dict[tuple[int, int], deque[Tensor]] = {}
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._ready: deque[int] = deque(range(size))
+        self._waiting: dict[int, str] = {}
+        self._readers: dict[int, int] = {}  # who waits for mail, and from whom
+        self._error: BaseException | None = None
+        self._failed_rank = -1
+
+    def run(self, work: Callable[[int], None]) -> None:
+        """Call `work(rank)` for every rank. The first failure stops all, and is raised here."""
+        threads = [threading.Thread(target=self._rank, args=(rank, work), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        self._pass_turn()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            self._error.add_note(f"on virtual rank {self._failed_rank}") if hasattr(self._error, "add_note") else None
+            raise self._error
+
+    def _rank(self, rank: int, work: Callable[[int], None]) -> None:
+        self._turns[rank].acquire()
+        try:
+            if self._error is None:
+                work(rank)
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self._fail(rank, error)
+        self._pass_turn()
+
+    def _fail(self, rank: int, error: BaseException) -> None:
+        if self._error is None:
+            self._error, self._failed_rank = error, rank
+
+    def _pass_turn(self) -> None:
+        if not self._ready and self._waiting:
+            # Nobody can run: after a failure the waiting ranks unwind one by one, else this is a deadlock.
+            if self._error is None:
+                waits = "; ".join(f"rank {rank} in {what}" for rank, what in sorted(self._waiting.items()))
+                self._fail(min(self._waiting), Deadlock(f"every rank waits for another: {waits}"))
+            self._ready.append(min(self._waiting))
+            del self._waiting[self._ready[0]]
+        if self._ready:
+            self._turns[self._ready.popleft()].release()
+
+    def wait(self, rank: int, what: str) -> None:
+        """Give the turn away until `wake(rank)`."""
+        self._waiting[rank] = what
+        self._pass_turn()
+        self._turns[rank].acquire()
+        if self._error is not None:
+            raise _Stopped
+
+    def wake(self, rank: int) -> None:
+        if rank in self._waiting:
+            del self._waiting[rank]
+            self._ready.append(rank)
+
+    def wait_for_mail(self, rank: int, sender: int) -> None:
+        self._readers[rank] = sender
+        self.wait(rank, f"recv from rank {sender}")
+
+    def mail_arrived(self, rank: int, sender: int) -> None:
+        if self._readers.get(rank) == sender:
+            del self._readers[rank]
+            self.wake(rank)
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """One group's collective in progress: what each has brought, what each takes away."""
+
+    operation: str = ""
+    brought: dict[int, Tensor] = field(default_factory=dict)
+    results: dict[int, Tensor] = field(default_factory=dict)
+
+
+class VirtualAxis(Axis):
+    """A group of virtual ranks: the last to arrive computes everybody's result."""
+
+    def __init__(self, world: World, name: str, ranks: tuple[int, ...], rank: int) -> None:
+        super().__init__(ranks.index(rank), len(ranks))
+        self._world, self._ranks = world, ranks
+        self._name = name
+        self._meeting = world.meetings.setdefault((name, ranks), _Meeting())
+
+    def _meet(self, operation: str, x: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]) -> Tensor:
+        meeting, me = self._meeting, self._ranks[self.rank]
+        signature = f"{operation} of {str(x.dtype).removeprefix('torch.')}{list(x.shape)} over {self._name}"
+        if meeting.brought and meeting.operation != signature:
+            raise RuntimeError(f"ranks {self._ranks} disagree: {meeting.operation} meets {signature}")
+        meeting.operation = signature
+        meeting.brought[me] = x
+        if len(meeting.brought) < self.size:
+            self._world.wait(me, signature)
+            return meeting.results.pop(me)
+        # In rank order, whoever came last: sums are the same on every run.
+        results = combine([meeting.brought[rank] for rank in self._ranks])
+        meeting.brought = {}
+        meeting.results = dict(zip(self._ranks, results, strict=True))
+        for rank in self._ranks:
+            self._world.wake(rank)
+        return meeting.results.pop(me)
+
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
+        def combine(parts: list[Tensor]) -> list[Tensor]:
+            total = _reduced(parts, op)
+            return [part.copy_(total) for part in parts]
+
+        return self._meet(f"all_reduce {op}", x, combine)
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        return self._meet("all_gather", x, lambda parts: [torch.stack(parts) for _ in parts])
+
+    def _reduce_scatter(self, x: Tensor) -> Tensor:
+        return self._meet("reduce_scatter", x, lambda parts: [row.clone() for row in _reduced(parts, "sum")])
+
+    def _all_to_all(self, x: Tensor) -> Tensor:
+        return self._meet(
+            "all_to_all", x, lambda parts: [torch.stack([part[i] for part in parts]) for i in range(len(parts))]
+        )
+
+
+def _reduced(parts: list[Tensor], op: ReduceOp) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        if op == "sum":
+            total += part
+        else:
+            torch.maximum(total, part, out=total)
+    return total
+
+
+class VirtualComm(Comm):
+    """What DistributedComm is, between the threads of a World."""
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        rank: int,
+        coordinate: Mapping[str, int],
+        groups: Mapping[str, tuple[int, ...]],
+        peers: Mapping[int, int],
+    ) -> None:
+        axes = {name: VirtualAxis(world, name, ranks, rank) for name, ranks in groups.items()}
+        super().__init__(*axes_and_groups(coordinate, axes))
+        self._world = world
+        self._rank = rank
+        self._peers = peers
+        self._everyone = VirtualAxis(world, "world", tuple(range(world.size)), rank)
+
+    def send(self, x: Tensor, stage: int) -> None:
+        peer = self._peers[stage]
+        self._world.mailboxes.setdefault((self._rank, peer), deque()).append(x.clone())
+        self._world.mail_arrived(peer, self._rank)
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Tensor:
+        peer = self._peers[stage]
+        mailbox = self._world.mailboxes.setdefault((peer, self._rank), deque())
+        if not mailbox:
+            self._world.wait_for_mail(self._rank, peer)
+        x = mailbox.popleft()
+        if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
+            raise RuntimeError(
+                f"rank {self._rank} expects {dtype}{list(shape)} from rank {peer}, which sent {x.dtype}{list(x.shape)}"
+            )
+        return x
+
+    def barrier(self) -> None:
+        if self._world.size > 1:
+            self._everyone.all_reduce(torch.zeros(1))

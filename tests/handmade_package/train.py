@@ -1,0 +1,12 @@
+"""Trains this package: torchrun --standalone --nproc-per-node 8 train.py --steps 20"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+
+from runtime.train import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], ROOT))

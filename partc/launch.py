@@ -24,7 +24,7 @@ class RunFailed(Exception):
     """A package (or the model it came from) stopped with an error: exit code 1, and its own words in `output`."""
 
     def __init__(self, what: str, code: int, output: str) -> None:
-        super().__init__(f"{what} stopped with exit code {code}")
+        super().__init__("\n".join([f"{what} stopped with exit code {code}", *output.splitlines()[-30:]]))
         self.code = code
         self.output = output
 

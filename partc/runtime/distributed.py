@@ -14,18 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from .comm import Axis, Comm, ReduceOp, axes_and_groups
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def meet(world_size: int, timeout: datetime.timedelta) -> tuple[Store, int]:
     """The store that all ranks share, and this process's rank, from the variables that torchrun sets."""
     if world_size == 1:
-        return HashStore(), 0
+        return dist.HashStore(), 0
     store, rank, _ = next(rendezvous("env://", timeout=timeout))
     return store, rank
 

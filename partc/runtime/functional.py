@@ -190,7 +190,7 @@ def attention(
     """
     if _flash_on_cpu(q, k, v, mask):
         heads = q.shape[1]
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q,
             _repeat_heads(k, heads),
             _repeat_heads(v, heads),
@@ -199,6 +199,7 @@ def attention(
             attn_mask=_additive(mask, q),
             scale=scale,
         )
+        return out, lse
     scores = _scores(q, _repeat_heads(k, q.shape[1]), mask, is_causal, scale)
     lse = scores.logsumexp(-1)
     weights = _weights(scores, lse)

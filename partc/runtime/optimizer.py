@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 
 def make_optimizer(name: str, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
     """`adamw` or `sgd` with torch's defaults; fused, so that a step reads and writes each tensor once."""
-    kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     if name not in kinds:
         raise ValueError(f"no optimizer {name!r}: there are {', '.join(kinds)}")
     return kinds[name](list(parameters), lr=lr, fused=True)

@@ -1,0 +1,90 @@
+"""The calls of one stage, in runs: what a hand would write as a loop is one run."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from partc.program import Call, Program, Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Consecutive calls of one region; several of them hand values along, as a loop over parameters does."""
+
+    region: Region
+    calls: tuple[Call, ...]
+    carried: tuple[tuple[int, int], ...] = ()  # (argument, result) positions: a call's result is the next one's argument
+
+    @property
+    def loop(self) -> bool:
+        return len(self.calls) > 1
+
+    @property
+    def prefix(self) -> str:
+        """What the calls' names have in common: "blocks" for blocks.0 and blocks.1; a single call's name."""
+        if not self.loop:
+            return self.calls[0].name
+        common = os.path.commonprefix([f"{call.name}." for call in self.calls])
+        return re.sub(r"\.?\d*$", "", common.rpartition(".")[0] or common) or self.region.name
+
+    @property
+    def numbers(self) -> tuple[int, ...] | None:
+        """The calls' numbers, where they are `prefix.<number>` and name their parameters relative to that."""
+        numbers = []
+        for call in self.calls:
+            match = re.fullmatch(re.escape(self.prefix) + r"\.(\d+)", call.name)
+            expected = tuple(f"{call.name}.{value.name}" for value in self.region.params)
+            if match is None or call.params != expected:
+                return None
+            numbers.append(int(match.group(1)))
+        return tuple(numbers)
+
+
+def runs(program: Program, calls: Sequence[Call]) -> list[Run]:
+    """Calls of one stage and phase, in order, in the longest runs there are."""
+    regions = {region.name: region for region in program.regions}
+    readers = _readers(program)
+    found: list[Run] = []
+    for call in calls:
+        last = found[-1] if found else None
+        longer = _extended(last, call, readers) if last is not None and last.region.name == call.region else None
+        if longer is not None:
+            found[-1] = longer
+        else:
+            found.append(Run(region=regions[call.region], calls=(call,)))
+    return found
+
+
+def _readers(program: Program) -> dict[str, list[str]]:
+    """Who reads each program value: names of calls, and the world outside."""
+    readers: dict[str, list[str]] = {program.loss: ["loss"]}
+    for call in program.calls:
+        for name in call.args:
+            readers.setdefault(name, []).append(call.name)
+    for transfer in program.transfers:
+        readers.setdefault(transfer.value, []).append("transfer")
+    return readers
+
+
+def _extended(run: Run, call: Call, readers: dict[str, list[str]]) -> Run | None:
+    """The run with one more call, or None where the call doesn't take up where the run ends."""
+    last = run.calls[-1]
+    carried = []
+    for index, (before, now) in enumerate(zip(last.args, call.args, strict=True)):
+        if now in last.results:
+            carried.append((index, last.results.index(now)))
+        elif before != now:
+            return None
+    if run.loop and tuple(carried) != run.carried:
+        return None
+    if not carried or len({result for _, result in carried}) != len(carried):
+        return None
+    handed = {last.results[result] for _, result in carried}
+    for name in last.results:
+        expected = [call.name] if name in handed else []
+        if readers.get(name, []) != expected:
+            return None
+    return replace(run, calls=(*run.calls, call), carried=tuple(carried))

@@ -1,0 +1,290 @@
+"""How each operation is written in Python: one line an operation; others are called as torch.ops.aten.<name>."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from partc.program import Arg, DType, DTypeArg, Op, Ref
+
+DTYPES: Mapping[DType, str] = {
+    "f64": "torch.float64", "f32": "torch.float32", "bf16": "torch.bfloat16", "f16": "torch.float16",
+    "i64": "torch.int64", "i32": "torch.int32", "i16": "torch.int16", "i8": "torch.int8", "u8": "torch.uint8",
+    "bool": "torch.bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operands:
+    """An operation's arguments, written out, and what its emitter may ask about them."""
+
+    op: Op
+    args: tuple[str, ...]
+    attrs: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]  # local shapes of the values in scope
+    exclusive: bool = False  # nothing else reads its first operand, which may be overwritten
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """The local shape of a tensor argument."""
+        arg = self.op.args[index]
+        return self.shapes[arg.name] if isinstance(arg, Ref) else ()
+
+    def flat(self, index: int) -> str:
+        """A tensor argument seen as a matrix: every dimension but the last in one."""
+        return self.args[index] if len(self.shape(index)) == 2 else f"{self.args[index]}.flatten(0, -2)"
+
+
+Emit = Callable[[Operands], str]
+
+
+def written(arg: Arg, name: Callable[[str], str]) -> str:
+    """An argument as Python source; `name` gives the identifiers of values."""
+    match arg:
+        case Ref():
+            return name(arg.name)
+        case DTypeArg():
+            return DTYPES[arg.name]
+        case tuple():
+            return f"({', '.join(written(item, name) for item in arg)}{',' if len(arg) == 1 else ''})"
+        case float() if not math.isfinite(arg):
+            return "math.nan" if math.isnan(arg) else "math.inf" if arg > 0 else "-math.inf"
+        case str():
+            return '"{}"'.format(arg.replace("\\", "\\\\").replace('"', '\\"'))
+    return repr(arg)
+
+
+def expression(operands: Operands) -> str:
+    """The right-hand side for an operation."""
+    return _TABLE.get(operands.op.name, _aten)(operands)
+
+
+def accumulation(gradient: str, operands: Operands) -> str:
+    """A statement that adds an operation's result to a gradient buffer, in one pass where it can."""
+    emit = _ACCUMULATE.get(operands.op.name)
+    if emit is None or (operands.op.name == "matmul_grad_right" and operands.args[2] != "True"):
+        return f"{gradient}.add_({expression(operands)})"
+    return f"{gradient}.{emit(operands)}"
+
+
+def is_chained(name: str) -> bool:
+    """Whether the operation is written after its first operand (`x.reshape(…)`) and moves no data around."""
+    return name in _VIEWS
+
+
+def is_atom(text: str) -> bool:
+    """Whether a method call may follow this expression without parentheses."""
+    depth = 0
+    for char in text:
+        depth += (char in "([{") - (char in ")]}")
+        if depth == 0 and char == " ":
+            return False
+    return not text.startswith(("-", "~"))
+
+
+def _arguments(args: tuple[str, ...], names: tuple[str, ...], attrs: Mapping[str, str]) -> str:
+    """Arguments by the names a table entry gives: `dim=` is passed by name, `dim=0` only if it isn't 0."""
+    parts: list[str] = []
+    for index, arg in enumerate(args):
+        name, by_name, default = names[index].partition("=") if index < len(names) else ("", "", "")
+        if not default or arg != default:
+            parts.append(f"{name}={arg}" if by_name else arg)
+    return ", ".join((*parts, *(f"{key}={value}" for key, value in attrs.items() if key != "axis")))
+
+
+def _infix(symbol: str) -> Emit:
+    def emit(o: Operands) -> str:
+        if "alpha" in o.attrs or "rounding_mode" in o.attrs:
+            return _aten(o)
+        left = f"({o.args[0]})" if symbol == "**" and o.args[0].startswith("-") else o.args[0]
+        return f"{left} {symbol} {o.args[1]}"
+
+    return emit
+
+
+def _prefix(symbol: str) -> Emit:
+    return lambda o: f"{symbol}{o.args[0]}"
+
+
+def _method(name: str, *names: str, spread: bool = False) -> Emit:
+    """`x.name(…)`; with `spread`, its one tuple argument is written without parentheses."""
+
+    def emit(o: Operands) -> str:
+        if spread:
+            return f"{o.args[0]}.{name}({o.args[1].strip('()').rstrip(',')})"
+        return f"{o.args[0]}.{name}({_arguments(o.args[1:], names, o.attrs)})"
+
+    return emit
+
+
+def _function(name: str, *names: str) -> Emit:
+    return lambda o: f"{name}({_arguments(o.args, names, o.attrs)})"
+
+
+def _creation(name: str, *names: str) -> Emit:
+    """A tensor made from numbers: on this rank's device."""
+    return lambda o: f"{name}({', '.join(filter(None, (_arguments(o.args, names, o.attrs), 'device=comm.device')))})"
+
+
+def _collective(name: str) -> Emit:
+    defaults = ("outer", "split_outer", "concat_outer")
+
+    def emit(o: Operands) -> str:
+        attrs = {key: value for key, value in o.attrs.items() if not (key in defaults and value == "1")}
+        return f"comm.{o.attrs['axis'].strip(chr(34))}.{name}({_arguments(o.args, (), attrs)})"
+
+    return emit
+
+
+def _all_reduce(o: Operands) -> str:
+    op = (o.attrs["op"],) if o.attrs.get("op", '"sum"') != '"sum"' else ()
+    return f"comm.{_axis(o)}.all_reduce{'_' if o.exclusive else ''}({', '.join((*o.args, *op))})"
+
+
+def _aten(o: Operands) -> str:
+    namespace, _, name = o.op.name.rpartition("::")
+    return f"torch.ops.{namespace or 'aten'}.{name}({_arguments(o.args, (), o.attrs)})"
+
+
+def _slice(o: Operands) -> str:
+    dim, start, end, step = (*map(int, (arg if arg != "None" else "0" for arg in o.args[1:])), 1)[:4]
+    size = o.shape(0)[dim]
+    first = "" if start == 0 else str(start)
+    last = "" if end >= size or o.args[3] == "None" else str(end)
+    return f"{o.args[0]}[{':, ' * dim}{first}:{last}{'' if step == 1 else f':{step}'}]"
+
+
+def _permute(o: Operands) -> str:
+    order = [int(part) for part in o.args[1].strip("()").split(",") if part.strip()]
+    moved = [index for index, dim in enumerate(order) if index != dim]
+    if len(moved) == 2 and order[moved[0]] == moved[1]:
+        return f"{o.args[0]}.mT" if moved == [len(order) - 2, len(order) - 1] else (
+            f"{o.args[0]}.transpose({moved[0]}, {moved[1]})"
+        )
+    return f"{o.args[0]}.permute({', '.join(map(str, order))})"
+
+
+def _sum_to_bias(o: Operands) -> str:
+    return f"functional.linear_grad_bias({o.args[0]})"
+
+
+def _on_axis(name: str) -> Emit:
+    """A helper that works together with the other ranks of an axis."""
+    return lambda o: f"{name}({', '.join((*_without_axis(o), f'comm.{_axis(o)}'))})"
+
+
+def _axis(o: Operands) -> str:
+    return (o.attrs.get("axis") or o.args[-1]).strip('"')
+
+
+def _without_axis(o: Operands) -> tuple[str, ...]:
+    return o.args if "axis" in o.attrs else o.args[:-1]
+
+
+_VIEWS = frozenset({"reshape", "permute", "expand", "slice", "to"})
+
+_TABLE: Mapping[str, Emit] = {
+    # arithmetic
+    "add": _infix("+"),
+    "sub": _infix("-"),
+    "mul": _infix("*"),
+    "div": _infix("/"),
+    "pow": _infix("**"),
+    "remainder": _infix("%"),
+    "rsub": lambda o: f"{o.args[1]} - {o.args[0]}",
+    "neg": _prefix("-"),
+    "reciprocal": lambda o: f"1 / {o.args[0]}",
+    "square": lambda o: f"{o.args[0]} * {o.args[0]}",
+    "eq": _infix("=="),
+    "ne": _infix("!="),
+    "lt": _infix("<"),
+    "le": _infix("<="),
+    "gt": _infix(">"),
+    "ge": _infix(">="),
+    "bitwise_and": _infix("&"),
+    "bitwise_or": _infix("|"),
+    "bitwise_not": _prefix("~"),
+    "alias": lambda o: o.args[0],
+    # elementwise
+    **{name: _method(name) for name in "exp log sqrt rsqrt sin cos tanh sigmoid abs erf relu clamp".split()},
+    "logical_and": _function("torch.logical_and"),
+    "logical_or": _function("torch.logical_or"),
+    "logical_not": _function("torch.logical_not"),
+    "maximum": _function("torch.maximum"),
+    "minimum": _function("torch.minimum"),
+    "where": _function("torch.where"),
+    "masked_fill": _method("masked_fill"),
+    "silu": _function("F.silu"),
+    "gelu": _function("F.gelu"),
+    "to": _method("to"),
+    # views and joins
+    "reshape": _method("reshape", spread=True),
+    "permute": _permute,
+    "expand": _method("expand", spread=True),
+    "slice": _slice,
+    "split": _method("split", "", "dim=0"),
+    "cat": _function("torch.cat", "", "dim=0"),
+    "tril": _method("tril"),
+    "triu": _method("triu"),
+    # reductions
+    "sum": _method("sum", "dim=", "keepdim=False"),
+    "amax": _method("amax", "dim=", "keepdim=False"),
+    "amin": _method("amin", "dim=", "keepdim=False"),
+    "cumsum": _method("cumsum", "dim="),
+    "softmax": _method("softmax", "dim="),
+    "log_softmax": _method("log_softmax", "dim="),
+    # tensors from numbers
+    "arange": _creation("torch.arange"),
+    "full": _creation("torch.full"),
+    "zeros": _creation("torch.zeros"),
+    "ones": _creation("torch.ones"),
+    "scalar_tensor": _creation("torch.tensor"),
+    "zeros_like": _function("torch.zeros_like"),
+    "ones_like": _function("torch.ones_like"),
+    "full_like": _function("torch.full_like"),
+    # matrix products
+    "linear": _function("F.linear"),
+    "matmul": _infix("@"),
+    "linear_grad_input": _infix("@"),
+    "linear_grad_weight": lambda o: f"{o.flat(0)}.mT @ {o.flat(1)}",
+    "linear_grad_bias": _sum_to_bias,
+    "matmul_grad_left": lambda o: f"{o.args[0]} @ {o.args[1]}.mT",
+    "matmul_grad_right": lambda o: (
+        f"{o.flat(1)}.mT @ {o.flat(0)}" if o.args[2] == "True" else f"{o.args[1]}.mT @ {o.args[0]}"
+    ),
+    "bmm": _infix("@"),
+    "mm": _infix("@"),
+    # norms, attention, embedding, loss: what torch has no plain function for is in runtime/functional.py
+    "rms_norm": _function("functional.rms_norm"),
+    "rms_norm_backward": _function("functional.rms_norm_backward"),
+    "layer_norm": _function("functional.layer_norm"),
+    "layer_norm_backward": _function("functional.layer_norm_backward"),
+    "attention": _function("functional.attention", "", "", "", "mask=None", "is_causal=False", "scale=None"),
+    "attention_backward": _function(
+        "functional.attention_backward", "", "", "", "", "mask=", "out=", "lse=", "is_causal=False", "scale=None"
+    ),
+    "embedding": _function("F.embedding"),
+    "embedding_shard": _on_axis("functional.embedding_shard"),
+    "embedding_shard_backward": _on_axis("functional.embedding_shard_backward"),
+    "cross_entropy": _function(
+        "functional.cross_entropy", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0"
+    ),
+    "cross_entropy_shard": _on_axis("functional.cross_entropy_shard"),
+    "cross_entropy_backward": _function(
+        "functional.cross_entropy_backward", "", "", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0"
+    ),
+    "cross_entropy_shard_backward": _on_axis("functional.cross_entropy_shard_backward"),
+    # movement between ranks
+    "all_reduce": _all_reduce,
+    "all_gather": _collective("all_gather"),
+    "reduce_scatter": _collective("reduce_scatter"),
+    "all_to_all": _collective("all_to_all"),
+    "take": _collective("take"),
+    "put": _collective("put"),
+}
+
+# What is added to a gradient buffer without a temporary of the buffer's size.
+_ACCUMULATE: Mapping[str, Emit] = {
+    "linear_grad_weight": lambda o: f"addmm_({o.flat(0)}.mT, {o.flat(1)})",
+    "matmul_grad_right": lambda o: f"addmm_({o.flat(1)}.mT, {o.flat(0)})",
+}

@@ -1,0 +1,144 @@
+"""Lines as a formatter would leave them: what is too long is broken at its brackets, one item a line."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+
+WIDTH = 120
+_OPEN, _CLOSE = "([{", ")]}"
+_INDENT = "    "
+
+
+def formatted(text: str) -> str:
+    """Python source with its long lines broken and its blank lines settled.
+
+    Every statement of `text` stands on one line, or is already broken at a bracket. The result is
+    what `ruff format` leaves as it is.
+    """
+    lines: list[str] = []
+    for line in text.splitlines():
+        lines.extend(_broken(line.rstrip()) if len(line.rstrip()) > WIDTH else [line.rstrip()])
+    return _settled(lines)
+
+
+def wrapped(text: str, indent: int = 0, prefix: str = "# ") -> str:
+    """Prose as comment lines (or, without prefix, docstring lines) that fit the width; no leading indent."""
+    pad = " " * indent
+    width = WIDTH - indent
+    lines = textwrap.wrap(
+        text, width, initial_indent=prefix, subsequent_indent=prefix, break_long_words=False, break_on_hyphens=False
+    )
+    return f"\n{pad}".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bracket:
+    """A bracket pair at depth 0 of a line, by the positions of its two characters."""
+
+    start: int
+    end: int
+    commas: tuple[int, ...]  # at depth 1
+
+
+def _scan(code: str) -> tuple[list[_Bracket], list[int], int]:
+    """Bracket pairs and commas at depth 0, and where a trailing comment starts (or the length)."""
+    brackets: list[_Bracket] = []
+    top: list[int] = []
+    stack: list[int] = []
+    inner: list[int] = []
+    quote = ""
+    index = 0
+    while index < len(code):
+        char = code[index]
+        if quote:
+            if char == "\\":
+                index += 1
+            elif char == quote:
+                quote = ""
+        elif char in "\"'":
+            quote = char
+        elif char == "#":
+            return brackets, top, index
+        elif char in _OPEN:
+            stack.append(index)
+            if len(stack) == 1:
+                inner = []
+        elif char in _CLOSE and stack:
+            start = stack.pop()
+            if not stack:
+                brackets.append(_Bracket(start, index, tuple(inner)))
+        elif char == "," and len(stack) < 2:
+            (inner if stack else top).append(index)
+        index += 1
+    return brackets, top, len(code)
+
+
+def _broken(line: str) -> list[str]:
+    """One line as several. A trailing comment stays behind the closing bracket, or goes above where there is none."""
+    indent = line[: len(line) - len(line.lstrip())]
+    brackets, commas, comment_at = _scan(line.lstrip())
+    code, comment = line.lstrip()[:comment_at].rstrip(), line.lstrip()[comment_at:]
+    if not code:
+        return [line]
+    lines = _bracketed(indent, code, brackets, commas)
+    if not comment:
+        return lines
+    if len(lines) > 1 and len(lines[-1]) + 2 + len(comment) <= WIDTH:
+        return [*lines[:-1], f"{lines[-1]}  {comment}"]
+    return [f"{indent}{comment}", *_fitted(indent, code)]
+
+
+def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[int]) -> list[str]:
+    assigned = re.match(r"(return) |([^=()\[\]{}]+?) = ", code)
+    if assigned and any(comma >= assigned.end() and comma < len(code) - 1 for comma in commas):
+        items = _items(code[assigned.end() :], [comma - assigned.end() for comma in commas if comma >= assigned.end()])
+        return _exploded(indent, f"{code[: assigned.end()].rstrip()} (", items, ")")
+    full = [bracket for bracket in brackets if bracket.end > bracket.start + 1]
+    if full:
+        bracket = full[0] if code.startswith(("def ", "class ")) else full[-1]
+        head, inside, tail = code[: bracket.start + 1], code[bracket.start + 1 : bracket.end], code[bracket.end :]
+        if len(indent) + len(head) <= WIDTH:
+            is_call = bracket.start > 0 and re.match(r"[\w\])]", code[bracket.start - 1]) is not None
+            if is_call and len(indent) + len(_INDENT) + len(inside) <= WIDTH and not inside.endswith(","):
+                return [indent + head, f"{indent}{_INDENT}{inside}", *_fitted(indent, tail)]
+            return _exploded(indent, head, _items(inside, [comma - bracket.start - 1 for comma in bracket.commas]), tail)
+    if assigned and assigned.group(2) and "," in assigned.group(2):
+        targets = [target.strip() for target in assigned.group(2).split(",") if target.strip()]
+        lines = _exploded(indent, "(", targets, f") = {code[assigned.end() :]}")
+        return [*lines[:-1], *_fitted(indent, lines[-1].lstrip())]
+    return [indent + code]
+
+
+def _fitted(indent: str, code: str) -> list[str]:
+    return [indent + code] if len(indent) + len(code) <= WIDTH else _broken(indent + code)
+
+
+def _items(text: str, commas: list[int]) -> list[str]:
+    bounds = [-1, *commas, len(text)]
+    items = [text[left + 1 : right].strip() for left, right in zip(bounds, bounds[1:], strict=False)]
+    return [item for item in items if item]
+
+
+def _exploded(indent: str, head: str, items: list[str], tail: str) -> list[str]:
+    comma = "" if len(items) == 1 and (" for " in items[0] or head.endswith("[")) else ","
+    lines = [indent + head]
+    for item in items:
+        lines.extend(_fitted(indent + _INDENT, f"{item}{comma}"))
+    return [*lines, *_fitted(indent, tail)]
+
+
+def _settled(lines: list[str]) -> str:
+    """At most two blank lines in a row at the top level, one elsewhere; none at the ends."""
+    result: list[str] = []
+    blanks = 0
+    for line in lines:
+        if not line:
+            blanks += 1
+            continue
+        if result:
+            result.extend([""] * min(blanks, 2 if not line.startswith(" ") else 1))
+        blanks = 0
+        result.append(line)
+    return "\n".join(result) + "\n"

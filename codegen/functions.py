@@ -1,0 +1,323 @@
+"""A region as Python functions: its forward, its backward, line by line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from partc.codegen import collectives
+from partc.codegen.expressions import Operands, accumulation, expression, is_atom, is_chained, written
+from partc.codegen.lifetimes import deletions, shares_memory
+from partc.codegen.names import Names, class_name, identifier
+from partc.codegen.views import without_idle_views
+from partc.layout import Sizes
+from partc.program import Graph, Op, Ref, Region, Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One statement, what is said above it, and the layout of what it makes."""
+
+    code: str
+    layout: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """A parameter of a function, or a field of a tuple."""
+
+    name: str
+    type: str
+    layout: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """A function of a stage module."""
+
+    name: str
+    doc: str
+    arguments: tuple[Argument, ...]
+    returns: str
+    lines: tuple[Line, ...]
+
+    @property
+    def passes(self) -> frozenset[str]:
+        """Which of comm, p and g it takes."""
+        return frozenset(argument.name for argument in self.arguments) & {"comm", "p", "g"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionCode:
+    """All that a stage module says about one region."""
+
+    params_class: str  # "" where it has no parameters
+    fields: tuple[Argument, ...]
+    forward: Function
+    backward: Function | None
+    gradient_inputs: tuple[int, ...]  # positions of the inputs whose gradients backward returns
+    gradient_outputs: tuple[int, ...]  # positions of the outputs whose gradients backward takes
+
+
+def region_code(region: Region, sizes: Sizes, prefix: str, doc: str) -> RegionCode:
+    """`prefix` is the module path that sources of this region's operations share ("blocks.0")."""
+    name = identifier(region.name)
+    title = class_name(region.name)
+    fields = Names()
+    for value in region.params:
+        fields[value.name]
+    writer = _Writer(region=region, sizes=sizes, fields=fields, prefix=prefix)
+    saves = region.backward is not None
+    forward = without_idle_views(
+        replace(region.forward, outputs=(*region.forward.outputs, *(region.saved if saves else ()))), sizes
+    )
+    params_class = f"{title}Params" if region.params else ""
+    outputs = region.forward.outputs
+    return RegionCode(
+        params_class=params_class,
+        fields=tuple(Argument(name=fields[v.name], type="Tensor", layout=str(v.type)) for v in region.params),
+        forward=writer.forward(forward, f"{name}_forward" if saves else name, doc, params_class),
+        backward=writer.backward(region.backward, f"{name}_backward", params_class) if region.backward else None,
+        gradient_inputs=tuple(
+            index
+            for index, value in enumerate(region.forward.inputs)
+            if region.backward and f"grad_{value.name}" in region.backward.outputs
+        ),
+        gradient_outputs=tuple(
+            index
+            for index, output in enumerate(outputs)
+            if region.backward and f"grad_{output}" in {value.name for value in region.backward.inputs}
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Writer:
+    region: Region
+    sizes: Sizes
+    fields: Names
+    prefix: str
+
+    def forward(self, graph: Graph, name: str, doc: str, params_class: str) -> Function:
+        names = self._scope()
+        inputs = [value for value in graph.inputs if value.name not in self._params]
+        for value in inputs:
+            names[value.name]
+        lines = self._body(graph, names, {}, borrowed=inputs)
+        count = len(self.region.forward.outputs)
+        results = [names[output] for output in graph.outputs]
+        returned, saved = results[:count], list(dict.fromkeys(results[count:]))
+        returns = "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
+        if self.region.backward is not None:
+            kept = _tuple(results[count:])
+            if len(saved) > 4:
+                lines.append(Line(code=f"saved = {kept}"))
+                kept = "saved"
+            lines.append(Line(code=f"return {', '.join((*returned, kept))}"))
+            returns = f"tuple[{', '.join((*['Tensor'] * count, 'Saved'))}]"
+        else:
+            lines.append(Line(code=f"return {', '.join(returned)}"))
+        arguments = self._arguments(lines, params_class, inputs, names)
+        return Function(name=name, doc=doc, arguments=arguments, returns=returns, lines=tuple(lines))
+
+    def backward(self, graph: Graph, name: str, params_class: str) -> Function:
+        original = graph.outputs
+        graph = without_idle_views(graph, self.sizes)
+        gradients = {value.name: f"grad_{value.name}" for value in self.region.params}
+        buffers: dict[str, list[str]] = {}
+        for output, made in zip(original, graph.outputs, strict=True):
+            for param, gradient in gradients.items():
+                if output == gradient:
+                    buffers.setdefault(made, []).append(f"g.{self.fields[param]}")
+        names = self._scope()
+        inputs = [value for value in graph.inputs if value.name not in self._params]
+        grads = [value for value in inputs if value.name not in self.region.saved]
+        for value in inputs:
+            names[value.name]
+        wanted = [
+            made
+            for value in self.region.forward.inputs
+            for output, made in zip(original, graph.outputs, strict=True)
+            if output == f"grad_{value.name}"
+        ]
+        lines = self._body(replace(graph, outputs=tuple(wanted)), names, buffers, borrowed=grads)
+        unpacked = [names[saved] for saved in self.region.saved]
+        arguments = [Argument(name="saved", type="Saved")] if unpacked else []
+        if unpacked:
+            freed = [Line(code="del saved")] if any(line.code.startswith("del ") for line in lines) else []
+            lines = [Line(code=f"{', '.join(unpacked)}{',' * (len(unpacked) == 1)} = saved"), *freed, *lines]
+        results = [names[output] for output in wanted]
+        returns = "None"
+        if results:
+            lines.append(Line(code=f"return {', '.join(results)}"))
+            returns = "Tensor" if len(results) == 1 else f"tuple[{', '.join(['Tensor'] * len(results))}]"
+        return Function(
+            name=name,
+            doc="",
+            arguments=(*self._arguments(lines, params_class, grads, names), *arguments),
+            returns=returns,
+            lines=tuple(lines),
+        )
+
+    @property
+    def _params(self) -> frozenset[str]:
+        return frozenset(value.name for value in self.region.params)
+
+    def _scope(self) -> Names:
+        names = Names()
+        for value in self.region.params:
+            names.bind(value.name, f"p.{self.fields[value.name]}")
+        return names
+
+    def _arguments(
+        self, lines: list[Line], params_class: str, inputs: Iterable[Value], names: Names
+    ) -> tuple[Argument, ...]:
+        """comm, p and g where some line reads them, then the tensors."""
+        code = "\n".join(line.code for line in lines)
+        common = [
+            argument
+            for argument in (
+                Argument(name="comm", type="Comm"),
+                Argument(name="p", type=params_class),
+                Argument(name="g", type=params_class),
+            )
+            if _reads(code, argument.name)
+        ]
+        tensors = (Argument(name=names[v.name], type="Tensor", layout=str(v.type)) for v in inputs)
+        return (*common, *tensors)
+
+    def _body(
+        self, graph: Graph, names: Names, buffers: Mapping[str, list[str]], borrowed: Iterable[Value]
+    ) -> list[Line]:
+        """One line for each operation.
+
+        `buffers` names the gradient buffers that values are added to; `borrowed` values are the
+        caller's to free.
+        """
+        types = {value.name: value.type for value in self.region.params}
+        types.update((name, value.type) for name, value in graph.definitions().items())
+        shapes = {name: type.layout.local_shape(self.sizes) for name, type in types.items()}
+        uses = _use_counts(graph)
+        order = _views_first(graph)
+        fresh = {
+            value.name
+            for op in order
+            for value in op.results
+            if not shares_memory(op) and uses.get(value.name) == 1 and value.name not in graph.outputs
+        }
+        freed = deletions(replace(graph, ops=order), keep={*graph.outputs, *(v.name for v in borrowed)}, sizes=self.sizes)
+        inlined: dict[str, str] = {}
+        bound = {value.name for value in graph.inputs}
+        gone: list[str] = []
+        lines: list[Line] = []
+        for index, op in enumerate(order):
+            write = lambda name: inlined[name] if name in inlined else names[name]  # noqa: E731
+            operands = Operands(
+                op=op,
+                args=tuple(written(arg, write) for arg in op.args),
+                attrs={key: written(value, write) for key, value in op.attrs},
+                shapes=shapes,
+                exclusive=bool(op.args) and isinstance(op.args[0], Ref) and op.args[0].name in fresh,
+            )
+            note = collectives.comment(op, graph, types, self.sizes, self._label)
+            statement = self._statement(op, operands, order, index, uses, graph, names, buffers, inlined, note)
+            lines.extend(statement)
+            if any(" = " in line.code for line in statement):
+                bound.update(value.name for value in op.results)
+            gone.extend(freed.get(index, ()))
+            if statement and gone:
+                dead = [names[name] for name in gone if name in bound and uses.get(name)]
+                lines.extend([Line(code=f"del {', '.join(dead)}")] if dead else [])
+                gone.clear()
+        return lines
+
+    def _statement(
+        self,
+        op: Op,
+        operands: Operands,
+        order: tuple[Op, ...],
+        index: int,
+        uses: Mapping[str, int],
+        graph: Graph,
+        names: Names,
+        buffers: Mapping[str, list[str]],
+        inlined: dict[str, str],
+        note: str,
+    ) -> list[Line]:
+        notes = (note,) if note else ()
+        single = len(op.results) == 1
+        if single and op.result.name in buffers and not uses.get(op.result.name, 0):
+            first, *others = buffers[op.result.name]
+            if not others and op.result.name not in graph.outputs:
+                return [Line(code=accumulation(first, operands), layout=str(op.result.type), notes=notes)]
+        code = expression(operands)
+        following = order[index + 1] if index + 1 < len(order) else None
+        if (
+            single
+            and not note
+            and following is not None
+            and is_chained(following.name)
+            and following.args[0] == Ref(op.result.name)
+            and uses[op.result.name] == 1
+            and op.result.name not in graph.outputs
+            and op.result.name not in buffers
+            and is_atom(code)
+        ):
+            inlined[op.result.name] = code
+            return []
+        targets = [names[value.name] if self._is_read(value, uses, graph, buffers) else "_" for value in op.results]
+        layout = str(op.results[0].type) if op.results else ""
+        lines = [Line(code=f"{', '.join(targets)} = {code}", layout=layout, notes=notes)]
+        for value in op.results:
+            lines.extend(Line(code=f"{buffer}.add_({names[value.name]})") for buffer in buffers.get(value.name, ()))
+        return lines
+
+    @staticmethod
+    def _is_read(value: Value, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> bool:
+        return bool(uses.get(value.name)) or value.name in graph.outputs or value.name in buffers
+
+    def _label(self, op: Op) -> str:
+        """The module an operation comes from, as seen from the region; else what it does."""
+        module = op.source.module if op.source else ""
+        module = module.removeprefix(self.prefix).strip(".")
+        return module or op.name.removesuffix("_backward")
+
+
+def _use_counts(graph: Graph) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for op in graph.ops:
+        for name in op.refs():
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _views_first(graph: Graph) -> tuple[Op, ...]:
+    """A view that is the only reader of its operand stands right after what makes it."""
+    uses = _use_counts(graph)
+    made = {value.name: op for op in graph.ops for value in op.results if len(op.results) == 1}
+    follower: dict[int, Op] = {}
+    moved: set[int] = set()
+    for op in graph.ops:
+        if not is_chained(op.name) or not isinstance(op.args[0], Ref) or sum(1 for _ in op.refs()) != 1:
+            continue
+        maker = made.get(op.args[0].name)
+        if maker is not None and uses[op.args[0].name] == 1 and op.args[0].name not in graph.outputs:
+            follower[id(maker)] = op
+            moved.add(id(op))
+    order: list[Op] = []
+    for op in graph.ops:
+        following: Op | None = op if id(op) not in moved else None
+        while following is not None:
+            order.append(following)
+            following = follower.get(id(following))
+    return tuple(order)
+
+
+def _tuple(items: list[str]) -> str:
+    return f"({', '.join(items)}{',' * (len(items) == 1)})"
+
+
+def _reads(code: str, name: str) -> bool:
+    return re.search(rf"\b{name}\.", code) is not None

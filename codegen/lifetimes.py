@@ -1,0 +1,92 @@
+"""Which values a function lets go of before it ends, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from partc.codegen.collectives import local_bytes
+from partc.layout import Sizes
+from partc.program import Graph, Op, Ref
+
+_SHARES = frozenset({"reshape", "permute", "expand", "slice", "split", "alias"})
+# A peak this close to the lowest one is not worth another line.
+_CLOSE = 1.1
+
+
+@dataclass(slots=True)
+class _Storage:
+    """Memory behind one value and its views: from the operation that makes it to the last that reads it."""
+
+    names: list[str]
+    size: int
+    made: int
+    last: int
+
+
+def shares_memory(op: Op) -> bool:
+    """Whether an operation's result may be another sight of its first operand."""
+    return op.name in _SHARES or op.name == "to"
+
+
+def deletions(graph: Graph, keep: Collection[str], sizes: Sizes) -> dict[int, tuple[str, ...]]:
+    """Index of an operation -> values to delete right after it: as few as bring the peak to its lowest.
+
+    A name goes together with all views of it. Values in `keep` live on: the function's outputs,
+    and inputs that its caller holds anyway.
+    """
+    storages = _storages(graph)
+    for storage, size in zip(storages, _sizes(graph, storages, sizes), strict=True):
+        storage.size = size
+    free = [storage for storage in storages if not set(keep) & set(storage.names)]
+    deleted: list[_Storage] = []
+    lowest, _ = _peak(storages, free, len(graph.ops))
+    while True:
+        peak, at = _peak(storages, deleted, len(graph.ops))
+        idle = [storage for storage in free if storage not in deleted and storage.made <= at and storage.last < at]
+        if peak <= lowest * _CLOSE or not idle:
+            break
+        deleted.append(max(idle, key=lambda storage: storage.size))
+    found: dict[int, tuple[str, ...]] = {}
+    for storage in sorted(deleted, key=lambda storage: storage.made):
+        found[storage.last] = (*found.get(storage.last, ()), *storage.names)
+    return found
+
+
+def _storages(graph: Graph) -> list[_Storage]:
+    owner = {value.name: _Storage([value.name], 0, -1, -1) for value in graph.inputs}
+    storages = list(owner.values())
+    for index, op in enumerate(graph.ops):
+        for name in op.refs():
+            if name in owner:
+                owner[name].last = index
+        for value in op.results:
+            shown = op.args[0].name if op.name in _SHARES and isinstance(op.args[0], Ref) else ""
+            if shown in owner:
+                owner[shown].names.append(value.name)
+                owner[shown].last = index
+                owner[value.name] = owner[shown]
+            elif not shown:
+                owner[value.name] = _Storage([value.name], 0, index, index)
+                storages.append(owner[value.name])
+    return storages
+
+
+def _sizes(graph: Graph, storages: list[_Storage], sizes: Sizes) -> list[int]:
+    values = graph.definitions()
+    return [local_bytes(values[storage.names[0]].type, sizes) for storage in storages]
+
+
+def _peak(storages: list[_Storage], deleted: list[_Storage], count: int) -> tuple[int, int]:
+    """The most bytes held while any operation runs, and the first operation where they are."""
+    changes = [0] * (count + 2)
+    for storage in storages:
+        changes[max(storage.made, 0)] += storage.size
+        if storage in deleted:
+            changes[storage.last + 1] -= storage.size
+    held, peak, at = 0, -1, 0
+    for index in range(count):
+        held += changes[index]
+        if held > peak:
+            peak, at = held, index
+    return peak, at

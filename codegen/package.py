@@ -1,0 +1,148 @@
+"""The files of a package."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+
+from partc.codegen import plan as plans
+from partc.codegen.collectives import NAMES, local_bytes, readable_bytes
+from partc.codegen.formatting import formatted, wrapped
+from partc.codegen.ranks import rank_codes
+from partc.codegen.stages import StageCode, stage_code
+from partc.program import Program
+
+
+def render(
+    program: Program,
+    *,
+    model_source: str,
+    options: Mapping[str, Any],
+    seed: int,
+    precision: str,
+    report: Sequence[str] = (),
+) -> dict[str, str]:
+    """Every file of the package by its relative path. Equal arguments give equal bytes."""
+    return dict(
+        files(program, model_source=model_source, options=options, seed=seed, precision=precision, report=report)
+    )
+
+
+def files(
+    program: Program,
+    *,
+    model_source: str,
+    options: Mapping[str, Any],
+    seed: int,
+    precision: str,
+    report: Sequence[str] = (),
+) -> Iterator[tuple[str, str]]:
+    """The same one by one, so that a package of many ranks never stands in memory.
+
+    `report` holds sentences for the README: what a reader should know about this plan.
+    """
+    stages = [stage_code(program, index) for index in range(program.stages)]
+    plan = plans.plan(program, options=options, seed=seed, precision=precision)
+    ranks = program.mesh.size
+    yield "plan.json", plans.written(plan)
+    yield "README.md", _readme(program, stages, plan, report)
+    yield "train.py", _template("train.py.jinja").render(ranks=ranks)
+    yield "model.py", model_source
+    for stage in stages:
+        yield f"stages/stage_{stage.index}.py", _stage_module(program, stage)
+    rank_template = _template("rank.py.jinja")
+    for rank in rank_codes(program):
+        yield f"ranks/rank_{rank.rank:03d}.py", rank_template.render(rank=rank, ranks=ranks)
+    yield from _runtime()
+
+
+def stage_module(program: Program, index: int) -> str:
+    """The text of one stage's module."""
+    return _stage_module(program, stage_code(program, index))
+
+
+def _stage_module(program: Program, stage: StageCode) -> str:
+    text = _template("stage.py.jinja").render(stage=stage, stages=program.stages, mesh=str(program.mesh))
+    return formatted(text)
+
+
+def _readme(program: Program, stages: list[StageCode], plan: Mapping[str, Any], report: Sequence[str]) -> str:
+    count = sum(_count(entry["shape"]) for entry in plan["parameters"].values() if entry["trainable"])
+    return _template("README.md.jinja").render(
+        name=program.name,
+        mesh=str(program.mesh),
+        ranks=program.mesh.size,
+        microbatches=program.microbatches,
+        precision=plan["precision"],
+        seed=plan["seed"],
+        parameters=f"{count:,} trained",
+        stages=[{"title": stage.title, "sends": ", ".join(entry.key for entry in stage.sends)} for stage in stages],
+        communication=list(_communication(program, plan)),
+        report=report,
+    )
+
+
+def _communication(program: Program, plan: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Rows of the README's table: per run of a region, per microbatch between stages, per step for gradients."""
+    for name, region in plan["regions"].items():
+        for part in ("forward", "backward"):
+            for collective in region[part]:
+                yield _row(f"{name}, {part}", NAMES[collective["op"]], collective["axis"], collective["bytes"])
+    for transfer in plan["transfers"]:
+        there = "there and its gradient back" if transfer["gradient"] else "there"
+        stages = f"stage {transfer['source']} to {transfer['target']}"
+        yield _row("each microbatch", f"{transfer['value']}, {there}", stages, transfer["bytes"])
+    reduced: dict[tuple[int, tuple[str, ...]], int] = {}
+    for parameter in program.parameters:
+        entry = plan["parameters"][parameter.name]
+        for stage in entry["stages"] if entry["reduce"] and entry["trainable"] else ():
+            key = (stage, tuple(entry["reduce"]))
+            reduced[key] = reduced.get(key, 0) + local_bytes(parameter.type, program.sizes)
+    for (stage, axes), size in reduced.items():
+        ways = 1
+        for axis in axes:
+            ways *= program.sizes[axis]
+        yield _row(f"each step, stage {stage}", "all-reduce of gradients", ", ".join(axes), 2 * size * (ways - 1) // ways)
+
+
+def _row(place: str, what: str, axis: str, size: int) -> dict[str, str]:
+    return {"place": place, "what": what, "axis": axis, "size": readable_bytes(size)}
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _runtime() -> Iterator[tuple[str, str]]:
+    """The runtime library, copied as it is."""
+    folder = importlib.resources.files("partc.runtime")
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.name.endswith(".py"):
+            yield f"runtime/{entry.name}", entry.read_text(encoding="utf-8")
+
+
+def _template(name: str) -> jinja2.Template:
+    return _environment().get_template(name)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    folder = importlib.resources.files("partc.templates")
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["comment"] = lambda text, indent: wrapped(text, indent)
+    environment.filters["prose"] = lambda text: wrapped(text, 0, "")
+    return environment

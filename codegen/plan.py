@@ -1,0 +1,123 @@
+"""plan.json: every decision in a form that other tools read; its schema is templates/plan.schema.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from partc.codegen.collectives import NAMES, local_bytes, moved_bytes
+from partc.layout import Layout
+from partc.program import Graph, Program, Region, TensorType
+
+FORMAT = 1  # of plan.json; readers refuse what they don't know
+
+
+def plan(program: Program, *, options: Mapping[str, Any], seed: int, precision: str) -> dict[str, Any]:
+    types = program.value_types()
+    holders: dict[str, set[int]] = {}
+    for call in program.calls:
+        for name in call.params:
+            holders.setdefault(name, set()).add(call.stage)
+    return {
+        "partc": FORMAT,
+        "name": program.name,
+        "mesh": str(program.mesh),
+        "microbatches": program.microbatches,
+        "precision": precision,
+        "seed": seed,
+        "options": dict(options),
+        "stages": program.stages,
+        "inputs": {name: _typed(types[name], program) for name in program.inputs},
+        "parameters": {
+            parameter.name: {
+                "shape": list(parameter.type.shape),
+                **_typed(parameter.type, program),
+                "trainable": parameter.trainable,
+                "reduce": [axis for axis in parameter.reduce if program.sizes[axis] > 1],
+                "stages": sorted(holders.get(parameter.name, ())),
+                "aliases": list(parameter.aliases),
+            }
+            for parameter in program.parameters
+        },
+        "regions": {region.name: _region(region, program) for region in program.regions},
+        "calls": [
+            {
+                "name": call.name,
+                "region": call.region,
+                "stage": call.stage,
+                "reads": list(call.args),
+                "makes": list(call.results),
+            }
+            for call in program.calls
+        ],
+        "transfers": [
+            {
+                "value": transfer.value,
+                "source": transfer.source,
+                "target": transfer.target,
+                "gradient": transfer.gradient,
+                "bytes": local_bytes(types[transfer.value], program.sizes),
+            }
+            for transfer in program.transfers
+        ],
+        "schedule": {str(index): " ".join(map(str, actions)) for index, actions in enumerate(program.schedule)},
+    }
+
+
+def _typed(type: TensorType, program: Program) -> dict[str, str]:
+    return {"dtype": type.dtype, "layout": _layout(type.layout, program)}
+
+
+def _layout(layout: Layout, program: Program) -> str:
+    return str(layout.without(*(axis for axis, size in program.sizes.items() if size == 1)))
+
+
+def _region(region: Region, program: Program) -> dict[str, Any]:
+    return {
+        "phase": region.phase,
+        "values": {
+            value.name: f"{value.type.dtype}{_layout(value.type.layout, program)}"
+            for value in region.forward.definitions().values()
+        },
+        "saved": list(region.saved),
+        "forward": _collectives(region.forward, region, program),
+        "backward": _collectives(region.backward, region, program) if region.backward else [],
+    }
+
+
+def _collectives(graph: Graph, region: Region, program: Program) -> list[dict[str, Any]]:
+    """Communication of one run of the graph, in order; bytes are what one rank receives."""
+    types = {value.name: value.type for value in region.params}
+    types.update((name, value.type) for name, value in graph.definitions().items())
+    return [
+        {"op": op.name, "axis": dict(op.attrs)["axis"], "bytes": moved_bytes(op, types, program.sizes)}
+        for op in graph.ops
+        if op.name in NAMES and moved_bytes(op, types, program.sizes)
+    ]
+
+
+def written(plan: Mapping[str, Any]) -> str:
+    """JSON with one line for each parameter, call and value: what a diff of two plans can show."""
+    return f"{_written(plan, 0)}\n"
+
+
+def _written(value: Any, depth: int) -> str:
+    flat = json.dumps(value, ensure_ascii=False)
+    deep = isinstance(value, dict | list) and any(isinstance(item, dict | list) and item for item in _items(value))
+    if not deep and (len(flat) <= 120 or depth > 1):
+        return flat
+    pad = "  " * (depth + 1)
+    if isinstance(value, dict):
+        inside = [f"{pad}{json.dumps(key)}: {_inner(item, depth)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(inside) + "\n" + "  " * depth + "}"
+    return "[\n" + ",\n".join(f"{pad}{_inner(item, depth)}" for item in value) + "\n" + "  " * depth + "]"
+
+
+def _inner(value: Any, depth: int) -> str:
+    flat = json.dumps(value, ensure_ascii=False)
+    return flat if depth > 0 and len(flat) <= 200 else _written(value, depth + 1)
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else list(value)

@@ -1,0 +1,133 @@
+"""Rank modules: what is literal about one rank, as few lines as it takes."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from partc.codegen.stages import groups, tied_groups
+from partc.layout import Layout
+from partc.mesh import PIPELINE_AXIS
+from partc.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCode:
+    """All that the template of a rank module lays out."""
+
+    rank: int
+    coordinate: str
+    stage: int
+    groups: tuple[tuple[str, str], ...]
+    peers: str
+    shards: tuple[tuple[str, str], ...]
+    schedule: tuple[str, ...]
+
+
+def rank_codes(program: Program) -> Iterator[RankCode]:
+    """One for every rank of the mesh; what ranks of a stage share is worked out once."""
+    mesh = program.mesh
+    stages = range(program.stages)
+    axes = [groups(program, stage) for stage in stages]
+    tied = [tied_groups(program, stage) for stage in stages]
+    peers = [_peer_stages(program, stage) for stage in stages]
+    schedules = [_schedule(program, stage) for stage in stages]
+    patterns = [_patterns(program, stage) for stage in stages]
+    cut = lru_cache(maxsize=None)(lambda stage, place: _shards(patterns[stage], program, dict(place)))
+    for rank in range(mesh.size):
+        place = mesh.coordinate(rank)
+        stage = place.get(PIPELINE_AXIS, 0)
+        at = lambda other: mesh.rank({**place, PIPELINE_AXIS: other})  # noqa: B023, E731
+        here = tuple((axis, index) for axis, index in place.items() if axis != PIPELINE_AXIS)
+        yield RankCode(
+            rank=rank,
+            coordinate=_dict(place),
+            stage=stage,
+            groups=(
+                *((",".join(names), _ranks(mesh.group(rank, names))) for names in axes[stage]),
+                *((f"stages {','.join(map(str, members))}", _ranks(tuple(map(at, members)))) for members in tied[stage]),
+            ),
+            peers=f"{{{', '.join(f'{other}: {at(other)}' for other in peers[stage])}}}",
+            shards=cut(stage, here),
+            schedule=schedules[stage],
+        )
+
+
+def _dict(items: Mapping[str, int]) -> str:
+    return f"{{{', '.join(f'{chr(34)}{key}{chr(34)}: {value}' for key, value in items.items())}}}"
+
+
+def _ranks(members: tuple[int, ...]) -> str:
+    """A tuple of ranks; a long one that counts evenly says so."""
+    steps = {b - a for a, b in itertools.pairwise(members)}
+    if len(members) > 16 and len(steps) == 1:
+        return f"tuple(range({members[0]}, {members[-1] + 1}, {steps.pop()}))"
+    return str(members)
+
+
+def _peer_stages(program: Program, stage: int) -> tuple[int, ...]:
+    ends = {(transfer.source, transfer.target) for transfer in program.transfers}
+    return tuple(sorted({*(b for a, b in ends if a == stage), *(a for a, b in ends if b == stage)}))
+
+
+def _schedule(program: Program, stage: int) -> tuple[str, ...]:
+    """The stage's actions in lines of a readable length, each but the last with a space at its end."""
+    actions = " ".join(map(str, program.schedule[stage])) if program.schedule else ""
+    lines = textwrap.wrap(actions, 100)
+    return tuple(f"{line} " for line in lines[:-1]) + tuple(lines[-1:])
+
+
+def _patterns(program: Program, stage: int) -> tuple[tuple[str, Layout], ...]:
+    """Sharded parameters of a stage; those of repeated calls under one name with a `*`."""
+    layouts = {parameter.name: parameter.type.layout for parameter in program.parameters}
+    found: dict[str, Layout] = {}
+    for call in program.calls:
+        if call.stage != stage:
+            continue
+        for name in call.params:
+            if any(program.sizes[axis] > 1 for axis in layouts[name].sharded_axes):
+                starred = ".".join("*" if part.isdigit() else part for part in name.split("."))
+                key = starred if found.get(starred, layouts[name]) == layouts[name] else name
+                found[key] = layouts[name]
+    return tuple(found.items())
+
+
+def _shards(
+    patterns: tuple[tuple[str, Layout], ...], program: Program, place: Mapping[str, int]
+) -> tuple[tuple[str, str], ...]:
+    return tuple((name, _ranges(layout, program, place)) for name, layout in patterns)
+
+
+def _ranges(layout: Layout, program: Program, place: Mapping[str, int]) -> str:
+    """Which elements of each dimension a place holds, as Python slices: `[0:4 8:12, :]`."""
+    dims = []
+    for dim in layout.dims:
+        runs = [(0, 1)]
+        for sub in reversed(dim):
+            ways, index = 1, 0
+            for axis in sub.axes:
+                ways, index = ways * program.sizes[axis], index * program.sizes[axis] + place.get(axis, 0)
+            runs = _nested(runs, sub.size, index * (sub.size // ways), sub.size // ways, _extent(dim, sub))
+        size = layout.shape[len(dims)]
+        dims.append(":" if runs == [(0, size)] else " ".join(f"{start}:{end}" for start, end in runs))
+    return f"[{', '.join(dims)}]"
+
+
+def _extent(dim: tuple[object, ...], sub: object) -> int:
+    """Elements behind one step of a factor: the product of the factors minor to it."""
+    extent = 1
+    for other in reversed(dim):
+        if other is sub:
+            return extent
+        extent *= other.size  # type: ignore[attr-defined]
+    return extent
+
+
+def _nested(runs: list[tuple[int, int]], size: int, first: int, count: int, extent: int) -> list[tuple[int, int]]:
+    """The runs repeated for `count` steps of `extent` elements from `first` on, neighbours joined."""
+    if runs == [(0, extent)]:
+        return [(first * extent, (first + count) * extent)]
+    return [(start + step * extent, end + step * extent) for step in range(first, first + count) for start, end in runs]

@@ -1,0 +1,598 @@
+"""One pipeline stage of a program: what its module holds, and the Stage class line by line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from partc.codegen.calls import Run, runs
+from partc.codegen.collectives import local_bytes, readable_bytes
+from partc.codegen.functions import Argument, Function, Line, RegionCode, region_code
+from partc.codegen.names import Names, identifier
+from partc.mesh import PIPELINE_AXIS, TIME_AXIS
+from partc.program import Call, Parameter, Phase, Program, Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Params:
+    """A tuple class of a region's parameters."""
+
+    name: str
+    fields: tuple[Argument, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """An entry of one of the Stage's literal tables."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """Parameters that several calls have under numbered prefixes."""
+
+    constant: str  # the module's table of the region's parameters: "BLOCK"
+    prefix: str
+    numbers: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCode:
+    """All that the template of a stage module lays out."""
+
+    index: int
+    title: str
+    units: tuple[tuple[Params | None, tuple[Function, ...]], ...]
+    tables: tuple[tuple[str, tuple[Entry, ...]], ...]
+    parameters: tuple[Entry | Repeated, ...]
+    inputs: tuple[Entry, ...]
+    sends: tuple[Entry, ...]
+    gradients_from: tuple[Entry, ...]
+    receives: tuple[Entry, ...]
+    loss: str
+    loss_partial: str
+    init: tuple[Line, ...]
+    setup: tuple[Line, ...]
+    prepare: tuple[Line, ...]
+    forward: tuple[Line, ...]
+    backward: tuple[Line, ...]
+    reduce: tuple[Line, ...]
+    imports: frozenset[str]
+
+
+def stage_code(program: Program, index: int) -> StageCode:
+    return _Builder(program, index).build()
+
+
+def groups(program: Program, stage: int) -> tuple[tuple[str, ...], ...]:
+    """Axes whose ranks talk to each other in a stage: each that the mesh has, and those reduced over together."""
+    single = ((name,) for name, size in program.mesh.axes if size > 1 and name != PIPELINE_AXIS)
+    builder = _Builder(program, stage)
+    return tuple(dict.fromkeys((*single, *map(builder.reduced, builder.trained()))))
+
+
+def tied_groups(program: Program, stage: int) -> tuple[tuple[int, ...], ...]:
+    """Sets of stages that hold the same trained parameters."""
+    builder = _Builder(program, stage)
+    return tuple(dict.fromkeys(held for held in map(builder.holders, builder.trained()) if len(held) > 1))
+
+
+class _Builder:
+    """Names and places of everything in one stage."""
+
+    def __init__(self, program: Program, index: int) -> None:
+        self.program = program
+        self.index = index
+        self.calls = [call for call in program.calls if call.stage == index]
+        self.regions = {region.name: region for region in program.regions}
+        self.runs: dict[Phase, list[Run]] = {
+            phase: runs(program, [call for call in self.calls if self.regions[call.region].phase == phase])
+            for phase in ("setup", "step", "microbatch")
+        }
+        self.parameters = {parameter.name: parameter for parameter in program.parameters}
+        self.types = program.value_types()
+        self.codes = self._region_codes()
+        self.attributes = Names(_STAGE_ATTRIBUTES)
+        self.places = {name: f'batch["{name}"]' for name in program.inputs}
+        self.sent = [t for t in program.transfers if t.source == index]
+        self.received = [t for t in program.transfers if t.target == index]
+        self.places.update((t.value, f'received["{t.value}"]') for t in self.received)
+
+    def build(self) -> StageCode:
+        init = self._init()
+        setup = self._once("setup")
+        prepare = self._once("step")
+        locals_ = _Locals(self)
+        forward = locals_.forward()
+        backward = locals_.backward()
+        tables, parameters = self._parameters()
+        regions = list(dict.fromkeys(call.region for call in self.calls))
+        units = tuple(
+            (
+                Params(name=code.params_class, fields=code.fields) if code.params_class else None,
+                (code.forward, code.backward) if code.backward else (code.forward,),
+            )
+            for code in (self.codes[name] for name in regions)
+        )
+        lines = [*init, *setup, *prepare, *forward, *backward, *self._reduce()]
+        text = "\n".join(line.code for _, functions in units for f in functions for line in f.lines)
+        text += "\n".join(line.code for line in lines)
+        loss = self.program.loss if self._makes(self.program.loss) else ""
+        partial = self.types[self.program.loss].layout.partial if loss else ()
+        return StageCode(
+            index=self.index,
+            title=_listed(self._title(run) for run in self.runs["microbatch"] if self._has_parameters(run))
+            or _listed(run.prefix for run in self.runs["microbatch"]),
+            units=units,
+            tables=tables,
+            parameters=parameters,
+            inputs=tuple(Entry(key=name, value=f'Shard("{self.types[name]}")') for name in self._inputs()),
+            sends=self._targets(gradient=False),
+            gradients_from=self._targets(gradient=True),
+            receives=self._receives(),
+            loss=f'"{loss}"' if loss else "None",
+            loss_partial=_strings(axis for axis in partial if axis != TIME_AXIS and self.program.sizes[axis] > 1),
+            init=tuple(init),
+            setup=tuple(setup),
+            prepare=tuple(prepare),
+            forward=tuple(forward),
+            backward=tuple(backward),
+            reduce=tuple(self._reduce()),
+            imports=frozenset(
+                name for name in ("torch", "F", "functional", "math") if re.search(rf"(?<![\w.]){name}\.", text)
+            ),
+        )
+
+    def _region_codes(self) -> dict[str, RegionCode]:
+        codes = {}
+        for phase_runs in self.runs.values():
+            for run in phase_runs:
+                region = run.region
+                if region.name in codes:
+                    continue
+                same = [other for other in phase_runs if other.region.name == region.name]
+                what = _listed(map(self._title, same)) if region.params else _PHASES[region.phase]
+                prefix = next(call.name for call in self.program.calls if call.region == region.name)
+                codes[region.name] = region_code(region, self.program.sizes, prefix, f"{what}{_source(region)}.")
+        return codes
+
+    def _title(self, run: Run) -> str:
+        return f"{run.calls[0].name} to {run.calls[-1].name}" if run.loop else run.calls[0].name
+
+    def _has_parameters(self, run: Run) -> bool:
+        return bool(run.region.params)
+
+    def _makes(self, name: str) -> bool:
+        return any(name in call.results for call in self.calls)
+
+    def _inputs(self) -> list[str]:
+        """Entries of the batch that this stage reads."""
+        read = {name for call in self.calls for name in call.args}
+        return [name for name in self.program.inputs if name in read]
+
+    # -- tables ---------------------------------------------------------------------------------
+
+    def _shard(self, parameter: Parameter) -> str:
+        type = f'"{parameter.type.dtype}{parameter.type.layout.without(*self._small)}"'
+        parts = [type]
+        if not parameter.trainable:
+            parts.append("trainable=False")
+        if self.reduced(parameter):
+            parts.append(f"reduce={_strings(self.reduced(parameter))}")
+        stages = self.holders(parameter)
+        if len(stages) > 1:
+            parts.append(f"stages={stages}")
+        if parameter.aliases:
+            parts.append(f"aliases={_strings(parameter.aliases)}")
+        return f"Shard({', '.join(parts)})"
+
+    @property
+    def _small(self) -> tuple[str, ...]:
+        return tuple(axis for axis, size in self.program.sizes.items() if size == 1)
+
+    def reduced(self, parameter: Parameter) -> tuple[str, ...]:
+        return tuple(axis for axis in parameter.reduce if self.program.sizes[axis] > 1) if parameter.trainable else ()
+
+    def holders(self, parameter: Parameter) -> tuple[int, ...]:
+        return tuple(sorted({call.stage for call in self.program.calls if parameter.name in call.params}))
+
+    def trained(self) -> list[Parameter]:
+        """Trained parameters of this stage, in order of use."""
+        here = dict.fromkeys(name for call in self.calls for name in call.params)
+        return [self.parameters[name] for name in here if self.parameters[name].trainable]
+
+    def _parameters(self) -> tuple[tuple[tuple[str, tuple[Entry, ...]], ...], tuple[Entry | Repeated, ...]]:
+        tables: dict[str, tuple[Entry, ...]] = {}
+        entries: list[Entry | Repeated] = []
+        seen: set[str] = set()
+        for run in (run for phase in self.runs.values() for run in phase):
+            table = self._table(run)
+            constant = _constant(run.region)
+            numbers = run.numbers
+            if numbers and table is not None and tables.setdefault(constant, table) == table:
+                entries.append(Repeated(constant=constant, prefix=run.prefix, numbers=_numbers(numbers)))
+                seen.update(name for call in run.calls for name in call.params)
+                continue
+            for name in dict.fromkeys(name for call in run.calls for name in call.params):
+                if name not in seen:
+                    entries.append(Entry(key=name, value=self._shard(self.parameters[name])))
+                    seen.add(name)
+        return tuple(tables.items()), tuple(entries)
+
+    def _table(self, run: Run) -> tuple[Entry, ...] | None:
+        """The region's parameters, if they are the same for every call of a loop."""
+        if not run.loop or not run.region.params:
+            return None
+        shards = [tuple(self._shard(self.parameters[name]) for name in call.params) for call in run.calls]
+        if any(other != shards[0] for other in shards):
+            return None
+        return tuple(Entry(key=v.name, value=s) for v, s in zip(run.region.params, shards[0], strict=True))
+
+    def _targets(self, gradient: bool) -> tuple[Entry, ...]:
+        targets: dict[str, list[int]] = {}
+        for transfer in self.sent:
+            if transfer.gradient or not gradient:
+                targets.setdefault(transfer.value, []).append(transfer.target)
+        return tuple(Entry(key=name, value=str(tuple(stages))) for name, stages in targets.items())
+
+    def _receives(self) -> tuple[Entry, ...]:
+        entries = []
+        for transfer in self.received:
+            type = self.types[transfer.value]
+            shape = type.layout.local_shape(self.program.sizes)
+            gradient = "" if transfer.gradient else ", gradient=False"
+            value = f'Received(source={transfer.source}, shape={shape}, dtype="{type.dtype}"{gradient})'
+            entries.append(Entry(key=transfer.value, value=value))
+        return tuple(entries)
+
+    # -- methods --------------------------------------------------------------------------------
+
+    def _init(self) -> list[Line]:
+        lines = []
+        for run in (run for phase in self.runs.values() for run in phase):
+            if not run.region.params:
+                continue
+            cls, attribute = self.codes[run.region.name].params_class, self.attribute(run)
+            trains = self.codes[run.region.name].backward is not None
+            for target, source in ((attribute, "parameters"), (f"grad_{attribute}", "gradients")):
+                if source == "parameters" or trains:
+                    lines.append(Line(code=f"self.{target} = {self._tensors(run, cls, source)}"))
+        return lines
+
+    def attribute(self, run: Run) -> str:
+        return self.attributes[run.prefix if run.loop else run.calls[0].name]
+
+    def _tensors(self, run: Run, cls: str, source: str) -> str:
+        """The tuple (or list of tuples) of a run's parameters, or of their gradients."""
+        frozen = source == "gradients" and any(
+            not self.parameters[name].trainable for call in run.calls for name in call.params
+        )
+        take: Callable[[str], str] = lambda key: f"{source}.get({key})" if frozen else f"{source}[{key}]"  # noqa: E731
+        numbers = run.numbers
+        if run.loop and numbers and self._table(run) is not None:
+            key = f'f"{run.prefix}.{{i}}.{{name}}"'
+            each = f"{cls}(*({take(key)} for name in {_constant(run.region)}))"
+            return f"[{each} for i in {_numbers(numbers)}]"
+        quoted = [[take(f'"{name}"') for name in call.params] for call in run.calls]
+        each_call = [f"{cls}({', '.join(items)})" for items in quoted]
+        return f"[{', '.join(each_call)}]" if run.loop else each_call[0]
+
+    def _once(self, phase: Phase) -> list[Line]:
+        """Calls whose results are kept for all that follows."""
+        lines = []
+        for run in self.runs[phase]:
+            for call in run.calls:
+                targets = []
+                for name in call.results:
+                    self.places[name] = f"self.{self.attributes[name]}"
+                    targets.append(self.places[name])
+                arguments = self.arguments(self.codes[call.region].forward, run, self.placed(call.args), "self.comm")
+                lines.append(Line(code=f"{', '.join(targets)} = {self.codes[call.region].forward.name}({arguments})"))
+        return lines
+
+    def arguments(self, function: Function, run: Run, args: Iterable[str], comm: str, p: str = "", g: str = "") -> str:
+        """What a region's function is called with: comm, p and g if it takes them, then values."""
+        given = {"comm": comm, "p": p or f"self.{self.attribute(run)}", "g": g or f"self.grad_{self.attribute(run)}"}
+        common = [given[argument.name] for argument in function.arguments if argument.name in function.passes]
+        return ", ".join((*common, *args))
+
+    def placed(self, names: Iterable[str]) -> list[str]:
+        """Where program values are to be read."""
+        return [self.places[name] for name in names]
+
+    def _reduce(self) -> list[Line]:
+        groups: dict[tuple[str, ...], list[Parameter]] = {}
+        tied: dict[tuple[int, ...], list[Parameter]] = {}
+        for parameter in self.trained():
+            if self.reduced(parameter):
+                groups.setdefault(self.reduced(parameter), []).append(parameter)
+            if len(self.holders(parameter)) > 1:
+                tied.setdefault(self.holders(parameter), []).append(parameter)
+        lines = []
+        for axes, parameters in groups.items():
+            size = readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in parameters))
+            axis = f"self.comm.{axes[0]}" if len(axes) == 1 else f"self.comm.group({_strings(axes)})"
+            names = (
+                "list(self.gradients.values())"
+                if len(parameters) == len(self.trained())
+                else f"[self.gradients[name] for name, shard in self.parameters.items() if shard.reduce == {_strings(axes)}]"
+            )
+            note = f"all-reduce {size} over {' and '.join(axes)}: {_why_reduced(axes)}"
+            lines.append(Line(code=f"{axis}.reduce_gradients({names})", notes=(note,)))
+        for stages, parameters in tied.items():
+            listed = ", ".join(f'self.gradients["{parameter.name}"]' for parameter in parameters)
+            size = readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in parameters))
+            held = _listed(str(stage) for stage in stages)
+            note = f"all-reduce {size} over stages {held}: they use the same weight and keep it equal"
+            lines.append(Line(code=f"self.comm.stages({stages}).reduce_gradients([{listed}])", notes=(note,)))
+        return lines
+
+
+class _Locals:
+    """The forward and backward of one microbatch, with the names of their local variables."""
+
+    def __init__(self, builder: _Builder) -> None:
+        self.b = builder
+        self.names = Names(("comm", "saved", "kept", "batch", "received", "gradients", "p", "g", "self"))
+        self.runs = builder.runs["microbatch"]
+        self.wanted = self._wanted_names()
+
+    def _wanted_names(self) -> dict[str, str]:
+        """A value that a loop hands along is called what the region calls it, before, in and after the loop."""
+        wanted: dict[str, str] = {}
+        for run in self.runs:
+            if run.loop:
+                for argument, result in run.carried:
+                    name = run.region.forward.inputs[argument].name
+                    wanted[run.calls[0].args[argument]] = name
+                    wanted[run.calls[-1].results[result]] = name
+        return wanted
+
+    def forward(self) -> list[Line]:
+        lines: list[Line] = []
+        saves = any(self.b.codes[run.region.name].backward for run in self.runs)
+        if saves:
+            lines.append(Line(code="saved: list[Saved] = []"))
+        for run in self.runs:
+            lines.extend(self._forward_loop(run) if run.loop else self._forward_call(run, run.calls[0], "", ""))
+        sent = dict.fromkeys(t.value for t in self.b.sent)
+        if self.b._makes(self.b.program.loss):
+            sent[self.b.program.loss] = None
+        values = ", ".join(f'"{name}": {self.b.places[name]}' for name in sent)
+        lines.append(Line(code=f"return {{{values}}}, {'saved' if saves else '[]'}"))
+        return lines
+
+    def _call(self, run: Run, args: Sequence[str], results: Sequence[str], p: str, indent: str) -> list[Line]:
+        code = self.b.codes[run.region.name]
+        targets = [*results, "kept"] if code.backward else [*results]
+        arguments = self.b.arguments(code.forward, run, args, "self.comm", p=p)
+        lines = [Line(code=f"{indent}{', '.join(targets)} = {code.forward.name}({arguments})")]
+        if code.backward:
+            lines.append(Line(code=f"{indent}saved.append(kept)"))
+        return lines
+
+    def _forward_call(self, run: Run, call: Call, p: str, indent: str) -> list[Line]:
+        args = self.b.placed(call.args)
+        results = [self._bind(name) if self._is_read(name) else "_" for name in call.results]
+        return self._call(run, args, results, p, indent)
+
+    def _bind(self, name: str) -> str:
+        """A new local variable for a program value."""
+        self.b.places[name] = self.names.fresh(identifier(self.wanted.get(name, name)))
+        return self.b.places[name]
+
+    def _forward_loop(self, run: Run) -> list[Line]:
+        lines: list[Line] = []
+        first, last = run.calls[0], run.calls[-1]
+        variables: dict[int, str] = {}
+        for argument, result in run.carried:
+            start = first.args[argument]
+            place = self.b.places[start]
+            if place.isidentifier() and self._only_reader(start, first):
+                variable = place
+            else:
+                variable = self.names.fresh(identifier(run.region.forward.inputs[argument].name))
+                lines.append(Line(code=f"{variable} = {place}"))
+            variables[argument] = variable
+            self.b.places[last.results[result]] = variable
+        args = [variables.get(index) or self.b.places[name] for index, name in enumerate(first.args)]
+        by_result = {result: variables[argument] for argument, result in run.carried}
+        results = [
+            by_result.get(index) or (self._bind(name) if self._is_read(name) else "_")
+            for index, name in enumerate(last.results)
+        ]
+        p = "p" if run.region.params else ""
+        over = f"for p in self.{self.b.attribute(run)}:" if p else f"for _ in range({len(run.calls)}):"
+        return [*lines, Line(code=over), *self._call(run, args, results, p, "    ")]
+
+    def _only_reader(self, name: str, call: Call) -> bool:
+        readers = [other for other in self.b.calls if name in other.args]
+        sent = any(t.value == name for t in self.b.sent)
+        return readers[:1] == [call] and not sent and set(c.name for c in readers) <= {call.name}
+
+    def _is_read(self, name: str) -> bool:
+        return name == self.b.program.loss or any(name in call.args for call in self.b.program.calls)
+
+    # -- backward -------------------------------------------------------------------------------
+
+    def backward(self) -> list[Line]:
+        lines: list[Line] = []
+        self.grads: dict[str, str] = {t.value: f'gradients["{t.value}"]' for t in self.b.sent if t.gradient}
+        self.grad_names = Names(("comm", "saved", "gradients", "p", "g", "self"))
+        self.owed = self._owed()
+        for run in reversed(self.runs):
+            if self.b.codes[run.region.name].backward is None:
+                continue
+            lines.extend(self._backward_loop(run) if run.loop else self._backward_call(run))
+        returned = {t.value: self.grads.get(t.value) for t in self.b.received if t.gradient}
+        values = ", ".join(f'"{name}": {place}' for name, place in returned.items())
+        lines.append(Line(code=f"return {{{values}}}"))
+        return lines
+
+    def _owed(self) -> set[str]:
+        """Program values whose gradient someone takes: a call of this stage, or the stage that sent it."""
+        owed = {t.value for t in self.b.received if t.gradient}
+        for run in self.runs:
+            code = self.b.codes[run.region.name]
+            for call in run.calls:
+                owed.update(call.results[index] for index in code.gradient_outputs)
+        return owed
+
+    def _incoming(self, name: str, lines: list[Line]) -> str:
+        """The gradient of a call's result; 1 for the loss and 0 for what nobody reads are made in `lines`."""
+        if name in self.grads:
+            return self.grads.pop(name)
+        dtype = f"dtype=torch.{_TORCH_DTYPES[self.b.types[name].dtype]}"
+        shape = self.b.types[name].layout.local_shape(self.b.program.sizes)
+        variable = self.grad_names.fresh(identifier(f"grad_{name}"))
+        make = "ones" if name == self.b.program.loss else "zeros"
+        lines.append(Line(code=f"{variable} = torch.{make}({shape}, {dtype}, device=self.comm.device)"))
+        return variable
+
+    def _backward_call(self, run: Run) -> list[Line]:
+        call, code = run.calls[0], self.b.codes[run.region.name]
+        lines: list[Line] = []
+        incoming = [self._incoming(call.results[index], lines) for index in code.gradient_outputs]
+        targets, sums = self._targets(call, code)
+        return [*lines, *self._backward_statement(run, incoming, targets, "", "", ""), *sums]
+
+    def _targets(self, call: Call, code: RegionCode) -> tuple[list[str], list[Line]]:
+        """Variables for the gradients a call returns, and additions to those that are there already."""
+        targets: list[str] = []
+        sums: list[Line] = []
+        for index in code.gradient_inputs:
+            name = call.args[index]
+            if name not in self.owed:
+                targets.append("_")
+                continue
+            wanted = identifier(f"grad_{self.wanted.get(name, name)}")
+            if name in self.grads:
+                part = self.grad_names.fresh(f"{wanted}_part")
+                total = self.grad_names.fresh(wanted) if not self.grads[name].isidentifier() else self.grads[name]
+                sums.append(Line(code=f"{total} = {self.grads[name]} + {part}"))
+                self.grads[name] = total
+                targets.append(part)
+            else:
+                self.grads[name] = self.grad_names.fresh(wanted)
+                targets.append(self.grads[name])
+        return targets, sums
+
+    def _backward_loop(self, run: Run) -> list[Line]:
+        code = self.b.codes[run.region.name]
+        first, last = run.calls[0], run.calls[-1]
+        carried = dict(run.carried)
+        by_result = {result: argument for argument, result in run.carried}
+        lines: list[Line] = []
+        incoming: list[str] = []
+        targets: dict[int, str] = {}
+        sums: list[Line] = []
+        for index in code.gradient_outputs:
+            place = self._incoming(last.results[index], lines)
+            if index in by_result:
+                variable = self.grad_names.fresh(
+                    identifier(f"grad_{run.region.forward.inputs[by_result[index]].name}")
+                ) if not place.isidentifier() else place
+                if variable != place:
+                    lines.append(Line(code=f"{variable} = {place}"))
+                targets[by_result[index]] = variable
+                incoming.append(variable)
+            else:
+                incoming.append(place)
+        for index in code.gradient_inputs:
+            name = first.args[index]
+            if index in carried:
+                continue
+            if name not in self.owed:
+                targets[index] = "_"
+                continue
+            wanted = identifier(f"grad_{name}")
+            total = self.grad_names.fresh(wanted)
+            part = self.grad_names.fresh(f"{wanted}_part")
+            lines.append(Line(code=f"{total} = {self.grads.get(name, '0.0')}"))
+            sums.append(Line(code=f"    {total} = {total} + {part}"))
+            self.grads[name] = total
+            targets[index] = part
+        results = [targets[index] for index in code.gradient_inputs]
+        attribute = self.b.attribute(run)
+        if run.region.params:
+            over = f"for p, g in zip(reversed(self.{attribute}), reversed(self.grad_{attribute})):"
+        else:
+            over = f"for _ in range({len(run.calls)}):"
+        lines.append(Line(code=over))
+        lines.extend(self._backward_statement(run, incoming, results, "p", "g", "    "))
+        lines.extend(sums)
+        for argument, variable in ((argument, targets.get(argument)) for argument, _ in run.carried):
+            name = first.args[argument]
+            if variable is None or name not in self.owed:
+                continue
+            if name in self.grads:
+                lines.append(Line(code=f"{variable} = {variable} + {self.grads[name]}"))
+            self.grads[name] = variable
+        return lines
+
+    def _backward_statement(
+        self, run: Run, incoming: list[str], targets: list[str], p: str, g: str, indent: str
+    ) -> list[Line]:
+        function = self.b.codes[run.region.name].backward
+        assert function is not None
+        arguments = self.b.arguments(function, run, (), "self.comm", p=p, g=g)
+        values = [argument for argument in (arguments, *incoming) if argument]
+        if any(argument.name == "saved" for argument in function.arguments):
+            values.append("saved.pop()")
+            drop = []
+        else:
+            drop = [Line(code=f"{indent}saved.pop()")]
+        used = [] if all(target == "_" for target in targets) else targets
+        assigned = f"{', '.join(used)} = " if used else ""
+        return [*drop, Line(code=f"{indent}{assigned}{function.name}({', '.join(values)})")]
+
+
+_STAGE_ATTRIBUTES = (
+    "comm parameters gradients inputs sends gradients_from receives loss loss_partial setup prepare forward backward "
+    "reduce_gradients"
+).split()
+_PHASES: dict[Phase, str] = {
+    "setup": "A constant of the model",
+    "step": "Counted over the batch, once per step",
+    "microbatch": "Made from the batch alone",
+}
+_TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+
+
+def _why_reduced(axes: tuple[str, ...]) -> str:
+    if axes == ("dp",):
+        return "each of its ranks saw another part of the batch"
+    return "each of their ranks made another part of these gradients"
+
+
+def _constant(region: Region) -> str:
+    return identifier(region.name).upper()
+
+
+def _numbers(numbers: tuple[int, ...]) -> str:
+    if numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
+        return f"range({numbers[0]}, {numbers[-1] + 1})" if numbers[0] else f"range({numbers[-1] + 1})"
+    return str(numbers)
+
+
+def _strings(items: Iterable[str]) -> str:
+    quoted = [f'"{item}"' for item in items]
+    return f"({', '.join(quoted)}{',' * (len(quoted) == 1)})"
+
+
+def _listed(items: Iterable[str]) -> str:
+    words = list(dict.fromkeys(items))
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
+
+
+def _source(region: Region) -> str:
+    """` (gpt.py:31)`: where the region's code starts."""
+    sources = [op.source for op in region.forward.ops if op.source]
+    if not sources:
+        return ""
+    file = max({source.file for source in sources}, key=[source.file for source in sources].count)
+    first = min(source.line for source in sources if source.file == file)
+    return f" ({file.rpartition('/')[2]}:{first})"

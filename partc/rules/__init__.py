@@ -1,0 +1,147 @@
+"""What every operation can do under sharding: the table, and what a choice of factor means for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from partc.errors import InternalError, PartcError
+from partc.layout import Partial, Placement, Replicated, Shard, Varying
+from partc.program import FLOATING, Choice, Graph, Op, TensorType
+from partc.rules import cuts as _cuts
+from partc.rules.cuts import Cuts, factor_cuts
+from partc.rules.local import localize
+from partc.rules.notation import NotationError
+from partc.rules.rule import Dims, Factor, OpRule
+from partc.rules.table import TABLE, register
+
+__all__ = [
+    "Cuts",
+    "Factor",
+    "OpRule",
+    "choices",
+    "factor_cuts",
+    "flops",
+    "is_matmul",
+    "localize",
+    "placements",
+    "propagate_cuts",
+    "register",
+    "resolve",
+]
+
+PARTIAL = "partial"  # Choice.factor "partial0": a Partial value passes through the first linear group
+
+
+def resolve(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
+    """The rule of an operation on these shapes; None if it has none and must be repeated on whole operands."""
+    entry = TABLE.get(op.name)
+    if entry is None or any(0 in value.type.shape for value in op.results):
+        return None
+    try:
+        return entry.build(op, tuple(types[name] for name in op.refs()))
+    except NotationError as error:
+        if not entry.user:
+            return None
+        raise PartcError(
+            "P0314",
+            f"the rule of {op.name} does not fit this call: {error}",
+            help="correct the rule, or its slots (the positions of its tensor arguments)",
+            source=op.source,
+        ) from None
+
+
+def choices(
+    op: Op, rule: OpRule, axis: str, n: int, cuts: Mapping[str, Collection[int]] | None = None
+) -> tuple[Choice, ...]:
+    """Every way to spread the operation over an axis of size `n`, besides not at all.
+
+    `cuts` gives, per factor, further values of `outer` to consider (see `factor_cuts`).
+    """
+    found = [Choice(axis=axis, factor=None)]
+    sharded = dict(rule.sharded)
+    taken = {choice.factor for choice in op.choices if choice.axis != axis}
+    for factor in rule.factors:
+        if factor.kind == "blocked" or (factor.name in sharded and factor.name in taken):
+            continue
+        outers = {1} if factor.name in sharded else {1, *(cuts or {}).get(factor.name, ())}
+        found += [
+            Choice(axis=axis, factor=factor.name, outer=outer)
+            for outer in sorted(outers)
+            if factor.size % (outer * n) == 0
+        ]
+    found += [Choice(axis=axis, factor=f"{PARTIAL}{index}") for index in range(len(rule.linear))]
+    return tuple(found)
+
+
+def placements(
+    op: Op, rule: OpRule, choice: Choice | None, axis: str
+) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+    """What the operation asks of its operands on the axis, and what it makes of its results."""
+    del axis  # a choice means the same on every axis
+    if choice is None:
+        return (Replicated(),) * len(rule.operands), (Replicated(),) * len(rule.results)
+    if choice.factor is None:
+        asked: list[Placement] = [Varying() for _ in rule.operands]
+        made: Placement = Varying()
+    elif choice.factor.startswith(PARTIAL):
+        group = rule.linear[int(choice.factor.removeprefix(PARTIAL))]
+        asked = [Partial() if index in group else Varying() for index in range(len(rule.operands))]
+        made = Partial()
+    else:
+        factor = rule.factor(choice.factor)
+        if factor.kind == "blocked":
+            raise InternalError(f"{op.name} cannot be cut along {factor.name}")
+        combined = factor.name in rule.combined
+        others: Placement = Replicated() if combined else Varying()
+        asked = [
+            _shard(dims, rule, choice) or (Partial() if index in rule.added and factor.kind == "contracted" else others)
+            for index, dims in enumerate(rule.operands)
+        ]
+        if factor.kind == "parallel":
+            return _settled(asked, rule), tuple(_cut(dims, rule, choice) for dims in rule.results)
+        made = Replicated() if combined else Partial()
+    results = (
+        Replicated() if isinstance(made, Varying) and value.type.dtype not in FLOATING else made for value in op.results
+    )
+    return _settled(asked, rule), tuple(results)
+
+
+def _settled(asked: list[Placement], rule: OpRule) -> tuple[Placement, ...]:
+    """Operands without a gradient have none that could vary."""
+    return tuple(
+        Replicated() if index in rule.integral and isinstance(placement, Varying) else placement
+        for index, placement in enumerate(asked)
+    )
+
+
+def _shard(dims: Dims, rule: OpRule, choice: Choice) -> Shard | None:
+    """Where a tensor with these dimensions is cut by the choice."""
+    for dim, names in enumerate(dims):
+        if choice.factor in names:
+            before = math.prod(rule.factor(name).size for name in names[: names.index(choice.factor)])
+            return Shard(dim, before * choice.outer)
+    return None
+
+
+def _cut(dims: Dims, rule: OpRule, choice: Choice) -> Shard:
+    found = _shard(dims, rule, choice)
+    if found is None:
+        raise InternalError(f"parallel factor {choice.factor} is missing from a result")
+    return found
+
+
+def flops(op: Op, rule: OpRule) -> int:
+    """Floating-point operations of the matrix products in it, over the whole shapes; 0 for other operations."""
+    causal = op.name == "attention" and len(op.args) > 4 and op.args[4] is True
+    return rule.flops // 2 if causal else rule.flops
+
+
+def is_matmul(op: Op) -> bool:
+    entry = TABLE.get(op.name)
+    return entry is not None and entry.matmul
+
+
+def propagate_cuts(graph: Graph, types: Mapping[str, TensorType]) -> Cuts:
+    """Per value and dimension, the `outer` values at which a cut is contiguous for some operation."""
+    return _cuts.propagate_cuts(graph, types, resolve)

@@ -1,0 +1,72 @@
+"""An operation as one rank runs it: literal sizes made local, the sharded form of an operation in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from partc.errors import InternalError
+from partc.layout import Sizes
+from partc.program import Arg, Op
+from partc.rules.rule import OpRule, argument, integers
+
+
+def localize(op: Op, rule: OpRule | None, sizes: Sizes) -> Op:
+    """The same operation on local shards: its results' layouts say how large they are.
+
+    Where a factor with a sharded form is cut, that form is called, with the axis as an attribute.
+    """
+    op = _LOCAL[op.name](op, sizes) if op.name in _LOCAL else op
+    for factor, name in rule.sharded if rule is not None else ():
+        axes = [choice.axis for choice in op.choices if choice.factor == factor and sizes[choice.axis] > 1]
+        if len(axes) > 1:
+            raise InternalError(f"{op.name} is cut along {factor} over {' and '.join(axes)}")
+        if axes:
+            op = replace(op, name=name, attrs=(*op.attrs, ("axis", axes[0])))
+    return op
+
+
+def _with(op: Op, index: int, value: Arg) -> Op:
+    return replace(op, args=(*op.args[:index], value, *op.args[index + 1 :]))
+
+
+def _result_shape(index: int) -> Callable[[Op, Sizes], Op]:
+    """Operations told the whole shape of their result at this position."""
+
+    def local(op: Op, sizes: Sizes) -> Op:
+        return _with(op, index, op.result.type.layout.local_shape(sizes))
+
+    return local
+
+
+def _split(op: Op, sizes: Sizes) -> Op:
+    dim = integers(argument(op, 2, "dim", 0))[0]
+    return _with(op, 1, tuple(value.type.layout.local_shape(sizes)[dim] for value in op.results))
+
+
+def _slice(op: Op, sizes: Sizes) -> Op:
+    """Bounds shrink like the result: a cut falls on grains that they are multiples of, or between steps."""
+    dim = integers(argument(op, 1, "dim", 0))[0]
+    whole, local = op.result.type.shape[dim], op.result.type.layout.local_shape(sizes)[dim]
+    if whole == local:
+        return op
+    start, step = integers(argument(op, 2, "start", 0))[0], integers(argument(op, 4, "step", 1))[0]
+    start = start if step > 1 else start * local // whole
+    bounds = (start, start + local) if step == 1 else (start, local * step)
+    return replace(op, args=(op.args[0], dim, *bounds, *op.args[4:]), attrs=())
+
+
+_LOCAL: dict[str, Callable[[Op, Sizes], Op]] = {
+    "reshape": _result_shape(1),
+    "expand": _result_shape(1),
+    "full": _result_shape(0),
+    "zeros": _result_shape(0),
+    "ones": _result_shape(0),
+    "empty": _result_shape(0),
+    "new_full": _result_shape(1),
+    "new_zeros": _result_shape(1),
+    "new_ones": _result_shape(1),
+    "new_empty": _result_shape(1),
+    "split": _split,
+    "slice": _slice,
+}

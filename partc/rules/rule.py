@@ -1,0 +1,113 @@
+"""What is known of one operation on given shapes: its factors, and where operands and results carry them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from partc.program import FLOATING, Arg, Op, Ref, TensorType
+
+Kind = Literal["parallel", "contracted", "blocked"]
+Dims = tuple[tuple[str, ...], ...]  # per dimension, the factors that make it, major first; () for a broadcast 1
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A loop of the operation: `parallel` over its results, `contracted` by a sum, or `blocked` (must stay whole)."""
+
+    name: str
+    size: int
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRule:
+    """Factors of every dimension of the operands (in the order of `op.refs()`) and of the results.
+
+    `linear` holds groups of operands in which the operation is jointly linear: where exactly these
+    are Partial, so are the results. `added` are operands added to a contraction's sum, like a bias:
+    where a contracted factor is cut, they must be Partial, so that they are added once.
+    `combined` are contracted factors that the operation's sharded form, named in `sharded`, reduces
+    itself: its results are equal everywhere. `integral` operands carry no gradient.
+    """
+
+    factors: tuple[Factor, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    linear: Groups = ()
+    added: tuple[int, ...] = ()
+    combined: tuple[str, ...] = ()
+    sharded: tuple[tuple[str, str], ...] = ()  # factor -> the operation to run where it is cut
+    integral: tuple[int, ...] = ()
+    flops: int = 0
+
+    def factor(self, name: str) -> Factor:
+        return next(factor for factor in self.factors if factor.name == name)
+
+
+def make(
+    operands: Sequence[tuple[Dims, TensorType]],
+    results: Sequence[Dims],
+    sizes: Mapping[str, int],
+    *,
+    blocked: Collection[str] = (),
+    linear: Sequence[Collection[int]] = (),
+    added: Sequence[int] = (),
+    combined: Sequence[str] = (),
+    sharded: Mapping[str, str] | None = None,
+    work: Sequence[Sequence[str]] = (),
+) -> OpRule:
+    """A rule from factor names and sizes; what each factor's kind is follows from where it stands.
+
+    Factors of size 1 are left out. A factor that only some results carry, or that one tensor
+    carries twice, must stay whole. `work` holds one product of factors per matrix product in the operation.
+    """
+    dims_of = [dims for dims, _ in operands]
+    carried = [name for dims in (*dims_of, *results) for dim in dims for name in dim]
+    names = [name for name in dict.fromkeys(carried) if sizes[name] != 1]
+    stop = set(blocked)
+
+    def kind(name: str) -> Kind:
+        times = [sum(dim.count(name) for dim in dims) for dims in results]
+        if name in stop or max([*times, *(sum(d.count(name) for d in dims) for dims in dims_of)]) > 1:
+            return "blocked"
+        if times and all(times):
+            return "parallel"
+        return "blocked" if any(times) else "contracted"
+
+    groups = [tuple(sorted(group)) for group in linear if all(operands[i][1].dtype != "bool" for i in group)]
+    return OpRule(
+        factors=tuple(Factor(name, sizes[name], kind(name)) for name in names),
+        operands=tuple(_trimmed(dims, names) for dims in dims_of),
+        results=tuple(_trimmed(dims, names) for dims in results),
+        linear=tuple(group for group in groups if group),
+        added=tuple(added),
+        combined=tuple(combined),
+        sharded=tuple(sorted((sharded or {}).items())),
+        integral=tuple(index for index, (_, type) in enumerate(operands) if type.dtype not in FLOATING),
+        flops=sum(2 * math.prod(sizes[name] for name in product) for product in work),
+    )
+
+
+def _trimmed(dims: Dims, names: Collection[str]) -> Dims:
+    return tuple(tuple(name for name in dim if name in names) for dim in dims)
+
+
+def argument(op: Op, index: int, name: str, default: Arg = None) -> Arg:
+    """An argument by position, or by name where it was given so."""
+    if index < len(op.args):
+        return op.args[index]
+    return dict(op.attrs).get(name, default)
+
+
+def integers(arg: Arg) -> tuple[int, ...]:
+    """A size, or several, as a tuple."""
+    items = arg if isinstance(arg, tuple) else (arg,)
+    return tuple(item for item in items if isinstance(item, int))
+
+
+def is_ref(arg: Arg) -> bool:
+    return isinstance(arg, Ref)

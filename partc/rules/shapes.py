@@ -1,0 +1,477 @@
+"""Rules that depend on shapes and literal arguments: one builder per family of operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from partc.program import FLOATING, Arg, Op, TensorType
+from partc.rules.rule import Dims, OpRule, argument, integers, is_ref, make
+
+Types = tuple[TensorType, ...]  # of the operands, in the order of op.refs()
+Builder = Callable[[Op, Types], OpRule | None]
+
+
+def _named(shape: Sequence[int], prefix: str = "d") -> tuple[Dims, dict[str, int]]:
+    """One factor a dimension: d0, d1, ..."""
+    return tuple((f"{prefix}{i}",) for i in range(len(shape))), {f"{prefix}{i}": n for i, n in enumerate(shape)}
+
+
+def _broadcast(shape: Sequence[int], whole: Sequence[int]) -> Dims:
+    """Dimensions of an operand that broadcasts to `whole`, whose factors are d0, d1, ..."""
+    start = len(whole) - len(shape)
+    return tuple((f"d{start + i}",) if n == whole[start + i] else () for i, n in enumerate(shape))
+
+
+def _dim(dim: int, rank: int) -> int:
+    return dim % rank if rank else 0
+
+
+# Elementwise and broadcasting operations
+
+
+def pointwise(op: Op, types: Types, linear: Sequence[Collection[int]] = ()) -> OpRule:
+    """Operands broadcast to the result; every dimension is parallel."""
+    whole = op.results[0].type.shape
+    dims, sizes = _named(whole)
+    return make([(_broadcast(t.shape, whole), t) for t in types], [dims] * len(op.results), sizes, linear=linear)
+
+
+def additive(op: Op, types: Types) -> OpRule:
+    """add, sub: jointly linear, unless one side is a number."""
+    return pointwise(op, types, [(0, 1)] if len(types) == 2 else [])
+
+
+def product(op: Op, types: Types) -> OpRule:
+    return pointwise(op, types, [(index,) for index in range(len(types))])
+
+
+def quotient(op: Op, types: Types) -> OpRule:
+    """div: linear in what is divided, unless the quotient is rounded."""
+    exact = argument(op, 2, "rounding_mode") is None and op.args and is_ref(op.args[0])
+    return pointwise(op, types, [(0,)] if exact else [])
+
+
+def unary_linear(op: Op, types: Types) -> OpRule:
+    return pointwise(op, types, [(0,)])
+
+
+def cast(op: Op, types: Types) -> OpRule:
+    """A cast passes a sum on, but not into integers, where it rounds."""
+    made = op.results[0].type.dtype
+    exact = made in FLOATING or (made != "bool" and types[0].dtype not in FLOATING)
+    return pointwise(op, types, [(0,)] if exact else [])
+
+
+def where(op: Op, types: Types) -> OpRule:
+    """where(condition, x, y): jointly linear in x and y; a number other than 0 breaks that."""
+    if any(not is_ref(arg) and arg != 0 for arg in op.args[1:3]):
+        return pointwise(op, types)
+    return pointwise(op, types, [range(1, len(types))])
+
+
+def masked_fill(op: Op, types: Types) -> OpRule:
+    return pointwise(op, types, [(0,)] if argument(op, 2, "value") == 0 else [])
+
+
+# Reductions and operations along some dimensions
+
+
+def reduction(op: Op, types: Types) -> OpRule:
+    """sum(x, dims, keepdim): the summed dimensions are contracted."""
+    return _reduced(op, types, contracted=True)
+
+
+def extremum(op: Op, types: Types) -> OpRule:
+    """amax, mean, var, any, argmax ...: what is reduced must be whole."""
+    return _reduced(op, types, contracted=False)
+
+
+def _reduced(op: Op, types: Types, *, contracted: bool) -> OpRule:
+    shape = types[0].shape
+    dims, sizes = _named(shape)
+    given = argument(op, 1, "dim")
+    named = given if given is not None and not isinstance(given, bool) else ()
+    reduced = {_dim(d, len(shape)) for d in integers(named)} or set(range(len(shape)))
+    kept = tuple(dim for i, dim in enumerate(dims) if i not in reduced)
+    wide = tuple(() if i in reduced else dim for i, dim in enumerate(dims))
+    results = [wide if len(value.type.shape) == len(shape) else kept for value in op.results]
+    blocked = () if contracted else tuple(f"d{i}" for i in reduced)
+    return make([(dims, types[0])], results, sizes, blocked=blocked, linear=[(0,)] if contracted else [])
+
+
+def along(index: int, name: str = "dim", *, linear: bool = False, default: Arg = -1) -> Builder:
+    """Operations that need the dimensions given by an argument whole: softmax, cumsum, flip, roll, sort."""
+
+    def build(op: Op, types: Types) -> OpRule:
+        shape = types[0].shape
+        dims, sizes = _named(shape)
+        given = argument(op, index, name, default)
+        named = integers(given) or tuple(range(len(shape)))
+        blocked = {f"d{_dim(d, len(shape))}" for d in named}
+        results = []
+        for value in op.results:
+            for i, n in enumerate(value.type.shape):
+                if n != shape[i]:  # topk keeps fewer
+                    sizes[f"k{i}"] = n
+                    blocked.add(f"k{i}")
+            results.append(tuple((f"k{i}" if n != shape[i] else f"d{i}",) for i, n in enumerate(value.type.shape)))
+        return make([(dims, types[0])], results, sizes, blocked=blocked, linear=[(0,)] if linear else [])
+
+    return build
+
+
+def last_dims(count: int, *, linear: bool = False) -> Builder:
+    """Operations that need the last `count` dimensions whole: tril, triu, pooling, interpolation."""
+
+    def build(op: Op, types: Types) -> OpRule:
+        shape = types[0].shape
+        dims, sizes = _named(shape)
+        lead = len(shape) - count
+        results = []
+        for value in op.results:
+            tail = value.type.shape[lead:]
+            sizes.update((f"o{i}", n) for i, n in enumerate(tail))
+            results.append((*dims[:lead], *((f"o{i}",) for i in range(len(tail)))))
+        blocked = {name for name in sizes if name.startswith("o") or int(name[1:]) >= lead}
+        return make([(dims, types[0])], results, sizes, blocked=blocked, linear=[(0,)] if linear else [])
+
+    return build
+
+
+def pad(op: Op, types: Types) -> OpRule:
+    """constant_pad_nd(x, pads, value): pads count from the last dimension."""
+    shape, whole = types[0].shape, op.results[0].type.shape
+    pads = integers(argument(op, 1, "pad"))
+    padded = {len(shape) - 1 - i // 2 for i, n in enumerate(pads) if n}
+    dims, sizes = _named(shape)
+    sizes.update((f"o{i}", whole[i]) for i in padded)
+    result = tuple((f"o{i}",) if i in padded else dim for i, dim in enumerate(dims))
+    blocked = {name for i in padded for name in (f"o{i}", f"d{i}")}
+    exact = argument(op, 2, "value", 0) == 0
+    return make([(dims, types[0])], [result], sizes, blocked=blocked, linear=[(0,)] if exact else [])
+
+
+def normalized(op: Op, types: Types) -> OpRule:
+    """rms_norm, layer_norm(x, normalized_shape, ...): the normalized dimensions must be whole."""
+    shape = types[0].shape
+    dims, sizes = _named(shape)
+    count = len(integers(argument(op, 1, "normalized_shape")))
+    tail = dims[len(shape) - count :]
+    blocked = {name for dim in tail for name in dim}
+    weights = [(tail, type) for type in types[1:]]
+    return make([(dims, types[0]), *weights], [dims] * len(op.results), sizes, blocked=blocked)
+
+
+# Views
+
+
+def reshape(op: Op, types: Types) -> OpRule | None:
+    given, wanted = types[0].shape, op.results[0].type.shape
+    if math.prod(given) != math.prod(wanted) or 0 in given:
+        return None
+    operand, result, sizes, blocked = common_factors(given, wanted)
+    return make([(operand, types[0])], [result], sizes, blocked=blocked, linear=[(0,)])
+
+
+def common_factors(given: Sequence[int], wanted: Sequence[int]) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
+    """The finest factors that dimensions of both shapes are made of, major to minor.
+
+    Where boundaries don't nest (2 x 3 seen as 3 x 2) a common leading part may still be cut; the
+    rest is blocked.
+    """
+    sides = [list(given), list(wanted)]
+    made: list[list[list[str]]] = [[[] for _ in given], [[] for _ in wanted]]
+    place = [0, 0]
+    left = [1, 1]  # what remains of the current dimension on each side
+    sizes: dict[str, int] = {}
+    blocked: set[str] = set()
+
+    def advance(side: int) -> bool:
+        while left[side] == 1 and place[side] < len(sides[side]):
+            left[side] = sides[side][place[side]]
+            place[side] += 1
+        return left[side] != 1
+
+    def emit(size: int, on: Iterable[int], *, whole: bool = False) -> None:
+        name = f"f{len(sizes)}"
+        sizes[name] = size
+        if whole:
+            blocked.add(name)
+        for side in on:
+            made[side][place[side] - 1].append(name)
+            left[side] //= size
+
+    while advance(0) and advance(1):
+        shared = math.gcd(left[0], left[1])
+        if shared > 1:
+            emit(shared, (0, 1))
+            if 1 in left:
+                continue
+        spans = [left[0], left[1]]
+        for side in (0, 1):
+            emit(left[side], (side,), whole=True)
+        while spans[0] != spans[1]:
+            side = 0 if spans[0] < spans[1] else 1
+            advance(side)
+            spans[side] *= left[side]
+            emit(left[side], (side,), whole=True)
+    return _frozen(made[0]), _frozen(made[1]), sizes, frozenset(blocked)
+
+
+def _frozen(dims: list[list[str]]) -> Dims:
+    return tuple(tuple(dim) for dim in dims)
+
+
+def permute(op: Op, types: Types) -> OpRule:
+    dims, sizes = _named(types[0].shape)
+    order = [_dim(d, len(dims)) for d in integers(argument(op, 1, "dims"))]
+    return make([(dims, types[0])], [tuple(dims[d] for d in order)], sizes, linear=[(0,)])
+
+
+def expand(op: Op, types: Types) -> OpRule:
+    return pointwise(op, types, [(0,)])
+
+
+def _pieces(sizes: Sequence[int]) -> tuple[int, list[int]]:
+    """The grain that pieces along a dimension share, and how many grains each has."""
+    grain = math.gcd(*sizes)
+    return grain, [size // grain for size in sizes]
+
+
+def split(op: Op, types: Types) -> OpRule:
+    """split(x, sizes, dim): pieces share a grain `u`, which may be cut in all of them at once."""
+    shape = types[0].shape
+    dim = _dim(integers(argument(op, 2, "dim", 0))[0], len(shape))
+    return _along_grain(op, types, dim, [value.type.shape[dim] for value in op.results], joined=False)
+
+
+def cat(op: Op, types: Types) -> OpRule:
+    shape = op.results[0].type.shape
+    dim = _dim(integers(argument(op, 1, "dim", 0))[0], len(shape))
+    return _along_grain(op, types, dim, [type.shape[dim] for type in types], joined=True)
+
+
+def _along_grain(op: Op, types: Types, dim: int, pieces: Sequence[int], *, joined: bool) -> OpRule:
+    whole_shape = op.results[0].type.shape if joined else types[0].shape
+    dims, sizes = _named(whole_shape)
+    grain, counts = _pieces([*pieces, whole_shape[dim]])
+    sizes.update({"u": grain, "c": counts[-1]})
+    sizes.update((f"c{i}", count) for i, count in enumerate(counts[:-1]))
+    blocked = {name for name in sizes if name.startswith("c")}
+    whole = (*dims[:dim], ("c", "u"), *dims[dim + 1 :])
+    parts = [(*dims[:dim], (f"c{i}", "u"), *dims[dim + 1 :]) for i in range(len(pieces))]
+    if joined:
+        operands = list(zip(parts, types, strict=True))
+        return make(operands, [whole], sizes, blocked=blocked, linear=[range(len(types))])
+    return make([(whole, types[0])], parts, sizes, blocked=blocked, linear=[(0,)])
+
+
+def slice_(op: Op, types: Types) -> OpRule:
+    """slice(x, dim, start, end, step): cut like a piece of a split, or between the steps."""
+    shape, made = types[0].shape, op.results[0].type.shape
+    dim, start, _, step = slice_bounds(op, shape)
+    dims, sizes = _named(shape)
+    operand: tuple[str, ...]
+    result: tuple[str, ...]
+    if step == 1:
+        grain, (count, kept) = _pieces_at(start, shape[dim], made[dim])
+        sizes.update({"u": grain, "c": count, "k": kept})
+        operand, result = ("c", "u"), ("k", "u")
+    elif made[dim] * step == shape[dim]:
+        sizes.update({"u": made[dim], "c": step})
+        operand, result = ("u", "c"), ("u",)
+    else:
+        sizes.update({"c": shape[dim], "k": made[dim]})
+        operand, result = ("c",), ("k",)
+    before, after = dims[:dim], dims[dim + 1 :]
+    return make(
+        [((*before, operand, *after), types[0])],
+        [(*before, result, *after)],
+        sizes,
+        blocked={"c", "k"},
+        linear=[(0,)],
+    )
+
+
+def _pieces_at(start: int, size: int, kept: int) -> tuple[int, list[int]]:
+    grain = math.gcd(start, size, kept)
+    return grain, [size // grain, kept // grain]
+
+
+def slice_bounds(op: Op, shape: Sequence[int]) -> tuple[int, int, int, int]:
+    """dim, start, end and step of a slice, all non-negative and inside the tensor."""
+    dim = _dim(integers(argument(op, 1, "dim", 0))[0], len(shape))
+    size = shape[dim]
+    start, end, step = (
+        next(iter(integers(argument(op, place, name))), default)
+        for place, name, default in ((2, "start", 0), (3, "end", size), (4, "step", 1))
+    )
+    inside = [min(max(value + size if value < 0 else value, 0), size) for value in (start, end)]
+    return dim, inside[0], max(inside), step
+
+
+def repeat(op: Op, types: Types) -> OpRule:
+    """repeat(x, counts): each result dimension is [count, size]; the copies stay together."""
+    shape, whole = types[0].shape, op.results[0].type.shape
+    new = len(whole) - len(shape)
+    dims, sizes = _named(shape)
+    counts = integers(argument(op, 1, "repeats"))
+    sizes.update((f"c{i}", count) for i, count in enumerate(counts))
+    result = tuple((f"c{i}", *(dims[i - new] if i >= new else ())) for i in range(len(whole)))
+    return make([(dims, types[0])], [result], sizes, blocked={f"c{i}" for i in range(len(whole))}, linear=[(0,)])
+
+
+def repeat_interleave(op: Op, types: Types) -> OpRule | None:
+    """repeat_interleave(x, count, dim): each element of the dimension becomes `count` neighbours."""
+    count, dim = argument(op, 1, "repeats"), argument(op, 2, "dim")
+    if not isinstance(count, int) or not isinstance(dim, int):
+        return None
+    dims, sizes = _named(types[0].shape)
+    dim = _dim(dim, len(dims))
+    sizes["c"] = count
+    result = (*dims[:dim], (*dims[dim], "c"), *dims[dim + 1 :])
+    return make([(dims, types[0])], [result], sizes, blocked={"c"}, linear=[(0,)])
+
+
+# Constants
+
+
+def constant(op: Op, types: Types) -> OpRule:
+    """full, zeros, ones, new_full ...: any dimension of the result may be cut; an operand only lends its dtype."""
+    dims, sizes = _named(op.results[0].type.shape)
+    lenders = []
+    for index, type in enumerate(types):
+        lent, more = _named(type.shape, f"x{index}_")
+        sizes.update(more)
+        lenders.append((lent, type))
+    blocked = {name for name in sizes if name.startswith("x")}
+    return make(lenders, [dims], sizes, blocked=blocked)
+
+
+def uncut(op: Op, types: Types) -> OpRule:
+    """arange, eye, linspace: elements depend on their place, so that no dimension can be cut."""
+    rule = constant(op, types)
+    return make([], rule.results, {f.name: f.size for f in rule.factors}, blocked=[f.name for f in rule.factors])
+
+
+# Indexing
+
+
+def gather(op: Op, types: Types) -> OpRule:
+    """gather(x, dim, index): the gathered dimension of x is whole, the index's may be cut."""
+    x, index = types[0].shape, types[1].shape
+    dim = _dim(integers(argument(op, 1, "dim", 0))[0], len(index))
+    dims, sizes = _named(index)
+    sizes.update((f"x{i}", n) for i, n in enumerate(x))
+    same = [i != dim and n == index[i] for i, n in enumerate(x)]
+    operand = tuple((f"d{i}",) if same[i] else (f"x{i}",) for i in range(len(x)))
+    blocked = {f"x{i}" for i in range(len(x))} | {f"d{i}" for i in range(len(x)) if i != dim and not same[i]}
+    return make([(operand, types[0]), (dims, types[1])], [dims], sizes, blocked=blocked, linear=[(0,)])
+
+
+def index_select(op: Op, types: Types) -> OpRule:
+    """index_select(x, dim, index)."""
+    dims, sizes = _named(types[0].shape)
+    dim = _dim(integers(argument(op, 1, "dim", 0))[0], len(dims))
+    sizes["i"] = types[1].shape[0] if types[1].shape else 1
+    result = (*dims[:dim], ("i",), *dims[dim + 1 :])
+    lookup: Dims = (("i",),) if types[1].shape else ()
+    return make([(dims, types[0]), (lookup, types[1])], [result], sizes, blocked={f"d{dim}"}, linear=[(0,)])
+
+
+def index(op: Op, types: Types) -> OpRule | None:
+    """index(x, (None, i, j)): the indices broadcast together; they replace the dimensions they index."""
+    places = argument(op, 1, "indices")
+    if not isinstance(places, tuple) or any(type.dtype == "bool" for type in types[1:]):
+        return None
+    dims, sizes = _named(types[0].shape, "x")
+    indexed = [i for i, place in enumerate(places) if is_ref(place)]
+    if len(indexed) != len(types) - 1:
+        return None
+    rank = max(len(type.shape) for type in types[1:])
+    kept_before = indexed[0] if indexed == list(range(indexed[0], indexed[0] + len(indexed))) else 0
+    kept = [dim for i, dim in enumerate(dims) if i not in indexed]
+    broadcast = op.results[0].type.shape[kept_before : kept_before + rank]
+    names, more = _named(broadcast)
+    sizes.update(more)
+    lookups = [(_broadcast(type.shape, broadcast), type) for type in types[1:]]
+    result = (*kept[:kept_before], *names, *kept[kept_before:])
+    return make([(dims, types[0]), *lookups], [result], sizes, blocked={f"x{i}" for i in indexed}, linear=[(0,)])
+
+
+# Products
+
+
+def matmul(op: Op, types: Types) -> OpRule:
+    """matmul(a, b): a [*batch, s, k], b [*batch, k, t], either one a vector; batches broadcast."""
+    a, b = types[0].shape, types[1].shape
+    batch = len(op.results[0].type.shape) - (len(a) > 1) - (len(b) > 1)
+    whole = op.results[0].type.shape[:batch]
+    names, sizes = _named(whole)
+    sizes["k"] = a[-1]
+    left: Dims = (*_broadcast(a[:-2], whole), ("s",), ("k",)) if len(a) > 1 else (("k",),)
+    right: Dims = (*_broadcast(b[:-2], whole), ("k",), ("t",)) if len(b) > 1 else (("k",),)
+    result = names
+    if len(a) > 1:
+        sizes["s"], result = a[-2], (*result, ("s",))
+    if len(b) > 1:
+        sizes["t"], result = b[-1], (*result, ("t",))
+    return make([(left, types[0]), (right, types[1])], [result], sizes, linear=[(0,), (1,)], work=[tuple(sizes)])
+
+
+def einsum(op: Op, types: Types) -> OpRule | None:
+    equation = argument(op, 0, "equation")
+    if not isinstance(equation, str) or "..." in equation or "->" not in equation:
+        return None
+    left, right = equation.replace(" ", "").split("->")
+    terms = left.split(",")
+    if any(len(set(term)) != len(term) for term in (*terms, right)):
+        return None
+    sizes = {name: n for term, type in zip(terms, types, strict=True) for name, n in zip(term, type.shape, strict=True)}
+    operands = [(tuple((name,) for name in term), type) for term, type in zip(terms, types, strict=True)]
+    groups = [(i,) for i in range(len(types))]
+    work = [tuple(sizes)] if len(types) > 1 else []
+    return make(operands, [tuple((name,) for name in right)], sizes, linear=groups, work=work)
+
+
+def convolution(op: Op, types: Types) -> OpRule | None:
+    """conv1d to conv3d(x[b c ...], w[o c ...], bias[o], ..., groups): space is whole.
+
+    With groups, channels are (g c) and (g o), and whole groups may be cut.
+    """
+    x, w, made = types[0].shape, types[1].shape, op.results[0].type.shape
+    if len(x) != len(w):
+        return None
+    groups = integers(argument(op, 6, "groups", 1))[0]
+    sizes = {"b": x[0], "g": groups, "c": w[1], "o": w[0] // groups}
+    before, more_before = _named(x[2:], "x")
+    kernel, more_kernel = _named(w[2:], "k")
+    after, more_after = _named(made[2:], "p")
+    space = {**more_before, **more_kernel, **more_after}
+    sizes.update(space)
+    operands: list[tuple[Dims, TensorType]] = [
+        ((("b",), ("g", "c"), *before), types[0]),
+        ((("g", "o"), ("c",), *kernel), types[1]),
+    ]
+    operands += [((("g", "o"),), type) for type in types[2:]]
+    added = tuple(range(2, len(types)))
+    # A cut of c or o inside the groups would leave the literal number of groups wrong for its share.
+    blocked = {*space, *(("c", "o") if groups > 1 else ())}
+    return make(
+        operands,
+        [(("b",), ("g", "o"), *after)],
+        sizes,
+        blocked=blocked,
+        linear=[(0, *added), (1, *added)],
+        added=added,
+        work=[("b", "g", "o", "c", *more_kernel, *more_after)],
+    )
+
+
+def group_norm(op: Op, types: Types) -> OpRule:
+    """group_norm(x[b c ...], groups, w[c], bias[c]): samples may be cut, what is normalized not."""
+    dims, sizes = _named(types[0].shape)
+    weights = [((dims[1],), type) for type in types[1:]]
+    blocked = {name for name in sizes if name != "d0"}
+    return make([(dims, types[0]), *weights], [dims], sizes, blocked=blocked)

@@ -1,0 +1,228 @@
+"""The operation table: what every operation can do under sharding, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from partc.errors import PartcError
+from partc.program import Op
+from partc.rules import shapes
+from partc.rules.notation import Notation, NotationError, bind, parse
+from partc.rules.rule import OpRule, argument, is_ref, make
+from partc.rules.shapes import Builder, Types, along, last_dims
+
+Blocked = str | Callable[[Op], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A row of the table: how to build the rule of an operation from its operands' shapes."""
+
+    build: Builder
+    matmul: bool = False
+    user: bool = False
+
+
+TABLE: dict[str, Entry] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A rule written in the notation; called with an operation, it fits itself to the shapes.
+
+    `slots` are the positions among `op.args` of the operands; `work` lists the factors of each
+    matrix product inside, `*` for all of them.
+    """
+
+    notation: Notation
+    slots: tuple[int, ...]
+    blocked: Blocked = ""
+    linear: tuple[tuple[str, ...], ...] = ()
+    combined: str = ""
+    sharded: Mapping[str, str] = field(default_factory=dict)
+    work: tuple[str, ...] = ()
+
+    def __call__(self, op: Op, types: Types) -> OpRule | None:
+        present = [k for k, slot in enumerate(self.slots) if is_ref(argument(op, slot, self.notation.operands[k].name))]
+        terms = [self.notation.operands[k] for k in present]
+        missing = [t.name for k, t in enumerate(self.notation.operands) if k not in present and not t.optional]
+        if missing or len(terms) != len(types) or len(op.results) != len(self.notation.results):
+            raise NotationError(f"{len(types)} operands and {len(op.results)} results do not fit the rule")
+        operands, results, sizes = bind(terms, [type.shape for type in types], self.notation.results)
+        blocked = (self.blocked if isinstance(self.blocked, str) else self.blocked(op)).split()
+        stop = {name for name in sizes if name in blocked or name.rstrip("0123456789") in blocked}
+        added = tuple(i for i, term in enumerate(terms) if term.added)
+        index = {term.name: i for i, term in enumerate(terms)}
+        groups = [(*(index[name] for name in group if name in index), *added) for group in self.linear]
+        return make(
+            list(zip(operands, types, strict=True)),
+            results,
+            sizes,
+            blocked=stop,
+            linear=groups,
+            added=added,
+            combined=self.combined.split(),
+            sharded=self.sharded,
+            work=[tuple(sizes) if product == "*" else product.split() for product in self.work],
+        )
+
+
+def rule(
+    names: str,
+    text: str,
+    *,
+    slots: Sequence[int] | None = None,
+    blocked: Blocked = "",
+    linear: str = "",
+    combined: str = "",
+    sharded: Mapping[str, str] | None = None,
+    work: str = "",
+) -> None:
+    """Declare operations by a rule's text; `linear="x|w"` lists the groups that a Partial value passes."""
+    notation = parse(text)
+    written = Written(
+        notation=notation,
+        slots=tuple(slots if slots is not None else range(len(notation.operands))),
+        blocked=blocked,
+        linear=tuple(tuple(group.split()) for group in linear.split("|") if group.strip()),
+        combined=combined,
+        sharded=sharded or {},
+        work=tuple(part.strip() for part in work.split("+") if part.strip()),
+    )
+    for name in names.split():
+        TABLE[name] = Entry(build=written, matmul=bool(work))
+
+
+def build(names: str, builder: Builder, *, matmul: bool = False) -> None:
+    """Declare operations whose rule a builder makes from their shapes."""
+    for name in names.split():
+        TABLE[name] = Entry(build=builder, matmul=matmul)
+
+
+def register(
+    name: str,
+    text: str,
+    *,
+    slots: Sequence[int] | None = None,
+    blocked: str = "",
+    linear: str = "",
+    matmul: bool = False,
+) -> None:
+    """Add a rule for an operator of the user's: `register("mylib::op", "x[b d], w[d] -> [b d]")`.
+
+    A factor that no result carries is summed; `blocked` names those that must not be cut. `linear`
+    lists operands, groups separated by `|`, in which the operator is linear. `matmul` marks one
+    whose work is the product of its factors. Raises PartcError P0311 to P0313.
+    """
+    if name.count("::") != 1:
+        raise PartcError("P0311", f"{name!r} names no operator", help="give the library too: mylib::op")
+    try:
+        notation = parse(text)
+    except NotationError as error:
+        raise PartcError(
+            "P0312",
+            f"the rule {text!r} of {name} does not parse: {error}",
+            help="write it like x[b i], w[o i] -> [b o]",
+        ) from None
+    for mark, given, known in (
+        ("blocked", blocked.split(), notation.factors),
+        ("linear", linear.replace("|", " ").split(), {term.name for term in notation.operands}),
+    ):
+        for unknown in set(given) - known:
+            raise PartcError(
+                "P0313", f"{mark}={unknown!r} of {name} is not in its rule", help=f"it has {', '.join(sorted(known))}"
+            )
+    if slots is not None and len(slots) != len(notation.operands):
+        raise PartcError(
+            "P0313",
+            f"slots of {name} has {len(slots)} positions",
+            help=f"its rule has {len(notation.operands)} operands",
+        )
+    rule(name, text, slots=slots, blocked=blocked, linear=linear, work="*" if matmul else "")
+    TABLE[name] = Entry(build=TABLE[name].build, matmul=matmul, user=True)
+
+
+def _attention_blocked(op: Op) -> str:
+    return "s t d e" if argument(op, 4, "is_causal") else "t d e"
+
+
+# Products
+rule("linear", "x[*b i], w[o i], +bias?[o] -> [*b o]", linear="x|w", work="*")
+rule(
+    "attention",
+    "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t] -> [b (g r) s e]",
+    blocked=_attention_blocked,
+    work="b g r s t d + b g r s t e",
+)
+rule("dot", "x[k], y[k] -> []", linear="x|y", work="*")
+rule("outer", "x[i], y[j] -> [i j]", linear="x|y")
+build("matmul mm bmm mv", shapes.matmul, matmul=True)
+build("einsum", shapes.einsum, matmul=True)
+build("conv1d conv2d conv3d", shapes.convolution, matmul=True)
+
+# Norms, losses, lookups
+build("rms_norm layer_norm", shapes.normalized)
+build("group_norm", shapes.group_norm)
+rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"})
+rule(
+    "cross_entropy",
+    "logits[*b v], labels[*b], weight?[v] -> [*b]",
+    combined="v",
+    sharded={"v": "cross_entropy_shard"},
+)
+
+# Along dimensions
+build("sum", shapes.reduction)
+build("mean amax amin max min argmax argmin any all prod var std logsumexp norm", shapes.extremum)
+build("softmax log_softmax sort argsort cummax cummin logcumsumexp", along(1))
+build("cumsum", along(1, linear=True))
+build("cumprod", along(1))
+build("topk", along(2))
+build("flip", along(1, "dims", linear=True))
+build("roll", along(2, "dims", linear=True, default=()))
+build("tril triu", last_dims(2, linear=True))
+build("glu", along(1))
+build("max_pool1d", last_dims(1))
+build("avg_pool1d adaptive_avg_pool1d", last_dims(1, linear=True))
+build("max_pool2d adaptive_max_pool2d", last_dims(2))
+build("avg_pool2d adaptive_avg_pool2d", last_dims(2, linear=True))
+build("upsample_bilinear2d upsample_bicubic2d upsample_nearest2d", last_dims(2, linear=True))
+build("constant_pad_nd pad", shapes.pad)
+
+# Views
+build("reshape", shapes.reshape)
+build("permute", shapes.permute)
+build("expand", shapes.expand)
+build("split", shapes.split)
+build("cat", shapes.cat)
+build("slice", shapes.slice_)
+build("repeat", shapes.repeat)
+build("repeat_interleave", shapes.repeat_interleave)
+
+# Indexing
+build("gather take_along_dim", shapes.gather)
+build("index_select", shapes.index_select)
+build("index", shapes.index)
+
+# Constants
+build("full zeros ones empty new_full new_zeros new_ones new_empty scalar_tensor", shapes.constant)
+build("arange eye linspace", shapes.uncut)
+
+# Elementwise
+build("add sub", shapes.additive)
+build("mul", shapes.product)
+build("div", shapes.quotient)
+build("neg alias clone contiguous", shapes.unary_linear)
+build("to", shapes.cast)
+build("where", shapes.where)
+build("masked_fill", shapes.masked_fill)
+build(
+    "abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp "
+    "clamp_max clamp_min copysign cos cosh detach elu eq erf erfc exp exp2 expm1 floor floor_divide fmod full_like ge "
+    "gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log10 log1p log2 log_sigmoid "
+    "logical_and logical_not logical_or logical_xor logaddexp lt maximum minimum mish nan_to_num ne ones_like pow "
+    "reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign silu sin sinh softplus softsign sqrt square "
+    "tan tanh threshold trunc xlogy zeros_like empty_like addcmul addcdiv",
+    shapes.pointwise,
+)

@@ -102,6 +102,8 @@ class Axis:
 class Comm:
     """All that a rank says to others: an Axis per mesh axis (`comm.tp`), groups over several, and its stages' peers."""
 
+    device = torch.device("cpu")  # where this rank computes
+
     def __init__(self, axes: Mapping[str, Axis], groups: Mapping[str, Axis]) -> None:
         self._groups = dict(groups)
         for name, axis in axes.items():

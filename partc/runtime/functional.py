@@ -29,6 +29,43 @@ def linear_grad_bias(grad: Tensor) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).sum(0)
 
 
+# -- norms -------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """The normalised rows, and each row's 1 / rms for backward."""
+    out, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+    return out, rstd
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, shape: tuple[int, ...], weight: Tensor | None, rstd: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and weight."""
+    wanted = [True, weight is not None]
+    grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(grad, x, shape, rstd, weight, wanted)
+    return grad_x, grad_weight
+
+
+def layer_norm(
+    x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The normalised rows, and each row's mean and 1 / deviation for backward."""
+    return torch.native_layer_norm(x, shape, weight, bias, eps)
+
+
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, shape: tuple[int, ...], weight: Tensor | None, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, weight and bias."""
+    wanted = [True, weight is not None, weight is not None]
+    # The bias itself doesn't enter its gradient; torch asks for one to know that there is one.
+    grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+        grad, x, shape, mean, rstd, weight, weight, wanted
+    )
+    return grad_x, grad_weight, grad_bias
+
+
 # -- embedding ---------------------------------------------------------------------------------
 
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from partc.program import Arg, DType, DTypeArg, Op, Ref
+from partc.layout import Sizes
+from partc.program import Arg, DType, DTypeArg, Op, Ref, TensorType
 
 DTYPES: Mapping[DType, str] = {
     "f64": "torch.float64", "f32": "torch.float32", "bf16": "torch.bfloat16", "f16": "torch.float16",
@@ -22,13 +23,19 @@ class Operands:
     op: Op
     args: tuple[str, ...]
     attrs: Mapping[str, str]
-    shapes: Mapping[str, tuple[int, ...]]  # local shapes of the values in scope
+    types: Mapping[str, TensorType]  # of the values in scope
+    sizes: Sizes
     exclusive: bool = False  # nothing else reads its first operand, which may be overwritten
 
     def shape(self, index: int) -> tuple[int, ...]:
         """The local shape of a tensor argument."""
         arg = self.op.args[index]
-        return self.shapes[arg.name] if isinstance(arg, Ref) else ()
+        return self.types[arg.name].layout.local_shape(self.sizes) if isinstance(arg, Ref) else ()
+
+    def whole(self, index: int) -> tuple[int, ...]:
+        """The global shape of a tensor argument."""
+        arg = self.op.args[index]
+        return self.types[arg.name].shape if isinstance(arg, Ref) else ()
 
     def flat(self, index: int) -> str:
         """A tensor argument seen as a matrix: every dimension but the last in one."""
@@ -64,7 +71,7 @@ def accumulation(gradient: str, operands: Operands) -> str:
     emit = _ACCUMULATE.get(operands.op.name)
     if emit is None or (operands.op.name == "matmul_grad_right" and operands.args[2] != "True"):
         return f"{gradient}.add_({expression(operands)})"
-    return f"{gradient}.{emit(operands)}"
+    return emit(gradient, operands)
 
 
 def is_chained(name: str) -> bool:
@@ -164,21 +171,45 @@ def _permute(o: Operands) -> str:
     return f"{o.args[0]}.permute({', '.join(map(str, order))})"
 
 
-def _sum_to_bias(o: Operands) -> str:
-    return f"functional.linear_grad_bias({o.args[0]})"
+def _at_rank(name: str) -> Emit:
+    """A helper that is told which part of an axis this rank has."""
+    return lambda o: f"{name}({', '.join((*o.args, f'comm.{_axis(o)}.rank'))})"
 
 
-def _on_axis(name: str) -> Emit:
-    """A helper that works together with the other ranks of an axis."""
-    return lambda o: f"{name}({', '.join((*_without_axis(o), f'comm.{_axis(o)}'))})"
+def _first_class(o: Operands) -> str:
+    """The number of the first class in this rank's logits, where classes are sharded."""
+    index = 1 if o.op.name == "cross_entropy_backward" else 0
+    return f"comm.{_axis(o)}.rank * {o.shape(index)[-1]}"
+
+
+def _pick(o: Operands) -> str:
+    offset = (f"offset={_first_class(o)}",) if "axis" in o.attrs else ()
+    return f"functional.pick({', '.join((*o.args, *offset))})"
+
+
+def _smooth_sum(o: Operands) -> str:
+    weight = o.args[1:2] if o.args[1:2] != ("None",) else ()
+    if weight and "axis" in o.attrs:
+        weight = (f"comm.{_axis(o)}.take({weight[0]}, dim=0)",)
+    return f"functional.smooth_sum({', '.join((o.args[0], *weight))})"
+
+
+def _cross_entropy_backward(o: Operands) -> str:
+    names = ("", "", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0")
+    parts = [_arguments(o.args, names, {})]
+    if "axis" in o.attrs:
+        parts += [f"offset={_first_class(o)}", f"num_classes={o.whole(1)[-1]}"]
+    return f"functional.cross_entropy_backward({', '.join(parts)})"
+
+
+def _cross_entropy_rows(o: Operands) -> str:
+    names = ("", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0", "smooth=None", "num_classes=")
+    smoothing = o.args[5] != "0.0"
+    return f"functional.cross_entropy_rows({_arguments(o.args if smoothing else o.args[:6], names, {})})"
 
 
 def _axis(o: Operands) -> str:
-    return (o.attrs.get("axis") or o.args[-1]).strip('"')
-
-
-def _without_axis(o: Operands) -> tuple[str, ...]:
-    return o.args if "axis" in o.attrs else o.args[:-1]
+    return o.attrs["axis"].strip('"')
 
 
 _VIEWS = frozenset({"reshape", "permute", "expand", "slice", "to"})
@@ -246,8 +277,8 @@ _TABLE: Mapping[str, Emit] = {
     "linear": _function("F.linear"),
     "matmul": _infix("@"),
     "linear_grad_input": _infix("@"),
-    "linear_grad_weight": lambda o: f"{o.flat(0)}.mT @ {o.flat(1)}",
-    "linear_grad_bias": _sum_to_bias,
+    "linear_grad_weight": _function("functional.linear_grad_weight"),
+    "linear_grad_bias": _function("functional.linear_grad_bias"),
     "matmul_grad_left": lambda o: f"{o.args[0]} @ {o.args[1]}.mT",
     "matmul_grad_right": lambda o: (
         f"{o.flat(1)}.mT @ {o.flat(0)}" if o.args[2] == "True" else f"{o.args[1]}.mT @ {o.args[0]}"
@@ -264,16 +295,17 @@ _TABLE: Mapping[str, Emit] = {
         "functional.attention_backward", "", "", "", "", "mask=", "out=", "lse=", "is_causal=False", "scale=None"
     ),
     "embedding": _function("F.embedding"),
-    "embedding_shard": _on_axis("functional.embedding_shard"),
-    "embedding_shard_backward": _on_axis("functional.embedding_shard_backward"),
+    "embedding_shard": _at_rank("functional.embedding_shard"),
     "cross_entropy": _function(
         "functional.cross_entropy", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0"
     ),
-    "cross_entropy_shard": _on_axis("functional.cross_entropy_shard"),
-    "cross_entropy_backward": _function(
-        "functional.cross_entropy_backward", "", "", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0"
-    ),
-    "cross_entropy_shard_backward": _on_axis("functional.cross_entropy_shard_backward"),
+    "shard_max": _function("functional.shard_max"),
+    "sum_exp": _function("functional.sum_exp"),
+    "pick": _pick,
+    "smooth_sum": _smooth_sum,
+    "log_sum_exp": _function("functional.log_sum_exp"),
+    "cross_entropy_rows": _cross_entropy_rows,
+    "cross_entropy_backward": _cross_entropy_backward,
     # movement between ranks
     "all_reduce": _all_reduce,
     "all_gather": _collective("all_gather"),
@@ -284,7 +316,13 @@ _TABLE: Mapping[str, Emit] = {
 }
 
 # What is added to a gradient buffer without a temporary of the buffer's size.
-_ACCUMULATE: Mapping[str, Emit] = {
-    "linear_grad_weight": lambda o: f"addmm_({o.flat(0)}.mT, {o.flat(1)})",
-    "matmul_grad_right": lambda o: f"addmm_({o.flat(1)}.mT, {o.flat(0)})",
+_ACCUMULATE: Mapping[str, Callable[[str, Operands], str]] = {
+    "linear_grad_weight": lambda g, o: f"functional.linear_add_grad_weight({g}, {o.args[0]}, {o.args[1]})",
+    "matmul_grad_right": lambda g, o: f"{g}.addmm_({o.flat(1)}.mT, {o.flat(0)})",
+    "embedding_dense_backward": lambda g, o: (
+        f"functional.embedding_add_grad({g}, {_arguments((*o.args[:2], o.args[3]), ('', '', 'padding_idx=-1'), {})})"
+    ),
+    "embedding_shard_backward": lambda g, o: (
+        f"functional.embedding_shard_add_grad({g}, {o.args[0]}, {o.args[1]}, comm.{_axis(o)}.rank)"
+    ),
 }

@@ -198,7 +198,6 @@ class _Writer:
         """
         types = {value.name: value.type for value in self.region.params}
         types.update((name, value.type) for name, value in graph.definitions().items())
-        shapes = {name: type.layout.local_shape(self.sizes) for name, type in types.items()}
         uses = _use_counts(graph)
         order = _views_first(graph)
         fresh = {
@@ -218,7 +217,8 @@ class _Writer:
                 op=op,
                 args=tuple(written(arg, write) for arg in op.args),
                 attrs={key: written(value, write) for key, value in op.attrs},
-                shapes=shapes,
+                types=types,
+                sizes=self.sizes,
                 exclusive=bool(op.args) and isinstance(op.args[0], Ref) and op.args[0].name in fresh,
             )
             note = collectives.comment(op, graph, types, self.sizes, self._label)

@@ -194,7 +194,8 @@ class _Model:
 
     def solution(self, found: np.ndarray) -> Solution:
         chosen = {
-            node.name: node.alternatives[int(np.argmax(found[self._columns[node.name]]))] for node in self._problem.nodes
+            node.name: node.alternatives[int(np.argmax(found[self._columns[node.name]]))]
+            for node in self._problem.nodes
         }
         totals: dict[str, float] = {}
         for price, amount in zip(self._prices, found, strict=True):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from partc.program import Graph, Program
 
+
 def trainable_params(program: Program) -> dict[str, frozenset[str]]:
     """Per region, its parameters (relative names) that are trained in some call."""
     trained = {parameter.name for parameter in program.parameters if parameter.trainable}

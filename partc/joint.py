@@ -17,7 +17,9 @@ from partc.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Val
 
 _RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"})
 # What leaves its operand as it is; of the reshards, those whose transposes alone move data.
-_NOTHING = frozenset({"detach", "alias", "clone", "contiguous", "lift_fresh_copy", "mark", "mark_grad", "vary", "settle"})
+_NOTHING = frozenset(
+    {"detach", "alias", "clone", "contiguous", "lift_fresh_copy", "mark", "mark_grad", "vary", "settle"}
+)
 _IGNORED_ATTRS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"})
 _CUT = ("dim", "outer", "axis")
 _COLLECTIVE_ATTRS: Mapping[str, tuple[str, ...]] = {
@@ -126,7 +128,9 @@ def _backward(
     return _needed(ops, sources.values(), stop=frozenset(made | given)), finals
 
 
-def _saved(ops: tuple[Op, ...], outputs: tuple[str, ...], region: Region, incoming: tuple[Value, ...]) -> tuple[str, ...]:
+def _saved(
+    ops: tuple[Op, ...], outputs: tuple[str, ...], region: Region, incoming: tuple[Value, ...]
+) -> tuple[str, ...]:
     """What the backward graph reads but neither makes nor is given, in the order of first use."""
     known = {value.name for op in ops for value in op.results}
     known.update(value.name for value in (*region.params, *incoming))
@@ -149,6 +153,7 @@ class _Reader:
         self._names: dict[fx.Node, str] = {}
         self._labels: dict[fx.Node, str] = {}
         self._taken: set[str] = set(values)
+        self._gradients: dict[str, str] = {}  # gradient's name -> the value it belongs to
 
     def name_of(self, node: fx.Node) -> str:
         return self._names[_origin(node)]
@@ -164,14 +169,20 @@ class _Reader:
         """Name every node: by its mark, else after the named value that it leads to."""
         for node in nodes:
             if _packet(node) in ("mark", "mark_grad"):
-                prefix = "grad_" if _packet(node) == "mark_grad" else ""
-                self.claim_all([(node, f"{prefix}{node.args[1]}")])
+                name = str(node.args[1])
+                self.claim_all([(node, self._gradient_name(name) if _packet(node) == "mark_grad" else name)])
         for node in reversed(nodes):
             heir = next((self._labels[user] for user in node.users if user in self._labels), "value")
             self._labels[node] = self._names.get(_origin(node), heir)
         for node in nodes:
             if node.op == "call_function" and _origin(node) not in self._names and not _is_tuple(node):
                 self._names[_origin(node)] = self._fresh(self._unmarked_name(_origin(node)))
+
+    def _gradient_name(self, name: str) -> str:
+        """The gradient of a sum's parts is whole on every rank: `grad_y_full` for `y_partial`."""
+        found = f"grad_{name.removesuffix('_partial')}_full" if name.endswith("_partial") else f"grad_{name}"
+        self._gradients.setdefault(found, name)
+        return found
 
     def _unmarked_name(self, node: fx.Node) -> str:
         if node.target is operator.getitem:
@@ -208,7 +219,8 @@ class _Reader:
 
     def _source(self, name: str, node: fx.Node) -> Source | None:
         label = self._labels.get(node, name)
-        return self._sources.get(name) or self._sources.get(label.removeprefix("grad_"))
+        belongs = self._gradients.get(label, label.removeprefix("grad_"))
+        return self._sources.get(name) or self._sources.get(belongs)
 
     def _results(self, node: fx.Node) -> tuple[Value, ...]:
         if not _is_tuple(node):
@@ -224,8 +236,8 @@ class _Reader:
     def _value(self, name: str, tensor: torch.Tensor) -> Value:
         shape, dtype = tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]
         known = self.types.get(name)
-        if known is None and name.startswith("grad_") and name.removeprefix("grad_") in self.types:
-            known = _gradient(self.types[name.removeprefix("grad_")])
+        if known is None and self._gradients.get(name, name.removeprefix("grad_")) in self.types:
+            known = _gradient(self.types[self._gradients.get(name, name.removeprefix("grad_"))])
         if known is None:
             return Value(name=name, type=TensorType(dtype=dtype, layout=Layout.replicated(shape)))
         if known.layout.local_shape(self._sizes) != shape:
@@ -266,9 +278,7 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
     """An operation's name and arguments as normalize would have left them."""
     name = _packet(node)
     args = tuple(read(arg) for arg in node.args)
-    attrs = tuple(
-        (key, read(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED_ATTRS and arg is not None
-    )
+    attrs = tuple((key, read(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED_ATTRS and arg is not None)
     if name in _RESHAPES:
         return "reshape", (args[0], tuple(node.meta["val"].shape)), ()
     if name in ("t", "transpose", "permute"):

@@ -41,7 +41,11 @@ class Pin:
             for sub in re.split(r"\s*[·*]\s*", part.strip()):
                 piece = re.fullmatch(r"(\d+|_)?(?:@([\w,]+))?", sub)
                 if not piece:
-                    raise PartcError("P0301", f"layout {self.text!r} of --shard does not parse at {sub!r}", help="write sizes, _ or *")
+                    raise PartcError(
+                        "P0301",
+                        f"layout {self.text!r} of --shard does not parse at {sub!r}",
+                        help="write sizes, _ or *",
+                    )
                 if piece.group(2) and axis in piece.group(2).split(","):
                     found = Shard(dim, outer)
                 outer *= int(piece.group(1)) if piece.group(1) and piece.group(1) != "_" else 1

@@ -12,10 +12,12 @@ from partc.gradients import gradient_inputs, reached, trainable_params
 from partc.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
 from partc.pins import Pin
 from partc.program import FLOATING, ITEMSIZE, Choice, Op, Program, Region, TensorType
-from partc.rules import OpRule, choices, flops, is_matmul, propagate_cuts, resolve
+from partc.rules import Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts, resolve
 from partc.sharding import axis_order, layouts
 
-Slot = tuple[str, ...]  # ("value", name) | ("parameter", name) | ("in" | "out", region, index) | ("weight", region, name)
+Slot = tuple[
+    str, ...
+]  # ("value", name) | ("parameter", name) | ("in" | "out", region, index) | ("weight", region, name)
 _VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias"})
 _LARGE_TABLE = 0.01  # an embedding smaller than this share of all parameters may be replicated
 
@@ -26,6 +28,19 @@ class Places:
 
     problem: Problem
     owners: Mapping[Slot, Hashable]
+
+    inside: Mapping[str, tuple[Hashable, int, TensorType]]  # "region.value" -> node, result, type
+    types: Mapping[str, TensorType]  # of program values and parameters
+
+    def deciders(self, name: str) -> tuple[Hashable, Callable[[Alternative], Placement], TensorType] | None:
+        """The node that decides where a name is placed, how to read its alternatives, and the type."""
+        for kind in ("parameter", "value"):
+            if (kind, name) in self.owners:
+                return self.owners[kind, name], lambda choice: choice.makes[0], self.types[name]  # type: ignore[return-value]
+        if name in self.inside:
+            node, output, type = self.inside[name]
+            return node, lambda choice: choice.makes[output], type  # type: ignore[return-value]
+        return None
 
     def placement(self, slot: Slot, solution: Solution) -> Placement:
         """Where the solution puts a value that crosses calls."""
@@ -73,7 +88,15 @@ class _Builder:
                     f"--shard {pin.pattern!r} matches no value or parameter",
                     help="names are those of `partc inspect`: parameters by full name, values as region.value",
                 )
-        return Places(problem=Problem(nodes=tuple(self.nodes), wires=tuple(self.wires)), owners=self.owners)
+        types = self.program.value_types() | {p.name: p.type for p in self.program.parameters}
+        inside = {
+            f"{region.name}.{value.name}": (("op", region.name, index), output, value.type)
+            for region in self.program.regions
+            for index, op in enumerate(region.forward.ops)
+            for output, value in enumerate(op.results)
+        }
+        problem = Problem(nodes=tuple(self.nodes), wires=tuple(self.wires))
+        return Places(problem=problem, owners=self.owners, inside=inside, types=types)
 
     # Regions: one node per operation, one wire per value made inside.
 
@@ -121,7 +144,7 @@ class _Builder:
         op: Op,
         types: Mapping[str, TensorType],
         live: set[str],
-        cuts: Mapping[str, tuple[frozenset[int], ...]],
+        cuts: Cuts,
     ) -> Node:
         rule = resolve(op, types)
         repeated: list[Choice | None] = [None]
@@ -129,7 +152,7 @@ class _Builder:
             repeated.append(Choice(axis=self.axis, factor=None))
         spread: Sequence[Choice] = ()
         if rule is not None and region.phase == "microbatch":
-            spread = choices(op, rule, self.axis, self.n, _factor_cuts(op, rule, cuts))
+            spread = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
         alternatives: dict[tuple[Hashable, ...], Alternative] = {}
         for choice in (*repeated, *spread):
             found = self._alternative(region, op, rule, choice, types, live)
@@ -141,7 +164,13 @@ class _Builder:
         return Node(name=("op", region.name, index), alternatives=tuple(kept))
 
     def _alternative(
-        self, region: Region, op: Op, rule: OpRule | None, choice: Choice | None, types: Mapping[str, TensorType], live: set[str]
+        self,
+        region: Region,
+        op: Op,
+        rule: OpRule | None,
+        choice: Choice | None,
+        types: Mapping[str, TensorType],
+        live: set[str],
     ) -> Alternative | None:
         chosen = op if choice is None else replace(op, choices=(*op.choices, choice))
         found = layouts(chosen, rule, types, self.sizes)
@@ -151,7 +180,9 @@ class _Builder:
         wants = tuple(self._seen(layout, name in live) for layout, name in zip(found[0], names, strict=True))
         makes = tuple(self._seen(layout, v.name in live) for layout, v in zip(found[1], op.results, strict=True))
         label = None if choice is None else (choice.factor, choice.outer)
-        return Alternative(label=label, wants=wants, makes=makes, price=self._price(region, op, rule, choice, found, makes))
+        return Alternative(
+            label=label, wants=wants, makes=makes, price=self._price(region, op, rule, choice, found, makes)
+        )
 
     def _seen(self, layout: Layout, live: bool) -> Placement:
         """The placement on this axis; without a gradient, varying is replicated."""
@@ -180,7 +211,12 @@ class _Builder:
             price["repeated_bytes"] = times * sum(size) * spare
         if op.name == "cross_entropy" and not repeated and not any(isinstance(made, Shard) for made in makes):
             price["communication"] = times * 3 * 2 * spare * sum(size)  # a maximum, a sum and a pick, all reduced
-        if any(set(sub.axes) > {self.axis} and self.axis in sub.axes for layout in found[1] for dim in layout.dims for sub in dim):
+        if any(
+            set(sub.axes) > {self.axis} and self.axis in sub.axes
+            for layout in found[1]
+            for dim in layout.dims
+            for sub in dim
+        ):
             price["nesting"] = times * sum(size)
         return price
 
@@ -188,7 +224,9 @@ class _Builder:
         """Bytes of a rank's share per microbatch before this axis cuts it."""
         return math.prod(type.layout.local_shape(self.sizes)) * ITEMSIZE[type.dtype]
 
-    def _change(self, type: TensorType, live: bool, weight: bool, times: int) -> Callable[[Hashable, Hashable], Price | None]:
+    def _change(
+        self, type: TensorType, live: bool, weight: bool, times: int
+    ) -> Callable[[Hashable, Hashable], Price | None]:
         """Prices of the changes of placement that a value can go through, in bytes sent per microbatch.
 
         A weight's gradient is reduced once per step; whatever else moves, moves for every microbatch.
@@ -234,7 +272,7 @@ class _Builder:
             self._cross(("value", name), self.program.value_types()[name], False)
         for owner, (type, _) in self.crossing.items():
             allowed = list(self.states[owner])
-            if owner in {self.owners["value", name] for name in self.program.inputs}:
+            if owner in {self.owners["value", name] for name in (*self.program.inputs, self.program.loss)}:
                 allowed = [Replicated()]
             elif owner in weights:
                 allowed = [state for state in allowed if not isinstance(state, Partial)]
@@ -258,6 +296,8 @@ class _Builder:
         large = owner in self.multiplied or weights * size > _LARGE_TABLE * self.parameter_bytes
         if owner in self.looked_up | self.multiplied and large and not isinstance(state, Shard):
             price["replicated_weights"] = weights * size
+        if owner in self.looked_up and isinstance(state, Shard) and state.dim != 0:
+            price["table_columns"] = weights * size
         return price
 
     def _fits(self, type: TensorType, state: Placement) -> bool:
@@ -273,7 +313,7 @@ class _Builder:
                 self.pins_met.add(pin.pattern)
                 left = [choice for choice in found if seen(choice) == placement]
                 if not left:
-                    legal = sorted({_spelled(type, seen(choice), self.axis) for choice in found})
+                    legal = sorted({spelled(type, seen(choice), self.axis) for choice in found})
                     raise PartcError(
                         "P0302",
                         f"--shard pins {name} {type.shape} to {pin.text}, which no operation or size allows",
@@ -313,31 +353,12 @@ def transition(source: Placement, target: Placement, n: int, floating: bool) -> 
             return 0.0, 0.0
 
 
-def _spelled(type: TensorType, placement: Hashable, axis: str) -> str:
+def spelled(type: TensorType, placement: Hashable, axis: str) -> str:
     """A placement on one axis as a pin would write it."""
     entries = ["_"] * len(type.shape)
     if isinstance(placement, Shard):
         entries[placement.dim] = f"@{axis}" if placement.outer == 1 else f"{placement.outer} * _@{axis}"
     return f"[{', '.join(entries)}]"
-
-
-def _factor_cuts(
-    op: Op, rule: OpRule | None, cuts: Mapping[str, tuple[frozenset[int], ...]]
-) -> dict[str, frozenset[int]]:
-    """Where inside each factor a cut is of interest, from what is known of its operands' and results' dimensions."""
-    found: dict[str, set[int]] = {}
-    if rule is None:
-        return {}
-    sizes = {factor.name: factor.size for factor in rule.factors}
-    names = [*op.refs(), *(value.name for value in op.results)]
-    for name, dims in zip(names, (*rule.operands, *rule.results), strict=True):
-        for factors, outers in zip(dims, cuts.get(name, ()), strict=False):
-            before = 1
-            for factor in factors:
-                inside = {outer // before for outer in outers if outer % before == 0 and outer < before * sizes[factor]}
-                found.setdefault(factor, set()).update(inside)
-                before *= sizes[factor]
-    return {factor: frozenset(outers) for factor, outers in found.items()}
 
 
 def _merged_slots(program: Program) -> dict[Slot, Hashable]:

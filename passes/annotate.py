@@ -7,7 +7,8 @@
 
 One integer program over the distinct regions, each weighted by its calls, decides every operation's
 factor and the placement of every value that crosses calls. First, no matrix product is repeated
-and no large weight is replicated where that can be avoided: this is what the axis is for. Then the
+and no large weight is replicated where that can be avoided: this is what the axis is for. Embedding
+tables are cut by rows, as the output layer is, so that tied and untied models store alike. Then the
 bytes communicated (forward, backward and gradient reductions) are minimised; a byte that a rank
 computes again counts as a quarter of one sent, so that norms are cut along the sequence; memory
 breaks ties. The `--shard` pins restrict the choice and win.
@@ -16,18 +17,19 @@ breaks ties. The `--shard` pins restrict the choice and win.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from partc.assignment import Solution, solve
-from partc.errors import InternalError
+from partc.errors import InternalError, PartcError
 from partc.layout import Layout, Placement, Replicated, Varying
 from partc.pins import Pin
-from partc.placing import Places, build
+from partc.placing import Places, build, spelled
 from partc.program import Choice, Program, Region, TensorType
 from partc.sharding import axis_order, tensor_axes
 
 OBJECTIVES: Sequence[Mapping[str, float]] = (
-    {"repeated_flops": 1.0, "replicated_weights": 1.0},
+    {"repeated_flops": 1.0},
+    {"replicated_weights": 1.0, "table_columns": 0.5},
     {"communication": 1.0, "repeated_bytes": 0.25, "memory": 1e-3, "nesting": 1e-3},
 )
 
@@ -86,3 +88,67 @@ def _written(program: Program, axis: str, places: Places, solution: Solution) ->
             for p in program.parameters
         ),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A placement that a value could have had, and what the whole step would then cost more."""
+
+    placement: str
+    communication: float  # bytes per rank, microbatch and step
+    repeated_flops: float
+    replicated_weights: float  # bytes
+    repeated_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a value or parameter is placed as it is: the choice, then the others from best to worst."""
+
+    name: str
+    axis: str
+    chosen: Option
+    others: tuple[Option, ...]
+
+
+def explain(program: Program, name: str, *, pins: Sequence[Pin] = ()) -> tuple[Explanation, ...]:
+    """What was chosen on each tensor axis for a parameter, a program value or a `region.value`.
+
+    `program` is as annotate takes it. Others are solved anew with the placement forced; what they
+    cost is the difference. Raises PartcError P0304 for a name that nothing has.
+    """
+    found = []
+    for axis in tensor_axes(program.sizes):
+        places = build(program, axis, pins)
+        deciders = places.deciders(name)
+        if deciders is None:
+            raise PartcError(
+                "P0304",
+                f"nothing is called {name!r}",
+                help="use a parameter's full name, a program value, or region.value",
+            )
+        node, seen, type = deciders
+        best = solve(places.problem, OBJECTIVES)
+        if best is None:
+            raise InternalError(f"no placement on {axis} satisfies every operation")
+        chosen = seen(best.chosen[node])
+        alternatives = next(item for item in places.problem.nodes if item.name == node).alternatives
+        options = []
+        for placement in dict.fromkeys(seen(choice) for choice in alternatives):
+            forbid = frozenset((node, choice.label) for choice in alternatives if seen(choice) != placement)
+            forced = best if placement == chosen else solve(places.problem, OBJECTIVES, forbid=forbid)
+            if forced is not None:
+                options.append((placement, _option(spelled(type, placement, axis), forced.totals, best.totals)))
+        rank = lambda item: (item.replicated_weights + item.repeated_flops, item.communication, item.repeated_bytes)  # noqa: E731
+        others = sorted((option for placement, option in options if placement != chosen), key=rank)
+        first = next(option for placement, option in options if placement == chosen)
+        found.append(Explanation(name=name, axis=axis, chosen=first, others=tuple(others)))
+    return tuple(found)
+
+
+def _option(placement: str, totals: Mapping[str, float], best: Mapping[str, float]) -> Option:
+    more = {
+        key: totals.get(key, 0.0) - best.get(key, 0.0)
+        for key in ("communication", "repeated_flops", "replicated_weights", "repeated_bytes")
+    }
+    return Option(placement=placement, **more)

@@ -55,7 +55,11 @@ def _check_divisible(program: Program) -> None:
     types = program.value_types()
     entries = batch_entries(program)
     if not entries:
-        raise PartcError("P0401", "no entry of the batch has a dimension to split", help="give batch() a tensor whose first dimension is the batch")
+        raise PartcError(
+            "P0401",
+            "no entry of the batch has a dimension to split",
+            help="give batch() a tensor whose first dimension is the batch",
+        )
     size, dp, steps = types[entries[0]].shape[0], program.mesh.axis(BATCH_AXIS), program.microbatches
     if size % (dp * steps):
         raise PartcError(
@@ -201,5 +205,3 @@ def input_only(program: Program) -> frozenset[str]:
             calls.add(call.name)
             pure_values.update(call.results)
     return frozenset(calls)
-
-

@@ -25,7 +25,14 @@ from partc.reshard import Step, plan
 from partc.rules import localize, resolve
 from partc.sharding import layouts
 
-_SUFFIX = {"all_reduce": "sum", "reduce_scatter": "sum", "all_gather": "full", "unshard": "full", "shard": "shard", "take": "shard"}
+_SUFFIX = {
+    "all_reduce": "sum",
+    "reduce_scatter": "sum",
+    "all_gather": "full",
+    "unshard": "full",
+    "shard": "shard",
+    "take": "shard",
+}
 _REDUCING = frozenset({"all_reduce", "reduce_scatter"})
 _IN_TIME = frozenset({"settle", "spread"})  # what microbatches can do without waiting for each other
 
@@ -73,7 +80,9 @@ class _Local:
         self.outputs = outputs
         self.sizes = sizes
         self.live = reached(region.forward, roots)
-        self.types: dict[str, TensorType] = {value.name: value.type for value in (*region.params, *region.forward.inputs)}
+        self.types: dict[str, TensorType] = {
+            value.name: value.type for value in (*region.params, *region.forward.inputs)
+        }
         self.ops: list[Op] = []
         self.changed: dict[tuple[str, Layout], str] = {}
         self.taken = {*region.forward.definitions(), *self.types}
@@ -99,7 +108,8 @@ class _Local:
         wanted, made = found
         operands = [self._resharded(name, layout, op) for name, layout in zip(op.refs(), wanted, strict=True)]
         results = tuple(
-            replace(value, type=replace(value.type, layout=layout)) for value, layout in zip(op.results, made, strict=True)
+            replace(value, type=replace(value.type, layout=layout))
+            for value, layout in zip(op.results, made, strict=True)
         )
         self.types.update((value.name, value.type) for value in results)
         local = replace(op, results=results)
@@ -116,7 +126,9 @@ class _Local:
         if source == target:
             return name
         if (name, target) not in self.changed:
-            self.changed[name, target] = self._insert(name, type, plan(source, target, sizes=self.sizes, itemsize=ITEMSIZE[type.dtype]), reader)
+            self.changed[name, target] = self._insert(
+                name, type, plan(source, target, sizes=self.sizes, itemsize=ITEMSIZE[type.dtype]), reader
+            )
         return self.changed[name, target]
 
     def _insert(self, name: str, type: TensorType, steps: tuple[Step, ...], reader: Op | None) -> str:
@@ -201,14 +213,20 @@ def _with_biases(region: Region) -> Region:
     graph, uses = region.forward, _uses(region)
     params = {value.name: value.type for value in region.params}
     products: Mapping[str, Op] = {
-        op.result.name: op for op in graph.ops if op.name == "linear" and len(op.args) == 2 and uses[op.result.name] == 1
+        op.result.name: op
+        for op in graph.ops
+        if op.name == "linear" and len(op.args) == 2 and uses[op.result.name] == 1
     }
     joined: dict[str, Op] = {}
     dropped: set[str] = set()
     for op in graph.ops:
         match op.name, op.args:
-            case "add", (Ref(name=product), Ref(name=bias)) if product in products and len(params[bias].shape if bias in params else ()) == 1:
-                joined[op.result.name] = replace(products[product], args=(*products[product].args, Ref(bias)), results=op.results)
+            case "add", (Ref(name=product), Ref(name=bias)) if (
+                product in products and len(params[bias].shape if bias in params else ()) == 1
+            ):
+                joined[op.result.name] = replace(
+                    products[product], args=(*products[product].args, Ref(bias)), results=op.results
+                )
                 dropped.add(product)
     ops = tuple(
         joined.get(op.results[0].name, op) if op.results else op

@@ -104,7 +104,9 @@ def _define_matmuls() -> None:
             _ops.linear_grad_bias(g[0]) if len(a) > 2 and a[2] is not None else None,
         ],
     )
-    _operator("matmul_grad_left", "(Tensor g, Tensor b) -> Tensor", lambda g, b: g.new_empty([*g.shape[:-1], b.shape[-2]]))
+    _operator(
+        "matmul_grad_left", "(Tensor g, Tensor b) -> Tensor", lambda g, b: g.new_empty([*g.shape[:-1], b.shape[-2]])
+    )
     _operator(
         "matmul_grad_right",
         "(Tensor g, Tensor a, bool flat) -> Tensor",
@@ -156,17 +158,22 @@ def _define_composites() -> None:
         _attention_shapes,
         lambda g, a, r: _ops.attention_backward(g[0], a[0], a[1], a[2], a[3], r[0], r[1], a[4], a[5]),
     )
-    _operator("embedding_shard_backward", "(Tensor g, Tensor ids, int rows, str axis) -> Tensor",
-              lambda g, ids, rows, axis: g.new_empty([rows, g.shape[-1]]))
+    _operator(
+        "embedding_shard_backward",
+        "(Tensor g, Tensor ids, int rows, str axis) -> Tensor",
+        lambda g, ids, rows, axis: g.new_empty([rows, g.shape[-1]]),
+    )
     _operator(
         "embedding_shard",
         "(Tensor w, Tensor ids, str axis) -> Tensor",
         lambda w, ids, axis: w.new_empty([*ids.shape, w.shape[1]]),
         lambda g, a, r: [_ops.embedding_shard_backward(g[0], a[1], a[0].shape[0], a[2])],
     )
-    _operator("cross_entropy_backward",
-              "(Tensor g, Tensor x, Tensor labels, Tensor lse, Tensor? w, int ignore, float smoothing, str axis) -> Tensor",
-              lambda g, x, *_: _like(x))
+    _operator(
+        "cross_entropy_backward",
+        "(Tensor g, Tensor x, Tensor labels, Tensor lse, Tensor? w, int ignore, float smoothing, str axis) -> Tensor",
+        lambda g, x, *_: _like(x),
+    )
     _operator(
         "cross_entropy",
         "(Tensor x, Tensor labels, Tensor? w, int ignore, float smoothing, str axis) -> (Tensor, Tensor)",

@@ -29,6 +29,7 @@ from partc.layout import Sizes
 from partc.program import Arg, DTypeArg, Op, Program, Ref, Region
 from partc.torch_private import FakeTensorMode, aot_export_joint_simple
 
+
 def differentiate(program: Program) -> Program:
     """Give every region that a gradient passes through its backward graph."""
     needs = gradient_inputs(program)
@@ -116,9 +117,7 @@ def _collective(name: str, args: list[Any], attrs: dict[str, Any], sizes: Sizes)
     return operator(*args, *where, axis, sizes[axis])
 
 
-def _attention_with_bias(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, is_causal: bool, scale: float | None
-) -> Tensor:
+def _attention_with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, is_causal: bool, scale: float | None) -> Tensor:
     """Attention whose additive mask is learned, spelled out so that the mask has a gradient."""
     if is_causal:
         raise InternalError("attention with a learned mask and is_causal")

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from .comm import Axis, Comm, ReduceOp, axes_and_groups
+from .torch_private import all_gather_base, process_group, reduce_scatter_base
 
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -45,12 +46,12 @@ class DistributedAxis(Axis):
 
     def _all_gather(self, x: Tensor) -> Tensor:
         whole = x.new_empty((self.size, *x.shape))
-        self.process_group._allgather_base(_bytes(whole), _bytes(x)).wait()
+        all_gather_base(self.process_group, _bytes(whole), _bytes(x))
         return whole
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         part = x.new_empty(x.shape[1:])
-        self.process_group._reduce_scatter_base(part, x).wait()
+        reduce_scatter_base(self.process_group, part, x)
         return part
 
     def _all_to_all(self, x: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ class DistributedComm(Comm):
         device: torch.device,
         timeout: datetime.timedelta,
     ) -> None:
-        self._device = device
+        self.device = device
         self._store = store
         self._world_size = world_size
         self._barriers = 0
@@ -89,7 +90,7 @@ class DistributedComm(Comm):
             kind = "pair" if name in pairs else name
             prefix = PrefixStore(f"{kind}:{'-'.join(map(str, ranks))}", store)
             place = ranks.index(rank)
-            made[name] = DistributedAxis(_process_group(prefix, place, len(ranks), device, timeout), place, len(ranks))
+            made[name] = DistributedAxis(process_group(prefix, place, len(ranks), device, timeout), place, len(ranks))
         self._sending = {stage: made[f"to {stage}"] for stage in peers}
         self._receiving = {stage: made[f"from {stage}"] for stage in peers}
         super().__init__(*axes_and_groups(coordinate, {name: made[name] for name in groups}))
@@ -100,7 +101,7 @@ class DistributedComm(Comm):
         self._posted.append((self._sending[stage].process_group.send([_bytes(x)], 1, 0), x))
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Tensor:
-        x = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         self._receiving[stage].process_group.recv([_bytes(x)], 0, 0).wait()
         return x
 
@@ -115,15 +116,6 @@ class DistributedComm(Comm):
         if arrived == self._world_size:
             self._store.set(f"barrier/{self._barriers}/open", "")
         self._store.wait([f"barrier/{self._barriers}/open"])
-
-
-def _process_group(store: Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> Any:
-    """Connect to the others of a group. The classes are the same ones that `new_group` would make."""
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -10,15 +11,44 @@ import torch
 from torch import Tensor, nn
 
 from .data import call_with_options
+from .replay import CannotReplay, Recording, named_tensors, record
 
-Take = Callable[[str, Tensor], None]
 
+def initialise(
+    module: ModuleType,
+    options: Mapping[str, Any],
+    seed: int,
+    wanted: Collection[str],
+    take: Callable[[str, Tensor], None],
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> None:
+    """Hand the wanted parameters and buffers to `take(name, tensor)`: whole, one after the other, not kept.
 
-def initialise(module: ModuleType, options: Mapping[str, Any], seed: int, take: Take) -> None:
-    """Hand every parameter and buffer of the model to `take(name, tensor)`, whole, once, under each of its names."""
+    Memory for one tensor at a time is enough (see replay.py). Where the constructor can't be run on
+    fake tensors the whole model is built, and `say` is told why.
+    """
+
+    def build() -> nn.Module:
+        model = call_with_options(module.model, options)
+        assert isinstance(model, nn.Module)
+        return model
+
+    recording = _recorded(build, seed, say)
+    if recording is not None:
+        recording.replay(wanted, take)
+        return
     torch.manual_seed(seed)
-    model: nn.Module = call_with_options(module.model, options)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        take(name, parameter.detach())
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        take(name, buffer)
+    for name, x in named_tensors(build()):
+        if name in wanted:
+            take(name, x)
+
+
+def _recorded(build: Callable[[], nn.Module], seed: int, say: Callable[[str], None]) -> Recording | None:
+    try:
+        return record(build, seed)
+    except CannotReplay as reason:
+        why = str(reason)
+    except Exception as error:  # noqa: BLE001 - whatever it is: the plain constructor has no such limits, or raises it again
+        why = f"{type(error).__name__} on fake tensors: {str(error).partition(chr(10))[0][:120]}"
+    say(f"building the whole model in memory to initialise it: {why}")
+    return None

@@ -207,7 +207,8 @@ def _materialise(job: Job, model_file: ModuleType, ranks: Sequence[Rank], device
                 part = shard.local(whole, job.sizes, rank.module.COORDINATE)
                 rank.parameters[name] = part.to(device=device, dtype=shard.dtype, copy=True).contiguous()
 
-    initialise(model_file, job.plan["options"], job.seed, take)
+    wanted = {name for rank in ranks for name in rank.stage_class.parameters}
+    initialise(model_file, job.plan["options"], job.seed, wanted, take)
     for rank in ranks:
         missing = [name for name in rank.stage_class.parameters if name not in rank.parameters]
         if missing:

@@ -1,0 +1,55 @@
+"""Every torch name that the runtime uses and torch doesn't promise to keep: one place to look after an upgrade."""
+
+from __future__ import annotations
+
+import datetime
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "all_gather_base",
+    "process_group",
+    "reduce_scatter_base",
+    "storage_key",
+    "tree_flatten",
+    "tree_map_only",
+    "without_modes",
+]
+
+
+def process_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> Any:
+    """Connect to the others of a group: the classes are those that `new_group` makes."""
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def all_gather_base(group: Any, whole: Tensor, part: Tensor) -> None:
+    group._allgather_base(whole, part).wait()
+
+
+def reduce_scatter_base(group: Any, part: Tensor, whole: Tensor) -> None:
+    group._reduce_scatter_base(part, whole).wait()
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Run operations for real, inside a recording."""
+    context: AbstractContextManager[Any] = _disable_current_modes()
+    return context
+
+
+def storage_key(x: Tensor) -> int:
+    """The identity of the memory behind a tensor, real or fake."""
+    return int(x.untyped_storage()._cdata)

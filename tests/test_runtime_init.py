@@ -1,0 +1,206 @@
+"""Replayed construction gives bit for bit what plain construction gives, with little memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partc.runtime.init import initialise
+
+
+def check(build: Callable[[], nn.Module], *, said: str = "", wanted: Callable[[str], bool] = lambda name: True) -> None:
+    """The initialised tensors equal the plain model's, and so does the generator afterwards."""
+    torch.manual_seed(7)
+    model = build()
+    following = torch.rand(3)
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    expected = {name: x.detach() for name, x in tensors.items() if wanted(name)}
+    got: dict[str, Tensor] = {}
+    lines: list[str] = []
+    initialise(
+        SimpleNamespace(model=build), {}, 7, set(expected), lambda name, x: got.update({name: x.clone()}), lines.append
+    )  # type: ignore[arg-type]
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.equal(got[name], x), name
+        assert got[name].dtype == x.dtype
+    assert torch.equal(torch.rand(3), following)
+    if said:
+        assert len(lines) == 1 and said in lines[0]
+    else:
+        assert lines == []
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6, padding_idx=2)
+        self.linear = nn.Linear(6, 5)
+        self.norm = nn.LayerNorm(5)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.batch_norm = nn.BatchNorm1d(5)
+        self.attention = nn.MultiheadAttention(6, 2)
+
+
+class Custom(nn.Module):
+    """Everything that nn.init offers, buffers computed from each other, tied weights, writes to parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 7)
+        nn.init.trunc_normal_(self.a.weight, std=0.3)
+        self.truncated = nn.Parameter(nn.init.trunc_normal_(torch.empty(40, 30), std=0.6))
+        self.narrow = nn.Parameter(nn.init.trunc_normal_(torch.empty(40, 3), a=-0.2, b=0.1))
+        nn.init.orthogonal_(self.a.weight)
+        nn.init.zeros_(self.a.bias)
+        self.b = nn.Linear(7, 6)
+        with torch.no_grad():
+            self.b.weight[2:4].normal_(0, 0.1)
+            self.b.weight.mul_(0.5)
+            self.b.bias.copy_(self.a.weight[0] * 2)
+        self.table = nn.Parameter(torch.randn(3, 4) * 0.02)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.tied = nn.Linear(6, 11, bias=False)
+        self.embedding = nn.Embedding(11, 6)
+        self.tied.weight = self.embedding.weight
+        inverse = 1.0 / (10000 ** (torch.arange(0, 8, 2).float() / 8))
+        self.register_buffer("inv_freq", inverse)
+        self.register_buffer("angles", torch.outer(torch.arange(5).float(), inverse))
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4, dtype=torch.bool)))
+        self.register_buffer("numbers", torch.tensor([1.5, 2.5, -3.0]))
+        self.register_buffer("order", torch.randperm(9))
+        self.identity = nn.Parameter(nn.init.eye_(torch.empty(4, 4)))
+        self.sparse = nn.Parameter(nn.init.sparse_(torch.empty(6, 5), 0.4))
+        self.half = nn.Linear(3, 3).to(torch.float64)
+
+
+class Applied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+        self.head = nn.Linear(5, 9)
+        self.apply(self.init)
+        for layer in self.layers:
+            layer.weight.data.normal_(mean=0.0, std=0.1)
+
+    def init(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.constant_(module.bias, 0.25)
+
+
+class ReadsConstants(nn.Module):
+    """What Hugging Face's ViT does: rates from a linspace, read by `.item()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rates = [x.item() for x in torch.linspace(0, 0.1, 4)]
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in rates])
+        with torch.no_grad():
+            for layer, rate in zip(self.layers, rates, strict=True):
+                layer.bias.fill_(rate)
+
+
+class ReadsDraws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.linear.weight.data.mul_(1.0 / self.linear.weight.abs().max().item())
+
+
+class Seeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        torch.manual_seed(7)
+        self.second = nn.Linear(3, 3)
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, generator=torch.Generator().manual_seed(1)))
+        self.linear = nn.Linear(3, 3)
+
+
+class Outside(nn.Module):
+    table = torch.zeros(5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("copy", Outside.table + 1)
+        self.linear = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("build", [Layers, Custom, Applied, ReadsConstants, ReadsDraws, Outside])
+def test_replayed_equals_plain(build: Callable[[], nn.Module]) -> None:
+    check(build)
+
+
+@pytest.mark.parametrize("build", [Layers, Custom, Applied])
+def test_a_part_of_the_tensors(build: Callable[[], nn.Module]) -> None:
+    """What isn't wanted still draws."""
+    check(build, wanted=lambda name: "b" in name)
+
+
+@pytest.mark.parametrize(("build", "why"), [(Seeds, "generator"), (OwnGenerator, "generator")])
+def test_what_cannot_be_replayed_is_built_whole(build: Callable[[], nn.Module], why: str) -> None:
+    check(build, said=why)
+
+
+def test_a_constructor_that_fails_fails() -> None:
+    def build() -> nn.Module:
+        raise KeyError("width")
+
+    with pytest.raises(KeyError, match="width"):
+        initialise(SimpleNamespace(model=build), {}, 0, set(), lambda name, x: None, lambda line: None)  # type: ignore[arg-type]
+
+
+def test_one_tensor_at_a_time() -> None:
+    """A model whose weights are initialised twice never has two of them in memory."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(8)])
+            for layer in self.layers:
+                nn.init.normal_(layer.weight)
+
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
+    most = 0
+
+    def take(name: str, x: Tensor) -> None:
+        nonlocal most
+        alive.append(weakref.ref(x.untyped_storage()))
+        most = max(most, sum(storage() is not None for storage in alive))
+
+    initialise(SimpleNamespace(model=Deep), {}, 0, {f"layers.{i}.weight" for i in range(8)}, take)  # type: ignore[arg-type]
+    assert len(alive) == 8
+    assert most == 1
+
+
+def hugging_face(family: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
+    if family == "llama":
+        config = transformers.LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes)
+        return transformers.LlamaForCausalLM(config)
+    if family == "gpt2":
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50, n_embd=24, n_layer=2, n_head=4))
+    if family == "bert":
+        return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=50, **sizes))
+    config = transformers.ViTConfig(image_size=16, patch_size=8, **sizes)
+    return transformers.ViTForImageClassification(config)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "vit"])
+def test_hugging_face(family: str) -> None:
+    check(lambda: hugging_face(family))

@@ -166,6 +166,31 @@ class Layout:
         return cls(dims, marks.get("partial", ()), marks.get("vary", ()))
 
 
+def index_ranges(
+    layout: Layout, coordinate: Mapping[str, int], sizes: Sizes
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Per dimension, the global ranges [start, end) that the rank at a coordinate holds, in local order."""
+    return tuple(_dim_ranges(dim, coordinate, sizes) for dim in layout.dims)
+
+
+def _dim_ranges(
+    dim: tuple[SubDim, ...], coordinate: Mapping[str, int], sizes: Sizes
+) -> tuple[tuple[int, int], ...]:
+    ranges, below = ((0, 1),), 1  # within the sub-dimensions from here to the minor end
+    for sub in reversed(dim):
+        place = 0
+        for axis in sub.axes:
+            place = place * sizes[axis] + coordinate.get(axis, 0)
+        inside = sub.size // math.prod(sizes[axis] for axis in sub.axes)
+        first, last = place * inside, (place + 1) * inside
+        if ranges == ((0, below),):
+            ranges = ((first * below, last * below),)
+        else:
+            ranges = tuple((i * below + start, i * below + end) for i in range(first, last) for start, end in ranges)
+        below *= sub.size
+    return ranges
+
+
 def _normalized_dim(dim: tuple[SubDim, ...], sizes: Sizes) -> tuple[SubDim, ...]:
     result: list[SubDim] = []
     for sub in dim:

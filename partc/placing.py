@@ -240,7 +240,8 @@ class _Builder:
             forward, backward = moved
             once = weight and isinstance(source, Replicated) and isinstance(target, Varying)
             back = backward / self.program.microbatches if once else backward
-            return {"communication": size * (forward + (back if live else 0.0))}
+            sent = {"communication": size * (forward + (back if live else 0.0))}
+            return sent if once or not weight else sent | {"moved_weights": size}
 
         return price
 

@@ -7,7 +7,7 @@
 
 One integer program over the distinct regions, each weighted by its calls, decides every operation's
 factor and the placement of every value that crosses calls. First, no matrix product is repeated
-and no large weight is replicated where that can be avoided: this is what the axis is for. Embedding
+and no large weight is replicated, nor moved, where that can be avoided: this is what the axis is for. Embedding
 tables are cut by rows, as the output layer is, so that tied and untied models store alike. Then the
 bytes communicated (forward, backward and gradient reductions) are minimised; a byte that a rank
 computes again counts as a quarter of one sent, so that norms are cut along the sequence; memory
@@ -29,7 +29,7 @@ from partc.sharding import axis_order, tensor_axes
 
 OBJECTIVES: Sequence[Mapping[str, float]] = (
     {"repeated_flops": 1.0},
-    {"replicated_weights": 1.0, "table_columns": 0.5},
+    {"replicated_weights": 1.0, "moved_weights": 1.0, "table_columns": 0.5},
     {"communication": 1.0, "repeated_bytes": 0.25, "memory": 1e-3, "nesting": 1e-3},
 )
 

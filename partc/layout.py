@@ -162,7 +162,9 @@ class Layout:
         if not match:
             raise ValueError(f"not a layout: {text!r}")
         dims = tuple(_parse_dim(part) for part in _split_dims(match.group(1)))
-        marks = {kind: tuple(axes.split(",")) for kind, axes in re.findall(r"(partial|vary)\(([\w,]+)\)", match.group(2))}
+        marks = {
+            kind: tuple(axes.split(",")) for kind, axes in re.findall(r"(partial|vary)\(([\w,]+)\)", match.group(2))
+        }
         return cls(dims, marks.get("partial", ()), marks.get("vary", ()))
 
 
@@ -173,9 +175,7 @@ def index_ranges(
     return tuple(_dim_ranges(dim, coordinate, sizes) for dim in layout.dims)
 
 
-def _dim_ranges(
-    dim: tuple[SubDim, ...], coordinate: Mapping[str, int], sizes: Sizes
-) -> tuple[tuple[int, int], ...]:
+def _dim_ranges(dim: tuple[SubDim, ...], coordinate: Mapping[str, int], sizes: Sizes) -> tuple[tuple[int, int], ...]:
     ranges, below = ((0, 1),), 1  # within the sub-dimensions from here to the minor end
     for sub in reversed(dim):
         place = 0

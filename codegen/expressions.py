@@ -165,8 +165,10 @@ def _permute(o: Operands) -> str:
     order = [int(part) for part in o.args[1].strip("()").split(",") if part.strip()]
     moved = [index for index, dim in enumerate(order) if index != dim]
     if len(moved) == 2 and order[moved[0]] == moved[1]:
-        return f"{o.args[0]}.mT" if moved == [len(order) - 2, len(order) - 1] else (
-            f"{o.args[0]}.transpose({moved[0]}, {moved[1]})"
+        return (
+            f"{o.args[0]}.mT"
+            if moved == [len(order) - 2, len(order) - 1]
+            else (f"{o.args[0]}.transpose({moved[0]}, {moved[1]})")
         )
     return f"{o.args[0]}.permute({', '.join(map(str, order))})"
 
@@ -294,7 +296,7 @@ _TABLE: Mapping[str, Emit] = {
     "attention_backward": _function(
         "functional.attention_backward", "", "", "", "", "mask=", "out=", "lse=", "is_causal=False", "scale=None"
     ),
-    "embedding": _function("F.embedding"),
+    "embedding": _function("torch.embedding"),
     "embedding_shard": _at_rank("functional.embedding_shard"),
     "cross_entropy": _function(
         "functional.cross_entropy", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0"

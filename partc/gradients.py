@@ -49,3 +49,15 @@ def reached(graph: Graph, roots: Iterable[str]) -> set[str]:
         if op.name not in _FLAT and any(name in live for name in op.refs()):
             live.update(value.name for value in op.results if value.type.differentiable)
     return live
+
+
+def input_only(program: Program) -> frozenset[str]:
+    """Names of the calls whose results depend on inputs and constants alone, on no parameter."""
+    trainable = {parameter.name for parameter in program.parameters if parameter.trainable}
+    pure_values = set(program.inputs)
+    calls = set()
+    for call in program.calls:
+        if not trainable.intersection(call.params) and pure_values.issuperset(call.args):
+            calls.add(call.name)
+            pure_values.update(call.results)
+    return frozenset(calls)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from partc.assignment import Alternative, Node, Price, Problem, Solution, Wire
 from partc.errors import PartcError
-from partc.gradients import gradient_inputs, reached, trainable_params
+from partc.gradients import gradient_inputs, input_only, reached, trainable_params
 from partc.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
 from partc.pins import Pin
 from partc.program import FLOATING, ITEMSIZE, Choice, Op, Program, Region, TensorType
@@ -65,6 +65,8 @@ class _Builder:
         self.n = self.sizes[axis]
         self.calls = {r.name: sum(call.region == r.name for call in program.calls) for r in program.regions}
         self.owners = _merged_slots(program)
+        calls = input_only(program)
+        self.pure = {call.region for call in program.calls if call.name in calls}  # cheap: repeated on every rank
         self.needs = gradient_inputs(program)
         self.trainable = trainable_params(program)
         self.parameter_bytes = sum(math.prod(p.type.shape) * ITEMSIZE[p.type.dtype] for p in program.parameters)
@@ -151,7 +153,7 @@ class _Builder:
         if any(name in live for name in op.refs()):
             repeated.append(Choice(axis=self.axis, factor=None))
         spread: Sequence[Choice] = ()
-        if rule is not None and region.phase == "microbatch":
+        if rule is not None and region.name not in self.pure:
             spread = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
         alternatives: dict[tuple[Hashable, ...], Alternative] = {}
         for choice in (*repeated, *spread):

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from partc.errors import PartcError
+from partc.gradients import input_only
 from partc.layout import Layout, Partial, Placement, Replicated, Shard, Varying
 from partc.mesh import BATCH_AXIS
 from partc.program import FLOATING, Call, Choice, Op, Program, Region, TensorType
@@ -193,15 +194,3 @@ def _factor_at(rule: OpRule, operand: int, placement: Shard) -> tuple[str, int] 
             return name, placement.outer // before
         before *= sizes[name]
     return None
-
-
-def input_only(program: Program) -> frozenset[str]:
-    """Names of the calls whose results depend on inputs and constants alone, on no parameter."""
-    trainable = {parameter.name for parameter in program.parameters if parameter.trainable}
-    pure_values = set(program.inputs)
-    calls = set()
-    for call in program.calls:
-        if not trainable.intersection(call.params) and pure_values.issuperset(call.args):
-            calls.add(call.name)
-            pure_values.update(call.results)
-    return frozenset(calls)

@@ -198,10 +198,11 @@ def _with_plain_names(region: Region) -> Region:
     """A sum that alone reads its partial value takes the plain name: `down` is complete, `down_partial` not."""
     graph = region.forward
     uses = _uses(region)
+    made = {value.name for op in graph.ops for value in op.results}
     names: dict[str, str] = {}
     for op in graph.ops:
         source = next(op.refs(), None)
-        if op.name in _REDUCING and source is not None and uses[source] == 1 and source not in names.values():
+        if op.name in _REDUCING and source in made and uses[source] == 1 and source not in names.values():
             if op.result.name == f"{source}_sum" and f"{source}_partial" not in graph.definitions():
                 names[source], names[op.result.name] = f"{source}_partial", source
     outputs = tuple(names.get(name, name) for name in graph.outputs)

@@ -34,17 +34,30 @@ def linear_grad_bias(grad: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     """The normalised rows, and each row's 1 / rms for backward."""
-    out, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
-    return out, rstd
+    if x.is_cuda:
+        out, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+        return out, rstd
+    dims = tuple(range(-len(shape), 0))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    rstd = x.to(_row_dtype(x)).square().mean(dims, keepdim=True).add_(eps).rsqrt_()
+    out = (x * rstd).to(x.dtype)
+    return out if weight is None else out.mul_(weight), rstd
 
 
 def rms_norm_backward(
     grad: Tensor, x: Tensor, shape: tuple[int, ...], weight: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and weight."""
-    wanted = [True, weight is not None]
-    grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(grad, x, shape, rstd, weight, wanted)
-    return grad_x, grad_weight
+    """Gradients of x and weight (Zhang and Sennrich 2019, appendix A)."""
+    if x.is_cuda:
+        wanted = [True, weight is not None]
+        grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(grad, x, shape, rstd, weight, wanted)
+        return grad_x, grad_weight
+    dims, rows = tuple(range(-len(shape), 0)), tuple(range(x.dim() - len(shape)))
+    unit = x * rstd
+    grad_unit = grad if weight is None else grad * weight
+    grad_weight = None if weight is None else (grad * unit).sum(rows).to(weight.dtype)
+    along = (grad_unit * unit).mean(dims, keepdim=True)
+    return unit.mul_(along).sub_(grad_unit).mul_(-rstd).to(x.dtype), grad_weight
 
 
 def layer_norm(

@@ -133,8 +133,10 @@ class Layout:
         joins the one before it; one that is cut down to single elements joins the next.
         """
         dims = tuple(_normalized_dim(dim, sizes) for dim in self.dims)
-        keep = lambda axes: tuple(sorted(axis for axis in axes if sizes[axis] > 1))  # noqa: E731
-        return Layout(dims, keep(self.partial), keep(self.varying))
+        partial, varying = (
+            tuple(sorted(axis for axis in axes if sizes[axis] > 1)) for axes in (self.partial, self.varying)
+        )
+        return Layout(dims, partial, varying)
 
     def without(self, *axes: str) -> Layout:
         """The same layout with these axes replicated (not normalized)."""
@@ -176,7 +178,8 @@ def index_ranges(
 
 
 def _dim_ranges(dim: tuple[SubDim, ...], coordinate: Mapping[str, int], sizes: Sizes) -> tuple[tuple[int, int], ...]:
-    ranges, below = ((0, 1),), 1  # within the sub-dimensions from here to the minor end
+    ranges: tuple[tuple[int, int], ...] = ((0, 1),)
+    below = 1  # elements of the sub-dimensions from here to the minor end, within which `ranges` lie
     for sub in reversed(dim):
         place = 0
         for axis in sub.axes:

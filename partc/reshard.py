@@ -170,7 +170,9 @@ class _Search:
         self._dst = dst
         self._sizes = sizes
         self._axes = _differing(src, dst)
-        self._marks = tuple(sorted({*_boundaries(a), *_boundaries(b)}) for a, b in zip(src.dims, dst.dims, strict=True))
+        self._marks = tuple(
+            sorted({*_boundaries(a, sizes), *_boundaries(b, sizes)}) for a, b in zip(src.dims, dst.dims, strict=True)
+        )
 
     def moves(self, layout: Layout) -> Iterator[Move]:
         for axis in self._axes:
@@ -245,11 +247,15 @@ def _without(axes: tuple[str, ...], axis: str) -> tuple[str, ...]:
     return tuple(other for other in axes if other != axis)
 
 
-def _boundaries(dim: tuple[SubDim, ...]) -> Iterator[int]:
-    """Global counts of elements before each sub-dimension."""
+def _boundaries(dim: tuple[SubDim, ...], sizes: Sizes) -> Iterator[int]:
+    """Global counts of elements before each sub-dimension, and between the axes that cut it."""
     before = 1
     for sub in dim:
-        yield before
+        inside = before
+        yield inside
+        for axis in sub.axes:
+            inside *= sizes[axis]
+            yield inside
         before *= sub.size
 
 

@@ -1,7 +1,6 @@
 """Ranks as a dictionary: what each collective does to all of them at once, written from its definition.
 
-Nothing here comes from the compiler but the layouts' own fields. Values are complex to get wrong by
-accident: a rank's copy of a partial value differs from every other's.
+Nothing here comes from the compiler but the layouts' own fields.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from partc.layout import Layout, Sizes
+from partc.layout import Layout, Sizes, SubDim
 
 Coordinate = tuple[int, ...]  # in the order of the axes of `sizes`
 Shards = dict[Coordinate, Tensor]
@@ -27,7 +26,7 @@ def named(coordinate: Coordinate, sizes: Sizes) -> dict[str, int]:
     return dict(zip(sizes, coordinate, strict=True))
 
 
-def _indices(dim, place: Mapping[str, int], sizes: Sizes) -> list[int]:
+def _indices(dim: tuple[SubDim, ...], place: Mapping[str, int], sizes: Sizes) -> list[int]:
     """Global indices of a dimension that a rank holds: those whose digits are the rank's."""
     held = []
     for index in range(math.prod(sub.size for sub in dim)):

@@ -1,0 +1,146 @@
+"""Export a model's forward pass without allocating a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import PartcError
+from partc.modelfile import blame
+from partc.torch_private import FakeTensorMode
+
+PRECISIONS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
+
+Loss = Callable[[Any, Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """An exported program, and the module it came from: names, ties and which parameters are trained."""
+
+    exported: torch.export.ExportedProgram
+    model: nn.Module
+    batch: Mapping[str, Tensor]
+
+
+class _Step(nn.Module):
+    """What is traced: one batch, by entry names, to one loss."""
+
+    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, **batch: Any) -> Tensor:
+        if self._loss is not None:
+            return self._loss(self.model, batch)  # type: ignore[no-any-return]
+        out = self.model(**batch)
+        found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+        if not isinstance(found, Tensor):
+            raise TypeError("the model returns no loss: return a tensor or an object with .loss, or define loss(model, batch)")
+        return found
+
+
+def capture(
+    build: Callable[[], nn.Module],
+    make_batch: Callable[[], Mapping[str, Any]],
+    loss: Loss | None,
+    *,
+    precision: str,
+    path: Path | None = None,
+) -> Captured:
+    """Build under fake tensors and export.
+
+    Raises PartcError P0205 (the model or the batch can't be built), P0206 (it doesn't trace),
+    P0207 (dropout is on), P0208 (the loss is no scalar).
+    """
+    dtype = PRECISIONS[precision]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = _built(build, path)
+    with mode:
+        _make_fake(model, dtype)
+        batch = _batch(make_batch, mode, dtype, path)
+        _refuse_dropout(model)
+        try:
+            exported = torch.export.export(_Step(model, loss), (), kwargs=dict(batch), strict=False)
+        except Exception as error:
+            raise PartcError(
+                "P0206",
+                f"the model does not trace: {_first_line(error)}",
+                help="shapes and branches must not depend on values of tensors; partc explain P0206",
+                source=blame(error, path),
+            ) from error
+    return Captured(exported=exported, model=model, batch=batch)
+
+
+def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception as error:
+        raise PartcError(
+            "P0205",
+            f"model() fails: {type(error).__name__}: {_first_line(error)}",
+            help="models are built on the meta device, without values; compute nothing from weights in constructors",
+            source=blame(error, path),
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise PartcError("P0205", f"model() returns {type(model).__name__}, not a torch.nn.Module", help="return the model")
+    return model
+
+
+def _make_fake(model: nn.Module, dtype: torch.dtype) -> None:
+    """Swap every parameter and buffer for a fake one on the CPU, ties kept, floats cast."""
+    made: dict[int, Tensor] = {}
+
+    def fake(old: Tensor) -> Tensor:
+        if id(old) not in made:
+            empty = torch.empty(old.shape, dtype=dtype if old.is_floating_point() else old.dtype, device="cpu")
+            made[id(old)] = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
+        return made[id(old)]
+
+    for module in model.modules():
+        for store in (module._parameters, module._buffers):
+            for name, old in store.items():
+                if old is not None:
+                    store[name] = fake(old)  # type: ignore[assignment]
+
+
+def _batch(
+    make: Callable[[], Mapping[str, Any]], mode: FakeTensorMode, dtype: torch.dtype, path: Path | None
+) -> dict[str, Tensor]:
+    try:
+        batch = make()
+    except Exception as error:
+        raise PartcError(
+            "P0205", f"batch() fails: {type(error).__name__}: {_first_line(error)}", source=blame(error, path)
+        ) from error
+    if not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) for x in batch.values()) or not batch:
+        raise PartcError("P0205", "batch() returns no dict of tensors", help="return {name: tensor}, the whole batch")
+    cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+    # Entries that share one tensor would be traced as one input.
+    return {name: torch.empty_like(mode.from_tensor(x)) if not _is_fake(x) else x.clone() for name, x in cast.items()}
+
+
+def _is_fake(x: Tensor) -> bool:
+    return hasattr(x, "fake_mode")
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.AlphaDropout) and module.training and module.p > 0:
+            raise PartcError(
+                "P0207",
+                f"{name} drops out with p={module.p}: random numbers are not yet the same on every mesh",
+                help="set dropout to 0, or call model.eval()",
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

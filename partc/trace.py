@@ -1,0 +1,286 @@
+"""From a model to the IR: one region that holds the whole forward pass, operation by operation."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+
+from partc.capture import Captured, Loss, capture
+from partc.errors import InternalError, PartcError, Source
+from partc.layout import Layout
+from partc.mesh import Mesh
+from partc.modelfile import is_machinery, load
+from partc.operators import DTYPE_NAMES
+from partc.program import Arg, Call, DTypeArg, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
+
+MAIN = "main"
+_IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
+_INLINED = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
+_DROPPED = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A traced model: its program, and what a package needs to build the model again."""
+
+    program: Program
+    model_source: str
+    options: Mapping[str, Any]
+
+
+def trace_file(
+    path: Path, options: Mapping[str, str], *, mesh: Mesh, microbatches: int = 1, precision: str = "fp32"
+) -> Traced:
+    """Trace a model file. Raises PartcError P0201 to P0209."""
+    file = load(path, options)
+    captured = capture(file.model, file.batch, file.loss, precision=precision, path=file.path)
+    program = program_of(captured, name=file.name, mesh=mesh, microbatches=microbatches)
+    return Traced(program=program, model_source=file.source, options=file.options)
+
+
+def trace_model(
+    build: Callable[[], nn.Module],
+    batch: Callable[[], Mapping[str, Any]],
+    loss: Loss | None = None,
+    *,
+    name: str,
+    mesh: Mesh,
+    microbatches: int = 1,
+    precision: str = "fp32",
+) -> Program:
+    """Trace a model given as functions. Raises PartcError P0205 to P0209."""
+    captured = capture(build, batch, loss, precision=precision)
+    return program_of(captured, name=name, mesh=mesh, microbatches=microbatches)
+
+
+def program_of(captured: Captured, *, name: str, mesh: Mesh, microbatches: int) -> Program:
+    """The program of an exported model: the region `main`, called once."""
+    parameters = _parameters(captured.model)
+    reader = _Reader(captured)
+    graph = reader.read()
+    owners = {alias: p.name for p in parameters for alias in (p.name, *p.aliases)}
+    used = {value.name: owners[reader.states[value.name]] for value in reader.params}
+    region = Region(name=MAIN, params=tuple(reader.params), forward=graph)
+    inputs = tuple(value.name for value in graph.inputs)
+    loss = next(value for op in graph.ops for value in op.results if value.name == graph.outputs[0])
+    if loss.type.shape:
+        raise PartcError("P0208", f"the loss has shape {loss.type.shape}, not that of a scalar", help="return its mean or sum")
+    call = Call(name=MAIN, region=MAIN, params=tuple(used[v.name] for v in reader.params), args=inputs, results=("loss",))
+    return Program(
+        name=name,
+        mesh=mesh,
+        microbatches=microbatches,
+        inputs=inputs,
+        values=(*graph.inputs, Value(name="loss", type=loss.type)),
+        parameters=parameters,
+        regions=(region,),
+        calls=(call,),
+        loss="loss",
+    )
+
+
+def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
+    """Every parameter and buffer once, under its first name; the other names of tied ones are aliases."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for source in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in source:
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+    return tuple(
+        Parameter(
+            name=found[0],
+            type=tensor_type(tensors[key]),
+            trainable=isinstance(tensors[key], nn.Parameter) and tensors[key].requires_grad,
+            aliases=tuple(found[1:]),
+        )
+        for key, found in names.items()
+    )
+
+
+def tensor_type(tensor: Tensor) -> TensorType:
+    if tensor.dtype not in DTYPE_NAMES:
+        raise PartcError("P0209", f"tensors of {tensor.dtype} are not supported", help="use real numbers")
+    return TensorType(dtype=DTYPE_NAMES[tensor.dtype], layout=Layout.replicated(tensor.shape))
+
+
+class _Reader:
+    """Walks an exported graph once and collects operations, inputs and parameters."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._exported = captured.exported
+        self._constants = {name: tensor for name, tensor in captured.exported.constants.items()}
+        self._names: dict[fx.Node, str] = {}
+        self._ops: list[Op] = []
+        self.params: list[Value] = []
+        self.inputs: list[Value] = []
+        self.states: dict[str, str] = {}  # parameter's value -> state dict name
+
+    def read(self) -> Graph:
+        signature = self._exported.graph_signature
+        specs = {spec.arg.name: spec for spec in signature.input_specs}
+        changed = [spec for spec in signature.output_specs if spec.kind.name == "BUFFER_MUTATION"]
+        if changed:
+            raise PartcError(
+                "P0210",
+                f"forward updates the buffer {str(changed[0].target).removeprefix('model.')}",
+                help="statistics that forward updates (BatchNorm in training) are not supported yet; call eval() on them",
+            )
+        module = self._exported.graph_module
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node, specs[node.name])
+        outputs = self._body(module)
+        return Graph(inputs=tuple(self.inputs), ops=tuple(self._ops), outputs=(outputs[0],))
+
+    def _placeholder(self, node: fx.Node, spec: Any) -> None:
+        self._names[node] = node.name
+        match spec.kind:
+            case InputKind.USER_INPUT:
+                self.inputs.append(Value(name=node.name, type=tensor_type(node.meta["val"])))
+            case InputKind.PARAMETER | InputKind.BUFFER:
+                self.params.append(Value(name=node.name, type=tensor_type(node.meta["val"])))
+                self.states[node.name] = spec.target.removeprefix("model.")
+            case InputKind.CONSTANT_TENSOR:
+                self._constant(node, spec.target)
+            case _:
+                raise InternalError(f"input {node.name} of kind {spec.kind}")
+
+    def _constant(self, node: fx.Node, target: str) -> None:
+        """A tensor that forward made from Python numbers: written out if it is small."""
+        type = tensor_type(node.meta["val"])
+        values = self._constants.get(target)
+        if values is None or values.numel() > 4096 or hasattr(values, "fake_mode"):
+            if 0 in type.shape:
+                args: tuple[Arg, ...] = (type.shape, 0)
+                self._add("full", args, (("dtype", DTypeArg(type.dtype)),), (Value(name=node.name, type=type),), None)
+                return
+            raise PartcError(
+                "P0211",
+                f"forward uses a constant tensor of shape {type.shape} that is no buffer",
+                help="register it as a buffer of its module",
+            )
+        args = (tuple(values.flatten().tolist()), type.shape)
+        self._add("constant", args, (("dtype", DTypeArg(type.dtype)),), (Value(name=node.name, type=type),), None)
+
+    def _body(self, module: fx.GraphModule) -> tuple[str, ...]:
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                self._node(node, module)
+            elif node.op == "output":
+                return tuple(self._names[item] for item in node.args[0])
+        raise InternalError("a graph without an output")
+
+    def _node(self, node: fx.Node, module: fx.GraphModule) -> None:
+        if node.target is operator.getitem:
+            return
+        name = _name(node)
+        if name in _DROPPED:
+            return
+        if name in _INLINED:
+            self._inline(node, module)
+            return
+        results = self._results(node)
+        args = tuple(self._arg(arg) for arg in node.args)
+        attrs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED)
+        self._add(name, args, attrs, results, source_of(node))
+
+    def _results(self, node: fx.Node) -> tuple[Value, ...]:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            self._names[node] = node.name
+            return (Value(name=node.name, type=tensor_type(value)),)
+        if not isinstance(value, tuple | list):
+            raise PartcError(
+                "P0206",
+                f"{_name(node)} makes a number from a tensor: sizes and branches must not depend on values",
+                help="keep it a tensor",
+                source=source_of(node),
+            )
+        items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        results = []
+        for index, item in enumerate(value):
+            name = items[index].name if index in items else f"{node.name}_{index}"
+            if index in items:
+                self._names[items[index]] = name
+            results.append(Value(name=name, type=tensor_type(item)))
+        return tuple(results)
+
+    def _inline(self, node: fx.Node, module: fx.GraphModule) -> None:
+        """A higher-order operation that runs a submodule: its operations take its place."""
+        operands = [arg for arg in node.args if isinstance(arg, fx.Node)]
+        body = getattr(module, str(operands[0].target))
+        places = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        for inner, outer in zip(places, operands[1:], strict=True):
+            self._names[inner] = self._names[outer]
+        prefix = len(self._ops)
+        self._rename_inner(body, f"{node.name}_{prefix}")
+        outputs = self._body(body)
+        for user in node.users:
+            if user.target is operator.getitem:
+                self._names[user] = outputs[user.args[1]]  # type: ignore[index]
+
+    def _rename_inner(self, body: fx.GraphModule, prefix: str) -> None:
+        taken = {value.name for op in self._ops for value in op.results} | {value.name for value in self.params}
+        for inner in body.graph.nodes:
+            if inner.op == "call_function" and inner.name in taken:
+                inner.name = f"{prefix}_{inner.name}"
+
+    def _add(
+        self,
+        name: str,
+        args: tuple[Arg, ...],
+        attrs: tuple[tuple[str, Arg], ...],
+        results: tuple[Value, ...],
+        source: Source | None,
+    ) -> None:
+        self._ops.append(Op(name=name, args=args, attrs=attrs, results=results, source=source))
+
+    def _arg(self, arg: Any) -> Arg:
+        if isinstance(arg, fx.Node):
+            return Ref(self._names[arg])
+        if isinstance(arg, torch.dtype):
+            return DTypeArg(DTYPE_NAMES[arg])
+        if isinstance(arg, list | tuple):
+            return tuple(self._arg(item) for item in arg)
+        if arg is None or isinstance(arg, bool | int | float | str):
+            return arg
+        if isinstance(arg, torch.device | torch.layout | torch.memory_format):
+            return None
+        raise InternalError(f"an operation's argument has no place in the IR: {arg!r}")
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        return name if namespace == "aten" else f"{namespace}::{name}"
+    return getattr(target, "__name__", str(target))
+
+
+def source_of(node: fx.Node) -> Source | None:
+    """The innermost line of model code that made a node, and the module that ran."""
+    stack = node.meta.get("nn_module_stack") or {}
+    module = next(reversed([path for path, _ in stack.values()]), "").removeprefix("model").removeprefix(".")
+    module = re.sub(r"@\d+$", "", module)
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    chosen = next(((f, n) for f, n in reversed(frames) if not is_machinery(f)), None)
+    if chosen is None:
+        return Source(file="", line=0, module=module) if module else None
+    return Source(file=_shortened(chosen[0]), line=int(chosen[1]), module=module)
+
+
+def _shortened(filename: str) -> str:
+    """Paths inside site-packages from the package on: the same on every machine."""
+    _, found, rest = filename.rpartition("site-packages/")
+    return rest if found else filename
+
+

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,14 +82,12 @@ def assemble(shards: Shards, layout: Layout, sizes: Sizes) -> Tensor:
         sums[key] = sums[key] + local if key in sums else local
     for coordinate, local in sums.items():
         place = named(coordinate, sizes)
-        where = torch.meshgrid(*(torch.tensor(_indices(d, place, sizes)) for d in layout.dims), indexing="ij")
-        if not where:
-            assert not written.any() or torch.equal(whole, local), "copies differ"
-            whole, written = local, torch.ones((), dtype=torch.bool)
-            continue
-        assert tuple(local.shape) == tuple(where[0].shape), f"local shape {tuple(local.shape)} is not {layout}'s"
+        held = [_indices(dim, place, sizes) for dim in layout.dims]
+        where = np.ix_(*held) if held else ()
+        assert list(local.shape) == [len(indices) for indices in held], f"{tuple(local.shape)} is not {layout}'s shape"
         seen = written[where]
-        assert torch.allclose(whole[where][seen], local[seen], rtol=1e-12, atol=1e-12), f"copies of {layout} differ"
+        copies = whole[where][seen], local[seen]
+        assert torch.allclose(*copies, rtol=1e-12, atol=1e-12, equal_nan=True), f"copies of {layout} differ"
         whole[where] = local
         written[where] = True
     assert written.all(), f"{layout} leaves elements out"

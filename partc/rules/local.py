@@ -56,6 +56,18 @@ def _slice(op: Op, sizes: Sizes) -> Op:
     return replace(op, args=(op.args[0], dim, *bounds, *op.args[4:]), attrs=())
 
 
+def _convolution(op: Op, sizes: Sizes) -> Op:
+    """Where there are groups, they are what is cut of the channels."""
+    groups = integers(argument(op, 6, "groups", 1))[0]
+    whole, local = op.result.type.shape[1], op.result.type.layout.local_shape(sizes)[1]
+    if groups == 1 or whole == local:
+        return op
+    if len(op.args) > 6:
+        return _with(op, 6, groups * local // whole)
+    attrs = tuple((name, groups * local // whole if name == "groups" else value) for name, value in op.attrs)
+    return replace(op, attrs=attrs)
+
+
 _LOCAL: dict[str, Callable[[Op, Sizes], Op]] = {
     "reshape": _result_shape(1),
     "expand": _result_shape(1),
@@ -67,6 +79,9 @@ _LOCAL: dict[str, Callable[[Op, Sizes], Op]] = {
     "new_zeros": _result_shape(1),
     "new_ones": _result_shape(1),
     "new_empty": _result_shape(1),
+    "conv1d": _convolution,
+    "conv2d": _convolution,
+    "conv3d": _convolution,
     "split": _split,
     "slice": _slice,
 }

@@ -79,18 +79,24 @@ def masked_fill(op: Op, types: Types) -> OpRule:
 
 def reduction(op: Op, types: Types) -> OpRule:
     """sum(x, dims, keepdim): the summed dimensions are contracted."""
-    return _reduced(op, types, contracted=True)
+    return _reduced(op, types, 1, contracted=True)
 
 
-def extremum(op: Op, types: Types) -> OpRule:
-    """amax, mean, var, any, argmax ...: what is reduced must be whole."""
-    return _reduced(op, types, contracted=False)
+def extremum(index: int = 1) -> Builder:
+    """amax, mean, var, any, argmax ...: what is reduced (the argument at `index`) must be whole."""
+
+    def build(op: Op, types: Types) -> OpRule:
+        if len(types) > 1:  # max(x, y) compares elements
+            return pointwise(op, types)
+        return _reduced(op, types, index, contracted=False)
+
+    return build
 
 
-def _reduced(op: Op, types: Types, *, contracted: bool) -> OpRule:
+def _reduced(op: Op, types: Types, index: int, *, contracted: bool) -> OpRule:
     shape = types[0].shape
     dims, sizes = _named(shape)
-    given = argument(op, 1, "dim")
+    given = argument(op, index, "dim")
     named = given if given is not None and not isinstance(given, bool) else ()
     reduced = {_dim(d, len(shape)) for d in integers(named)} or set(range(len(shape)))
     kept = tuple(dim for i, dim in enumerate(dims) if i not in reduced)

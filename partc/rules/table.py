@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -50,6 +51,10 @@ class Written:
         if missing or len(terms) != len(types) or len(op.results) != len(self.notation.results):
             raise NotationError(f"{len(types)} operands and {len(op.results)} results do not fit the rule")
         operands, results, sizes = bind(terms, [type.shape for type in types], self.notation.results)
+        for value, dims in zip(op.results, results, strict=True):
+            made = tuple(math.prod(sizes[name] for name in dim) for dim in dims)
+            if made != value.type.shape:
+                raise NotationError(f"the rule makes a result of shape {made}, the call one of {value.type.shape}")
         blocked = (self.blocked if isinstance(self.blocked, str) else self.blocked(op)).split()
         stop = {name for name in sizes if name in blocked or name.rstrip("0123456789") in blocked}
         added = tuple(i for i, term in enumerate(terms) if term.added)
@@ -167,14 +172,16 @@ build("group_norm", shapes.group_norm)
 rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"})
 rule(
     "cross_entropy",
-    "logits[*b v], labels[*b], weight?[v] -> [*b]",
+    "logits[*b v], labels[*b], weight?[w] -> [*b]",  # every rank weighs by its labels: it needs all weights
+    blocked="w",
     combined="v",
     sharded={"v": "cross_entropy_shard"},
 )
 
 # Along dimensions
 build("sum", shapes.reduction)
-build("mean amax amin max min argmax argmin any all prod var std logsumexp norm", shapes.extremum)
+build("mean amax amin max min argmax argmin any all prod var std logsumexp", shapes.extremum())
+build("norm linalg_vector_norm", shapes.extremum(2))
 build("softmax log_softmax sort argsort cummax cummin logcumsumexp", along(1))
 build("cumsum", along(1, linear=True))
 build("cumprod", along(1))
@@ -222,7 +229,7 @@ build(
     "clamp_max clamp_min copysign cos cosh detach elu eq erf erfc exp exp2 expm1 floor floor_divide fmod full_like ge "
     "gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log10 log1p log2 log_sigmoid "
     "logical_and logical_not logical_or logical_xor logaddexp lt maximum minimum mish nan_to_num ne ones_like pow "
-    "reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign silu sin sinh softplus softsign sqrt square "
+    "reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign silu sin sinh softplus sqrt square "
     "tan tanh threshold trunc xlogy zeros_like empty_like addcmul addcdiv",
     shapes.pointwise,
 )

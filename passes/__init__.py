@@ -1,6 +1,236 @@
-"""The passes, one file each, in the order in which they run."""
+"""The passes, one file each, in the order in which they run; the runner times, verifies and dumps.
 
-from partc.errors import InternalError
+Every pass is `name(program, **options) -> Program` in the file of its name. What it requires has
+been ensured by those before it: moving one up breaks the first requirement that is not met yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from partc import fuel
+from partc.errors import InternalError, PartcError
+from partc.program import Program
+from partc.settings import IR, OP_COUNTS, PASSES, settings, tell
 
 if __name__ != "partc.passes":
     raise InternalError(f"import partc.passes, not {__name__}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A pass as the runner sees it: its name is its file and its function."""
+
+    name: str
+    label: str  # of its line while compiling
+    does: str
+    requires: tuple[str, ...] = ()
+    ensures: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # which of the compile's options it takes
+    changes_numerics: bool = False  # beyond the order of a sum
+    optional: bool = False  # the program still compiles, and trains the same, without it
+
+    @property
+    def run(self) -> Callable[..., Program]:
+        """The function; its module loads now, so that listing the passes imports no torch."""
+        found: Callable[..., Program] = getattr(importlib.import_module(f"partc.passes.{self.name}"), self.name)
+        return found
+
+
+PIPELINE: tuple[Pass, ...] = (
+    Pass(
+        name="normalize",
+        label="Normalized",
+        does="canonical operations: views, casts and composites each in one form, no-ops dropped",
+        requires=("traced",),
+        ensures=("canonical",),
+    ),
+    Pass(
+        name="outline",
+        label="Outlined",
+        does="repeated bodies become regions, called once per repetition",
+        requires=("canonical",),
+        ensures=("regions",),
+    ),
+    Pass(
+        name="batch",
+        label="Batched",
+        does="the batch is spread over dp and over microbatches",
+        requires=("regions",),
+        ensures=("batch layouts",),
+    ),
+    Pass(
+        name="annotate",
+        label="Sharded",
+        does="every value gets its layout over tp, by exact optimisation",
+        requires=("batch layouts",),
+        ensures=("layouts",),
+        options=("pins",),
+    ),
+    Pass(
+        name="partition",
+        label="Partitioned",
+        does="collectives where layouts differ, local sizes, gradient reductions",
+        requires=("layouts",),
+        ensures=("local",),
+    ),
+    Pass(
+        name="stages",
+        label="Staged",
+        does="calls are dealt to pipeline stages; what crosses between them is sent",
+        requires=("local",),
+        ensures=("stages",),
+    ),
+    Pass(
+        name="differentiate",
+        label="Differentiated",
+        does="every region's backward graph, with what it saves",
+        requires=("local",),
+        ensures=("backward",),
+    ),
+    Pass(
+        name="expand",
+        label="Expanded",
+        does="composites that talk to other ranks are spelled out",
+        requires=("backward",),
+        ensures=("plain",),
+    ),
+    Pass(
+        name="schedule",
+        label="Scheduled",
+        does="what every rank does, in order",
+        requires=("stages", "backward"),
+        ensures=("schedule",),
+        options=("schedule",),
+    ),
+    Pass(
+        name="check",
+        label="Checked",
+        does="a proof that all communication matches and nothing can deadlock",
+        requires=("plain", "schedule"),
+    ),
+)
+NAMES = tuple(entry.name for entry in PIPELINE)
+FIRST = "trace"  # what the pipeline starts from, under the name that `--after` and `--dump-after` know
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One pass done: the program after it, and what it took."""
+
+    name: str
+    label: str
+    program: Program
+    seconds: float
+    added: tuple[tuple[str, int], ...] = ()  # operation -> how many more there are than before
+
+
+Observer = Callable[[Step], None]
+
+
+def run(
+    program: Program,
+    options: Mapping[str, Any],
+    *,
+    until: str | None = None,
+    verify: Callable[[Program, frozenset[str], str], None] | None = None,
+    observe: Observer = lambda step: None,
+) -> tuple[Step, ...]:
+    """Run the passes in order, up to and including `until`; every step is told to `observe` as it ends.
+
+    `verify(program, facts, name)` runs after each pass. Raises PartcError P0604 for a pass that
+    doesn't exist, P0702 for one that can't be left out.
+    """
+    if until == FIRST:
+        return ()
+    skipped = disabled()
+    fuel.refill()
+    facts = {"traced"}
+    steps: list[Step] = []
+    for entry in up_to(until):
+        if entry.name in skipped:
+            tell(PASSES, f"{entry.name:<14} disabled")
+            facts.update(entry.ensures)
+            continue
+        missing = set(entry.requires) - facts
+        if missing:
+            raise InternalError(
+                f"pass {entry.name} needs {', '.join(sorted(missing))}, which nothing before it ensures"
+            )
+        start = time.perf_counter()
+        after = entry.run(program, **{name: options[name] for name in entry.options if name in options})
+        seconds = time.perf_counter() - start
+        facts.update(entry.ensures)
+        if verify is not None:
+            verify(after, frozenset(facts), entry.name)
+        step = Step(
+            name=entry.name, label=entry.label, program=after, seconds=seconds, added=_difference(program, after)
+        )
+        _report(step)
+        observe(step)
+        steps.append(step)
+        program = after
+    return tuple(steps)
+
+
+def up_to(name: str | None) -> tuple[Pass, ...]:
+    """The passes up to and including a named one; all of them for None."""
+    return PIPELINE if name is None else PIPELINE[: NAMES.index(known(name)) + 1]
+
+
+def known(name: str) -> str:
+    """The name itself, where a pass has it. Raises PartcError P0604."""
+    if name not in (FIRST, *NAMES):
+        raise PartcError("P0604", f"there is no pass {name!r}", help=f"the passes are {', '.join((FIRST, *NAMES))}")
+    return name
+
+
+def disabled() -> frozenset[str]:
+    """The passes that PARTC_DISABLE leaves out. Raises PartcError P0604 and P0702."""
+    names = frozenset(map(known, settings().disabled))
+    fixed = sorted(names - {entry.name for entry in PIPELINE if entry.optional})
+    if fixed:
+        possible = [entry.name for entry in PIPELINE if entry.optional]
+        raise PartcError(
+            "P0702",
+            f"PARTC_DISABLE cannot leave out {fixed[0]!r}: later passes need what it does",
+            help=f"these can be left out: {', '.join(possible) or 'none yet'}",
+        )
+    return names
+
+
+def provenance(steps: tuple[Step, ...]) -> dict[str, str]:
+    """Which pass first made each value: "region.value" -> pass, values of the trace left out."""
+    found: dict[str, str] = {}
+    for step in steps:
+        for region in step.program.regions:
+            for graph in (region.forward, region.backward):
+                for op in graph.ops if graph else ():
+                    for value in op.results:
+                        found.setdefault(f"{region.name}.{value.name}", step.name)
+    return found
+
+
+def _counts(program: Program) -> Counter[str]:
+    graphs = (graph for region in program.regions for graph in (region.forward, region.backward) if graph)
+    return Counter(op.name for graph in graphs for op in graph.ops)
+
+
+def _difference(before: Program, after: Program) -> tuple[tuple[str, int], ...]:
+    old, new = _counts(before), _counts(after)
+    return tuple((name, new[name] - old[name]) for name in sorted({*old, *new}) if new[name] != old[name])
+
+
+def _report(step: Step) -> None:
+    tell(PASSES, f"{step.name:<14} {step.seconds:8.3f} s")
+    if step.added:
+        tell(OP_COUNTS, "  " + ", ".join(f"{name} {count:+d}" for name, count in step.added))
+    if settings().debug >= IR:
+        from partc.printer import print_program
+
+        tell(IR, print_program(step.program))

@@ -1,0 +1,46 @@
+# make demo    compile, verify and train examples/gpt.py on 8 CPU processes
+# make test    the whole test suite
+# make check   formatting, lint, types
+# make bench   compile times and step times
+# Each sets up .venv by itself. Another interpreter: make PYTHON=python3.12 demo
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MESH ?= 2x2x2
+BUILD ?= build
+WORKERS ?= 2
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.partc
+	$(BIN)/partc compile examples/gpt.py --mesh $(MESH) --microbatches 4 -o $(BUILD)
+	$(BIN)/partc verify $(BUILD)
+	$(BIN)/partc run $(BUILD) --steps 20
+
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --durations=10 $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy partc
+
+bench: $(VENV)/.dev
+	for benchmark in tests/benchmarks/*.py; do $(BIN)/python $$benchmark || exit 1; done
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "partc needs Python 3.10 or newer; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.partc: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
+	@touch $@ $(VENV)/.partc

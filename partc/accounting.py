@@ -1,0 +1,137 @@
+"""What a finished plan moves and repeats: bytes per axis and step, and operations done more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from partc.codegen.collectives import local_bytes, moved_bytes
+from partc.errors import Source
+from partc.mesh import PIPELINE_AXIS, TIME_AXIS
+from partc.program import Graph, Op, Program, Region, TensorType
+from partc.rules import flops, resolve
+from partc.sharding import axis_order, choice_on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicatedOp:
+    """An operation that every rank of an axis repeats in full."""
+
+    op: str
+    place: str  # region and result: "block.scores"
+    axis: str
+    flops: int  # repeated per step, by all ranks of one group together
+    rule: bool  # False: it has no rule, so that nothing else is possible
+    source: Source | None = None
+
+
+def communication(program: Program) -> dict[str, int]:
+    """Bytes that one rank receives per step over each axis, on the stage that receives most.
+
+    Gradients that are summed over several axes at once are counted under their names joined: "dp,tp".
+    """
+    busiest: dict[str, int] = {name: 0 for name in program.mesh.names}
+    for stage in range(program.stages):
+        found: dict[str, int] = {}
+        for axis, size in (*_collectives(program, stage), *_reductions(program, stage), *_transfers(program, stage)):
+            found[axis] = found.get(axis, 0) + size
+        for axis, size in found.items():
+            busiest[axis] = max(busiest.get(axis, 0), size)
+    return busiest
+
+
+def _collectives(program: Program, stage: int) -> Iterator[tuple[str, int]]:
+    regions = {region.name: list(_region_bytes(region, program)) for region in program.regions}
+    phases = {region.name: region.phase for region in program.regions}
+    for call in program.calls:
+        if call.stage == stage and phases[call.region] != "setup":
+            times = program.microbatches if phases[call.region] == "microbatch" else 1
+            for axis, size in regions[call.region]:
+                yield axis, times * size
+
+
+def _region_bytes(region: Region, program: Program) -> Iterator[tuple[str, int]]:
+    for graph in (region.forward, region.backward):
+        if graph is not None:
+            types = _types(region, graph)
+            for op in graph.ops:
+                size = moved_bytes(op, types, program.sizes)
+                if size:
+                    yield str(dict(op.attrs)["axis"]), size
+
+
+def _types(region: Region, graph: Graph) -> dict[str, TensorType]:
+    types = {value.name: value.type for value in region.params}
+    types.update((name, value.type) for name, value in graph.definitions().items())
+    return types
+
+
+def _reductions(program: Program, stage: int) -> Iterator[tuple[str, int]]:
+    """Gradients, once per step: over the axes where ranks hold copies, and over the stages that share a weight."""
+    holders: dict[str, set[int]] = {}
+    for call in program.calls:
+        for name in call.params:
+            holders.setdefault(name, set()).add(call.stage)
+    for parameter in program.parameters:
+        stages = holders.get(parameter.name, set())
+        if not parameter.trainable or stage not in stages:
+            continue
+        size = local_bytes(parameter.type, program.sizes)
+        axes = [axis for axis in parameter.reduce if program.sizes[axis] > 1]
+        ways = 1
+        for axis in axes:
+            ways *= program.sizes[axis]
+        if ways > 1:
+            yield ",".join(axes), 2 * size * (ways - 1) // ways
+        if len(stages) > 1:
+            yield PIPELINE_AXIS, 2 * size * (len(stages) - 1) // len(stages)
+
+
+def _transfers(program: Program, stage: int) -> Iterator[tuple[str, int]]:
+    types = program.value_types()
+    for transfer in program.transfers:
+        size = program.microbatches * local_bytes(types[transfer.value], program.sizes)
+        if transfer.target == stage or (transfer.gradient and transfer.source == stage):
+            yield PIPELINE_AXIS, size
+
+
+def replicated_ops(program: Program) -> tuple[ReplicatedOp, ...]:
+    """Operations without a rule and matrix products that an axis repeats, the costliest first.
+
+    `program` is as annotate leaves it: every operation has its choices, and shapes are still global.
+    """
+    found: list[ReplicatedOp] = []
+    for region in program.regions:
+        types = _types(region, region.forward)
+        calls = sum(call.region == region.name for call in program.calls)
+        for op in region.forward.ops:
+            found.extend(_repeated(op, region, types, program, calls))
+    return tuple(sorted(found, key=lambda item: (-item.flops, item.place, item.axis)))
+
+
+def _repeated(
+    op: Op, region: Region, types: dict[str, TensorType], program: Program, calls: int
+) -> Iterator[ReplicatedOp]:
+    rule = resolve(op, types)
+    work = flops(op, rule) if rule is not None else sum(_elements(value.type) for value in op.results)
+    if not op.results or not work or region.phase == "setup" or not any(True for _ in op.refs()):
+        return
+    for axis in axis_order(program.sizes):
+        choice = choice_on(op, axis)
+        if axis == TIME_AXIS or (choice is not None and choice.factor is not None):
+            continue
+        shared = 1
+        for other in axis_order(program.sizes):
+            chosen = choice_on(op, other)
+            if other != axis and chosen is not None and chosen.factor is not None:
+                shared *= program.sizes[other]
+        repeated = work * calls * (program.sizes[axis] - 1) // shared
+        place = f"{region.name}.{op.results[0].name}"
+        yield ReplicatedOp(op=op.name, place=place, axis=axis, flops=repeated, rule=rule is not None, source=op.source)
+
+
+def _elements(type: TensorType) -> int:
+    count = 1
+    for size in type.shape:
+        count *= size
+    return count

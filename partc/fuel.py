@@ -1,0 +1,32 @@
+"""Optimization fuel: PARTC_FUEL=n allows the first n optional rewrites, so that bisection finds a wrong one.
+
+A pass asks `allowed("fold repeat_kv", place)` before each rewrite that it could leave out. The count
+is this module's one piece of state; the runner starts it afresh for every compile.
+"""
+
+from __future__ import annotations
+
+from partc.settings import REWRITES, settings, tell
+
+_spent = 0
+
+
+def refill() -> None:
+    """Start counting from zero."""
+    global _spent
+    _spent = 0
+
+
+def spent() -> int:
+    """How many rewrites were asked for since the last refill, allowed or not."""
+    return _spent
+
+
+def allowed(rewrite: str, place: object = "") -> bool:
+    """Whether this rewrite may be done; said at PARTC_DEBUG=5, with its number."""
+    global _spent
+    _spent += 1
+    limit = settings().fuel
+    go = limit is None or _spent <= limit
+    tell(REWRITES, f"rewrite {_spent:<5} {rewrite}{f' at {place}' if place else ''}{'' if go else ' (no fuel)'}")
+    return go

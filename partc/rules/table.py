@@ -217,19 +217,19 @@ build("full zeros ones empty new_full new_zeros new_ones new_empty scalar_tensor
 build("arange eye linspace", shapes.uncut)
 
 # Elementwise
-build("add sub", shapes.additive)
+build("add sub rsub", shapes.additive)
 build("mul", shapes.product)
 build("div", shapes.quotient)
-build("neg alias clone contiguous", shapes.unary_linear)
+build("neg alias clone contiguous detach", shapes.unary_linear)
 build("to", shapes.cast)
 build("where", shapes.where)
 build("masked_fill", shapes.masked_fill)
 build(
     "abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp "
-    "clamp_max clamp_min copysign cos cosh detach elu eq erf erfc exp exp2 expm1 floor floor_divide fmod full_like ge "
+    "clamp_max clamp_min copysign cos cosh elu eq erf erfc exp exp2 expm1 floor floor_divide fmod full_like ge "
     "gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log10 log1p log2 log_sigmoid "
     "logical_and logical_not logical_or logical_xor logaddexp lt maximum minimum mish nan_to_num ne ones_like pow "
-    "reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign silu sin sinh softplus sqrt square "
+    "reciprocal relu relu6 remainder round rsqrt selu sigmoid sign silu sin sinh softplus sqrt square "
     "tan tanh threshold trunc xlogy zeros_like empty_like addcmul addcdiv",
     shapes.pointwise,
 )

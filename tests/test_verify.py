@@ -41,6 +41,7 @@ def test_virtual_ranks_equal_the_single_device_model(package: Path, optimizer: s
     assert result.compared == 3 * (1 + 4 * 2 * 6 + 4 * 2 * 7)
 
 
+@pytest.mark.processes
 def test_processes_equal_the_single_device_model(package: Path) -> None:
     result = verify(package, steps=2)
     assert result.ok
@@ -83,6 +84,7 @@ def test_a_deadlock_is_named(package: Path) -> None:
     assert "rank 0 in recv from rank 4" in failure.value.output
 
 
+@pytest.mark.processes
 def test_run_reports(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
     told: list[str] = []
     result = run(package, steps=3, tell=told.append)

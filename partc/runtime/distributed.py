@@ -8,7 +8,8 @@ numbers groups by how many a process has made before, which pipeline stages don'
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from .comm import Axis, Comm, ReduceOp, axes_and_groups
-from .torch_private import all_gather_base, process_group, reduce_scatter_base
+from .torch_private import all_gather_base, lone_store, process_group, reduce_scatter_base
+from .watch import PeerLost
 
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -26,7 +28,7 @@ _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 def meet(world_size: int, timeout: datetime.timedelta) -> tuple[Store, int]:
     """The store that all ranks share, and this process's rank, from the variables that torchrun sets."""
     if world_size == 1:
-        return dist.HashStore(), 0
+        return lone_store(), 0
     store, rank, _ = next(rendezvous("env://", timeout=timeout))
     return store, rank
 
@@ -41,22 +43,26 @@ class DistributedAxis(Axis):
     def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        self.process_group.allreduce([x], options).wait()
+        with _peers():
+            self.process_group.allreduce([x], options).wait()
         return x
 
     def _all_gather(self, x: Tensor) -> Tensor:
         whole = x.new_empty((self.size, *x.shape))
-        all_gather_base(self.process_group, _bytes(whole), _bytes(x))
+        with _peers():
+            all_gather_base(self.process_group, _bytes(whole), _bytes(x))
         return whole
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         part = x.new_empty(x.shape[1:])
-        reduce_scatter_base(self.process_group, part, x)
+        with _peers():
+            reduce_scatter_base(self.process_group, part, x)
         return part
 
     def _all_to_all(self, x: Tensor) -> Tensor:
         result = torch.empty_like(x)
-        self.process_group.alltoall_base(_bytes(result), _bytes(x), [], []).wait()
+        with _peers():
+            self.process_group.alltoall_base(_bytes(result), _bytes(x), [], []).wait()
         return result
 
 
@@ -76,21 +82,24 @@ class DistributedComm(Comm):
         timeout: datetime.timedelta,
     ) -> None:
         self.device = device
+        self._rank = rank
         self._store = store
         self._world_size = world_size
         self._barriers = 0
         self._posted: list[tuple[Any, Tensor]] = []
         pairs = {f"to {stage}": (rank, peer) for stage, peer in peers.items()}
         pairs |= {f"from {stage}": (peer, rank) for stage, peer in peers.items()}
+        wanted = [(ranks, name, name) for name, ranks in groups.items()]
+        wanted += [(ranks, "pair", name) for name, ranks in pairs.items()]
         # Every rank connects in one order, by the ranks of each group: of all groups not yet connected,
         # the first in that order always has its whole membership waiting for it, so nobody waits forever.
-        wanted = sorted((ranks, name) for name, ranks in (*groups.items(), *pairs.items()))
         made: dict[str, DistributedAxis] = {}
-        for ranks, name in wanted:
-            kind = "pair" if name in pairs else name
+        for ranks, kind, name in sorted(wanted):
             prefix = PrefixStore(f"{kind}:{'-'.join(map(str, ranks))}", store)
             place = ranks.index(rank)
-            made[name] = DistributedAxis(process_group(prefix, place, len(ranks), device, timeout), place, len(ranks))
+            with _peers():
+                group = process_group(prefix, place, len(ranks), device, timeout)
+            made[name] = DistributedAxis(group, place, len(ranks))
         self._sending = {stage: made[f"to {stage}"] for stage in peers}
         self._receiving = {stage: made[f"from {stage}"] for stage in peers}
         super().__init__(*axes_and_groups(coordinate, {name: made[name] for name in groups}))
@@ -98,24 +107,48 @@ class DistributedComm(Comm):
     def send(self, x: Tensor, stage: int) -> None:
         x = x.contiguous()
         # The tensor is kept until the transfer has ended: nothing else may hold it by then.
-        self._posted.append((self._sending[stage].process_group.send([_bytes(x)], 1, 0), x))
+        with _peers():
+            self._posted.append((self._sending[stage].process_group.send([_bytes(x)], 1, 0), x))
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Tensor:
         x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        self._receiving[stage].process_group.recv([_bytes(x)], 0, 0).wait()
+        with _peers():
+            self._receiving[stage].process_group.recv([_bytes(x)], 0, 0).wait()
         return x
 
     def drain(self) -> None:
-        for work, _ in self._posted:
-            work.wait()
+        with _peers():
+            for work, _ in self._posted:
+                work.wait()
         self._posted.clear()
 
     def barrier(self) -> None:
         self._barriers += 1
-        arrived = self._store.add(f"barrier/{self._barriers}", 1)
-        if arrived == self._world_size:
-            self._store.set(f"barrier/{self._barriers}/open", "")
-        self._store.wait([f"barrier/{self._barriers}/open"])
+        with _peers():
+            arrive(self._store, f"barrier/{self._barriers}", self._world_size)
+
+    def close(self) -> None:
+        """Leave. Rank 0 may be the one that holds the store: it goes last."""
+        if self._world_size > 1:
+            with _peers():
+                arrive(self._store, "left", self._world_size, wait=self._rank == 0)
+
+
+def arrive(store: Store, place: str, count: int, *, wait: bool = True) -> None:
+    """Come to a place, and wait until `count` ranks have."""
+    if store.add(place, 1) == count:
+        store.set(f"{place}/all", "")
+    if wait:
+        store.wait([f"{place}/all"])
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    """What fails in here is another rank's doing."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(str(error)) from error
 
 
 def _bytes(x: Tensor) -> Tensor:

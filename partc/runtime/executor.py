@@ -63,7 +63,6 @@ def run_step(
     actions: Sequence[Action],
     batch: dict[str, Tensor],
     microbatches: Sequence[dict[str, Tensor]],
-    *,
     entering: Callable[[str], None] = lambda what: None,
 ) -> Tensor | None:
     """Run one step; returns the loss (of the whole batch) on ranks of the last stage.

@@ -48,7 +48,7 @@ def _recorded(build: Callable[[], nn.Module], seed: int, say: Callable[[str], No
         return record(build, seed)
     except CannotReplay as reason:
         why = str(reason)
-    except Exception as error:  # noqa: BLE001 - whatever it is: the plain constructor has no such limits, or raises it again
+    except Exception as error:  # whatever it is: the plain constructor has no such limits, or raises it again
         why = f"{type(error).__name__} on fake tensors: {str(error).partition(chr(10))[0][:120]}"
     say(f"building the whole model in memory to initialise it: {why}")
     return None

@@ -60,7 +60,7 @@ class View:
     offset: int
 
     def of(self, memory: torch.UntypedStorage) -> Tensor:
-        return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.shape, self.stride)
 
     @property
     def end(self) -> int:
@@ -71,7 +71,7 @@ class View:
         return (self.offset + last + 1) * self.dtype.itemsize
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Step:
     """One recorded operation: tensors in `args` and `kwargs` stand as views, results in `results`."""
 
@@ -137,11 +137,9 @@ class Recording:
         """Do a step again, or only its draws, and keep count of the generator's state."""
         step, generator = self.steps[index], torch.default_generator
         first = index >= self.drawn
-        if step.random:
-            if first:
-                step.state = self.state
-            if first or live:
-                generator.set_state(step.state)
+        if step.random and (first or live):
+            step.state = self.state if step.state is None else step.state
+            generator.set_state(step.state)
         if live:
             self._run(step, memory)
         elif step.random and first:
@@ -194,11 +192,11 @@ class Recording:
         step.operation(*args, **kwargs)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes each operation down, then lets the fake mode beneath compute its result's shape."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
         self._kept: list[Tensor] = []  # so that no storage's identity is used twice
 
@@ -215,7 +213,7 @@ class _Recorder(TorchDispatchMode):
         if name == "_local_scalar_dense":
             with without_modes():
                 return recording.value(views[0]).item()
-        seen = tree_map_only(Tensor, self._view, (args, kwargs))
+        seen_args, seen_kwargs = tree_map_only(Tensor, self._view, (args, kwargs))
 
         result = func(*args, **kwargs)
 
@@ -228,7 +226,16 @@ class _Recorder(TorchDispatchMode):
             fills = self._fills(name, args, views)
             reads = {view.storage for view in views[1:]} if fills is not None else known
             recording.steps.append(
-                Step(func, *seen, tuple(sorted(reads)), tuple(sorted(writes)), fills, results, random)
+                Step(
+                    operation=func,
+                    args=seen_args,
+                    kwargs=seen_kwargs,
+                    reads=tuple(sorted(reads)),
+                    writes=tuple(sorted(writes)),
+                    fills=fills,
+                    results=results,
+                    random=random,
+                )
             )
         return result
 
@@ -248,7 +255,7 @@ class _Recorder(TorchDispatchMode):
             self.recording.sizes[storage] = x.untyped_storage().nbytes()
             if not isinstance(x, FakeTensor):
                 self.recording.constants[storage] = x.untyped_storage()
-        return View(storage, x.dtype, tuple(x.shape), tuple(x.stride()), x.storage_offset())
+        return View(storage, x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

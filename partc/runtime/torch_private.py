@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import Store
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -18,6 +19,8 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "all_gather_base",
+    "clone_store",
+    "lone_store",
     "process_group",
     "reduce_scatter_base",
     "storage_key",
@@ -27,13 +30,25 @@ __all__ = [
 ]
 
 
-def process_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> Any:
+def process_group(store: Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> Any:
     """Connect to the others of a group: the classes are those that `new_group` makes."""
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
     return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def clone_store(store: Any) -> Store:
+    """Another connection to the same store, for another thread."""
+    clone: Store = store.clone()
+    return clone
+
+
+def lone_store() -> Store:
+    """The store of a world of one."""
+    store: Store = dist.HashStore()  # type: ignore[attr-defined]
+    return store
 
 
 def all_gather_base(group: Any, whole: Tensor, part: Tensor) -> None:

@@ -27,6 +27,7 @@ from .layout import Shard, parse_mesh
 from .log import StepLog
 from .optimizer import attach_gradients, make_optimizer
 from .tensors import save
+from .watch import Watch
 
 
 class UsageError(Exception):
@@ -49,7 +50,7 @@ class Job:
     virtual: bool
     record: Path | None
     report: Path | None
-    log: Path | None
+    metrics: Path | None
     timeout: float
 
     @property
@@ -111,7 +112,7 @@ def _parse(argv: Sequence[str], root: Path) -> Job:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, help="of the initial parameters and the data; the plan's by default")
     parser.add_argument("--virtual", action="store_true", help="all ranks in this one process")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="one line of JSON per step")
+    parser.add_argument("--metrics", type=Path, metavar="FILE", help="one line of JSON per step")
     parser.add_argument("--record", type=Path, metavar="DIR", help="every step's gradients and parameters, per rank")
     parser.add_argument("--report", type=Path, metavar="DIR", help="losses, times and memory, per rank, as JSON")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a rank waits for another")
@@ -152,7 +153,7 @@ def _train_virtual(job: Job) -> None:
             groups=rank.module.GROUPS,
             peers=rank.module.PEERS,
         )
-        _train(job, rank, comm, batch_of, torch.device("cpu"), entering=lambda what: None)
+        _train(job, rank, comm, batch_of, torch.device("cpu"))
 
     world.run(work)
 
@@ -175,21 +176,25 @@ def _train_this_rank(job: Job) -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    rank = _load_rank(number)
-    model_file = load_model_file(job.root / "model.py")
-    _materialise(job, model_file, [rank], device)
-    comm = DistributedComm(
-        rank=number,
-        coordinate=rank.module.COORDINATE,
-        groups=rank.module.GROUPS,
-        peers=rank.module.PEERS,
-        world_size=world_size,
-        store=store,
-        device=device,
-        timeout=timeout,
-    )
-    _train(job, rank, comm, lambda step: _batch(job, model_file, step), device, entering=lambda what: None)
-    comm.barrier()
+    with Watch(store, number, world_size) as watch:
+        rank = _load_rank(number)
+        model_file = load_model_file(job.root / "model.py")
+        watch.entering("the initialisation of its parameters")
+        _materialise(job, model_file, [rank], device)
+        watch.entering("connecting to its peers")
+        comm = DistributedComm(
+            rank=number,
+            coordinate=rank.module.COORDINATE,
+            groups=rank.module.GROUPS,
+            peers=rank.module.PEERS,
+            world_size=world_size,
+            store=store,
+            device=device,
+            timeout=timeout,
+        )
+        _train(job, rank, comm, lambda step: _batch(job, model_file, step), device, watch)
+        watch.entering("the end of the run")
+        comm.barrier()
     comm.close()
 
 
@@ -225,10 +230,10 @@ def _train(
     comm: Comm,
     batch_of: Callable[[int], dict[str, Tensor]],
     device: torch.device,
-    *,
-    entering: Callable[[str], None],
+    watch: Watch | None = None,
 ) -> None:
-    log = StepLog(job.log, job.steps) if rank.logs else None
+    log = StepLog(job.metrics, job.steps) if rank.logs else None
+    entering = (lambda what: None) if watch is None else watch.entering
     with torch.no_grad():
         shards = rank.stage_class.parameters
         gradients, buffers = gradient_buffers(shards, rank.parameters)
@@ -238,13 +243,16 @@ def _train(
         entering("setup")
         stage.setup()
         for step in range(job.steps):
+            if watch is not None:
+                watch.step = step + 1
+            entering("data")
             batch, microbatches = local_batch(
                 batch_of(step), stage.inputs, job.sizes, rank.module.COORDINATE, job.plan["microbatches"], device
             )
             started = time.perf_counter()
             for buffer in buffers:
                 buffer.zero_()
-            loss = run_step(stage, comm, rank.actions, batch, microbatches, entering=entering)
+            loss = run_step(stage, comm, rank.actions, batch, microbatches, entering)
             if job.record:
                 recorded = {f"gradient/{name}": x.clone() for name, x in gradients.items()}
             if optimizer is not None:

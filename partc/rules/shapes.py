@@ -12,18 +12,18 @@ Types = tuple[TensorType, ...]  # of the operands, in the order of op.refs()
 Builder = Callable[[Op, Types], OpRule | None]
 
 
-def _named(shape: Sequence[int], prefix: str = "d") -> tuple[Dims, dict[str, int]]:
+def named_dims(shape: Sequence[int], prefix: str = "d") -> tuple[Dims, dict[str, int]]:
     """One factor a dimension: d0, d1, ..."""
     return tuple((f"{prefix}{i}",) for i in range(len(shape))), {f"{prefix}{i}": n for i, n in enumerate(shape)}
 
 
-def _broadcast(shape: Sequence[int], whole: Sequence[int]) -> Dims:
+def broadcast_dims(shape: Sequence[int], whole: Sequence[int]) -> Dims:
     """Dimensions of an operand that broadcasts to `whole`, whose factors are d0, d1, ..."""
     start = len(whole) - len(shape)
     return tuple((f"d{start + i}",) if n == whole[start + i] else () for i, n in enumerate(shape))
 
 
-def _dim(dim: int, rank: int) -> int:
+def dim_index(dim: int, rank: int) -> int:
     return dim % rank if rank else 0
 
 
@@ -33,8 +33,8 @@ def _dim(dim: int, rank: int) -> int:
 def pointwise(op: Op, types: Types, linear: Sequence[Collection[int]] = ()) -> OpRule:
     """Operands broadcast to the result; every dimension is parallel."""
     whole = op.results[0].type.shape
-    dims, sizes = _named(whole)
-    return make([(_broadcast(t.shape, whole), t) for t in types], [dims] * len(op.results), sizes, linear=linear)
+    dims, sizes = named_dims(whole)
+    return make([(broadcast_dims(t.shape, whole), t) for t in types], [dims] * len(op.results), sizes, linear=linear)
 
 
 def additive(op: Op, types: Types) -> OpRule:
@@ -95,10 +95,10 @@ def extremum(index: int = 1) -> Builder:
 
 def _reduced(op: Op, types: Types, index: int, *, contracted: bool) -> OpRule:
     shape = types[0].shape
-    dims, sizes = _named(shape)
+    dims, sizes = named_dims(shape)
     given = argument(op, index, "dim")
     named = given if given is not None and not isinstance(given, bool) else ()
-    reduced = {_dim(d, len(shape)) for d in integers(named)} or set(range(len(shape)))
+    reduced = {dim_index(d, len(shape)) for d in integers(named)} or set(range(len(shape)))
     kept = tuple(dim for i, dim in enumerate(dims) if i not in reduced)
     wide = tuple(() if i in reduced else dim for i, dim in enumerate(dims))
     results = [wide if len(value.type.shape) == len(shape) else kept for value in op.results]
@@ -111,10 +111,10 @@ def along(index: int, name: str = "dim", *, linear: bool = False, default: Arg =
 
     def build(op: Op, types: Types) -> OpRule:
         shape = types[0].shape
-        dims, sizes = _named(shape)
+        dims, sizes = named_dims(shape)
         given = argument(op, index, name, default)
         named = integers(given) or tuple(range(len(shape)))
-        blocked = {f"d{_dim(d, len(shape))}" for d in named}
+        blocked = {f"d{dim_index(d, len(shape))}" for d in named}
         results = []
         for value in op.results:
             for i, n in enumerate(value.type.shape):
@@ -132,7 +132,7 @@ def last_dims(count: int, *, linear: bool = False) -> Builder:
 
     def build(op: Op, types: Types) -> OpRule:
         shape = types[0].shape
-        dims, sizes = _named(shape)
+        dims, sizes = named_dims(shape)
         lead = len(shape) - count
         results = []
         for value in op.results:
@@ -150,7 +150,7 @@ def pad(op: Op, types: Types) -> OpRule:
     shape, whole = types[0].shape, op.results[0].type.shape
     pads = integers(argument(op, 1, "pad"))
     padded = {len(shape) - 1 - i // 2 for i, n in enumerate(pads) if n}
-    dims, sizes = _named(shape)
+    dims, sizes = named_dims(shape)
     sizes.update((f"o{i}", whole[i]) for i in padded)
     result = tuple((f"o{i}",) if i in padded else dim for i, dim in enumerate(dims))
     blocked = {name for i in padded for name in (f"o{i}", f"d{i}")}
@@ -161,7 +161,7 @@ def pad(op: Op, types: Types) -> OpRule:
 def normalized(op: Op, types: Types) -> OpRule:
     """rms_norm, layer_norm(x, normalized_shape, ...): the normalized dimensions must be whole."""
     shape = types[0].shape
-    dims, sizes = _named(shape)
+    dims, sizes = named_dims(shape)
     count = len(integers(argument(op, 1, "normalized_shape")))
     tail = dims[len(shape) - count :]
     blocked = {name for dim in tail for name in dim}
@@ -230,8 +230,8 @@ def _frozen(dims: list[list[str]]) -> Dims:
 
 
 def permute(op: Op, types: Types) -> OpRule:
-    dims, sizes = _named(types[0].shape)
-    order = [_dim(d, len(dims)) for d in integers(argument(op, 1, "dims"))]
+    dims, sizes = named_dims(types[0].shape)
+    order = [dim_index(d, len(dims)) for d in integers(argument(op, 1, "dims"))]
     return make([(dims, types[0])], [tuple(dims[d] for d in order)], sizes, linear=[(0,)])
 
 
@@ -248,19 +248,19 @@ def _pieces(sizes: Sequence[int]) -> tuple[int, list[int]]:
 def split(op: Op, types: Types) -> OpRule:
     """split(x, sizes, dim): pieces share a grain `u`, which may be cut in all of them at once."""
     shape = types[0].shape
-    dim = _dim(integers(argument(op, 2, "dim", 0))[0], len(shape))
+    dim = dim_index(integers(argument(op, 2, "dim", 0))[0], len(shape))
     return _along_grain(op, types, dim, [value.type.shape[dim] for value in op.results], joined=False)
 
 
 def cat(op: Op, types: Types) -> OpRule:
     shape = op.results[0].type.shape
-    dim = _dim(integers(argument(op, 1, "dim", 0))[0], len(shape))
+    dim = dim_index(integers(argument(op, 1, "dim", 0))[0], len(shape))
     return _along_grain(op, types, dim, [type.shape[dim] for type in types], joined=True)
 
 
 def _along_grain(op: Op, types: Types, dim: int, pieces: Sequence[int], *, joined: bool) -> OpRule:
     whole_shape = op.results[0].type.shape if joined else types[0].shape
-    dims, sizes = _named(whole_shape)
+    dims, sizes = named_dims(whole_shape)
     grain, counts = _pieces([*pieces, whole_shape[dim]])
     sizes.update({"u": grain, "c": counts[-1]})
     sizes.update((f"c{i}", count) for i, count in enumerate(counts[:-1]))
@@ -277,7 +277,7 @@ def slice_(op: Op, types: Types) -> OpRule:
     """slice(x, dim, start, end, step): cut like a piece of a split, or between the steps."""
     shape, made = types[0].shape, op.results[0].type.shape
     dim, start, _, step = slice_bounds(op, shape)
-    dims, sizes = _named(shape)
+    dims, sizes = named_dims(shape)
     operand: tuple[str, ...]
     result: tuple[str, ...]
     if step == 1:
@@ -307,7 +307,7 @@ def _pieces_at(start: int, size: int, kept: int) -> tuple[int, list[int]]:
 
 def slice_bounds(op: Op, shape: Sequence[int]) -> tuple[int, int, int, int]:
     """dim, start, end and step of a slice, all non-negative and inside the tensor."""
-    dim = _dim(integers(argument(op, 1, "dim", 0))[0], len(shape))
+    dim = dim_index(integers(argument(op, 1, "dim", 0))[0], len(shape))
     size = shape[dim]
     start, end, step = (
         next(iter(integers(argument(op, place, name))), default)
@@ -321,7 +321,7 @@ def repeat(op: Op, types: Types) -> OpRule:
     """repeat(x, counts): each result dimension is [count, size]; the copies stay together."""
     shape, whole = types[0].shape, op.results[0].type.shape
     new = len(whole) - len(shape)
-    dims, sizes = _named(shape)
+    dims, sizes = named_dims(shape)
     counts = integers(argument(op, 1, "repeats"))
     sizes.update((f"c{i}", count) for i, count in enumerate(counts))
     result = tuple((f"c{i}", *(dims[i - new] if i >= new else ())) for i in range(len(whole)))
@@ -333,8 +333,8 @@ def repeat_interleave(op: Op, types: Types) -> OpRule | None:
     count, dim = argument(op, 1, "repeats"), argument(op, 2, "dim")
     if not isinstance(count, int) or not isinstance(dim, int):
         return None
-    dims, sizes = _named(types[0].shape)
-    dim = _dim(dim, len(dims))
+    dims, sizes = named_dims(types[0].shape)
+    dim = dim_index(dim, len(dims))
     sizes["c"] = count
     result = (*dims[:dim], (*dims[dim], "c"), *dims[dim + 1 :])
     return make([(dims, types[0])], [result], sizes, blocked={"c"}, linear=[(0,)])
@@ -345,10 +345,10 @@ def repeat_interleave(op: Op, types: Types) -> OpRule | None:
 
 def constant(op: Op, types: Types) -> OpRule:
     """full, zeros, ones, new_full ...: any dimension of the result may be cut; an operand only lends its dtype."""
-    dims, sizes = _named(op.results[0].type.shape)
+    dims, sizes = named_dims(op.results[0].type.shape)
     lenders = []
     for index, type in enumerate(types):
-        lent, more = _named(type.shape, f"x{index}_")
+        lent, more = named_dims(type.shape, f"x{index}_")
         sizes.update(more)
         lenders.append((lent, type))
     blocked = {name for name in sizes if name.startswith("x")}
@@ -359,125 +359,3 @@ def uncut(op: Op, types: Types) -> OpRule:
     """arange, eye, linspace: elements depend on their place, so that no dimension can be cut."""
     rule = constant(op, types)
     return make([], rule.results, {f.name: f.size for f in rule.factors}, blocked=[f.name for f in rule.factors])
-
-
-# Indexing
-
-
-def gather(op: Op, types: Types) -> OpRule:
-    """gather(x, dim, index): the gathered dimension of x is whole, the index's may be cut."""
-    x, index = types[0].shape, types[1].shape
-    dim = _dim(integers(argument(op, 1, "dim", 0))[0], len(index))
-    dims, sizes = _named(index)
-    sizes.update((f"x{i}", n) for i, n in enumerate(x))
-    same = [i != dim and n == index[i] for i, n in enumerate(x)]
-    operand = tuple((f"d{i}",) if same[i] else (f"x{i}",) for i in range(len(x)))
-    blocked = {f"x{i}" for i in range(len(x))} | {f"d{i}" for i in range(len(x)) if i != dim and not same[i]}
-    return make([(operand, types[0]), (dims, types[1])], [dims], sizes, blocked=blocked, linear=[(0,)])
-
-
-def index_select(op: Op, types: Types) -> OpRule:
-    """index_select(x, dim, index)."""
-    dims, sizes = _named(types[0].shape)
-    dim = _dim(integers(argument(op, 1, "dim", 0))[0], len(dims))
-    sizes["i"] = types[1].shape[0] if types[1].shape else 1
-    result = (*dims[:dim], ("i",), *dims[dim + 1 :])
-    lookup: Dims = (("i",),) if types[1].shape else ()
-    return make([(dims, types[0]), (lookup, types[1])], [result], sizes, blocked={f"d{dim}"}, linear=[(0,)])
-
-
-def index(op: Op, types: Types) -> OpRule | None:
-    """index(x, (None, i, j)): the indices broadcast together; they replace the dimensions they index."""
-    places = argument(op, 1, "indices")
-    if not isinstance(places, tuple) or any(type.dtype == "bool" for type in types[1:]):
-        return None
-    dims, sizes = _named(types[0].shape, "x")
-    indexed = [i for i, place in enumerate(places) if is_ref(place)]
-    if len(indexed) != len(types) - 1:
-        return None
-    rank = max(len(type.shape) for type in types[1:])
-    kept_before = indexed[0] if indexed == list(range(indexed[0], indexed[0] + len(indexed))) else 0
-    kept = [dim for i, dim in enumerate(dims) if i not in indexed]
-    broadcast = op.results[0].type.shape[kept_before : kept_before + rank]
-    names, more = _named(broadcast)
-    sizes.update(more)
-    lookups = [(_broadcast(type.shape, broadcast), type) for type in types[1:]]
-    result = (*kept[:kept_before], *names, *kept[kept_before:])
-    return make([(dims, types[0]), *lookups], [result], sizes, blocked={f"x{i}" for i in indexed}, linear=[(0,)])
-
-
-# Products
-
-
-def matmul(op: Op, types: Types) -> OpRule:
-    """matmul(a, b): a [*batch, s, k], b [*batch, k, t], either one a vector; batches broadcast."""
-    a, b = types[0].shape, types[1].shape
-    batch = len(op.results[0].type.shape) - (len(a) > 1) - (len(b) > 1)
-    whole = op.results[0].type.shape[:batch]
-    names, sizes = _named(whole)
-    sizes["k"] = a[-1]
-    left: Dims = (*_broadcast(a[:-2], whole), ("s",), ("k",)) if len(a) > 1 else (("k",),)
-    right: Dims = (*_broadcast(b[:-2], whole), ("k",), ("t",)) if len(b) > 1 else (("k",),)
-    result = names
-    if len(a) > 1:
-        sizes["s"], result = a[-2], (*result, ("s",))
-    if len(b) > 1:
-        sizes["t"], result = b[-1], (*result, ("t",))
-    return make([(left, types[0]), (right, types[1])], [result], sizes, linear=[(0,), (1,)], work=[tuple(sizes)])
-
-
-def einsum(op: Op, types: Types) -> OpRule | None:
-    equation = argument(op, 0, "equation")
-    if not isinstance(equation, str) or "..." in equation or "->" not in equation:
-        return None
-    left, right = equation.replace(" ", "").split("->")
-    terms = left.split(",")
-    if any(len(set(term)) != len(term) for term in (*terms, right)):
-        return None
-    sizes = {name: n for term, type in zip(terms, types, strict=True) for name, n in zip(term, type.shape, strict=True)}
-    operands = [(tuple((name,) for name in term), type) for term, type in zip(terms, types, strict=True)]
-    groups = [(i,) for i in range(len(types))]
-    work = [tuple(sizes)] if len(types) > 1 else []
-    return make(operands, [tuple((name,) for name in right)], sizes, linear=groups, work=work)
-
-
-def convolution(op: Op, types: Types) -> OpRule | None:
-    """conv1d to conv3d(x[b c ...], w[o c ...], bias[o], ..., groups): space is whole.
-
-    With groups, channels are (g c) and (g o), and whole groups may be cut.
-    """
-    x, w, made = types[0].shape, types[1].shape, op.results[0].type.shape
-    if len(x) != len(w):
-        return None
-    groups = integers(argument(op, 6, "groups", 1))[0]
-    sizes = {"b": x[0], "g": groups, "c": w[1], "o": w[0] // groups}
-    before, more_before = _named(x[2:], "x")
-    kernel, more_kernel = _named(w[2:], "k")
-    after, more_after = _named(made[2:], "p")
-    space = {**more_before, **more_kernel, **more_after}
-    sizes.update(space)
-    operands: list[tuple[Dims, TensorType]] = [
-        ((("b",), ("g", "c"), *before), types[0]),
-        ((("g", "o"), ("c",), *kernel), types[1]),
-    ]
-    operands += [((("g", "o"),), type) for type in types[2:]]
-    added = tuple(range(2, len(types)))
-    # A cut of c or o inside the groups would leave the literal number of groups wrong for its share.
-    blocked = {*space, *(("c", "o") if groups > 1 else ())}
-    return make(
-        operands,
-        [(("b",), ("g", "o"), *after)],
-        sizes,
-        blocked=blocked,
-        linear=[(0, *added), (1, *added)],
-        added=added,
-        work=[("b", "g", "o", "c", *more_kernel, *more_after)],
-    )
-
-
-def group_norm(op: Op, types: Types) -> OpRule:
-    """group_norm(x[b c ...], groups, w[c], bias[c]): samples may be cut, what is normalized not."""
-    dims, sizes = _named(types[0].shape)
-    weights = [((dims[1],), type) for type in types[1:]]
-    blocked = {name for name in sizes if name != "d0"}
-    return make([(dims, types[0]), *weights], [dims], sizes, blocked=blocked)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from partc.errors import PartcError
 from partc.program import Op
-from partc.rules import shapes
+from partc.rules import products, shapes
 from partc.rules.notation import Notation, NotationError, bind, parse
 from partc.rules.rule import OpRule, argument, is_ref, make
 from partc.rules.shapes import Builder, Types, along, last_dims
@@ -162,13 +162,13 @@ rule(
 )
 rule("dot", "x[k], y[k] -> []", linear="x|y", work="*")
 rule("outer", "x[i], y[j] -> [i j]", linear="x|y")
-build("matmul mm bmm mv", shapes.matmul, matmul=True)
-build("einsum", shapes.einsum, matmul=True)
-build("conv1d conv2d conv3d", shapes.convolution, matmul=True)
+build("matmul mm bmm mv", products.matmul, matmul=True)
+build("einsum", products.einsum, matmul=True)
+build("conv1d conv2d conv3d", products.convolution, matmul=True)
 
 # Norms, losses, lookups
 build("rms_norm layer_norm", shapes.normalized)
-build("group_norm", shapes.group_norm)
+build("group_norm", products.group_norm)
 rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"})
 rule(
     "cross_entropy",
@@ -208,9 +208,9 @@ build("repeat", shapes.repeat)
 build("repeat_interleave", shapes.repeat_interleave)
 
 # Indexing
-build("gather take_along_dim", shapes.gather)
-build("index_select", shapes.index_select)
-build("index", shapes.index)
+build("gather take_along_dim", products.gather)
+build("index_select", products.index_select)
+build("index", products.index)
 
 # Constants
 build("full zeros ones empty new_full new_zeros new_ones new_empty scalar_tensor", shapes.constant)

@@ -1,0 +1,128 @@
+"""Rules of lookups and products: gather, index, matmul, einsum, convolution."""
+
+from __future__ import annotations
+
+from partc.program import Op, TensorType
+from partc.rules.rule import Dims, OpRule, argument, integers, is_ref, make
+from partc.rules.shapes import Types, broadcast_dims, dim_index, named_dims
+
+# Lookups
+
+
+def gather(op: Op, types: Types) -> OpRule:
+    """gather(x, dim, index): the gathered dimension of x is whole, the index's may be cut."""
+    x, index = types[0].shape, types[1].shape
+    dim = dim_index(integers(argument(op, 1, "dim", 0))[0], len(index))
+    dims, sizes = named_dims(index)
+    sizes.update((f"x{i}", n) for i, n in enumerate(x))
+    same = [i != dim and n == index[i] for i, n in enumerate(x)]
+    operand = tuple((f"d{i}",) if same[i] else (f"x{i}",) for i in range(len(x)))
+    blocked = {f"x{i}" for i in range(len(x))} | {f"d{i}" for i in range(len(x)) if i != dim and not same[i]}
+    return make([(operand, types[0]), (dims, types[1])], [dims], sizes, blocked=blocked, linear=[(0,)])
+
+
+def index_select(op: Op, types: Types) -> OpRule:
+    """index_select(x, dim, index)."""
+    dims, sizes = named_dims(types[0].shape)
+    dim = dim_index(integers(argument(op, 1, "dim", 0))[0], len(dims))
+    sizes["i"] = types[1].shape[0] if types[1].shape else 1
+    result = (*dims[:dim], ("i",), *dims[dim + 1 :])
+    lookup: Dims = (("i",),) if types[1].shape else ()
+    return make([(dims, types[0]), (lookup, types[1])], [result], sizes, blocked={f"d{dim}"}, linear=[(0,)])
+
+
+def index(op: Op, types: Types) -> OpRule | None:
+    """index(x, (None, i, j)): the indices broadcast together; they replace the dimensions they index."""
+    places = argument(op, 1, "indices")
+    if not isinstance(places, tuple) or any(type.dtype == "bool" for type in types[1:]):
+        return None
+    dims, sizes = named_dims(types[0].shape, "x")
+    indexed = [i for i, place in enumerate(places) if is_ref(place)]
+    if len(indexed) != len(types) - 1:
+        return None
+    rank = max(len(type.shape) for type in types[1:])
+    kept_before = indexed[0] if indexed == list(range(indexed[0], indexed[0] + len(indexed))) else 0
+    kept = [dim for i, dim in enumerate(dims) if i not in indexed]
+    broadcast = op.results[0].type.shape[kept_before : kept_before + rank]
+    names, more = named_dims(broadcast)
+    sizes.update(more)
+    lookups = [(broadcast_dims(type.shape, broadcast), type) for type in types[1:]]
+    result = (*kept[:kept_before], *names, *kept[kept_before:])
+    return make([(dims, types[0]), *lookups], [result], sizes, blocked={f"x{i}" for i in indexed}, linear=[(0,)])
+
+
+# Products
+
+
+def matmul(op: Op, types: Types) -> OpRule:
+    """matmul(a, b): a [*batch, s, k], b [*batch, k, t], either one a vector; batches broadcast."""
+    a, b = types[0].shape, types[1].shape
+    batch = len(op.results[0].type.shape) - (len(a) > 1) - (len(b) > 1)
+    whole = op.results[0].type.shape[:batch]
+    names, sizes = named_dims(whole)
+    sizes["k"] = a[-1]
+    left: Dims = (*broadcast_dims(a[:-2], whole), ("s",), ("k",)) if len(a) > 1 else (("k",),)
+    right: Dims = (*broadcast_dims(b[:-2], whole), ("k",), ("t",)) if len(b) > 1 else (("k",),)
+    result = names
+    if len(a) > 1:
+        sizes["s"], result = a[-2], (*result, ("s",))
+    if len(b) > 1:
+        sizes["t"], result = b[-1], (*result, ("t",))
+    return make([(left, types[0]), (right, types[1])], [result], sizes, linear=[(0,), (1,)], work=[tuple(sizes)])
+
+
+def einsum(op: Op, types: Types) -> OpRule | None:
+    equation = argument(op, 0, "equation")
+    if not isinstance(equation, str) or "..." in equation or "->" not in equation:
+        return None
+    left, right = equation.replace(" ", "").split("->")
+    terms = left.split(",")
+    if any(len(set(term)) != len(term) for term in (*terms, right)):
+        return None
+    sizes = {name: n for term, type in zip(terms, types, strict=True) for name, n in zip(term, type.shape, strict=True)}
+    operands = [(tuple((name,) for name in term), type) for term, type in zip(terms, types, strict=True)]
+    groups = [(i,) for i in range(len(types))]
+    work = [tuple(sizes)] if len(types) > 1 else []
+    return make(operands, [tuple((name,) for name in right)], sizes, linear=groups, work=work)
+
+
+def convolution(op: Op, types: Types) -> OpRule | None:
+    """conv1d to conv3d(x[b c ...], w[o c ...], bias[o], ..., groups): space is whole.
+
+    With groups, channels are (g c) and (g o), and whole groups may be cut.
+    """
+    x, w, made = types[0].shape, types[1].shape, op.results[0].type.shape
+    if len(x) != len(w):
+        return None
+    groups = integers(argument(op, 6, "groups", 1))[0]
+    sizes = {"b": x[0], "g": groups, "c": w[1], "o": w[0] // groups}
+    before, more_before = named_dims(x[2:], "x")
+    kernel, more_kernel = named_dims(w[2:], "k")
+    after, more_after = named_dims(made[2:], "p")
+    space = {**more_before, **more_kernel, **more_after}
+    sizes.update(space)
+    operands: list[tuple[Dims, TensorType]] = [
+        ((("b",), ("g", "c"), *before), types[0]),
+        ((("g", "o"), ("c",), *kernel), types[1]),
+    ]
+    operands += [((("g", "o"),), type) for type in types[2:]]
+    added = tuple(range(2, len(types)))
+    # A cut of c or o inside the groups would leave the literal number of groups wrong for its share.
+    blocked = {*space, *(("c", "o") if groups > 1 else ())}
+    return make(
+        operands,
+        [(("b",), ("g", "o"), *after)],
+        sizes,
+        blocked=blocked,
+        linear=[(0, *added), (1, *added)],
+        added=added,
+        work=[("b", "g", "o", "c", *more_kernel, *more_after)],
+    )
+
+
+def group_norm(op: Op, types: Types) -> OpRule:
+    """group_norm(x[b c ...], groups, w[c], bias[c]): samples may be cut, what is normalized not."""
+    dims, sizes = named_dims(types[0].shape)
+    weights = [((dims[1],), type) for type in types[1:]]
+    blocked = {name for name in sizes if name != "d0"}
+    return make([(dims, types[0]), *weights], [dims], sizes, blocked=blocked)

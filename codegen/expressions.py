@@ -325,6 +325,6 @@ _ACCUMULATE: Mapping[str, Callable[[str, Operands], str]] = {
         f"functional.embedding_add_grad({g}, {_arguments((*o.args[:2], o.args[3]), ('', '', 'padding_idx=-1'), {})})"
     ),
     "embedding_shard_backward": lambda g, o: (
-        f"functional.embedding_shard_add_grad({g}, {o.args[0]}, {o.args[1]}, comm.{_axis(o)}.rank)"
+        f"functional.embedding_shard_add_grad({', '.join((g, *o.args[:2], f'comm.{_axis(o)}.rank', *o.args[3:4]))})"
     ),
 }

@@ -27,7 +27,7 @@ _COLLECTIVE_ATTRS: Mapping[str, tuple[str, ...]] = {
     "take": _CUT, "put": _CUT, "all_to_all": ("split_dim", "split_outer", "concat_dim", "concat_outer", "axis"),
 }  # fmt: skip
 _SAME_MOVEMENT = {"unshard": "all_gather", "shard": "take"}
-_TRAILING_AXIS = frozenset({"embedding_shard", "embedding_shard_backward", "cross_entropy", "cross_entropy_backward"})
+_TRAILING_AXIS = frozenset({"cross_entropy", "cross_entropy_backward"})
 
 
 def split(traced: fx.GraphModule, region: Region, roots: frozenset[str], live: set[str], sizes: Sizes) -> Region:
@@ -287,6 +287,10 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
         return _SAME_MOVEMENT.get(name, name), args[:1], tuple(zip(_COLLECTIVE_ATTRS[name], args[1:-1], strict=True))
     if name == "spread":
         return "div", (args[0], args[2]), ()
+    if name == "embedding_shard":
+        return name, args[:2], (("axis", args[-1]),)  # padding matters to its gradient alone
+    if name == "embedding_shard_backward":
+        return name, args[:3] if args[3] == -1 else args[:4], (("axis", args[-1]),)
     if name in _TRAILING_AXIS:
         return name, args[:-1], (("axis", args[-1]),) if args[-1] else ()
     if name == "_to_copy":

@@ -160,14 +160,14 @@ def _define_composites() -> None:
     )
     _operator(
         "embedding_shard_backward",
-        "(Tensor g, Tensor ids, int rows, str axis) -> Tensor",
-        lambda g, ids, rows, axis: g.new_empty([rows, g.shape[-1]]),
+        "(Tensor g, Tensor ids, int rows, int padding, str axis) -> Tensor",
+        lambda g, ids, rows, padding, axis: g.new_empty([rows, g.shape[-1]]),
     )
     _operator(
         "embedding_shard",
-        "(Tensor w, Tensor ids, str axis) -> Tensor",
-        lambda w, ids, axis: w.new_empty([*ids.shape, w.shape[1]]),
-        lambda g, a, r: [_ops.embedding_shard_backward(g[0], a[1], a[0].shape[0], a[2])],
+        "(Tensor w, Tensor ids, int padding, str axis) -> Tensor",
+        lambda w, ids, padding, axis: w.new_empty([*ids.shape, w.shape[1]]),
+        lambda g, a, r: [_ops.embedding_shard_backward(g[0], a[1], a[0].shape[0], a[2], a[3])],
     )
     _operator(
         "cross_entropy_backward",

@@ -98,6 +98,8 @@ def call_operator(op: Op, args: list[Any], attrs: dict[str, Any], live: set[str]
             return torch.ops.partc.cross_entropy(*args, "")
         case "cross_entropy_shard":
             return torch.ops.partc.cross_entropy(*args, attrs["axis"])
+        case "embedding_shard":
+            return torch.ops.partc.embedding_shard(*args[:2], args[2] if len(args) > 2 else -1, attrs["axis"])
         case "matmul" if not (args[1].dim() == 2 or args[0].shape[:-2] == args[1].shape[:-2]):
             return torch.matmul(*args)
         case "attention" if isinstance(op.args[3], Ref) and op.args[3].name in live:

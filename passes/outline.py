@@ -1,0 +1,342 @@
+"""Find the model's repeated bodies: each distinct one becomes a region, each use of it a call.
+
+    region main(ids, labels):                  region embed(ids): …
+      x  = embedding(embed.weight, ids)        region block(x): …
+      …                                   ->   region head(x, labels): …
+      y  = linear(…, blocks.0.up.weight)       call x     = embed(ids)
+      …                                        call x_2   = block(x)       # blocks.0
+      z  = linear(…, blocks.1.up.weight)       call x_3   = block(x_2)     # blocks.1
+
+Operations are grouped by the numbered module that they ran in; groups that are equal operation by
+operation share a region. What depends on no parameter leaves the code between them: constants are
+made once, in a region of their own; a value made of inputs alone (a mask, a count) has a region each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from partc.naming import identifier, name_values, unique
+from partc.program import Arg, Call, Graph, Op, Phase, Program, Ref, Region, Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Consecutive operations of one module (`key`, "" between numbered modules) that will be one call."""
+
+    key: str
+    ops: tuple[Op, ...]
+    phase: Phase = "microbatch"
+    gives: tuple[str, ...] | None = None  # what it is for, where that isn't all that others read
+
+
+def outline(program: Program) -> Program:
+    """Split the one region of a normalized program."""
+    main = program.regions[0]
+    trained = {value.name for value, name in _stored(program) if program.parameter(name).trainable}
+    segments = _segments(main, trained)
+    return _Linker(program, main, segments).run()
+
+
+def _stored(program: Program) -> tuple[tuple[Value, str], ...]:
+    return tuple(zip(program.regions[0].params, program.calls[0].params, strict=True))
+
+
+def _segments(main: Region, trained: set[str]) -> list[Segment]:
+    """The operations of the region, cut into calls in an order that can run."""
+    free, constant = _free_values(main, trained)
+    ops = main.forward.ops
+    made = {value.name: op for op in ops for value in op.results}
+    depth = _container_depths(ops)
+    keys = {id(op): _key(op, depth) for op in ops}
+    still = [op for op in ops if not all(value.name in constant for value in op.results)]
+    lifted = _shared(_runs(still, keys), free - constant, set(main.forward.outputs))
+    bound = [op for op in still if not all(value.name in free for value in op.results)]
+    wanted = [*main.forward.outputs, *(name for op in bound for name in op.refs())]
+    inline = {id(op) for op in _slice(wanted, made, constant | lifted)}
+    bound_ids = {id(op) for op in bound}
+    body = _runs([op for op in still if id(op) in bound_ids or id(op) in inline], keys)
+    body = _joined(body, {value.name for value in main.params})
+    order = {id(op): index for index, op in enumerate(ops)}
+    return [*_lifted_segments(sorted(lifted, key=lambda n: order[id(made[n])]), made, constant, body, order), *body]
+
+
+def _runs(ops: Sequence[Op], keys: Mapping[int, str]) -> list[Segment]:
+    """Consecutive operations of one key."""
+    found: list[tuple[str, list[Op]]] = []
+    for op in ops:
+        if found and found[-1][0] == keys[id(op)]:
+            found[-1][1].append(op)
+        else:
+            found.append((keys[id(op)], [op]))
+    return [Segment(key=key, ops=tuple(run)) for key, run in found]
+
+
+def _shared(segments: list[Segment], free: set[str], outputs: set[str]) -> set[str]:
+    """Values made of inputs alone that get a region: read by several bodies, or one number for the batch."""
+    readers: dict[str, set[int]] = {}
+    scalars: set[str] = set()
+    for index, segment in enumerate(segments):
+        for op in segment.ops:
+            if not all(value.name in free for value in op.results):
+                for name in op.refs():
+                    readers.setdefault(name, set()).add(index)
+            scalars.update(value.name for value in op.results if not value.type.shape)
+    return {name for name in free if len(readers.get(name, ())) > 1 or (name in scalars and name in readers)} - outputs
+
+
+def _free_values(main: Region, trained: set[str]) -> tuple[set[str], set[str]]:
+    """Values without a trained parameter in their history, and those without an input either."""
+    bound = set(trained)
+    fed = {value.name for value in main.forward.inputs}
+    for op in main.forward.ops:
+        names = set(op.refs())
+        for value in op.results:
+            if names & bound:
+                bound.add(value.name)
+            if names & fed:
+                fed.add(value.name)
+    made = {value.name for op in main.forward.ops for value in op.results}
+    return made - bound, made - bound - fed
+
+
+def _container_depths(ops: Sequence[Op]) -> dict[str, int]:
+    """Per outermost numbered container, how many numbered levels make a body: the first that repeats."""
+    bodies: dict[str, dict[str, list[Hashable]]] = {}
+    for op in ops:
+        levels = _levels(op)
+        if levels:
+            bodies.setdefault(_container(levels[0]), {}).setdefault(levels[0], []).append(_shape_of(op))
+    depths = {}
+    for container, instances in bodies.items():
+        found = [tuple(body) for body in instances.values()]
+        nested = any(len(_levels(op)) > 1 and _container(_levels(op)[0]) == container for op in ops)
+        depths[container] = 2 if nested and len(set(found)) == len(found) and len(found) > 1 else 1
+    return depths
+
+
+def _levels(op: Op) -> list[str]:
+    """Prefixes of the module path that end in a number: layers.0, then layers.0.blocks.1."""
+    path = op.source.module if op.source else ""
+    parts = path.split(".")
+    return [".".join(parts[: index + 1]) for index, part in enumerate(parts) if part.isdigit()]
+
+
+def _container(level: str) -> str:
+    return level.rpartition(".")[0]
+
+
+def _shape_of(op: Op) -> Hashable:
+    return op.name, tuple(str(value.type) for value in op.results)
+
+
+def _key(op: Op, depth: Mapping[str, int]) -> str:
+    levels = _levels(op)
+    return levels[min(depth[_container(levels[0])], len(levels)) - 1] if levels else ""
+
+
+def _joined(body: list[Segment], params: set[str]) -> list[Segment]:
+    """A numbered segment without parameters (an activation in a Sequential) joins the one before it."""
+    joined: list[Segment] = []
+    for segment in body:
+        bare = params.isdisjoint(name for op in segment.ops for name in op.refs())
+        if joined and segment.key and bare and joined[-1].key:
+            joined[-1] = replace(joined[-1], ops=joined[-1].ops + segment.ops)
+        else:
+            joined.append(segment)
+    return joined
+
+
+def _lifted_segments(
+    shared: Sequence[str], made: Mapping[str, Op], constant: set[str], body: list[Segment], order: Mapping[int, int]
+) -> list[Segment]:
+    """Regions of what depends on no parameter: all constants in one, other values in one each."""
+    in_order = lambda ops: tuple(sorted(ops, key=lambda op: order[id(op)]))  # noqa: E731
+    values = [
+        Segment(key="", ops=in_order(_slice([name], made, constant)), gives=(name,)) for name in shared
+    ]
+    used = {name for segment in (*body, *values) for op in segment.ops for name in op.refs()} & constant
+    ops = in_order(_slice(sorted(used), made, set()))
+    gives = tuple(value.name for op in ops for value in op.results if value.name in used)
+    return [*([Segment(key="", ops=ops, phase="setup", gives=gives)] if ops else []), *values]
+
+
+def _slice(names: Sequence[str], made: Mapping[str, Op], stop: set[str]) -> list[Op]:
+    """The operations that make these values, except what `stop` names."""
+    found: dict[int, Op] = {}
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in made and name not in stop and id(made[name]) not in found:
+            found[id(made[name])] = made[name]
+            waiting.extend(made[name].refs())
+    return list(found.values())
+
+
+class _Linker:
+    """Turns segments into regions and calls; equal segments share a region."""
+
+    def __init__(self, program: Program, main: Region, segments: list[Segment]) -> None:
+        self.program = program
+        self.main = main
+        self.segments = segments
+        self.stored = {value.name: name for value, name in _stored(program)}
+        self.types = {name: value.type for name, value in main.forward.definitions().items()}
+        self.types.update((value.name, value.type) for value in main.params)
+        self.regions: dict[Hashable, Region] = {}
+        self.region_names: set[str] = set()
+        self.call_names: set[str] = set()
+        self.values: dict[str, str] = {name: name for name in program.inputs}
+        self.taken = set(program.inputs) | {program.loss}
+        self.calls: list[Call] = []
+
+    def run(self) -> Program:
+        readers = self._readers()
+        for index, segment in enumerate(self.segments):
+            self._link(index, segment, readers)
+        values = [*self.program.inputs, *(name for call in self.calls for name in call.results)]
+        typed = {new: self.types[old] for old, new in self.values.items()}
+        return replace(
+            self.program,
+            regions=tuple(self.regions.values()),
+            calls=tuple(self.calls),
+            values=tuple(Value(name=name, type=typed[name]) for name in dict.fromkeys(values)),
+        )
+
+    def _readers(self) -> dict[str, set[int]]:
+        """Per value, the segments that read it; the program's result is read after the last."""
+        found: dict[str, set[int]] = {name: {len(self.segments)} for name in self.main.forward.outputs}
+        for index, segment in enumerate(self.segments):
+            made = {value.name for op in segment.ops for value in op.results}
+            for name in {name for op in segment.ops for name in op.refs()} - made:
+                found.setdefault(name, set()).add(index)
+        return found
+
+    def _link(self, index: int, segment: Segment, readers: Mapping[str, set[int]]) -> None:
+        made = [value.name for op in segment.ops for value in op.results]
+        inside = set(made)
+        read = dict.fromkeys(name for op in segment.ops for name in op.refs() if name not in inside)
+        params = [name for name in read if name in self.stored]
+        inputs = [name for name in read if name not in self.stored]
+        outputs = [name for name in made if readers.get(name, set()) - {index}]
+        if segment.gives is not None:
+            outputs = [name for name in outputs if name in segment.gives]
+        elif lifted := set(self.values).intersection(outputs):
+            outputs = [name for name in outputs if name not in lifted]
+        relative = {name: _relative(self.stored[name], segment.key) for name in params}
+        signature = self._signature(segment, inputs, params, relative, outputs)
+        if signature not in self.regions:
+            self.regions[signature] = self._region(index, segment, inputs, params, relative, outputs)
+        region = self.regions[signature]
+        name = unique(segment.key or region.name, self.call_names)
+        for old, local in zip(outputs, region.forward.outputs, strict=True):
+            self.values[old] = self._value_name(old, local, name)
+        order = {value.name: position for position, value in enumerate(region.params)}
+        ordered = sorted(params, key=lambda param: order[relative[param]])
+        self.calls.append(
+            Call(
+                name=name,
+                region=region.name,
+                params=tuple(self.stored[param] for param in ordered),
+                args=tuple(self.values[value] for value in inputs),
+                results=tuple(self.values[value] for value in outputs),
+            )
+        )
+
+    def _value_name(self, old: str, local: str, call: str) -> str:
+        if old == self.main.forward.outputs[0]:
+            return self.program.loss
+        return unique(identifier(local), self.taken)
+
+    def _signature(
+        self, segment: Segment, inputs: list[str], params: list[str], relative: Mapping[str, str], outputs: list[str]
+    ) -> Hashable:
+        """What two segments must share to be one region: everything but the names of values."""
+        names: dict[str, Hashable] = {name: ("in", i) for i, name in enumerate(inputs)}
+        names.update((name, ("param", relative[name])) for name in params)
+        ops = []
+        for op in segment.ops:
+            canonical = (_canonical(op.args, names), tuple((key, _canonical((arg,), names)) for key, arg in op.attrs))
+            ops.append((op.name, canonical, tuple(value.type for value in op.results)))
+            for value in op.results:
+                names[value.name] = len(names)
+        types = tuple((names[name], self.types[name]) for name in (*inputs, *params))
+        return segment.phase, tuple(ops), types, tuple(names[name] for name in outputs)
+
+    def _region(
+        self,
+        index: int,
+        segment: Segment,
+        inputs: list[str],
+        params: list[str],
+        relative: Mapping[str, str],
+        outputs: list[str],
+    ) -> Region:
+        taken = set(relative.values())
+        names = {name: relative[name] for name in params}
+        for name in inputs:
+            names[name] = unique(self._input_name(name, inputs), taken)
+        names.update(name_values(segment.ops, segment.key, taken | set(names.values())))
+        if self.main.forward.outputs[0] in outputs:
+            names[self.main.forward.outputs[0]] = unique(self.program.loss, taken | set(names.values()))
+        return Region(
+            name=unique(self._region_name(index, segment, params), self.region_names),
+            params=tuple(Value(name=relative[name], type=self.types[name]) for name in params),
+            forward=Graph(
+                inputs=tuple(Value(name=names[name], type=self.types[name]) for name in inputs),
+                ops=tuple(op.renamed(names) for op in segment.ops),
+                outputs=tuple(names[name] for name in outputs),
+            ),
+            phase=segment.phase,
+        )
+
+    def _input_name(self, name: str, inputs: list[str]) -> str:
+        """Inputs of the model and lifted values keep their names; what flows from body to body is `x`."""
+        local = self.values[name]
+        if local in self.program.inputs:
+            return local
+        maker = next(call for call in self.calls if local in call.results)
+        region = next(region for region in self.regions.values() if region.name == maker.region)
+        flows = bool(region.params) and region.phase == "microbatch"
+        return "x" if flows else re.sub(r"_\d+$", "", local)
+
+    def _region_name(self, index: int, segment: Segment, params: list[str]) -> str:
+        if segment.phase == "setup":
+            modules = {op.source.module.split(".")[-1] for op in segment.ops if op.source and op.source.module}
+            return "rotary" if len(modules) == 1 and any("rot" in name for name in modules) else "constants"
+        if segment.key:
+            return _singular(_container(segment.key).rpartition(".")[2] or "body")
+        if not params:
+            names = name_values(segment.ops, "", ())
+            return f"make_{list(names.values())[-1]}"
+        first = min(i for i, s in enumerate(self.segments) if s.phase == "microbatch" and self._has_params(s))
+        last = max(i for i, s in enumerate(self.segments) if s.phase == "microbatch")
+        if first == last:
+            return identifier(self.program.name)
+        return "embed" if index == first else "head" if index == last else "bridge"
+
+    def _has_params(self, segment: Segment) -> bool:
+        return any(name in self.stored for op in segment.ops for name in op.refs())
+
+
+def _relative(name: str, key: str) -> str:
+    return name.removeprefix(f"{key}.") if key else name
+
+
+def _singular(word: str) -> str:
+    return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else identifier(word)
+
+
+def _canonical(args: tuple[Arg, ...], names: Mapping[str, Hashable]) -> Hashable:
+    return tuple(
+        names[arg.name]
+        if isinstance(arg, Ref)
+        else ("tuple", _canonical(arg, names))
+        if isinstance(arg, tuple)
+        else (type(arg).__name__, arg)
+        for arg in args
+    )
+
+

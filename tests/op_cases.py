@@ -169,7 +169,7 @@ BINARY = (
     "atan2 copysign eq fmod ge gt le lt logaddexp logical_and logical_or logical_xor maximum minimum ne remainder "
     "floor_divide xlogy pow add sub mul div"
 )
-INTEGER = "bitwise_and bitwise_or bitwise_xor"
+INTEGER = "bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__"
 
 
 def pointwise_cases() -> list[Case]:
@@ -307,7 +307,14 @@ def view_cases() -> list[Case]:
         case("tril", x),
         case("triu", x, 1),
     ]
-    return [*found, case("constant_pad_nd", x, [1, 0], 0), case("pad", x, [0, 0, 1, 2], 1.0), case("glu", x, 2)]
+    return [
+        *found,
+        case("constant_pad_nd", x, [1, 0], 0),
+        case("pad", x, [0, 0, 1, 2], 1.0),
+        case("glu", x, 2),
+        case("diff", x, 1, 2),
+        case("diff", x, 1, 1, x[:, :2]),
+    ]
 
 
 def reduction_cases() -> list[Case]:

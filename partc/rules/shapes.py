@@ -145,6 +145,21 @@ def last_dims(count: int, *, linear: bool = False) -> Builder:
     return build
 
 
+def diff(op: Op, types: Types) -> OpRule:
+    """diff(x, n, dim, prepend, append): neighbours along one dimension."""
+    shape, made = types[0].shape, op.results[0].type.shape
+    dim = dim_index(integers(argument(op, 2, "dim", -1))[0], len(shape))
+    dims, sizes = named_dims(shape)
+    operands, blocked = [], set()
+    for index, length in enumerate((*(type.shape[dim] for type in types), made[dim])):
+        sizes[f"n{index}"] = length
+        blocked.add(f"n{index}")
+        operands.append((*dims[:dim], (f"n{index}",), *dims[dim + 1 :]))
+    result = operands.pop()
+    groups = [range(len(types))]
+    return make(list(zip(operands, types, strict=True)), [result], sizes, blocked=blocked, linear=groups)
+
+
 def pad(op: Op, types: Types) -> OpRule:
     """constant_pad_nd(x, pads, value): pads count from the last dimension."""
     shape, whole = types[0].shape, op.results[0].type.shape

@@ -196,6 +196,7 @@ build("max_pool2d adaptive_max_pool2d", last_dims(2))
 build("avg_pool2d adaptive_avg_pool2d", last_dims(2, linear=True))
 build("upsample_bilinear2d upsample_bicubic2d upsample_nearest2d", last_dims(2, linear=True))
 build("constant_pad_nd pad", shapes.pad)
+build("diff", shapes.diff)
 
 # Views
 build("reshape", shapes.reshape)
@@ -225,11 +226,11 @@ build("to", shapes.cast)
 build("where", shapes.where)
 build("masked_fill", shapes.masked_fill)
 build(
-    "abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp "
-    "clamp_max clamp_min copysign cos cosh elu eq erf erfc exp exp2 expm1 floor floor_divide fmod full_like ge "
-    "gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log10 log1p log2 log_sigmoid "
-    "logical_and logical_not logical_or logical_xor logaddexp lt maximum minimum mish nan_to_num ne ones_like pow "
-    "reciprocal relu relu6 remainder round rsqrt selu sigmoid sign silu sin sinh softplus sqrt square "
-    "tan tanh threshold trunc xlogy zeros_like empty_like addcmul addcdiv",
+    "__and__ __or__ __xor__ abs acos acosh addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not "
+    "bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min copysign cos cosh elu empty_like eq erf erfc exp exp2 "
+    "expm1 floor floor_divide fmod full_like ge gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le "
+    "leaky_relu lerp log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor lt "
+    "maximum minimum mish nan_to_num ne ones_like pow reciprocal relu relu6 remainder round rsqrt selu sigmoid sign "
+    "silu sin sinh softplus sqrt square tan tanh threshold trunc xlogy zeros_like",
     shapes.pointwise,
 )

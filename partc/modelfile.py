@@ -66,6 +66,7 @@ def _imported(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     folder = str(path.parent.resolve())
     sys.path.insert(0, folder)
+    sys.modules[spec.name] = module  # dataclasses look their module up while it runs
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -154,7 +154,9 @@ class _Builder:
             repeated.append(Choice(axis=self.axis, factor=None))
         spread: Sequence[Choice] = ()
         if rule is not None and region.name not in self.pure:
-            spread = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
+            batch = {(choice.factor, choice.outer) for choice in op.choices}  # what the batch's axes cut is theirs
+            found = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
+            spread = [choice for choice in found if (choice.factor, choice.outer) not in batch or choice.factor is None]
         alternatives: dict[tuple[Hashable, ...], Alternative] = {}
         for choice in (*repeated, *spread):
             found = self._alternative(region, op, rule, choice, types, live)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from partc.errors import PartcError
 from partc.gradients import input_only
 from partc.layout import Layout, Partial, Placement, Replicated, Shard, Varying
-from partc.mesh import BATCH_AXIS
+from partc.mesh import BATCH_AXIS, TIME_AXIS
 from partc.program import FLOATING, Call, Choice, Op, Program, Region, TensorType
 from partc.rules import OpRule, placements, resolve
 from partc.sharding import batch_axes
@@ -30,9 +30,8 @@ def batch(program: Program) -> Program:
 
     Raises PartcError P0401 (batch doesn't divide), P0402 (an operation needs the whole batch).
     """
-    axes = batch_axes(program.sizes)
-    if not axes:
-        return program
+    # Without data parallelism and microbatches the batch is followed all the same: it is nobody else's to cut.
+    axes = batch_axes(program.sizes) or (TIME_AXIS,)
     _check_divisible(program)
     summed: frozenset[str] = frozenset()  # program values that must be complete over the batch
     while True:
@@ -79,7 +78,7 @@ class _Walk:
         self.summed = summed
         self.demanded: set[str] = set()
         self.regions = {region.name: region for region in program.regions}
-        self.variants: dict[tuple[str, tuple[Placement, ...]], Region] = {}
+        self.variants: dict[tuple[str, tuple[Placement, ...]], tuple[Region, tuple[Placement, ...]]] = {}
         self.values: dict[str, Placement] = {}
         self.pure = input_only(program)
 
@@ -92,7 +91,7 @@ class _Walk:
             replace(value, type=self._typed(value.type, self.values[value.name], value.name, None))
             for value in self.program.values
         )
-        return replace(self.program, calls=calls, regions=tuple(self.variants.values()), values=values)
+        return replace(self.program, calls=calls, regions=tuple(region for region, _ in self.variants.values()), values=values)
 
     def _call(self, call: Call) -> Call:
         region = self.regions[call.region]
@@ -102,10 +101,8 @@ class _Walk:
             taken = sum(1 for name, _ in self.variants if name == region.name)
             name = region.name if not taken else f"{region.name}_{taken + 1}"
             self.variants[key] = self._region(replace(region, name=name), given, call)
-        variant = self.variants[key]
-        types = variant.forward.definitions()
-        for name, out in zip(call.results, variant.forward.outputs, strict=True):
-            placement = types[out].type.layout.placement(self.axes[0])  # all batch axes are placed alike
+        variant, given_back = self.variants[key]
+        for name, placement in zip(call.results, given_back, strict=True):
             self.values[name] = self._boundary(name, call, placement)
         return replace(call, region=variant.name)
 
@@ -116,9 +113,12 @@ class _Walk:
             return Partial()
         return placement
 
-    def _region(self, region: Region, given: tuple[Placement, ...], call: Call) -> Region:
+    def _region(
+        self, region: Region, given: tuple[Placement, ...], call: Call
+    ) -> tuple[Region, tuple[Placement, ...]]:
+        """The region with its choices, and how its outputs are placed."""
         if region.phase == "setup":
-            return region
+            return region, (Replicated(),) * len(region.forward.outputs)
         placed: dict[str, Placement] = dict(zip((v.name for v in region.forward.inputs), given, strict=True))
         placed.update((value.name, Varying()) for value in region.params)
         types = {name: value.type for name, value in region.forward.definitions().items()}
@@ -139,9 +139,9 @@ class _Walk:
         step = any(name in self.summed for name in call.results) and call.name in self.pure
         typed = lambda value: replace(value, type=self._typed(value.type, placed[value.name], value.name, None))  # noqa: E731
         forward = replace(region.forward, inputs=tuple(map(typed, region.forward.inputs)), ops=tuple(ops))
-        return replace(
-            region, params=tuple(map(typed, region.params)), forward=forward, phase="step" if step else region.phase
-        )
+        phase = "step" if step else region.phase
+        variant = replace(region, params=tuple(map(typed, region.params)), forward=forward, phase=phase)
+        return variant, tuple(placed[name] for name in region.forward.outputs)
 
     def _choices(
         self, op: Op, rule: OpRule | None, given: list[Placement], arguments: Mapping[str, str]

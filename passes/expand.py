@@ -9,6 +9,7 @@
 
 Logits whose classes are cut over an axis are never gathered: each rank contributes its maximum,
 its sum of exponentials and the label's logit, one number a row (Shoeybi et al. 2019, section 3).
+Reshards in regions that nothing is differentiated in become the plain movement of data they are.
 """
 
 from __future__ import annotations
@@ -34,10 +35,28 @@ def expand(program: Program) -> Program:
 def _expanded(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Graph:
     types = {name: value.type for name, value in graph.definitions().items()} | dict(params)
     ops: list[Op] = []
+    same: dict[str, str] = {}
     for op in graph.ops:
+        op = replace(op.renamed(same), results=op.results)
         rewrite = _REWRITES.get(op.name)
-        ops.extend(rewrite(op, types, sizes) if rewrite and dict(op.attrs).get("axis") else (op,))
-    return replace(graph, ops=tuple(ops))
+        if op.name in _NO_MOVEMENT:
+            same[op.result.name] = next(op.refs())
+        elif rewrite is not None and dict(op.attrs).get("axis"):
+            ops.extend(rewrite(op, types, sizes))
+        else:
+            ops.append(op)
+    return replace(graph, ops=tuple(ops), outputs=tuple(same.get(name, name) for name in graph.outputs))
+
+
+def _same_movement(name: str) -> Callable[[Op, Mapping[str, TensorType], Sizes], tuple[Op, ...]]:
+    """Without a gradient, a reshard is whatever moves the same data."""
+    return lambda op, types, sizes: (replace(op, name=name),)
+
+
+def _spread(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Op, ...]:
+    axis = dict(op.attrs)["axis"]
+    assert isinstance(axis, str)
+    return (replace(op, name="div", args=(*op.args, sizes[axis]), attrs=()),)
 
 
 def _cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Op, ...]:
@@ -69,6 +88,11 @@ def _cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tup
     return tuple(ops)
 
 
+_NO_MOVEMENT = frozenset({"vary", "settle"})
 _REWRITES: Mapping[str, Callable[[Op, Mapping[str, TensorType], Sizes], tuple[Op, ...]]] = {
     "cross_entropy": _cross_entropy,
+    "cross_entropy_shard": _cross_entropy,
+    "shard": _same_movement("take"),
+    "unshard": _same_movement("all_gather"),
+    "spread": _spread,
 }

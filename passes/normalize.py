@@ -178,6 +178,15 @@ def _expand(w: Writer, op: Op) -> None:
         w.add(op, "expand", (op.args[0], op.result.type.shape))
 
 
+def _broadcast(w: Writer, op: Op) -> None:
+    operands = op.args[0] if isinstance(op.args[0], tuple) else op.args
+    for operand, value in zip(operands, op.results, strict=True):
+        if w.shape(operand) == value.type.shape:
+            w.alias(value.name, ref(operand).name)
+        else:
+            w.add(op, "expand", (operand, value.type.shape), value)
+
+
 def _split(w: Writer, op: Op) -> None:
     dim = argument(op, 1 if op.name == "unbind" else 2, "dim", 0)
     rank = len(w.shape(op.args[0]))
@@ -440,6 +449,7 @@ _TABLE: Mapping[str, Rewrite] = {
     "mT": _permute(lambda op, rank: (*range(rank - 2), rank - 1, rank - 2)),
     "movedim": _permute(_moved),
     **dict.fromkeys("expand expand_as".split(), _expand),
+    "broadcast_tensors": _broadcast,
     **dict.fromkeys("split split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk".split(), _split),
     "select": _select,
     "slice": _slice,

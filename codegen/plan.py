@@ -13,7 +13,10 @@ from partc.program import Graph, Program, Region, TensorType
 FORMAT = 1  # of plan.json; readers refuse what they don't know
 
 
-def plan(program: Program, *, options: Mapping[str, Any], seed: int, precision: str) -> dict[str, Any]:
+def plan(
+    program: Program, *, options: Mapping[str, Any], seed: int, precision: str, command: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """`command` holds what else the user asked for, so that the compile can be repeated."""
     types = program.value_types()
     holders: dict[str, set[int]] = {}
     for call in program.calls:
@@ -27,6 +30,7 @@ def plan(program: Program, *, options: Mapping[str, Any], seed: int, precision: 
         "precision": precision,
         "seed": seed,
         "options": dict(options),
+        "command": dict(command or {}),
         "stages": program.stages,
         "inputs": {name: _typed(types[name], program) for name in program.inputs},
         "parameters": {

@@ -106,7 +106,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="what every rank does, in order",
         requires=("stages", "backward"),
         ensures=("schedule",),
-        options=("schedule",),
+        options=("kind",),
     ),
     Pass(
         name="check",

@@ -1,0 +1,263 @@
+"""The compiler as a function: `partc.compile(model, batch, mesh=...)` gives a Package."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from partc import passes
+from partc.accounting import ReplicatedOp, communication, replicated_ops
+from partc.mesh import Mesh
+from partc.options import Options
+from partc.output import write
+from partc.program import Program
+from partc.verifier import verify_program
+
+if TYPE_CHECKING:
+    from partc.verify import VerifyResult
+
+PhaseObserver = Callable[["Phase"], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A phase of compiling that has ended: its label, its seconds, and what there is to say about it."""
+
+    label: str
+    seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """A compiled model: the finished program, and everything that its folder is rendered from."""
+
+    program: Program
+    model_source: str
+    model_options: Mapping[str, Any]
+    options: Options
+    phases: Mapping[str, float]
+    replicated_ops: tuple[ReplicatedOp, ...] = ()
+    extra: Mapping[str, bytes] = field(default_factory=dict)  # files that model_source reads
+
+    @property
+    def communication(self) -> dict[str, int]:
+        """Bytes that one rank receives per step over each axis, on the busiest stage."""
+        return communication(self.program)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What `partc compile --json` prints."""
+        return {
+            "ranks": self.program.mesh.size,
+            "stages": self.program.stages,
+            "regions": [region.name for region in self.program.regions],
+            "phases": dict(self.phases),
+            "communication": self.communication,
+            "replicated_ops": [
+                {
+                    "op": item.op,
+                    "place": item.place,
+                    "axis": item.axis,
+                    "flops": item.flops,
+                    "rule": item.rule,
+                    "source": str(item.source) if item.source else None,
+                }
+                for item in self.replicated_ops
+            ],
+        }
+
+    def files(self) -> Iterator[tuple[str, str | bytes]]:
+        """Every file by its path in the folder, rendered as it is asked for."""
+        from partc.codegen.package import files
+
+        yield from files(
+            self.program,
+            model_source=self.model_source,
+            options=self.model_options,
+            seed=self.options.seed,
+            precision=self.options.precision,
+            report=[_sentence(item) for item in self.replicated_ops],
+            command={"schedule": self.options.schedule, "shard": list(self.options.shard)},
+        )
+        yield from self.extra.items()
+
+    def write(self, directory: str | Path, *, on_phase: PhaseObserver = lambda phase: None) -> Path:
+        """Write the folder; an older package is replaced as a whole. Raises PartcError P0601, P0602 and P0606."""
+        waited = 0.0
+        count = 0
+
+        def timed() -> Iterator[tuple[str, str | bytes]]:
+            nonlocal waited, count
+            start = time.perf_counter()
+            for item in self.files():
+                waited += time.perf_counter() - start
+                count += 1
+                yield item
+                start = time.perf_counter()
+
+        start = time.perf_counter()
+        path = write(timed(), Path(directory))
+        total = time.perf_counter() - start
+        on_phase(Phase(label="Emitted", seconds=waited, note=f"{count:,} files"))
+        on_phase(Phase(label="Written", seconds=total - waited, note=str(directory)))
+        return path
+
+    def verify(self, *, steps: int = 3, virtual: bool = True) -> VerifyResult:
+        """Train from the same seed as the single-device model and compare: see `partc verify`."""
+        from partc.verify import verify
+
+        with tempfile.TemporaryDirectory(prefix="partc-package-") as folder:
+            return verify(self.write(Path(folder) / "build"), steps=steps, virtual=virtual)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compilation:
+    """A program and how it came to be: what `partc inspect` looks into."""
+
+    traced: Program
+    steps: tuple[passes.Step, ...]
+    model_source: str
+    model_options: Mapping[str, Any]
+    options: Options
+    phases: Mapping[str, float]
+    extra: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def program(self) -> Program:
+        return self.steps[-1].program if self.steps else self.traced
+
+    def after(self, name: str) -> Program:
+        """The program after a pass that has run; `trace` is before the first. Raises PartcError P0604."""
+        if passes.known(name) == passes.FIRST:
+            return self.traced
+        done = passes.NAMES[: passes.NAMES.index(name) + 1]
+        return next((step.program for step in reversed(self.steps) if step.name in done), self.traced)
+
+
+def compile(
+    model: Any,
+    batch: Any = None,
+    *,
+    mesh: str | Mesh,
+    microbatches: int = 1,
+    schedule: str = "1f1b",
+    precision: str = "fp32",
+    seed: int = 0,
+    shard: Sequence[str] = (),
+    loss: Callable[..., Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    on_phase: PhaseObserver = lambda phase: None,
+) -> Package:
+    """Compile a model for a mesh.
+
+    `model` is a model file (a path, or `hf:PATH/config.json`), whose `options` are what -D gives; or
+    an nn.Module or a function that builds one, with `batch`, one global batch as a dict of tensors,
+    and optionally `loss(model, batch)`. Raises PartcError for whatever is wrong with these.
+    """
+    checked = Options.checked(
+        mesh=mesh, microbatches=microbatches, schedule=schedule, precision=precision, seed=seed, shard=shard
+    )
+    done = compilation(model, batch, checked, loss=loss, model_options=options or {}, on_phase=on_phase)
+    return package(done)
+
+
+def compilation(
+    model: Any,
+    batch: Any,
+    options: Options,
+    *,
+    loss: Callable[..., Any] | None = None,
+    model_options: Mapping[str, Any],
+    until: str | None = None,
+    observe: passes.Observer = lambda step: None,
+    on_phase: PhaseObserver = lambda phase: None,
+) -> Compilation:
+    """Trace and run the passes, up to `until`; `observe` gets every step with its program."""
+    phases: dict[str, float] = {}
+
+    def done(phase: Phase) -> None:
+        phases[phase.label] = phase.seconds
+        on_phase(phase)
+
+    start = time.perf_counter()
+    import torch
+
+    from partc.origin import trace
+
+    done(Phase(label="Loaded", seconds=time.perf_counter() - start, note=f"torch {torch.__version__}"))
+    start = time.perf_counter()
+    origin = trace(
+        model,
+        batch,
+        loss,
+        options=model_options,
+        mesh=options.mesh,
+        microbatches=options.microbatches,
+        precision=options.precision,
+    )
+    done(Phase(label="Traced", seconds=time.perf_counter() - start, note=_size(origin.program)))
+
+    def stepped(step: passes.Step) -> None:
+        observe(step)
+        done(Phase(label=step.label, seconds=step.seconds, note=_note(step)))
+
+    observe(passes.Step(name=passes.FIRST, label="Traced", program=origin.program, seconds=0.0))
+    steps = passes.run(origin.program, options.for_passes, until=until, verify=verify_program, observe=stepped)
+    return Compilation(
+        traced=origin.program,
+        steps=steps,
+        model_source=origin.source,
+        model_options=origin.options,
+        options=options,
+        phases=phases,
+        extra=origin.extra,
+    )
+
+
+def package(done: Compilation) -> Package:
+    """The package of a compilation that has run to its end."""
+    return Package(
+        program=done.program,
+        model_source=done.model_source,
+        model_options=done.model_options,
+        options=done.options,
+        phases=done.phases,
+        replicated_ops=replicated_ops(done.after("annotate")),
+        extra=done.extra,
+    )
+
+
+def _size(program: Program) -> str:
+    ops = sum(len(region.forward.ops) for region in program.regions)
+    return f"{ops:,} operations, {len(program.parameters):,} parameters and buffers"
+
+
+def _note(step: passes.Step) -> str:
+    """What a pass's line says besides its time."""
+    program = step.program
+    match step.name:
+        case "outline":
+            return f"{len(program.regions)} regions, {len(program.calls)} calls"
+        case "partition":
+            found = [op.name for region in program.regions for op in region.forward.ops]
+            kinds = ("all_reduce", "all_gather", "unshard", "reduce_scatter", "all_to_all")
+            return ", ".join(f"{found.count(kind)} {kind}" for kind in kinds if kind in found)
+        case "stages":
+            return f"{program.stages} stages, {len(program.transfers)} transfers"
+        case "schedule":
+            return f"{max(map(len, program.schedule), default=0)} actions a rank"
+        case "check":
+            return f"{program.mesh.size:,} ranks: communication matches, nothing can deadlock"
+        case _:
+            return ""
+
+
+def _sentence(item: ReplicatedOp) -> str:
+    """For the package's README: what is computed more than once."""
+    why = "is repeated" if item.rule else "has no rule and is repeated"
+    return f"`{item.place}` ({item.op}) {why} on every rank of {item.axis}: {item.flops:,} operations a step."

@@ -1,0 +1,284 @@
+"""The command line. Every import that is slow to load waits until a command needs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from partc import __version__, console
+from partc.errors import PartcError
+
+if TYPE_CHECKING:
+    from partc.api import Compilation
+    from partc.options import Options
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line: 0 done, 1 a check did not hold, 2 the input is wrong, 70 a bug in partc."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return console.guarded(lambda: cli(args=given, prog_name="partc", standalone_mode=False), json="--json" in given)
+
+
+@click.group(context_settings=CONTEXT, invoke_without_command=True)
+@click.version_option(__version__, prog_name="partc")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Compile a single-device PyTorch model and a device mesh into readable per-rank Python.
+
+    MODEL is a Python file with model() and batch(), or hf:PATH/config.json.
+    SPEC is 8 (dp), 4x8 (dp x tp), 2x4x8 (pp x dp x tp), or names, slowest axis first: pp=2,dp=4,tp=8.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def compile_options(required: bool) -> Any:
+    """The options that decide a compile, for each command that does one."""
+    options = [
+        click.option(
+            "--mesh", metavar="SPEC", required=required, help="sizes of the axes: 8, 4x8, 2x4x8 or pp=2,dp=4,tp=8"
+        ),
+        click.option("-D", "definitions", metavar="NAME=VALUE", multiple=True, help="an option of the model file"),
+        click.option("--batch", type=int, help="examples in the global batch; for hf: models"),
+        click.option("--seq", type=int, help="length of each example; for hf: models"),
+        click.option("--microbatches", type=int, default=1, show_default=True, help="parts of the batch in time"),
+        click.option("--schedule", type=click.Choice(("1f1b", "gpipe")), default="1f1b", show_default=True),
+        click.option("--precision", type=click.Choice(("fp32", "fp64")), default="fp32", show_default=True),
+        click.option("--seed", type=int, default=0, show_default=True, help="of the initial parameters and the data"),
+        click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
+    ]
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@cli.command("compile")
+@click.argument("model")
+@compile_options(required=True)
+@click.option("-o", "--output", type=Path, default=Path("build"), show_default=True, help="folder of the package")
+@click.option(
+    "--dump-after", metavar="PASS|all", multiple=True, help="write the program after a pass, beside the output"
+)
+@click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
+def compile_command(model: str, output: Path, dump_after: tuple[str, ...], as_json: bool, **given: Any) -> None:
+    """Compile MODEL for a mesh and write its package."""
+    from partc.dump import Dump
+    from partc.output import check_target
+
+    options, definitions = _options(given)
+    dump = Dump.of(dump_after, output)
+    check_target(output)
+    with console.Phases(quiet=as_json) as phases:
+        from partc.api import compilation, package
+
+        done = compilation(model, None, options, model_options=definitions, observe=dump.observe, on_phase=phases.ended)
+        compiled = package(done)
+        compiled.write(output, on_phase=phases.ended)
+    report = compiled.report | {"phases": phases.seconds}
+    if as_json:
+        print(json.dumps(report))
+        return
+    _print_report(report)
+    console.next_step(f"partc verify {output}{' --virtual' if compiled.program.mesh.size > 8 else ''}")
+
+
+def _print_report(report: Mapping[str, Any]) -> None:
+    from partc.codegen.collectives import readable_bytes
+
+    moved = ", ".join(f"{readable_bytes(size)} over {axis}" for axis, size in report["communication"].items() if size)
+    click.echo(f"\n{report['ranks']:,} ranks, {report['stages']} stages, {len(report['regions'])} regions")
+    click.echo(f"each rank receives a step: {moved or 'nothing'}")
+    for item in report["replicated_ops"]:
+        place = f"{item['source']}: " if item["source"] else ""
+        why = "is repeated" if item["rule"] else "has no rule, so it is repeated"
+        cost = f"{item['flops']:,} flops a step"
+        click.echo(f"{place}{item['op']} ({item['place']}) {why} on every rank of {item['axis']}: {cost}")
+
+
+@cli.command("verify")
+@click.argument("directory", metavar="DIR", type=Path)
+@click.option("--steps", type=int, default=3, show_default=True)
+@click.option("--virtual", is_flag=True, help="all ranks in one process")
+@click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
+def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool) -> None:
+    """Train a package and its single-device model from one seed; compare loss, gradients and parameters."""
+    from partc.launch import read_plan
+
+    read_plan(directory)
+    with console.working("training twice, as the package and as the single-device model", quiet=as_json):
+        from partc.verify import verify
+
+        result = verify(directory, steps=steps, virtual=virtual)
+    worst = result.worst
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "ok": result.ok,
+                    "losses": result.losses,
+                    "reference_losses": result.reference_losses,
+                    "worst": {"kind": worst.kind, "name": worst.name, "rel_err": console.finite(worst.rel_err)},
+                }
+            )
+        )
+    else:
+        for step, (mine, theirs) in enumerate(zip(result.losses, result.reference_losses, strict=True)):
+            click.echo(f"step {step}   loss {mine:.9g}   single device {theirs:.9g}")
+        place = f"{worst.kind} {worst.name}" if worst.kind != worst.name else worst.kind
+        where = f"{place}, step {worst.step}, rank {worst.rank}"
+        error = f"relative error {worst.rel_err:.2e} of {result.tolerance:.0e} allowed"
+        click.echo(f"worst of {result.compared:,}: {where}: {error}")
+        click.echo("equal to the single-device model" if result.ok else "NOT equal to the single-device model")
+        if result.ok:
+            console.next_step(f"partc run {directory} --steps 20")
+        else:
+            console.next_step(f"partc inspect {directory} --after partition --diff")
+    if not result.ok:
+        raise console.CheckFailed
+
+
+@cli.command("run")
+@click.argument("directory", metavar="DIR", type=Path)
+@click.option("--steps", type=int, default=10, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
+@click.argument("rest", nargs=-1, type=click.UNPROCESSED)
+def run_command(directory: Path, steps: int, as_json: bool, rest: tuple[str, ...]) -> None:
+    """Print the torchrun line that trains a package on this machine, then run it.
+
+    What follows `--` goes to train.py: its optimizer, learning rate, log.
+    """
+    from partc.launch import run
+
+    if steps < 1:
+        raise PartcError("P0504", f"cannot run {steps} steps", help="--steps is 1 or more")
+    result = run(directory, steps=steps, arguments=rest, tell=lambda line: click.echo(f"$ {line}", err=as_json))
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "losses": result.losses,
+                    "step_seconds": result.step_seconds,
+                    "step_seconds_median": result.step_seconds_median,
+                    "tokens_per_second": result.tokens_per_second,
+                    "peak_bytes": result.peak_bytes,
+                }
+            )
+        )
+        return
+    from partc.codegen.collectives import readable_bytes
+
+    click.echo(
+        f"loss {result.losses[0]:.6g} to {result.losses[-1]:.6g} in {len(result.losses)} steps; "
+        f"median step {result.step_seconds_median:.4f} s, {result.tokens_per_second:,.0f} tokens/s, "
+        f"at most {readable_bytes(max(result.peak_bytes))} a rank"
+    )
+    console.next_step(f"less {directory}/stages/stage_0.py")
+
+
+@cli.command("inspect")
+@click.argument("target", metavar="MODEL|DIR")
+@compile_options(required=False)
+@click.option("--after", metavar="PASS", help="the program as this pass leaves it; `trace` is before the first")
+@click.option("--region", metavar="NAME", help="only this region")
+@click.option("--diff", is_flag=True, help="what the pass changed")
+@click.option("--sources", is_flag=True, help="with the line of the model that each operation comes from")
+@click.option("--explain", "name", metavar="NAME", help="why a value or weight is placed as it is")
+@click.option("--html", type=Path, metavar="FILE", help="one page with everything, for a browser")
+def inspect_command(target: str, **given: Any) -> None:
+    """Show what the compiler makes of a model, or has made of a package's."""
+    from partc import inspection
+
+    wanted = {key: given.pop(key) for key in ("after", "region", "diff", "sources", "name", "html")}
+    model, options, definitions = _target(target, given)
+    until = inspection.last_pass(**wanted)
+    with console.working("compiling", quiet=wanted["html"] is None):
+        from partc.api import compilation
+
+        done = compilation(model, None, options, model_options=definitions, until=until)
+    if wanted["html"] is not None:
+        _write_page(done, wanted["html"])
+    elif wanted["name"] is not None:
+        click.echo(inspection.explained(done, wanted["name"]))
+    else:
+        text = inspection.text(
+            done, after=until, region=wanted["region"], diff=wanted["diff"], sources=wanted["sources"]
+        )
+        click.echo(text.rstrip("\n"))
+
+
+def _write_page(done: Compilation, path: Path) -> None:
+    from partc.report import write_html
+
+    write_html(done.program, path)
+    click.echo(f"wrote {path}")
+    console.next_step(f"open {path} in a browser")
+
+
+@cli.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
+def doctor_command(as_json: bool) -> None:
+    """What this machine can do: torch, triton, GPUs, gloo and NCCL, and what that means."""
+    from partc.doctor import findings
+
+    found = list(findings())
+    if as_json:
+        print(json.dumps({item.what: {"found": item.found, "meaning": item.meaning, "ok": item.ok} for item in found}))
+    else:
+        marks = {True: "ok", False: "no", None: "  "}
+        left, middle = max(len(item.what) for item in found), max(len(item.found) for item in found)
+        for item in found:
+            click.echo(f"{marks[item.ok]}  {item.what:<{left}}  {item.found:<{middle}}  {item.meaning}")
+    if any(item.ok is False for item in found):
+        raise console.CheckFailed
+
+
+@cli.command("explain")
+@click.argument("code", required=False)
+def explain_command(code: str | None) -> None:
+    """Say more about an error code, or list them all."""
+    from partc.explain import explanation, listing
+
+    click.echo(listing() if code is None else explanation(code))
+
+
+def _options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
+    """The checked options of a compile, and those for the model file."""
+    from partc.options import Options
+
+    definitions: dict[str, str] = {}
+    for text in given["definitions"]:
+        name, found, value = text.partition("=")
+        if not found or not name.isidentifier():
+            raise PartcError("P0003", f"-D {text!r} is not NAME=VALUE", help="for example -D layers=4")
+        definitions[name] = value
+    definitions |= {name: str(given[name]) for name in ("batch", "seq") if given[name] is not None}
+    kept = ("mesh", "microbatches", "schedule", "precision", "seed", "shard")
+    return Options.checked(**{name: given[name] for name in kept}), definitions
+
+
+def _target(target: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str, str]]:
+    """What to compile again: a model with these options, or a package with its own."""
+    if Path(target).is_dir():
+        from partc.launch import read_plan
+
+        plan = read_plan(Path(target))
+        kept = {name: plan[name] for name in ("mesh", "microbatches", "precision", "seed")}
+        command = {"schedule": "1f1b", "shard": (), **plan.get("command", {})}
+        definitions = [f"{name}={value}" for name, value in plan["options"].items()]
+        options, found = _options({**given, **kept, **command, "definitions": definitions})
+        return str(Path(target) / "model.py"), options, found
+    if given["mesh"] is None:
+        raise PartcError("P0603", "inspecting a model needs a mesh", help="add --mesh SPEC, for example --mesh 2x2x2")
+    options, found = _options(given)
+    return target, options, found

@@ -1,0 +1,132 @@
+"""Put a package in its folder: as a whole, and never over what partc did not write."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+from partc.errors import PartcError
+
+MANIFEST = "files.sha256"  # what partc wrote, in the form that `sha256sum -c` reads
+_CACHES = "__pycache__"
+
+
+def check_target(directory: Path) -> None:
+    """Raises PartcError P0601 (not partc's to replace), P0606 (a package that was changed by hand)."""
+    if not directory.exists() and not directory.is_symlink():
+        return
+    if not directory.is_dir():
+        raise PartcError("P0601", f"{directory} is not a folder", help="name another with -o, or remove it")
+    if not any(directory.iterdir()):
+        return
+    if not _is_package(directory):
+        raise PartcError(
+            "P0601",
+            f"{directory} holds files that partc did not write",
+            help="name another folder with -o, or remove this one",
+        )
+    for name, digest in _manifest(directory).items():
+        path = directory / name
+        if path.is_file() and _digest(path.read_bytes()) != digest:
+            raise PartcError(
+                "P0606",
+                f"{path} has been changed since partc wrote it",
+                help="compile to another folder with -o, or remove the file",
+            )
+
+
+def write(files: Iterable[tuple[str, str | bytes]], directory: Path) -> Path:
+    """Write a package and return its folder.
+
+    It is written beside its place and moved there when complete: until then an older package stays
+    as it was. The older one's files go; what a user put among them stays. Raises PartcError P0601,
+    P0602 and P0606.
+    """
+    check_target(directory)
+    target = directory.resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise _unwritable(target, error) from error
+    new, old = aside / "new", aside / "old"
+    try:
+        _write_all(files, new)
+        if target.exists():
+            _keep_others(target, new)
+            target.rename(old)
+        new.rename(target)
+    except OSError as error:
+        raise _unwritable(target, error) from error
+    finally:
+        if old.exists() and not target.exists():  # stopped between the two moves
+            old.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)
+    return directory
+
+
+def _write_all(files: Iterable[tuple[str, str | bytes]], folder: Path) -> None:
+    folder.mkdir()
+    made = {folder}
+    lines = []
+    for name, content in files:
+        path = folder / name
+        if path.parent not in made:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            made.add(path.parent)
+        data = content.encode() if isinstance(content, str) else content
+        path.write_bytes(data)
+        lines.append(f"{_digest(data)}  {name}\n")
+    (folder / MANIFEST).write_text("".join(lines))
+
+
+def _keep_others(old: Path, new: Path) -> None:
+    """Copy the user's own files of the old folder to the new one: logs, checkpoints, notes."""
+    ours = {*_manifest(old), MANIFEST, "plan.json"}
+    for root, folders, names in os.walk(old):
+        folders[:] = [name for name in folders if name != _CACHES]
+        for name in names:
+            relative = PurePosixPath((Path(root) / name).relative_to(old).as_posix())
+            if str(relative) not in ours and not (new / relative).exists():
+                (new / relative).parent.mkdir(parents=True, exist_ok=True)
+                _link(old / relative, new / relative)
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under a second name, for the first is about to go; a copy where links don't work."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _is_package(directory: Path) -> bool:
+    try:
+        plan = json.loads((directory / "plan.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(plan, dict) and isinstance(plan.get("partc"), int)
+
+
+def _manifest(directory: Path) -> dict[str, str]:
+    """Name -> digest of what partc wrote there."""
+    try:
+        lines = (directory / MANIFEST).read_text().splitlines()
+    except (OSError, ValueError):
+        return {}
+    pairs = (line.partition("  ") for line in lines)
+    return {name: digest for digest, found, name in pairs if found}
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _unwritable(target: Path, error: OSError) -> PartcError:
+    reason = error.strerror or type(error).__name__
+    return PartcError("P0602", f"{target} cannot be written: {reason}", help="give a writable folder with -o")

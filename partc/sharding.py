@@ -8,7 +8,7 @@ from partc.errors import InternalError
 from partc.layout import Layout, Placement, Replicated, Sizes, Varying
 from partc.mesh import PIPELINE_AXIS, TIME_AXIS
 from partc.program import FLOATING, Choice, Op, TensorType
-from partc.rules import OpRule, placements
+from partc.rules import OpRule, fits, placements
 
 
 def axis_order(sizes: Sizes) -> tuple[str, ...]:
@@ -43,6 +43,8 @@ def layouts(
 
     None where the sizes don't divide. An operation without a rule is repeated on replicated operands.
     """
+    if rule is not None and not fits(rule, op.choices, sizes):
+        return None
     operands = [types[name] for name in op.refs()]
     results = [value.type for value in op.results]
     wanted: list[dict[str, Placement]] = [{} for _ in operands]

@@ -25,6 +25,7 @@ from partc.rules import (
     OpRule,
     choices,
     factor_cuts,
+    fits,
     flops,
     is_matmul,
     localize,
@@ -64,6 +65,8 @@ def spread_layouts(
     made_shapes = [value.type.shape for value in case.op.results]
     asked: list[dict[str, Placement]] = [{} for _ in shapes]
     made: list[dict[str, Placement]] = [{} for _ in made_shapes]
+    if not fits(rule, [choice for choice in chosen if choice is not None], sizes):
+        return None
     for axis, choice in zip(sizes, chosen, strict=True):
         wants, gives = placements(case.op, rule, choice, axis)
         for where, placement in zip((*asked, *made), (*wants, *gives), strict=True):
@@ -414,6 +417,16 @@ def test_a_vocabulary_is_cut_over_one_axis_only() -> None:
     assert localize(op, rule, {"dp": 2, "tp": 1}).name == "embedding"
     asked, made = placements(op, rule, Choice(axis="tp", factor="v"), "tp")
     assert (asked, made) == ((Shard(0), Replicated()), (Partial(),))
+
+
+def test_groups_of_channels_divide_over_all_axes_together() -> None:
+    """6 groups of 2 channels: 12 divides by 2 x 2, and yet no rank would have whole groups."""
+    case = op_cases.case("conv1d", op_cases.normal(2, 12, 4), op_cases.normal(12, 2, 1), None, [1], [0], [1], 6)
+    rule = rule_of(case)
+    chosen = [Choice(axis=axis, factor="g") for axis in ("a", "b")]
+    assert fits(rule, chosen, {"a": 2, "b": 3})
+    assert check(case, rule, chosen, {"a": 2, "b": 3})
+    assert not fits(rule, chosen, {"a": 2, "b": 2})
 
 
 # Strided cuts that a graph asks for

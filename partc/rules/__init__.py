@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 
 from partc.errors import InternalError, PartcError
-from partc.layout import Partial, Placement, Replicated, Shard, Varying
+from partc.layout import Partial, Placement, Replicated, Shard, Sizes, Varying
 from partc.program import FLOATING, Choice, Graph, Op, TensorType
 from partc.rules import cuts as _cuts
 from partc.rules.cuts import Cuts, factor_cuts
@@ -21,6 +22,7 @@ __all__ = [
     "OpRule",
     "choices",
     "factor_cuts",
+    "fits",
     "flops",
     "is_matmul",
     "localize",
@@ -72,6 +74,22 @@ def choices(
         ]
     found += [Choice(axis=axis, factor=f"{PARTIAL}{index}") for index in range(len(rule.linear))]
     return tuple(found)
+
+
+def fits(rule: OpRule, chosen: Sequence[Choice], sizes: Sizes) -> bool:
+    """Whether every factor divides by all the axes that cut it together.
+
+    A layout alone can't tell where a factor is never the minor one of a dimension.
+    """
+    for factor in rule.factors:
+        ways: dict[int, int] = {}
+        for choice in chosen:
+            if choice.factor == factor.name:
+                ways[choice.outer] = ways.get(choice.outer, 1) * sizes[choice.axis]
+        bounds = sorted({1, *ways, factor.size})
+        if any(end % (start * ways.get(start, 1)) for start, end in pairwise(bounds)):
+            return False
+    return True
 
 
 def placements(

@@ -78,9 +78,10 @@ class Axis:
         """`x` in this rank's place of a tensor of zeros: the transpose of `take`."""
         if self.size == 1:
             return x
-        whole = x.new_zeros((*x.shape[:dim], x.shape[dim] * self.size, *x.shape[dim + 1 :]))
-        _split(whole, self.size, dim, outer)[self.rank].copy_(x)
-        return whole
+        before, after, rest = x.shape[:dim], x.shape[dim + 1 :], x.shape[dim] // outer
+        whole = x.new_zeros((*before, outer, self.size, rest, *after))
+        whole.select(dim + 1, self.rank).copy_(x.reshape(*before, outer, rest, *after))
+        return whole.view(*before, x.shape[dim] * self.size, *after)
 
     def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
         """Reduce a contiguous tensor in place."""

@@ -143,16 +143,16 @@ def gradient_buffers(
 
     Gradients that are reduced over the same axes stand in one buffer, so that one collective moves them.
     """
-    together: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
+    together: dict[tuple[object, ...], list[str]] = {}
     for name, shard in shards.items():
         if shard.trainable:
-            together.setdefault((shard.reduce, parameters[name].dtype), []).append(name)
+            # A tied weight stands alone: the stages that share it have different neighbours for it.
+            alone = name if shard.stages else None
+            together.setdefault((shard.reduce, parameters[name].dtype, alone), []).append(name)
     gradients: dict[str, Tensor] = {}
     buffers = []
-    for (_, dtype), names in together.items():
-        buffer = torch.zeros(
-            sum(parameters[name].numel() for name in names), dtype=dtype, device=parameters[names[0]].device
-        )
+    for names in together.values():
+        buffer = parameters[names[0]].new_zeros(sum(parameters[name].numel() for name in names))
         buffers.append(buffer)
         for name, piece in zip(names, torch.split(buffer, [parameters[name].numel() for name in names]), strict=True):
             gradients[name] = piece.view(parameters[name].shape)

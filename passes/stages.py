@@ -1,0 +1,117 @@
+"""Cut the calls into pipeline stages, and note what crosses from one to another.
+
+    call x  = embed(ids)                   call x  = embed(ids)          stage 0
+    call x1 = block(x, cos)          ->    call x1 = block(x, cos)       stage 0
+    call x2 = block(x1, cos)               call x2 = block(x1, cos)      stage 1
+    call loss = head(x2, labels)           call loss = head(x2, labels)  stage 1
+                                           transfer x1: 0 -> 1, gradient back
+
+Stages are runs of consecutive calls whose longest is as short as can be, by floating-point
+operations. What comes from inputs or constants alone is made again in every stage that reads it.
+A value that a later stage reads is sent there straight from where it is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from partc.errors import PartcError
+from partc.gradients import gradient_inputs, input_only
+from partc.mesh import PIPELINE_AXIS
+from partc.program import Call, Program, Region, Transfer
+from partc.rules import flops, resolve
+
+
+def stages(program: Program) -> Program:
+    """Set every call's stage and the program's transfers. Raises PartcError P0403 (too many stages)."""
+    count = program.mesh.axis(PIPELINE_AXIS)
+    pure = input_only(program)
+    main = [call for call in program.calls if call.name not in pure]
+    if count > len(main):
+        raise PartcError(
+            "P0403",
+            f"{count} pipeline stages for {len(main)} calls: a stage holds at least one",
+            help=f"use pp={len(main)} or less; the calls are {', '.join(call.name for call in main[:8])}",
+        )
+    work = {region.name: _work(region) for region in program.regions}
+    cuts = balanced([work[call.region] for call in main], count)
+    stage_of = {call.name: stage for stage, (start, end) in enumerate(cuts) for call in main[start:end]}
+    calls = _placed(program, stage_of)
+    return replace(program, calls=calls, transfers=_transfers(program, calls, pure))
+
+
+def _work(region: Region) -> float:
+    """Floating-point operations of a call's forward pass; a little for anything else, so that none is free."""
+    types = {value.name: value.type for value in region.params} | {
+        name: value.type for name, value in region.forward.definitions().items()
+    }
+    total = 1.0
+    for op in region.forward.ops:
+        rule = resolve(op, types) if all(name in types for name in op.refs()) else None
+        if rule is not None:
+            total += flops(op, rule)
+        total += 1e-3 * sum(math.prod(value.type.shape) for value in op.results)
+    return total
+
+
+def balanced(work: Sequence[float], count: int) -> tuple[tuple[int, int], ...]:
+    """Cut a line of work into `count` runs, none empty: the least maximum, then the least sum of squares.
+
+    Exact, by dynamic programming over (items left, runs left).
+    """
+    sums = [0.0]
+    for item in work:
+        sums.append(sums[-1] + item)
+
+    @lru_cache(maxsize=None)
+    def best(start: int, runs: int) -> tuple[float, float, tuple[int, ...]]:
+        if runs == 1:
+            size = sums[-1] - sums[start]
+            return size, size * size, (len(work),)
+        options = []
+        for end in range(start + 1, len(work) - runs + 2):
+            size = sums[end] - sums[start]
+            most, squares, ends = best(end, runs - 1)
+            options.append((max(size, most), size * size + squares, (end, *ends)))
+        return min(options)
+
+    ends = best(0, count)[2]
+    return tuple(zip((0, *ends[:-1]), ends, strict=True))
+
+
+def _placed(program: Program, stage_of: dict[str, int]) -> tuple[Call, ...]:
+    """Every call with its stage; calls that only inputs feed stand once in each stage that reads them."""
+    readers: dict[str, set[int]] = {}
+    placed: list[list[Call]] = []
+    for call in reversed(program.calls):
+        if call.name in stage_of:
+            where = {stage_of[call.name]}
+        else:
+            where = set().union(*(readers.get(name, set()) for name in call.results)) or {0}
+        for name in call.args:
+            readers.setdefault(name, set()).update(where)
+        placed.append([replace(call, stage=stage) for stage in sorted(where)])
+    return tuple(call for group in reversed(placed) for call in group)
+
+
+def _transfers(program: Program, calls: tuple[Call, ...], pure: frozenset[str]) -> tuple[Transfer, ...]:
+    made = {name: call.stage for call in calls if call.name not in pure for name in call.results}
+    regions = {region.name: region for region in program.regions}
+    needs = gradient_inputs(program)
+    found: dict[tuple[str, int], bool] = {}
+    for call in calls:
+        for value, name in zip(regions[call.region].forward.inputs, call.args, strict=True):
+            if name in made and made[name] != call.stage:
+                owed = value.name in needs[call.region] and _carries(program, name)
+                found[name, call.stage] = found.get((name, call.stage), False) or owed
+    return tuple(
+        Transfer(value=name, source=made[name], target=target, gradient=gradient)
+        for (name, target), gradient in found.items()
+    )
+
+
+def _carries(program: Program, name: str) -> bool:
+    return program.value_types()[name].differentiable

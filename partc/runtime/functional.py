@@ -1,15 +1,37 @@
 """Computations of the emitted code that aren't one torch call, each with its explicit backward.
 
-Shapes: b batch, h query heads, g key and value heads (g divides h), s and t positions, k and v head
-sizes, rows any leading dimensions, c classes (of this rank, where the vocabulary is sharded).
+Shapes: rows are any leading dimensions, c are classes (of this rank, where the vocabulary is sharded).
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
+
+from .attention import attention, attention_backward, row_dtype
+
+__all__ = [
+    "attention",
+    "attention_backward",
+    "cross_entropy",
+    "cross_entropy_backward",
+    "cross_entropy_rows",
+    "embedding_add_grad",
+    "embedding_shard",
+    "embedding_shard_add_grad",
+    "layer_norm",
+    "layer_norm_backward",
+    "linear_add_grad_weight",
+    "linear_grad_bias",
+    "linear_grad_weight",
+    "log_sum_exp",
+    "pick",
+    "rms_norm",
+    "rms_norm_backward",
+    "shard_max",
+    "smooth_sum",
+    "sum_exp",
+]
 
 # -- linear ------------------------------------------------------------------------------------
 
@@ -39,7 +61,7 @@ def rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: floa
         return out, rstd
     dims = tuple(range(-len(shape), 0))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    rstd = x.to(_row_dtype(x)).square().mean(dims, keepdim=True).add_(eps).rsqrt_()
+    rstd = x.to(row_dtype(x)).square().mean(dims, keepdim=True).add_(eps).rsqrt_()
     out = (x * rstd).to(x.dtype)
     return out if weight is None else out.mul_(weight), rstd
 
@@ -135,7 +157,7 @@ def cross_entropy(
 
 def shard_max(logits: Tensor) -> Tensor:
     """[*rows, c] -> [*rows]: combine by maximum."""
-    return logits.amax(-1).to(_row_dtype(logits))
+    return logits.amax(-1).to(row_dtype(logits))
 
 
 def sum_exp(logits: Tensor, largest: Tensor) -> Tensor:
@@ -148,12 +170,12 @@ def pick(logits: Tensor, labels: Tensor, offset: int = 0) -> Tensor:
     local = labels - offset
     outside = (local < 0) | (local >= logits.shape[-1])
     picked = logits.gather(-1, local.masked_fill_(outside, 0).unsqueeze(-1)).squeeze(-1)
-    return picked.to(_row_dtype(logits)).masked_fill_(outside, 0)
+    return picked.to(row_dtype(logits)).masked_fill_(outside, 0)
 
 
 def smooth_sum(logits: Tensor, weight: Tensor | None = None) -> Tensor:
     """Σ_c w[c] · logits[c], with this rank's class weights: [*rows, c] -> [*rows]: combine by sum."""
-    rows = logits.to(_row_dtype(logits))
+    rows = logits.to(row_dtype(logits))
     return rows.sum(-1) if weight is None else rows @ weight.to(rows.dtype)
 
 
@@ -222,108 +244,3 @@ def cross_entropy_backward(
         -1, local.masked_fill_(outside, 0).unsqueeze(-1), hit.masked_fill(outside, 0).neg_().unsqueeze(-1)
     )
     return result.to(logits.dtype)
-
-
-def _row_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-# -- attention ---------------------------------------------------------------------------------
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """q[b, h, s, k], k[b, g, t, k], v[b, g, t, v] -> out[b, h, s, v], and lse[b, h, s] for backward.
-
-    `mask` broadcasts to [b, h, s, t]: True where a position is read, or numbers added to the scores.
-    """
-    if _flash_on_cpu(q, k, v, mask):
-        heads = q.shape[1]
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q,
-            _repeat_heads(k, heads),
-            _repeat_heads(v, heads),
-            0.0,
-            is_causal,
-            attn_mask=_additive(mask, q),
-            scale=scale,
-        )
-        return out, lse
-    scores = _scores(q, _repeat_heads(k, q.shape[1]), mask, is_causal, scale)
-    lse = scores.logsumexp(-1)
-    weights = _weights(scores, lse)
-    return (weights @ _repeat_heads(v, q.shape[1]).to(weights.dtype)).to(q.dtype), lse
-
-
-def attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of `out`, with what `attention` returned."""
-    heads = q.shape[1]
-    keys, values = _repeat_heads(k, heads), _repeat_heads(v, heads)
-    if _flash_on_cpu(q, k, v, mask):
-        grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, keys, values, out, lse, 0.0, is_causal, attn_mask=_additive(mask, q), scale=scale
-        )
-    else:
-        weights = _weights(_scores(q, keys, mask, is_causal, scale), lse)
-        grad, wide_values = grad.to(weights.dtype), values.to(weights.dtype)
-        grad_v = (weights.mT @ grad).to(v.dtype)
-        grad_scores = weights * (grad @ wide_values.mT - (grad * out).sum(-1, keepdim=True))
-        grad_scores *= 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        grad_q = (grad_scores @ keys.to(weights.dtype)).to(q.dtype)
-        grad_k = (grad_scores.mT @ q.to(weights.dtype)).to(k.dtype)
-    return grad_q, _sum_heads(grad_k, k.shape[1]), _sum_heads(grad_v, v.shape[1])
-
-
-def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    return (
-        q.device.type == "cpu"
-        and q.dtype in (torch.float32, torch.float64, torch.bfloat16)
-        and q.shape[-1] == v.shape[-1]
-        and min(q.shape[2], k.shape[2], q.shape[0]) > 0
-        and (mask is None or mask.dim() in (2, 4))
-    )
-
-
-def _repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """[b, g, t, d] -> [b, heads, t, d]: each key or value head serves its neighbouring query heads."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def _sum_heads(grad: Tensor, groups: int) -> Tensor:
-    return grad if grad.shape[1] == groups else grad.reshape(grad.shape[0], groups, -1, *grad.shape[2:]).sum(2)
-
-
-def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
-    return mask.to(q.dtype)
-
-
-def _scores(q: Tensor, keys: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
-    dtype = _row_dtype(q)
-    scores = (q.to(dtype) @ keys.to(dtype).mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if is_causal:
-        s, t = scores.shape[-2:]
-        hidden = torch.ones(s, t, dtype=torch.bool, device=q.device).triu_(1)
-        scores.masked_fill_(hidden, -math.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return scores
-
-
-def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """Softmax from the saved normaliser; rows that read nothing are zero."""
-    return (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(nan=0.0)

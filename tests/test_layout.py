@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partc.layout import Layout, Partial, Replicated, Shard, SubDim, Varying, index_ranges
+from partc.layout import Layout, Partial, Placement, Replicated, Shard, SubDim, Varying, index_ranges
 from tests.virtual_ops import coordinates, cut, named
 
 SIZES = {"dp": 2, "tp": 3, "mb": 2}
@@ -104,7 +104,7 @@ def test_ranges_join_where_they_touch() -> None:
         ((36,), {"dp": Shard(0, 4), "tp": Shard(0, 6)}, None),  # 6 is no multiple of 4
     ],
 )
-def test_build(shape: tuple[int, ...], placements: dict, expected: str | None) -> None:
+def test_build(shape: tuple[int, ...], placements: dict[str, Placement], expected: str | None) -> None:
     built = Layout.build(shape, placements, SIZES)
     assert (built and str(built)) == expected
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from partc.errors import InternalError
-from partc.layout import Layout, Partial, Replicated, Shard, SubDim, Varying
+from partc.layout import Layout, Partial, Placement, Replicated, Shard, SubDim, Varying
 from partc.reshard import TRANSPOSES, backward_cost, cost, plan, transition, transition_cost
-from tests.virtual_ops import assemble, coordinates, cut, named, run, shard
+from tests.virtual_ops import Coordinate, assemble, coordinates, cut, named, run, shard
 
 SIZES = {"a": 2, "b": 3, "c": 2}
 
@@ -98,7 +100,10 @@ def test_dual_exchanges_sums_and_equal_gradients() -> None:
 # Brute force over short chains: ranks hold arrays of global indices, and every operation at every
 # position is tried. Knows nothing of sub-dimensions.
 
-State = tuple[tuple[tuple[tuple[int, ...], bytes], ...], frozenset[str], frozenset[str]]
+Array = np.ndarray[Any, np.dtype[np.int64]]
+Held = dict[Coordinate, Array]
+State = tuple[Held, frozenset[str], frozenset[str]]  # global indices, partial axes, varying axes
+Key = tuple[tuple[tuple[tuple[int, ...], bytes], ...], frozenset[str], frozenset[str]]
 
 
 class Brute:
@@ -106,23 +111,23 @@ class Brute:
         self.sizes = sizes
         self.places = coordinates(sizes)
 
-    def state(self, layout: Layout) -> tuple[dict, frozenset[str], frozenset[str]]:
+    def state(self, layout: Layout) -> State:
         whole = torch.arange(math.prod(layout.shape)).reshape(layout.shape)
         held = {p: cut(whole, layout, named(p, self.sizes), self.sizes).numpy() for p in self.places}
         return held, frozenset(layout.partial), frozenset(layout.varying)
 
     @staticmethod
-    def key(state) -> State:
+    def key(state: State) -> Key:
         held, partial, varying = state
         return tuple((x.shape, x.tobytes()) for x in held.values()), partial, varying
 
-    def groups(self, axis: str):
+    def groups(self, axis: str) -> Iterator[list[Coordinate]]:
         at = list(self.sizes).index(axis)
         for place in self.places:
             if place[at] == 0:
                 yield [(*place[:at], i, *place[at + 1 :]) for i in range(self.sizes[axis])]
 
-    def moves(self, state, target_marks):
+    def moves(self, state: State) -> Iterator[tuple[str, str, State]]:
         held, partial, varying = state
         some = next(iter(held.values()))
         for axis, n in self.sizes.items():
@@ -160,18 +165,18 @@ class Brute:
                         if moved is not None:
                             yield "all_to_all", axis, (moved, partial, varying)
 
-    def sliced(self, held, axis, dim, outer):
+    def sliced(self, held: Held, axis: str, dim: int, outer: int) -> Held:
         made = {m: self.pieces(held[m], dim, outer, len(g))[i] for g in self.groups(axis) for i, m in enumerate(g)}
         return {place: made[place] for place in self.places}
 
-    def joined(self, held, axis, dim, outer):
-        made = {}
+    def joined(self, held: Held, axis: str, dim: int, outer: int) -> Held:
+        made: Held = {}
         for g in self.groups(axis):
             made.update(dict.fromkeys(g, self.join([held[m] for m in g], dim, outer)))
         return {place: made[place] for place in self.places}
 
-    def exchanged(self, held, axis, split_dim, split_outer, dim, outer):
-        made = {}
+    def exchanged(self, held: Held, axis: str, split_dim: int, split_outer: int, dim: int, outer: int) -> Held | None:
+        made: Held = {}
         for g in self.groups(axis):
             parts = [self.pieces(held[m], split_dim, split_outer, len(g)) for m in g]
             if parts[0][0].shape[dim] % outer:
@@ -180,26 +185,26 @@ class Brute:
         return {place: made[place] for place in self.places}
 
     @staticmethod
-    def pieces(x, dim, outer, n):
+    def pieces(x: Array, dim: int, outer: int, n: int) -> list[Array]:
         shape = (*x.shape[:dim], outer, n, x.shape[dim] // (outer * n), *x.shape[dim + 1 :])
         final = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
         return [np.take(x.reshape(shape), i, dim + 1).reshape(final) for i in range(n)]
 
     @staticmethod
-    def join(xs, dim, outer):
+    def join(xs: list[Array], dim: int, outer: int) -> Array:
         x = xs[0]
         split = [y.reshape((*x.shape[:dim], outer, 1, x.shape[dim] // outer, *x.shape[dim + 1 :])) for y in xs]
         return np.concatenate(split, dim + 1).reshape((*x.shape[:dim], x.shape[dim] * len(xs), *x.shape[dim + 1 :]))
 
     def cheapest(self, src: Layout, dst: Layout, most: int) -> int | None:
         goal = self.key(self.state(dst))
-        best: dict[State, int] = {self.key(self.state(src)): 0}
+        best: dict[Key, int] = {self.key(self.state(src)): 0}
         frontier = {self.key(self.state(src)): (0, self.state(src))}
         for _ in range(most):
-            reached: dict[State, tuple[int, object]] = {}
+            reached: dict[Key, tuple[int, State]] = {}
             for bytes, state in frontier.values():
                 local = next(iter(state[0].values())).size * 4
-                for op, axis, made in self.moves(state, goal):
+                for op, axis, made in self.moves(state):
                     n = self.sizes[axis]
                     total = bytes + cost(op, n, local) + backward_cost(op, n, local)
                     key = self.key(made)
@@ -225,7 +230,7 @@ PLACEMENTS = (Replicated(), Varying(), Partial(), Shard(0), Shard(1))
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(PLACEMENTS, repeat=2)))
-def test_transition_on_one_axis_agrees_with_plans(source, target) -> None:
+def test_transition_on_one_axis_agrees_with_plans(source: Placement, target: Placement) -> None:
     sizes = {"a": 4}
     src, dst = (Layout.build((8, 12), {"a": placement}, sizes) for placement in (source, target))
     assert src is not None and dst is not None

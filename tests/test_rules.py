@@ -93,6 +93,7 @@ def by_position(op: Op) -> Op:
 def execute(op: Op, operands: Sequence[Shards], sizes: Sizes) -> list[Shards]:
     """Every rank's results of a local operation."""
     results: list[Shards] = [{} for _ in op.results]
+    made: tuple[Tensor, ...]
     for coordinate in coordinates(sizes):
         values = {str(i): shards[coordinate] for i, shards in enumerate(operands)}
         if op.name == "embedding_shard":

@@ -16,7 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from partc.layout import Partial, Placement, Shard
 from partc.rules import choices, placements
 from tests import op_cases
-from tests.test_rules import CASES, CUTS, Case, by_position, rule_of, spread_layouts
+from tests.op_cases import Case
+from tests.test_rules import CASES, CUTS, by_position, rule_of, spread_layouts
 from tests.virtual_ops import shard
 
 N = 2

@@ -1,0 +1,182 @@
+"""A step's actions over stages that stand alone: three of them, values that skip one, schedules of all kinds."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from partc.runtime.comm import Comm
+from partc.runtime.data import global_batch, local_batch
+from partc.runtime.executor import gradient_buffers, parse_schedule, run_step
+from partc.runtime.layout import Received, Shard
+from partc.runtime.virtual import VirtualComm, World
+
+MICROBATCHES = 4
+ROWS = 3
+
+
+class Product:
+    """Every stage: y = (sum of what it receives, or the input) * w. Stage 0's value goes to both others."""
+
+    parameters = {"w": Shard("f64[5]")}  # noqa: RUF012
+    sends: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
+    gradients_from: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
+    receives: dict[str, Received] = {}  # noqa: RUF012
+    inputs: dict[str, Shard] = {}  # noqa: RUF012
+    loss: str | None = None
+    loss_partial: tuple[str, ...] = ()
+
+    def __init__(self, comm: Comm, parameters: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
+        self.w, self.grad_w = parameters["w"], gradients["w"]
+        self.reduced = 0
+        self.alive: list[weakref.ref[Tensor]] = []
+        self.most_alive = 0
+
+    def setup(self) -> None: ...
+
+    def prepare(self, batch: dict[str, Tensor]) -> None:
+        self.whole_batch = batch
+
+    def forward(self, batch: dict[str, Tensor], received: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+        x = sum(received.values(), batch.get("x", torch.zeros(ROWS, 5, dtype=torch.float64))).clone()
+        self.alive.append(weakref.ref(x))
+        self.most_alive = max(self.most_alive, sum(ref() is not None for ref in self.alive))
+        y = x * self.w
+        return {"loss": y.sum(), **{name: y for name in self.sends}}, x
+
+    def backward(self, saved: Tensor, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        grad_y = sum(gradients.values(), torch.zeros(ROWS, 5, dtype=torch.float64))
+        grad_y = torch.ones_like(grad_y) if self.loss else grad_y
+        self.grad_w.add_((grad_y * saved).sum(0))
+        return {name: grad_y * self.w for name in self.receives}
+
+    def reduce_gradients(self) -> None:
+        self.reduced += 1
+
+
+def received(source: int) -> Received:
+    return Received(source=source, shape=(ROWS, 5), dtype="f64")
+
+
+class First(Product):
+    inputs = {"x": Shard("f64[12@mb, 5]")}  # noqa: RUF012
+    sends = {"a": (1, 2)}  # noqa: RUF012
+    gradients_from = {"a": (1, 2)}  # noqa: RUF012
+
+
+class Second(Product):
+    receives = {"a": received(0)}  # noqa: RUF012
+    sends = {"b": (2,)}  # noqa: RUF012
+    gradients_from = {"b": (2,)}  # noqa: RUF012
+
+
+class Third(Product):
+    receives = {"a": received(0), "b": received(1)}  # noqa: RUF012
+    loss = "loss"
+
+
+def gpipe(stage: int) -> str:
+    receive, send = stage > 0, stage < 2
+    words = []
+    for m in range(MICROBATCHES):
+        words += [f"{stage}RECV_F{m}"] * receive + [f"{stage}F{m}"] + [f"{stage}SEND_F{m}"] * send
+    for m in range(MICROBATCHES):
+        words += [f"{stage}RECV_B{m}"] * send + [f"{stage}B{m}"] + [f"{stage}SEND_B{m}"] * receive
+    return " ".join([*words, f"{stage}REDUCE_GRAD"])
+
+
+def one_forward_one_backward(stage: int) -> str:
+    receive, send = stage > 0, stage < 2
+    forward = [
+        [f"{stage}RECV_F{m}"] * receive + [f"{stage}F{m}"] + [f"{stage}SEND_F{m}"] * send for m in range(MICROBATCHES)
+    ]
+    backward = [
+        [f"{stage}RECV_B{m}"] * send + [f"{stage}B{m}"] + [f"{stage}SEND_B{m}"] * receive for m in range(MICROBATCHES)
+    ]
+    warm = 2 - stage
+    order = forward[:warm]
+    for m in range(MICROBATCHES):
+        order += [*forward[warm + m : warm + m + 1], backward[m]]
+    return " ".join([*(word for words in order for word in words), f"{stage}REDUCE_GRAD"])
+
+
+@pytest.mark.parametrize(("schedule", "alive"), [(gpipe, [4, 4, 4]), (one_forward_one_backward, [3, 2, 1])])
+def test_three_stages(schedule: Any, alive: list[int]) -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(5, dtype=torch.float64) for _ in range(3)]
+    x = torch.randn(12, 5, dtype=torch.float64)
+    losses: dict[int, Tensor | None] = {}
+    stages: dict[int, Product] = {}
+
+    def work(rank: int) -> None:
+        peers = {other: other for other in range(3) if other != rank}
+        comm = VirtualComm(world=world, rank=rank, coordinate={"pp": rank}, groups={}, peers=peers)
+        kind = (First, Second, Third)[rank]
+        gradients, _ = gradient_buffers(kind.parameters, {"w": weights[rank]})
+        stage = stages[rank] = kind(comm, {"w": weights[rank]}, gradients)
+        batch, pieces = local_batch({"x": x}, stage.inputs, {"pp": 3}, {"pp": rank}, MICROBATCHES, torch.device("cpu"))
+        entered: list[str] = []
+        with torch.no_grad():
+            losses[rank] = run_step(stage, comm, parse_schedule(schedule(rank)), batch, pieces, entered.append)
+        assert entered[1:-1][: len(schedule(rank).split())] == schedule(rank).split()
+
+    gc.collect()
+    world = World(3)
+    world.run(work)
+    w = [weight.clone().requires_grad_() for weight in weights]
+    a = x * w[0]
+    expected = ((a + a * w[1]) * w[2]).sum()
+    expected.backward()
+    assert losses[0] is losses[1] is None
+    torch.testing.assert_close(losses[2], expected.detach(), rtol=1e-12, atol=1e-12)
+    for rank in range(3):
+        torch.testing.assert_close(stages[rank].grad_w, w[rank].grad, rtol=1e-12, atol=1e-12)
+        assert stages[rank].reduced == 1
+        assert torch.equal(stages[rank].whole_batch.get("x", x), x)
+    assert [stages[rank].most_alive for rank in range(3)] == alive
+    assert not any(mailbox for mailbox in world.mailboxes.values())
+
+
+def test_schedules_are_read_whole() -> None:
+    text = "0RECV_F0 0F0 0SEND_F0 12RECV_B10 12B10 12SEND_B10 1REDUCE_GRAD"
+    assert " ".join(map(str, parse_schedule(text))) == text
+    for wrong in ("0G0", "F0", "0f0", "0F0,0B0"):
+        with pytest.raises(ValueError, match="not an action"):
+            parse_schedule(wrong)
+
+
+def test_gradients_reduced_alike_lie_together() -> None:
+    shards = {
+        "a": Shard("f32[3]", reduce=("dp",)),
+        "b": Shard("f32[2, 2]", reduce=("dp", "tp")),
+        "c": Shard("f32[5]", reduce=("dp",)),
+        "tied": Shard("f32[4]", reduce=("dp",), stages=(0, 1)),
+        "buffer": Shard("f32[4]", trainable=False),
+    }
+    parameters = {name: torch.ones(shard.shape) for name, shard in shards.items()}
+    gradients, buffers = gradient_buffers(shards, parameters)
+    assert list(gradients) == ["a", "b", "c", "tied"]
+    assert sorted(buffer.numel() for buffer in buffers) == [4, 4, 8]
+    assert gradients["c"].data_ptr() == gradients["a"].data_ptr() + 12
+    assert all(gradients[name].shape == parameters[name].shape for name in gradients)
+
+
+def test_batches_repeat_and_differ_by_step() -> None:
+    class Module:
+        @staticmethod
+        def batch(rows: int = 4) -> dict[str, Tensor]:
+            return {"x": torch.randn(rows, 2), "y": torch.randint(9, (rows,))}
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    make = lambda step, seed=0: global_batch(Module, {"rows": 6, "depth": 3}, seed=seed, step=step, dtype=torch.float64)  # type: ignore[arg-type]  # noqa: E731
+    assert torch.equal(make(1)["x"], make(1)["x"])
+    assert make(1)["x"].shape == (6, 2) and make(1)["x"].dtype == torch.float64 and make(1)["y"].dtype == torch.int64
+    assert not torch.equal(make(1)["x"], make(2)["x"])
+    assert not torch.equal(make(1)["x"], make(1, 1)["x"])
+    assert torch.equal(torch.get_rng_state(), before)

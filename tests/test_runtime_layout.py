@@ -1,0 +1,94 @@
+"""Cutting whole tensors to local ones, against a walk over every index."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from partc.layout import Layout
+from partc.runtime.layout import DTYPES, Received, Shard, microbatch_part, parse_dims, parse_mesh
+
+SIZES = {"pp": 2, "dp": 3, "tp": 2}
+
+
+def held(layout: Layout, index: tuple[int, ...], sizes: dict[str, int]) -> dict[str, int]:
+    """On which coordinate of each axis an element lies: its index taken apart, factor by factor."""
+    place: dict[str, int] = {}
+    for position, dim in zip(index, layout.dims, strict=True):
+        for sub in reversed(dim):
+            position, digit = divmod(position, sub.size)
+            block = sub.size
+            for axis in sub.axes:
+                block //= sizes[axis]
+                place[axis], digit = divmod(digit, block)
+    return place
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[12, 5]",
+        "[12@tp, 5]",
+        "[5, 12@dp]",
+        "[3 · 4@tp, 5]",
+        "[12@dp,tp, 7]",
+        "[12@tp,dp, 7]",
+        "[3@dp · 5 · 4@tp, 2@pp]",
+        "[6@dp · 4@tp]",
+        "[]",
+        "[4@tp] partial(dp)",
+    ],
+)
+def test_local_parts(text: str) -> None:
+    layout = Layout.parse(text)
+    shard = Shard("i64" + text)
+    assert shard.shape == layout.shape and shard.dtype == torch.int64
+    assert shard.local_shape(SIZES) == layout.local_shape(SIZES)
+    whole = torch.arange(max(1, torch.Size(layout.shape).numel())).view(layout.shape)
+    for numbers in itertools.product(*(range(size) for size in SIZES.values())):
+        coordinate = dict(zip(SIZES, numbers, strict=True))
+        mine = [
+            int(whole[index])
+            for index in itertools.product(*map(range, layout.shape))
+            if all(coordinate[axis] == at for axis, at in held(layout, index, SIZES).items())
+        ]
+        part = shard.local(whole, SIZES, coordinate)
+        assert part.shape == shard.local_shape(SIZES)
+        assert part.flatten().tolist() == mine
+
+
+def test_axes_that_the_mesh_has_not_cut_nothing() -> None:
+    x = torch.arange(8)
+    assert torch.equal(Shard("i64[8@dp,tp]").local(x, {"tp": 2}, {"tp": 1}), x[4:])
+
+
+@pytest.mark.parametrize("text", ["[12@dp,mb, 5@tp]", "[12@mb, 6@tp]", "[2 · 12@dp,mb]", "[12]"])
+def test_microbatches(text: str) -> None:
+    """Cut over the mesh first and in time afterwards: the same as both at once."""
+    sizes, count = {"dp": 2, "tp": 1}, 3
+    shard = Shard("i64" + text)
+    whole = torch.arange(torch.Size(shard.shape).numel()).view(shard.shape)
+    for place in range(2):
+        local = shard.local(whole, sizes, {"dp": place, "tp": 0})
+        for index in range(count):
+            expected = shard.local(whole, {**sizes, "mb": count}, {"dp": place, "tp": 0, "mb": index})
+            assert torch.equal(microbatch_part(local, shard.dims, sizes, count, index), expected)
+
+
+def test_dtypes_cover_the_compilers() -> None:
+    from partc.program import ITEMSIZE
+
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == dict(ITEMSIZE)
+    assert Received(source=0, shape=(2,), dtype="bf16").torch_dtype == torch.bfloat16
+
+
+def test_wrong_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \(4,\) where the layout says \(8,\)"):
+        Shard("i64[8@tp]").local(torch.arange(4), SIZES, {"tp": 0})
+
+
+def test_parsing() -> None:
+    assert parse_dims("[16@dp,mb, 3 * 4@tp]") == (((16, ("dp", "mb")),), ((3, ()), (4, ("tp",))))
+    assert parse_mesh("pp=2,dp=4,tp=8") == {"pp": 2, "dp": 4, "tp": 8}

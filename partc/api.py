@@ -242,19 +242,24 @@ def _note(step: passes.Step) -> str:
     program = step.program
     match step.name:
         case "outline":
-            return f"{len(program.regions)} regions, {len(program.calls)} calls"
+            return f"{counted(len(program.regions), 'region')}, {counted(len(program.calls), 'call')}"
         case "partition":
             found = [op.name for region in program.regions for op in region.forward.ops]
             kinds = ("all_reduce", "all_gather", "unshard", "reduce_scatter", "all_to_all")
             return ", ".join(f"{found.count(kind)} {kind}" for kind in kinds if kind in found)
         case "stages":
-            return f"{program.stages} stages, {len(program.transfers)} transfers"
+            return f"{counted(program.stages, 'stage')}, {counted(len(program.transfers), 'transfer')}"
         case "schedule":
             return f"{max(map(len, program.schedule), default=0)} actions a rank"
         case "check":
             return f"{program.mesh.size:,} ranks: communication matches, nothing can deadlock"
         case _:
             return ""
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 stage`, `2 stages`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _sentence(item: ReplicatedOp) -> str:

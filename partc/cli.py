@@ -94,10 +94,12 @@ def compile_command(model: str, output: Path, dump_after: tuple[str, ...], as_js
 
 
 def _print_report(report: Mapping[str, Any]) -> None:
+    from partc.api import counted
     from partc.codegen.collectives import readable_bytes
 
     moved = ", ".join(f"{readable_bytes(size)} over {axis}" for axis, size in report["communication"].items() if size)
-    click.echo(f"\n{report['ranks']:,} ranks, {report['stages']} stages, {len(report['regions'])} regions")
+    counts = {"rank": report["ranks"], "stage": report["stages"], "region": len(report["regions"])}
+    click.echo("\n" + ", ".join(counted(count, noun) for noun, count in counts.items()))
     click.echo(f"each rank receives a step: {moved or 'nothing'}")
     for item in report["replicated_ops"]:
         place = f"{item['source']}: " if item["source"] else ""

@@ -61,6 +61,86 @@ CATALOGUE: Mapping[str, Entry] = {
         "an axis size that cannot be",
         "Every axis has one size, 1 or larger. An axis of size 1 may as well be left out.",
     ),
+    "P0201": Entry(
+        "there is no such model file",
+        "MODEL is the path of a Python file, or hf:PATH/config.json for a Hugging Face configuration.",
+    ),
+    "P0202": Entry(
+        "the model file does not import",
+        "It is imported as any module is, with its own folder on the path. Code that should not run on import "
+        'belongs under `if __name__ == "__main__":`.',
+    ),
+    "P0203": Entry(
+        "the model file lacks model() or batch()",
+        "A model file defines:\n\n"
+        "    def model(**options) -> nn.Module           # the model\n"
+        "    def batch(**options) -> dict[str, Tensor]   # one global batch: names, shapes, dtypes\n"
+        "    def loss(model, batch) -> Tensor            # optional; else model(**batch), a tensor or .loss\n"
+        "    def data(step) -> dict[str, Tensor]         # optional; the batch of a step; else batch() every time",
+    ),
+    "P0204": Entry(
+        "an option that the model file does not take",
+        "-D options become keyword arguments of model() and batch(), by name, converted to the type of the "
+        "parameter's default. The message lists those there are.",
+    ),
+    "P0205": Entry(
+        "the model or its batch cannot be built",
+        "Models are built on torch's meta device, so that no weight is allocated, whatever their size. A "
+        "constructor that computes something from a weight's values (`.item()`, `.tolist()`, numpy) cannot run there.",
+    ),
+    "P0206": Entry(
+        "the model does not trace",
+        "torch.export runs forward() once on tensors without values and records the operations. A branch or a "
+        "size that depends on a tensor's value stops it: use torch.where, or sizes known from shapes and options.",
+    ),
+    "P0207": Entry(
+        "dropout is on",
+        "Training with dropout gives the same result on every mesh only where random numbers are drawn by global "
+        "position, which packages don't do yet. Set its probability to 0.",
+    ),
+    "P0208": Entry(
+        "the loss is not a scalar",
+        "What is minimised is one number: loss(model, batch), or what model(**batch) returns, or that object's .loss.",
+    ),
+    "P0209": Entry(
+        "a dtype that is not supported",
+        "Tensors hold floating-point numbers (64, 32 or 16 bits), integers or booleans; complex ones are written "
+        "as pairs of real ones.",
+    ),
+    "P0210": Entry(
+        "forward updates a buffer",
+        "Running statistics (BatchNorm in training, a step counter) change from one microbatch to the next and "
+        "from rank to rank, so that they would not equal those of the whole batch. Call eval() on such modules.",
+    ),
+    "P0211": Entry(
+        "forward uses a tensor that no module owns",
+        "A large tensor made outside forward() has no name in the model's state. `register_buffer(name, tensor, "
+        "persistent=False)` gives it one.",
+    ),
+    "P0212": Entry(
+        "an in-place operation that others would see",
+        "Changing a view, an input or a parameter in place changes other tensors too. Use the operation without "
+        "the underscore and the value that it returns.",
+    ),
+    "P0213": Entry(
+        "an operation's arguments are not as expected",
+        "Where a tensor is expected the trace holds something else. This is likely a gap in partc: report the "
+        "operation and its line.",
+    ),
+    "P0231": Entry(
+        "the Hugging Face configuration cannot be read",
+        "hf:PATH/config.json names a model's configuration file on this machine; nothing is downloaded, and no "
+        "weights are read: the model starts from its architecture's own initial values.",
+    ),
+    "P0232": Entry(
+        "an architecture that partc has no batch for",
+        "The configuration's `architectures` decide what is trained: ...ForCausalLM and ...ForMaskedLM get random "
+        "tokens, ...ForImageClassification random images. Any other model works from a model file of your own.",
+    ),
+    "P0233": Entry(
+        "transformers is not installed",
+        "Hugging Face models need it, to compile and to run: `pip install 'partc[hf]'`.",
+    ),
     "P0301": Entry(
         "a pin does not parse",
         "--shard takes GLOB=LAYOUT. The glob matches parameters by full name (`*.wq.weight`) and values as "
@@ -113,6 +193,20 @@ CATALOGUE: Mapping[str, Entry] = {
         "contrastive loss) does not exist while one of them runs. With --microbatches 1 it does. A value that "
         "is made from the inputs alone (a count of tokens) is computed once per step and is no problem.",
     ),
+    "P0403": Entry(
+        "more pipeline stages than calls",
+        "A stage holds at least one call of a region: an embedding, a block, a head. Stages are cut between calls, "
+        "never inside one, so a model of few large modules has few stages. Use a smaller pp.",
+    ),
+    "P0404": Entry(
+        "no such schedule or precision",
+        "Schedules: gpipe runs all forwards, then all backwards; 1f1b alternates them, with less memory. "
+        "Precisions: fp32, and fp64 to see that a package equals its model to rounding.",
+    ),
+    "P0405": Entry(
+        "a number of microbatches that cannot be",
+        "--microbatches is 1 or more: each step's batch is trained in so many equal parts, one after the other.",
+    ),
     "P0501": Entry(
         "started on another number of ranks than compiled for",
         "A package is for one mesh. `torchrun --nproc-per-node N train.py` must start as many processes as "
@@ -130,6 +224,10 @@ CATALOGUE: Mapping[str, Entry] = {
     "P0504": Entry(
         "nothing to do in no steps",
         "--steps is 1 or more.",
+    ),
+    "P0505": Entry(
+        "the package, or its single-device model, stopped with an error",
+        "What it printed last is shown; the first rank that failed has the reason, the others stop because of it.",
     ),
     "P0601": Entry(
         "the output folder is not partc's",
@@ -153,6 +251,11 @@ CATALOGUE: Mapping[str, Entry] = {
     "P0605": Entry(
         "no region has this name",
         "Regions are the distinct bodies of the model; the message lists those there are after that pass.",
+    ),
+    "P0606": Entry(
+        "a package that was changed by hand",
+        "files.sha256 in the package has the digest of every file that partc wrote; `sha256sum -c files.sha256` "
+        "shows which differ. Compiling over them would lose the changes.",
     ),
     "P0701": Entry(
         "a setting in the environment is not a number",

@@ -14,6 +14,7 @@ from partc.errors import InternalError, Source
 from partc.layout import Layout, Sizes
 from partc.operators import DTYPE_NAMES, EXTRA_RESULTS
 from partc.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value
+from partc.torch_private import OpOverload
 
 _RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"})
 # What leaves its operand as it is; of the reshards, those whose transposes alone move data.
@@ -257,7 +258,7 @@ class _Reader:
 
 
 def _packet(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         namespace, name = node.target._schema.name.split("::")
         return name if namespace in ("aten", "partc") else f"{namespace}::{name}"
     return ""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from partc.program import DType
+from partc.torch_private import below_autograd
 
 Shapes = Callable[..., Tensor | tuple[Tensor, ...]]
 Gradients = Callable[..., Sequence[Tensor | None]]  # (grads of results, args, results) -> grads of args
@@ -33,7 +34,7 @@ def _operator(name: str, schema: str, shapes: Shapes, gradients: Gradients | Non
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             ctx.args = args
-            with torch._C._AutoDispatchBelowAutograd():
+            with below_autograd():
                 ctx.results = call(*args)
             return ctx.results
 

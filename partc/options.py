@@ -29,10 +29,10 @@ class Options:
     def checked(
         cls, *, mesh: str | Mesh, microbatches: int, schedule: str, precision: str, seed: int, shard: Sequence[str]
     ) -> Options:
-        """Raises PartcError P0101 to P0104, P0301, P0403 and P0404."""
+        """Raises PartcError P0101 to P0104, P0301, P0404 and P0405."""
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
         if microbatches < 1:
-            raise PartcError("P0403", f"there cannot be {microbatches} microbatches", help="give 1 or more")
+            raise PartcError("P0405", f"there cannot be {microbatches} microbatches", help="give 1 or more")
         for word, given, known in (("schedule", schedule, SCHEDULES), ("precision", precision, PRECISIONS)):
             if given not in known:
                 raise PartcError("P0404", f"there is no {word} {given!r}", help=f"choose from {', '.join(known)}")

@@ -1,6 +1,8 @@
 """Every private torch name that partc uses, so that a torch upgrade has one place to look."""
 
+from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["FakeTensorMode", "aot_export_joint_simple"]
+__all__ = ["FakeTensorMode", "OpOverload", "aot_export_joint_simple", "below_autograd"]

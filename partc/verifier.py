@@ -35,14 +35,14 @@ def _program(program: Program, facts: Collection[str]) -> Iterator[str]:
     yield from _twice("region", (region.name for region in program.regions))
     yield from _twice("parameter", (parameter.name for parameter in program.parameters))
     yield from _twice("program value", (value.name for value in program.values))
-    yield from _twice("call", (call.name for call in program.calls))
+    yield from _twice("call", (f"{call.name} to stage {call.stage}" for call in program.calls))
     types = program.value_types()
     for name in program.inputs:
         if name not in types:
             yield f"the batch's entry {name} has no type"
     for value in (*program.values, *program.parameters):
         yield from _layout(f"{value.name}", value.type.layout, program.sizes)
-    yield from _calls(program, facts)
+    yield from _calls(program)
     if program.loss not in types:
         yield f"the loss {program.loss} has no type"
     elif types[program.loss].shape:
@@ -50,11 +50,15 @@ def _program(program: Program, facts: Collection[str]) -> Iterator[str]:
     yield from _transfers(program, types)
 
 
-def _calls(program: Program, facts: Collection[str]) -> Iterator[str]:
+def _calls(program: Program) -> Iterator[str]:
+    """Calls fit their regions; what one reads its own stage has: made there, sent there, or of the batch.
+
+    Calls on inputs alone stand once in every stage that reads them.
+    """
     regions = {region.name: region for region in program.regions}
     parameters = {parameter.name: parameter.type for parameter in program.parameters}
     types = program.value_types()
-    known = set(program.inputs)
+    known = {(stage, name) for name in program.inputs for stage in range(program.stages)}
     for call in program.calls:
         region = regions.get(call.region)
         if region is None:
@@ -62,8 +66,8 @@ def _calls(program: Program, facts: Collection[str]) -> Iterator[str]:
             continue
         place = f"call {call.name} of {region.name}"
         for name in call.args:
-            if name not in known:
-                yield f"{place} reads {name} before it is made"
+            if (call.stage, name) not in known:
+                yield f"{place} reads {name} before it is made or received in stage {call.stage}"
         made = region.forward.definitions() | {value.name: value for value in region.params}
         outputs = [made[name] for name in region.forward.outputs if name in made]
         yield from _matched(f"{place}: argument", call.args, types, region.forward.inputs)
@@ -71,10 +75,11 @@ def _calls(program: Program, facts: Collection[str]) -> Iterator[str]:
         # Once differentiated, a region's outputs are followed by what it saves.
         yield from _matched(f"{place}: result", call.results, types, outputs[: len(call.results)])
         for name in call.results:
-            if name in known:
+            if (call.stage, name) in known:
                 yield f"{place} makes {name} a second time"
-            known.add(name)
-    if program.loss not in known:
+            known.add((call.stage, name))
+            known.update((item.target, name) for item in program.transfers if item.value == name)
+    if not any(name == program.loss for _, name in known):
         yield f"no call makes the loss {program.loss}"
 
 
@@ -202,5 +207,5 @@ def _twice(what: str, names: Iterable[str]) -> Iterator[str]:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            yield f"there are two {what}s called {name}" if " to " not in name else f"there are two {what}s of {name}"
+            yield f"there are two {what}s {name}"
         seen.add(name)

@@ -51,10 +51,18 @@ PIPELINE: tuple[Pass, ...] = (
         ensures=("canonical",),
     ),
     Pass(
+        name="simplify",
+        label="Simplified",
+        does="masks of constants are evaluated, composites that models spell out are recognised",
+        requires=("canonical",),
+        ensures=("simple",),
+        optional=True,
+    ),
+    Pass(
         name="outline",
         label="Outlined",
         does="repeated bodies become regions, called once per repetition",
-        requires=("canonical",),
+        requires=("canonical", "simple"),
         ensures=("regions",),
     ),
     Pass(
@@ -107,12 +115,6 @@ PIPELINE: tuple[Pass, ...] = (
         requires=("stages", "backward"),
         ensures=("schedule",),
         options=("kind",),
-    ),
-    Pass(
-        name="check",
-        label="Checked",
-        does="a proof that all communication matches and nothing can deadlock",
-        requires=("plain", "schedule"),
     ),
 )
 NAMES = tuple(entry.name for entry in PIPELINE)
@@ -204,15 +206,15 @@ def disabled() -> frozenset[str]:
     return names
 
 
-def provenance(steps: tuple[Step, ...]) -> dict[str, str]:
-    """Which pass first made each value: "region.value" -> pass, values of the trace left out."""
+def provenance(traced: Program, steps: tuple[Step, ...]) -> dict[str, str]:
+    """Which pass first made each value: "region.value" -> pass, or `trace`."""
     found: dict[str, str] = {}
-    for step in steps:
-        for region in step.program.regions:
+    for name, program in ((FIRST, traced), *((step.name, step.program) for step in steps)):
+        for region in program.regions:
             for graph in (region.forward, region.backward):
                 for op in graph.ops if graph else ():
                     for value in op.results:
-                        found.setdefault(f"{region.name}.{value.name}", step.name)
+                        found.setdefault(f"{region.name}.{value.name}", name)
     return found
 
 

@@ -1,0 +1,9 @@
+"""What every test runs under: one thread per process, as the ranks of local runs have."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+for name in ("PARTC_DEBUG", "PARTC_FUEL", "PARTC_DISABLE"):
+    os.environ.pop(name, None)

@@ -1,0 +1,64 @@
+"""Error codes: each is explained, each explained one is used, and each one reaches the user as words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from partc.errors import PartcError, Source
+from partc.explain import AREAS, CATALOGUE, explanation, listing
+
+ROOT = Path(__file__).parent.parent
+SOURCES = [
+    path
+    for folder in ("partc", "passes", "codegen", "templates")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".jinja") and path.name != "explain.py"
+]
+IN_CODE = re.compile(r'"(P\d{4})"')
+RAISED = re.compile(r'PartcError\(\s*"(P\d{4})"')
+ANYWHERE = re.compile(r"\bP\d{4}\b")
+
+
+def test_every_code_in_the_tree_is_explained() -> None:
+    used = {code: path for path in SOURCES for code in ANYWHERE.findall(path.read_text())}
+    assert {code: str(path) for code, path in used.items() if code not in CATALOGUE} == {}
+
+
+def test_every_explained_code_is_used() -> None:
+    used = {code for path in SOURCES for code in IN_CODE.findall(path.read_text())}
+    raised = set(RAISED.findall((ROOT / "partc" / "explain.py").read_text()))
+    assert set(CATALOGUE) - used - raised == set()
+
+
+def test_codes_named_in_the_documentation_exist() -> None:
+    assert set(ANYWHERE.findall((ROOT / "README.md").read_text())) <= set(CATALOGUE)
+
+
+def test_the_catalogue_is_ordered_and_complete() -> None:
+    assert list(CATALOGUE) == sorted(CATALOGUE)
+    for code, entry in CATALOGUE.items():
+        assert code[:3] in AREAS
+        assert not entry.title.endswith(".") and len(entry.title) < 80
+        assert len(entry.text) > 15
+        assert code in listing()
+
+
+@pytest.mark.parametrize("spelling", ["P0103", "p0103", " P0103 "])
+def test_explanation(spelling: str) -> None:
+    assert explanation(spelling).startswith("P0103: an axis that partc doesn't know\n\n")
+
+
+@pytest.mark.parametrize("code", ["P9999", "103", ""])
+def test_no_such_code(code: str) -> None:
+    with pytest.raises(PartcError) as failure:
+        explanation(code)
+    assert failure.value.code == "P0002"
+
+
+def test_an_error_reads_as_place_code_cause_help() -> None:
+    error = PartcError("P0401", "a batch of 7 does not divide", help="use 8", source=Source(file="m.py", line=3))
+    assert str(error) == "m.py:3: error P0401: a batch of 7 does not divide\n  help: use 8"
+    assert str(PartcError("P0401", "no")) == "error P0401: no"

@@ -1,0 +1,141 @@
+"""The runner: order, requirements, what it refuses, what it tells."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+from partc import fuel, passes
+from partc import settings as environment
+from partc.errors import InternalError, PartcError
+from partc.program import Op, Program, Ref, Region
+from partc.settings import Settings
+from tests.programs import tiny
+
+
+def append_op(program: Program, name: str) -> Program:
+    """The program with one more operation on the first region's last value."""
+    region = program.regions[0]
+    last = region.forward.ops[-1]
+    result = replace(last.result, name=f"{last.result.name}_{name}")
+    ops = (*region.forward.ops, Op(name=name, args=(Ref(last.result.name),), results=(result,)))
+    changed: Region = replace(region, forward=replace(region.forward, ops=ops))
+    return replace(program, regions=(changed, *program.regions[1:]))
+
+
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes that are made up here."""
+
+    class Made(passes.Pass):
+        @property
+        def run(self):  # type: ignore[no-untyped-def]
+            return lambda program, **options: append_op(program, self.name)
+
+    made = tuple(
+        Made(name=name, label=name.title(), does="", requires=requires, ensures=(name,), optional=name == "second")
+        for name, requires in (("first", ("traced",)), ("second", ("first",)), ("third", ("second",)))
+    )
+    monkeypatch.setattr(passes, "PIPELINE", made)
+    monkeypatch.setattr(passes, "NAMES", tuple(entry.name for entry in made))
+
+
+@pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """Settings for one test: `setting(debug=2)`."""
+
+    def change(**values: object) -> None:
+        found = Settings(**values)  # type: ignore[arg-type]
+        for module in (environment, passes, fuel):
+            monkeypatch.setattr(module, "settings", lambda: found)
+
+    return change
+
+
+def test_the_list_is_complete_and_in_order() -> None:
+    facts = {"traced"}
+    for entry in passes.PIPELINE:
+        assert set(entry.requires) <= facts, entry.name
+        facts |= set(entry.ensures)
+        assert importlib.util.find_spec(f"partc.passes.{entry.name}"), entry.name
+    folder = passes.__spec__.submodule_search_locations[0]  # type: ignore[union-attr,index]
+    files = {path.stem for path in __import__("pathlib").Path(folder).glob("*.py")} - {"__init__"}
+    assert files == set(passes.NAMES)
+    assert len({entry.label for entry in passes.PIPELINE}) == len(passes.PIPELINE)
+
+
+def test_the_runner_times_verifies_and_observes(pipeline: None) -> None:
+    seen: list[str] = []
+    verified: list[tuple[str, frozenset[str]]] = []
+    steps = passes.run(
+        tiny(), {}, verify=lambda p, facts, name: verified.append((name, facts)), observe=lambda s: seen.append(s.name)
+    )
+    assert seen == [step.name for step in steps] == ["first", "second", "third"]
+    assert verified[1] == ("second", frozenset({"traced", "first", "second"}))
+    assert all(step.seconds >= 0 for step in steps)
+    assert [step.added for step in steps] == [((name, 1),) for name in seen]
+    assert steps[0].program is not steps[1].program
+
+
+def test_it_stops_where_it_is_told(pipeline: None) -> None:
+    assert [step.name for step in passes.run(tiny(), {}, until="second")] == ["first", "second"]
+    assert passes.run(tiny(), {}, until=passes.FIRST) == ()
+    with pytest.raises(PartcError, match="no pass 'fourth'") as failure:
+        passes.run(tiny(), {}, until="fourth")
+    assert failure.value.code == "P0604"
+
+
+def test_a_pass_out_of_order_is_a_bug(pipeline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "PIPELINE", passes.PIPELINE[::-1])
+    with pytest.raises(InternalError, match="pass third needs second"):
+        passes.run(tiny(), {})
+
+
+def test_optional_passes_can_be_left_out(pipeline: None, setting) -> None:  # type: ignore[no-untyped-def]
+    setting(disabled=("second",))
+    assert [step.name for step in passes.run(tiny(), {})] == ["first", "third"]
+    setting(disabled=("first",))
+    with pytest.raises(PartcError) as failure:
+        passes.run(tiny(), {})
+    assert failure.value.code == "P0702" and "second" in failure.value.help
+
+
+def test_provenance_names_the_pass_that_made_a_value(pipeline: None) -> None:
+    found = passes.provenance(tiny(), passes.run(tiny(), {}))
+    assert found["main.y"] == found["main.loss"] == passes.FIRST
+    assert found["main.loss_first_second"] == "second"
+    assert found["main.loss_first_second_third"] == "third"
+
+
+def test_debug_levels(pipeline: None, setting, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    passes.run(tiny(), {})
+    assert capsys.readouterr().err == ""
+    setting(debug=1)
+    passes.run(tiny(), {})
+    told = capsys.readouterr().err
+    assert [line.split()[0] for line in told.splitlines()] == ["first", "second", "third"]
+    setting(debug=2)
+    passes.run(tiny(), {})
+    assert "third +1" in capsys.readouterr().err
+
+
+def test_fuel_caps_rewrites(setting, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    fuel.refill()
+    assert all(fuel.allowed("fold") for _ in range(5))
+    setting(fuel=2, debug=5)
+    fuel.refill()
+    assert [fuel.allowed("fold", "main.y") for _ in range(4)] == [True, True, False, False]
+    assert fuel.spent() == 4
+    told = capsys.readouterr().err.splitlines()
+    assert told[1].split() == ["rewrite", "2", "fold", "at", "main.y"] and told[3].endswith("(no fuel)")
+
+
+def test_settings_are_read_from_the_environment() -> None:
+    assert Settings.read({}) == Settings()
+    found = Settings.read({"PARTC_DEBUG": "3", "PARTC_FUEL": "17", "PARTC_DISABLE": "fuse, recompute"})
+    assert found == Settings(debug=3, fuel=17, disabled=("fuse", "recompute"))
+    with pytest.raises(PartcError) as failure:
+        Settings.read({"PARTC_DEBUG": "loud"})
+    assert failure.value.code == "P0701"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,8 @@ def check(build: Callable[[], nn.Module], *, said: str = "", wanted: Callable[[s
     expected = {name: x.detach() for name, x in tensors.items() if wanted(name)}
     got: dict[str, Tensor] = {}
     lines: list[str] = []
-    initialise(
-        SimpleNamespace(model=build), {}, 7, set(expected), lambda name, x: got.update({name: x.clone()}), lines.append
-    )  # type: ignore[arg-type]
+    module: Any = SimpleNamespace(model=build)
+    initialise(module, {}, 7, set(expected), lambda name, x: got.update({name: x.clone()}), say=lines.append)
     assert got.keys() == expected.keys()
     for name, x in expected.items():
         assert torch.equal(got[name], x), name
@@ -161,7 +161,8 @@ def test_a_constructor_that_fails_fails() -> None:
         raise KeyError("width")
 
     with pytest.raises(KeyError, match="width"):
-        initialise(SimpleNamespace(model=build), {}, 0, set(), lambda name, x: None, lambda line: None)  # type: ignore[arg-type]
+        module: Any = SimpleNamespace(model=build)
+        initialise(module, {}, 0, set(), lambda name, x: None, say=lambda line: None)
 
 
 def test_one_tensor_at_a_time() -> None:
@@ -182,9 +183,24 @@ def test_one_tensor_at_a_time() -> None:
         alive.append(weakref.ref(x.untyped_storage()))
         most = max(most, sum(storage() is not None for storage in alive))
 
-    initialise(SimpleNamespace(model=Deep), {}, 0, {f"layers.{i}.weight" for i in range(8)}, take)  # type: ignore[arg-type]
+    module: Any = SimpleNamespace(model=Deep)
+    initialise(module, {}, 0, {f"layers.{i}.weight" for i in range(8)}, take)
     assert len(alive) == 8
     assert most == 1
+
+
+def test_small_models_are_built_whole() -> None:
+    built: list[bool] = []
+
+    def build() -> nn.Module:
+        module = nn.Linear(3, 3)
+        built.append(type(module.weight.data) is Tensor)
+        return module
+
+    module: Any = SimpleNamespace(model=build)
+    initialise(module, {}, 0, {"weight"}, lambda name, x: None, size=48)
+    initialise(module, {}, 0, {"weight"}, lambda name, x: None, size=1 << 30)
+    assert built == [True, False]
 
 
 def hugging_face(family: str) -> nn.Module:

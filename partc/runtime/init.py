@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from .data import call_with_options
 from .replay import CannotReplay, Recording, named_tensors, record
 
+SMALL = 64 << 20  # bytes: less than torch itself takes, and replaying loads more of torch than that
+
 
 def initialise(
     module: ModuleType,
@@ -20,12 +22,14 @@ def initialise(
     seed: int,
     wanted: Collection[str],
     take: Callable[[str, Tensor], None],
+    *,
+    size: int | None = None,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> None:
     """Hand the wanted parameters and buffers to `take(name, tensor)`: whole, one after the other, not kept.
 
-    Memory for one tensor at a time is enough (see replay.py). Where the constructor can't be run on
-    fake tensors the whole model is built, and `say` is told why.
+    Memory for one tensor at a time is enough (see replay.py). The whole model is built where `size`,
+    its bytes, says that it is small, and where its constructor can't be replayed: then `say` is told why.
     """
 
     def build() -> nn.Module:
@@ -33,7 +37,7 @@ def initialise(
         assert isinstance(model, nn.Module)
         return model
 
-    recording = _recorded(build, seed, say)
+    recording = None if size is not None and size <= SMALL else _recorded(build, seed, say)
     if recording is not None:
         recording.replay(wanted, take)
         return

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import importlib
 import json
+import math
 import os
 import resource
 import sys
@@ -23,7 +24,7 @@ from .comm import Comm
 from .data import global_batch, load_model_file, local_batch
 from .executor import Action, Stage, gradient_buffers, parse_schedule, run_step
 from .init import initialise
-from .layout import Shard, parse_mesh
+from .layout import DTYPES, Shard, parse_mesh
 from .log import StepLog
 from .optimizer import attach_gradients, make_optimizer
 from .tensors import save
@@ -213,7 +214,10 @@ def _materialise(job: Job, model_file: ModuleType, ranks: Sequence[Rank], device
                 rank.parameters[name] = part.to(device=device, dtype=shard.dtype, copy=True).contiguous()
 
     wanted = {name for rank in ranks for name in rank.stage_class.parameters}
-    initialise(model_file, job.plan["options"], job.seed, wanted, take)
+    parameters = job.plan["parameters"].values()
+    size = sum(math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize for entry in parameters)
+    say = (lambda line: print(line, file=sys.stderr)) if ranks[0].number == 0 else (lambda line: None)
+    initialise(model_file, job.plan["options"], job.seed, wanted, take, size=size, say=say)
     for rank in ranks:
         missing = [name for name in rank.stage_class.parameters if name not in rank.parameters]
         if missing:

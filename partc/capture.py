@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError
 from partc.modelfile import blame
+from partc.runtime.precision import computing_in
 from partc.precision import PRECISIONS, computing_in
 from partc.torch_private import FakeTensorMode
 
@@ -66,7 +67,8 @@ def capture(
         batch = _batch(make_batch, mode, dtype, path)
         _refuse_dropout(model)
         try:
-            exported = torch.export.export(_Step(model, loss, dtype), (), kwargs=dict(batch), strict=False)
+            with computing_in(dtype):
+                exported = torch.export.export(_Step(model, loss, dtype), (), kwargs=dict(batch), strict=False)
         except Exception as error:
             raise PartcError(
                 "P0206",

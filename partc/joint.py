@@ -228,10 +228,13 @@ class _Reader:
             return (self._value(self._names[node], node.meta["val"]),)
         items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         label = self._labels[node]
+        known = next(val for val in node.meta["val"] if val is not None)
         return tuple(
-            self._value(self._names[_origin(items[i])] if i in items else self._fresh(f"{label}_unused"), val)
+            self._value(
+                self._names[_origin(items[i])] if i in items else self._fresh(f"{label}_unused"),
+                known.new_empty(()) if val is None else val,  # a gradient that wasn't asked for
+            )
             for i, val in enumerate(node.meta["val"])
-            if val is not None
         )
 
     def _value(self, name: str, tensor: torch.Tensor) -> Value:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.runtime.data import call_with_options, global_batch, load_model_file
+from partc.runtime.precision import computing_in
 from partc.runtime.tensors import save
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -41,7 +42,8 @@ def train(package: Path, folder: Path, *, steps: int, optimizer: str, lr: float)
     for step in range(steps):
         batch = global_batch(module, plan["options"], seed=plan["seed"], step=step, dtype=DTYPES[plan["precision"]])
         model.zero_grad(set_to_none=True)
-        loss = loss_of(module, model, batch)
+        with computing_in(DTYPES[plan["precision"]]):
+            loss = loss_of(module, model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         recorded = {f"gradient/{name}": x.grad.clone() for name, x in names if x.grad is not None}
         if update is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,13 @@ from torch.export.graph_signature import InputKind
 
 from partc.capture import Captured, Loss, capture
 from partc.errors import InternalError, PartcError, Source
+from partc.huggingface import PREFIX, is_configuration, model_source
 from partc.layout import Layout
 from partc.mesh import Mesh
 from partc.modelfile import is_machinery, load
 from partc.operators import DTYPE_NAMES
 from partc.program import Arg, Call, DTypeArg, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
+from partc.torch_private import OpOverload
 
 MAIN = "main"
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
@@ -39,11 +42,25 @@ class Traced:
 def trace_file(
     path: Path, options: Mapping[str, str], *, mesh: Mesh, microbatches: int = 1, precision: str = "fp32"
 ) -> Traced:
-    """Trace a model file. Raises PartcError P0201 to P0209."""
+    """Trace a model file, or what `hf:PATH/config.json` stands for. Raises PartcError P0201 to P0233."""
+    if is_configuration(path):
+        return _trace_configuration(str(path), options, mesh=mesh, microbatches=microbatches, precision=precision)
     file = load(path, options)
     captured = capture(file.model, file.batch, file.loss, precision=precision, path=file.path)
     program = program_of(captured, name=file.name, mesh=mesh, microbatches=microbatches)
     return Traced(program=program, model_source=file.source, options=file.options)
+
+
+def _trace_configuration(
+    model: str, options: Mapping[str, str], *, mesh: Mesh, microbatches: int, precision: str
+) -> Traced:
+    """Trace the model file that partc writes for a configuration; the package gets the same file."""
+    source = model_source(model)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{Path(model.removeprefix(PREFIX)).resolve().parent.name or 'model'}.py"
+        path.write_text(source, encoding="utf-8")
+        traced = trace_file(path, options, mesh=mesh, microbatches=microbatches, precision=precision)
+    return traced
 
 
 def trace_model(
@@ -260,7 +277,7 @@ class _Reader:
 
 def _name(node: fx.Node) -> str:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         namespace, name = target._schema.name.split("::")
         return name if namespace == "aten" else f"{namespace}::{name}"
     return getattr(target, "__name__", str(target))

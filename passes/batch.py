@@ -81,6 +81,8 @@ class _Walk:
         self.variants: dict[tuple[str, tuple[Placement, ...]], tuple[Region, tuple[Placement, ...]]] = {}
         self.values: dict[str, Placement] = {}
         self.pure = input_only(program)
+        types = program.value_types()
+        self.batch = types[batch_entries(program)[0]].shape[0]
 
     def run(self) -> Program:
         entries = set(batch_entries(self.program))
@@ -147,6 +149,8 @@ class _Walk:
         self, op: Op, rule: OpRule | None, given: list[Placement], arguments: Mapping[str, str]
     ) -> tuple[Choice, ...]:
         """The factor that carries the batch; or a sum passed on; or none of either."""
+        if rule is not None and (copies := self._copies(op, rule)) is not None:
+            return tuple(Choice(axis=axis, factor=copies) for axis in self.axes)
         cut = [(index, placement) for index, placement in enumerate(given) if isinstance(placement, Shard)]
         partial = [index for index, placement in enumerate(given) if isinstance(placement, Partial)]
         names = list(op.refs())
@@ -164,6 +168,15 @@ class _Walk:
             if names[index] in arguments:
                 self.demanded.add(arguments[names[index]])
         return tuple(Choice(axis=axis, factor=None) for axis in self.axes)
+
+    def _copies(self, op: Op, rule: OpRule) -> str | None:
+        """The factor of an expand that copies one row for every example: each rank makes its own copies."""
+        shape = op.results[0].type.shape if op.name == "expand" else ()
+        if not shape or shape[0] != self.batch or not rule.results[0][0]:
+            return None
+        factor = rule.results[0][0][0]
+        carried = any(factor in names for dims in rule.operands for names in dims)
+        return None if carried else factor
 
     def _results(self, op: Op, rule: OpRule | None) -> tuple[Placement, ...]:
         if rule is None:

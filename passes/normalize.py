@@ -21,6 +21,7 @@ from partc.errors import PartcError
 from partc.layout import Layout
 from partc.program import Arg, DType, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
 
+_MAKERS = frozenset({"arange", "linspace", "logspace", "eye", "scalar_tensor", "full"})
 Rewrite = Callable[["Writer", Op], None]
 
 
@@ -44,10 +45,26 @@ def _normalized(region: Region) -> Region:
         elif op.name.endswith("_") and not op.name.startswith("_") and "::" not in op.name:
             writer.in_place(op)
         else:
-            writer.keep(op)
+            writer.keep(_with_dtypes(writer, op))
     outputs = tuple(writer.same.get(name, name) for name in region.forward.outputs)
     graph = Graph(inputs=region.forward.inputs, ops=tuple(writer.ops), outputs=outputs)
     return without_dead(replace(region, forward=graph))
+
+
+def _with_dtypes(w: Writer, op: Op) -> Op:
+    """Where torch would take its default dtype for numbers made of integers, say which one it was."""
+    result = op.results[0].type if op.results else None
+    if result is None or not result.differentiable or any(w.types[name].differentiable for name in op.refs()):
+        return op
+    if not any(True for _ in op.refs()):
+        attrs = tuple(item for item in op.attrs if item[0] != "dtype")
+        return replace(op, attrs=(*attrs, ("dtype", DTypeArg(result.dtype)))) if op.name in _MAKERS else op
+    cast: dict[str, str] = {}
+    for name in dict.fromkeys(op.refs()):
+        value = w.value(f"{name}_{result.dtype}", w.types[name].shape, result.dtype)
+        w.add(op, "to", (Ref(name), DTypeArg(result.dtype)), value)
+        cast[name] = value.name
+    return replace(op.renamed(cast), results=op.results)
 
 
 def without_dead(region: Region) -> Region:

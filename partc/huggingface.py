@@ -1,0 +1,98 @@
+"""Model files for Hugging Face configurations: the architecture as transformers has it, a random batch."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from partc.errors import PartcError
+
+PREFIX = "hf:"
+# The architecture trained where a configuration names none, and the kind of batch each sort takes.
+_DEFAULTS: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "bert": "BertForMaskedLM",
+    "roberta": "RobertaForMaskedLM",
+    "vit": "ViTForImageClassification",
+}
+_TASKS = {"ForCausalLM": "causal", "LMHeadModel": "causal", "ForMaskedLM": "masked", "ForImageClassification": "image"}
+
+
+def is_configuration(model: object) -> bool:
+    return str(model).startswith(PREFIX)
+
+
+def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
+    """The model file for `hf:PATH/config.json`.
+
+    Raises PartcError P0231 (no such file, or no JSON), P0232 (an architecture that is not known),
+    P0233 (transformers is not installed).
+    """
+    path = Path(model.removeprefix(PREFIX))
+    config = _read(path)
+    architecture = (config.get("architectures") or [_DEFAULTS.get(str(config.get("model_type")), "")])[0]
+    task = next((task for suffix, task in _TASKS.items() if architecture.endswith(suffix)), None)
+    if task is None:
+        raise PartcError(
+            "P0232",
+            f"{path} has {architecture or config.get('model_type')!r}, which partc has no batch for",
+            help="name one of ...ForCausalLM, ...ForMaskedLM, ...ForImageClassification in its `architectures`,"
+            " or write a model file with your own batch()",
+        )
+    _require_transformers(architecture, path)
+    size = config.get("image_size", 224)
+    height, width = size if isinstance(size, list) else (size, size)
+    longest = config.get("max_position_embeddings") or config.get("n_positions") or 2048
+    text = importlib.resources.files("partc.templates").joinpath("hf_model.py.jinja").read_text(encoding="utf-8")
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    return environment.from_string(text).render(
+        architecture=architecture,
+        config=json.dumps(config, indent=2, sort_keys=True).replace("\\", "\\\\").replace('"""', '\\"\\"\\"'),
+        task=task,
+        batch=batch,
+        seq=seq or min(int(longest), 128),
+        vocabulary=0 if task == "image" else config.get("vocab_size") or _default(config, "vocab_size"),
+        channels=config.get("num_channels", 3),
+        height=height,
+        width=width,
+        classes=len(config.get("id2label") or {}) or config.get("num_labels") or 2,
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise PartcError("P0231", f"there is no configuration {path}", help="give hf:PATH/config.json")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PartcError("P0231", f"{path} is no JSON: {error}", help="give a model's config.json") from error
+    if not isinstance(found, dict) or "model_type" not in found:
+        raise PartcError("P0231", f"{path} has no model_type", help="give a model's config.json")
+    return found
+
+
+def _require_transformers(architecture: str, path: Path) -> None:
+    try:
+        import transformers
+    except ImportError:
+        raise PartcError(
+            "P0233", "hf: models need transformers, which is not installed", help="pip install 'partc[hf]'"
+        ) from None
+    if not architecture.isidentifier() or not hasattr(transformers, architecture):
+        raise PartcError("P0232", f"{path} names {architecture!r}, which transformers doesn't have", help="correct it")
+
+
+def _default(config: Mapping[str, Any], key: str) -> int:
+    import transformers
+
+    return int(getattr(transformers.AutoConfig.for_model(**config), key))

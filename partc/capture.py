@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from partc.errors import PartcError
 from partc.modelfile import blame
 from partc.runtime.precision import computing_in
-from partc.precision import PRECISIONS, computing_in
 from partc.torch_private import FakeTensorMode
+
+PRECISIONS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
 
 Loss = Callable[[Any, Mapping[str, Any]], Any]
 
@@ -31,15 +32,13 @@ class Captured:
 class _Step(nn.Module):
     """What is traced: one batch, by entry names, to one loss."""
 
-    def __init__(self, model: nn.Module, loss: Loss | None, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
         super().__init__()
         self.model = model
         self._loss = loss
-        self._dtype = dtype
 
     def forward(self, **batch: Any) -> Tensor:
-        with computing_in(self._dtype):
-            out = self.model(**batch) if self._loss is None else self._loss(self.model, batch)
+        out = self.model(**batch) if self._loss is None else self._loss(self.model, batch)
         found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
         if not isinstance(found, Tensor):
             raise TypeError("the model returns no loss: return a tensor or an object with .loss, or define loss(model, batch)")
@@ -68,7 +67,7 @@ def capture(
         _refuse_dropout(model)
         try:
             with computing_in(dtype):
-                exported = torch.export.export(_Step(model, loss, dtype), (), kwargs=dict(batch), strict=False)
+                exported = torch.export.export(_Step(model, loss), (), kwargs=dict(batch), strict=False)
         except Exception as error:
             raise PartcError(
                 "P0206",

@@ -60,8 +60,8 @@ def name_values(ops: Sequence[Op], prefix: str, taken: Iterable[str]) -> dict[st
         targets = at.targets if at is not None and ends and len(at.targets) == len(op.results) else ()
         path = _inside(op.source.module if op.source else "", prefix)
         for position, value in enumerate(op.results):
-            if value.name in GIVEN:
-                names[value.name] = unique(value.name, used)
+            if (given := value.name.removesuffix("_whole")) in GIVEN:
+                names[value.name] = unique(given, used)
                 continue
             parts = _parts(op, path, targets[position] if targets else None, position)
             names[value.name] = unique(identifier("_".join(parts)), used)

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from partc import operators
 from partc.layout import Layout
+from partc.passes.activations import gelus
 from partc.passes.normalize import without_dead
+from partc.passes.rows import plain_rows
 from partc.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
 
 _MOST_ELEMENTS = 1 << 27  # of a mask that is evaluated
@@ -40,7 +42,7 @@ def simplify(program: Program) -> Program:
 
 
 def _simplified(region: Region) -> Region:
-    for rewrite in (_plain_indexing, _one_row, _known_masks, _grouped_heads, _norms, _short_chains, _once):
+    for rewrite in (_plain_indexing, _one_row, _known_masks, _grouped_heads, _norms, gelus, plain_rows, _short_chains, _once):
         region = without_dead(rewrite(region))
     return region
 

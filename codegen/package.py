@@ -25,10 +25,19 @@ def render(
     seed: int,
     precision: str,
     report: Sequence[str] = (),
+    command: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Every file of the package by its relative path. Equal arguments give equal bytes."""
     return dict(
-        files(program, model_source=model_source, options=options, seed=seed, precision=precision, report=report)
+        files(
+            program,
+            model_source=model_source,
+            options=options,
+            seed=seed,
+            precision=precision,
+            report=report,
+            command=command,
+        )
     )
 
 
@@ -40,13 +49,14 @@ def files(
     seed: int,
     precision: str,
     report: Sequence[str] = (),
+    command: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, str]]:
     """The same one by one, so that a package of many ranks never stands in memory.
 
     `report` holds sentences for the README: what a reader should know about this plan.
     """
     stages = [stage_code(program, index) for index in range(program.stages)]
-    plan = plans.plan(program, options=options, seed=seed, precision=precision)
+    plan = plans.plan(program, options=options, seed=seed, precision=precision, command=command)
     ranks = program.mesh.size
     yield "plan.json", plans.written(plan)
     yield "README.md", _readme(program, stages, plan, report)
@@ -106,7 +116,9 @@ def _communication(program: Program, plan: Mapping[str, Any]) -> Iterator[dict[s
         ways = 1
         for axis in axes:
             ways *= program.sizes[axis]
-        yield _row(f"each step, stage {stage}", "all-reduce of gradients", ", ".join(axes), 2 * size * (ways - 1) // ways)
+        yield _row(
+            f"each step, stage {stage}", "all-reduce of gradients", ", ".join(axes), 2 * size * (ways - 1) // ways
+        )
 
 
 def _row(place: str, what: str, axis: str, size: int) -> dict[str, str]:

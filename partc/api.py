@@ -15,6 +15,7 @@ from partc.mesh import Mesh
 from partc.options import Options
 from partc.output import write
 from partc.program import Program
+from partc.settings import EMITTED, tell
 from partc.verifier import verify_program
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ class Package:
             for item in self.files():
                 waited += time.perf_counter() - start
                 count += 1
+                if item[0].startswith("stages/"):
+                    tell(EMITTED, f"# {item[0]}\n{item[1]!s}")
                 yield item
                 start = time.perf_counter()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -39,7 +39,10 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-def compile_options(required: bool) -> Any:
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def compile_options(required: bool) -> Callable[[Command], Command]:
     """The options that decide a compile, for each command that does one."""
     options = [
         click.option(
@@ -55,7 +58,7 @@ def compile_options(required: bool) -> Any:
         click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
     ]
 
-    def decorate(command: Any) -> Any:
+    def decorate(command: Command) -> Command:
         for option in reversed(options):
             command = option(command)
         return command

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -107,12 +108,15 @@ def _gloo_works() -> str:
     import torch
     import torch.distributed as dist
 
+    folder = tempfile.mkdtemp(prefix="partc-doctor-")
     try:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
     except Exception as error:
         return f"fails: {str(error).splitlines()[0][:100]}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return "works"
 
 

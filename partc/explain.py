@@ -127,6 +127,17 @@ CATALOGUE: Mapping[str, Entry] = {
         "Where a tensor is expected the trace holds something else. This is likely a gap in partc: report the "
         "operation and its line.",
     ),
+    "P0214": Entry(
+        "partc.compile was given something that is no model, or no batch",
+        "It takes a model file's path; or an nn.Module, or a function that builds one, together with one global batch: "
+        "a dict of tensors by the names of forward's arguments.",
+    ),
+    "P0215": Entry(
+        "code that a package could not import",
+        "A package builds the model again in processes of its own. A module object is stored with its parameters "
+        "and needs its classes importable by name; a function is imported from a copy of its file. Neither works "
+        "for what is defined inside a function, and a script must do nothing when it is imported.",
+    ),
     "P0231": Entry(
         "the Hugging Face configuration cannot be read",
         "hf:PATH/config.json names a model's configuration file on this machine; nothing is downloaded, and no "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from partc.errors import InternalError
 from partc.layout import Layout, Sizes
@@ -40,8 +41,9 @@ def _program(program: Program, facts: Collection[str]) -> Iterator[str]:
     for name in program.inputs:
         if name not in types:
             yield f"the batch's entry {name} has no type"
-    for value in (*program.values, *program.parameters):
-        yield from _layout(f"{value.name}", value.type.layout, program.sizes)
+    typed = {**types, **{parameter.name: parameter.type for parameter in program.parameters}}
+    for name, type in typed.items():
+        yield from _layout(name, type.layout, program.sizes)
     yield from _calls(program)
     if program.loss not in types:
         yield f"the loss {program.loss} has no type"
@@ -132,18 +134,26 @@ def _graph(
         if value.name in types:
             yield f"{place} has two values called {value.name}"
         types[value.name] = value.type
+    for name, type in types.items():
+        unsound = list(_layout(f"{place}: {name}", type.layout, sizes))
+        yield from unsound
+        if unsound:
+            types[name] = replace(type, layout=_whole(type))
     for op in graph.ops:
         where = f"{place}: {op.results[0].name if op.results else op.name} = {op.name}"
         missing = [name for name in op.refs() if name not in types]
         for name in missing:
             yield f"{where} reads {name} before it is made"
-        if not missing:
+        unsound = [
+            fault for value in op.results for fault in _layout(f"{place}: {value.name}", value.type.layout, sizes)
+        ]
+        yield from unsound
+        if not missing and not unsound:
             yield from _operation(where, op, types, sizes, facts)
         for value in op.results:
             if value.name in types:
                 yield f"{where} makes {value.name} a second time"
-            yield from _layout(f"{place}: {value.name}", value.type.layout, sizes)
-            types[value.name] = value.type
+            types[value.name] = value.type if not unsound else replace(value.type, layout=_whole(value.type))
     for name in graph.outputs:
         if name not in types:
             yield f"{place} returns {name}, which it doesn't make"
@@ -193,6 +203,11 @@ def _layout(what: str, layout: Layout, sizes: Sizes) -> Iterator[str]:
             ways = math.prod(sizes[axis] for axis in sub.axes)
             if sub.size % ways:
                 yield f"{what} has layout {layout}: {sub.size} does not divide by {ways}"
+
+
+def _whole(type: TensorType) -> Layout:
+    """In place of a layout that means nothing, so that what follows can still be looked at."""
+    return Layout.replicated(type.shape)
 
 
 def _elements(type: TensorType, sizes: Sizes) -> int:

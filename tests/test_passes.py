@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from partc.errors import InternalError, PartcError
 from partc.program import Op, Program, Ref, Region
 from partc.settings import Settings
 from tests.programs import tiny
+
+README = Path(__file__).parent.parent / "README.md"
 
 
 def append_op(program: Program, name: str) -> Program:
@@ -61,9 +64,20 @@ def test_the_list_is_complete_and_in_order() -> None:
         facts |= set(entry.ensures)
         assert importlib.util.find_spec(f"partc.passes.{entry.name}"), entry.name
     folder = passes.__spec__.submodule_search_locations[0]  # type: ignore[union-attr,index]
-    files = {path.stem for path in __import__("pathlib").Path(folder).glob("*.py")} - {"__init__"}
-    assert files == set(passes.NAMES)
+    files = {path.stem: path.read_text() for path in Path(folder).glob("*.py") if path.stem != "__init__"}
+    assert set(passes.NAMES) <= set(files)
+    for helper in set(files) - set(passes.NAMES):  # what is no pass of its own belongs to one
+        assert any(f"from partc.passes.{helper} import" in files[name] for name in files), helper
     assert len({entry.label for entry in passes.PIPELINE}) == len(passes.PIPELINE)
+
+
+def test_the_readme_lists_the_passes_as_they_are() -> None:
+    rows = [line for line in README.read_text().splitlines() if line.startswith("| ")]
+    table = {cells[0].strip(): cells[1].strip() for row in rows if len(cells := row.strip("| ").split(" | ")) == 2}
+    assert {entry.name: table.get(entry.name) for entry in passes.PIPELINE} == {
+        entry.name: entry.does for entry in passes.PIPELINE
+    }
+    assert [name for name in table if name in passes.NAMES] == list(passes.NAMES)
 
 
 def test_the_runner_times_verifies_and_observes(pipeline: None) -> None:

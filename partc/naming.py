@@ -19,6 +19,8 @@ _PLAIN = re.compile(r"\W+")
 GIVEN = frozenset({"nll", "nll_sum", "counted", "counted_as_number", "count", "error", "squares", "squares_sum"})
 # Operations that a module of their own usually stands for: its name is the best one for the result.
 _LEAVES = frozenset({"linear", "matmul", "embedding", "rms_norm", "layer_norm", "conv1d", "conv2d"})
+_VAGUE = frozenset({"x", "y", "h", "output"})  # variables that say less than a module's name
+_VIEWS = frozenset({"reshape", "permute", "expand", "to"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,35 +52,86 @@ def name_values(ops: Sequence[Op], prefix: str, taken: Iterable[str]) -> dict[st
     """A readable name for every value that `ops` define, for operations inside the module `prefix`.
 
     What a statement ends with has the variable's name, under that of the module: `attn_q`. What
-    comes before is called after its module, or after the module and the operation.
+    comes before is called after its module, or after the module and the operation; a view after
+    what it shows.
     """
     statements = [statement_of(op.source) for op in ops]
+    reused, owners = _reused(statements), _owners(ops, statements)
     names: dict[str, str] = {}
     used = set(taken)
     for index, (op, at) in enumerate(zip(ops, statements, strict=True)):
-        ends = at is not None and (index + 1 == len(ops) or statements[index + 1] != at)
+        ends = at is not None and _ends(index, statements, owners)
         targets = at.targets if at is not None and ends and len(at.targets) == len(op.results) else ()
         path = _inside(op.source.module if op.source else "", prefix)
         for position, value in enumerate(op.results):
-            if (given := value.name.removesuffix("_whole")) in GIVEN:
-                names[value.name] = unique(given, used)
+            stem = value.name.removesuffix("_whole")
+            if stem in GIVEN:
+                names[value.name] = unique(stem, used)
                 continue
-            parts = _parts(op, path, targets[position] if targets else None, position)
+            if not targets and op.name in _VIEWS and (viewed := next(op.refs())) in names:
+                names[value.name] = unique(re.sub(r"_\d+$", "", names[viewed]), used)
+                continue
+            parts = _parts(op, path, targets[position] if targets else None, position, reused)
             names[value.name] = unique(identifier("_".join(parts)), used)
     return names
 
 
-def _parts(op: Op, path: list[str], target: str | None, position: int) -> list[str]:
-    leaf = op.name in _LEAVES and bool(path)
-    if target == "out" and path:
+def _ends(index: int, statements: Sequence[Statement | None], owners: Sequence[str]) -> bool:
+    """Whether no later operation belongs to the same run of the statement.
+
+    Between an operation and the next one of its statement stand at most those of modules called there.
+    """
+    at, owner = statements[index], owners[index]
+    if at in statements[index + 1 : index + 2]:
+        return False
+    for other, place in zip(statements[index + 1 :], owners[index + 1 :], strict=True):
+        if other == at and place == owner:
+            return False
+        if place == owner or not place.startswith(f"{owner}." if owner else ""):
+            return True
+    return True
+
+
+def _owners(ops: Sequence[Op], statements: Sequence[Statement | None]) -> list[str]:
+    """The module in whose forward each operation's statement stands: an outer one that runs it too."""
+    modules: dict[Statement | None, set[str]] = {}
+    paths = [op.source.module if op.source else "" for op in ops]
+    for path, at in zip(paths, statements, strict=True):
+        modules.setdefault(at, set()).add(path)
+    return [
+        min((other for other in modules[at] if not other or f"{path}.".startswith(f"{other}.")), key=len)
+        for path, at in zip(paths, statements, strict=True)
+    ]
+
+
+def _reused(statements: Sequence[Statement | None]) -> frozenset[str]:
+    """Variables that several statements assign: they say less than the module does."""
+    places: dict[str, set[tuple[str, int]]] = {}
+    for at in statements:
+        for target in at.targets if at else ():
+            places.setdefault(target, set()).add((at.file, at.line) if at else ("", 0))
+    return frozenset(target for target, found in places.items() if len(found) > 1)
+
+
+def _parts(op: Op, path: list[str], target: str | None, position: int, reused: frozenset[str]) -> list[str]:
+    if op.results[position].name.removesuffix("_whole").endswith("_product") and path:
+        return [*path[-2:], "product"]
+    leaf = bool(path) and (op.name in _LEAVES or _adds_bias(op))
+    if path and (target == "out" or (leaf and (target in reused or target in _VAGUE))):
         return path[-2:] if leaf else path[-1:]
     if target is not None:
         parts = [*(path[-2:-1] if leaf else path[-1:]), target]
     elif leaf:
         parts = path[-2:]
     else:
-        parts = [*path[-1:], op.name if len(op.results) == 1 else f"{op.name}_{position}"]
+        parts = [*path[-1:], op.name.strip("_") if len(op.results) == 1 else f"{op.name}_{position}"]
     return [part for index, part in enumerate(parts) if not index or part != parts[index - 1]]
+
+
+def _adds_bias(op: Op) -> bool:
+    """Whether normalize split it off a linear operation: it gives what that one gave."""
+    first = next(op.refs(), "").removesuffix("_whole")
+    return op.name == "add" and first == f"{op.results[0].name.removesuffix('_whole')}_product"
 
 
 def _inside(module: str, prefix: str) -> list[str]:

@@ -3,6 +3,8 @@
     h = mul(x, 0.5)
     t = tanh(mul(add(x, mul(pow(x, 3), 0.044715)), 0.7978845608028654))    ->    y = gelu(x, approximate=tanh)
     y = mul(h, add(t, 1))
+
+One operation has an exact derivative of its own and saves its operand alone.
 """
 
 from __future__ import annotations

@@ -154,9 +154,7 @@ def _lifted_segments(
 ) -> list[Segment]:
     """Regions of what depends on no parameter: all constants in one, other values in one each."""
     in_order = lambda ops: tuple(sorted(ops, key=lambda op: order[id(op)]))  # noqa: E731
-    values = [
-        Segment(key="", ops=in_order(_slice([name], made, constant)), gives=(name,)) for name in shared
-    ]
+    values = [Segment(key="", ops=in_order(_slice([name], made, constant)), gives=(name,)) for name in shared]
     used = {name for segment in (*body, *values) for op in segment.ops for name in op.refs()} & constant
     ops = in_order(_slice(sorted(used), made, set()))
     gives = tuple(value.name for op in ops for value in op.results if value.name in used)
@@ -280,9 +278,12 @@ class _Linker:
             names[name] = unique(self._input_name(name, inputs), taken)
         names.update(name_values(segment.ops, segment.key, taken | set(names.values())))
         if self.main.forward.outputs[0] in outputs:
-            names[self.main.forward.outputs[0]] = unique(self.program.loss, taken | set(names.values()))
+            others = {new for old, new in names.items() if old != self.main.forward.outputs[0]}
+            names[self.main.forward.outputs[0]] = unique(self.program.loss, taken | others)
         return Region(
-            name=unique(self._region_name(index, segment, params), self.region_names),
+            name=unique(
+                self._region_name(index, segment, params, [names[name] for name in outputs]), self.region_names
+            ),
             params=tuple(Value(name=relative[name], type=self.types[name]) for name in params),
             forward=Graph(
                 inputs=tuple(Value(name=names[name], type=self.types[name]) for name in inputs),
@@ -302,12 +303,12 @@ class _Linker:
         flows = bool(region.params) and region.phase == "microbatch"
         return "x" if flows else re.sub(r"_\d+$", "", local)
 
-    def _region_name(self, index: int, segment: Segment, params: list[str]) -> str:
+    def _region_name(self, index: int, segment: Segment, params: list[str], outputs: list[str]) -> str:
         if segment.phase == "setup":
-            modules = {op.source.module.split(".")[-1] for op in segment.ops if op.source and op.source.module}
-            return "rotary" if len(modules) == 1 and any("rot" in name for name in modules) else "constants"
+            return "rotary" if all(re.search(r"cos|sin|rot", name) for name in outputs) else "constants"
         if segment.key:
-            return _singular(_container(segment.key).rpartition(".")[2] or "body")
+            container = _container(segment.key).rpartition(".")[2]
+            return _singular(container) if len(container) > 1 else "block"
         if not params:
             names = name_values(segment.ops, "", ())
             return f"make_{list(names.values())[-1]}"
@@ -338,5 +339,3 @@ def _canonical(args: tuple[Arg, ...], names: Mapping[str, Hashable]) -> Hashable
         else (type(arg).__name__, arg)
         for arg in args
     )
-
-

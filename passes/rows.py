@@ -20,10 +20,11 @@ from partc import fuel
 from partc.layout import Layout
 from partc.program import Arg, Op, Ref, Region, TensorType, Value
 
-_ELEMENTWISE = frozenset(
+_ELEMENTWISE_NAMES = (
     "add sub mul div pow neg exp tanh sigmoid relu silu gelu rsqrt sqrt square abs erf to ne eq lt le gt ge where"
-    " masked_fill clamp maximum minimum logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not".split()
+    " masked_fill clamp maximum minimum logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not"
 )
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 _PRODUCTS = frozenset({"matmul", "linear"})
 _NORMS = frozenset({"layer_norm", "rms_norm"})
 

@@ -89,25 +89,27 @@ class Package:
 
     def write(self, directory: str | Path, *, on_phase: PhaseObserver = lambda phase: None) -> Path:
         """Write the folder; an older package is replaced as a whole. Raises PartcError P0601, P0602 and P0606."""
-        waited = 0.0
+        emitted = 0.0
         count = 0
 
         def timed() -> Iterator[tuple[str, str | bytes]]:
-            nonlocal waited, count
+            """Rank modules are rendered one by one as they are written, and count as that."""
+            nonlocal emitted, count
             start = time.perf_counter()
             for item in self.files():
-                waited += time.perf_counter() - start
-                count += 1
+                if not item[0].startswith("ranks/"):
+                    emitted += time.perf_counter() - start
                 if item[0].startswith("stages/"):
                     tell(EMITTED, f"# {item[0]}\n{item[1]!s}")
+                count += 1
                 yield item
                 start = time.perf_counter()
 
         start = time.perf_counter()
         path = write(timed(), Path(directory))
         total = time.perf_counter() - start
-        on_phase(Phase(label="Emitted", seconds=waited, note=f"{count:,} files"))
-        on_phase(Phase(label="Written", seconds=total - waited, note=str(directory)))
+        on_phase(Phase(label="Emitted", seconds=emitted, note=counted(self.program.stages, "stage module")))
+        on_phase(Phase(label="Written", seconds=total - emitted, note=f"{counted(count, 'file')} in {directory}"))
         return path
 
     def verify(self, *, steps: int = 3, virtual: bool = True) -> VerifyResult:

@@ -32,8 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def cli(context: click.Context) -> None:
     """Compile a single-device PyTorch model and a device mesh into readable per-rank Python.
 
+    \b
     MODEL is a Python file with model() and batch(), or hf:PATH/config.json.
-    SPEC is 8 (dp), 4x8 (dp x tp), 2x4x8 (pp x dp x tp), or names, slowest axis first: pp=2,dp=4,tp=8.
+    SPEC is 8 (dp), 4x8 (dp x tp), 2x4x8 (pp x dp x tp), or names,
+         slowest axis first: pp=2,dp=4,tp=8.
+
+    Exit codes: 0 done, 1 a check did not hold, 2 the input is wrong.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -49,8 +53,8 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             "--mesh", metavar="SPEC", required=required, help="sizes of the axes: 8, 4x8, 2x4x8 or pp=2,dp=4,tp=8"
         ),
         click.option("-D", "definitions", metavar="NAME=VALUE", multiple=True, help="an option of the model file"),
-        click.option("--batch", type=int, help="examples in the global batch; for hf: models"),
-        click.option("--seq", type=int, help="length of each example; for hf: models"),
+        click.option("--batch", type=int, help="the same as -D batch=..., for hf: models"),
+        click.option("--seq", type=int, help="the same as -D seq=..., for hf: models"),
         click.option("--microbatches", type=int, default=1, show_default=True, help="parts of the batch in time"),
         click.option("--schedule", type=click.Choice(("1f1b", "gpipe")), default="1f1b", show_default=True),
         click.option("--precision", type=click.Choice(("fp32", "fp64")), default="fp32", show_default=True),
@@ -66,7 +70,7 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
     return decorate
 
 
-@cli.command("compile")
+@cli.command("compile", short_help="Compile MODEL for a mesh.")
 @click.argument("model")
 @compile_options(required=True)
 @click.option("-o", "--output", type=Path, default=Path("build"), show_default=True, help="folder of the package")
@@ -111,7 +115,7 @@ def _print_report(report: Mapping[str, Any]) -> None:
         click.echo(f"{place}{item['op']} ({item['place']}) {why} on every rank of {item['axis']}: {cost}")
 
 
-@cli.command("verify")
+@cli.command("verify", short_help="Hold a package against its single-device model.")
 @click.argument("directory", metavar="DIR", type=Path)
 @click.option("--steps", type=int, default=3, show_default=True)
 @click.option("--virtual", is_flag=True, help="all ranks in one process")
@@ -153,7 +157,7 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool) ->
         raise console.CheckFailed
 
 
-@cli.command("run")
+@cli.command("run", short_help="Train a package on this machine.")
 @click.argument("directory", metavar="DIR", type=Path)
 @click.option("--steps", type=int, default=10, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
@@ -191,7 +195,7 @@ def run_command(directory: Path, steps: int, as_json: bool, rest: tuple[str, ...
     console.next_step(f"less {directory}/stages/stage_0.py")
 
 
-@cli.command("inspect")
+@cli.command("inspect", short_help="Show the program after any pass.")
 @click.argument("target", metavar="MODEL|DIR")
 @compile_options(required=False)
 @click.option("--after", metavar="PASS", help="the program as this pass leaves it; `trace` is before the first")
@@ -230,7 +234,7 @@ def _write_page(done: Compilation, path: Path) -> None:
     console.next_step(f"open {path} in a browser")
 
 
-@cli.command("doctor")
+@cli.command("doctor", short_help="What this machine can do.")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 def doctor_command(as_json: bool) -> None:
     """What this machine can do: torch, triton, GPUs, gloo and NCCL, and what that means."""
@@ -248,7 +252,7 @@ def doctor_command(as_json: bool) -> None:
         raise console.CheckFailed
 
 
-@cli.command("explain")
+@cli.command("explain", short_help="Say more about an error code.")
 @click.argument("code", required=False)
 def explain_command(code: str | None) -> None:
     """Say more about an error code, or list them all."""

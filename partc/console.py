@@ -50,7 +50,9 @@ def guarded(command: Callable[[], Any], *, json: bool) -> int:
     except BrokenPipeError:
         return DONE
     except Exception as error:
-        if type(error).__name__ == "RunFailed":
+        from partc.launch import RunFailed
+
+        if isinstance(error, RunFailed):
             _say(str(error))
             _document(json, "P0505", str(error), "the package's own output says what happened", None)
             return FAILED

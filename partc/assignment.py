@@ -82,6 +82,7 @@ def solve(
         return None
     kept: list[LinearConstraint] = [model.constraints()]
     found: np.ndarray | None = None
+    slack = 1e-6  # of the largest price: what the solver's own tolerances blur
     for weights in objectives:
         cost = model.cost(weights)
         scale = float(np.max(np.abs(cost), initial=0.0))
@@ -101,7 +102,7 @@ def solve(
             raise InternalError(f"the placement solver stopped: {result.message}")
         found = result.x
         best = float(cost @ np.round(found, 9))
-        kept.append(LinearConstraint(cost[np.newaxis, :], -np.inf, best + 1e-7 * max(1.0, abs(best))))
+        kept.append(LinearConstraint(cost[np.newaxis, :], -np.inf, best + slack * max(1.0, abs(best))))
     if found is None:
         raise InternalError("no objective to minimise")
     return model.solution(found)

@@ -55,27 +55,35 @@ class VerifyResult:
 
 
 def verify(
-    directory: Path, *, steps: int = 3, virtual: bool = False, optimizer: str = "sgd", lr: float = 0.01
+    directory: Path,
+    *,
+    steps: int = 3,
+    virtual: bool = False,
+    optimizer: str = "sgd",
+    lr: float = 0.01,
+    reference: Path | None = None,
 ) -> VerifyResult:
     """Train twice from the same seed, and compare every loss, gradient and parameter on every rank.
 
-    With `virtual`, all ranks run in one process. Raises RunFailed when either training stops.
+    With `virtual`, all ranks run in one process. `reference` is where the single-device model's run
+    is kept: one that stands there is used again, so that packages of one model on many meshes share
+    it. Raises RunFailed when either training stops.
     """
     plan = read_plan(directory)
     if steps < 1:
         raise PartcError("P0504", f"cannot verify {steps} steps", help="--steps is 1 or more")
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as name:
         folder = Path(name)
-        (folder / "reference").mkdir()
-        _train_both(directory.resolve(), folder, steps, virtual, optimizer, lr)
-        reference = [load(folder / "reference" / f"step_{step:04d}.safetensors") for step in range(steps)]
+        plain = reference or folder / "reference"
+        _train_both(directory.resolve(), folder, plain, steps, virtual, optimizer, lr)
+        reference_steps = [load(plain / f"step_{step:04d}.safetensors") for step in range(steps)]
         losses = next(report["losses"] for report in read_reports(folder / "report") if report["logs"])
-        reference_losses = [float(metadata["loss"]) for _, metadata in reference]
+        reference_losses = [float(metadata["loss"]) for _, metadata in reference_steps]
         differences = [
             Difference(kind="loss", name="loss", rel_err=relative_error(mine, theirs, abs(theirs)), step=step)
             for step, (mine, theirs) in enumerate(zip(losses, reference_losses, strict=True))
         ]
-        for step, (tensors, _) in enumerate(reference):
+        for step, (tensors, _) in enumerate(reference_steps):
             differences += _compare_step(plan, folder / "record", step, tensors)
     tolerances = TOLERANCES[plan["precision"]]
     worst = max(differences, key=lambda difference: difference.rel_err / tolerances[difference.kind])
@@ -99,8 +107,10 @@ def relative_error(mine: Tensor | float, theirs: Tensor | float, scale: float) -
     return error / scale if scale > 0 else (0.0 if error == 0 else math.inf)
 
 
-def _train_both(directory: Path, folder: Path, steps: int, virtual: bool, optimizer: str, lr: float) -> None:
-    """Run the single-device model and the package side by side."""
+def _train_both(
+    directory: Path, folder: Path, reference: Path, steps: int, virtual: bool, optimizer: str, lr: float
+) -> None:
+    """Run the single-device model, unless its run is there already, and the package side by side."""
     settings = ["--steps", str(steps), "--optimizer", optimizer, "--lr", repr(lr)]
     arguments = [*settings, "--record", str(folder / "record"), "--report", str(folder / "report")]
     package = (
@@ -113,17 +123,17 @@ def _train_both(directory: Path, folder: Path, steps: int, virtual: bool, optimi
         "-m",
         "partc.reference",
         str(directory),
-        str(folder / "reference"),
+        str(reference),
         str(steps),
         optimizer,
         repr(lr),
     ]
     root = str(Path(__file__).resolve().parent.parent)
     search = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    runs = {
-        "the single-device model": _start(plain, folder / "plain.txt", {"PYTHONPATH": search}),
-        "the package": _start(package, folder / "package.txt", {}),
-    }
+    runs = {"the package": _start(package, folder / "package.txt", {})}
+    if not (reference / f"step_{steps - 1:04d}.safetensors").exists():
+        reference.mkdir(exist_ok=True)
+        runs["the single-device model"] = _start(plain, folder / "plain.txt", {"PYTHONPATH": search})
     outputs = {"the single-device model": folder / "plain.txt", "the package": folder / "package.txt"}
     codes = {what: process.wait() for what, process in runs.items()}
     for what, code in codes.items():

@@ -1,0 +1,267 @@
+"""Normalized, simplified and outlined programs compute what the eager model computes; each rewrite on its own."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from partc import fuel
+from partc.errors import PartcError
+from partc.interpret import evaluate_program
+from partc.mesh import Mesh
+from partc.passes.normalize import normalize
+from partc.passes.outline import outline
+from partc.passes.simplify import simplify
+from partc.program import Op, Program
+from partc.runtime.precision import computing_in
+from partc.settings import Settings
+from partc.trace import trace_model
+
+Forward = Callable[..., Tensor]
+
+
+class Function(nn.Module):
+    """A model of one function and a few weights of odd sizes."""
+
+    def __init__(self, function: Forward) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(7, 6))
+        self.v = nn.Parameter(torch.randn(6))
+        self.function = function
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return self.function(self, **batch)
+
+
+def check(model: nn.Module, batch: Mapping[str, Tensor], loss: Any = None) -> Program:
+    """Hold every stage against the eager model in double precision; gives the simplified program."""
+    model = model.double()
+    doubles = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+    with computing_in(torch.float64):
+        out = model(**doubles) if loss is None else loss(model, doubles)
+    expected = out if isinstance(out, Tensor) else out.loss
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    program = trace_model(
+        lambda: copy.deepcopy(model).to("meta"), lambda: batch, loss, name="m", mesh=Mesh.parse("1"), precision="fp64"
+    )
+    for step in (normalize, simplify):
+        program = step(program)
+        torch.testing.assert_close(evaluate_program(program, doubles, tensors), expected, rtol=1e-12, atol=0)
+    outlined = outline(program)
+    torch.testing.assert_close(evaluate_program(outlined, doubles, tensors), expected, rtol=1e-12, atol=0)
+    return program
+
+
+def ops(program: Program) -> list[Op]:
+    return [op for region in program.regions for op in region.forward.ops]
+
+
+def names(program: Program) -> list[str]:
+    return [op.name for op in ops(program)]
+
+
+X = {"x": torch.randn(5, 3, 6)}
+# Each function's operations after normalize and simplify, the sum that makes a number of it left out.
+FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
+    "view": (lambda m, x: x.view(5, -1, 2).sin().sum(), ["reshape", "sin"]),
+    "flatten": (lambda m, x: x.flatten(1).unsqueeze(1).squeeze(1).sin().sum(), ["reshape", "sin"]),
+    "same view": (lambda m, x: x.view(5, 3, 6).contiguous().sum(), []),
+    "transpose": (lambda m, x: x.transpose(-1, 0).sin().sum(), ["permute", "sin"]),
+    "t": (lambda m, x: (m.w.t().sin() * 2).sum(), ["permute", "sin", "mul"]),
+    "movedim": (lambda m, x: x.movedim((0, 1), (2, 0)).softmax(-1).square().sum(), ["permute", "softmax", "square"]),
+    "matrix transpose": (lambda m, x: x.mT.cumsum(-1).sum(), ["permute", "cumsum"]),
+    "chunk": (lambda m, x: (lambda a, b: a * b)(*x.chunk(2, -1)).sum(), ["split", "mul"]),
+    "unbind": (lambda m, x: (lambda a, b, c: a * b - c)(*x.unbind(1)).sum(), ["split", "mul", "sub"]),
+    "select": (lambda m, x: (x[:, -1] * 3).sum(), ["slice", "mul"]),
+    "slice": (lambda m, x: (x[:, 1:, ::2] * 3).sum(), ["slice", "slice", "mul"]),
+    "whole slice": (lambda m, x: x[:, 0:100].sum(), []),
+    "stack": (
+        lambda m, x: torch.stack([x, x.sin()], -2).cumsum(-2).sum(),
+        ["sin", "reshape", "reshape", "cat", "cumsum"],
+    ),
+    "empty cat": (lambda m, x: torch.cat([x[:0].view(0), x.flatten()]).sin().sum(), ["reshape", "sin"]),
+    "linear": (lambda m, x: F.linear(x, m.w, m.w[:, 0]).sum(), ["slice", "reshape", "linear", "add"]),
+    "product with a transpose": (lambda m, x: (x @ m.w.T).sum(), ["linear"]),
+    "rows": (lambda m, x: (x.view(-1, 6) @ m.w.T).view(5, 3, 7).cumsum(1).sum(), ["linear", "cumsum"]),
+    "addmm": (
+        lambda m, x: torch.addmm(m.v, m.w, x[0].mT @ x[1]).sum(),
+        ["slice", "reshape", "permute", "slice", "reshape", "matmul", "matmul", "add"],
+    ),
+    "baddbmm": (
+        lambda m, x: torch.baddbmm(m.v, x, x[:, :, :6].mT @ x, beta=2, alpha=0.5).sum(),
+        ["permute", "matmul", "matmul", "mul", "mul", "add"],
+    ),
+    "mean": (lambda m, x: x.mean(-1).sum(), ["sum", "div"]),
+    "mean of all": (lambda m, x: x.mean() + m.v.mean(), ["sum", "div", "sum", "div", "add"]),
+    "sum of booleans": (lambda m, x: ((x > 0).sum() * m.v[0]).sum(), ["gt", "to", "sum", "slice", "reshape", "mul"]),
+    "neutral": (lambda m, x: ((x + 0) * 1.0 / 1 - 0).sum(), []),
+    "cast": (lambda m, x: (x > 0).to(x.dtype).to(x.dtype).sum(), ["gt", "to"]),
+    "clone": (lambda m, x: x.clone().detach().sum(), []),
+    "dropout": (lambda m, x: F.dropout(F.dropout(x, 0.0), 0.3, training=False).sum(), []),
+    "in place": (lambda m, x: (x * 2).add_(1).mul_(x).sum(), ["mul", "add", "mul"]),
+    "kept before a change": (lambda m, x: (lambda y: y.clone().exp_() + y)(x.sin()).sum(), ["sin", "exp", "add"]),
+    "filled": (lambda m, x: (x.sin().fill_(2.0) * x).sum(), ["full", "mul"]),
+    "written out": (
+        lambda m, x: (x * torch.tensor([1.0, 2.0, 4.0, 0.5, 0.25, 3.0])).sum(),
+        [*["full"] * 6, "cat", "mul"],
+    ),
+    "counted": (lambda m, x: (x * torch.tensor([0, 1, 2, 3, 4, 5])).sum(), ["arange", "mul"]),
+    "repeated number": (lambda m, x: (x * x.new_ones(6) + torch.zeros_like(x)).sum(), ["full", "mul", "full", "add"]),
+    "tanh gelu": (
+        lambda m, x: (0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))).sum(),
+        ["gelu"],
+    ),
+    "written norm": (
+        lambda m, x: (m.v * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))).sum(),
+        ["rms_norm"],
+    ),
+    "mean squares": (lambda m, x: F.mse_loss(x, m.v.expand_as(x)), ["expand", "sub", "mul", "sum", "div"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_spelling(name: str) -> None:
+    function, expected = FUNCTIONS[name]
+    torch.manual_seed(1)
+    found = names(check(Function(function), X))
+    assert (found[:-1] if found[-1] == "sum" and expected != found else found) == expected
+
+
+def test_sizes_and_dimensions_are_explicit() -> None:
+    program = check(Function(lambda m, x: x.view(-1, 2).transpose(-1, -2).cumsum(-1).sum()), X)
+    reshape, permute, *_ = ops(program)
+    assert reshape.args[1] == (45, 2)
+    assert permute.args[1] == (1, 0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy(reduction: str, weighted: bool, smoothing: float) -> None:
+    labels = torch.tensor([[0, 6, -100], [2, 2, 3], [-100, -100, -100], [5, 1, -100], [0, 0, 0]])
+
+    def forward(m: Any, x: Tensor, labels: Tensor) -> Tensor:
+        weight = m.w.sum(1).abs().detach() if weighted else None
+        logits = F.linear(x, m.w).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), weight, reduction=reduction, label_smoothing=smoothing)
+
+    found = names(check(Function(forward), {**X, "labels": labels}))
+    assert found.count("cross_entropy") == 1
+    assert ("ne" in found) == (reduction == "mean")
+
+
+def test_unweighted_losses_are_counted_on_whole_labels() -> None:
+    labels = torch.tensor([[0, 6, -1], [2, 2, 3], [-1, -1, -1], [5, 1, -1], [0, 0, 0]])
+
+    def forward(m: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, m.w).view(-1, 7), labels.view(-1), ignore_index=-1)
+
+    program = check(Function(forward), {**X, "labels": labels})
+    assert names(program) == ["linear", "cross_entropy", "sum", "ne", "to", "sum", "div"]
+    assert ops(program)[1].result.type.shape == (5, 3)
+
+
+def test_classes_in_the_second_dimension() -> None:
+    labels = torch.randint(6, (5, 3))
+
+    def forward(m: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(x.mT, labels) * m.v.sum()
+
+    assert names(check(Function(forward), {**X, "labels": labels})).count("cross_entropy") == 1
+
+
+HEADS = {"x": torch.randn(3, 4, 5, 6), "k": torch.randn(3, 2, 5, 6)}
+
+
+def _repeated(k: Tensor, times: int) -> Tensor:
+    b, g, t, d = k.shape
+    return k[:, :, None].expand(b, g, times, t, d).reshape(b, g * times, t, d)
+
+
+def _future(batch: int, size: int, mode: str) -> Tensor:
+    """Masks as models make them: from positions, from a triangle, or additive."""
+    places = torch.arange(size)
+    seen = (places[None, :] <= places[:, None]).expand(batch, 1, size, size)
+    if mode == "boolean":
+        return seen
+    if mode == "triangle":
+        return torch.ones(size, size, dtype=torch.bool).tril()
+    return torch.zeros(batch, 1, size, size).masked_fill(~seen, torch.finfo(torch.float64).min)
+
+
+@pytest.mark.parametrize("mode", ["boolean", "triangle", "additive"])
+def test_constant_causal_masks_are_recognised(mode: str) -> None:
+    def forward(m: Any, x: Tensor, k: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x * m.v, _repeated(k, 2), _repeated(k, 2), _future(3, 5, mode)).sum()
+
+    program = check(Function(forward), HEADS)
+    assert names(program) == ["mul", "attention", "sum"]
+    [attention] = [op for op in ops(program) if op.name == "attention"]
+    assert attention.args[3:5] == (None, True)
+    assert [arg.name for arg in attention.args[1:3]] == ["k", "k"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("mask", ["window", "shifted", "rectangular"])
+def test_other_masks_stay(mask: str) -> None:
+    def forward(m: Any, x: Tensor, k: Tensor) -> Tensor:
+        rows, columns = torch.arange(5)[:, None], torch.arange(5)[None, :]
+        seen = (columns <= rows) & (columns > rows - 2) if mask == "window" else columns <= rows + 1
+        if mask == "rectangular":
+            seen, k = seen[:, :4] | (columns[:, :4] == 0), k[:, :, :4]
+        return F.scaled_dot_product_attention(x * m.v, _repeated(k, 2), _repeated(k, 2), seen).sum()
+
+    [attention] = [op for op in ops(check(Function(forward), HEADS)) if op.name == "attention"]
+    assert attention.args[3] is not None
+    assert attention.args[4] is False
+
+
+def test_a_mask_that_hides_nothing_is_none() -> None:
+    def forward(m: Any, x: Tensor, k: Tensor) -> Tensor:
+        mask = torch.ones(3, 1, 5, 5, dtype=torch.bool)
+        return F.scaled_dot_product_attention(x * m.v, k, k, mask, enable_gqa=True).sum()
+
+    [attention] = [op for op in ops(check(Function(forward), HEADS)) if op.name == "attention"]
+    assert attention.args[3:5] == (None, False)
+
+
+def test_rows_of_constants_are_broadcast() -> None:
+    """Positions are looked up once, not for every example."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        places = torch.arange(3)[None, :].expand(5, 3)
+        return (x * F.embedding(places, m.w)).sum()
+
+    program = check(Function(forward), X)
+    assert all(value.type.shape[:1] != (5,) for op in ops(program)[:-2] for value in op.results)
+
+
+@pytest.mark.parametrize(
+    ("forward", "code"),
+    [
+        (lambda m, x: F.dropout(x, 0.5).sum(), "P0207"),
+        (lambda m, x: x.add_(1).sum(), "P0212"),
+        (lambda m, x: (lambda y: y.view(-1).add_(1).sum() + y.sum())(x.sin()), "P0212"),
+        (lambda m, x: (lambda y: y[:, 0].mul_(2).sum() + y.sum())(x.sin()), "P0212"),
+    ],
+)
+def test_what_cannot_be_normalized_is_refused(forward: Forward, code: str) -> None:
+    with pytest.raises(PartcError) as failure:
+        normalize(trace_model(lambda: Function(forward), lambda: X, name="m", mesh=Mesh.parse("1")))
+    assert failure.value.code == code
+    assert failure.value.source is not None
+    assert failure.value.source.file.endswith("test_normalize.py")
+
+
+def test_fuel_stops_rewrites(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuel, "settings", lambda: replace(Settings.read({}), fuel=0))
+    found = names(check(Function(FUNCTIONS["tanh gelu"][0]), X))
+    assert "gelu" not in found
+    assert "tanh" in found

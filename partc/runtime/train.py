@@ -8,7 +8,6 @@ import importlib
 import json
 import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from .executor import Action, Stage, gradient_buffers, parse_schedule, run_step
 from .init import initialise
 from .layout import DTYPES, Shard, parse_mesh
 from .log import StepLog
+from .memory import keep_freed_memory, peak_bytes
 from .optimizer import attach_gradients, make_optimizer
 from .tensors import save
 from .watch import Watch
@@ -93,6 +93,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     """Train the package in `root`. Returns the exit code."""
     try:
         job = _parse(argv, root)
+        keep_freed_memory()
         if job.virtual:
             _train_virtual(job)
         else:
@@ -118,7 +119,10 @@ def _parse(argv: Sequence[str], root: Path) -> Job:
     parser.add_argument("--report", type=Path, metavar="DIR", help="losses, times and memory, per rank, as JSON")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a rank waits for another")
     arguments = vars(parser.parse_args(argv))
-    plan = json.loads((root / "plan.json").read_text())
+    plan_file = root / "plan.json"
+    if not plan_file.is_file():
+        raise UsageError("P0503", f"{root} has no plan.json", "run train.py from the folder that partc compile wrote")
+    plan = json.loads(plan_file.read_text())
     if arguments["seed"] is None:
         arguments["seed"] = plan["seed"]
     return Job(root=root, plan=plan, **arguments)
@@ -277,14 +281,10 @@ def _train(
 
 
 def _write_report(folder: Path, rank: Rank, device: torch.device) -> None:
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     folder.mkdir(parents=True, exist_ok=True)
     report = {
         "rank": rank.number,
-        "peak_bytes": peak,
+        "peak_bytes": peak_bytes(device),
         "step_seconds": rank.seconds,
         "losses": rank.losses,
         "logs": rank.logs,

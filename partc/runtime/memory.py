@@ -20,7 +20,7 @@ def keep_freed_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries than GNU's have none
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        _ = mallopt(_M_MMAP_THRESHOLD, 1 << 30) or mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # older ones stop there
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 

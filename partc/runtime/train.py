@@ -145,7 +145,7 @@ def _train_virtual(job: Job) -> None:
 
     def batch_of(step: int) -> dict[str, Tensor]:
         if step not in batches:
-            batches.clear()
+            batches.pop(step - 2, None)  # no rank is two steps behind another
             batches[step] = _batch(job, model_file, step)
         return batches[step]
 
@@ -177,10 +177,7 @@ def _train_this_rank(job: Job) -> None:
         torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=job.timeout)
     store, number = meet(world_size, timeout)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = _device()
     with Watch(store, number, world_size) as watch:
         rank = _load_rank(number)
         model_file = load_model_file(job.root / "model.py")
@@ -201,6 +198,16 @@ def _train_this_rank(job: Job) -> None:
         watch.entering("the end of the run")
         comm.barrier()
     comm.close()
+
+
+def _device() -> torch.device:
+    """This process's own GPU; the CPU where there aren't enough for all processes of this machine."""
+    place, count = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if torch.cuda.device_count() < count:
+        return torch.device("cpu")
+    device = torch.device("cuda", place)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _batch(job: Job, model_file: ModuleType, step: int) -> dict[str, Tensor]:

@@ -124,7 +124,7 @@ def _value(name: str, text: str, parameter: inspect.Parameter | None, path: Path
         return text.lower() in ("1", "true", "yes")
     if kind in (int, float):
         try:
-            return kind(text)  # type: ignore[no-any-return]
+            return kind(text)
         except ValueError:
             pass
     elif kind is not bool:

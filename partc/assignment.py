@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -184,7 +185,8 @@ class _Model:
     def cost(self, weights: Mapping[str, float]) -> np.ndarray:
         return np.array([sum(weights.get(key, 0.0) * amount for key, amount in p.items()) for p in self._prices])
 
-    def constraints(self):  # type: ignore[no-untyped-def]
+    def constraints(self) -> Any:
+        """All rows, as scipy takes them."""
         from scipy.optimize import LinearConstraint
         from scipy.sparse import csr_matrix
 

@@ -41,7 +41,9 @@ class _Step(nn.Module):
         out = self.model(**batch) if self._loss is None else self._loss(self.model, batch)
         found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
         if not isinstance(found, Tensor):
-            raise TypeError("the model returns no loss: return a tensor or an object with .loss, or define loss(model, batch)")
+            raise TypeError(
+                "the model returns no loss: return a tensor or an object with .loss, or define loss(model, batch)"
+            )
         return found
 
 
@@ -90,7 +92,9 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
             source=blame(error, path),
         ) from error
     if not isinstance(model, nn.Module):
-        raise PartcError("P0205", f"model() returns {type(model).__name__}, not a torch.nn.Module", help="return the model")
+        raise PartcError(
+            "P0205", f"model() returns {type(model).__name__}, not a torch.nn.Module", help="return the model"
+        )
     return model
 
 
@@ -133,7 +137,11 @@ def _is_fake(x: Tensor) -> bool:
 
 def _refuse_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.AlphaDropout) and module.training and module.p > 0:
+        if (
+            isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.AlphaDropout)
+            and module.training
+            and module.p > 0
+        ):
             raise PartcError(
                 "P0207",
                 f"{name} drops out with p={module.p}: random numbers are not yet the same on every mesh",

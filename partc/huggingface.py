@@ -54,7 +54,9 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     height, width = size if isinstance(size, list) else (size, size)
     longest = config.get("max_position_embeddings") or config.get("n_positions") or 2048
     text = importlib.resources.files("partc.templates").joinpath("hf_model.py.jinja").read_text(encoding="utf-8")
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
     return environment.from_string(text).render(
         architecture=architecture,
         config=json.dumps(config, indent=2, sort_keys=True).replace("\\", "\\\\").replace('"""', '\\"\\"\\"'),

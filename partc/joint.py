@@ -187,7 +187,7 @@ class _Reader:
 
     def _unmarked_name(self, node: fx.Node) -> str:
         if node.target is operator.getitem:
-            call, index = node.args[0], node.args[1]
+            call, index = _item(node)
             first = next((user for user in call.users if user.target is operator.getitem and user.args[1] == 0), None)
             extras = EXTRA_RESULTS.get(_packet(call), ())
             if first in self._names and 0 < index <= len(extras):
@@ -267,6 +267,14 @@ def _packet(node: fx.Node) -> str:
     return ""
 
 
+def _item(node: fx.Node) -> tuple[fx.Node, int]:
+    """What a getitem takes, and from which operation."""
+    call, index = node.args[:2]
+    if not isinstance(call, fx.Node) or not isinstance(index, int):
+        raise InternalError(f"{node.name} takes no numbered result")
+    return call, index
+
+
 def _is_tuple(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), tuple | list)
 
@@ -314,7 +322,7 @@ def _permutation(node: fx.Node) -> tuple[int, ...]:
     order = list(range(rank))
     match _packet(node):
         case "permute":
-            return tuple(dim % rank for dim in node.args[1])  # type: ignore[union-attr, operator]
+            return tuple(dim % rank for dim in node.args[1])  # type: ignore[union-attr, operator, misc]
         case "transpose":
             a, b = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[arg-type]
         case _:

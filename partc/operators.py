@@ -28,6 +28,7 @@ def _operator(name: str, schema: str, shapes: Shapes, gradients: Gradients | Non
     _LIBRARY.impl(name, shapes, "CompositeExplicitAutograd")
     if gradients is None:
         return
+    derivative = gradients
     call = getattr(_ops, name)
 
     class Differentiable(torch.autograd.Function):
@@ -40,7 +41,7 @@ def _operator(name: str, schema: str, shapes: Shapes, gradients: Gradients | Non
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            found = tuple(gradients(grads, ctx.args, ctx.results))
+            found = tuple(derivative(grads, ctx.args, ctx.results))
             return found + (None,) * (len(ctx.args) - len(found))
 
     _LIBRARY.impl(name, lambda *args: Differentiable.apply(*args), "Autograd")
@@ -124,7 +125,6 @@ def _define_matmuls() -> None:
 def _define_composites() -> None:
     _operator("silu_backward", "(Tensor g, Tensor x) -> Tensor", _like)
     _operator("silu", "(Tensor x) -> Tensor", _like, lambda g, a, r: [_ops.silu_backward(g[0], a[0])])
-    row = lambda x: x.new_empty([*x.shape[:-1], 1])  # noqa: E731
     _operator(
         "rms_norm_backward",
         "(Tensor g, Tensor x, int[] shape, Tensor? w, Tensor rstd) -> (Tensor, Tensor)",

@@ -36,10 +36,10 @@ class Places:
         """The node that decides where a name is placed, how to read its alternatives, and the type."""
         for kind in ("parameter", "value"):
             if (kind, name) in self.owners:
-                return self.owners[kind, name], lambda choice: choice.makes[0], self.types[name]  # type: ignore[return-value]
+                return self.owners[kind, name], lambda choice: choice.makes[0], self.types[name]
         if name in self.inside:
             node, output, type = self.inside[name]
-            return node, lambda choice: choice.makes[output], type  # type: ignore[return-value]
+            return node, lambda choice: choice.makes[output], type
         return None
 
     def placement(self, slot: Slot, solution: Solution) -> Placement:
@@ -155,8 +155,8 @@ class _Builder:
         spread: Sequence[Choice] = ()
         if rule is not None and region.name not in self.pure:
             batch = {(choice.factor, choice.outer) for choice in op.choices}  # what the batch's axes cut is theirs
-            found = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
-            spread = [choice for choice in found if (choice.factor, choice.outer) not in batch or choice.factor is None]
+            every = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
+            spread = [choice for choice in every if (choice.factor, choice.outer) not in batch or choice.factor is None]
         alternatives: dict[tuple[Hashable, ...], Alternative] = {}
         for choice in (*repeated, *spread):
             found = self._alternative(region, op, rule, choice, types, live)
@@ -164,7 +164,7 @@ class _Builder:
                 alternatives[found.wants, found.makes] = found
         kept = list(alternatives.values())
         for position, value in enumerate(op.results):
-            kept = self._pinned(f"{region.name}.{value.name}", value.type, kept, lambda a, i=position: a.makes[i])
+            kept = self._pinned(f"{region.name}.{value.name}", value.type, kept, _result(position))
         return Node(name=("op", region.name, index), alternatives=tuple(kept))
 
     def _alternative(
@@ -326,6 +326,10 @@ class _Builder:
                     )
                 found = left
         return found
+
+
+def _result(position: int) -> Callable[[Alternative], Hashable]:
+    return lambda choice: choice.makes[position]
 
 
 def transition(source: Placement, target: Placement, n: int, floating: bool) -> tuple[float, float] | None:

@@ -81,16 +81,20 @@ def trace_model(
 def program_of(captured: Captured, *, name: str, mesh: Mesh, microbatches: int) -> Program:
     """The program of an exported model: the region `main`, called once."""
     parameters = _parameters(captured.model)
-    reader = _Reader(captured)
-    graph = reader.read()
     owners = {alias: p.name for p in parameters for alias in (p.name, *p.aliases)}
-    used = {value.name: owners[reader.states[value.name]] for value in reader.params}
+    reader = _Reader(captured, owners)
+    graph = reader.read()
+    used = {value: name for name, value in reader.states.items()}
     region = Region(name=MAIN, params=tuple(reader.params), forward=graph)
     inputs = tuple(value.name for value in graph.inputs)
     loss = next(value for op in graph.ops for value in op.results if value.name == graph.outputs[0])
     if loss.type.shape:
-        raise PartcError("P0208", f"the loss has shape {loss.type.shape}, not that of a scalar", help="return its mean or sum")
-    call = Call(name=MAIN, region=MAIN, params=tuple(used[v.name] for v in reader.params), args=inputs, results=("loss",))
+        raise PartcError(
+            "P0208", f"the loss has shape {loss.type.shape}, not that of a scalar", help="return its mean or sum"
+        )
+    call = Call(
+        name=MAIN, region=MAIN, params=tuple(used[v.name] for v in reader.params), args=inputs, results=("loss",)
+    )
     return Program(
         name=name,
         mesh=mesh,
@@ -132,25 +136,22 @@ def tensor_type(tensor: Tensor) -> TensorType:
 class _Reader:
     """Walks an exported graph once and collects operations, inputs and parameters."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, owners: Mapping[str, str]) -> None:
         self._exported = captured.exported
         self._constants = {name: tensor for name, tensor in captured.exported.constants.items()}
         self._names: dict[fx.Node, str] = {}
         self._ops: list[Op] = []
         self.params: list[Value] = []
         self.inputs: list[Value] = []
-        self.states: dict[str, str] = {}  # parameter's value -> state dict name
+        self.states: dict[str, str] = {}  # parameter, by its first name -> its value
+        self._owners = owners
 
     def read(self) -> Graph:
         signature = self._exported.graph_signature
         specs = {spec.arg.name: spec for spec in signature.input_specs}
         changed = [spec for spec in signature.output_specs if spec.kind.name == "BUFFER_MUTATION"]
         if changed:
-            raise PartcError(
-                "P0210",
-                f"forward updates the buffer {str(changed[0].target).removeprefix('model.')}",
-                help="statistics that forward updates (BatchNorm in training) are not supported yet; call eval() on them",
-            )
+            raise _updates(f"the buffer {str(changed[0].target).removeprefix('model.')}", None)
         module = self._exported.graph_module
         for node in module.graph.nodes:
             if node.op == "placeholder":
@@ -164,8 +165,10 @@ class _Reader:
             case InputKind.USER_INPUT:
                 self.inputs.append(Value(name=node.name, type=tensor_type(node.meta["val"])))
             case InputKind.PARAMETER | InputKind.BUFFER:
-                self.params.append(Value(name=node.name, type=tensor_type(node.meta["val"])))
-                self.states[node.name] = spec.target.removeprefix("model.")
+                owner = self._owners[spec.target.removeprefix("model.")]
+                self._names[node] = self.states.setdefault(owner, node.name)
+                if self._names[node] == node.name:  # not another name of a tied one
+                    self.params.append(Value(name=node.name, type=tensor_type(node.meta["val"])))
             case InputKind.CONSTANT_TENSOR:
                 self._constant(node, spec.target)
             case _:
@@ -205,6 +208,8 @@ class _Reader:
         if name in _INLINED:
             self._inline(node, module)
             return
+        if name == "batch_norm" and node.args[5]:
+            raise _updates("batch_norm's running statistics", source_of(node))
         results = self._results(node)
         args = tuple(self._arg(arg) for arg in node.args)
         attrs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED)
@@ -275,6 +280,15 @@ class _Reader:
         raise InternalError(f"an operation's argument has no place in the IR: {arg!r}")
 
 
+def _updates(what: str, source: Source | None) -> PartcError:
+    return PartcError(
+        "P0210",
+        f"forward updates {what}",
+        help="statistics that forward updates are not supported yet; call eval() on the modules that keep them",
+        source=source,
+    )
+
+
 def _name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, OpOverload):
@@ -299,5 +313,3 @@ def _shortened(filename: str) -> str:
     """Paths inside site-packages from the package on: the same on every machine."""
     _, found, rest = filename.rpartition("site-packages/")
     return rest if found else filename
-
-

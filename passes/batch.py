@@ -93,7 +93,9 @@ class _Walk:
             replace(value, type=self._typed(value.type, self.values[value.name], value.name, None))
             for value in self.program.values
         )
-        return replace(self.program, calls=calls, regions=tuple(region for region, _ in self.variants.values()), values=values)
+        return replace(
+            self.program, calls=calls, regions=tuple(region for region, _ in self.variants.values()), values=values
+        )
 
     def _call(self, call: Call) -> Call:
         region = self.regions[call.region]
@@ -115,9 +117,7 @@ class _Walk:
             return Partial()
         return placement
 
-    def _region(
-        self, region: Region, given: tuple[Placement, ...], call: Call
-    ) -> tuple[Region, tuple[Placement, ...]]:
+    def _region(self, region: Region, given: tuple[Placement, ...], call: Call) -> tuple[Region, tuple[Placement, ...]]:
         """The region with its choices, and how its outputs are placed."""
         if region.phase == "setup":
             return region, (Replicated(),) * len(region.forward.outputs)

@@ -71,8 +71,7 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
             )
             for value in arguments
         ]
-    traced: fx.GraphModule = aot_export_joint_simple(local_forward, tensors, trace_joint=True)
-    return traced
+    return aot_export_joint_simple(local_forward, tuple(tensors), trace_joint=True)  # type: ignore[return-value]
 
 
 def _run(op: Op, values: dict[str, Any], live: set[str], sizes: Sizes) -> None:
@@ -110,12 +109,11 @@ def call_operator(op: Op, args: list[Any], attrs: dict[str, Any], live: set[str]
 def _collective(name: str, args: list[Any], attrs: dict[str, Any], sizes: Sizes) -> Any:
     axis = attrs["axis"]
     operator = getattr(torch.ops.partc, name)
+    where: tuple[Any, ...] = ()
     if name == "all_to_all":
         where = (attrs["split_dim"], attrs.get("split_outer", 1), attrs["concat_dim"], attrs.get("concat_outer", 1))
     elif "dim" in attrs:
         where = (attrs["dim"], attrs.get("outer", 1))
-    else:
-        where = ()
     return operator(*args, *where, axis, sizes[axis])
 
 

@@ -1,11 +1,11 @@
 """Spell out composites that talk to other ranks, once they are differentiated.
 
-    nll, lse = cross_entropy(x, labels, None, -100, 0.0, axis=tp)      largest = shard_max(x)
-                                                                       largest = all_reduce(largest, op="max", axis=tp)
-                                                                  ->   sums    = all_reduce(sum_exp(x, largest), axis=tp)
-                                                                       picked  = all_reduce(pick(x, labels, axis=tp), axis=tp)
-                                                                       lse     = log_sum_exp(largest, sums)
-                                                                       nll     = cross_entropy_rows(lse, picked, labels, …)
+    nll, lse = cross_entropy(x, labels, …, axis=tp)   ->   most    = shard_max(x)
+                                                           largest = all_reduce(most, op="max", axis=tp)
+                                                           part    = sum_exp(x, largest)
+                                                           sums    = all_reduce(part, axis=tp)
+                                                           …
+                                                           nll     = cross_entropy_rows(lse, picked, labels, …)
 
 Logits whose classes are cut over an axis are never gathered: each rank contributes its maximum,
 its sum of exponentials and the label's logit, one number a row (Shoeybi et al. 2019, section 3).

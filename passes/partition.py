@@ -1,9 +1,11 @@
 """Rewrite every region for one rank: insert the collectives, make literal sizes local.
 
-    up   = linear(x, w1)      # [8, 16, 256@tp]   o@tp        x_full = all_gather(x, dim=1, axis=tp)    # [8, 16, 64]
-    act  = gelu(up)           # [8, 16, 256@tp]           ->  up     = linear(x_full, w1)               # [8, 16, 256@tp]
-    down = linear(act, w2)    # [8, 16, 64] partial(tp)       act    = gelu(up)                         # [8, 16, 256@tp]
-    y    = add(x, down)       # [8, 16@tp, 64]                down   = reduce_scatter(linear(act, w2), dim=1, axis=tp)
+    up   = linear(x, w1)      # [8, 16, 256@tp]           x_full       = all_gather(x, dim=1, axis=tp)
+    act  = gelu(up)           # [8, 16, 256@tp]       ->  up           = linear(x_full, w1)
+    down = linear(act, w2)    # [8, 16, 64] partial(tp)   act          = gelu(up)
+    y    = add(x, down)       # [8, 16@tp, 64]            down_partial = linear(act, w2)
+                                                          down         = reduce_scatter(down_partial, dim=1, axis=tp)
+                                                          y            = add(x, down)
 
 Where an operation wants an operand in another layout than it has, the cheapest chain of reshards
 changes it, once for all operations that want the same. Reshards are differentiable; their
@@ -20,7 +22,7 @@ from partc.errors import InternalError, PartcError
 from partc.gradients import gradient_inputs, reached, trainable_params
 from partc.layout import Layout, Sizes
 from partc.mesh import TIME_AXIS
-from partc.program import ITEMSIZE, Op, Program, Ref, Region, TensorType, Value
+from partc.program import ITEMSIZE, Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.reshard import Step, plan
 from partc.rules import localize, resolve
 from partc.sharding import layouts
@@ -137,7 +139,8 @@ class _Local:
             if step.axis == TIME_AXIS and step.op not in _IN_TIME:
                 raise PartcError(
                     "P0402",
-                    f"{reader.name if reader else 'the result'} needs {name} of the whole batch, but each microbatch makes its own part",
+                    f"{reader.name if reader else 'the result'} needs {name} of the whole batch,"
+                    " but each microbatch makes its own part",
                     help="use --microbatches 1, or compute this value from the inputs alone",
                     source=reader.source if reader else None,
                 )
@@ -146,7 +149,7 @@ class _Local:
                 last = known
                 continue
             made = self._fresh(f"{name}_{_SUFFIX.get(step.op, step.axis)}")
-            attrs = (*step.attrs, ("axis", step.axis))
+            attrs: tuple[tuple[str, Arg], ...] = (*step.attrs, ("axis", step.axis))
             value = Value(name=made, type=replace(type, layout=step.result))
             self.types[made] = value.type
             if name in self.live:
@@ -184,14 +187,14 @@ def _reading(op: Op, operands: list[str]) -> Op:
     """The operation with its operands replaced, in the order of `refs`, one by one."""
     names = iter(operands)
 
-    def swap(arg: object) -> object:
+    def swap(arg: Arg) -> Arg:
         if isinstance(arg, Ref):
             return Ref(next(names))
         return tuple(map(swap, arg)) if isinstance(arg, tuple) else arg
 
     args = tuple(map(swap, op.args))
-    attrs = tuple((key, swap(arg)) for key, arg in op.attrs)
-    return replace(op, args=args, attrs=attrs)  # type: ignore[arg-type]
+    attrs: tuple[tuple[str, Arg], ...] = tuple((key, swap(arg)) for key, arg in op.attrs)
+    return replace(op, args=args, attrs=attrs)
 
 
 def _with_plain_names(region: Region) -> Region:
@@ -202,9 +205,12 @@ def _with_plain_names(region: Region) -> Region:
     names: dict[str, str] = {}
     for op in graph.ops:
         source = next(op.refs(), None)
-        if op.name in _REDUCING and source in made and uses[source] == 1 and source not in names.values():
-            if op.result.name == f"{source}_sum" and f"{source}_partial" not in graph.definitions():
-                names[source], names[op.result.name] = f"{source}_partial", source
+        if op.name not in _REDUCING or source is None or source not in made:
+            continue
+        alone = uses[source] == 1 and source not in names.values()
+        plain = op.result.name == f"{source}_sum" and f"{source}_partial" not in graph.definitions()
+        if alone and plain:
+            names[source], names[op.result.name] = f"{source}_partial", source
     outputs = tuple(names.get(name, name) for name in graph.outputs)
     return replace(region, forward=replace(graph, ops=tuple(op.renamed(names) for op in graph.ops), outputs=outputs))
 

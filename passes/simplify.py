@@ -30,8 +30,40 @@ from partc.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, Tensor
 _MOST_ELEMENTS = 1 << 27  # of a mask that is evaluated
 # Operations that treat examples alike along every dimension but those they name.
 _POINTWISE = frozenset(
-    "add sub mul div eq ne lt le gt ge __and__ __or__ __xor__ bitwise_and bitwise_or bitwise_not logical_and logical_or"
-    " logical_not where to neg cos sin exp remainder floor_divide masked_fill maximum minimum clamp abs".split()
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "__and__",
+        "__or__",
+        "__xor__",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_not",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "where",
+        "to",
+        "neg",
+        "cos",
+        "sin",
+        "exp",
+        "remainder",
+        "floor_divide",
+        "masked_fill",
+        "maximum",
+        "minimum",
+        "clamp",
+        "abs",
+    ]
 )
 _ALONG = {"slice": 1, "cumsum": 1, "diff": 2, "softmax": 1, "gather": 1}  # position of the dimension they work along
 
@@ -42,7 +74,17 @@ def simplify(program: Program) -> Program:
 
 
 def _simplified(region: Region) -> Region:
-    for rewrite in (_plain_indexing, _one_row, _known_masks, _grouped_heads, _norms, gelus, plain_rows, _short_chains, _once):
+    for rewrite in (
+        _plain_indexing,
+        _one_row,
+        _known_masks,
+        _grouped_heads,
+        _norms,
+        gelus,
+        plain_rows,
+        _short_chains,
+        _once,
+    ):
         region = without_dead(rewrite(region))
     return region
 
@@ -79,7 +121,9 @@ def _plain_indexing(region: Region) -> Region:
     return _rebuilt(region, ops, {})
 
 
-def _as_reshape(op: Op, shape: tuple[int, ...], types: Mapping[str, TensorType], counting: Mapping[str, int]) -> Op | None:
+def _as_reshape(
+    op: Op, shape: tuple[int, ...], types: Mapping[str, TensorType], counting: Mapping[str, int]
+) -> Op | None:
     """The reshape that an indexing stands for, if every index counts through its whole dimension in order."""
     indices = op.args[1]
     if not isinstance(indices, tuple) or len(indices) != len(shape):

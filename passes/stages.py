@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 
 from partc.errors import PartcError
 from partc.gradients import gradient_inputs, input_only
@@ -66,7 +66,7 @@ def balanced(work: Sequence[float], count: int) -> tuple[tuple[int, int], ...]:
     for item in work:
         sums.append(sums[-1] + item)
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(start: int, runs: int) -> tuple[float, float, tuple[int, ...]]:
         if runs == 1:
             size = sums[-1] - sums[start]

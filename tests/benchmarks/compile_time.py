@@ -50,7 +50,12 @@ def measure(case: Case) -> dict[str, object]:
         raise SystemExit(f"{case} failed with status {status}")
     report = json.loads(output)
     phases = {name: value for name, value in report["phases"].items() if name not in UNCOUNTED}
-    return {"seconds": seconds, "gib": usage.ru_maxrss / 2**20, "phases": sum(phases.values()), "ranks": report["ranks"]}
+    return {
+        "seconds": seconds,
+        "gib": usage.ru_maxrss / 2**20,
+        "phases": sum(phases.values()),
+        "ranks": report["ranks"],
+    }
 
 
 def main() -> None:

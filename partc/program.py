@@ -258,3 +258,11 @@ class Program:
 
     def parameter(self, name: str) -> Parameter:
         return next(parameter for parameter in self.parameters if parameter.name == name)
+
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Per parameter, the stages whose calls use it: a tied weight may have several."""
+        found: dict[str, set[int]] = {}
+        for call in self.calls:
+            for name in call.params:
+                found.setdefault(name, set()).add(call.stage)
+        return {name: tuple(sorted(stages)) for name, stages in found.items()}

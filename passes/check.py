@@ -1,0 +1,154 @@
+"""Prove that every rank's communication matches and that nothing can deadlock.
+
+    0: 0F0  0SEND_F0  0RECV_B0  0B0      holds: each receive finds its value at the head of its channel
+    1: 1RECV_F0  1F0  1B0  1SEND_B0      ->     and every collective is entered by its whole group
+
+The program is returned as it came. Its communication is played through with rendezvous semantics:
+sends are posted and wait for nothing; a receive waits for the oldest unread send of its channel,
+one channel for each ordered pair of ranks; a collective waits until every rank of its group stands
+at it. Whatever differs, stays unread or waits for ever is an internal error that names ranks,
+actions and lines.
+
+Ranks of one stage run the same code and differ in no event, so a collective among them alone is
+entered by all of them in the same order. One rank a stage therefore stands for all, which keeps the
+proof as fast for 16,384 ranks as for 16. Ranks with events of their own (`overrides`) take part
+one by one, with all others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from partc.errors import InternalError
+from partc.events import Collective, CommunicationPlan, Event, Transfer, events
+from partc.mesh import PIPELINE_AXIS, Mesh
+from partc.program import Action, Program
+
+
+def check(program: Program) -> Program:
+    """Raises InternalError if the schedule doesn't fit the program or its communication doesn't match."""
+    for stage, actions in enumerate(program.schedule):
+        _check_order(program, stage, actions)
+    prove(events(program))
+    return program
+
+
+def prove(plan: CommunicationPlan) -> None:
+    """Play the plan through. Raises InternalError where it can't end well."""
+    if plan.overrides:
+        _Play(plan.mesh, {rank: plan.of(rank) for rank in range(plan.mesh.size)}).run()
+        return
+    line = Mesh(((PIPELINE_AXIS, len(plan.stages)),))
+    _Play(line, dict(enumerate(plan.stages))).run()
+
+
+def _check_order(program: Program, stage: int, actions: tuple[Action, ...]) -> None:
+    """Every microbatch forward and backward once, in this order, with its transfers around them."""
+    into = any(transfer.target == stage for transfer in program.transfers)
+    out = any(transfer.source == stage for transfer in program.transfers)
+    back_in = any(transfer.source == stage and transfer.gradient for transfer in program.transfers)
+    back_out = any(transfer.target == stage and transfer.gradient for transfer in program.transfers)
+    wanted = [
+        *(["RECV_F"] if into else []), "F", *(["SEND_F"] if out else []),
+        *(["RECV_B"] if back_in else []), "B", *(["SEND_B"] if back_out else []),
+    ]  # fmt: skip
+    done: dict[int, list[str]] = {index: [] for index in range(program.microbatches)}
+    for position, action in enumerate(actions):
+        if action.stage != stage:
+            raise InternalError(f"stage {stage} was given action {action}")
+        if action.kind == "REDUCE_GRAD":
+            if position != len(actions) - 1:
+                raise InternalError(f"{action} comes before {actions[-1]}")
+        elif action.microbatch not in done:
+            raise InternalError(f"{action} has a microbatch that doesn't exist")
+        else:
+            done[action.microbatch].append(action.kind)
+    for index, kinds in done.items():
+        if kinds != wanted:
+            raise InternalError(f"stage {stage} does {kinds} for microbatch {index}, not {wanted}")
+
+
+class _Play:
+    """Runs all ranks' events until none can go on."""
+
+    def __init__(self, mesh: Mesh, sequences: Mapping[int, tuple[Event, ...]]) -> None:
+        self.mesh = mesh
+        self.sequences = sequences
+        self.position = dict.fromkeys(sequences, 0)
+        self.channels: dict[tuple[int, int], deque[Transfer]] = {}
+        self.groups: dict[tuple[int, tuple[str, ...], tuple[int, ...]], tuple[int, ...]] = {}
+
+    def run(self) -> None:
+        ready = deque(self.sequences)
+        while ready:
+            for rank in self._advance(ready.popleft()):
+                ready.append(rank)
+        waiting = [rank for rank, events in self.sequences.items() if self.position[rank] < len(events)]
+        if waiting:
+            lines = "; ".join(f"rank {rank} in {self._current(rank)}" for rank in waiting[:8])
+            raise InternalError(f"deadlock, {len(waiting)} ranks wait: {lines}")
+        for (source, target), left in self.channels.items():
+            if left:
+                raise InternalError(f"rank {source} sent what rank {target} never receives: {left[0]}")
+
+    def _current(self, rank: int) -> Event | None:
+        events = self.sequences[rank]
+        return events[self.position[rank]] if self.position[rank] < len(events) else None
+
+    def _advance(self, rank: int) -> list[int]:
+        """Run a rank until it waits; returns the ranks that can go on because of it."""
+        woken: list[int] = []
+        while (event := self._current(rank)) is not None:
+            if isinstance(event, Transfer):
+                peer = self._peer(rank, event.stage)
+                if event.kind == "send":
+                    self.channels.setdefault((rank, peer), deque()).append(event)
+                    woken.append(peer)
+                elif not self._receive(rank, peer, event):
+                    return woken
+                self.position[rank] += 1
+                continue
+            members = self._members(rank, event)
+            if not self._meets(rank, members, event):
+                return woken
+            for member in members:
+                self.position[member] += 1
+            woken.extend(member for member in members if member != rank)
+        return woken
+
+    def _receive(self, rank: int, peer: int, event: Transfer) -> bool:
+        channel = self.channels.get((peer, rank))
+        if not channel:
+            return False
+        sent = channel.popleft()
+        if sent.content != event.content:
+            raise InternalError(f"rank {rank} in {event}, but rank {peer} sent next, in {sent}")
+        return True
+
+    def _meets(self, rank: int, members: tuple[int, ...], event: Collective) -> bool:
+        """Whether every member stands at this group's next collective, which must then be the same one."""
+        for member in members:
+            other = self._current(member)
+            if not isinstance(other, Collective) or self._members(member, other) != members:
+                return False
+            if other.content != event.content:
+                raise InternalError(f"rank {rank} in {event}, but rank {member} in {other}")
+        return True
+
+    def _peer(self, rank: int, stage: int) -> int:
+        if not 0 <= stage < self.mesh.axis(PIPELINE_AXIS):
+            raise InternalError(f"rank {rank} names stage {stage}, which doesn't exist")
+        return self.mesh.rank({**self.mesh.coordinate(rank), PIPELINE_AXIS: stage})
+
+    def _members(self, rank: int, event: Collective) -> tuple[int, ...]:
+        key = (rank, event.axes, event.stages)
+        if key not in self.groups:
+            if event.stages:
+                members = tuple(self._peer(rank, stage) for stage in event.stages)
+                if rank not in members:
+                    raise InternalError(f"rank {rank} is not of the group of {event}")
+            else:
+                members = self.mesh.group(rank, event.axes)
+            self.groups[key] = members
+        return self.groups[key]

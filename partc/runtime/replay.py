@@ -192,11 +192,11 @@ class Recording:
         step.operation(*args, **kwargs)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):
     """Writes each operation down, then lets the fake mode beneath compute its result's shape."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recording = recording
         self._kept: list[Tensor] = []  # so that no storage's identity is used twice
 

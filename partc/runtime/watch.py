@@ -77,6 +77,8 @@ class Watch:
         self._thread.join()
         signal.set_wakeup_fd(self._old_wakeup)
         signal.signal(signal.SIGTERM, self._old_handler)
+        if error is not None:
+            self._outlast_others()
 
     def _note(self, failure: str) -> None:
         """Tell all ranks; the first failure stands."""
@@ -127,7 +129,14 @@ class Watch:
 
     def _stop(self, why: str, code: int) -> None:
         print(f"error P0505: {why}; rank {self._rank} stops, in {self.doing}", file=sys.stderr, flush=True)
+        if code == 1:
+            self._outlast_others()
         os._exit(code)
+
+    def _outlast_others(self) -> None:
+        """Rank 0's process may hold the store, where the others have yet to read why."""
+        if self._rank == 0:
+            time.sleep(3 * self._interval)
 
 
 def _first_line(error: BaseException) -> str:

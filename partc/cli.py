@@ -109,7 +109,7 @@ def _print_report(report: Mapping[str, Any]) -> None:
     click.echo("\n" + ", ".join(counted(count, noun) for noun, count in counts.items()))
     click.echo(f"each rank receives a step: {moved or 'nothing'}")
     for item in report["replicated_ops"]:
-        place = f"{item['source']}: " if item["source"] else ""
+        place = f"{console.shortened(item['source'])}: " if item["source"] else ""
         why = "is repeated" if item["rule"] else "has no rule, so it is repeated"
         cost = f"{item['flops']:,} flops a step"
         click.echo(f"{place}{item['op']} ({item['place']}) {why} on every rank of {item['axis']}: {cost}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import math
+import os
 import sys
 import tempfile
 import traceback
@@ -93,6 +94,12 @@ def _first_line(error: BaseException) -> str:
 def next_step(command: str) -> None:
     """The last line of a command that went well."""
     click.echo(f"\nnext: {command}")
+
+
+def shortened(place: str) -> str:
+    """A file's path from the current folder, where it lies below that."""
+    below = os.path.relpath(place)
+    return place if below.startswith("..") else below
 
 
 def finite(number: float) -> float | None:

@@ -135,7 +135,11 @@ def _train_both(
         reference.mkdir(exist_ok=True)
         runs["the single-device model"] = _start(plain, folder / "plain.txt", {"PYTHONPATH": search})
     outputs = {"the single-device model": folder / "plain.txt", "the package": folder / "package.txt"}
-    codes = {what: process.wait() for what, process in runs.items()}
+    try:
+        codes = {what: process.wait() for what, process in runs.items()}
+    finally:
+        for process in runs.values():
+            process.terminate()
     for what, code in codes.items():
         if code:
             raise RunFailed(what, code, outputs[what].read_text(errors="replace"))

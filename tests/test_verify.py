@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,17 @@ def test_a_folder_that_is_no_package(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps([]))
     with pytest.raises(PartcError, match="P0503"):
         verify(tmp_path)
+
+
+def test_packages_need_torch_alone(package: Path, tmp_path: Path) -> None:
+    """They train where partc isn't installed, nor anything else that torch can do without."""
+    absent = ("partc", "numpy", "safetensors", "scipy", "jinja2", "click", "rich", "transformers")
+    program = (
+        f"import sys, runpy; sys.modules.update(dict.fromkeys({absent!r})); "
+        f"sys.argv = ['train.py', '--virtual', '--steps', '2', '--record', {str(tmp_path / 'record')!r}]; "
+        f"runpy.run_path({str(package / 'train.py')!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stderr
+    assert len(list((tmp_path / "record").iterdir())) == 2 * 8

@@ -203,6 +203,9 @@ def _constant(w: Writer, op: Op) -> None:
     word = next((word for word in ("zero", "one") if word in op.name), "")
     position = 2 if op.name == "new_full" else 1
     fill = {"zero": 0, "one": 1}[word] if word else argument(op, position, "fill_value")
+    if isinstance(fill, Ref):
+        _copy(w, op)
+        return
     w.add(op, "full", (op.result.type.shape, fill), dtype=DTypeArg(op.result.type.dtype))
 
 
@@ -275,6 +278,8 @@ _TABLE: Mapping[str, Rewrite] = {
     **_each("split split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk", views.split),
     "select": views.select,
     "slice": views.slice_,
+    "slice_scatter": views.slice_scatter,
+    "select_scatter": views.select_scatter,
     **_each("cat concat", views.cat),
     "stack": views.stack,
     # nothing

@@ -4,8 +4,9 @@
     add_(y, b)              ->     y_2 = add(y, b)
     z = mul(y, 2)                  z   = mul(y_2, 2)
 
-Whoever reads the changed tensor afterwards reads the new value. Where a view shares its memory and
-is read afterwards too, or where an input, a parameter or a buffer is changed, that is refused.
+Whoever reads the changed tensor afterwards reads the new value; a changed slice is put into what it
+is a slice of. Where another view shares the memory and is read afterwards too, or where an input, a
+parameter or a buffer is changed, that is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from partc.errors import PartcError
-from partc.program import Graph, Op
+from partc.program import Graph, Op, Ref, Value
 
 # Operations whose result may share memory with their first operand.
 _VIEW_NAMES = (
@@ -23,6 +24,7 @@ _VIEW_NAMES = (
     " type_as dropout diagonal unfold as_strided broadcast_tensors narrow real imag"
 )
 _VIEWS = frozenset(_VIEW_NAMES.split())
+_SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
 
 
 def without_mutation(graph: Graph) -> Graph:
@@ -30,24 +32,49 @@ def without_mutation(graph: Graph) -> Graph:
     if not any(_mutates(op) for op in graph.ops):
         return graph
     last = _last_reads(graph)
+    types = {name: value.type for name, value in graph.definitions().items()}
     storage: dict[str, str] = {}  # view -> the value whose memory it shows
+    parts: dict[str, Op] = {}  # slices and rows of others -> what made them
     inside = {value.name for op in graph.ops for value in op.results}
     current: dict[str, str] = {}  # changed value -> what it is now
-    ops = []
+    ops: list[Op] = []
+
+    def changed(name: str, now: str) -> None:
+        current[name] = now
+        current.update((old, now) for old, new in list(current.items()) if new == name)
+
     for index, op in enumerate(graph.ops):
         first = next(op.refs(), None)
-        if _mutates(op) and first is not None:
-            _check(op, first, index, storage, last, inside)
-            storage[op.result.name] = storage.get(first, first)
-            op = replace(op.renamed(current), name=op.name.removesuffix("_"), results=op.results)
-            current[first] = op.result.name
-            current.update((old, op.result.name) for old, new in list(current.items()) if new == first)
-        else:
+        if not _mutates(op) or first is None:
             if op.name in _VIEWS and first is not None:
                 storage.update((value.name, storage.get(first, first)) for value in op.results)
-            op = replace(op.renamed(current), results=op.results)
-        ops.append(op)
+            if op.name in _SCATTERS:
+                parts[op.result.name] = op
+            ops.append(replace(op.renamed(current), results=op.results))
+            continue
+        whole = _wholes(first, parts)
+        _check(op, {first, *whole}, index, storage, last, inside)
+        storage[op.result.name] = storage.get(first, first)
+        ops.append(replace(op.renamed(current), name=op.name.removesuffix("_"), results=op.results))
+        before = {name: current.get(name, name) for name in whole}
+        changed(first, op.result.name)
+        part, now = first, op.result.name
+        for name in whole:
+            made = Value(name=f"{op.result.name}_in_{name}", type=types[name])
+            args = (Ref(before[name]), Ref(now), *parts[part].args[1:])
+            ops.append(replace(op, name=_SCATTERS[parts[part].name], args=args, attrs=(), results=(made,)))
+            changed(name, made.name)
+            part, now = name, made.name
     return replace(graph, ops=tuple(ops), outputs=tuple(current.get(name, name) for name in graph.outputs))
+
+
+def _wholes(name: str, parts: Mapping[str, Op]) -> list[str]:
+    """What a value is a part of, what that is a part of, and so on."""
+    found = []
+    while name in parts:
+        name = next(parts[name].refs())
+        found.append(name)
+    return found
 
 
 def _mutates(op: Op) -> bool:
@@ -61,8 +88,10 @@ def _last_reads(graph: Graph) -> dict[str, int]:
 
 
 def _check(
-    op: Op, target: str, index: int, storage: Mapping[str, str], last: Mapping[str, int], inside: set[str]
+    op: Op, known: set[str], index: int, storage: Mapping[str, str], last: Mapping[str, int], inside: set[str]
 ) -> None:
+    """Refuse a change that reaches what is not `known` to change."""
+    target = next(op.refs())
     root = storage.get(target, target)
     if root not in inside:
         raise PartcError(
@@ -72,7 +101,7 @@ def _check(
             source=op.source,
         )
     shared = {name for name, base in storage.items() if base == root} | {root}
-    if any(last.get(name, -1) > index for name in shared - {target, op.result.name}):
+    if any(last.get(name, -1) > index for name in shared - known - {op.result.name}):
         raise PartcError(
             "P0212",
             f"{op.name} changes a tensor in place of which a view, or the base, is read afterwards",

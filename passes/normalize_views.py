@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from partc.passes.normalize_writer import Rewrite, Writer, argument, number, ref
-from partc.program import Op, Ref
+from partc.program import Arg, Op, Ref
 
 
 def reshape(w: Writer, op: Op) -> None:
@@ -119,3 +119,38 @@ def stack(w: Writer, op: Op) -> None:
         value = w.value(f"{ref(part).name}_layer", single, op.result.type.dtype)
         parts.append(w.add(op, "reshape", (part, single), value))
     w.add(op, "cat", (tuple(parts), dim))
+
+
+def slice_scatter(w: Writer, op: Op) -> None:
+    """A slice put into a tensor: what is before it, itself, and what is after."""
+    shape = op.result.type.shape
+    dim = number(argument(op, 2, "dim", 0)) % len(shape)
+    step = argument(op, 5, "step", 1)
+    first, last, _ = slice(argument(op, 3, "start"), argument(op, 4, "end"), step).indices(shape[dim])
+    if step == 1:
+        _put(w, op, op.args[1], dim, first, max(first, last))
+    else:
+        w.keep(op)
+
+
+def select_scatter(w: Writer, op: Op) -> None:
+    shape = op.result.type.shape
+    dim, index = number(op.args[2]) % len(shape), number(op.args[3])
+    index %= shape[dim]
+    row = w.value(f"{op.result.name}_row", (*shape[:dim], 1, *shape[dim + 1 :]), op.result.type.dtype)
+    _put(w, op, w.add(op, "reshape", (op.args[1], row.type.shape), row), dim, index, index + 1)
+
+
+def _put(w: Writer, op: Op, part: Arg, dim: int, first: int, last: int) -> None:
+    shape, dtype = op.result.type.shape, op.result.type.dtype
+    parts = []
+    for start, end in ((0, first), (first, last), (last, shape[dim])):
+        if start == first and end == last:
+            parts.append(part)
+        elif end > start:
+            value = w.value(f"{op.result.name}_kept", (*shape[:dim], end - start, *shape[dim + 1 :]), dtype)
+            parts.append(w.add(op, "slice", (op.args[0], dim, start, end, 1), value))
+    if len(parts) == 1:
+        w.alias(op.result.name, ref(part).name)
+    else:
+        w.add(op, "cat", (tuple(parts), dim))

@@ -108,6 +108,10 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
     "dropout": (lambda m, x: F.dropout(F.dropout(x, 0.0), 0.3, training=False).sum(), []),
     "in place": (lambda m, x: (x * 2).add_(1).mul_(x).sum(), ["mul", "add", "mul"]),
     "kept before a change": (lambda m, x: (lambda y: y.clone().exp_() + y)(x.sin()).sum(), ["sin", "exp", "add"]),
+    "a changed slice": (
+        lambda m, x: (lambda y: [y[:, 1:].mul_(3), y[..., 0].fill_(2.0), y][-1].cumsum(0).sum())(x.sin()),
+        ["sin", "slice", "mul", "slice", "cat", "full", "reshape", "slice", "cat", "cumsum"],
+    ),
     "filled": (lambda m, x: (x.sin().fill_(2.0) * x).sum(), ["full", "mul"]),
     "written out": (
         lambda m, x: (x * torch.tensor([1.0, 2.0, 4.0, 0.5, 0.25, 3.0])).sum(),
@@ -249,7 +253,7 @@ def test_rows_of_constants_are_broadcast() -> None:
         (lambda m, x: F.dropout(x, 0.5).sum(), "P0207"),
         (lambda m, x: x.add_(1).sum(), "P0212"),
         (lambda m, x: (lambda y: y.view(-1).add_(1).sum() + y.sum())(x.sin()), "P0212"),
-        (lambda m, x: (lambda y: y[:, 0].mul_(2).sum() + y.sum())(x.sin()), "P0212"),
+        (lambda m, x: (lambda y: y[:, 0].mT.mul_(2).sum() + y.sum())(x.sin()), "P0212"),
     ],
 )
 def test_what_cannot_be_normalized_is_refused(forward: Forward, code: str) -> None:

@@ -1,4 +1,4 @@
-"""Tracing: model files and their options, what a program records of its model, and errors that quote the user's line."""
+"""Tracing: model files and options, what a program records of its model, and errors that quote the user's line."""
 
 from __future__ import annotations
 

@@ -116,6 +116,13 @@ PIPELINE: tuple[Pass, ...] = (
         ensures=("schedule",),
         options=("kind",),
     ),
+    Pass(
+        name="check",
+        label="Checked",
+        does="a proof that all communication matches and nothing can deadlock",
+        requires=("plain", "schedule"),
+        ensures=("proved",),
+    ),
 )
 NAMES = tuple(entry.name for entry in PIPELINE)
 FIRST = "trace"  # what the pipeline starts from, under the name that `--after` and `--dump-after` know

@@ -45,7 +45,7 @@ def train(package: Path, folder: Path, *, steps: int, optimizer: str, lr: float)
         model.zero_grad(set_to_none=True)
         with computing_in(DTYPES[plan["precision"]]):
             loss = loss_of(module, model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         recorded = {f"gradient/{name}": x.grad.clone() for name, x in names if x.grad is not None}
         if update is not None:
             update.step()

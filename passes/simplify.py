@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from partc import operators
+from partc import fuel, operators
 from partc.layout import Layout
 from partc.passes.activations import gelus
 from partc.passes.normalize import without_dead
@@ -233,7 +233,7 @@ def _known_masks(region: Region) -> Region:
             mask = op.args[3].name
             if mask not in known:
                 known[mask] = _kind_of_mask(mask, made)
-            if known[mask] != "other":
+            if known[mask] != "other" and fuel.allowed("known mask", op.source):
                 op = replace(op, args=(*op.args[:3], None, known[mask] == "causal", op.args[5]))
         ops.append(op)
     return _rebuilt(region, ops, {})
@@ -295,7 +295,7 @@ def _grouped_heads(region: Region) -> Region:
     for op in region.forward.ops:
         if op.name == "attention":
             plain = tuple(_ungrouped(arg, made, types) for arg in op.args[1:3])
-            if all(plain):
+            if all(plain) and fuel.allowed("grouped heads", op.source):
                 op = replace(op, args=(op.args[0], *(Ref(name) for name in plain if name), *op.args[3:]))
         ops.append(op)
     return _rebuilt(region, ops, {})
@@ -327,7 +327,7 @@ def _norms(region: Region) -> Region:
     ops = []
     for op in region.forward.ops:
         found = _rms_norm(op, made, types) if op.name == "mul" else None
-        ops.append(found or op)
+        ops.append(found if found is not None and fuel.allowed("rms_norm", op.source) else op)
     return _rebuilt(region, ops, {})
 
 

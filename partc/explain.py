@@ -138,6 +138,11 @@ CATALOGUE: Mapping[str, Entry] = {
         "and needs its classes importable by name; a function is imported from a copy of its file. Neither works "
         "for what is defined inside a function, and a script must do nothing when it is imported.",
     ),
+    "P0221": Entry(
+        "a program's text does not parse",
+        "The IR has one statement a line, as `partc inspect` prints it. The message names the line. Only text that "
+        "was written or changed by hand can be malformed.",
+    ),
     "P0231": Entry(
         "the Hugging Face configuration cannot be read",
         "hf:PATH/config.json names a model's configuration file on this machine; nothing is downloaded, and no "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from partc import passes
 from partc.errors import PartcError
+from partc.printer import print_program, print_region
 from partc.program import Program
 
 if TYPE_CHECKING:
@@ -42,13 +43,11 @@ def program_text(
     program: Program, *, region: str | None = None, sources: bool = False, missing_ok: bool = False
 ) -> str:
     """The IR as text, of all or one region. Raises PartcError P0605."""
-    from partc import printer
-
     if region is None:
-        return printer.print_program(program, sources=sources)
+        return print_program(program, sources=sources)
     found = next((item for item in program.regions if item.name == region), None)
     if found is not None:
-        return printer.print_region(found, sources=sources)
+        return print_region(found, sources=sources, sizes=program.sizes)
     if missing_ok:
         return ""
     raise PartcError(

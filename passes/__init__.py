@@ -15,6 +15,7 @@ from typing import Any
 
 from partc import fuel
 from partc.errors import InternalError, PartcError
+from partc.printer import print_program
 from partc.program import Program
 from partc.settings import IR, OP_COUNTS, PASSES, settings, tell
 
@@ -240,6 +241,4 @@ def _report(step: Step) -> None:
     if step.added:
         tell(OP_COUNTS, "  " + ", ".join(f"{name} {count:+d}" for name, count in step.added))
     if settings().debug >= IR:
-        from partc.printer import print_program
-
         tell(IR, print_program(step.program))

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("partc", "partc.errors"),
     ("partc.settings", "partc.mesh", "partc.layout", "partc.fuel", "partc.explain"),
     ("partc.program", "partc.pins", "partc.naming"),
-    ("partc.printer", "partc.reshard", "partc.rules", "partc.verifier", "partc.torch_private", "partc.runtime"),
+    ("partc.printer", "partc.parser", "partc.reshard", "partc.rules", "partc.verifier", "partc.torch_private", "partc.runtime"),
     ("partc.sharding", "partc.gradients", "partc.events", "partc.operators", "partc.assignment"),
     ("partc.placing", "partc.joint", "partc.interpret"),
     ("partc.modelfile", "partc.huggingface", "partc.capture", "partc.trace", "partc.origin"),

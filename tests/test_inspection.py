@@ -1,0 +1,104 @@
+"""partc inspect and --dump-after: the program after any pass, what a pass changed, why a layout was chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from partc import passes
+from partc.api import compilation
+from partc.cli import main
+from partc.dump import Dump
+from partc.errors import PartcError
+from partc.inspection import program_text, text
+from partc.options import Options
+from partc.parser import parse
+
+ROOT = Path(__file__).parent.parent
+MLP = str(ROOT / "examples" / "mlp.py")
+SMALL = ["-D", "depth=3", "-D", "width=12", "-D", "hidden=20", "-D", "batch=12"]
+MESH = ["--mesh", "2x1x2", "--microbatches", "3", "--shard", "head.weight=[_, _]"]
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(["inspect", MLP, *MESH, *SMALL, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_finished_program_is_shown_and_parses(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = shown(capsys)
+    program = parse(whole)
+    assert program.mesh.sizes == {"pp": 2, "dp": 1, "tp": 2} and program.microbatches == 3
+    assert program.schedule and program.transfers
+    assert program_text(program) == whole
+
+
+@pytest.mark.parametrize("name", [passes.FIRST, *passes.NAMES])
+def test_after_every_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program = parse(shown(capsys, "--after", name))
+    assert (len(program.regions) > 1) == (name not in ("trace", "normalize", "simplify"))
+    assert bool(program.schedule) == (name in ("schedule", "check"))
+
+
+def test_one_region_with_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    found = shown(capsys, "--after", "partition", "--region", "block", "--sources")
+    assert found.startswith("region block") and found.count("\nregion ") == 0
+    assert "mlp.py:" in found and "all_gather" in found
+    assert main(["inspect", MLP, *MESH, *SMALL, "--region", "nonesuch"]) == 2
+    err = capsys.readouterr().err
+    assert "error P0605: there is no region 'nonesuch'" in err and "block" in err
+
+
+def test_the_diff_of_a_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    found = shown(capsys, "--after", "partition", "--diff").splitlines()
+    assert found[:2] == ["--- before partition", "+++ after partition"]
+    assert any(line.startswith("+") and "all_gather" in line for line in found)
+    assert not any(line.startswith("-") and "all_gather" in line for line in found)
+    assert shown(capsys, "--after", "check", "--diff") == "check changed nothing\n"
+
+
+def test_explain_says_what_else_would_have_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    found = shown(capsys, "--explain", "blocks.0.up.weight").splitlines()
+    assert found[0].startswith("blocks.0.up.weight is [") and found[0].endswith("over tp")
+    assert all(line.startswith("  instead [") for line in found[1:]) and len(found) > 1
+    assert main(["inspect", MLP, *MESH, *SMALL, "--explain", "blocks.0.sideways"]) == 2
+    assert "error P0304" in capsys.readouterr().err
+
+
+def test_a_package_is_inspected_by_compiling_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "build"
+    assert main(["compile", MLP, *MESH, *SMALL, "--schedule", "gpipe", "-o", str(folder)]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(folder)]) == 0
+    found = parse(capsys.readouterr().out)
+    assert found.microbatches == 3 and found.mesh.sizes == {"pp": 2, "dp": 1, "tp": 2}
+    assert " ".join(map(str, found.schedule[0])).startswith("0F0 0SEND_F0 0F1")  # gpipe: all forwards first
+    assert found.parameter("head.weight").type.layout.sharded_axes == ()
+    assert found.parameter("blocks.2.up.weight").type.layout.sharded_axes == ("tp",)
+
+
+def test_dumps_are_numbered_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, dumps = tmp_path / "build", tmp_path / "build-dump"
+    arguments = ["compile", MLP, *MESH, *SMALL, "-o", str(output)]
+    assert main([*arguments, "--dump-after", "annotate", "--dump-after", "trace"]) == 0
+    assert sorted(path.name for path in dumps.iterdir()) == ["00-trace.txt", "05-annotate.txt"]
+    assert main([*arguments, "--dump-after", "all"]) == 0
+    names = sorted(path.name for path in dumps.iterdir())
+    assert names == [f"{number:02d}-{name}.txt" for number, name in enumerate((passes.FIRST, *passes.NAMES))]
+    assert parse((dumps / "05-annotate.txt").read_text()).regions
+    (dumps / "mine.txt").write_text("")
+    with pytest.raises(PartcError) as failure:
+        Dump.of(["all"], output)
+    assert failure.value.code == "P0601"
+    capsys.readouterr()
+
+
+def test_text_of_a_compilation_that_stopped_early() -> None:
+    options = Options.checked(mesh="tp=2", microbatches=1, schedule="1f1b", precision="fp32", seed=0, shard=())
+    done = compilation(MLP, None, options, model_options={"depth": 2}, until="outline")
+    assert [step.name for step in done.steps] == list(passes.NAMES[: passes.NAMES.index("outline") + 1])
+    changed = text(done, after="outline", region="block", diff=True, sources=False)
+    assert all(line[:1] in "+-@" for line in changed.splitlines())
+    assert text(done, after="trace", region=None, diff=True, sources=False) == "trace changed nothing"

@@ -308,7 +308,7 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
     if name == "_to_copy":
         return "to", (args[0], dict(attrs)["dtype"]), ()
     if name in ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk"):
-        dim = int(args[2]) if len(args) > 2 else 0  # type: ignore[arg-type]
+        dim = int(args[2]) if len(args) > 2 else 0
         return "split", (args[0], tuple(part.shape[dim] for part in node.meta["val"]), dim), ()
     if name == "_softmax":
         return "softmax", args[:2], ()
@@ -322,7 +322,7 @@ def _permutation(node: fx.Node) -> tuple[int, ...]:
     order = list(range(rank))
     match _packet(node):
         case "permute":
-            return tuple(dim % rank for dim in node.args[1])  # type: ignore[union-attr, operator, misc]
+            return tuple(dim % rank for dim in node.args[1])
         case "transpose":
             a, b = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[arg-type]
         case _:

@@ -1,0 +1,151 @@
+"""The IR as text: one operation a line, layouts in the types, all of it readable back (partc.parser).
+
+region block phase microbatch:
+  input x: f32[16@dp,mb, 2048@tp, 4096]
+  param norm1.weight: f32[4096] vary(dp,mb)
+  forward:
+    norm1      = rms_norm(x, (4096,), norm1.weight, 1e-05)  # f32[16@dp,mb, 2048@tp, 4096] | {d0@dp d1@tp}
+    norm1_full = all_gather(norm1, dim=1, axis="tp")        # f32[16@dp,mb, 2048, 4096] vary(tp) | 14.7 MiB over tp
+    return norm1_full
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from partc.layout import Sizes
+from partc.program import ITEMSIZE, Arg, Choice, DTypeArg, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
+from partc.reshard import cost
+
+NAME = re.compile(r"[A-Za-z_0-9][\w.]*")
+NUMBER = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf)(?![\w.])|nan(?![\w.])")
+WORDS: Mapping[str, Arg] = {"None": None, "True": True, "False": False}
+COLLECTIVES = ("all_reduce", "all_gather", "unshard", "shard", "take", "put", "reduce_scatter", "all_to_all")
+
+
+def print_program(program: Program, *, sources: bool = False) -> str:
+    """All of a program. `sources` adds where each operation comes from."""
+    lines = [
+        f"program {written_name(program.name)} mesh {program.mesh} microbatches {program.microbatches}"
+        f" loss {written_name(program.loss)}"
+    ]
+    lines += [f"input {written_name(name)}" for name in program.inputs]
+    lines += [f"value {_declared(value)}" for value in program.values]
+    lines += [_parameter(parameter) for parameter in program.parameters]
+    for call in program.calls:
+        lists = (call.args, call.params, call.results)
+        args, params, results = (", ".join(map(written_name, names)) for names in lists)
+        stage = f" stage {call.stage}" if call.stage else ""
+        lines.append(
+            f"call {written_name(call.name)} = {written_name(call.region)}({args}; {params}) -> {results}{stage}"
+        )
+    for transfer in program.transfers:
+        gradient = " gradient" if transfer.gradient else ""
+        lines.append(f"transfer {written_name(transfer.value)} {transfer.source} -> {transfer.target}{gradient}")
+    lines += [f"schedule {stage}: {' '.join(map(str, actions))}" for stage, actions in enumerate(program.schedule)]
+    for region in program.regions:
+        lines += ["", print_region(region, sources=sources, sizes=program.sizes).rstrip("\n")]
+    return "\n".join(lines) + "\n"
+
+
+def print_region(region: Region, *, sources: bool = False, sizes: Sizes | None = None) -> str:
+    """One region. With the axes' `sizes`, collectives say how many bytes a rank sends."""
+    lines = [f"region {written_name(region.name)} phase {region.phase}:"]
+    lines += [f"  param {_declared(value)}" for value in region.params]
+    params = {value.name: value.type for value in region.params}
+    lines += _graph("forward", region.forward, params, sources, sizes)
+    if region.saved:
+        lines.append(f"  saved {', '.join(map(written_name, region.saved))}")
+    if region.backward is not None:
+        lines += _graph("backward", region.backward, params, sources, sizes)
+    return "\n".join(lines) + "\n"
+
+
+def _graph(
+    title: str, graph: Graph, params: Mapping[str, TensorType], sources: bool, sizes: Sizes | None
+) -> Iterator[str]:
+    yield f"  {title}:"
+    yield from (f"    input {_declared(value)}" for value in graph.inputs)
+    types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
+    left = [", ".join(written_name(value.name) for value in op.results) for op in graph.ops]
+    right = [_expression(op) for op in graph.ops]
+    notes = [_notes(op, types, sources, sizes) for op in graph.ops]
+    wide = min(max(map(len, left), default=0), 32)
+    column = min(max((max(len(a), wide) + len(b) for a, b in zip(left, right, strict=True)), default=0), 96)
+    for names, expression, note in zip(left, right, notes, strict=True):
+        yield f"    {f'{names:<{wide}} = {expression}':<{column + 3}}  # {note}".rstrip()
+    yield f"    return {', '.join(map(written_name, graph.outputs))}".rstrip()
+
+
+def _expression(op: Op) -> str:
+    attrs = [f"{key}={written(arg)}" for key, arg in op.attrs]
+    return f"{op.name}({', '.join([*map(written, op.args), *attrs])})"
+
+
+def _notes(op: Op, types: Mapping[str, TensorType], sources: bool, sizes: Sizes | None) -> str:
+    """Types of the results, then choices, bytes and source, where there are any."""
+    parts = [" ; ".join(str(value.type) for value in op.results)]
+    if op.choices:
+        parts.append(f"{{{' '.join(map(_choice, op.choices))}}}")
+    if sizes is not None and op.name in COLLECTIVES:
+        parts.append(_bytes(op, types, sizes))
+    if sources and op.source is not None:
+        parts.append(f"at {op.source.file}:{op.source.line} {op.source.module}".rstrip())
+    return " | ".join(part for part in parts if part)
+
+
+def _bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> str:
+    operand, axis = types.get(next(op.refs())), dict(op.attrs).get("axis")
+    if operand is None or not isinstance(axis, str) or axis not in sizes:
+        return ""
+    size = math.prod(operand.layout.local_shape(sizes)) * ITEMSIZE[operand.dtype]
+    sent = cost(op.name, sizes[axis], size)
+    return f"{readable(sent)} over {axis}" if sent else ""
+
+
+def readable(size: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _choice(choice: Choice) -> str:
+    outer = f"/{choice.outer}" if choice.outer != 1 else ""
+    return f"{'vary' if choice.factor is None else choice.factor}{outer}@{choice.axis}"
+
+
+def _declared(value: Value) -> str:
+    return f"{written_name(value.name)}: {value.type}"
+
+
+def _parameter(parameter: Parameter) -> str:
+    aliases = f" aliases({', '.join(map(written_name, parameter.aliases))})" if parameter.aliases else ""
+    reduce = f" reduce({','.join(parameter.reduce)})" if parameter.reduce else ""
+    kind = "parameter" if parameter.trainable else "constant"
+    return f"{kind} {written_name(parameter.name)}: {parameter.type}{aliases}{reduce}"
+
+
+def written(arg: Arg) -> str:
+    """An argument as text."""
+    match arg:
+        case Ref():
+            return written_name(arg.name)
+        case DTypeArg():
+            return f"<{arg.name}>"
+        case tuple():
+            return f"({', '.join(map(written, arg))}{',' if len(arg) == 1 else ''})"
+        case str():
+            return json.dumps(arg)
+    return repr(arg)
+
+
+def written_name(name: str) -> str:
+    """A name as it is, or between backticks where it would read as something else."""
+    plain = NAME.fullmatch(name) and name not in WORDS and not NUMBER.fullmatch(name)
+    return name if plain else f"`{name}`"

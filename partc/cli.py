@@ -202,15 +202,16 @@ def run_command(directory: Path, steps: int, as_json: bool, rest: tuple[str, ...
 @click.option("--region", metavar="NAME", help="only this region")
 @click.option("--diff", is_flag=True, help="what the pass changed")
 @click.option("--sources", is_flag=True, help="with the line of the model that each operation comes from")
+@click.option("--provenance", is_flag=True, help="which pass first made each value")
 @click.option("--explain", "name", metavar="NAME", help="why a value or weight is placed as it is")
 @click.option("--html", type=Path, metavar="FILE", help="one page with everything, for a browser")
 def inspect_command(target: str, **given: Any) -> None:
     """Show what the compiler makes of a model, or has made of a package's."""
     from partc import inspection
 
-    wanted = {key: given.pop(key) for key in ("after", "region", "diff", "sources", "name", "html")}
+    wanted = {key: given.pop(key) for key in ("after", "region", "diff", "sources", "provenance", "name", "html")}
     model, options, definitions = _target(target, given)
-    until = inspection.last_pass(**wanted)
+    until = inspection.last_pass(after=wanted["after"], name=wanted["name"], html=wanted["html"])
     with console.working("compiling", quiet=wanted["html"] is None):
         from partc.api import compilation
 
@@ -219,6 +220,8 @@ def inspect_command(target: str, **given: Any) -> None:
         _write_page(done, wanted["html"])
     elif wanted["name"] is not None:
         click.echo(inspection.explained(done, wanted["name"]))
+    elif wanted["provenance"]:
+        click.echo(inspection.origins(done, region=wanted["region"]))
     else:
         text = inspection.text(
             done, after=until, region=wanted["region"], diff=wanted["diff"], sources=wanted["sources"]

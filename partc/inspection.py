@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 EXPLAINED = "batch"  # what annotate, and with it its explanation, starts from
 
 
-def last_pass(
-    *, after: str | None, name: str | None, html: Path | None, region: str | None, diff: bool, sources: bool
-) -> str | None:
+def last_pass(*, after: str | None, name: str | None, html: Path | None) -> str | None:
     """How far to compile; None is to the end. Raises PartcError P0604."""
     if name is not None:
         return EXPLAINED
@@ -55,6 +53,18 @@ def program_text(
         f"there is no region {region!r}",
         help=f"after this pass there are {', '.join(item.name for item in program.regions)}",
     )
+
+
+def origins(done: Compilation, *, region: str | None) -> str:
+    """Every value of the program with the pass that first made it, in the order of the program."""
+    made = passes.provenance(done.traced, done.steps)
+    lines = []
+    for item in done.program.regions:
+        graphs = [graph for graph in (item.forward, item.backward) if graph is not None]
+        names = [value.name for graph in graphs for op in graph.ops for value in op.results]
+        if region in (None, item.name):
+            lines += [f"{made[f'{item.name}.{name}']:<14} {item.name}.{name}" for name in names]
+    return "\n".join(lines)
 
 
 def explained(done: Compilation, name: str) -> str:

@@ -59,6 +59,14 @@ def test_the_diff_of_a_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, "--after", "check", "--diff") == "check changed nothing\n"
 
 
+def test_provenance_names_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, "--provenance", "--region", "block").splitlines()
+    made = {name: entry for entry, name in (line.split() for line in lines)}
+    assert all(name.startswith("block.") for name in made)
+    assert made["block.x_full"] == "partition" and made["block.hidden"] == "outline"
+    assert set(made.values()) == {"outline", "partition", "differentiate"}
+
+
 def test_explain_says_what_else_would_have_cost(capsys: pytest.CaptureFixture[str]) -> None:
     found = shown(capsys, "--explain", "blocks.0.up.weight").splitlines()
     assert found[0].startswith("blocks.0.up.weight is [") and found[0].endswith("over tp")

@@ -126,6 +126,14 @@ def test_verify_virtual(package: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert set(result["worst"]) == {"kind", "name", "rel_err"} and result["worst"]["rel_err"] < 1e-10
 
 
+def test_the_readmes_model_file_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text().split("```python\n", 1)[1].split("```", 1)[0]
+    path, folder = model_file(tmp_path, text), str(tmp_path / "build")
+    assert main(["compile", path, "--mesh", "1x2x2", "--microbatches", "2", "-D", "width=20", "-o", folder]) == 0
+    assert main(["verify", folder, "--virtual", "--steps", "2"]) == 0
+    assert "equal to the single-device model" in capsys.readouterr().out
+
+
 @pytest.mark.processes
 def test_run_prints_the_torchrun_line(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(package), "--steps", "2", "--json"]) == 0

@@ -62,15 +62,33 @@ def split(traced: fx.GraphModule, region: Region, roots: frozenset[str], live: s
     backward, finals = _backward(ops, forward, wanted, reader, given=frozenset(arguments))
     saved = _saved((*backward, *finals), tuple(f"grad_{name}" for name in wanted), region, incoming)
     values = {value.name: value for op in ops for value in op.results} | {v.name: v for v in region.forward.inputs}
+    graph = Graph(
+        inputs=(*incoming, *(values[name] for name in saved)),
+        ops=(*backward, *finals),
+        outputs=tuple(f"grad_{name}" for name in wanted),
+    )
     return replace(
         region,
         forward=replace(region.forward, ops=forward, outputs=returned),
         saved=saved,
-        backward=Graph(
-            inputs=(*incoming, *(values[name] for name in saved)),
-            ops=(*backward, *finals),
-            outputs=tuple(f"grad_{name}" for name in wanted),
-        ),
+        backward=_following(graph, region.forward.outputs, returned),
+    )
+
+
+def _following(graph: Graph, outputs: tuple[str, ...], returned: tuple[str, ...]) -> Graph:
+    """The gradient that comes in has the name of what the forward pass returns.
+
+    They differ where the last reshard leaves the data alone: `return loss_tp` became `return loss`.
+    """
+    names: dict[str, str] = {}
+    for was, now in zip(outputs, returned, strict=True):
+        old, new = f"grad_{was}", f"grad_{now}"
+        if was != now and old not in names and new not in (*names, *graph.outputs):
+            names |= {old: new, new: old}
+    return Graph(
+        inputs=tuple(replace(value, name=names.get(value.name, value.name)) for value in graph.inputs),
+        ops=tuple(op.renamed(names) for op in graph.ops),
+        outputs=graph.outputs,
     )
 
 
@@ -322,7 +340,9 @@ def _permutation(node: fx.Node) -> tuple[int, ...]:
     order = list(range(rank))
     match _packet(node):
         case "permute":
-            return tuple(dim % rank for dim in node.args[1])
+            given = node.args[1]
+            assert isinstance(given, list | tuple)
+            return tuple(dim % rank for dim in given if isinstance(dim, int))
         case "transpose":
             a, b = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[arg-type]
         case _:

@@ -71,7 +71,7 @@ def _graph(
     yield from (f"    input {_declared(value)}" for value in graph.inputs)
     types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
     left = [", ".join(written_name(value.name) for value in op.results) for op in graph.ops]
-    right = [_expression(op) for op in graph.ops]
+    right = [print_operation(op) for op in graph.ops]
     notes = [_notes(op, types, sources, sizes) for op in graph.ops]
     wide = min(max(map(len, left), default=0), 32)
     column = min(max((max(len(a), wide) + len(b) for a, b in zip(left, right, strict=True)), default=0), 96)
@@ -80,7 +80,8 @@ def _graph(
     yield f"    return {', '.join(map(written_name, graph.outputs))}".rstrip()
 
 
-def _expression(op: Op) -> str:
+def print_operation(op: Op) -> str:
+    """The right-hand side of an operation's line."""
     attrs = [f"{key}={written(arg)}" for key, arg in op.attrs]
     return f"{op.name}({', '.join([*map(written, op.args), *attrs])})"
 
@@ -91,13 +92,14 @@ def _notes(op: Op, types: Mapping[str, TensorType], sources: bool, sizes: Sizes 
     if op.choices:
         parts.append(f"{{{' '.join(map(_choice, op.choices))}}}")
     if sizes is not None and op.name in COLLECTIVES:
-        parts.append(_bytes(op, types, sizes))
+        parts.append(collective_bytes(op, types, sizes))
     if sources and op.source is not None:
         parts.append(f"at {op.source.file}:{op.source.line} {op.source.module}".rstrip())
     return " | ".join(part for part in parts if part)
 
 
-def _bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> str:
+def collective_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> str:
+    """What a rank sends in a collective, and over which axis; nothing for what moves nothing."""
     operand, axis = types.get(next(op.refs())), dict(op.attrs).get("axis")
     if operand is None or not isinstance(axis, str) or axis not in sizes:
         return ""

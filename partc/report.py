@@ -1,0 +1,126 @@
+"""The page that `partc inspect --html` writes: calls, graphs, mesh, schedule and parameters, in one file."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from partc.accounting import communication
+from partc.drawing import bars, draw
+from partc.mesh import PIPELINE_AXIS, Mesh
+from partc.printer import readable
+from partc.program import Call, Program
+from partc.timeline import bubble, timeline
+
+MOST_RANKS = 512  # that are drawn; a larger mesh says how many are not
+MOST_MICROBATCHES = 64
+
+
+@dataclass(slots=True)
+class Branch:
+    """A part of the model's module tree: branches by name, and the calls that stand there."""
+
+    name: str
+    branches: dict[str, Branch] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+
+
+def write_html(program: Program, path: Path) -> None:
+    """Write the page of a compiled program. It needs no other file and no network."""
+    path.write_text(page(program), encoding="utf-8")
+
+
+def page(program: Program) -> str:
+    """The page's text. Names from the model are escaped."""
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=True
+    )
+    template = importlib.resources.files("partc.templates").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    return environment.from_string(template).render(
+        program=program,
+        facts=_facts(program),
+        tree=_tree(program),
+        graphs=_graphs(program),
+        mesh=_mesh(program.mesh),
+        first=_first(program),
+        lines=_lines(program) if program.microbatches <= MOST_MICROBATCHES else (),
+        bubble=f"{bubble(timeline(program)):.0%}",
+        most_microbatches=MOST_MICROBATCHES,
+    )
+
+
+def _facts(program: Program) -> list[tuple[str, str]]:
+    """What the page says first."""
+    held = sum(_elements(parameter.type.shape) for parameter in program.parameters if parameter.trainable)
+    moved = [f"{readable(size)} over {axis}" for axis, size in communication(program).items() if size]
+    return [
+        ("mesh", f"{program.mesh}: {program.mesh.size:,} ranks"),
+        ("microbatches", str(program.microbatches)),
+        ("stages", str(program.stages)),
+        ("regions", ", ".join(region.name for region in program.regions)),
+        ("parameters", f"{held:,}"),
+        ("each rank receives a step", ", ".join(moved) or "nothing"),
+    ]
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _tree(program: Program) -> Branch:
+    root = Branch(program.name)
+    for call in program.calls:
+        place = root
+        for part in call.name.split(".")[:-1]:
+            place = place.branches.setdefault(part, Branch(part))
+        place.calls.append(call)
+    return root
+
+
+def _graphs(program: Program) -> list[Mapping[str, Any]]:
+    """Every region's graphs, drawn."""
+    found: list[Mapping[str, Any]] = []
+    for region in program.regions:
+        for title, graph in (("forward", region.forward), ("backward", region.backward)):
+            if graph is not None:
+                drawing = draw(region, graph, program.sizes)
+                found.append({"region": region.name, "title": title, "phase": region.phase, "drawing": drawing})
+    return found
+
+
+def _first(program: Program) -> int:
+    """The graph shown first: the body with the most operations in all its calls."""
+    titles = [region.name for region in program.regions for graph in (region.forward, region.backward) if graph]
+    work = {r.name: len(r.forward.ops) * sum(call.region == r.name for call in program.calls) for r in program.regions}
+    return titles.index(max(work, key=lambda name: work[name]))
+
+
+def _lines(program: Program) -> list[Mapping[str, Any]]:
+    """The timeline of each stage: its ranks do the same."""
+    found: list[Mapping[str, Any]] = []
+    for stage, line in enumerate(bars(program)):
+        ranks = [r for r in range(program.mesh.size) if program.mesh.coordinate(r).get(PIPELINE_AXIS, 0) == stage]
+        few = ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"
+        found.append({"label": f"stage {stage}: {few}", "bars": line})
+    return found
+
+
+def _mesh(mesh: Mesh) -> Mapping[str, Any]:
+    """Ranks in a grid for each stage: the last axis along rows."""
+    last = mesh.axes[-1] if mesh.axes[-1][0] != PIPELINE_AXIS else ("", 1)
+    groups: dict[int, list[list[tuple[int, str]]]] = {}
+    for rank in range(min(mesh.size, MOST_RANKS)):
+        place = mesh.coordinate(rank)
+        rows = groups.setdefault(place.get(PIPELINE_AXIS, 0), [])
+        if not rows or len(rows[-1]) == last[1]:
+            rows.append([])
+        rows[-1].append((rank, " ".join(f"{axis}={index}" for axis, index in place.items())))
+    return {"groups": groups, "along": last[0], "hidden": max(0, mesh.size - MOST_RANKS)}

@@ -1,0 +1,104 @@
+"""The page of a program: complete, escaped, offline; and alive in a real browser."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import partc
+from partc.report import page, write_html
+from partc.timeline import bubble, timeline
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(scope="module")
+def program() -> partc.Program:
+    return partc.compile(EXAMPLES / "gpt.py", mesh="2x2x2", microbatches=4).program
+
+
+def test_page_shows_calls_graphs_mesh_schedule_and_parameters(program) -> None:
+    text = page(program)
+    assert text.count('class="card graph"') == sum(1 + (r.backward is not None) for r in program.regions)
+    for call in program.calls:
+        assert call.name in text
+    for parameter in program.parameters:
+        assert f"{parameter.name}</td>" in text
+    assert text.count("<td title=") == program.mesh.size
+    assert len(re.findall(r'<span class="[FB]"', text)) == 2 * 2 * program.microbatches
+    assert "all_gather 32.0 KiB over tp" in text or "over tp" in text
+
+
+def test_page_needs_no_network_and_is_the_same_twice(program) -> None:
+    text = page(program)
+    assert not re.search(r'(src|href)="(?!#)', text)
+    assert text == page(program)
+
+
+def test_names_are_escaped(program) -> None:
+    text = page(replace(program, name="<script>alert(1)</script>"))
+    assert "<script>alert" not in text
+
+
+def test_large_mesh_says_what_it_leaves_out() -> None:
+    package = partc.compile(EXAMPLES / "mlp.py", mesh="16x128x8", microbatches=2, options={"depth": 32, "batch": 512})
+    text = page(package.program)
+    assert len(text) < 2_000_000
+    assert "15872 ranks more" in text
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "kind"), [(2, 4, "1f1b"), (4, 8, "gpipe"), (4, 4, "1f1b")])
+def test_bubble_is_the_published_one(stages: int, microbatches: int, kind: str) -> None:
+    """(p - 1) / (m + p - 1) on equal stages (Huang et al. 2019; Narayanan et al. 2021, section 2.2)."""
+    package = partc.compile(
+        EXAMPLES / "mlp.py", mesh=f"pp={stages}", microbatches=microbatches, schedule=kind, options={"depth": 6}
+    )
+    spans = timeline(package.program, {"F": 1.0, "B": 1.0})
+    assert bubble(spans) == pytest.approx((stages - 1) / (microbatches + stages - 1))
+    for line in spans:
+        assert all(a.end <= b.start for a, b in itertools.pairwise(line))
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_page_works_in_a_browser(program, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    write_html(program, path)
+    probe = """
+<script>
+  const chosen = document.getElementById("region"), seen = [];
+  for (const option of chosen.options) {
+    chosen.value = option.value; chosen.dispatchEvent(new Event("change"));
+    const open = [...document.querySelectorAll("[data-graph]")].filter(g => !g.hidden);
+    seen.push(open.length === 1 && open[0].querySelectorAll("g.box").length > 0);
+  }
+  document.getElementById("larger").click();
+  const search = document.getElementById("search");
+  search.value = "norm1"; search.dispatchEvent(new Event("input"));
+  document.body.dataset.found = document.querySelectorAll("g.found").length;
+  document.body.dataset.shown = seen.every(Boolean) && seen.length === chosen.options.length;
+  document.body.dataset.wide = document.documentElement.scrollWidth <= window.innerWidth;
+</script></body>"""
+    path.write_text(path.read_text().replace("</body>", probe))
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ]
+    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = ["chromium", *flags, "--enable-logging=stderr", "--window-size=1280,1000", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    body = re.search(r"<body[^>]*>", done.stdout)
+    assert body is not None, done.stderr[-2000:]
+    assert 'data-shown="true"' in body[0]
+    assert 'data-wide="true"' in body[0]
+    assert int(re.search(r'data-found="(\d+)"', body[0])[1]) > 0
+    assert "Uncaught" not in done.stderr

@@ -230,9 +230,10 @@ def inspect_command(target: str, **given: Any) -> None:
 
 
 def _write_page(done: Compilation, path: Path) -> None:
-    from partc.report import write_html
+    from partc.output import write_page
+    from partc.report import page
 
-    write_html(done.program, path)
+    write_page(page(done.program), path)
     click.echo(f"wrote {path}")
     console.next_step(f"open {path} in a browser")
 

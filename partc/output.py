@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from partc.errors import PartcError
 
 MANIFEST = "files.sha256"  # what partc wrote, in the form that `sha256sum -c` reads
+PAGE = '<meta name="generator" content="partc">'  # the mark of a report
 _CACHES = "__pycache__"
 
 
@@ -68,6 +69,18 @@ def write(files: Iterable[tuple[str, str | bytes]], directory: Path) -> Path:
             old.rename(target)
         shutil.rmtree(aside, ignore_errors=True)
     return directory
+
+
+def write_page(text: str, path: Path) -> None:
+    """Write a report, over an older one at most. Raises PartcError P0601 and P0602."""
+    try:
+        if path.exists() and PAGE not in path.read_text(encoding="utf-8", errors="replace"):
+            raise PartcError("P0601", f"{path} is a file that partc did not write", help="name another with --html")
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PartcError(
+            "P0602", f"{path} cannot be written: {error.strerror}", help="give a file in a folder that exists"
+        ) from error
 
 
 def _write_all(files: Iterable[tuple[str, str | bytes]], folder: Path) -> None:

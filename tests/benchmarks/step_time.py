@@ -1,0 +1,174 @@
+"""A step of the emitted package against torch's own parallelism: `python tests/benchmarks/step_time.py`.
+
+The model is examples/gpt.py's at a size where computation matters on a CPU. Both sides of a case are two
+processes of one thread over gloo. They take turns, a round of steps each, so that whatever else the machine
+does meets both; a side that waits does nothing. Times leave out making the batch, and the first round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parents[1] / "examples" / "gpt.py"
+SIZE = """
+CONFIGS["bench"] = Config(width=512, depth=5, heads=8, kv_heads=4, hidden=1408, vocabulary=4096)
+"""
+OPTIONS = ("size=bench", "batch=8", "seq=256")
+RANKS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    peer: str  # as workers/peers.py knows it
+    what: str
+    mesh: str
+    microbatches: int = 1
+
+
+CASES = (
+    Case(peer="ddp", what="DDP", mesh="dp=2"),
+    Case(peer="tp", what="DTensor", mesh="tp=2"),
+    Case(peer="sp", what="DTensor, sequence-parallel", mesh="tp=2"),
+    Case(peer="pp", what="Schedule1F1B", mesh="pp=2", microbatches=4),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One side: milliseconds a step of each round, the first round left out, and bytes of each rank."""
+
+    rounds: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+    losses: tuple[float, ...]
+
+    @property
+    def mib(self) -> str:
+        return ", ".join(f"{size / 2**20:.0f}" for size in self.peak_bytes)
+
+
+class Side:
+    """Two processes that wait between rounds."""
+
+    def __init__(self, worker: str, side: str, package: Path, report: Path, rounds: int, steps: int) -> None:
+        self.report, self.steps = report, steps
+        command = [sys.executable, str(HERE / "workers" / worker), side, str(package), str(report)]
+        command += [str(rounds), str(steps)]
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        shared = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+        self.processes = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=(report.parent / f"{report.name}.{rank}.log").open("w"),
+                text=True,
+            )
+            for rank in range(RANKS)
+        ]
+
+    def wait(self) -> None:
+        """Until every rank is ready for its next round."""
+        for process in self.processes:
+            assert process.stdout is not None
+            while (line := process.stdout.readline()) != "ready\n":
+                if not line:
+                    self.stop()
+                    logs = (self.report.parent / f"{self.report.name}.{rank}.log" for rank in range(RANKS))
+                    raise SystemExit("\n".join(log.read_text()[-3000:] for log in logs))
+
+    def go(self) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+
+    def finish(self) -> Measured:
+        for process in self.processes:
+            process.communicate()
+        reports = [json.loads((self.report / f"rank_{rank:03d}.json").read_text()) for rank in range(RANKS)]
+        totals = [_rounds(report["step_seconds"], self.steps) for report in reports]
+        return Measured(
+            rounds=tuple(1000 * max(times) / self.steps for times in zip(*totals, strict=True))[1:],
+            peak_bytes=tuple(report["peak_bytes"] for report in reports),
+            losses=tuple(next(report["losses"] for report in reports if report["losses"])),
+        )
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def _rounds(seconds: list[float], steps: int) -> list[float]:
+    return [sum(seconds[start : start + steps]) for start in range(0, len(seconds), steps)]
+
+
+def measure(case: Case, folder: Path, rounds: int, steps: int) -> tuple[Measured, Measured]:
+    """The package's and the peer's, in turns; the losses of both have to agree."""
+    model, package = folder / "gpt.py", folder / case.peer / "build"
+    model.write_text(EXAMPLE.read_text() + SIZE)
+    options = [word for option in OPTIONS for word in ("-D", option)]
+    command = [sys.executable, "-m", "partc", "compile", str(model), "--mesh", case.mesh, *options]
+    command += ["--microbatches", str(case.microbatches), "-o", str(package)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    turns = rounds + 1
+    ours = Side("package.py", "package", package, package.parent / "ours", turns, steps)
+    theirs = Side("peers.py", case.peer, package, package.parent / "theirs", turns, steps)
+    try:
+        ours.wait()
+        theirs.wait()
+        for turn in range(turns):
+            for side in (ours, theirs) if turn % 2 else (theirs, ours):
+                side.go()
+                if turn + 1 < turns:
+                    side.wait()
+                else:
+                    for process in side.processes:
+                        process.wait()
+        found = ours.finish(), theirs.finish()
+    finally:
+        ours.stop()
+        theirs.stop()
+    for step, (mine, other) in enumerate(zip(found[0].losses, found[1].losses, strict=True)):
+        if abs(mine - other) > 1e-3 * abs(other):
+            raise SystemExit(f"{case.what}: the losses of step {step} are {mine} and {other}: not the same model")
+    return found
+
+
+def row(case: Case, ours: Measured, theirs: Measured) -> str:
+    ratios = sorted(mine / other for mine, other in zip(ours.rounds, theirs.rounds, strict=True))
+    return (
+        f"| {case.mesh} | {case.what} | {statistics.median(ours.rounds):.0f} | {statistics.median(theirs.rounds):.0f} "
+        f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {ours.mib} | {theirs.mib} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(case.peer for case in CASES)}; all by default")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3, help="in each round")
+    arguments = parser.parse_args()
+    print("| mesh | peer | partc, ms | peer, ms | ratio (lowest to highest) | partc, MiB a rank | peer, MiB a rank |")
+    print("|---|---|---:|---:|---|---|---|", flush=True)
+    for case in CASES:
+        if not arguments.cases or case.peer in arguments.cases:
+            with tempfile.TemporaryDirectory() as folder:
+                print(row(case, *measure(case, Path(folder), arguments.rounds, arguments.steps)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -83,7 +83,8 @@ def _run(op: Op, values: dict[str, Any], live: set[str], sizes: Sizes) -> None:
         expected = value.type.layout.local_shape(sizes)
         if tuple(result.shape) != expected:
             raise InternalError(
-                f"{op.source}: {value.name} = {op.name}(…) has local shape {tuple(result.shape)}, its layout says {expected}"
+                f"{op.source}: {value.name} = {op.name}(…) has local shape {tuple(result.shape)},"
+                f" its layout says {expected}"
             )
         values[value.name] = torch.ops.partc.mark(result, value.name)
 

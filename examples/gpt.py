@@ -115,9 +115,11 @@ def model(size: str = "tiny") -> nn.Module:
 
 
 def batch(size: str = "tiny", batch: int = 16, seq: int = 0) -> dict[str, Tensor]:
-    """Tokens and the ones that follow them; padding at the end of each row is not learned."""
+    """Rows that count up in steps of 1 to 4, and what follows each token; padding at their ends is not learned."""
     seq = seq or (32 if size == "tiny" else 2048)
-    tokens = torch.randint(CONFIGS[size].vocabulary, (batch, seq + 1))
+    first = torch.randint(CONFIGS[size].vocabulary, (batch, 1))
+    step = torch.randint(1, 5, (batch, 1))
+    tokens = (first + step * torch.arange(seq + 1)) % CONFIGS[size].vocabulary
     filled = torch.randint(seq // 2, seq + 1, (batch, 1))
     labels = tokens[:, 1:].masked_fill(torch.arange(seq) >= filled, -100)
     return {"ids": tokens[:, :-1], "labels": labels}

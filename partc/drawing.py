@@ -11,7 +11,7 @@ from partc.printer import COLLECTIVES, collective_bytes, print_operation
 from partc.program import Graph, Op, Program, Region, TensorType
 from partc.timeline import timeline
 
-WIDE, HIGH, GAP_X, GAP_Y = 190, 34, 26, 50
+WIDE, HIGH, GAP_X, GAP_Y = 214, 34, 26, 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +28,11 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """From one box to another; `text` is the layout of the value that flows there."""
+    """From one box to another; `text` is the layout of the value that flows there, written once a value."""
 
     path: str
     text: str
+    labelled: bool
     x: float
     y: float
 
@@ -76,7 +77,11 @@ def draw(region: Region, graph: Graph, sizes: Sizes) -> Drawing:
         _box(title, op, index < len(graph.inputs), *places[index], types, sizes)
         for index, (title, op) in enumerate(nodes)
     )
-    lines = tuple(_line(boxes[a], boxes[b], str(types[name])) for a, b, name in edges)
+    first = {name: index for index, (_, _, name) in reversed(list(enumerate(edges)))}
+    lines = tuple(
+        _line(boxes[a], boxes[b], str(types[name]), labelled=first[name] == index)
+        for index, (a, b, name) in enumerate(edges)
+    )
     width = max((box.x + WIDE for box in boxes), default=0) + GAP_X
     height = max((box.y + HIGH for box in boxes), default=0) + GAP_Y
     return Drawing(width=width, height=height, boxes=boxes, lines=lines)
@@ -129,11 +134,11 @@ def _box(
     )
 
 
-def _line(a: Box, b: Box, text: str) -> Line:
+def _line(a: Box, b: Box, text: str, *, labelled: bool) -> Line:
     x1, y1, x2, y2 = a.x + WIDE / 2, a.y + HIGH, b.x + WIDE / 2, b.y
     bend = max(16.0, (y2 - y1) / 2)
     path = f"M{x1:.1f},{y1:.1f} C{x1:.1f},{y1 + bend:.1f} {x2:.1f},{y2 - bend:.1f} {x2:.1f},{y2:.1f}"
-    return Line(path=path, text=text, x=(x1 + x2) / 2, y=(y1 + y2) / 2)
+    return Line(path=path, text=text, labelled=labelled, x=x1, y=y1 + 13)
 
 
 def bars(program: Program) -> tuple[tuple[Bar, ...], ...]:

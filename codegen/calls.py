@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,9 @@ class Run:
 
     region: Region
     calls: tuple[Call, ...]
-    carried: tuple[tuple[int, int], ...] = ()  # (argument, result) positions: a call's result is the next one's argument
+    carried: tuple[
+        tuple[int, int], ...
+    ] = ()  # (argument, result) positions: a call's result is the next one's argument
 
     @property
     def loop(self) -> bool:
@@ -27,7 +28,7 @@ class Run:
         """What the calls' names have in common: "blocks" for blocks.0 and blocks.1; a single call's name."""
         if not self.loop:
             return self.calls[0].name
-        common = os.path.commonprefix([f"{call.name}." for call in self.calls])
+        common = _common_start([f"{call.name}." for call in self.calls])
         return re.sub(r"\.?\d*$", "", common.rpartition(".")[0] or common) or self.region.name
 
     @property
@@ -88,3 +89,10 @@ def _extended(run: Run, call: Call, readers: dict[str, list[str]]) -> Run | None
         if readers.get(name, []) != expected:
             return None
     return replace(run, calls=(*run.calls, call), carried=tuple(carried))
+
+
+def _common_start(names: list[str]) -> str:
+    """The longest text that all names start with."""
+    first, last = min(names), max(names)
+    same = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: next(same, min(len(first), len(last)))]

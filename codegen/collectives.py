@@ -90,9 +90,7 @@ def _makers(name: str, axis: str, graph: Graph, types: Mapping[str, TensorType])
         op = made.get(todo.pop())
         if op is None or id(op) in found:
             continue
-        earlier = [
-            ref for ref in op.refs() if ref in types and isinstance(types[ref].layout.placement(axis), Partial)
-        ]
+        earlier = [ref for ref in op.refs() if ref in types and isinstance(types[ref].layout.placement(axis), Partial)]
         if not earlier and op.name in _TRANSPARENT:
             earlier = list(op.refs())
         if earlier:

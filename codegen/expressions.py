@@ -239,7 +239,10 @@ _TABLE: Mapping[str, Emit] = {
     "bitwise_not": _prefix("~"),
     "alias": lambda o: o.args[0],
     # elementwise
-    **{name: _method(name) for name in "exp log sqrt rsqrt sin cos tanh sigmoid abs erf relu clamp".split()},
+    **{
+        name: _method(name)
+        for name in ["exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "abs", "erf", "relu", "clamp"]
+    },
     "logical_and": _function("torch.logical_and"),
     "logical_or": _function("torch.logical_or"),
     "logical_not": _function("torch.logical_not"),

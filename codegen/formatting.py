@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from dataclasses import dataclass
@@ -103,7 +104,9 @@ def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[in
             is_call = bracket.start > 0 and re.match(r"[\w\])]", code[bracket.start - 1]) is not None
             if is_call and len(indent) + len(_INDENT) + len(inside) <= WIDTH and not inside.endswith(","):
                 return [indent + head, f"{indent}{_INDENT}{inside}", *_fitted(indent, tail)]
-            return _exploded(indent, head, _items(inside, [comma - bracket.start - 1 for comma in bracket.commas]), tail)
+            return _exploded(
+                indent, head, _items(inside, [comma - bracket.start - 1 for comma in bracket.commas]), tail
+            )
     if assigned and assigned.group(2) and "," in assigned.group(2):
         targets = [target.strip() for target in assigned.group(2).split(",") if target.strip()]
         lines = _exploded(indent, "(", targets, f") = {code[assigned.end() :]}")
@@ -117,7 +120,7 @@ def _fitted(indent: str, code: str) -> list[str]:
 
 def _items(text: str, commas: list[int]) -> list[str]:
     bounds = [-1, *commas, len(text)]
-    items = [text[left + 1 : right].strip() for left, right in zip(bounds, bounds[1:], strict=False)]
+    items = [text[left + 1 : right].strip() for left, right in itertools.pairwise(bounds)]
     return [item for item in items if item]
 
 

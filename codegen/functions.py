@@ -206,7 +206,9 @@ class _Writer:
             for value in op.results
             if not shares_memory(op) and uses.get(value.name) == 1 and value.name not in graph.outputs
         }
-        freed = deletions(replace(graph, ops=order), keep={*graph.outputs, *(v.name for v in borrowed)}, sizes=self.sizes)
+        freed = deletions(
+            replace(graph, ops=order), keep={*graph.outputs, *(v.name for v in borrowed)}, sizes=self.sizes
+        )
         inlined: dict[str, str] = {}
         bound = {value.name for value in graph.inputs}
         gone: list[str] = []

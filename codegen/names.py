@@ -8,8 +8,40 @@ from collections.abc import Iterable
 
 # What emitted functions read besides their own values.
 _TAKEN = frozenset(
-    "torch F Tensor NamedTuple Any math functional comm Comm p g saved kept self batch received gradients parameters "
-    "Shard Received Stage Saved zip reversed range float int tuple list dict len print".split()
+    [
+        "torch",
+        "F",
+        "Tensor",
+        "NamedTuple",
+        "Any",
+        "math",
+        "functional",
+        "comm",
+        "Comm",
+        "p",
+        "g",
+        "saved",
+        "kept",
+        "self",
+        "batch",
+        "received",
+        "gradients",
+        "parameters",
+        "Shard",
+        "Received",
+        "Stage",
+        "Saved",
+        "zip",
+        "reversed",
+        "range",
+        "float",
+        "int",
+        "tuple",
+        "list",
+        "dict",
+        "len",
+        "print",
+    ]
 )
 
 

@@ -37,6 +37,7 @@ def rank_codes(program: Program) -> Iterator[RankCode]:
     schedules = [_schedule(program, stage) for stage in stages]
     patterns = [_patterns(program, stage) for stage in stages]
     cut = lru_cache(maxsize=None)(lambda stage, place: _shards(patterns[stage], program, dict(place)))
+    members = lru_cache(maxsize=None)(lambda first, names: _ranks(mesh.group(first, names)))
     for rank in range(mesh.size):
         place = mesh.coordinate(rank)
         stage = place.get(PIPELINE_AXIS, 0)
@@ -47,8 +48,11 @@ def rank_codes(program: Program) -> Iterator[RankCode]:
             coordinate=_dict(place),
             stage=stage,
             groups=(
-                *((",".join(names), _ranks(mesh.group(rank, names))) for names in axes[stage]),
-                *((f"stages {','.join(map(str, members))}", _ranks(tuple(map(at, members)))) for members in tied[stage]),
+                *(
+                    (",".join(names), members(mesh.rank({**place, **dict.fromkeys(names, 0)}), names))
+                    for names in axes[stage]
+                ),
+                *((f"stages {','.join(map(str, held))}", _ranks(tuple(map(at, held)))) for held in tied[stage]),
             ),
             peers=f"{{{', '.join(f'{other}: {at(other)}' for other in peers[stage])}}}",
             shards=cut(stage, here),
@@ -103,7 +107,7 @@ def _shards(
 
 def _ranges(layout: Layout, program: Program, place: Mapping[str, int]) -> str:
     """Which elements of each dimension a place holds, as Python slices: `[0:4 8:12, :]`."""
-    dims = []
+    dims: list[str] = []
     for dim in layout.dims:
         runs = [(0, 1)]
         for sub in reversed(dim):

@@ -182,9 +182,7 @@ def main() -> None:
     seconds: list[float] = []
     losses: list[float] = []
     for step in range(task.total):
-        batch = data.global_batch(
-            model_file, plan["options"], seed=plan["seed"], step=step, dtype=torch.float32
-        )
+        batch = data.global_batch(model_file, plan["options"], seed=plan["seed"], step=step, dtype=torch.float32)
         wait_for_round(task, step)
         started = time.perf_counter()
         for optimizer in optimizers:

@@ -1,0 +1,257 @@
+"""The forward and backward methods of an emitted Stage: its calls in order, loops and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from partc.codegen.calls import Run
+from partc.codegen.functions import Function, Line, RegionCode
+from partc.codegen.names import Names, identifier
+from partc.program import Call, Phase, Program, TensorType, Transfer
+
+
+class Stage(Protocol):
+    """What is known of the stage whose methods are written."""
+
+    program: Program
+    calls: list[Call]
+    runs: dict[Phase, list[Run]]
+    types: dict[str, TensorType]
+    codes: dict[str, RegionCode]
+    places: dict[str, str]
+    sent: list[Transfer]
+    received: list[Transfer]
+
+    def attribute(self, run: Run) -> str: ...
+    def arguments(
+        self, function: Function, run: Run, args: Iterable[str], comm: str, p: str = "", g: str = ""
+    ) -> str: ...
+    def placed(self, names: Iterable[str]) -> list[str]: ...
+    def makes(self, name: str) -> bool: ...
+
+
+TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+
+
+class Steps:
+    """The forward and backward of one microbatch, with the names of their local variables."""
+
+    def __init__(self, builder: Stage) -> None:
+        self.b = builder
+        self.names = Names(("comm", "saved", "kept", "batch", "received", "gradients", "p", "g", "self"))
+        self.runs = builder.runs["microbatch"]
+        self.wanted = self._wanted_names()
+
+    def _wanted_names(self) -> dict[str, str]:
+        """A value that a loop hands along is called what the region calls it, before, in and after the loop."""
+        wanted: dict[str, str] = {}
+        for run in self.runs:
+            if run.loop:
+                for argument, result in run.carried:
+                    name = run.region.forward.inputs[argument].name
+                    if self._only_reader(run.calls[0].args[argument], run.calls[0]):
+                        wanted[run.calls[0].args[argument]] = name
+                    wanted[run.calls[-1].results[result]] = name
+        return wanted
+
+    def forward(self) -> list[Line]:
+        lines: list[Line] = []
+        saves = any(self.b.codes[run.region.name].backward for run in self.runs)
+        if saves:
+            lines.append(Line(code="saved: list[Saved] = []"))
+        for run in self.runs:
+            lines.extend(self._forward_loop(run) if run.loop else self._forward_call(run, run.calls[0], "", ""))
+        sent = dict.fromkeys(t.value for t in self.b.sent)
+        if self.b.makes(self.b.program.loss):
+            sent[self.b.program.loss] = None
+        values = ", ".join(f'"{name}": {self.b.places[name]}' for name in sent)
+        lines.append(Line(code=f"return {{{values}}}, {'saved' if saves else '[]'}"))
+        return lines
+
+    def _call(self, run: Run, args: Sequence[str], results: Sequence[str], p: str, indent: str) -> list[Line]:
+        code = self.b.codes[run.region.name]
+        targets = [*results, "kept"] if code.backward else [*results]
+        arguments = self.b.arguments(code.forward, run, args, "self.comm", p=p)
+        lines = [Line(code=f"{indent}{', '.join(targets)} = {code.forward.name}({arguments})")]
+        if code.backward:
+            lines.append(Line(code=f"{indent}saved.append(kept)"))
+        return lines
+
+    def _forward_call(self, run: Run, call: Call, p: str, indent: str) -> list[Line]:
+        args = self.b.placed(call.args)
+        results = [self._bind(name) if self._is_read(name) else "_" for name in call.results]
+        return self._call(run, args, results, p, indent)
+
+    def _bind(self, name: str) -> str:
+        """A new local variable for a program value."""
+        self.b.places[name] = self.names.fresh(identifier(self.wanted.get(name, name)))
+        return self.b.places[name]
+
+    def _forward_loop(self, run: Run) -> list[Line]:
+        lines: list[Line] = []
+        first, last = run.calls[0], run.calls[-1]
+        variables: dict[int, str] = {}
+        for argument, result in run.carried:
+            start = first.args[argument]
+            place = self.b.places[start]
+            if place.isidentifier() and self._only_reader(start, first):
+                variable = place
+            else:
+                variable = self.names.fresh(identifier(run.region.forward.inputs[argument].name))
+                lines.append(Line(code=f"{variable} = {place}"))
+            variables[argument] = variable
+            self.b.places[last.results[result]] = variable
+        args = [variables.get(index) or self.b.places[name] for index, name in enumerate(first.args)]
+        by_result = {result: variables[argument] for argument, result in run.carried}
+        results = [
+            by_result.get(index) or (self._bind(name) if self._is_read(name) else "_")
+            for index, name in enumerate(last.results)
+        ]
+        p = "p" if run.region.params else ""
+        over = f"for p in self.{self.b.attribute(run)}:" if p else f"for _ in range({len(run.calls)}):"
+        return [*lines, Line(code=over), *self._call(run, args, results, p, "    ")]
+
+    def _only_reader(self, name: str, call: Call) -> bool:
+        readers = [other for other in self.b.calls if name in other.args]
+        sent = any(t.value == name for t in self.b.sent)
+        return readers[:1] == [call] and not sent and set(c.name for c in readers) <= {call.name}
+
+    def _is_read(self, name: str) -> bool:
+        return name == self.b.program.loss or any(name in call.args for call in self.b.program.calls)
+
+    # -- backward -------------------------------------------------------------------------------
+
+    def backward(self) -> list[Line]:
+        lines: list[Line] = []
+        self.grads: dict[str, str] = {t.value: f'gradients["{t.value}"]' for t in self.b.sent if t.gradient}
+        self.grad_names = Names(("comm", "saved", "gradients", "p", "g", "self"))
+        self.owed = self._owed()
+        for run in reversed(self.runs):
+            if self.b.codes[run.region.name].backward is None:
+                continue
+            lines.extend(self._backward_loop(run) if run.loop else self._backward_call(run))
+        returned = {t.value: self.grads.get(t.value) for t in self.b.received if t.gradient}
+        values = ", ".join(f'"{name}": {place}' for name, place in returned.items())
+        lines.append(Line(code=f"return {{{values}}}"))
+        return lines
+
+    def _owed(self) -> set[str]:
+        """Program values whose gradient someone takes: a call of this stage, or the stage that sent it."""
+        owed = {t.value for t in self.b.received if t.gradient}
+        for run in self.runs:
+            code = self.b.codes[run.region.name]
+            for call in run.calls:
+                owed.update(call.results[index] for index in code.gradient_outputs)
+        return owed
+
+    def _incoming(self, name: str, lines: list[Line]) -> str:
+        """The gradient of a call's result; 1 for the loss and 0 for what nobody reads are made in `lines`."""
+        if name in self.grads:
+            return self.grads.pop(name)
+        dtype = f"dtype=torch.{TORCH_DTYPES[self.b.types[name].dtype]}"
+        shape = self.b.types[name].layout.local_shape(self.b.program.sizes)
+        variable = self.grad_names.fresh(identifier(f"grad_{self.wanted.get(name, name)}"))
+        make = "ones" if name == self.b.program.loss else "zeros"
+        lines.append(Line(code=f"{variable} = torch.{make}({shape}, {dtype}, device=self.comm.device)"))
+        return variable
+
+    def _backward_call(self, run: Run) -> list[Line]:
+        call, code = run.calls[0], self.b.codes[run.region.name]
+        lines: list[Line] = []
+        incoming = [self._incoming(call.results[index], lines) for index in code.gradient_outputs]
+        targets, sums = self._targets(call, code)
+        return [*lines, *self._backward_statement(run, incoming, targets, "", "", ""), *sums]
+
+    def _targets(self, call: Call, code: RegionCode) -> tuple[list[str], list[Line]]:
+        """Variables for the gradients a call returns, and additions to those that are there already."""
+        targets: list[str] = []
+        sums: list[Line] = []
+        for index in code.gradient_inputs:
+            name = call.args[index]
+            if name not in self.owed:
+                targets.append("_")
+                continue
+            wanted = identifier(f"grad_{self.wanted.get(name, name)}")
+            if name in self.grads:
+                part = self.grad_names.fresh(f"{wanted}_part")
+                total = self.grad_names.fresh(wanted) if not self.grads[name].isidentifier() else self.grads[name]
+                sums.append(Line(code=f"{total} = {self.grads[name]} + {part}"))
+                self.grads[name] = total
+                targets.append(part)
+            else:
+                self.grads[name] = self.grad_names.fresh(wanted)
+                targets.append(self.grads[name])
+        return targets, sums
+
+    def _backward_loop(self, run: Run) -> list[Line]:
+        code = self.b.codes[run.region.name]
+        first, last = run.calls[0], run.calls[-1]
+        carried = dict(run.carried)
+        by_result = {result: argument for argument, result in run.carried}
+        lines: list[Line] = []
+        incoming: list[str] = []
+        targets: dict[int, str] = {}
+        sums: list[Line] = []
+        for index in code.gradient_outputs:
+            place = self._incoming(last.results[index], lines)
+            if index in by_result:
+                variable = (
+                    self.grad_names.fresh(identifier(f"grad_{run.region.forward.inputs[by_result[index]].name}"))
+                    if not place.isidentifier()
+                    else place
+                )
+                if variable != place:
+                    lines.append(Line(code=f"{variable} = {place}"))
+                targets[by_result[index]] = variable
+                incoming.append(variable)
+            else:
+                incoming.append(place)
+        for index in code.gradient_inputs:
+            name = first.args[index]
+            if index in carried:
+                continue
+            if name not in self.owed:
+                targets[index] = "_"
+                continue
+            wanted = identifier(f"grad_{name}")
+            total = self.grad_names.fresh(wanted)
+            part = self.grad_names.fresh(f"{wanted}_part")
+            lines.append(Line(code=f"{total} = {self.grads.get(name, '0.0')}"))
+            sums.append(Line(code=f"    {total} = {total} + {part}"))
+            self.grads[name] = total
+            targets[index] = part
+        results = [targets[index] for index in code.gradient_inputs]
+        attribute = self.b.attribute(run)
+        if run.region.params:
+            over = f"for p, g in zip(reversed(self.{attribute}), reversed(self.grad_{attribute})):"
+        else:
+            over = f"for _ in range({len(run.calls)}):"
+        lines.append(Line(code=over))
+        lines.extend(self._backward_statement(run, incoming, results, "p", "g", "    "))
+        lines.extend(sums)
+        for argument, _ in run.carried:
+            handed = targets.get(argument)
+            name = first.args[argument]
+            if handed is None or name not in self.owed:
+                continue
+            if name in self.grads:
+                lines.append(Line(code=f"{handed} = {handed} + {self.grads[name]}"))
+            self.grads[name] = handed
+        return lines
+
+    def _backward_statement(
+        self, run: Run, incoming: list[str], targets: list[str], p: str, g: str, indent: str
+    ) -> list[Line]:
+        function = self.b.codes[run.region.name].backward
+        assert function is not None
+        arguments = self.b.arguments(function, run, (), "self.comm", p=p, g=g)
+        values = [argument for argument in (arguments, *incoming) if argument]
+        if any(argument.name == "saved" for argument in function.arguments):
+            values.append("saved.pop()")
+            drop = []
+        else:
+            drop = [Line(code=f"{indent}saved.pop()")]
+        used = [] if all(target == "_" for target in targets) else targets
+        assigned = f"{', '.join(used)} = " if used else ""
+        return [*drop, Line(code=f"{indent}{assigned}{function.name}({', '.join(values)})")]

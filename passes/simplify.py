@@ -18,16 +18,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from partc import fuel, operators
+from partc import fuel
 from partc.layout import Layout
 from partc.passes.activations import gelus
+from partc.passes.masks import known_masks
 from partc.passes.normalize import without_dead
 from partc.passes.rows import plain_rows
-from partc.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
 
-_MOST_ELEMENTS = 1 << 27  # of a mask that is evaluated
 # Operations that treat examples alike along every dimension but those they name.
 _POINTWISE = frozenset(
     [
@@ -77,7 +76,7 @@ def _simplified(region: Region) -> Region:
     for rewrite in (
         _plain_indexing,
         _one_row,
-        _known_masks,
+        known_masks,
         _grouped_heads,
         _norms,
         gelus,
@@ -221,70 +220,6 @@ def _unshadowed(ops: list[Op]) -> list[Op]:
             kept.append(op)
             seen.update(value.name for value in op.results)
     return kept
-
-
-def _known_masks(region: Region) -> Region:
-    """Evaluate attention masks that are made of constants."""
-    made = {value.name: op for op in region.forward.ops for value in op.results}
-    known: dict[str, str] = {}
-    ops = []
-    for op in region.forward.ops:
-        if op.name == "attention" and isinstance(op.args[3], Ref) and not op.args[4]:
-            mask = op.args[3].name
-            if mask not in known:
-                known[mask] = _kind_of_mask(mask, made)
-            if known[mask] != "other" and fuel.allowed("known mask", op.source):
-                op = replace(op, args=(*op.args[:3], None, known[mask] == "causal", op.args[5]))
-        ops.append(op)
-    return _rebuilt(region, ops, {})
-
-
-def _kind_of_mask(name: str, made: Mapping[str, Op]) -> str:
-    """`causal`, `open` (it hides nothing) or `other`."""
-    if name not in made or math.prod(made[name].result.type.shape) > _MOST_ELEMENTS:
-        return "other"
-    values: dict[str, Tensor] = {}
-    if not _evaluate(name, made, values):
-        return "other"
-    mask = values[name]
-    if mask.dim() < 2 or mask.shape[-1] < 2:
-        return "other"
-    hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
-    if mask.dtype != torch.bool and not bool(((mask == 0) | hidden | (mask <= torch.finfo(mask.dtype).min)).all()):
-        return "other"
-    if mask.dtype != torch.bool:
-        hidden = hidden | (mask <= torch.finfo(mask.dtype).min)
-    if not bool(hidden.any()):
-        return "open"
-    future = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
-    square = mask.shape[-1] == mask.shape[-2]
-    return "causal" if square and bool((hidden == future).all()) else "other"
-
-
-def _evaluate(name: str, made: Mapping[str, Op], values: dict[str, Tensor]) -> bool:
-    """Compute a value from constants alone; False where a parameter, a buffer or an input is read."""
-    if name in values:
-        return True
-    if name not in made:
-        return False
-    op = made[name]
-    if len(op.results) != 1 or not all(_evaluate(operand, made, values) for operand in op.refs()):
-        return False
-
-    def value(arg: Arg) -> object:
-        if isinstance(arg, Ref):
-            return values[arg.name]
-        if isinstance(arg, DTypeArg):
-            return operators.DTYPES[arg.name]
-        return [value(item) for item in arg] if isinstance(arg, tuple) else arg
-
-    if op.name == "constant":
-        shape = op.result.type.shape
-        values[name] = torch.tensor(op.args[0], dtype=operators.DTYPES[op.result.type.dtype]).reshape(shape)
-        return True
-    attrs = {key: value(arg) for key, arg in op.attrs}
-    values[name] = operators.resolve(op.name)(*(value(arg) for arg in op.args), **attrs)
-    return True
 
 
 def _grouped_heads(region: Region) -> Region:

@@ -1,5 +1,6 @@
 # make demo    compile, verify and train examples/gpt.py on 8 CPU processes
 # make test    the whole test suite
+# make models  every model on every mesh, verified in fp64
 # make check   formatting, lint, types
 # make bench   compile times and step times
 # Each sets up .venv by itself. Another interpreter: make PYTHON=python3.12 demo
@@ -11,7 +12,7 @@ MESH ?= 2x2x2
 BUILD ?= build
 WORKERS ?= 2
 
-.PHONY: demo test check bench clean
+.PHONY: demo test models check bench clean
 
 demo: $(VENV)/.partc
 	$(BIN)/partc compile examples/gpt.py --mesh $(MESH) --microbatches 4 -o $(BUILD)
@@ -19,7 +20,10 @@ demo: $(VENV)/.partc
 	$(BIN)/partc run $(BUILD) --steps 20
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --durations=10 $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --durations=10 -m "not matrix" $(ARGS)
+
+models: $(VENV)/.dev
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) tests/test_models.py $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -36,14 +36,21 @@ CONFIGURATIONS = {
 }  # fmt: skip
 
 
-def _cases() -> list[tuple[str, str, int, str]]:
+# What `make test` runs of every model; `make models` runs the rest too.
+ALWAYS = {("tp=2", 1, "1f1b"), ("2", 4, "1f1b"), ("1x4x2", 4, "1f1b"), ("2x2x2", 4, "1f1b"), ("2x2x2", 4, "gpipe")}
+
+
+def _cases() -> list[object]:
     """Every model on every mesh, with 1 and 4 microbatches, and both schedules where they differ."""
     found = []
     for model in ("gpt", "mlp", *CONFIGURATIONS):
         for mesh in MESHES:
-            found += [(model, mesh, 1, "1f1b"), (model, mesh, 4, "1f1b")]
+            cases = [(mesh, 1, "1f1b"), (mesh, 4, "1f1b")]
             if partc.Mesh.parse(mesh).axis("pp") > 1:
-                found.append((model, mesh, 4, "gpipe"))
+                cases.append((mesh, 4, "gpipe"))
+            for case in cases:
+                marks = () if case in ALWAYS or model == "gpt" else (pytest.mark.matrix,)
+                found.append(pytest.param(model, *case, marks=marks, id="-".join(map(str, (model, *case)))))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -104,7 +105,8 @@ def _infix(symbol: str) -> Emit:
         if "alpha" in o.attrs or "rounding_mode" in o.attrs:
             return _aten(o)
         left = f"({o.args[0]})" if symbol == "**" and o.args[0].startswith("-") else o.args[0]
-        return f"{left} {symbol} {o.args[1]}"
+        close = symbol == "**" and all(re.fullmatch(r"[\w.]+", operand) for operand in (left, o.args[1]))
+        return f"{left}{symbol}{o.args[1]}" if close else f"{left} {symbol} {o.args[1]}"
 
     return emit
 
@@ -243,6 +245,7 @@ _TABLE: Mapping[str, Emit] = {
         name: _method(name)
         for name in ["exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "abs", "erf", "relu", "clamp"]
     },
+    "outer": _function("torch.outer"),
     "logical_and": _function("torch.logical_and"),
     "logical_or": _function("torch.logical_or"),
     "logical_not": _function("torch.logical_not"),

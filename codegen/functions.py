@@ -147,7 +147,8 @@ class _Writer:
         arguments = [Argument(name="saved", type="Saved")] if unpacked else []
         if unpacked:
             freed = [Line(code="del saved")] if any(line.code.startswith("del ") for line in lines) else []
-            lines = [Line(code=f"{', '.join(unpacked)}{',' * (len(unpacked) == 1)} = saved"), *freed, *lines]
+            taken = f"({unpacked[0]},)" if len(unpacked) == 1 else ", ".join(unpacked)
+            lines = [Line(code=f"{taken} = saved"), *freed, *lines]
         results = [names[output] for output in wanted]
         returns = "None"
         if results:

@@ -224,7 +224,7 @@ class Steps:
         results = [targets[index] for index in code.gradient_inputs]
         attribute = self.b.attribute(run)
         if run.region.params:
-            over = f"for p, g in zip(reversed(self.{attribute}), reversed(self.grad_{attribute})):"
+            over = f"for p, g in zip(reversed(self.{attribute}), reversed(self.grad_{attribute}), strict=True):"
         else:
             over = f"for _ in range({len(run.calls)}):"
         lines.append(Line(code=over))

@@ -1,0 +1,28 @@
+"""Rank 0 of 8: stage 0."""
+
+RANK = 0
+COORDINATE = {"pp": 0, "dp": 0, "tp": 0}
+STAGE = 0
+GROUPS = {
+    "dp": (0, 2),
+    "tp": (0, 1),
+    "dp,tp": (0, 1, 2, 3),
+}
+PEERS = {1: 4}  # stage -> the rank there that this one sends to and receives from
+
+# Which elements of each sharded parameter this rank holds.
+SHARDS = {
+    "embed.weight": "[0:128, :]",
+    "blocks.*.attn.wq.weight": "[0:32, :]",
+    "blocks.*.attn.wk.weight": "[0:16, :]",
+    "blocks.*.attn.wv.weight": "[0:16, :]",
+    "blocks.*.attn.wo.weight": "[:, 0:32]",
+    "blocks.*.mlp.gate.weight": "[0:88, :]",
+    "blocks.*.mlp.up.weight": "[0:88, :]",
+    "blocks.*.mlp.down.weight": "[:, 0:88]",
+}
+
+SCHEDULE = (
+    "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0F3 0SEND_F3 0RECV_B2 0B2 0RECV_B3 "
+    "0B3 0REDUCE_GRAD"
+)

@@ -1,0 +1,28 @@
+"""Rank 7 of 8: stage 1."""
+
+RANK = 7
+COORDINATE = {"pp": 1, "dp": 1, "tp": 1}
+STAGE = 1
+GROUPS = {
+    "dp": (5, 7),
+    "tp": (6, 7),
+    "dp,tp": (4, 5, 6, 7),
+}
+PEERS = {0: 3}  # stage -> the rank there that this one sends to and receives from
+
+# Which elements of each sharded parameter this rank holds.
+SHARDS = {
+    "blocks.*.attn.wq.weight": "[32:64, :]",
+    "blocks.*.attn.wk.weight": "[16:32, :]",
+    "blocks.*.attn.wv.weight": "[16:32, :]",
+    "blocks.*.attn.wo.weight": "[:, 32:64]",
+    "blocks.*.mlp.gate.weight": "[88:176, :]",
+    "blocks.*.mlp.up.weight": "[88:176, :]",
+    "blocks.*.mlp.down.weight": "[:, 88:176]",
+    "head.weight": "[128:256, :]",
+}
+
+SCHEDULE = (
+    "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2 1RECV_F3 1F3 1B3 "
+    "1SEND_B3 1REDUCE_GRAD"
+)

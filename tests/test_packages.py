@@ -1,0 +1,60 @@
+"""What is written: the same from the same input, current in the repository, and in need of torch alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import partc
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SHOWN = EXAMPLES / "gpt_2x2x2"  # what examples/gpt.py becomes, for people to read and reviews to see change
+REWRITE = "partc compile examples/gpt.py --mesh 2x2x2 --microbatches 4 -o build; then copy stages and ranks here"
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("package") / "build"
+    partc.compile(EXAMPLES / "gpt.py", mesh="2x2x2", microbatches=4).write(folder)
+    return folder
+
+
+def test_two_compiles_are_byte_identical(build: Path, tmp_path: Path) -> None:
+    partc.compile(EXAMPLES / "gpt.py", mesh="2x2x2", microbatches=4).write(tmp_path / "again")
+    files = sorted(path.relative_to(build) for path in build.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*.*"))
+    for file in files:
+        assert (build / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
+
+
+def test_shown_code_is_what_is_emitted(build: Path) -> None:
+    shown = sorted(path for path in SHOWN.rglob("*") if path.is_file())
+    assert len(shown) >= 4
+    for path in shown:
+        assert path.read_text() == (build / path.relative_to(SHOWN)).read_text(), f"{path} is old: {REWRITE}"
+
+
+def test_package_needs_torch_alone(build: Path) -> None:
+    """Every other package that partc itself uses is made impossible to import."""
+    blocked = ["partc", "jinja2", "scipy", "sympy", "click", "rich", "safetensors", "transformers"]
+    code = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({blocked!r}));"
+        f" sys.argv = ['train.py', '--virtual', '--steps', '2']; sys.path.insert(0, {str(build)!r});"
+        f" runpy.run_path({str(build / 'train.py')!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=build.parent, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "step 2/2" in done.stdout + done.stderr
+
+
+def test_sixty_four_ranks_have_two_stage_modules(tmp_path: Path) -> None:
+    partc.compile(EXAMPLES / "gpt.py", mesh="2x4x8", microbatches=2, options={"size": "8b"}).write(tmp_path / "b")
+    assert len(list((tmp_path / "b" / "stages").glob("stage_*.py"))) == 2
+    ranks = list((tmp_path / "b" / "ranks").glob("rank_*.py"))
+    assert len(ranks) == 64
+    assert max(len(path.read_text().splitlines()) for path in ranks) < 60
+    stage = (tmp_path / "b" / "stages" / "stage_0.py").read_text()
+    assert len(stage.splitlines()) < 500, "32 blocks are one body in a loop"

@@ -46,10 +46,13 @@ _TAKEN = frozenset(
 
 
 def identifier(name: str) -> str:
-    """`attn.wq.weight` as `attn_wq_weight`: letters, digits and single underscores, never a keyword."""
+    """`attn.wq.weight` as `attn_wq_weight`, `0.weight` (of a Sequential) as `m0_weight`; never a keyword.
+
+    None starts with an underscore: fields of a NamedTuple may not.
+    """
     text = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "value"
     if text[0].isdigit():
-        text = f"_{text}"
+        text = f"m{text}"
     return f"{text}_" if keyword.iskeyword(text) or keyword.issoftkeyword(text) or text in _TAKEN else text
 
 

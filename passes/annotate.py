@@ -16,7 +16,7 @@ breaks ties. The `--shard` pins restrict the choice and win.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.assignment import Solution, solve
@@ -55,12 +55,12 @@ def _written(program: Program, axis: str, places: Places, solution: Solution) ->
             raise InternalError(f"{type} cannot be placed {placement} on {axis}")
         return replace(type, layout=layout)
 
+    varied = _varied(program, places, solution)
+
     def region(old: Region) -> Region:
-        varied: set[str] = set()
         ops = []
         for index, op in enumerate(old.forward.ops):
             chosen = solution.chosen["op", old.name, index]
-            varied.update(n for n, want in zip(op.refs(), chosen.wants, strict=True) if isinstance(want, Varying))
             makes = zip(op.results, chosen.makes, strict=True)
             results = tuple(replace(value, type=typed(value.type, made)) for value, made in makes)  # type: ignore[arg-type]
             added = () if chosen.label is None else (Choice(axis=axis, factor=chosen.label[0], outer=chosen.label[1]),)  # type: ignore[index]
@@ -71,8 +71,9 @@ def _written(program: Program, axis: str, places: Places, solution: Solution) ->
         )
         params = []
         for value in old.params:
-            stored = places.placement(("weight", old.name, value.name), solution)
-            used = Varying() if value.name in varied and isinstance(stored, Replicated) else stored
+            slot = ("weight", old.name, value.name)
+            stored = places.placement(slot, solution)
+            used = Varying() if places.owners[slot] in varied and isinstance(stored, Replicated) else stored
             params.append(replace(value, type=typed(value.type, used)))
         return replace(old, params=tuple(params), forward=replace(old.forward, inputs=inputs, ops=tuple(ops)))
 
@@ -88,6 +89,23 @@ def _written(program: Program, axis: str, places: Places, solution: Solution) ->
             for p in program.parameters
         ),
     )
+
+
+def _varied(program: Program, places: Places, solution: Solution) -> set[Hashable]:
+    """The weights that some operation, in whatever region, uses differently on each rank.
+
+    Their gradients are partial sums everywhere then, also where another region uses them alike: one
+    reduction at the end of the step serves all uses.
+    """
+    found: set[Hashable] = set()
+    for region in program.regions:
+        params = {value.name for value in region.params}
+        for index, op in enumerate(region.forward.ops):
+            wants = solution.chosen["op", region.name, index].wants
+            for name, want in zip(op.refs(), wants, strict=True):
+                if name in params and isinstance(want, Varying):
+                    found.add(places.owners["weight", region.name, name])
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

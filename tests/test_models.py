@@ -103,3 +103,15 @@ def test_sixty_four_ranks(tmp_path: Path) -> None:
     partc.compile(EXAMPLES / "gpt.py", mesh="2x8x4", microbatches=2, precision="fp64").write(tmp_path / "build")
     result = verify(tmp_path / "build", steps=1, virtual=True)
     assert result.ok, result.worst
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches"), [("tp=2", 1), ("pp=3,dp=2,tp=2", 4), ("pp=2,tp=3", 2), ("4x2", 3), ("pp=6,dp=2", 4)]
+)
+def test_everything_awkward(mesh: str, microbatches: int, shared: Path, tmp_path: Path) -> None:
+    """Names of a Sequential's parameters; a weight used alike by ranks in one region and differently in another."""
+    source = Path(__file__).parent / "models" / "crossing.py"
+    package = partc.compile(source, mesh=mesh, microbatches=microbatches, precision="fp64")
+    package.write(tmp_path / "build")
+    result = verify(tmp_path / "build", steps=2, virtual=True, reference=shared / "crossing_run")
+    assert result.ok, result.worst

@@ -3,6 +3,7 @@
 The model is examples/gpt.py's at a size where computation matters on a CPU. Both sides of a case are two
 processes of one thread over gloo. They take turns, a round of steps each, so that whatever else the machine
 does meets both; a side that waits does nothing. Times leave out making the batch, and the first round.
+CPU time is that of both ranks together: what is left of the difference on a machine with other work to do.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Measured:
 
     rounds: tuple[float, ...]
     fastest: float
+    cpu: float  # of all ranks, milliseconds a step
     peak_bytes: tuple[int, ...]
     losses: tuple[float, ...]
 
@@ -62,6 +64,7 @@ class Side:
 
     def __init__(self, worker: str, side: str, package: Path, report: Path, rounds: int, steps: int) -> None:
         self.report, self.steps = report, steps
+        self.cpu: list[float] = []  # seconds of all ranks at the start of each round
         command = [sys.executable, str(HERE / "workers" / worker), side, str(package), str(report)]
         command += [str(rounds), str(steps)]
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -82,13 +85,15 @@ class Side:
 
     def wait(self) -> None:
         """Until every rank is ready for its next round."""
+        self.cpu.append(0.0)
         for process in self.processes:
             assert process.stdout is not None
-            while (line := process.stdout.readline()) != "ready\n":
+            while not (line := process.stdout.readline()).startswith("ready "):
                 if not line:
                     self.stop()
                     logs = (self.report.parent / f"{self.report.name}.{rank}.log" for rank in range(RANKS))
                     raise SystemExit("\n".join(log.read_text()[-3000:] for log in logs))
+            self.cpu[-1] += float(line.split()[1])
 
     def go(self) -> None:
         for process in self.processes:
@@ -104,6 +109,7 @@ class Side:
         steps = [max(times) for times in zip(*(report["step_seconds"] for report in reports), strict=True)]
         return Measured(
             fastest=1000 * min(steps[self.steps :]),
+            cpu=1000 * (self.cpu[-1] - self.cpu[1]) / (self.steps * (len(self.cpu) - 2)),
             rounds=tuple(1000 * max(times) / self.steps for times in zip(*totals, strict=True))[1:],
             peak_bytes=tuple(report["peak_bytes"] for report in reports),
             losses=tuple(next(report["losses"] for report in reports if report["losses"])),
@@ -156,21 +162,21 @@ def row(case: Case, ours: Measured, theirs: Measured) -> str:
     return (
         f"| {case.mesh} | {case.what} | {statistics.median(ours.rounds):.0f} | {statistics.median(theirs.rounds):.0f} "
         f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {ours.fastest / theirs.fastest:.2f} "
-        f"| {ours.mib} | {theirs.mib} |"
+        f"| {ours.cpu:.0f} | {theirs.cpu:.0f} | {ours.cpu / theirs.cpu:.2f} | {ours.mib} | {theirs.mib} |"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(case.peer for case in CASES)}; all by default")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="after the first, at least 2")
     parser.add_argument("--steps", type=int, default=3, help="in each round")
     arguments = parser.parse_args()
     print(
         "| mesh | peer | partc, ms | peer, ms | ratio by rounds (lowest to highest) | of the fastest steps "
-        "| partc, MiB a rank | peer, MiB a rank |"
+        "| partc, CPU ms | peer, CPU ms | ratio | partc, MiB a rank | peer, MiB a rank |"
     )
-    print("|---|---|---:|---:|---|---:|---|---|", flush=True)
+    print("|---|---|---:|---:|---|---:|---:|---:|---:|---|---|", flush=True)
     for case in CASES:
         if not arguments.cases or case.peer in arguments.cases:
             with tempfile.TemporaryDirectory() as folder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ def read_task(argv: Sequence[str] | None = None) -> Task:
 
 
 def wait_for_round(task: Task, step: int) -> None:
-    """Before the first step of a round, say so and wait: the other side may be at work."""
+    """Before the first step of a round, say so, with the CPU time so far, and wait: the other side may be at work."""
     if step % task.steps == 0:
-        print("ready", flush=True)
+        print("ready", time.process_time(), flush=True)
         sys.stdin.readline()

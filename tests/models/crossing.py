@@ -17,7 +17,7 @@ class Cross(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         q = self.q(self.norm(x)).view(batch, length, self.heads, -1).transpose(1, 2)
         kv = self.kv(memory).view(batch, memory.shape[1], 2, self.heads, -1)
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)

@@ -424,7 +424,7 @@ def test_long_lines_break_as_a_formatter_breaks_them(line: str, expected: str, t
 
 def test_names_are_identifiers_and_never_shadow() -> None:
     assert identifier("attn.wq.weight") == "attn_wq_weight"
-    assert [identifier(name) for name in ("lambda", "torch", "3d", "F")] == ["lambda_", "torch_", "_3d", "F_"]
+    assert [identifier(name) for name in ("lambda", "torch", "3d", "F")] == ["lambda_", "torch_", "m3d", "F_"]
     assert class_name("layer_norm.2") == "LayerNorm2"
     names = Names(("x",))
     assert [names["x"], names["a.b"], names["a_b"], names["a.b"]] == ["x_2", "a_b", "a_b_2", "a_b"]

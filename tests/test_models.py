@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 import partc
 from partc.verify import verify
+from tests.zoo import EXAMPLES, MODELS
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 MESHES = ("2", "tp=2", "pp=2", "2x2", "2x2x2", "1x4x2", "2x1x4")
 
-CONFIGURATIONS = {
-    "llama": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 32,
-        "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    },
-    "gpt2": {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 3,
-        "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    },
-    "bert": {
-        "architectures": ["BertForMaskedLM"], "model_type": "bert", "vocab_size": 96, "hidden_size": 32,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64,
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    },
-    "vit": {
-        "architectures": ["ViTForImageClassification"], "model_type": "vit", "hidden_size": 32, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32, "patch_size": 8, "num_labels": 8,
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    },
-}  # fmt: skip
-
+PROVED = ("gpt", "mlp", "llama", "gpt2", "bert", "vit")
 
 # What `make test` runs of every model; `make models` runs the rest too.
 ALWAYS = {("tp=2", 1, "1f1b"), ("2", 4, "1f1b"), ("1x4x2", 4, "1f1b"), ("2x2x2", 4, "1f1b"), ("2x2x2", 4, "gpipe")}
@@ -43,7 +21,7 @@ ALWAYS = {("tp=2", 1, "1f1b"), ("2", 4, "1f1b"), ("1x4x2", 4, "1f1b"), ("2x2x2",
 def _cases() -> list[object]:
     """Every model on every mesh, with 1 and 4 microbatches, and both schedules where they differ."""
     found = []
-    for model in ("gpt", "mlp", *CONFIGURATIONS):
+    for model in PROVED:
         for mesh in MESHES:
             cases = [(mesh, 1, "1f1b"), (mesh, 4, "1f1b")]
             if partc.Mesh.parse(mesh).axis("pp") > 1:
@@ -52,15 +30,6 @@ def _cases() -> list[object]:
                 marks = () if case in ALWAYS or model == "gpt" else (pytest.mark.matrix,)
                 found.append(pytest.param(model, *case, marks=marks, id="-".join(map(str, (model, *case)))))
     return found
-
-
-def _source(model: str, folder: Path) -> tuple[str, dict[str, object]]:
-    if model not in CONFIGURATIONS:
-        return str(EXAMPLES / f"{model}.py"), {"batch": 16}
-    path = folder / model / "config.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(CONFIGURATIONS[model]))
-    return f"hf:{path}", {"batch": 16} if model == "vit" else {"batch": 16, "seq": 16}
 
 
 @pytest.fixture(scope="session")
@@ -73,11 +42,16 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_package_equals_single_device(
     model: str, mesh: str, microbatches: int, schedule: str, shared: Path, tmp_path: Path
 ) -> None:
-    if model in CONFIGURATIONS:
+    entry = MODELS[model]
+    if entry.config:
         pytest.importorskip("transformers")
-    source, options = _source(model, shared)
     package = partc.compile(
-        source, mesh=mesh, microbatches=microbatches, schedule=schedule, precision="fp64", options=options
+        entry.source(shared),
+        mesh=mesh,
+        microbatches=microbatches,
+        schedule=schedule,
+        precision="fp64",
+        options=entry.options,
     )
     package.write(tmp_path / "build")
     result = verify(tmp_path / "build", steps=2, virtual=True, reference=shared / f"{model}_run")

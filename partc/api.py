@@ -83,7 +83,7 @@ class Package:
             seed=self.options.seed,
             precision=self.options.precision,
             report=[_sentence(item) for item in self.replicated_ops],
-            command={"schedule": self.options.schedule, "shard": list(self.options.shard)},
+            command=self.options.command,
         )
         yield from self.extra.items()
 
@@ -151,6 +151,7 @@ def compile(
     mesh: str | Mesh,
     microbatches: int = 1,
     schedule: str = "1f1b",
+    virtual_stages: int | None = None,
     precision: str = "fp32",
     seed: int = 0,
     shard: Sequence[str] = (),
@@ -165,7 +166,13 @@ def compile(
     and optionally `loss(model, batch)`. Raises PartcError for whatever is wrong with these.
     """
     checked = Options.checked(
-        mesh=mesh, microbatches=microbatches, schedule=schedule, precision=precision, seed=seed, shard=shard
+        mesh=mesh,
+        microbatches=microbatches,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        precision=precision,
+        seed=seed,
+        shard=shard,
     )
     done = compilation(model, batch, checked, loss=loss, model_options=options or {}, on_phase=on_phase)
     return package(done)

@@ -12,6 +12,7 @@ import click
 
 from partc import __version__, console
 from partc.errors import PartcError
+from partc.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from partc.api import Compilation
@@ -56,7 +57,10 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         click.option("--batch", type=int, help="the same as -D batch=..., for hf: models"),
         click.option("--seq", type=int, help="the same as -D seq=..., for hf: models"),
         click.option("--microbatches", type=int, default=1, show_default=True, help="parts of the batch in time"),
-        click.option("--schedule", type=click.Choice(("1f1b", "gpipe")), default="1f1b", show_default=True),
+        click.option("--schedule", type=click.Choice(tuple(SCHEDULES)), default="1f1b", show_default=True),
+        click.option(
+            "--virtual-stages", type=int, metavar="N", help="stages on each rank, for interleaved [default: 2]"
+        ),
         click.option("--precision", type=click.Choice(("fp32", "fp64")), default="fp32", show_default=True),
         click.option("--seed", type=int, default=0, show_default=True, help="of the initial parameters and the data"),
         click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
@@ -276,7 +280,7 @@ def _options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
             raise PartcError("P0003", f"-D {text!r} is not NAME=VALUE", help="for example -D layers=4")
         definitions[name] = value
     definitions |= {name: str(given[name]) for name in ("batch", "seq") if given[name] is not None}
-    kept = ("mesh", "microbatches", "schedule", "precision", "seed", "shard")
+    kept = ("mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard")
     return Options.checked(**{name: given[name] for name in kept}), definitions
 
 

@@ -216,12 +216,19 @@ CATALOGUE: Mapping[str, Entry] = {
     ),
     "P0404": Entry(
         "no such schedule or precision",
-        "Schedules: gpipe runs all forwards, then all backwards; 1f1b alternates them, with less memory. "
+        "Schedules: gpipe runs all forwards, then all backwards; 1f1b alternates them, with less memory; "
+        "interleaved is 1f1b with several stages on every rank; zero-bubble (ZB-H1), zbv (ZB-V) and dualpipe-v "
+        "(DualPipeV) fill idle time with gradients of weights. "
         "Precisions: fp32, and fp64 to see that a package equals its model to rounding.",
     ),
     "P0405": Entry(
         "a number of microbatches that cannot be",
         "--microbatches is 1 or more: each step's batch is trained in so many equal parts, one after the other.",
+    ),
+    "P0406": Entry(
+        "stages that a schedule can't place",
+        "gpipe and 1f1b have one stage on every pipeline rank, zbv and dualpipe-v have two, there and back. "
+        "interleaved and zero-bubble deal any number round and round: --virtual-stages N puts N on each rank.",
     ),
     "P0501": Entry(
         "started on another number of ranks than compiled for",

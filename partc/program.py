@@ -201,13 +201,14 @@ class Transfer:
     gradient: bool
 
 
-ActionKind = Literal["F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD"]
+ActionKind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
     """What a rank does next, in the grammar of torch's pipeline schedules: 2F0, 0SEND_F1, 1REDUCE_GRAD.
 
+    B is the whole backward pass; I and W are its two halves, gradients of inputs and of weights.
     SEND_F sends a microbatch's values to every stage that reads them, RECV_F receives all that
     the stage reads from others; SEND_B and RECV_B do the same for their gradients.
     """

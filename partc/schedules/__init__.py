@@ -1,0 +1,37 @@
+"""Pipeline schedules: who computes what in which order. A schedule is one file; this is their table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from partc.errors import PartcError
+from partc.schedules import dualpipe_v, gpipe, interleaved, one_forward_one_backward, zbv, zero_bubble
+from partc.schedules.kind import Compute, ComputeKind, ScheduleKind
+
+__all__ = ["SCHEDULES", "Compute", "ComputeKind", "ScheduleKind", "compute_order", "stage_ranks"]
+
+SCHEDULES: Mapping[str, ScheduleKind] = {
+    module.KIND.name: module.KIND
+    for module in (gpipe, one_forward_one_backward, interleaved, zero_bubble, zbv, dualpipe_v)
+}
+
+
+def stage_ranks(kind: ScheduleKind, ranks: int, stages: int) -> tuple[int, ...]:
+    """The pipeline rank of every stage. Raises PartcError P0406 if the schedule can't place so many."""
+    each, rest = divmod(stages, ranks)
+    if rest or each < 1 or (kind.placement != "loop" and each != kind.stages_per_rank):
+        wanted = "the same number" if kind.placement == "loop" else str(kind.stages_per_rank)
+        raise PartcError(
+            "P0406",
+            f"{kind.name} can't place {stages} stages on {ranks} pipeline ranks: it takes {wanted} on each",
+            help=f"use {ranks * kind.stages_per_rank} stages: leave out --virtual-stages",
+        )
+    if kind.placement == "v":
+        return (*range(ranks), *reversed(range(ranks)))
+    return tuple(stage % ranks for stage in range(stages))
+
+
+def compute_order(kind: ScheduleKind, ranks: int, microbatches: int, stages: int) -> tuple[tuple[Compute, ...], ...]:
+    """What each pipeline rank computes, in order. Raises PartcError P0406."""
+    stage_ranks(kind, ranks, stages)
+    return tuple(tuple(kind.order(rank, ranks, stages, microbatches)) for rank in range(ranks))

@@ -56,9 +56,14 @@ class RegionCode:
     params_class: str  # "" where it has no parameters
     fields: tuple[Argument, ...]
     forward: Function
-    backward: Function | None
+    backward: Function | None  # None, too, where gradients of weights are all there is, and are made apart
+    weight: Function | None
     gradient_inputs: tuple[int, ...]  # positions of the inputs whose gradients backward returns
     gradient_outputs: tuple[int, ...]  # positions of the outputs whose gradients backward takes
+
+    @property
+    def differentiated(self) -> bool:
+        return self.backward is not None or self.weight is not None
 
 
 def region_code(region: Region, sizes: Sizes, prefix: str, doc: str) -> RegionCode:
@@ -75,11 +80,14 @@ def region_code(region: Region, sizes: Sizes, prefix: str, doc: str) -> RegionCo
     )
     params_class = f"{title}Params" if region.params else ""
     outputs = region.forward.outputs
+    backward = f"{name}_backward" if region.weight is None else f"{name}_backward_input"
+    has_backward = region.backward is not None and (region.weight is None or bool(region.backward.ops))
     return RegionCode(
         params_class=params_class,
         fields=tuple(Argument(name=fields[v.name], type="Tensor", layout=str(v.type)) for v in region.params),
         forward=writer.forward(forward, f"{name}_forward" if saves else name, doc, params_class),
-        backward=writer.backward(region.backward, f"{name}_backward", params_class) if region.backward else None,
+        backward=writer.backward(region.backward, backward, params_class) if has_backward and region.backward else None,
+        weight=writer.weight(region.weight, f"{name}_backward_weight", params_class) if region.weight else None,
         gradient_inputs=tuple(
             index
             for index, value in enumerate(region.forward.inputs)
@@ -125,12 +133,7 @@ class _Writer:
     def backward(self, graph: Graph, name: str, params_class: str) -> Function:
         original = graph.outputs
         graph = without_idle_views(graph, self.sizes)
-        gradients = {value.name: f"grad_{value.name}" for value in self.region.params}
-        buffers: dict[str, list[str]] = {}
-        for output, made in zip(original, graph.outputs, strict=True):
-            for param, gradient in gradients.items():
-                if output == gradient:
-                    buffers.setdefault(made, []).append(f"g.{self.fields[param]}")
+        buffers = self._buffers(original, graph)
         names = self._scope()
         inputs = [value for value in graph.inputs if value.name not in self._params]
         grads = [value for value in inputs if value.name not in self.region.saved]
@@ -142,18 +145,20 @@ class _Writer:
             for output, made in zip(original, graph.outputs, strict=True)
             if output == f"grad_{value.name}"
         ]
-        lines = self._body(replace(graph, outputs=tuple(wanted)), names, buffers, borrowed=grads)
+        kept = graph.outputs[len(graph.outputs) - len(self.region.kept) :]
+        lines = self._body(replace(graph, outputs=(*wanted, *kept)), names, buffers, borrowed=grads)
         unpacked = [names[saved] for saved in self.region.saved]
         arguments = [Argument(name="saved", type="Saved")] if unpacked else []
-        if unpacked:
-            freed = [Line(code="del saved")] if any(line.code.startswith("del ") for line in lines) else []
-            taken = f"({unpacked[0]},)" if len(unpacked) == 1 else ", ".join(unpacked)
-            lines = [Line(code=f"{taken} = saved"), *freed, *lines]
+        lines = _unpacked("saved", unpacked, lines)
         results = [names[output] for output in wanted]
+        types = ["Tensor"] * len(results)
+        if self.region.kept:
+            results.append(_tuple([names[name] for name in kept]))
+            types.append("Saved")
         returns = "None"
         if results:
             lines.append(Line(code=f"return {', '.join(results)}"))
-            returns = "Tensor" if len(results) == 1 else f"tuple[{', '.join(['Tensor'] * len(results))}]"
+            returns = types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]"
         return Function(
             name=name,
             doc="",
@@ -161,6 +166,27 @@ class _Writer:
             returns=returns,
             lines=tuple(lines),
         )
+
+    def weight(self, graph: Graph, name: str, params_class: str) -> Function:
+        """The gradients of the parameters, from what the backward of the inputs kept for them."""
+        original = graph.outputs
+        graph = without_idle_views(graph, self.sizes)
+        names = self._scope()
+        for value in graph.inputs:
+            names[value.name]
+        body = self._body(replace(graph, outputs=()), names, self._buffers(original, graph), borrowed=())
+        lines = _unpacked("kept", [names[value.name] for value in graph.inputs], body)
+        arguments = (*self._arguments(lines, params_class, (), names), Argument(name="kept", type="Saved"))
+        return Function(name=name, doc="", arguments=arguments, returns="None", lines=tuple(lines))
+
+    def _buffers(self, original: tuple[str, ...], graph: Graph) -> dict[str, list[str]]:
+        """The gradient buffers that each value is added to."""
+        gradients = {f"grad_{value.name}": f"g.{self.fields[value.name]}" for value in self.region.params}
+        buffers: dict[str, list[str]] = {}
+        for output, made in zip(original, graph.outputs, strict=True):
+            if output in gradients:
+                buffers.setdefault(made, []).append(gradients[output])
+        return buffers
 
     @property
     def _params(self) -> frozenset[str]:
@@ -213,7 +239,11 @@ class _Writer:
         inlined: dict[str, str] = {}
         bound = {value.name for value in graph.inputs}
         gone: list[str] = []
-        lines: list[Line] = []
+        lines = [
+            Line(code=f"{buffer}.add_({names[value.name]})")
+            for value in graph.inputs
+            for buffer in buffers.get(value.name, ())
+        ]
         for index, op in enumerate(order):
             write = lambda name: inlined[name] if name in inlined else names[name]  # noqa: E731
             operands = Operands(
@@ -286,6 +316,15 @@ class _Writer:
         module = op.source.module if op.source else ""
         module = module.removeprefix(self.prefix).strip(".")
         return module or op.name.removesuffix("_backward")
+
+
+def _unpacked(source: str, names: list[str], lines: list[Line]) -> list[Line]:
+    """The lines after one that takes a tuple apart, whose own hold on the tensors ends where they can be freed."""
+    if not names:
+        return lines
+    freed = [Line(code=f"del {source}")] if any(line.code.startswith("del ") for line in lines) else []
+    taken = f"({names[0]},)" if len(names) == 1 else ", ".join(names)
+    return [Line(code=f"{taken} = {source}"), *freed, *lines]
 
 
 def _use_counts(graph: Graph) -> dict[str, int]:

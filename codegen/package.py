@@ -103,13 +103,16 @@ def _communication(program: Program, plan: Mapping[str, Any]) -> Iterator[dict[s
             for collective in region[part]:
                 yield _row(f"{name}, {part}", NAMES[collective["op"]], collective["axis"], collective["bytes"])
     for transfer in plan["transfers"]:
+        if not transfer["bytes"]:
+            continue
         there = "there and its gradient back" if transfer["gradient"] else "there"
         stages = f"stage {transfer['source']} to {transfer['target']}"
         yield _row("each microbatch", f"{transfer['value']}, {there}", stages, transfer["bytes"])
     reduced: dict[tuple[int, tuple[str, ...]], int] = {}
+    owners = program.owners()
     for parameter in program.parameters:
         entry = plan["parameters"][parameter.name]
-        for stage in entry["stages"] if entry["reduce"] and entry["trainable"] else ():
+        for stage in owners.get(parameter.name, ()) if entry["reduce"] and entry["trainable"] else ():
             key = (stage, tuple(entry["reduce"]))
             reduced[key] = reduced.get(key, 0) + local_bytes(parameter.type, program.sizes)
     for (stage, axes), size in reduced.items():

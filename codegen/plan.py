@@ -18,10 +18,7 @@ def plan(
 ) -> dict[str, Any]:
     """`command` holds what else the user asked for, so that the compile can be repeated."""
     types = program.value_types()
-    holders: dict[str, set[int]] = {}
-    for call in program.calls:
-        for name in call.params:
-            holders.setdefault(name, set()).add(call.stage)
+    holders = program.holders()
     return {
         "partc": FORMAT,
         "name": program.name,
@@ -32,6 +29,7 @@ def plan(
         "options": dict(options),
         "command": dict(command or {}),
         "stages": program.stages,
+        "places": [program.place(stage) for stage in range(program.stages)],
         "inputs": {name: _typed(types[name], program) for name in program.inputs},
         "parameters": {
             parameter.name: {
@@ -39,7 +37,7 @@ def plan(
                 **_typed(parameter.type, program),
                 "trainable": parameter.trainable,
                 "reduce": [axis for axis in parameter.reduce if program.sizes[axis] > 1],
-                "stages": sorted(holders.get(parameter.name, ())),
+                "stages": list(holders.get(parameter.name, ())),
                 "aliases": list(parameter.aliases),
             }
             for parameter in program.parameters
@@ -61,7 +59,7 @@ def plan(
                 "source": transfer.source,
                 "target": transfer.target,
                 "gradient": transfer.gradient,
-                "bytes": local_bytes(types[transfer.value], program.sizes),
+                "bytes": local_bytes(types[transfer.value], program.sizes) if program.travels(transfer) else 0,
             }
             for transfer in program.transfers
         ],
@@ -86,7 +84,7 @@ def _region(region: Region, program: Program) -> dict[str, Any]:
         },
         "saved": list(region.saved),
         "forward": _collectives(region.forward, region, program),
-        "backward": _collectives(region.backward, region, program) if region.backward else [],
+        "backward": [item for graph in region.graphs[1:] for item in _collectives(graph, region, program)],
     }
 
 

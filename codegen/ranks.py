@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from partc.codegen.stages import groups, tied_groups
+from partc.codegen.reductions import Reductions
 from partc.layout import Layout
 from partc.mesh import PIPELINE_AXIS
 from partc.program import Program
@@ -20,43 +20,47 @@ class RankCode:
 
     rank: int
     coordinate: str
-    stage: int
+    title: str
+    stages: str
     groups: tuple[tuple[str, str], ...]
-    peers: str
+    links: str
     shards: tuple[tuple[str, str], ...]
     schedule: tuple[str, ...]
 
 
 def rank_codes(program: Program) -> Iterator[RankCode]:
-    """One for every rank of the mesh; what ranks of a stage share is worked out once."""
+    """One for every rank of the mesh; what ranks of a pipeline coordinate share is worked out once."""
     mesh = program.mesh
-    stages = range(program.stages)
-    axes = [groups(program, stage) for stage in stages]
-    tied = [tied_groups(program, stage) for stage in stages]
-    peers = [_peer_stages(program, stage) for stage in stages]
-    schedules = [_schedule(program, stage) for stage in stages]
-    patterns = [_patterns(program, stage) for stage in stages]
-    cut = lru_cache(maxsize=None)(lambda stage, place: _shards(patterns[stage], program, dict(place)))
+    pipeline = range(mesh.axis(PIPELINE_AXIS))
+    hosted = [program.stages_at(index) for index in pipeline]
+    sums = [[Reductions(program, stage) for stage in stages] for stages in hosted]
+    axes = [tuple(dict.fromkeys(group for stage in here for group in stage.groups())) for here in sums]
+    shared = [tuple(dict.fromkeys(places for stage in here for places in stage.shared())) for here in sums]
+    links = [_links(program, index) for index in pipeline]
+    schedules = [_schedule(program, index) for index in pipeline]
+    patterns = [_patterns(program, stages) for stages in hosted]
+    cut = lru_cache(maxsize=None)(lambda index, place: _shards(patterns[index], program, dict(place)))
     members = lru_cache(maxsize=None)(lambda first, names: _ranks(mesh.group(first, names)))
     for rank in range(mesh.size):
         place = mesh.coordinate(rank)
-        stage = place.get(PIPELINE_AXIS, 0)
+        index = place.get(PIPELINE_AXIS, 0)
         at = lambda other: mesh.rank({**place, PIPELINE_AXIS: other})  # noqa: B023, E731
         here = tuple((axis, index) for axis, index in place.items() if axis != PIPELINE_AXIS)
         yield RankCode(
             rank=rank,
             coordinate=_dict(place),
-            stage=stage,
+            title=f"stage{'s' * (len(hosted[index]) > 1)} {' and '.join(map(str, hosted[index]))}",
+            stages=str(hosted[index]),
             groups=(
                 *(
                     (",".join(names), members(mesh.rank({**place, **dict.fromkeys(names, 0)}), names))
-                    for names in axes[stage]
+                    for names in axes[index]
                 ),
-                *((f"stages {','.join(map(str, held))}", _ranks(tuple(map(at, held)))) for held in tied[stage]),
+                *((f"pp {','.join(map(str, held))}", _ranks(tuple(map(at, held)))) for held in shared[index]),
             ),
-            peers=f"{{{', '.join(f'{other}: {at(other)}' for other in peers[stage])}}}",
-            shards=cut(stage, here),
-            schedule=schedules[stage],
+            links=f"{{{', '.join(f'{link}: {at(other)}' for link, other in links[index])}}}",
+            shards=cut(index, here),
+            schedule=schedules[index],
         )
 
 
@@ -72,24 +76,27 @@ def _ranks(members: tuple[int, ...]) -> str:
     return str(members)
 
 
-def _peer_stages(program: Program, stage: int) -> tuple[int, ...]:
-    ends = {(transfer.source, transfer.target) for transfer in program.transfers}
-    return tuple(sorted({*(b for a, b in ends if a == stage), *(a for a, b in ends if b == stage)}))
+def _links(program: Program, index: int) -> tuple[tuple[tuple[int, int], int], ...]:
+    """What a pipeline coordinate sends and receives over: from stage, to stage, and where the other one is."""
+    ends = {(t.source, t.target) for t in program.transfers if program.travels(t)}
+    ends |= {(t.target, t.source) for t in program.transfers if program.travels(t) and t.gradient}
+    places = {(a, b): (program.place(a), program.place(b)) for a, b in sorted(ends)}
+    return tuple((link, b if a == index else a) for link, (a, b) in places.items() if index in (a, b))
 
 
-def _schedule(program: Program, stage: int) -> tuple[str, ...]:
-    """The stage's actions in lines of a readable length, each but the last with a space at its end."""
-    actions = " ".join(map(str, program.schedule[stage])) if program.schedule else ""
+def _schedule(program: Program, index: int) -> tuple[str, ...]:
+    """The actions in lines of a readable length, each but the last with a space at its end."""
+    actions = " ".join(map(str, program.schedule[index])) if program.schedule else ""
     lines = textwrap.wrap(actions, 100)
     return tuple(f"{line} " for line in lines[:-1]) + tuple(lines[-1:])
 
 
-def _patterns(program: Program, stage: int) -> tuple[tuple[str, Layout], ...]:
-    """Sharded parameters of a stage; those of repeated calls under one name with a `*`."""
+def _patterns(program: Program, stages: tuple[int, ...]) -> tuple[tuple[str, Layout], ...]:
+    """Sharded parameters of some stages; those of repeated calls under one name with a `*`."""
     layouts = {parameter.name: parameter.type.layout for parameter in program.parameters}
     found: dict[str, Layout] = {}
     for call in program.calls:
-        if call.stage != stage:
+        if call.stage not in stages:
             continue
         for name in call.params:
             if any(program.sizes[axis] > 1 for axis in layouts[name].sharded_axes):

@@ -10,8 +10,9 @@ from partc.codegen.calls import Run, runs
 from partc.codegen.collectives import local_bytes, readable_bytes
 from partc.codegen.functions import Argument, Function, Line, RegionCode, region_code
 from partc.codegen.names import Names, identifier
+from partc.codegen.reductions import Reductions
 from partc.codegen.steps import Steps
-from partc.mesh import PIPELINE_AXIS, TIME_AXIS
+from partc.mesh import TIME_AXIS
 from partc.program import Parameter, Phase, Program, Region
 
 
@@ -60,25 +61,16 @@ class StageCode:
     prepare: tuple[Line, ...]
     forward: tuple[Line, ...]
     backward: tuple[Line, ...]
+    weight: tuple[Line, ...]
+    split: bool  # backward is of the inputs alone, weight of the weights
     reduce: tuple[Line, ...]
+    shared: tuple[Entry, ...]
+    shared_note: str
     imports: frozenset[str]
 
 
 def stage_code(program: Program, index: int) -> StageCode:
     return _Builder(program, index).build()
-
-
-def groups(program: Program, stage: int) -> tuple[tuple[str, ...], ...]:
-    """Axes whose ranks talk to each other in a stage: each that the mesh has, and those reduced over together."""
-    single = ((name,) for name, size in program.mesh.axes if size > 1 and name != PIPELINE_AXIS)
-    builder = _Builder(program, stage)
-    return tuple(dict.fromkeys((*single, *map(builder.reduced, builder.trained()))))
-
-
-def tied_groups(program: Program, stage: int) -> tuple[tuple[int, ...], ...]:
-    """Sets of stages that hold the same trained parameters."""
-    builder = _Builder(program, stage)
-    return tuple(dict.fromkeys(held for held in map(builder.holders, builder.trained()) if len(held) > 1))
 
 
 class _Builder:
@@ -94,6 +86,7 @@ class _Builder:
             for phase in ("setup", "step", "microbatch")
         }
         self.parameters = {parameter.name: parameter for parameter in program.parameters}
+        self.reductions = Reductions(program, index)
         self.types = program.value_types()
         self.codes = self._region_codes()
         self.attributes = Names(_STAGE_ATTRIBUTES)
@@ -109,16 +102,17 @@ class _Builder:
         locals_ = Steps(self)
         forward = locals_.forward()
         backward = locals_.backward()
+        weight = locals_.weight()
         tables, parameters = self._parameters()
         regions = list(dict.fromkeys(call.region for call in self.calls))
         units = tuple(
             (
                 Params(name=code.params_class, fields=code.fields) if code.params_class else None,
-                (code.forward, code.backward) if code.backward else (code.forward,),
+                tuple(function for function in (code.forward, code.backward, code.weight) if function),
             )
             for code in (self.codes[name] for name in regions)
         )
-        lines = [*init, *setup, *prepare, *forward, *backward, *self._reduce()]
+        lines = [*init, *setup, *prepare, *forward, *backward, *weight, *self._reduce()]
         text = "\n".join(line.code for _, functions in units for f in functions for line in f.lines)
         text += "\n".join(line.code for line in lines)
         loss = self.program.loss if self.makes(self.program.loss) else ""
@@ -141,7 +135,11 @@ class _Builder:
             prepare=tuple(prepare),
             forward=tuple(forward),
             backward=tuple(backward),
+            weight=tuple(weight),
+            split=any(code.weight for code in self.codes.values()),
             reduce=tuple(self._reduce()),
+            shared=self._shared(),
+            shared_note=self._shared_note(),
             imports=frozenset(
                 name for name in ("torch", "F", "functional", "math") if re.search(rf"(?<![\w.]){name}\.", text)
             ),
@@ -181,11 +179,10 @@ class _Builder:
         parts = [type]
         if not parameter.trainable:
             parts.append("trainable=False")
-        if self.reduced(parameter):
-            parts.append(f"reduce={_strings(self.reduced(parameter))}")
-        stages = self.holders(parameter)
-        if len(stages) > 1:
-            parts.append(f"stages={stages}")
+        if self.reductions.axes(parameter):
+            parts.append(f"reduce={_strings(self.reductions.axes(parameter))}")
+        if self.reductions.sharers(parameter):
+            parts.append(f"shared={self.reductions.sharers(parameter)}")
         if parameter.aliases:
             parts.append(f"aliases={_strings(parameter.aliases)}")
         return f"Shard({', '.join(parts)})"
@@ -193,17 +190,6 @@ class _Builder:
     @property
     def _small(self) -> tuple[str, ...]:
         return tuple(axis for axis, size in self.program.sizes.items() if size == 1)
-
-    def reduced(self, parameter: Parameter) -> tuple[str, ...]:
-        return tuple(axis for axis in parameter.reduce if self.program.sizes[axis] > 1) if parameter.trainable else ()
-
-    def holders(self, parameter: Parameter) -> tuple[int, ...]:
-        return tuple(sorted({call.stage for call in self.program.calls if parameter.name in call.params}))
-
-    def trained(self) -> list[Parameter]:
-        """Trained parameters of this stage, in order of use."""
-        here = dict.fromkeys(name for call in self.calls for name in call.params)
-        return [self.parameters[name] for name in here if self.parameters[name].trainable]
 
     def _parameters(self) -> tuple[tuple[tuple[str, tuple[Entry, ...]], ...], tuple[Entry | Repeated, ...]]:
         tables: dict[str, tuple[Entry, ...]] = {}
@@ -257,7 +243,7 @@ class _Builder:
             if not run.region.params:
                 continue
             cls, attribute = self.codes[run.region.name].params_class, self.attribute(run)
-            trains = self.codes[run.region.name].backward is not None
+            trains = self.codes[run.region.name].differentiated
             for target, source in ((attribute, "parameters"), (f"grad_{attribute}", "gradients")):
                 if source == "parameters" or trains:
                     lines.append(Line(code=f"self.{target} = {self._tensors(run, cls, source)}"))
@@ -306,31 +292,33 @@ class _Builder:
 
     def _reduce(self) -> list[Line]:
         groups: dict[tuple[str, ...], list[Parameter]] = {}
-        tied: dict[tuple[int, ...], list[Parameter]] = {}
-        for parameter in self.trained():
-            if self.reduced(parameter):
-                groups.setdefault(self.reduced(parameter), []).append(parameter)
-            if len(self.holders(parameter)) > 1:
-                tied.setdefault(self.holders(parameter), []).append(parameter)
+        for parameter in self.reductions.trained:
+            if self.reductions.axes(parameter):
+                groups.setdefault(self.reductions.axes(parameter), []).append(parameter)
         lines = []
         for axes, parameters in groups.items():
             size = readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in parameters))
             axis = f"self.comm.{axes[0]}" if len(axes) == 1 else f"self.comm.group({_strings(axes)})"
             names = (
                 "list(self.gradients.values())"
-                if len(parameters) == len(self.trained())
+                if len(parameters) == len(self.reductions.trained)
                 else "[self.gradients[name] for name, shard in self.parameters.items()"
                 f" if shard.reduce == {_strings(axes)}]"
             )
             note = f"all-reduce {size} over {' and '.join(axes)}: {_why_reduced(axes)}"
             lines.append(Line(code=f"{axis}.reduce_gradients({names})", notes=(note,)))
-        for stages, parameters in tied.items():
-            listed = ", ".join(f'self.gradients["{parameter.name}"]' for parameter in parameters)
-            size = readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in parameters))
-            held = _listed(str(stage) for stage in stages)
-            note = f"all-reduce {size} over stages {held}: they use the same weight and keep it equal"
-            lines.append(Line(code=f"self.comm.stages({stages}).reduce_gradients([{listed}])", notes=(note,)))
         return lines
+
+    def _shared(self) -> tuple[Entry, ...]:
+        return tuple(
+            Entry(key=str(places), value=_strings(sorted(parameter.name for parameter in parameters)))
+            for places, parameters in self.reductions.shared().items()
+        )
+
+    def _shared_note(self) -> str:
+        """What their sum moves, for a comment."""
+        weights = [parameter for parameters in self.reductions.shared().values() for parameter in parameters]
+        return readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in weights))
 
 
 _STAGE_ATTRIBUTES = [
@@ -343,10 +331,13 @@ _STAGE_ATTRIBUTES = [
     "receives",
     "loss",
     "loss_partial",
+    "shared",
     "setup",
     "prepare",
     "forward",
     "backward",
+    "backward_input",
+    "backward_weight",
     "reduce_gradients",
 ]
 _PHASES: dict[Phase, str] = {

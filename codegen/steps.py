@@ -57,7 +57,7 @@ class Steps:
 
     def forward(self) -> list[Line]:
         lines: list[Line] = []
-        saves = any(self.b.codes[run.region.name].backward for run in self.runs)
+        saves = any(self.b.codes[run.region.name].differentiated for run in self.runs)
         if saves:
             lines.append(Line(code="saved: list[Saved] = []"))
         for run in self.runs:
@@ -71,10 +71,10 @@ class Steps:
 
     def _call(self, run: Run, args: Sequence[str], results: Sequence[str], p: str, indent: str) -> list[Line]:
         code = self.b.codes[run.region.name]
-        targets = [*results, "kept"] if code.backward else [*results]
+        targets = [*results, "kept"] if code.differentiated else [*results]
         arguments = self.b.arguments(code.forward, run, args, "self.comm", p=p)
         lines = [Line(code=f"{indent}{', '.join(targets)} = {code.forward.name}({arguments})")]
-        if code.backward:
+        if code.differentiated:
             lines.append(Line(code=f"{indent}saved.append(kept)"))
         return lines
 
@@ -123,18 +123,50 @@ class Steps:
     # -- backward -------------------------------------------------------------------------------
 
     def backward(self) -> list[Line]:
-        lines: list[Line] = []
+        lines: list[Line] = [Line(code="kept: list[Saved] = []")] if self._split() else []
         self.grads: dict[str, str] = {t.value: f'gradients["{t.value}"]' for t in self.b.sent if t.gradient}
-        self.grad_names = Names(("comm", "saved", "gradients", "p", "g", "self"))
+        self.grad_names = Names(("comm", "saved", "kept", "left", "gradients", "p", "g", "self"))
         self.owed = self._owed()
         for run in reversed(self.runs):
-            if self.b.codes[run.region.name].backward is None:
+            if not self.b.codes[run.region.name].differentiated:
                 continue
             lines.extend(self._backward_loop(run) if run.loop else self._backward_call(run))
         returned = {t.value: self.grads.get(t.value) for t in self.b.received if t.gradient}
         values = ", ".join(f'"{name}": {place}' for name, place in returned.items())
-        lines.append(Line(code=f"return {{{values}}}"))
+        lines.append(Line(code=f"return {{{values}}}{', kept' if self._split() else ''}"))
         return lines
+
+    def weight(self) -> list[Line]:
+        """The gradients of weights, from what the backward of the inputs kept: the last kept is the first used."""
+        lines: list[Line] = []
+        for run in self.runs:
+            function = self.b.codes[run.region.name].weight
+            if function is None:
+                continue
+            if not run.loop:
+                lines.append(Line(code=f"{function.name}({self._weight_arguments(function, run, '', '')})"))
+                continue
+            lines.append(Line(code=self._over(run, function)))
+            lines.append(Line(code=f"    {function.name}({self._weight_arguments(function, run, 'p', 'g')})"))
+        return lines
+
+    def _over(self, run: Run, function: Function, *, backwards: bool = False) -> str:
+        """A loop over a run's calls, with what the function takes of their parameters and gradients."""
+        attribute = self.b.attribute(run)
+        tables = {"p": f"self.{attribute}", "g": f"self.grad_{attribute}"}
+        taken = [name for name in ("p", "g") if name in function.passes]
+        lists = [f"reversed({tables[name]})" if backwards else tables[name] for name in taken]
+        if not taken:
+            return f"for _ in range({len(run.calls)}):"
+        over = f"zip({', '.join(lists)}, strict=True)" if len(lists) > 1 else lists[0]
+        return f"for {', '.join(taken)} in {over}:"
+
+    def _weight_arguments(self, function: Function, run: Run, p: str, g: str) -> str:
+        arguments = self.b.arguments(function, run, (), "self.comm", p=p, g=g)
+        return ", ".join(filter(None, (arguments, "kept.pop()")))
+
+    def _split(self) -> bool:
+        return any(self.b.codes[run.region.name].weight for run in self.runs)
 
     def _owed(self) -> set[str]:
         """Program values whose gradient someone takes: a call of this stage, or the stage that sent it."""
@@ -222,12 +254,8 @@ class Steps:
             self.grads[name] = total
             targets[index] = part
         results = [targets[index] for index in code.gradient_inputs]
-        attribute = self.b.attribute(run)
-        if run.region.params:
-            over = f"for p, g in zip(reversed(self.{attribute}), reversed(self.grad_{attribute}), strict=True):"
-        else:
-            over = f"for _ in range({len(run.calls)}):"
-        lines.append(Line(code=over))
+        assert code.backward is not None  # a loop hands a value along, whose gradient is handed back
+        lines.append(Line(code=self._over(run, code.backward, backwards=True)))
         lines.extend(self._backward_statement(run, incoming, results, "p", "g", "    "))
         lines.extend(sums)
         for argument, _ in run.carried:
@@ -243,8 +271,13 @@ class Steps:
     def _backward_statement(
         self, run: Run, incoming: list[str], targets: list[str], p: str, g: str, indent: str
     ) -> list[Line]:
-        function = self.b.codes[run.region.name].backward
-        assert function is not None
+        code = self.b.codes[run.region.name]
+        function = code.backward
+        if function is None:
+            taken = ["*saved.pop()"] if run.region.saved else []
+            drop = [] if taken else [Line(code=f"{indent}saved.pop()")]
+            values = [*incoming, *taken]
+            return [*drop, Line(code=f"{indent}kept.append(({', '.join(values)},))")]
         arguments = self.b.arguments(function, run, (), "self.comm", p=p, g=g)
         values = [argument for argument in (arguments, *incoming) if argument]
         if any(argument.name == "saved" for argument in function.arguments):
@@ -252,6 +285,9 @@ class Steps:
             drop = []
         else:
             drop = [Line(code=f"{indent}saved.pop()")]
+        if code.weight is not None:
+            line = f"{', '.join((*targets, 'left'))} = {function.name}({', '.join(values)})"
+            return [*drop, Line(code=indent + line), Line(code=f"{indent}kept.append(left)")]
         used = [] if all(target == "_" for target in targets) else targets
         assigned = f"{', '.join(used)} = " if used else ""
         return [*drop, Line(code=f"{indent}{assigned}{function.name}({', '.join(values)})")]

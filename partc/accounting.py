@@ -26,15 +26,17 @@ class ReplicatedOp:
 
 
 def communication(program: Program) -> dict[str, int]:
-    """Bytes that one rank receives per step over each axis, on the stage that receives most.
+    """Bytes that one rank receives per step over each axis, at the pipeline coordinate that receives most.
 
     Gradients that are summed over several axes at once are counted under their names joined: "dp,tp".
     """
     busiest: dict[str, int] = {name: 0 for name in program.mesh.names}
-    for stage in range(program.stages):
+    for place in range(program.mesh.axis(PIPELINE_AXIS)):
         found: dict[str, int] = {}
-        for axis, size in (*_collectives(program, stage), *_reductions(program, stage), *_transfers(program, stage)):
-            found[axis] = found.get(axis, 0) + size
+        for stage in program.stages_at(place):
+            moved = (*_collectives(program, stage), *_reductions(program, stage), *_transfers(program, stage))
+            for axis, size in moved:
+                found[axis] = found.get(axis, 0) + size
         for axis, size in found.items():
             busiest[axis] = max(busiest.get(axis, 0), size)
     return busiest
@@ -51,13 +53,12 @@ def _collectives(program: Program, stage: int) -> Iterator[tuple[str, int]]:
 
 
 def _region_bytes(region: Region, program: Program) -> Iterator[tuple[str, int]]:
-    for graph in (region.forward, region.backward):
-        if graph is not None:
-            types = _types(region, graph)
-            for op in graph.ops:
-                size = moved_bytes(op, types, program.sizes)
-                if size:
-                    yield str(dict(op.attrs)["axis"]), size
+    for graph in region.graphs:
+        types = _types(region, graph)
+        for op in graph.ops:
+            size = moved_bytes(op, types, program.sizes)
+            if size:
+                yield str(dict(op.attrs)["axis"]), size
 
 
 def _types(region: Region, graph: Graph) -> dict[str, TensorType]:
@@ -68,12 +69,9 @@ def _types(region: Region, graph: Graph) -> dict[str, TensorType]:
 
 def _reductions(program: Program, stage: int) -> Iterator[tuple[str, int]]:
     """Gradients, once per step: over the axes where ranks hold copies, and over the stages that share a weight."""
-    holders: dict[str, set[int]] = {}
-    for call in program.calls:
-        for name in call.params:
-            holders.setdefault(name, set()).add(call.stage)
+    owners = program.owners()
     for parameter in program.parameters:
-        stages = holders.get(parameter.name, set())
+        stages = owners.get(parameter.name, ())
         if not parameter.trainable or stage not in stages:
             continue
         size = local_bytes(parameter.type, program.sizes)
@@ -90,6 +88,8 @@ def _reductions(program: Program, stage: int) -> Iterator[tuple[str, int]]:
 def _transfers(program: Program, stage: int) -> Iterator[tuple[str, int]]:
     types = program.value_types()
     for transfer in program.transfers:
+        if not program.travels(transfer):
+            continue
         size = program.microbatches * local_bytes(types[transfer.value], program.sizes)
         if transfer.target == stage or (transfer.gradient and transfer.source == stage):
             yield PIPELINE_AXIS, size

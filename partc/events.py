@@ -10,7 +10,7 @@ from typing import Literal
 from partc.errors import Source
 from partc.layout import Sizes
 from partc.mesh import PIPELINE_AXIS, Mesh
-from partc.program import Action, Call, Graph, Program, Region, Value
+from partc.program import Action, Graph, Program, Region, Value
 
 MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
@@ -19,8 +19,8 @@ MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 class Collective:
     """An operation that every rank of a group enters together.
 
-    The group is the ranks that differ on `axes`; with `stages`, the ranks of those stages that agree
-    on every other axis.
+    The group is the ranks that differ on `axes`; with `stages`, the ranks at those pipeline
+    coordinates (`places`) that agree on every other axis.
     """
 
     op: str
@@ -28,7 +28,7 @@ class Collective:
     shape: tuple[int, ...]
     dtype: str
     attrs: tuple[tuple[str, object], ...] = ()
-    stages: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
     action: str = ""
     source: Source | None = None
 
@@ -38,17 +38,22 @@ class Collective:
         return self.op, self.shape, self.dtype, self.attrs
 
     def __str__(self) -> str:
-        where = f"stages {self.stages}" if self.stages else " and ".join(self.axes)
+        where = f"pipeline ranks {self.places}" if self.places else " and ".join(self.axes)
         return f"{self.action}: {self.op} of {self.dtype}{list(self.shape)} over {where}{_at(self.source)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A send, which is posted and doesn't wait, or a receive, which does."""
+    """A send, which is posted and doesn't wait, or a receive, which does.
+
+    Every `link`, from one stage to another, is a channel of its own: its tensors arrive in the order
+    in which they were sent.
+    """
 
     kind: Literal["send", "recv"]
     value: str
-    stage: int  # of the other rank, which agrees on every other axis
+    link: tuple[int, int]
+    place: int  # the pipeline coordinate of the other rank, which agrees on every other axis
     microbatch: int
     shape: tuple[int, ...]
     dtype: str
@@ -60,8 +65,8 @@ class Transfer:
         return self.value, self.microbatch, self.shape, self.dtype
 
     def __str__(self) -> str:
-        way = "to" if self.kind == "send" else "from"
-        return f"{self.action}: {self.kind} of {self.value} {self.dtype}{list(self.shape)} {way} stage {self.stage}"
+        way = f"to stage {self.link[1]}" if self.kind == "send" else f"from stage {self.link[0]}"
+        return f"{self.action}: {self.kind} of {self.value} {self.dtype}{list(self.shape)} {way}"
 
 
 Event = Collective | Transfer
@@ -69,62 +74,73 @@ Event = Collective | Transfer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationPlan:
-    """Every rank's events: those of its stage, unless `overrides` gives the rank its own."""
+    """Every rank's events: those of its pipeline coordinate, unless `overrides` gives the rank its own."""
 
     mesh: Mesh
-    stages: tuple[tuple[Event, ...], ...]
+    places: tuple[tuple[Event, ...], ...]
     overrides: Mapping[int, tuple[Event, ...]] = field(default_factory=dict)
 
     def of(self, rank: int) -> tuple[Event, ...]:
         found = self.overrides.get(rank)
-        return self.stages[self.mesh.coordinate(rank).get(PIPELINE_AXIS, 0)] if found is None else found
+        return self.places[self.mesh.coordinate(rank).get(PIPELINE_AXIS, 0)] if found is None else found
 
 
 def events(program: Program) -> CommunicationPlan:
     """The communication of one step, set-up included, as the emitted package does it."""
-    stages = tuple(tuple(_Stage(program, stage).run()) for stage in range(program.stages))
-    return CommunicationPlan(mesh=program.mesh, stages=stages)
+    count = program.mesh.axis(PIPELINE_AXIS)
+    return CommunicationPlan(mesh=program.mesh, places=tuple(tuple(_Place(program, p).run()) for p in range(count)))
 
 
-class _Stage:
-    """Collects one stage's events."""
+class _Place:
+    """Collects the events of one pipeline coordinate, whose rank runs one stage or several."""
 
-    def __init__(self, program: Program, stage: int) -> None:
+    def __init__(self, program: Program, place: int) -> None:
         self.program = program
-        self.stage = stage
+        self.place = place
+        self.stages = program.stages_at(place)
         self.sizes: Sizes = program.sizes
         self.regions = {region.name: region for region in program.regions}
-        self.calls = [call for call in program.calls if call.stage == stage]
         self.types = program.value_types()
+        self.owners = program.owners()
 
     def run(self) -> Iterator[Event]:
-        yield from self._of_phase("setup")
-        yield from self._of_phase("step")
-        blocks: dict[str, tuple[Collective, ...]] = {}
-        for action in self.program.schedule[self.stage]:
-            if action.kind in ("F", "B"):
-                if action.kind not in blocks:
-                    blocks[action.kind] = tuple(self._compute(action.kind))
-                yield from (_during(event, action) for event in blocks[action.kind])
+        for phase in ("setup", "step"):
+            for stage in self.stages:
+                yield from self._of_phase(stage, phase)
+        blocks: dict[tuple[int, str], tuple[Collective, ...]] = {}
+        for action in self.program.schedule[self.place]:
+            if action.kind in ("F", "B", "I", "W"):
+                key = (action.stage, action.kind)
+                if key not in blocks:
+                    blocks[key] = tuple(self._compute(*key))
+                yield from (_during(event, action) for event in blocks[key])
             elif action.kind == "REDUCE_GRAD":
-                yield from self._reductions()
+                yield from self._reductions(action.stage)
             else:
                 yield from self._transfers(action)
+        yield from self._shared()
         yield from self._loss()
 
-    def _of_phase(self, phase: str) -> Iterator[Collective]:
-        for call in self.calls:
+    def _of_phase(self, stage: int, phase: str) -> Iterator[Collective]:
+        for call in self.program.calls:
             region = self.regions[call.region]
-            if region.phase == phase:
+            if call.stage == stage and region.phase == phase:
                 yield from self._collectives(region, region.forward, phase)
 
-    def _compute(self, kind: str) -> Iterator[Collective]:
-        calls: list[Call] = [call for call in self.calls if self.regions[call.region].phase == "microbatch"]
-        for call in calls if kind == "F" else reversed(calls):
-            region = self.regions[call.region]
-            graph = region.forward if kind == "F" else region.backward
-            if graph is not None:
-                yield from self._collectives(region, graph, kind)
+    def _compute(self, stage: int, kind: str) -> Iterator[Collective]:
+        here = [call for call in self.program.calls if call.stage == stage]
+        calls = [self.regions[call.region] for call in here if self.regions[call.region].phase == "microbatch"]
+        if kind == "F":
+            for region in calls:
+                yield from self._collectives(region, region.forward, kind)
+        if kind in ("B", "I"):
+            for region in reversed(calls):
+                if region.backward is not None:
+                    yield from self._collectives(region, region.backward, kind)
+        if kind in ("B", "W"):
+            for region in calls:
+                if region.weight is not None:
+                    yield from self._collectives(region, region.weight, kind)
 
     def _collectives(self, region: Region, graph: Graph, action: str) -> Iterator[Collective]:
         values: dict[str, Value] = {value.name: value for value in region.params} | graph.definitions()
@@ -148,37 +164,46 @@ class _Stage:
         leaving = send == forward  # values leave where they are made; their gradients come back there
         for transfer in self.program.transfers:
             mine, other = (transfer.source, transfer.target) if leaving else (transfer.target, transfer.source)
-            if mine == self.stage and (forward or transfer.gradient):
+            if mine == action.stage and (forward or transfer.gradient) and self.program.travels(transfer):
                 type = self.types[transfer.value]
                 yield Transfer(
                     kind="send" if send else "recv",
                     value=transfer.value if forward else f"grad_{transfer.value}",
-                    stage=other,
+                    link=(mine, other) if send else (other, mine),
+                    place=self.program.place(other),
                     microbatch=action.microbatch or 0,
                     shape=type.layout.local_shape(self.sizes),
                     dtype=type.dtype,
                     action=str(action),
                 )
 
-    def _reductions(self) -> Iterator[Collective]:
-        """One all-reduce for each set of axes, then one for each set of stages that share a weight."""
-        together: dict[tuple[tuple[str, ...], tuple[int, ...], str], int] = {}
-        holders = self.program.holders()
+    def _reductions(self, stage: int) -> Iterator[Collective]:
+        """One all-reduce for each set of axes over which gradients are sums."""
+        together: dict[tuple[tuple[str, ...], str], int] = {}
         for parameter in self.program.parameters:
-            stages = holders.get(parameter.name, ())
-            if not parameter.trainable or self.stage not in stages:
-                continue
-            size = math.prod(parameter.type.layout.local_shape(self.sizes))
-            shared = stages if len(stages) > 1 else ()
-            for key in (*(((parameter.reduce, ()),) if parameter.reduce else ()), *((((), shared),) if shared else ())):
-                together[(*key, parameter.type.dtype)] = together.get((*key, parameter.type.dtype), 0) + size
-        for (axes, shared, dtype), size in sorted(together.items(), key=lambda item: bool(item[0][1])):
+            if parameter.trainable and parameter.reduce and stage in self.owners.get(parameter.name, ()):
+                size = math.prod(parameter.type.layout.local_shape(self.sizes))
+                key = (parameter.reduce, parameter.type.dtype)
+                together[key] = together.get(key, 0) + size
+        for (axes, dtype), size in together.items():
+            yield Collective(op="all_reduce", axes=axes, shape=(size,), dtype=dtype, action=f"{stage}REDUCE_GRAD")
+
+    def _shared(self) -> Iterator[Collective]:
+        """One all-reduce for each set of pipeline coordinates that share weights, in the same order everywhere."""
+        together: dict[tuple[tuple[int, ...], str], int] = {}
+        for parameter in self.program.parameters:
+            places = tuple(sorted(map(self.program.place, self.owners.get(parameter.name, ()))))
+            if parameter.trainable and len(places) > 1 and self.place in places:
+                size = math.prod(parameter.type.layout.local_shape(self.sizes))
+                key = (places, parameter.type.dtype)
+                together[key] = together.get(key, 0) + size
+        for (places, dtype), size in sorted(together.items()):
             yield Collective(
-                op="all_reduce", axes=axes, stages=shared, shape=(size,), dtype=dtype, action=f"{self.stage}REDUCE_GRAD"
+                op="all_reduce", axes=(), places=places, shape=(size,), dtype=dtype, action="shared weights"
             )
 
     def _loss(self) -> Iterator[Collective]:
-        if any(self.program.loss in call.results for call in self.calls):
+        if any(self.program.loss in call.results and call.stage in self.stages for call in self.program.calls):
             type = self.types[self.program.loss]
             for axis in type.layout.partial:
                 if axis in self.program.mesh.names:

@@ -60,8 +60,7 @@ def origins(done: Compilation, *, region: str | None) -> str:
     made = passes.provenance(done.traced, done.steps)
     lines = []
     for item in done.program.regions:
-        graphs = [graph for graph in (item.forward, item.backward) if graph is not None]
-        names = [value.name for graph in graphs for op in graph.ops for value in op.results]
+        names = [value.name for graph in item.graphs for op in graph.ops for value in op.results]
         if region in (None, item.name):
             lines += [f"{made[f'{item.name}.{name}']:<14} {item.name}.{name}" for name in names]
     return "\n".join(lines)

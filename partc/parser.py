@@ -71,6 +71,7 @@ class _Body:
     params: list[Value] = field(default_factory=list)
     graphs: dict[str, list[Any]] = field(default_factory=dict)  # title -> inputs, operations, outputs
     saved: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     current: str = ""
 
     def region(self) -> Region:
@@ -84,6 +85,8 @@ class _Body:
             forward=graphs["forward"],
             backward=graphs.get("backward"),
             saved=self.saved,
+            weight=graphs.get("weight"),
+            kept=self.kept,
             phase=self.phase,
         )
 
@@ -92,7 +95,7 @@ class _Reader:
     def __init__(self) -> None:
         self._head: Program | None = None
         self._parts: dict[str, list[Any]] = {
-            key: [] for key in ("inputs", "values", "parameters", "calls", "transfers", "schedule")
+            key: [] for key in ("inputs", "values", "parameters", "calls", "transfers", "places", "schedule")
         }
         self._bodies: list[_Body] = []
 
@@ -108,9 +111,10 @@ class _Reader:
         word = text.split(None, 1)[0].rstrip(":")
         readers: dict[str, Callable[[str], None]] = {
             "program": self._program, "input": self._input, "value": self._value, "parameter": self._parameter,
-            "constant": self._parameter, "call": self._call, "transfer": self._transfer, "schedule": self._schedule,
-            "region": self._region, "param": self._param, "forward": self._graph, "backward": self._graph,
-            "saved": self._saved, "return": self._return,
+            "constant": self._parameter, "call": self._call, "transfer": self._transfer, "places": self._places,
+            "schedule": self._schedule, "region": self._region, "param": self._param, "forward": self._graph,
+            "backward": self._graph, "weight": self._graph, "saved": self._saved, "kept": self._kept,
+            "return": self._return,
         }  # fmt: skip
         is_operation = re.match(rf"{_NAME}(, {_NAME})*\s+= \w", text) and word not in ("call",)
         if is_operation:
@@ -167,6 +171,9 @@ class _Reader:
             Transfer(value=_name(match[1]), source=int(match[2]), target=int(match[3]), gradient=bool(match[4]))
         )
 
+    def _places(self, text: str) -> None:
+        self._parts["places"].extend(int(_matched(r"(\d+)", word)[1]) for word in text.split()[1:])
+
     def _schedule(self, text: str) -> None:
         actions = []
         for word in text.split(":", 1)[1].split():
@@ -191,6 +198,9 @@ class _Reader:
 
     def _saved(self, text: str) -> None:
         self._bodies[-1].saved = _names(text.removeprefix("saved "))
+
+    def _kept(self, text: str) -> None:
+        self._bodies[-1].kept = _names(text.removeprefix("kept "))
 
     def _return(self, text: str) -> None:
         self._here()[2] = _names(text.removeprefix("return").strip())

@@ -45,7 +45,8 @@ def print_program(program: Program, *, sources: bool = False) -> str:
     for transfer in program.transfers:
         gradient = " gradient" if transfer.gradient else ""
         lines.append(f"transfer {written_name(transfer.value)} {transfer.source} -> {transfer.target}{gradient}")
-    lines += [f"schedule {stage}: {' '.join(map(str, actions))}" for stage, actions in enumerate(program.schedule)]
+    lines += [f"places {' '.join(map(str, program.places))}"] if program.places else []
+    lines += [f"schedule {place}: {' '.join(map(str, actions))}" for place, actions in enumerate(program.schedule)]
     for region in program.regions:
         lines += ["", print_region(region, sources=sources, sizes=program.sizes).rstrip("\n")]
     return "\n".join(lines) + "\n"
@@ -61,6 +62,10 @@ def print_region(region: Region, *, sources: bool = False, sizes: Sizes | None =
         lines.append(f"  saved {', '.join(map(written_name, region.saved))}")
     if region.backward is not None:
         lines += _graph("backward", region.backward, params, sources, sizes)
+    if region.kept:
+        lines.append(f"  kept {', '.join(map(written_name, region.kept))}")
+    if region.weight is not None:
+        lines += _graph("weight", region.weight, params, sources, sizes)
     return "\n".join(lines) + "\n"
 
 

@@ -157,7 +157,8 @@ class Region:
     inputs alone and reduced over the batch), or for every microbatch.
     After differentiation `forward` returns its outputs followed by what `saved` names, and
     `backward` takes the gradients of the outputs, then the saved values; it returns gradients of
-    those inputs and parameters that need one, named "grad_<input>".
+    those inputs and parameters that need one, named "grad_<input>". Once split, it returns those of
+    the inputs followed by what `kept` names, which `weight` takes to return those of the parameters.
     """
 
     name: str
@@ -165,7 +166,14 @@ class Region:
     forward: Graph
     backward: Graph | None = None
     saved: tuple[str, ...] = ()
+    weight: Graph | None = None
+    kept: tuple[str, ...] = ()
     phase: Phase = "microbatch"
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """All that there are: forward, backward, weight."""
+        return tuple(graph for graph in (self.forward, self.backward, self.weight) if graph is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +235,8 @@ class Program:
 
     `values` types everything that passes between calls, the batch's entries (`inputs`) included;
     `loss` names the program value to minimise, a sum over every axis its layout calls partial.
-    `schedule` holds one list of actions per coordinate on the pipeline axis.
+    `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
+    `schedule` holds one list of actions per coordinate on that axis.
     """
 
     name: str
@@ -240,6 +249,7 @@ class Program:
     calls: tuple[Call, ...] = ()
     loss: str = "loss"
     transfers: tuple[Transfer, ...] = ()
+    places: tuple[int, ...] = ()
     schedule: tuple[tuple[Action, ...], ...] = ()
 
     @property
@@ -251,6 +261,18 @@ class Program:
     def stages(self) -> int:
         return 1 + max((call.stage for call in self.calls), default=0)
 
+    def place(self, stage: int) -> int:
+        """The coordinate on the pipeline axis where a stage runs."""
+        return self.places[stage] if self.places else stage
+
+    def stages_at(self, place: int) -> tuple[int, ...]:
+        """The stages that run at a coordinate on the pipeline axis, in order."""
+        return tuple(stage for stage in range(self.stages) if self.place(stage) == place)
+
+    def travels(self, transfer: Transfer) -> bool:
+        """Whether a transfer goes from rank to rank, and not between two stages of one."""
+        return self.place(transfer.source) != self.place(transfer.target)
+
     def region(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)
 
@@ -261,9 +283,19 @@ class Program:
         return next(parameter for parameter in self.parameters if parameter.name == name)
 
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """Per parameter, the stages whose calls use it: a tied weight may have several."""
+        """Per parameter, the stages whose calls use it: a tied or shared weight may have several."""
         found: dict[str, set[int]] = {}
         for call in self.calls:
             for name in call.params:
                 found.setdefault(name, set()).add(call.stage)
         return {name: tuple(sorted(stages)) for name, stages in found.items()}
+
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """Of the stages that use a parameter, the first at each pipeline coordinate: it reduces the gradient."""
+        found = {}
+        for name, stages in self.holders().items():
+            first: dict[int, int] = {}
+            for stage in stages:
+                first.setdefault(self.place(stage), stage)
+            found[name] = tuple(sorted(first.values()))
+        return found

@@ -89,16 +89,16 @@ def _graphs(program: Program) -> list[Mapping[str, Any]]:
     """Every region's graphs, drawn."""
     found: list[Mapping[str, Any]] = []
     for region in program.regions:
-        for title, graph in (("forward", region.forward), ("backward", region.backward)):
-            if graph is not None:
-                drawing = draw(region, graph, program.sizes)
-                found.append({"region": region.name, "title": title, "phase": region.phase, "drawing": drawing})
+        titles = ("forward", "backward" if region.weight is None else "backward, inputs", "backward, weights")
+        for title, graph in zip(titles, region.graphs, strict=False):
+            drawing = draw(region, graph, program.sizes)
+            found.append({"region": region.name, "title": title, "phase": region.phase, "drawing": drawing})
     return found
 
 
 def _first(program: Program) -> int:
     """The graph shown first: the body with the most operations in all its calls."""
-    titles = [region.name for region in program.regions for graph in (region.forward, region.backward) if graph]
+    titles = [region.name for region in program.regions for graph in region.graphs]
     work = {r.name: len(r.forward.ops) * sum(call.region == r.name for call in program.calls) for r in program.regions}
     return titles.index(max(work, key=lambda name: work[name]))
 

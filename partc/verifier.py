@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from partc.errors import InternalError
 from partc.layout import Layout, Sizes
+from partc.mesh import PIPELINE_AXIS
 from partc.program import Graph, Op, Program, Region, TensorType, Value
 
 # Collectives and their local relatives: elements of the result per element of the operand, for n ranks.
@@ -50,6 +51,10 @@ def _program(program: Program, facts: Collection[str]) -> Iterator[str]:
     elif types[program.loss].shape:
         yield f"the loss {program.loss} has shape {types[program.loss].shape}"
     yield from _transfers(program, types)
+    if program.places:
+        ranks = program.mesh.axis(PIPELINE_AXIS)
+        if len(program.places) != program.stages or set(program.places) != set(range(ranks)):
+            yield f"{program.stages} stages have places {program.places} of {ranks}"
 
 
 def _calls(program: Program) -> Iterator[str]:
@@ -117,6 +122,12 @@ def _region(region: Region, program: Program, facts: Collection[str]) -> Iterato
             yield f"{region.name} saves {name}, which it doesn't make"
     if region.backward is not None:
         yield from _graph(f"{region.name}, backward", region, region.backward, params, program, facts)
+        if region.weight is not None:
+            yield from _graph(f"{region.name}, weight", region, region.weight, params, program, facts)
+            if tuple(value.name for value in region.weight.inputs) != region.kept:
+                yield f"the weight graph of {region.name} doesn't take what is kept for it"
+            if region.backward.outputs[len(region.backward.outputs) - len(region.kept) :] != region.kept:
+                yield f"the backward graph of {region.name} doesn't hand on what is kept for its weights"
         taken = {value.name: value.type for value in region.backward.inputs}
         for name in region.saved:
             if name in made and name not in taken:

@@ -164,7 +164,7 @@ def _compare_step(
         mine, _ = load(record / f"step_{step:04d}_rank_{rank:03d}.safetensors")
         coordinate = mesh.coordinate(rank)
         for name, entry in plan["parameters"].items():
-            if coordinate.get(PIPELINE_AXIS, 0) not in entry["stages"]:
+            if coordinate.get(PIPELINE_AXIS, 0) not in [plan["places"][stage] for stage in entry["stages"]]:
                 continue
             shard = Shard(entry["dtype"] + entry["layout"])
             kinds = ("gradient", "parameter") if entry["trainable"] else ("parameter",)

@@ -94,6 +94,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="calls are dealt to pipeline stages; what crosses between them is sent",
         requires=("local",),
         ensures=("stages",),
+        options=("places",),
     ),
     Pass(
         name="differentiate",
@@ -110,10 +111,18 @@ PIPELINE: tuple[Pass, ...] = (
         ensures=("plain",),
     ),
     Pass(
+        name="split",
+        label="Split",
+        does="gradients of inputs and of weights apart, where the schedule runs them apart",
+        requires=("plain",),
+        ensures=("split",),
+        options=("halves",),
+    ),
+    Pass(
         name="schedule",
         label="Scheduled",
         does="what every rank does, in order",
-        requires=("stages", "backward"),
+        requires=("stages", "split"),
         ensures=("schedule",),
         options=("kind",),
     ),
@@ -219,15 +228,15 @@ def provenance(traced: Program, steps: tuple[Step, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, program in ((FIRST, traced), *((step.name, step.program) for step in steps)):
         for region in program.regions:
-            for graph in (region.forward, region.backward):
-                for op in graph.ops if graph else ():
+            for graph in region.graphs:
+                for op in graph.ops:
                     for value in op.results:
                         found.setdefault(f"{region.name}.{value.name}", name)
     return found
 
 
 def _counts(program: Program) -> Counter[str]:
-    graphs = (graph for region in program.regions for graph in (region.forward, region.backward) if graph)
+    graphs = (graph for region in program.regions for graph in region.graphs)
     return Counter(op.name for graph in graphs for op in graph.ops)
 
 

@@ -5,7 +5,7 @@
 
 The program is returned as it came. Its communication is played through with rendezvous semantics:
 sends are posted and wait for nothing; a receive waits for the oldest unread send of its channel,
-one channel for each ordered pair of ranks; a collective waits until every rank of its group stands
+one channel for each pair of stages and direction; a collective waits until every rank of its group stands
 at it. Whatever differs, stays unread or waits for ever is an internal error that names ranks,
 actions and lines.
 
@@ -28,8 +28,12 @@ from partc.program import Action, Program
 
 def check(program: Program) -> Program:
     """Raises InternalError if the schedule doesn't fit the program or its communication doesn't match."""
-    for stage, actions in enumerate(program.schedule):
-        _check_order(program, stage, actions)
+    for place, actions in enumerate(program.schedule):
+        strays = [action for action in actions if program.place(action.stage) != place]
+        if strays:
+            raise InternalError(f"pipeline rank {place} was given action {strays[0]}")
+        for stage in program.stages_at(place):
+            _check_order(program, stage, tuple(action for action in actions if action.stage == stage))
     prove(events(program))
     return program
 
@@ -39,24 +43,22 @@ def prove(plan: CommunicationPlan) -> None:
     if plan.overrides:
         _Play(plan.mesh, {rank: plan.of(rank) for rank in range(plan.mesh.size)}).run()
         return
-    line = Mesh(((PIPELINE_AXIS, len(plan.stages)),))
-    _Play(line, dict(enumerate(plan.stages))).run()
+    line = Mesh(((PIPELINE_AXIS, len(plan.places)),))
+    _Play(line, dict(enumerate(plan.places))).run()
 
 
 def _check_order(program: Program, stage: int, actions: tuple[Action, ...]) -> None:
     """Every microbatch forward and backward once, in this order, with its transfers around them."""
-    into = any(transfer.target == stage for transfer in program.transfers)
-    out = any(transfer.source == stage for transfer in program.transfers)
-    back_in = any(transfer.source == stage and transfer.gradient for transfer in program.transfers)
-    back_out = any(transfer.target == stage and transfer.gradient for transfer in program.transfers)
-    wanted = [
-        *(["RECV_F"] if into else []), "F", *(["SEND_F"] if out else []),
-        *(["RECV_B"] if back_in else []), "B", *(["SEND_B"] if back_out else []),
-    ]  # fmt: skip
+    travelling = [transfer for transfer in program.transfers if program.travels(transfer)]
+    into = any(transfer.target == stage for transfer in travelling)
+    out = any(transfer.source == stage for transfer in travelling)
+    back_in = any(transfer.source == stage and transfer.gradient for transfer in travelling)
+    back_out = any(transfer.target == stage and transfer.gradient for transfer in travelling)
+    arrive = [*(["RECV_F"] if into else []), "F", *(["SEND_F"] if out else []), *(["RECV_B"] if back_in else [])]
+    leave = ["SEND_B"] if back_out else []
+    allowed = ([*arrive, "B", *leave], [*arrive, "I", *leave, "W"])
     done: dict[int, list[str]] = {index: [] for index in range(program.microbatches)}
     for position, action in enumerate(actions):
-        if action.stage != stage:
-            raise InternalError(f"stage {stage} was given action {action}")
         if action.kind == "REDUCE_GRAD":
             if position != len(actions) - 1:
                 raise InternalError(f"{action} comes before {actions[-1]}")
@@ -65,8 +67,8 @@ def _check_order(program: Program, stage: int, actions: tuple[Action, ...]) -> N
         else:
             done[action.microbatch].append(action.kind)
     for index, kinds in done.items():
-        if kinds != wanted:
-            raise InternalError(f"stage {stage} does {kinds} for microbatch {index}, not {wanted}")
+        if kinds not in allowed:
+            raise InternalError(f"stage {stage} does {kinds} for microbatch {index}, not {allowed[0]}")
 
 
 class _Play:
@@ -76,7 +78,7 @@ class _Play:
         self.mesh = mesh
         self.sequences = sequences
         self.position = dict.fromkeys(sequences, 0)
-        self.channels: dict[tuple[int, int], deque[Transfer]] = {}
+        self.channels: dict[tuple[int, int, tuple[int, int]], deque[Transfer]] = {}
         self.groups: dict[tuple[int, tuple[str, ...], tuple[int, ...]], tuple[int, ...]] = {}
 
     def run(self) -> None:
@@ -88,7 +90,7 @@ class _Play:
         if waiting:
             lines = "; ".join(f"rank {rank} in {self._current(rank)}" for rank in waiting[:8])
             raise InternalError(f"deadlock, {len(waiting)} ranks wait: {lines}")
-        for (source, target), left in self.channels.items():
+        for (source, target, _), left in self.channels.items():
             if left:
                 raise InternalError(f"rank {source} sent what rank {target} never receives: {left[0]}")
 
@@ -101,9 +103,9 @@ class _Play:
         woken: list[int] = []
         while (event := self._current(rank)) is not None:
             if isinstance(event, Transfer):
-                peer = self._peer(rank, event.stage)
+                peer = self._peer(rank, event.place)
                 if event.kind == "send":
-                    self.channels.setdefault((rank, peer), deque()).append(event)
+                    self.channels.setdefault((rank, peer, event.link), deque()).append(event)
                     woken.append(peer)
                 elif not self._receive(rank, peer, event):
                     return woken
@@ -118,7 +120,7 @@ class _Play:
         return woken
 
     def _receive(self, rank: int, peer: int, event: Transfer) -> bool:
-        channel = self.channels.get((peer, rank))
+        channel = self.channels.get((peer, rank, event.link))
         if not channel:
             return False
         sent = channel.popleft()
@@ -136,16 +138,16 @@ class _Play:
                 raise InternalError(f"rank {rank} in {event}, but rank {member} in {other}")
         return True
 
-    def _peer(self, rank: int, stage: int) -> int:
-        if not 0 <= stage < self.mesh.axis(PIPELINE_AXIS):
-            raise InternalError(f"rank {rank} names stage {stage}, which doesn't exist")
-        return self.mesh.rank({**self.mesh.coordinate(rank), PIPELINE_AXIS: stage})
+    def _peer(self, rank: int, place: int) -> int:
+        if not 0 <= place < self.mesh.axis(PIPELINE_AXIS):
+            raise InternalError(f"rank {rank} names pipeline rank {place}, which doesn't exist")
+        return self.mesh.rank({**self.mesh.coordinate(rank), PIPELINE_AXIS: place})
 
     def _members(self, rank: int, event: Collective) -> tuple[int, ...]:
-        key = (rank, event.axes, event.stages)
+        key = (rank, event.axes, event.places)
         if key not in self.groups:
-            if event.stages:
-                members = tuple(self._peer(rank, stage) for stage in event.stages)
+            if event.places:
+                members = tuple(self._peer(rank, place) for place in event.places)
                 if rank not in members:
                     raise InternalError(f"rank {rank} is not of the group of {event}")
             else:

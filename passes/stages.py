@@ -25,22 +25,27 @@ from partc.program import Call, Program, Region, Transfer
 from partc.rules import flops, resolve
 
 
-def stages(program: Program) -> Program:
-    """Set every call's stage and the program's transfers. Raises PartcError P0403 (too many stages)."""
-    count = program.mesh.axis(PIPELINE_AXIS)
+def stages(program: Program, *, places: tuple[int, ...] = ()) -> Program:
+    """Set every call's stage and the program's transfers.
+
+    `places` has the pipeline coordinate of every stage, where there are more stages than coordinates.
+    Raises PartcError P0403 (too many stages).
+    """
+    count = len(places) or program.mesh.axis(PIPELINE_AXIS)
     pure = input_only(program)
     main = [call for call in program.calls if call.name not in pure]
     if count > len(main):
         raise PartcError(
             "P0403",
             f"{count} pipeline stages for {len(main)} calls: a stage holds at least one",
-            help=f"use pp={len(main)} or less; the calls are {', '.join(call.name for call in main[:8])}",
+            help=f"use {'fewer stages' if places else f'pp={len(main)} or less'};"
+            f" the calls are {', '.join(call.name for call in main[:8])}",
         )
     work = {region.name: _work(region) for region in program.regions}
     cuts = balanced([work[call.region] for call in main], count)
     stage_of = {call.name: stage for stage, (start, end) in enumerate(cuts) for call in main[start:end]}
     calls = _placed(program, stage_of)
-    return replace(program, calls=calls, transfers=_transfers(program, calls, pure))
+    return replace(program, calls=calls, transfers=_transfers(program, calls, pure), places=places)
 
 
 def _work(region: Region) -> float:

@@ -35,7 +35,7 @@ def _mutants(sequence: tuple[Event, ...]) -> Iterator[tuple[str, tuple[Event, ..
         yield f"reshape {event}", (*before, replace(event, shape=(*event.shape, 3)), *after)
         yield f"retype {event}", (*before, replace(event, dtype="bf16"), *after)
         if isinstance(event, Transfer):
-            yield f"retarget {event}", (*before, replace(event, stage=1 - event.stage), *after)
+            yield f"retarget {event}", (*before, replace(event, place=1 - event.place), *after)
             yield f"mislabel {event}", (*before, replace(event, microbatch=event.microbatch + 1), *after)
         elif event.axes == ("dp",):
             yield f"regroup {event}", (*before, replace(event, axes=("tp",)), *after)
@@ -51,12 +51,12 @@ def _commute(first: Event, second: Event) -> bool:
     """
     if isinstance(first, Transfer) and isinstance(second, Transfer):
         if first.kind == second.kind == "recv":
-            return first.stage != second.stage or first.content == second.content
+            return first.link != second.link or first.content == second.content
         if first.kind == second.kind == "send":
-            return first.stage != second.stage or first.content == second.content
+            return first.link != second.link or first.content == second.content
         return True
     if isinstance(first, Collective) and isinstance(second, Collective):
-        return (first.content, first.axes, first.stages) == (second.content, second.axes, second.stages)
+        return (first.content, first.axes, first.places) == (second.content, second.axes, second.places)
     return True
 
 
@@ -89,16 +89,18 @@ def test_errors_name_rank_action_and_line(plan: CommunicationPlan) -> None:
 
 
 def test_two_stages_that_both_receive_first_deadlock() -> None:
-    def wait(stage: int) -> Transfer:
-        return Transfer(kind="recv", value="x", stage=stage, microbatch=0, shape=(2,), dtype="f32")
+    def wait(place: int) -> Transfer:
+        link = (place, 1 - place)
+        return Transfer(kind="recv", value="x", link=link, place=place, microbatch=0, shape=(2,), dtype="f32")
 
-    def give(stage: int) -> Transfer:
-        return Transfer(kind="send", value="x", stage=stage, microbatch=0, shape=(2,), dtype="f32")
+    def give(place: int) -> Transfer:
+        link = (1 - place, place)
+        return Transfer(kind="send", value="x", link=link, place=place, microbatch=0, shape=(2,), dtype="f32")
 
     mesh = Mesh.parse("pp=2")
-    prove(CommunicationPlan(mesh=mesh, stages=((give(1), wait(1)), (give(0), wait(0)))))
+    prove(CommunicationPlan(mesh=mesh, places=((give(1), wait(1)), (give(0), wait(0)))))
     with pytest.raises(InternalError, match="deadlock, 2 ranks wait"):
-        prove(CommunicationPlan(mesh=mesh, stages=((wait(1), give(1)), (wait(0), give(0)))))
+        prove(CommunicationPlan(mesh=mesh, places=((wait(1), give(1)), (wait(0), give(0)))))
 
 
 def test_a_schedule_that_skips_a_microbatch_is_refused() -> None:

@@ -336,8 +336,8 @@ def test_a_rank_module_is_literal_and_short() -> None:
     text = emitted(classifier(4, "2x2x2"))["ranks/rank_005.py"]
     found: dict[str, object] = {}
     exec(text, found)
-    assert found["RANK"] == 5 and found["COORDINATE"] == {"pp": 1, "dp": 0, "tp": 1} and found["STAGE"] == 1
-    assert found["GROUPS"] == {"dp": (5, 7), "tp": (4, 5)} and found["PEERS"] == {0: 1}
+    assert found["RANK"] == 5 and found["COORDINATE"] == {"pp": 1, "dp": 0, "tp": 1} and found["STAGES"] == (1,)
+    assert found["GROUPS"] == {"dp": (5, 7), "tp": (4, 5)} and found["LINKS"] == {(0, 1): 1, (1, 0): 1}
     assert found["SHARDS"]["blocks.*.down.weight"] == "[:, 5:10]"  # type: ignore[index]
     assert len(text.splitlines()) < 30
 
@@ -392,12 +392,9 @@ def test_tied_parameters_are_reduced_over_their_stages() -> None:
     ]
     texts = emitted(replace(program, calls=tuple(calls)))
     for stage in range(2):
-        assert (
-            'self.comm.stages((0, 1)).reduce_gradients([self.gradients["blocks.0.up.bias"]])'
-            in texts[f"stages/stage_{stage}.py"]
-        )
-        assert "stages=(0, 1)" in texts[f"stages/stage_{stage}.py"]
-    assert '"stages 0,1": (0, 1)' in texts["ranks/rank_001.py"]
+        assert '(0, 1): ("blocks.0.up.bias",),' in texts[f"stages/stage_{stage}.py"]
+        assert "shared=(0, 1)" in texts[f"stages/stage_{stage}.py"]
+    assert '"pp 0,1": (0, 1)' in texts["ranks/rank_001.py"]
 
 
 # -- pieces --------------------------------------------------------------------------------------

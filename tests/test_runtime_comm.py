@@ -128,13 +128,13 @@ def exercise(comm: Comm, rank: int) -> dict[str, Tensor]:
     results = {name: case(axis, rank) for name, case in CASES.items()}
     ahead, behind = (rank + 1) % SIZE, (rank - 1) % SIZE
     for turn in range(3):
-        comm.send(given(rank, 2, turn + 1), ahead)
-        comm.send(given(rank, 3) > 0, behind)
-    comm.send(given(rank, 4, 5).t(), ahead)
+        comm.send(given(rank, 2, turn + 1), (rank, ahead))
+        comm.send(given(rank, 3) > 0, (rank, behind))
+    comm.send(given(rank, 4, 5).t(), (rank, ahead))
     for turn in range(3):
-        results[f"from_behind_{turn}"] = comm.recv((2, turn + 1), torch.float32, behind)
-        results[f"from_ahead_{turn}"] = comm.recv((3,), torch.bool, ahead)
-    results["from_behind_strided"] = comm.recv((5, 4), torch.float32, behind)
+        results[f"from_behind_{turn}"] = comm.recv((2, turn + 1), torch.float32, (behind, rank))
+        results[f"from_ahead_{turn}"] = comm.recv((3,), torch.bool, (ahead, rank))
+    results["from_behind_strided"] = comm.recv((5, 4), torch.float32, (behind, rank))
     comm.drain()
     buffer = given(rank, 30)
     apart = given(rank, 4)
@@ -159,12 +159,13 @@ def check(results: list[dict[str, Tensor]]) -> None:
         assert torch.equal(result["apart"], given(0, 4) + given(1, 4) + given(2, 4))
 
 
-def peers(rank: int) -> dict[int, int]:
-    return {other: other for other in range(SIZE) if other != rank}
+def links(rank: int) -> dict[tuple[int, int], int]:
+    others = [other for other in range(SIZE) if other != rank]
+    return {(rank, other): other for other in others} | {(other, rank): other for other in others}
 
 
 def virtual(world: World, rank: int) -> VirtualComm:
-    return VirtualComm(world=world, rank=rank, coordinate={"tp": rank}, groups=GROUPS, peers=peers(rank))
+    return VirtualComm(world=world, rank=rank, coordinate={"tp": rank}, groups=GROUPS, links=links(rank))
 
 
 def test_threads() -> None:
@@ -201,7 +202,8 @@ def main(folder: Path) -> None:
         rank=rank,
         coordinate={"tp": rank},
         groups=GROUPS,
-        peers=peers(rank),
+        links=links(rank),
+        stages=(rank,),
         world_size=SIZE,
         store=store,
         device=torch.device("cpu"),
@@ -278,9 +280,9 @@ def test_what_is_received_is_checked() -> None:
     def work(rank: int) -> None:
         comm = virtual(world, rank)
         if rank == 0:
-            comm.send(torch.ones(3), 1)
+            comm.send(torch.ones(3), (0, 1))
         elif rank == 1:
-            comm.recv((4,), torch.float32, 0)
+            comm.recv((4,), torch.float32, (0, 1))
 
     world = World(SIZE)
     with pytest.raises(RuntimeError, match=r"rank 1 expects torch.float32\[4\] from rank 0, which sent"):
@@ -296,9 +298,9 @@ def test_sums_do_not_depend_on_who_comes_last() -> None:
         def work(rank: int) -> None:
             comm = virtual(world, rank)
             for earlier in order[: order.index(rank)]:
-                comm.recv((1,), torch.float32, earlier)
+                comm.recv((1,), torch.float32, (earlier, rank))
             for later in order[order.index(rank) + 1 :]:
-                comm.send(torch.ones(1), later)
+                comm.send(torch.ones(1), (rank, later))
             generator = torch.Generator().manual_seed(rank)
             found[rank] = comm.tp.all_reduce(torch.randn(50, generator=generator) * 10.0 ** (3 * rank))
 

@@ -37,8 +37,8 @@ def package(folder: Path, dp: int) -> Path:
         schedule = like[like.index("SCHEDULE") :]
         groups = {"dp": tuple(stage * dp + other for other in range(dp))} if dp > 1 else {}
         (build / "ranks" / f"rank_{rank:03d}.py").write_text(
-            f"RANK = {rank}\nSTAGE = {stage}\nCOORDINATE = {{'pp': {stage}, 'dp': {place}, 'tp': 0}}\n"
-            f"GROUPS = {groups}\nPEERS = {{{1 - stage}: {(1 - stage) * dp + place}}}\n{schedule}"
+            f"RANK = {rank}\nSTAGES = ({stage},)\nCOORDINATE = {{'pp': {stage}, 'dp': {place}, 'tp': 0}}\n"
+            f"GROUPS = {groups}\nLINKS = {{(0, 1): {(1 - stage) * dp + place}, (1, 0): {(1 - stage) * dp + place}}}\n{schedule}"
         )
     # The received shape is a literal: with dp=1 a microbatch has 4 rows.
     stage_1 = build / "stages" / "stage_1.py"

@@ -30,9 +30,11 @@ class Product:
     inputs: dict[str, Shard] = {}  # noqa: RUF012
     loss: str | None = None
     loss_partial: tuple[str, ...] = ()
+    shared: dict[tuple[int, ...], tuple[str, ...]] = {}  # noqa: RUF012
 
     def __init__(self, comm: Comm, parameters: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
         self.w, self.grad_w = parameters["w"], gradients["w"]
+        self.gradients = gradients
         self.reduced = 0
         self.alive: list[weakref.ref[Tensor]] = []
         self.most_alive = 0
@@ -114,15 +116,16 @@ def test_three_stages(schedule: Any, alive: list[int]) -> None:
     stages: dict[int, Product] = {}
 
     def work(rank: int) -> None:
-        peers = {other: other for other in range(3) if other != rank}
-        comm = VirtualComm(world=world, rank=rank, coordinate={"pp": rank}, groups={}, peers=peers)
+        others = [other for other in range(3) if other != rank]
+        links = {(rank, other): other for other in others} | {(other, rank): other for other in others}
+        comm = VirtualComm(world=world, rank=rank, coordinate={"pp": rank}, groups={}, links=links)
         kind = (First, Second, Third)[rank]
         gradients, _ = gradient_buffers(kind.parameters, {"w": weights[rank]})
         stage = stages[rank] = kind(comm, {"w": weights[rank]}, gradients)
         batch, pieces = local_batch({"x": x}, stage.inputs, {"pp": 3}, {"pp": rank}, MICROBATCHES, torch.device("cpu"))
         entered: list[str] = []
         with torch.no_grad():
-            losses[rank] = run_step(stage, comm, parse_schedule(schedule(rank)), batch, pieces, entered.append)
+            losses[rank] = run_step({rank: stage}, comm, parse_schedule(schedule(rank)), batch, pieces, entered.append)
         assert entered[1:-1][: len(schedule(rank).split())] == schedule(rank).split()
 
     gc.collect()
@@ -155,7 +158,7 @@ def test_gradients_reduced_alike_lie_together() -> None:
         "a": Shard("f32[3]", reduce=("dp",)),
         "b": Shard("f32[2, 2]", reduce=("dp", "tp")),
         "c": Shard("f32[5]", reduce=("dp",)),
-        "tied": Shard("f32[4]", reduce=("dp",), stages=(0, 1)),
+        "tied": Shard("f32[4]", reduce=("dp",), shared=(0, 1)),
         "buffer": Shard("f32[4]", trainable=False),
     }
     parameters = {name: torch.ones(shard.shape) for name, shard in shards.items()}

@@ -100,8 +100,14 @@ class Axis:
         raise NotImplementedError
 
 
+Link = tuple[int, int]  # from stage, to stage
+
+
 class Comm:
-    """All that a rank says to others: an Axis per mesh axis (`comm.tp`), groups over several, and its stages' peers."""
+    """All that a rank says to others: an Axis per mesh axis (`comm.tp`), groups over several, links between stages.
+
+    A link goes from one stage to another; what is sent over it arrives in the same order.
+    """
 
     device = torch.device("cpu")  # where this rank computes
 
@@ -117,16 +123,16 @@ class Comm:
         """The ranks that differ from this one on these axes only."""
         return self._groups[",".join(axes)]
 
-    def stages(self, stages: Sequence[int]) -> Axis:
-        """This rank's peers in several pipeline stages: same place on every other axis."""
-        return self._groups["stages " + ",".join(map(str, stages))]
+    def pipeline(self, ranks: Sequence[int]) -> Axis:
+        """Some ranks of this one's pipeline, by their coordinates on it."""
+        return self._groups["pp " + ",".join(map(str, ranks))]
 
-    def send(self, x: Tensor, stage: int) -> None:
-        """Post `x` to the peer in another stage; never waits for it."""
+    def send(self, x: Tensor, link: Link) -> None:
+        """Post `x` on a link that starts here; never waits for it."""
         raise NotImplementedError
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Tensor:
-        """Wait for the next tensor that the peer in another stage sends here."""
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
+        """Wait for the next tensor on a link that ends here."""
         raise NotImplementedError
 
     def drain(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from .comm import Axis, Comm, ReduceOp, axes_and_groups
+from .comm import Axis, Comm, Link, ReduceOp, axes_and_groups
 from .torch_private import all_gather_base, lone_store, process_group, reduce_scatter_base
 from .watch import PeerLost
 
@@ -95,7 +95,7 @@ class GlooAxis(NcclAxis):
 
 
 class DistributedComm(Comm):
-    """Axes over process groups, and one directed communicator per stage sent to or received from."""
+    """Axes over process groups, and a communicator of two for each link."""
 
     def __init__(
         self,
@@ -103,7 +103,8 @@ class DistributedComm(Comm):
         rank: int,
         coordinate: Mapping[str, int],
         groups: Mapping[str, tuple[int, ...]],
-        peers: Mapping[int, int],
+        links: Mapping[Link, int],
+        stages: Sequence[int],
         world_size: int,
         store: Store,
         device: torch.device,
@@ -115,35 +116,33 @@ class DistributedComm(Comm):
         self._world_size = world_size
         self._barriers = 0
         self._posted: list[tuple[Any, Tensor]] = []
-        pairs = {f"to {stage}": (rank, peer) for stage, peer in peers.items()}
-        pairs |= {f"from {stage}": (peer, rank) for stage, peer in peers.items()}
-        wanted = [(ranks, name, name) for name, ranks in groups.items()]
-        wanted += [(ranks, "pair", name) for name, ranks in pairs.items()]
+        wanted = [(ranks, name) for name, ranks in groups.items()]
+        for (source, target), peer in links.items():
+            wanted.append(((rank, peer) if source in stages else (peer, rank), f"link {source} {target}"))
         # Every rank connects in one order, by the ranks of each group: of all groups not yet connected,
         # the first in that order always has its whole membership waiting for it, so nobody waits forever.
         axis = NcclAxis if device.type == "cuda" else GlooAxis
         made: dict[str, NcclAxis] = {}
-        for ranks, kind, name in sorted(wanted):
-            prefix = PrefixStore(f"{kind}:{'-'.join(map(str, ranks))}", store)
+        for ranks, name in sorted(wanted):
+            prefix = PrefixStore(f"{name}:{'-'.join(map(str, ranks))}", store)
             place = ranks.index(rank)
             with _peers():
                 group = process_group(prefix, place, len(ranks), device, timeout)
             made[name] = axis(group, place, len(ranks))
         self._made = tuple(made.values())
-        self._sending = {stage: made[f"to {stage}"] for stage in peers}
-        self._receiving = {stage: made[f"from {stage}"] for stage in peers}
+        self._links = {link: made[f"link {link[0]} {link[1]}"] for link in links}
         super().__init__(*axes_and_groups(coordinate, {name: made[name] for name in groups}))
 
-    def send(self, x: Tensor, stage: int) -> None:
+    def send(self, x: Tensor, link: Link) -> None:
         x = x.contiguous()
         # The tensor is kept until the transfer has ended: nothing else may hold it by then.
         with _peers():
-            self._posted.append((self._sending[stage].process_group.send([_bytes(x)], 1, 0), x))
+            self._posted.append((self._links[link].process_group.send([_bytes(x)], 1, 0), x))
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Tensor:
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
         x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         with _peers():
-            self._receiving[stage].process_group.recv([_bytes(x)], 0, 0).wait()
+            self._links[link].process_group.recv([_bytes(x)], 0, 0).wait()
         return x
 
     def drain(self) -> None:

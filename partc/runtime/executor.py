@@ -1,4 +1,4 @@
-"""One training step on one rank: the actions of its schedule, in order, over its stage."""
+"""One training step on one rank: the actions of its schedule, in order, over its stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .comm import Axis, Comm
 from .layout import Received, Shard
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B)(\d*)")
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class Stage(Protocol):
     receives: dict[str, Received]
     loss: str | None
     loss_partial: tuple[str, ...]
+    gradients: dict[str, Tensor]
+    shared: dict[tuple[int, ...], tuple[str, ...]]  # pipeline ranks -> weights that all of them use
 
     def setup(self) -> None: ...
     def prepare(self, batch: dict[str, Tensor]) -> None: ...
@@ -57,83 +59,153 @@ class Stage(Protocol):
     def reduce_gradients(self) -> None: ...
 
 
+class SplitStage(Stage, Protocol):
+    """A stage whose schedule runs the halves of its backward pass apart."""
+
+    def backward_input(self, saved: Any, gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]: ...
+    def backward_weight(self, kept: Any) -> None: ...
+
+
+Slot = tuple[int, int]  # stage, microbatch
+
+
+class Step:
+    """One step over the stages of this rank. Values between two of them are handed over, all others sent."""
+
+    def __init__(self, stages: Mapping[int, Stage], comm: Comm, microbatches: Sequence[dict[str, Tensor]]) -> None:
+        self.stages = stages
+        self.comm = comm
+        self.microbatches = microbatches
+        self.loss: Tensor | None = None
+        self.received: dict[Slot, dict[str, Tensor]] = {}  # from RECV_F, or another stage's F, to F
+        self.sent: dict[Slot, dict[str, Tensor]] = {}  # from F to SEND_F
+        self.saved: dict[Slot, Any] = {}  # from F to B or I
+        self.kept: dict[Slot, Any] = {}  # from I to W
+        self.incoming: dict[Slot, dict[str, Tensor]] = {}  # gradients of sent values, up to B or I
+        self.outgoing: dict[Slot, dict[str, Tensor]] = {}  # gradients of received values, from B or I to SEND_B
+        self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+
+    def run(self, action: Action) -> None:
+        stage, slot = self.stages[action.stage], (action.stage, action.microbatch)
+        getattr(self, f"_{action.kind.lower()}")(stage, slot)
+
+    def _recv_f(self, stage: Stage, slot: Slot) -> None:
+        arrived = self.received.setdefault(slot, {})
+        for name, origin in stage.receives.items():
+            if origin.source not in self.stages:
+                arrived[name] = self.comm.recv(origin.shape, origin.torch_dtype, (origin.source, slot[0]))
+
+    def _f(self, stage: Stage, slot: Slot) -> None:
+        microbatch = slot[1]
+        values, self.saved[slot] = stage.forward(self.microbatches[microbatch], self.received.pop(slot, {}))
+        if stage.loss is not None:
+            self.loss = values[stage.loss] if self.loss is None else self.loss + values[stage.loss]
+        leaving: dict[str, Tensor] = {}
+        for name, targets in stage.sends.items():
+            for target in targets:
+                if target in self.stages:
+                    self.received.setdefault((target, microbatch), {})[name] = values[name]
+                else:
+                    leaving[name] = values[name]
+        if leaving:
+            self.sent[slot] = leaving
+
+    def _send_f(self, stage: Stage, slot: Slot) -> None:
+        for name, value in self.sent.pop(slot).items():
+            self.shapes[name] = tuple(value.shape), value.dtype
+            for target in stage.sends[name]:
+                if target not in self.stages:
+                    self.comm.send(value, (slot[0], target))
+
+    def _recv_b(self, stage: Stage, slot: Slot) -> None:
+        for name, targets in stage.gradients_from.items():
+            for target in targets:
+                if target not in self.stages:
+                    self._add(slot, name, self.comm.recv(*self.shapes[name], (target, slot[0])))
+
+    def _b(self, stage: Stage, slot: Slot) -> None:
+        gradients = stage.backward(self.saved.pop(slot), self.incoming.pop(slot, {}))
+        self._hand_back(stage, slot, gradients)
+
+    def _i(self, stage: SplitStage, slot: Slot) -> None:
+        gradients, self.kept[slot] = stage.backward_input(self.saved.pop(slot), self.incoming.pop(slot, {}))
+        self._hand_back(stage, slot, gradients)
+
+    def _w(self, stage: SplitStage, slot: Slot) -> None:
+        stage.backward_weight(self.kept.pop(slot))
+
+    def _hand_back(self, stage: Stage, slot: Slot, gradients: dict[str, Tensor]) -> None:
+        leaving: dict[str, Tensor] = {}
+        for name, origin in stage.receives.items():
+            if not origin.gradient:
+                continue
+            if origin.source in self.stages:
+                self._add((origin.source, slot[1]), name, gradients[name])
+            else:
+                leaving[name] = gradients[name]
+        if leaving:
+            self.outgoing[slot] = leaving
+
+    def _send_b(self, stage: Stage, slot: Slot) -> None:
+        for name, gradient in self.outgoing.pop(slot).items():
+            self.comm.send(gradient, (slot[0], stage.receives[name].source))
+
+    def _add(self, slot: Slot, name: str, gradient: Tensor) -> None:
+        """A value that several stages read has the sum of what they send back for a gradient."""
+        there = self.incoming.setdefault(slot, {})
+        there[name] = there[name] + gradient if name in there else gradient
+
+    def _reduce_grad(self, stage: Stage, slot: Slot) -> None:
+        stage.reduce_gradients()
+
+
 def run_step(
-    stage: Stage,
+    stages: Mapping[int, Stage],
     comm: Comm,
     actions: Sequence[Action],
     batch: dict[str, Tensor],
     microbatches: Sequence[dict[str, Tensor]],
     entering: Callable[[str], None] = lambda what: None,
 ) -> Tensor | None:
-    """Run one step; returns the loss (of the whole batch) on ranks of the last stage.
+    """Run one step; returns the loss (of the whole batch) on ranks of the stage that makes it.
 
-    `batch` is this rank's part of the step's batch, `microbatches` the same in pieces. `entering` is
-    told each action before it starts, so that a report on a rank that hangs can say where.
+    `stages` are this rank's, by number; `batch` is its part of the step's batch, `microbatches` the
+    same in pieces. `entering` is told each action before it starts, so that a report on a rank that
+    hangs can say where.
     """
-    received: dict[int, dict[str, Tensor]] = {}  # per microbatch, from RECV_F to F
-    sent: dict[int, dict[str, Tensor]] = {}  # from F to SEND_F
-    saved: dict[int, Any] = {}  # from F to B
-    incoming: dict[int, dict[str, Tensor]] = {}  # gradients of sent values, from RECV_B to B
-    outgoing: dict[int, dict[str, Tensor]] = {}  # gradients of received values, from B to SEND_B
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    loss: Tensor | None = None
-
     entering("prepare")
-    stage.prepare(batch)
+    for stage in stages.values():
+        stage.prepare(batch)
+    step = Step(stages, comm, microbatches)
     for action in actions:
         entering(str(action))
-        m = action.microbatch
-        if action.kind == "RECV_F":
-            received[m] = {
-                name: comm.recv(origin.shape, origin.torch_dtype, origin.source)
-                for name, origin in stage.receives.items()
-            }
-        elif action.kind == "F":
-            values, saved[m] = stage.forward(microbatches[m], received.pop(m, {}))
-            if stage.loss is not None:
-                loss = values[stage.loss] if loss is None else loss + values[stage.loss]
-            sent[m] = {name: values[name] for name in stage.sends}
-            del values
-        elif action.kind == "SEND_F":
-            for name, value in sent.pop(m).items():
-                shapes[name] = tuple(value.shape), value.dtype
-                for target in stage.sends[name]:
-                    comm.send(value, target)
-        elif action.kind == "RECV_B":
-            incoming[m] = {
-                name: _sum([comm.recv(*shapes[name], target) for target in targets])
-                for name, targets in stage.gradients_from.items()
-            }
-        elif action.kind == "B":
-            sent.pop(m, None)
-            outgoing[m] = stage.backward(saved.pop(m), incoming.pop(m, {}))
-        elif action.kind == "SEND_B":
-            gradients = outgoing.pop(m)
-            for name, origin in stage.receives.items():
-                if origin.gradient:
-                    comm.send(gradients[name], origin.source)
-        else:
-            stage.reduce_gradients()
+        step.run(action)
+    entering("the sum of shared weights' gradients")
+    for ranks, gradients in _shared_gradients(stages).items():
+        comm.pipeline(ranks).reduce_gradients(gradients)
+    loss = step.loss
     if loss is not None:
         entering("the loss's reduction")
-        for axis in stage.loss_partial:
+        for axis in next(stage.loss_partial for stage in stages.values() if stage.loss is not None):
             loss = _axis(comm, axis).all_reduce(loss)
     entering("the last transfers of the step")
     comm.drain()
     return loss
 
 
+def _shared_gradients(stages: Mapping[int, Stage]) -> dict[tuple[int, ...], list[Tensor]]:
+    """By the pipeline ranks that share them; groups and names in an order that all of those agree on."""
+    found: dict[tuple[int, ...], dict[str, Tensor]] = {}
+    for stage in stages.values():
+        for ranks, names in stage.shared.items():
+            found.setdefault(ranks, {}).update((name, stage.gradients[name]) for name in names)
+    return {ranks: [found[ranks][name] for name in sorted(found[ranks])] for ranks in sorted(found)}
+
+
 def _axis(comm: Comm, name: str) -> Axis:
     axis = getattr(comm, name)
     assert isinstance(axis, Axis)
     return axis
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 def gradient_buffers(
@@ -146,8 +218,8 @@ def gradient_buffers(
     together: dict[tuple[object, ...], list[str]] = {}
     for name, shard in shards.items():
         if shard.trainable:
-            # A tied weight stands alone: the stages that share it have different neighbours for it.
-            alone = name if shard.stages else None
+            # A shared weight stands alone: the ranks that share it have different neighbours for it.
+            alone = name if shard.shared else None
             together.setdefault((shard.reduce, parameters[name].dtype, alone), []).append(name)
     gradients: dict[str, Tensor] = {}
     buffers = []

@@ -31,7 +31,7 @@ class Shard:
     type: str
     trainable: bool = True
     reduce: tuple[str, ...] = ()  # axes over which the gradient is summed once per step
-    stages: tuple[int, ...] = ()  # all the stages that hold it, where there are several (tied weights)
+    shared: tuple[int, ...] = ()  # pipeline ranks that use it and sum its gradient, where there are several
     aliases: tuple[str, ...] = ()  # its other names in the model
 
     @property

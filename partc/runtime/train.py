@@ -72,21 +72,35 @@ class Job:
 
 @dataclass(slots=True)
 class Rank:
-    """One rank: its literals, its stage's module, and what it holds."""
+    """One rank: its literals, its stages' classes, and what it holds."""
 
     number: int
     module: ModuleType
-    stage_class: type[Any]
+    stage_classes: dict[int, type[Any]]
     actions: tuple[Action, ...]
     parameters: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     @property
+    def shards(self) -> dict[str, Shard]:
+        """Parameters of all its stages; of two that use one, the first sums its gradient."""
+        found: dict[str, Shard] = {}
+        for stage in self.stage_classes.values():
+            for name, shard in stage.parameters.items():
+                found.setdefault(name, shard)
+        return found
+
+    @property
+    def inputs(self) -> dict[str, Shard]:
+        """Entries of the batch that its stages read."""
+        return {name: shard for stage in self.stage_classes.values() for name, shard in stage.inputs.items()}
+
+    @property
     def logs(self) -> bool:
         """Whether this is the one rank that reports the loss."""
         place = {axis: index for axis, index in self.module.COORDINATE.items() if axis != "pp"}
-        return self.stage_class.loss is not None and not any(place.values())
+        return any(stage.loss is not None for stage in self.stage_classes.values()) and not any(place.values())
 
 
 def main(argv: Sequence[str], root: Path) -> int:
@@ -130,8 +144,8 @@ def _parse(argv: Sequence[str], root: Path) -> Job:
 
 def _load_rank(number: int) -> Rank:
     module = importlib.import_module(f"ranks.rank_{number:03d}")
-    stage = importlib.import_module(f"stages.stage_{module.STAGE}").Stage
-    return Rank(number, module, stage, parse_schedule(module.SCHEDULE))
+    stages = {stage: importlib.import_module(f"stages.stage_{stage}").Stage for stage in module.STAGES}
+    return Rank(number, module, stages, parse_schedule(module.SCHEDULE))
 
 
 def _train_virtual(job: Job) -> None:
@@ -156,7 +170,7 @@ def _train_virtual(job: Job) -> None:
             rank=number,
             coordinate=rank.module.COORDINATE,
             groups=rank.module.GROUPS,
-            peers=rank.module.PEERS,
+            links=rank.module.LINKS,
         )
         _train(job, rank, comm, batch_of, torch.device("cpu"))
 
@@ -188,7 +202,8 @@ def _train_this_rank(job: Job) -> None:
             rank=number,
             coordinate=rank.module.COORDINATE,
             groups=rank.module.GROUPS,
-            peers=rank.module.PEERS,
+            links=rank.module.LINKS,
+            stages=rank.module.STAGES,
             world_size=world_size,
             store=store,
             device=device,
@@ -217,20 +232,22 @@ def _batch(job: Job, model_file: ModuleType, step: int) -> dict[str, Tensor]:
 def _materialise(job: Job, model_file: ModuleType, ranks: Sequence[Rank], device: torch.device) -> None:
     """Give every rank its shards of the initial parameters."""
 
+    held = [rank.shards for rank in ranks]
+
     def take(name: str, whole: Tensor) -> None:
-        for rank in ranks:
-            shard: Shard | None = rank.stage_class.parameters.get(name)
+        for rank, shards in zip(ranks, held, strict=True):
+            shard = shards.get(name)
             if shard is not None:
                 part = shard.local(whole, job.sizes, rank.module.COORDINATE)
                 rank.parameters[name] = part.to(device=device, dtype=shard.dtype, copy=True).contiguous()
 
-    wanted = {name for rank in ranks for name in rank.stage_class.parameters}
+    wanted = {name for shards in held for name in shards}
     parameters = job.plan["parameters"].values()
     size = sum(math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize for entry in parameters)
     say = (lambda line: print(line, file=sys.stderr)) if ranks[0].number == 0 else (lambda line: None)
     initialise(model_file, job.plan["options"], job.seed, wanted, take, size=size, say=say)
-    for rank in ranks:
-        missing = [name for name in rank.stage_class.parameters if name not in rank.parameters]
+    for rank, shards in zip(ranks, held, strict=True):
+        missing = [name for name in shards if name not in rank.parameters]
         if missing:
             raise UsageError(
                 "P0502",
@@ -250,24 +267,27 @@ def _train(
     log = StepLog(job.metrics, job.steps) if rank.logs else None
     entering = (lambda what: None) if watch is None else watch.entering
     with torch.no_grad():
-        shards = rank.stage_class.parameters
-        gradients, buffers = gradient_buffers(shards, rank.parameters)
-        stage: Stage = rank.stage_class(comm, rank.parameters, gradients)
+        gradients, buffers = gradient_buffers(rank.shards, rank.parameters)
+        stages: dict[int, Stage] = {
+            number: stage(comm, rank.parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
+            for number, stage in rank.stage_classes.items()
+        }
         trained = attach_gradients(rank.parameters, gradients)
         optimizer = make_optimizer(job.optimizer, trained, job.lr) if trained else None
         entering("setup")
-        stage.setup()
+        for stage in stages.values():
+            stage.setup()
         for step in range(job.steps):
             if watch is not None:
                 watch.step = step + 1
             entering("data")
             batch, microbatches = local_batch(
-                batch_of(step), stage.inputs, job.sizes, rank.module.COORDINATE, job.plan["microbatches"], device
+                batch_of(step), rank.inputs, job.sizes, rank.module.COORDINATE, job.plan["microbatches"], device
             )
             started = time.perf_counter()
             for buffer in buffers:
                 buffer.zero_()
-            loss = run_step(stage, comm, rank.actions, batch, microbatches, entering)
+            loss = run_step(stages, comm, rank.actions, batch, microbatches, entering)
             if job.record:
                 recorded = {f"gradient/{name}": x.clone() for name, x in gradients.items()}
             if optimizer is not None:

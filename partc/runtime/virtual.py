@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .comm import Axis, Comm, ReduceOp, axes_and_groups
+from .comm import Axis, Comm, Link, ReduceOp, axes_and_groups
 
 
 class Deadlock(RuntimeError):
@@ -31,11 +31,11 @@ class World:
     def __init__(self, size: int) -> None:
         self.size = size
         self.meetings: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
-        self.mailboxes: dict[tuple[int, int], deque[Tensor]] = {}
+        self.mailboxes: dict[tuple[int, int, Link], deque[Tensor]] = {}
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._ready: deque[int] = deque(range(size))
         self._waiting: dict[int, str] = {}
-        self._readers: dict[int, int] = {}  # who waits for mail, and from whom
+        self._readers: dict[int, tuple[int, Link]] = {}  # who waits for mail, from whom and over which link
         self._error: BaseException | None = None
         self._failed_rank = -1
 
@@ -90,12 +90,12 @@ class World:
             del self._waiting[rank]
             self._ready.append(rank)
 
-    def wait_for_mail(self, rank: int, sender: int) -> None:
-        self._readers[rank] = sender
-        self.wait(rank, f"recv from rank {sender}")
+    def wait_for_mail(self, rank: int, sender: int, link: Link) -> None:
+        self._readers[rank] = sender, link
+        self.wait(rank, f"recv from rank {sender}, stage {link[0]} to {link[1]}")
 
-    def mail_arrived(self, rank: int, sender: int) -> None:
-        if self._readers.get(rank) == sender:
+    def mail_arrived(self, rank: int, sender: int, link: Link) -> None:
+        if self._readers.get(rank) == (sender, link):
             del self._readers[rank]
             self.wake(rank)
 
@@ -175,25 +175,25 @@ class VirtualComm(Comm):
         rank: int,
         coordinate: Mapping[str, int],
         groups: Mapping[str, tuple[int, ...]],
-        peers: Mapping[int, int],
+        links: Mapping[Link, int],
     ) -> None:
         axes = {name: VirtualAxis(world, name, ranks, rank) for name, ranks in groups.items()}
         super().__init__(*axes_and_groups(coordinate, axes))
         self._world = world
         self._rank = rank
-        self._peers = peers
+        self._links = links
         self._everyone = VirtualAxis(world, "world", tuple(range(world.size)), rank)
 
-    def send(self, x: Tensor, stage: int) -> None:
-        peer = self._peers[stage]
-        self._world.mailboxes.setdefault((self._rank, peer), deque()).append(x.clone())
-        self._world.mail_arrived(peer, self._rank)
+    def send(self, x: Tensor, link: Link) -> None:
+        peer = self._links[link]
+        self._world.mailboxes.setdefault((self._rank, peer, link), deque()).append(x.clone())
+        self._world.mail_arrived(peer, self._rank, link)
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Tensor:
-        peer = self._peers[stage]
-        mailbox = self._world.mailboxes.setdefault((peer, self._rank), deque())
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
+        peer = self._links[link]
+        mailbox = self._world.mailboxes.setdefault((peer, self._rank, link), deque())
         if not mailbox:
-            self._world.wait_for_mail(self._rank, peer)
+            self._world.wait_for_mail(self._rank, peer, link)
         x = mailbox.popleft()
         if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
             raise RuntimeError(

@@ -2,13 +2,13 @@
 
 RANK = 0
 COORDINATE = {"pp": 0, "dp": 0, "tp": 0}
-STAGE = 0
+STAGES = (0,)
 GROUPS = {
     "dp": (0, 2),
     "tp": (0, 1),
     "dp,tp": (0, 1, 2, 3),
 }
-PEERS = {1: 4}  # stage -> the rank there that this one sends to and receives from
+LINKS = {(0, 1): 4, (1, 0): 4}  # (from stage, to stage) -> the other rank
 
 # Which elements of each sharded parameter this rank holds.
 SHARDS = {

@@ -2,13 +2,13 @@
 
 RANK = 7
 COORDINATE = {"pp": 1, "dp": 1, "tp": 1}
-STAGE = 1
+STAGES = (1,)
 GROUPS = {
     "dp": (5, 7),
     "tp": (6, 7),
     "dp,tp": (4, 5, 6, 7),
 }
-PEERS = {0: 3}  # stage -> the rank there that this one sends to and receives from
+LINKS = {(0, 1): 3, (1, 0): 3}  # (from stage, to stage) -> the other rank
 
 # Which elements of each sharded parameter this rank holds.
 SHARDS = {

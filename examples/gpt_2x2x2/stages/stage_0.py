@@ -289,6 +289,7 @@ class Stage:
 
     loss: str | None = None
     loss_partial: tuple[str, ...] = ()
+    shared: dict[tuple[int, ...], tuple[str, ...]] = {}
 
     def __init__(self, comm: Comm, parameters: Values, gradients: Values) -> None:
         self.comm = comm

@@ -333,6 +333,7 @@ class Stage:
 
     loss: str | None = "loss"
     loss_partial: tuple[str, ...] = ("dp",)
+    shared: dict[tuple[int, ...], tuple[str, ...]] = {}
 
     def __init__(self, comm: Comm, parameters: Values, gradients: Values) -> None:
         self.comm = comm

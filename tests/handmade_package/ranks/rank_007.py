@@ -2,7 +2,7 @@
 
 RANK = 7
 COORDINATE = {"pp": 1, "dp": 1, "tp": 1}
-STAGE = 1
+STAGES = (1,)
 GROUPS = {"dp": (5, 7), "tp": (6, 7)}
-PEERS = {0: 3}  # stage -> the rank that sends to and receives from this one
+LINKS = {(0, 1): 3, (1, 0): 3}  # (from stage, to stage) -> the other rank
 SCHEDULE = "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD"

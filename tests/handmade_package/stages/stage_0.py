@@ -70,6 +70,7 @@ class Stage:
     receives: ClassVar[dict[str, Received]] = {}
     loss: ClassVar[str | None] = None
     loss_partial: ClassVar[tuple[str, ...]] = ()
+    shared: ClassVar[dict[tuple[int, ...], tuple[str, ...]]] = {}
 
     def __init__(self, comm: Comm, parameters: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
         self.comm = comm

@@ -110,6 +110,7 @@ class Stage:
     receives: ClassVar[dict[str, Received]] = {"blocks_0": Received(source=0, shape=(2, 6), dtype="f64")}
     loss: ClassVar[str | None] = "loss"
     loss_partial: ClassVar[tuple[str, ...]] = ("dp",)
+    shared: ClassVar[dict[tuple[int, ...], tuple[str, ...]]] = {}
 
     def __init__(self, comm: Comm, parameters: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
         self.comm = comm

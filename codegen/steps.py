@@ -277,7 +277,8 @@ class Steps:
             taken = ["*saved.pop()"] if run.region.saved else []
             drop = [] if taken else [Line(code=f"{indent}saved.pop()")]
             values = [*incoming, *taken]
-            return [*drop, Line(code=f"{indent}kept.append(({', '.join(values)},))")]
+            left = f"({values[0]},)" if len(values) == 1 else f"({', '.join(values)})"
+            return [*drop, Line(code=f"{indent}kept.append({left})")]
         arguments = self.b.arguments(function, run, (), "self.comm", p=p, g=g)
         values = [argument for argument in (arguments, *incoming) if argument]
         if any(argument.name == "saved" for argument in function.arguments):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -110,8 +110,9 @@ class GPT(nn.Module):
         return logits
 
 
-def model(size: str = "tiny") -> nn.Module:
-    return GPT(CONFIGS[size])
+def model(size: str = "tiny", depth: int = 0) -> nn.Module:
+    config = CONFIGS[size]
+    return GPT(replace(config, depth=depth or config.depth))
 
 
 def batch(size: str = "tiny", batch: int = 16, seq: int = 0) -> dict[str, Tensor]:

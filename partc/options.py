@@ -47,7 +47,7 @@ class Options:
                 raise PartcError("P0404", f"there is no {word} {given!r}", help=f"choose from {', '.join(known)}")
         for text in shard:
             Pin.parse(text)
-        checked = cls(
+        options = cls(
             mesh=parsed,
             microbatches=microbatches,
             schedule=schedule,
@@ -56,12 +56,8 @@ class Options:
             seed=seed,
             shard=tuple(shard),
         )
-        if checked.kind.split_backward or len(set(checked.places)) != len(checked.places):
-            runnable = [name for name, kind in SCHEDULES.items() if kind.placement == "line"]
-            raise PartcError(
-                "P0404", f"packages can't run {schedule} yet", help=f"choose from {', '.join(sorted(runnable))}"
-            )
-        return checked
+        _ = options.places  # raises what is wrong with the number of stages
+        return options
 
     @property
     def kind(self) -> ScheduleKind:

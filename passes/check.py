@@ -34,6 +34,7 @@ def check(program: Program) -> Program:
             raise InternalError(f"pipeline rank {place} was given action {strays[0]}")
         for stage in program.stages_at(place):
             _check_order(program, stage, tuple(action for action in actions if action.stage == stage))
+        _check_handed(program, actions)
     prove(events(program))
     return program
 
@@ -69,6 +70,22 @@ def _check_order(program: Program, stage: int, actions: tuple[Action, ...]) -> N
     for index, kinds in done.items():
         if kinds not in allowed:
             raise InternalError(f"stage {stage} does {kinds} for microbatch {index}, not {allowed[0]}")
+
+
+def _check_handed(program: Program, actions: tuple[Action, ...]) -> None:
+    """Between two stages of one rank: forward where a value is made before where it is read, backward the other way."""
+    forward = {(a.stage, a.microbatch): index for index, a in enumerate(actions) if a.kind == "F"}
+    backward = {(a.stage, a.microbatch): index for index, a in enumerate(actions) if a.kind in ("B", "I")}
+    for item in program.transfers:
+        for index in range(program.microbatches):
+            source, target = (item.source, index), (item.target, index)
+            if program.travels(item) or source not in forward:
+                continue
+            late = forward[source] > forward[target] or (item.gradient and backward[source] < backward[target])
+            if late:
+                raise InternalError(
+                    f"stages {item.source} and {item.target} take microbatch {index} in the wrong order"
+                )
 
 
 class _Play:

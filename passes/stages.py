@@ -45,7 +45,8 @@ def stages(program: Program, *, places: tuple[int, ...] = ()) -> Program:
     cuts = balanced([work[call.region] for call in main], count)
     stage_of = {call.name: stage for stage, (start, end) in enumerate(cuts) for call in main[start:end]}
     calls = _placed(program, stage_of)
-    return replace(program, calls=calls, transfers=_transfers(program, calls, pure), places=places)
+    own = () if places == tuple(range(count)) else places
+    return replace(program, calls=calls, transfers=_transfers(program, calls, pure), places=own)
 
 
 def _work(region: Region) -> float:

@@ -9,7 +9,7 @@ from typing import Literal
 from partc.layout import Sizes
 from partc.printer import COLLECTIVES, collective_bytes, print_operation
 from partc.program import Graph, Op, Program, Region, TensorType
-from partc.timeline import timeline
+from partc.simulate import timeline
 
 WIDE, HIGH, GAP_X, GAP_Y = 214, 34, 26, 50
 
@@ -143,18 +143,18 @@ def _line(a: Box, b: Box, text: str, *, labelled: bool) -> Line:
 
 def bars(program: Program) -> tuple[tuple[Bar, ...], ...]:
     """The predicted timeline of every pipeline coordinate."""
-    spans = timeline(program)
-    length = max((span.end for line in spans for span in line), default=1.0) or 1.0
+    step = timeline(program)
+    length = step.makespan or 1.0
     return tuple(
         tuple(
             Bar(
                 left=100 * span.start / length,
                 width=100 * (span.end - span.start) / length,
-                kind=span.action.kind,
-                microbatch=span.action.microbatch or 0,
-                hover=f"{span.action}: {span.start:g} to {span.end:g}",
+                kind=span.compute.kind,
+                microbatch=span.compute.microbatch,
+                hover=f"{span.compute}: {span.start:g} to {span.end:g}",
             )
             for span in line
         )
-        for line in spans
+        for line in step.ranks
     )

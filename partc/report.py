@@ -15,7 +15,7 @@ from partc.drawing import bars, draw
 from partc.mesh import PIPELINE_AXIS, Mesh
 from partc.printer import readable
 from partc.program import Call, Program
-from partc.timeline import bubble, timeline
+from partc.simulate import timeline
 
 MOST_RANKS = 512  # that are drawn; a larger mesh says how many are not
 MOST_MICROBATCHES = 64
@@ -49,7 +49,7 @@ def page(program: Program) -> str:
         mesh=_mesh(program.mesh),
         first=_first(program),
         lines=_lines(program) if program.microbatches <= MOST_MICROBATCHES else (),
-        bubble=f"{bubble(timeline(program)):.0%}",
+        bubble=f"{timeline(program).bubble:.0%}",
         most_microbatches=MOST_MICROBATCHES,
     )
 

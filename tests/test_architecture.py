@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("partc.program", "partc.pins", "partc.naming", "partc.schedules"),
     (
         "partc.printer",
+        "partc.simulate",
         "partc.parser",
         "partc.reshard",
         "partc.rules",
@@ -40,7 +41,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("partc.templates", "partc.codegen"),
     ("partc.accounting", "partc.output", "partc.options"),
     ("partc.launch", "partc.reference", "partc.verify", "partc.doctor"),
-    ("partc.timeline",),
     ("partc.api", "partc.drawing", "partc.report"),
     ("partc.inspection", "partc.dump", "partc.console"),
     ("partc.cli", "partc.__main__"),

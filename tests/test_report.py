@@ -13,7 +13,7 @@ import pytest
 
 import partc
 from partc.report import page, write_html
-from partc.timeline import bubble, timeline
+from partc.simulate import timeline
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -59,9 +59,9 @@ def test_bubble_is_the_published_one(stages: int, microbatches: int, kind: str) 
     package = partc.compile(
         EXAMPLES / "mlp.py", mesh=f"pp={stages}", microbatches=microbatches, schedule=kind, options={"depth": 6}
     )
-    spans = timeline(package.program, {"F": 1.0, "B": 1.0})
-    assert bubble(spans) == pytest.approx((stages - 1) / (microbatches + stages - 1))
-    for line in spans:
+    step = timeline(package.program)
+    assert step.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
+    for line in step.ranks:
         assert all(a.end <= b.start for a, b in itertools.pairwise(line))
 
 

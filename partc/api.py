@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from partc import passes
 from partc.accounting import ReplicatedOp, communication, replicated_ops
 from partc.mesh import Mesh
-from partc.options import Options
+from partc.options import TABLE, Options
 from partc.output import write
 from partc.program import Program
 from partc.settings import EMITTED, tell
@@ -86,6 +86,8 @@ class Package:
             command=self.options.command,
         )
         yield from self.extra.items()
+        if self.options.table is not None:
+            yield TABLE, self.options.table.text
 
     def write(self, directory: str | Path, *, on_phase: PhaseObserver = lambda phase: None) -> Path:
         """Write the folder; an older package is replaced as a whole. Raises PartcError P0601, P0602 and P0606."""

@@ -57,7 +57,13 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         click.option("--batch", type=int, help="the same as -D batch=..., for hf: models"),
         click.option("--seq", type=int, help="the same as -D seq=..., for hf: models"),
         click.option("--microbatches", type=int, default=1, show_default=True, help="parts of the batch in time"),
-        click.option("--schedule", type=click.Choice(tuple(SCHEDULES)), default="1f1b", show_default=True),
+        click.option(
+            "--schedule",
+            metavar="NAME|FILE.csv",
+            default="1f1b",
+            show_default=True,
+            help=f"{', '.join(SCHEDULES)}, or a table of actions",
+        ),
         click.option(
             "--virtual-stages", type=int, metavar="N", help="stages on each rank, for interleaved [default: 2]"
         ),
@@ -288,10 +294,13 @@ def _target(target: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[s
     """What to compile again: a model with these options, or a package with its own."""
     if Path(target).is_dir():
         from partc.launch import read_plan
+        from partc.options import TABLE
 
         plan = read_plan(Path(target))
         kept = {name: plan[name] for name in ("mesh", "microbatches", "precision", "seed")}
         command = {"schedule": "1f1b", "shard": (), **plan.get("command", {})}
+        if command["schedule"] == TABLE:
+            command["schedule"] = str(Path(target) / TABLE)
         definitions = [f"{name}={value}" for name, value in plan["options"].items()]
         options, found = _options({**given, **kept, **command, "definitions": definitions})
         return str(Path(target) / "model.py"), options, found

@@ -218,7 +218,7 @@ CATALOGUE: Mapping[str, Entry] = {
         "no such schedule or precision",
         "Schedules: gpipe runs all forwards, then all backwards; 1f1b alternates them, with less memory; "
         "interleaved is 1f1b with several stages on every rank; zero-bubble (ZB-H1), zbv (ZB-V) and dualpipe-v "
-        "(DualPipeV) fill idle time with gradients of weights. "
+        "(DualPipeV) fill idle time with gradients of weights; FILE.csv is a table of your own. "
         "Precisions: fp32, and fp64 to see that a package equals its model to rounding.",
     ),
     "P0405": Entry(
@@ -229,6 +229,32 @@ CATALOGUE: Mapping[str, Entry] = {
         "stages that a schedule can't place",
         "gpipe and 1f1b have one stage on every pipeline rank, zbv and dualpipe-v have two, there and back. "
         "interleaved and zero-bubble deal any number round and round: --virtual-stages N puts N on each rank.",
+    ),
+    "P0407": Entry(
+        "a schedule file that cannot be read",
+        "--schedule FILE.csv takes a table of actions: a row for each pipeline rank, cells such as 0F0, 1B2, 0I1 and "
+        "0W1, in the grammar of torch.distributed.pipelining. Empty cells may stand anywhere.",
+    ),
+    "P0408": Entry(
+        "a cell of a schedule file is not an action",
+        "An action is a stage's number, what it does, and a microbatch's number: F runs forward, B backward, I and W "
+        "are the halves of B (gradients of inputs, gradients of weights). `(0F1;3B0)OVERLAP_F_B` is two of them.",
+    ),
+    "P0409": Entry(
+        "a schedule file that does not fit",
+        "It has a row for every coordinate of the mesh's pp axis, microbatches from 0 up to one less than "
+        "--microbatches, and stages from 0 without gaps, each in one row. A row may have several stages.",
+    ),
+    "P0410": Entry(
+        "a schedule file in which something is missing, done twice or has no place",
+        "Every stage runs F once for every microbatch, and once either B, or I and then W. Sends and receives may be "
+        "left out; where they are given, each goes to or comes from a stage that exists.",
+    ),
+    "P0411": Entry(
+        "a schedule file that would wait for ever",
+        "Rows run side by side, each in its order. F waits for F of the stage before, B and I for the stage's own F "
+        "and for B or I of the stage after, W for I. A stage that reads from several others needs those to run "
+        "their microbatches in one order.",
     ),
     "P0501": Entry(
         "started on another number of ranks than compiled for",

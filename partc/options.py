@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from partc.errors import PartcError
 from partc.mesh import PIPELINE_AXIS, Mesh
 from partc.pins import Pin
-from partc.schedules import SCHEDULES, ScheduleKind, stage_ranks
+from partc.schedules import SCHEDULES, stage_ranks
+from partc.schedules.table import Table, read
 
 PRECISIONS = ("fp32", "fp64")
+TABLE = "schedule.csv"  # the file of a package that has the user's table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +25,7 @@ class Options:
     microbatches: int = 1
     schedule: str = "1f1b"
     virtual_stages: int | None = None  # on each pipeline rank; None is what the schedule likes
+    table: Table | None = None  # what stands in the file that `schedule` names
     precision: str = "fp32"
     seed: int = 0
     shard: tuple[str, ...] = ()
@@ -38,13 +42,21 @@ class Options:
         shard: Sequence[str],
         virtual_stages: int | None = None,
     ) -> Options:
-        """Raises PartcError P0101 to P0104, P0301 and P0404 to P0406."""
+        """Raises PartcError P0101 to P0104, P0301 and P0404 to P0411."""
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
         if microbatches < 1:
             raise PartcError("P0405", f"there cannot be {microbatches} microbatches", help="give 1 or more")
-        for word, given, known in (("schedule", schedule, SCHEDULES), ("precision", precision, PRECISIONS)):
-            if given not in known:
-                raise PartcError("P0404", f"there is no {word} {given!r}", help=f"choose from {', '.join(known)}")
+        if precision not in PRECISIONS:
+            raise _unknown("precision", precision, PRECISIONS)
+        table = None
+        if schedule.endswith(".csv"):
+            table = read(Path(schedule), ranks=parsed.axis(PIPELINE_AXIS), microbatches=microbatches)
+            if virtual_stages is not None:
+                raise PartcError(
+                    "P0406", f"{schedule} says itself which stages a rank has", help="leave out --virtual-stages"
+                )
+        elif schedule not in SCHEDULES:
+            raise _unknown("schedule", schedule, (*SCHEDULES, "FILE.csv"))
         for text in shard:
             Pin.parse(text)
         options = cls(
@@ -52,6 +64,7 @@ class Options:
             microbatches=microbatches,
             schedule=schedule,
             virtual_stages=virtual_stages,
+            table=table,
             precision=precision,
             seed=seed,
             shard=tuple(shard),
@@ -60,20 +73,25 @@ class Options:
         return options
 
     @property
-    def kind(self) -> ScheduleKind:
-        return SCHEDULES[self.schedule]
-
-    @property
     def places(self) -> tuple[int, ...]:
         """The pipeline rank of every stage. Raises PartcError P0406."""
+        if self.table is not None:
+            return self.table.places
+        kind = SCHEDULES[self.schedule]
         ranks = self.mesh.axis(PIPELINE_AXIS)
-        each = self.kind.stages_per_rank if self.virtual_stages is None else self.virtual_stages
-        return stage_ranks(self.kind, ranks, ranks * each)
+        each = kind.stages_per_rank if self.virtual_stages is None else self.virtual_stages
+        return stage_ranks(kind, ranks, ranks * each)
+
+    @property
+    def split_backward(self) -> bool:
+        """Whether some backward passes run as two halves."""
+        return SCHEDULES[self.schedule].split_backward if self.table is None else self.table.split_backward
 
     @property
     def command(self) -> dict[str, Any]:
         """What else the plan keeps, so that the compile can be repeated from it."""
-        found: dict[str, Any] = {"schedule": self.schedule, "shard": list(self.shard)}
+        found: dict[str, Any] = {"schedule": self.schedule if self.table is None else TABLE}
+        found["shard"] = list(self.shard)
         return found if self.virtual_stages is None else found | {"virtual_stages": self.virtual_stages}
 
     @property
@@ -86,6 +104,10 @@ class Options:
         return {
             "pins": self.pins,
             "places": self.places,
-            "halves": self.kind.split_backward,
-            "kind": self.schedule,
+            "halves": self.split_backward,
+            **({"kind": self.schedule} if self.table is None else {"table": self.table}),
         }
+
+
+def _unknown(word: str, given: str, known: Sequence[str]) -> PartcError:
+    return PartcError("P0404", f"there is no {word} {given!r}", help=f"choose from {', '.join(known)}")

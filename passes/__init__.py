@@ -124,7 +124,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="what every rank does, in order",
         requires=("stages", "split"),
         ensures=("schedule",),
-        options=("kind",),
+        options=("kind", "table"),
     ),
     Pass(
         name="check",

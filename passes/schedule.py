@@ -4,60 +4,89 @@
     0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2 0REDUCE_GRAD
     1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2 1REDUCE_GRAD
 
-The order of computations is the schedule's own (partc.schedules). Sends come right after what they
-send, receives right before what reads them; what passes between two stages of one rank is neither
-sent nor received. Sends don't wait, so a receive that comes late delays nobody else. Gradients are
-reduced at the end, when no rank waits for another's computation any more.
+The order of computations is the schedule's own (partc.schedules), or that of a table which the user
+wrote. Sends come right after what they send. They wait for nothing, so receives come right before
+what reads them, in the order of the sends. What passes between two stages of one rank is neither
+sent nor received. Gradients are reduced at the end, when nobody waits for a computation any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from partc.errors import PartcError
 from partc.mesh import PIPELINE_AXIS
 from partc.program import Action, ActionKind, Program
-from partc.schedules import SCHEDULES, Compute, ComputeKind, compute_order, stage_ranks
+from partc.schedules import SCHEDULES, Compute, compute_order
+from partc.schedules.table import Table
+
+Way = Literal["F", "B"]  # values, or their gradients
+SEND: Mapping[Way, ActionKind] = {"F": "SEND_F", "B": "SEND_B"}
+RECV: Mapping[Way, ActionKind] = {"F": "RECV_F", "B": "RECV_B"}
+WAYS: Mapping[str, Way] = {"F": "F", "B": "B", "I": "B"}  # which a computation reads and makes
 
 
-def schedule(program: Program, *, kind: str = "1f1b") -> Program:
-    """Set the actions of every pipeline rank. Raises PartcError P0406 if the schedule can't take so many stages."""
+def schedule(program: Program, *, kind: str = "1f1b", table: Table | None = None) -> Program:
+    """Set the actions of every pipeline rank.
+
+    Raises PartcError P0406 if the schedule can't take so many stages, P0411 if a stage reads from
+    two that don't send in the same order.
+    """
     ranks = program.mesh.axis(PIPELINE_AXIS)
-    chosen = SCHEDULES[kind]
-    places = stage_ranks(chosen, ranks, program.stages)
-    actions = tuple(
-        (
-            *_with_transfers(program, places, order),
-            *(Action(stage=stage, kind="REDUCE_GRAD") for stage, place in enumerate(places) if place == rank),
-        )
-        for rank, order in enumerate(compute_order(chosen, ranks, program.microbatches, program.stages))
+    rows = table.rows if table else compute_order(SCHEDULES[kind], ranks, program.microbatches, program.stages)
+    links = _Links.of(program, rows)
+    return replace(
+        program,
+        schedule=tuple(
+            (*links.around(row), *(Action(stage=stage, kind="REDUCE_GRAD") for stage in program.stages_at(rank)))
+            for rank, row in enumerate(rows)
+        ),
     )
-    return replace(program, schedule=actions)
 
 
-def _with_transfers(program: Program, places: Sequence[int], order: Sequence[Compute]) -> Iterator[Action]:
-    """The computations with the sends and receives around them."""
-    travelling = [item for item in program.transfers if places[item.source] != places[item.target]]
-    leaving, entering = {item.source for item in travelling}, {item.target for item in travelling}
-    owed, owing = (
-        {item.source for item in travelling if item.gradient},
-        {item.target for item in travelling if item.gradient},
-    )
-    around: Mapping[ComputeKind, tuple[Literal["F", "B"], set[int], set[int]]] = {
-        "F": ("F", entering, leaving), "B": ("B", owed, owing), "I": ("B", owed, owing), "W": ("B", set(), set())
-    }  # fmt: skip
-    for compute in order:
-        what, receivers, senders = around[compute.kind]
-        if compute.stage in receivers:
-            yield Action(stage=compute.stage, kind=_named("RECV", what), microbatch=compute.microbatch)
-        yield Action(stage=compute.stage, kind=compute.kind, microbatch=compute.microbatch)
-        if compute.stage in senders:
-            yield Action(stage=compute.stage, kind=_named("SEND", what), microbatch=compute.microbatch)
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """What stages receive from other ranks and send to them: values from earlier stages, gradients from later ones."""
 
+    arrivals: Mapping[tuple[int, Way], Sequence[int]]  # microbatches in the order in which they are sent
+    senders: frozenset[tuple[int, Way]]
 
-def _named(what: Literal["SEND", "RECV"], kind: Literal["F", "B"]) -> ActionKind:
-    names: Mapping[tuple[str, str], ActionKind] = {
-        ("SEND", "F"): "SEND_F", ("SEND", "B"): "SEND_B", ("RECV", "F"): "RECV_F", ("RECV", "B"): "RECV_B"
-    }  # fmt: skip
-    return names[what, kind]
+    @classmethod
+    def of(cls, program: Program, rows: Sequence[Sequence[Compute]]) -> _Links:
+        turns: dict[tuple[int, Way], list[int]] = {}
+        for compute in (compute for row in rows for compute in row if compute.kind in WAYS):
+            turns.setdefault((compute.stage, WAYS[compute.kind]), []).append(compute.microbatch)
+        sources: dict[tuple[int, Way], set[int]] = {}
+        for transfer in filter(program.travels, program.transfers):
+            sources.setdefault((transfer.target, "F"), set()).add(transfer.source)
+            if transfer.gradient:
+                sources.setdefault((transfer.source, "B"), set()).add(transfer.target)
+        arrivals = {}
+        for (stage, way), found in sources.items():
+            first, *others = sorted(found)
+            arrivals[stage, way] = turns[first, way]
+            for other in others:
+                if turns[other, way] != turns[first, way]:
+                    raise PartcError(
+                        "P0411",
+                        f"stage {stage} reads from stages {first} and {other}, which run microbatches in other orders",
+                        help=f"give {first} and {other} the same order of {way} in the table",
+                    )
+        return cls(arrivals, frozenset((source, way) for (_, way), found in sources.items() for source in found))
+
+    def around(self, row: Sequence[Compute]) -> Iterator[Action]:
+        """The row's computations with the receives before and the sends after them."""
+        received: set[tuple[int, Way, int]] = set()
+        for compute in row:
+            stage, way = compute.stage, WAYS.get(compute.kind)
+            if way is not None and (stage, way) in self.arrivals:
+                order = self.arrivals[stage, way]
+                for index in order[: order.index(compute.microbatch) + 1]:
+                    if (stage, way, index) not in received:
+                        received.add((stage, way, index))
+                        yield Action(stage=stage, kind=RECV[way], microbatch=index)
+            yield Action(stage=stage, kind=compute.kind, microbatch=compute.microbatch)
+            if way is not None and (stage, way) in self.senders:
+                yield Action(stage=stage, kind=SEND[way], microbatch=compute.microbatch)

@@ -164,7 +164,7 @@ def test_a_check_that_does_not_hold_exits_with_1(
     [
         (["compile"], "P0001"),
         (["compile", MLP], "P0001"),
-        (["compile", MLP, "--mesh", "2", "--schedule", "zigzag"], "P0001"),
+        (["compile", MLP, "--mesh", "2", "--schedule", "zigzag"], "P0404"),
         (["fly"], "P0001"),
         (["compile", MLP, "--mesh", "2x"], "P0101"),
         (["compile", MLP, "--mesh", "2x2x2x2"], "P0102"),

@@ -138,7 +138,7 @@ class _Reader:
                 if first.row != cell.row:
                     raise self._wrong("P0409", cell, f"stage {cell.stage} stands in row {first.row} already", _ONE_ROW)
                 if cell.microbatch >= self.microbatches:
-                    known = f"there are {_count(self.microbatches, 'microbatch')}, numbered from 0"
+                    known = f"the last microbatch is {self.microbatches - 1}"
                     raise self._wrong("P0409", cell, known, f"compile with --microbatches {cell.microbatch + 1}")
         for number, row in enumerate(rows, 1):
             if not row:
@@ -184,9 +184,13 @@ class _Reader:
         while ready := [row for row in left if row and done.issuperset(needs[str(row[0])])]:
             for row in ready:
                 done.add(str(row.pop(0)))
-        for row in filter(None, left):
-            lacking = next(action for action in needs[str(row[0])] if action not in done)
-            raise self._wrong("P0411", row[0], f"it waits for ever for {lacking}", _ORDER)
+        stuck = [(row, next(need for need in needs[str(row[0])] if need not in done)) for row in left if row]
+        if stuck:
+            # One that waits for its own row is the cause; the others may only wait for that one.
+            row, lacking = min(stuck, key=lambda item: item[1] not in map(str, item[0]))
+            behind = next((other[0] for other, _ in stuck if lacking in map(str, other)), row[0])
+            where = "later in its row" if behind is row[0] else f"in row {behind.row}, where {behind} waits as well"
+            raise self._wrong("P0411", row[0], f"it waits for ever for {lacking}, {where}", _ORDER)
 
     def _needs(self, cell: Cell, stages: int, given: set[str]) -> Iterator[str]:
         """The actions that one waits for: transfers where the table has them, else what they would bring."""

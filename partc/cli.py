@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -214,13 +215,18 @@ def run_command(directory: Path, steps: int, as_json: bool, rest: tuple[str, ...
 @click.option("--sources", is_flag=True, help="with the line of the model that each operation comes from")
 @click.option("--provenance", is_flag=True, help="which pass first made each value")
 @click.option("--explain", "name", metavar="NAME", help="why a value or weight is placed as it is")
+@click.option("--schedules", is_flag=True, help="every schedule's predicted timeline, side by side")
 @click.option("--html", type=Path, metavar="FILE", help="one page with everything, for a browser")
 def inspect_command(target: str, **given: Any) -> None:
     """Show what the compiler makes of a model, or has made of a package's."""
     from partc import inspection
 
     wanted = {key: given.pop(key) for key in ("after", "region", "diff", "sources", "provenance", "name", "html")}
+    side_by_side = given.pop("schedules")
     model, options, definitions = _target(target, given)
+    if side_by_side:
+        click.echo(_schedules(options), nl=False)
+        return
     until = inspection.last_pass(after=wanted["after"], name=wanted["name"], html=wanted["html"])
     with console.working("compiling", quiet=wanted["html"] is None):
         from partc.api import compilation
@@ -237,6 +243,15 @@ def inspect_command(target: str, **given: Any) -> None:
             done, after=until, region=wanted["region"], diff=wanted["diff"], sources=wanted["sources"]
         )
         click.echo(text.rstrip("\n"))
+
+
+def _schedules(options: Options) -> str:
+    from partc.comparison import candidates, text
+    from partc.mesh import PIPELINE_AXIS
+
+    ranks = options.mesh.axis(PIPELINE_AXIS)
+    found = candidates(ranks, options.microbatches, virtual_stages=options.virtual_stages, table=options.table)
+    return text(found, width=shutil.get_terminal_size((120, 24)).columns)
 
 
 def _write_page(done: Compilation, path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Literal
 
 from partc.layout import Sizes
 from partc.printer import COLLECTIVES, collective_bytes, print_operation
-from partc.program import Graph, Op, Program, Region, TensorType
-from partc.simulate import timeline
+from partc.program import Graph, Op, Region, TensorType
+from partc.simulate import Timeline
 
 WIDE, HIGH, GAP_X, GAP_Y = 214, 34, 26, 50
 
@@ -47,11 +47,12 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A computation on the timeline, in percent of the step."""
+    """A computation on the timeline, in percent of the picture; `second` is every other stage of a rank."""
 
     left: float
     width: float
     kind: str
+    second: bool
     microbatch: int
     hover: str
 
@@ -141,20 +142,20 @@ def _line(a: Box, b: Box, text: str, *, labelled: bool) -> Line:
     return Line(path=path, text=text, labelled=labelled, x=x1, y=y1 + 13)
 
 
-def bars(program: Program) -> tuple[tuple[Bar, ...], ...]:
-    """The predicted timeline of every pipeline coordinate."""
-    step = timeline(program)
-    length = step.makespan or 1.0
+def bars(step: Timeline, length: float) -> tuple[tuple[Bar, ...], ...]:
+    """A timeline's computations, rank by rank, where a picture's whole width is `length` long."""
+    stages = [sorted({span.compute.stage for span in line}) for line in step.ranks]
     return tuple(
         tuple(
             Bar(
                 left=100 * span.start / length,
                 width=100 * (span.end - span.start) / length,
                 kind=span.compute.kind,
+                second=mine.index(span.compute.stage) % 2 == 1,
                 microbatch=span.compute.microbatch,
                 hover=f"{span.compute}: {span.start:g} to {span.end:g}",
             )
             for span in line
         )
-        for line in step.ranks
+        for line, mine in zip(step.ranks, stages, strict=True)
     )

@@ -11,14 +11,16 @@ from typing import Any
 import jinja2
 
 from partc.accounting import communication
+from partc.comparison import candidates, figures
 from partc.drawing import bars, draw
-from partc.mesh import PIPELINE_AXIS, Mesh
+from partc.mesh import PIPELINE_AXIS
 from partc.printer import readable
 from partc.program import Call, Program
-from partc.simulate import timeline
+from partc.simulate import Timeline, timeline
 
 MOST_RANKS = 512  # that are drawn; a larger mesh says how many are not
 MOST_MICROBATCHES = 64
+MOST_BARS = 6000  # of all schedules together; with more only their figures are shown
 
 
 @dataclass(slots=True)
@@ -37,6 +39,7 @@ def write_html(program: Program, path: Path) -> None:
 
 def page(program: Program) -> str:
     """The page's text. Names from the model are escaped."""
+    step = timeline(program)
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=True
     )
@@ -46,11 +49,12 @@ def page(program: Program) -> str:
         facts=_facts(program),
         tree=_tree(program),
         graphs=_graphs(program),
-        mesh=_mesh(program.mesh),
+        mesh=_mesh(program),
         first=_first(program),
-        lines=_lines(program) if program.microbatches <= MOST_MICROBATCHES else (),
-        bubble=f"{timeline(program).bubble:.0%}",
+        lines=_lines(program, step) if program.microbatches <= MOST_MICROBATCHES else (),
+        bubble=f"{step.bubble:.0%}",
         most_microbatches=MOST_MICROBATCHES,
+        schedules=_schedules(program),
     )
 
 
@@ -103,23 +107,43 @@ def _first(program: Program) -> int:
     return titles.index(max(work, key=lambda name: work[name]))
 
 
-def _lines(program: Program) -> list[Mapping[str, Any]]:
-    """The timeline of each stage: its ranks do the same."""
+def _lines(program: Program, step: Timeline) -> list[Mapping[str, Any]]:
+    """The timeline of each pipeline coordinate: its ranks do the same."""
     found: list[Mapping[str, Any]] = []
-    for stage, line in enumerate(bars(program)):
-        ranks = [r for r in range(program.mesh.size) if program.mesh.coordinate(r).get(PIPELINE_AXIS, 0) == stage]
+    for place, line in enumerate(bars(step, step.makespan)):
+        ranks = [r for r in range(program.mesh.size) if program.mesh.coordinate(r).get(PIPELINE_AXIS, 0) == place]
         few = ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"
-        found.append({"label": f"stage {stage}: {few}", "bars": line})
+        found.append({"label": f"{_held(program, place)}: {few}", "bars": line})
     return found
 
 
-def _mesh(mesh: Mesh) -> Mapping[str, Any]:
-    """Ranks in a grid for each stage: the last axis along rows."""
+def _schedules(program: Program) -> list[Mapping[str, Any]]:
+    """Every schedule on equal ranks, all at one scale."""
+    ranks = program.mesh.axis(PIPELINE_AXIS)
+    each = program.stages // ranks
+    found = candidates(ranks, program.microbatches, virtual_stages=each if each > 1 else None)
+    longest = max(item.timeline.makespan for item in found)
+    drawn = sum(len(line) for item in found for line in item.timeline.ranks) <= MOST_BARS
+    return [
+        {"schedule": item, "figures": figures(item), "lines": bars(item.timeline, longest) if drawn else ()}
+        for item in found
+    ]
+
+
+def _held(program: Program, place: int) -> str:
+    """The stages of a pipeline coordinate, in words."""
+    stages = program.stages_at(place)
+    return f"stage{'' if len(stages) == 1 else 's'} {', '.join(map(str, stages))}"
+
+
+def _mesh(program: Program) -> Mapping[str, Any]:
+    """Ranks in a grid for each pipeline coordinate: the last axis along rows."""
+    mesh = program.mesh
     last = mesh.axes[-1] if mesh.axes[-1][0] != PIPELINE_AXIS else ("", 1)
-    groups: dict[int, list[list[tuple[int, str]]]] = {}
+    groups: dict[str, list[list[tuple[int, str]]]] = {}
     for rank in range(min(mesh.size, MOST_RANKS)):
         place = mesh.coordinate(rank)
-        rows = groups.setdefault(place.get(PIPELINE_AXIS, 0), [])
+        rows = groups.setdefault(_held(program, place.get(PIPELINE_AXIS, 0)), [])
         if not rows or len(rows[-1]) == last[1]:
             rows.append([])
         rows[-1].append((rank, " ".join(f"{axis}={index}" for axis, index in place.items())))

@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("partc.templates", "partc.codegen"),
     ("partc.accounting", "partc.output", "partc.options"),
     ("partc.launch", "partc.reference", "partc.verify", "partc.doctor"),
-    ("partc.api", "partc.drawing", "partc.report"),
+    ("partc.api", "partc.comparison", "partc.drawing", "partc.report"),
     ("partc.inspection", "partc.dump", "partc.console"),
     ("partc.cli", "partc.__main__"),
 )

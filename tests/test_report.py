@@ -13,6 +13,7 @@ import pytest
 
 import partc
 from partc.report import page, write_html
+from partc.schedules import SCHEDULES
 from partc.simulate import timeline
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -31,7 +32,12 @@ def test_page_shows_calls_graphs_mesh_schedule_and_parameters(program) -> None:
     for parameter in program.parameters:
         assert f"{parameter.name}</td>" in text
     assert text.count("<td title=") == program.mesh.size
-    assert len(re.findall(r'<span class="[FB]"', text)) == 2 * 2 * program.microbatches
+    own, compared = text.split('id="schedule"')[1].split('id="schedules"')
+    assert len(re.findall(r'<span class="[FB]"', own)) == 2 * 2 * program.microbatches
+    for kind in SCHEDULES.values():
+        assert f"<b>{kind.name}</b>: {kind.does}" in compared
+    # Forwards and backwards; some of the latter in halves, and of twice as many stages.
+    assert len(re.findall(r'<span class="F( second)?"', compared)) == (3 * 1 + 3 * 2) * 2 * program.microbatches
     assert "all_gather 32.0 KiB over tp" in text or "over tp" in text
 
 

@@ -162,20 +162,27 @@ class _Place:
         forward = action.kind.endswith("_F")
         send = action.kind.startswith("SEND")
         leaving = send == forward  # values leave where they are made; their gradients come back there
-        for transfer in self.program.transfers:
+        found = [
+            transfer
+            for transfer in filter(self.program.travels, self.program.transfers)
+            if action.stage == (transfer.source if leaving else transfer.target) and (forward or transfer.gradient)
+        ]
+        if leaving:  # a stage sends a value to all its readers, and receives all its gradients, before the next
+            names = list(dict.fromkeys(transfer.value for transfer in found))
+            found.sort(key=lambda transfer: names.index(transfer.value))
+        for transfer in found:
             mine, other = (transfer.source, transfer.target) if leaving else (transfer.target, transfer.source)
-            if mine == action.stage and (forward or transfer.gradient) and self.program.travels(transfer):
-                type = self.types[transfer.value]
-                yield Transfer(
-                    kind="send" if send else "recv",
-                    value=transfer.value if forward else f"grad_{transfer.value}",
-                    link=(mine, other) if send else (other, mine),
-                    place=self.program.place(other),
-                    microbatch=action.microbatch or 0,
-                    shape=type.layout.local_shape(self.sizes),
-                    dtype=type.dtype,
-                    action=str(action),
-                )
+            type = self.types[transfer.value]
+            yield Transfer(
+                kind="send" if send else "recv",
+                value=transfer.value if forward else f"grad_{transfer.value}",
+                link=(mine, other) if send else (other, mine),
+                place=self.program.place(other),
+                microbatch=action.microbatch or 0,
+                shape=type.layout.local_shape(self.sizes),
+                dtype=type.dtype,
+                action=str(action),
+            )
 
     def _reductions(self, stage: int) -> Iterator[Collective]:
         """One all-reduce for each set of axes over which gradients are sums."""

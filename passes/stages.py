@@ -113,9 +113,12 @@ def _transfers(program: Program, calls: tuple[Call, ...], pure: frozenset[str]) 
             if name in made and made[name] != call.stage:
                 owed = value.name in needs[call.region] and _carries(program, name)
                 found[name, call.stage] = found.get((name, call.stage), False) or owed
+    # A value's transfers stand together: a stage sends each to all its readers before the next, and what
+    # two stages exchange arrives in the order of the sends.
+    order = list(dict.fromkeys(name for name, _ in found))
     return tuple(
-        Transfer(value=name, source=made[name], target=target, gradient=gradient)
-        for (name, target), gradient in found.items()
+        Transfer(value=name, source=made[name], target=target, gradient=found[name, target])
+        for name, target in sorted(found, key=lambda item: order.index(item[0]))
     )
 
 

@@ -171,7 +171,8 @@ class _Reader:
         self._sources = {value.name: op.source for op in region.forward.ops for value in op.results}
         self._names: dict[fx.Node, str] = {}
         self._labels: dict[fx.Node, str] = {}
-        self._taken: set[str] = set(values)
+        # A gradient's name says whose it is: no other value may have it.
+        self._taken: set[str] = {*values, *(f"grad_{name}" for name in values)}
         self._gradients: dict[str, str] = {}  # gradient's name -> the value it belongs to
 
     def name_of(self, node: fx.Node) -> str:

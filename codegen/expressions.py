@@ -291,6 +291,9 @@ _TABLE: Mapping[str, Emit] = {
     "matmul_grad_right": lambda o: (
         f"{o.flat(1)}.mT @ {o.flat(0)}" if o.args[2] == "True" else f"{o.args[1]}.mT @ {o.args[0]}"
     ),
+    "expert_matmul": _function("functional.expert_matmul"),
+    "expert_matmul_grad_rows": _function("functional.expert_matmul_grad_rows"),
+    "expert_matmul_grad_weight": _function("functional.expert_matmul_grad_weight"),
     "bmm": _infix("@"),
     "mm": _infix("@"),
     # norms, attention, embedding, loss: what torch has no plain function for is in runtime/functional.py
@@ -326,6 +329,9 @@ _TABLE: Mapping[str, Emit] = {
 # What is added to a gradient buffer without a temporary of the buffer's size.
 _ACCUMULATE: Mapping[str, Callable[[str, Operands], str]] = {
     "linear_grad_weight": lambda g, o: f"functional.linear_add_grad_weight({g}, {o.args[0]}, {o.args[1]})",
+    "expert_matmul_grad_weight": lambda g, o: (
+        f"functional.expert_matmul_add_grad_weight({', '.join((g, *o.args[:3]))})"
+    ),
     "matmul_grad_right": lambda g, o: f"{g}.addmm_({o.flat(1)}.mT, {o.flat(0)})",
     "embedding_dense_backward": lambda g, o: (
         f"functional.embedding_add_grad({g}, {_arguments((*o.args[:2], o.args[3]), ('', '', 'padding_idx=-1'), {})})"

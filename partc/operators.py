@@ -122,6 +122,29 @@ def _define_matmuls() -> None:
     )
 
 
+def _define_experts() -> None:
+    _operator(
+        "expert_matmul_grad_rows",
+        "(Tensor g, Tensor experts, Tensor w) -> Tensor",
+        lambda g, experts, w: g.new_empty([g.shape[0], w.shape[1]]),
+    )
+    _operator(
+        "expert_matmul_grad_weight",
+        "(Tensor g, Tensor experts, Tensor x, int count) -> Tensor",
+        lambda g, experts, x, count: g.new_empty([count, x.shape[1], g.shape[1]]),
+    )
+    _operator(
+        "expert_matmul",
+        "(Tensor x, Tensor experts, Tensor w) -> Tensor",
+        lambda x, experts, w: x.new_empty([x.shape[0], w.shape[2]]),
+        lambda g, a, r: [
+            _ops.expert_matmul_grad_rows(g[0], a[1], a[2]),
+            None,
+            _ops.expert_matmul_grad_weight(g[0], a[1], a[0], a[2].shape[0]),
+        ],
+    )
+
+
 def _define_composites() -> None:
     _operator("silu_backward", "(Tensor g, Tensor x) -> Tensor", _like)
     _operator("silu", "(Tensor x) -> Tensor", _like, lambda g, a, r: [_ops.silu_backward(g[0], a[0])])
@@ -205,6 +228,7 @@ def _attention_shapes(
 _define_marks()
 _define_collectives()
 _define_matmuls()
+_define_experts()
 _define_composites()
 
 # Names of results beyond the first, for the operators that return what their backward reads.

@@ -24,6 +24,7 @@ from partc.layout import Layout
 from partc.passes.activations import gelus
 from partc.passes.masks import known_masks
 from partc.passes.normalize import without_dead
+from partc.passes.routing import unsorted_experts
 from partc.passes.rows import plain_rows
 from partc.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
 
@@ -75,6 +76,7 @@ def simplify(program: Program) -> Program:
 def _simplified(region: Region) -> Region:
     for rewrite in (
         _plain_indexing,
+        unsorted_experts,
         _one_row,
         known_masks,
         _grouped_heads,

@@ -160,6 +160,7 @@ rule(
     blocked=_attention_blocked,
     work="b g r s t d + b g r s t e",
 )
+rule("expert_matmul", "x[s i], experts[s], w[e i o] -> [s o]", blocked="e", linear="x|w", work="s i o")
 rule("dot", "x[k], y[k] -> []", linear="x|y", work="*")
 rule("outer", "x[i], y[j] -> [i j]", linear="x|y")
 build("matmul mm bmm mv", products.matmul, matmul=True)

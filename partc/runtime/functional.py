@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 
 from .attention import attention, attention_backward, row_dtype
+from .experts import (
+    expert_matmul,
+    expert_matmul_add_grad_weight,
+    expert_matmul_grad_rows,
+    expert_matmul_grad_weight,
+)
 
 __all__ = [
     "attention",
@@ -19,6 +25,10 @@ __all__ = [
     "embedding_add_grad",
     "embedding_shard",
     "embedding_shard_add_grad",
+    "expert_matmul",
+    "expert_matmul_add_grad_weight",
+    "expert_matmul_grad_rows",
+    "expert_matmul_grad_weight",
     "layer_norm",
     "layer_norm_backward",
     "linear_add_grad_weight",

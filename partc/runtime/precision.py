@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
@@ -18,8 +19,16 @@ class _Double(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
+        if getattr(func, "__name__", "") == "_grouped_mm":
+            return _grouped_matmul(*args, **(kwargs or {}))
         wide = lambda arg: torch.float64 if arg is torch.float32 else arg  # noqa: E731
         return func(*map(wide, args), **{key: wide(arg) for key, arg in (kwargs or {}).items()})
+
+
+def _grouped_matmul(x: Tensor, w: Tensor, offs: Tensor, bias: None = None, out_dtype: None = None) -> Tensor:
+    """Rows of each group times its matrix, x[s, i] w[g, i, o] -> [s, o]; torch's own has no double precision."""
+    ends = offs.tolist()
+    return torch.cat([x[start:end] @ w[group] for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False))])
 
 
 @contextmanager

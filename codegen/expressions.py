@@ -85,7 +85,7 @@ def is_atom(text: str) -> bool:
     depth = 0
     for char in text:
         depth += (char in "([{") - (char in ")]}")
-        if depth == 0 and char == " ":
+        if depth == 0 and char in " *":
             return False
     return not text.startswith(("-", "~"))
 

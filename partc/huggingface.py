@@ -23,9 +23,26 @@ _DEFAULTS: Mapping[str, str] = {
     "gpt_neox": "GPTNeoXForCausalLM",
     "bert": "BertForMaskedLM",
     "roberta": "RobertaForMaskedLM",
+    "mixtral": "MixtralForCausalLM",
+    "t5": "T5ForConditionalGeneration",
     "vit": "ViTForImageClassification",
+    "swin": "SwinForImageClassification",
+    "clip": "CLIPModel",
 }
-_TASKS = {"ForCausalLM": "causal", "LMHeadModel": "causal", "ForMaskedLM": "masked", "ForImageClassification": "image"}
+_TASKS = {
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+    "ForMaskedLM": "masked",
+    "ForConditionalGeneration": "translation",
+    "ForSequenceClassification": "sequence",
+    "ForTokenClassification": "token",
+    "ForQuestionAnswering": "question",
+    "ForImageClassification": "image",
+    "CLIPModel": "pairs",
+}
+
+
+_LONGEST = {"pairs": 77}  # positions, where a configuration doesn't say
 
 
 def is_configuration(model: object) -> bool:
@@ -46,13 +63,14 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
         raise PartcError(
             "P0232",
             f"{path} has {architecture or config.get('model_type')!r}, which partc has no batch for",
-            help="name one of ...ForCausalLM, ...ForMaskedLM, ...ForImageClassification in its `architectures`,"
+            help=f"name one of {', '.join(f'...{suffix}' for suffix in _TASKS)} in its `architectures`,"
             " or write a model file with your own batch()",
         )
     _require_transformers(architecture, path)
-    size = config.get("image_size", 224)
+    image, text_config = config.get("vision_config", config), config.get("text_config", config)
+    size = image.get("image_size", 224)
     height, width = size if isinstance(size, list) else (size, size)
-    longest = config.get("max_position_embeddings") or config.get("n_positions") or 2048
+    longest = text_config.get("max_position_embeddings") or text_config.get("n_positions") or _LONGEST.get(task, 2048)
     text = importlib.resources.files("partc.templates").joinpath("hf_model.py.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -63,8 +81,8 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
         task=task,
         batch=batch,
         seq=seq or min(int(longest), 128),
-        vocabulary=0 if task == "image" else config.get("vocab_size") or _default(config, "vocab_size"),
-        channels=config.get("num_channels", 3),
+        vocabulary=0 if task == "image" else text_config.get("vocab_size") or _default(text_config, "vocab_size"),
+        channels=image.get("num_channels", 3),
         height=height,
         width=width,
         classes=len(config.get("id2label") or {}) or config.get("num_labels") or 2,

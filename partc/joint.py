@@ -170,6 +170,7 @@ class _Reader:
         self._sizes = sizes
         self._sources = {value.name: op.source for op in region.forward.ops for value in op.results}
         self._names: dict[fx.Node, str] = {}
+        self._holders: dict[str, fx.Node] = {}
         self._labels: dict[fx.Node, str] = {}
         # A gradient's name says whose it is: no other value may have it.
         self._taken: set[str] = {*values, *(f"grad_{name}" for name in values)}
@@ -183,6 +184,7 @@ class _Reader:
         for node, name in claims:
             if _origin(node) not in self._names:
                 self._names[_origin(node)] = name
+                self._holders.setdefault(name, _origin(node))
                 self._taken.add(name)
 
     def name(self, nodes: list[fx.Node]) -> None:
@@ -190,7 +192,7 @@ class _Reader:
         for node in nodes:
             if _packet(node) in ("mark", "mark_grad"):
                 name = str(node.args[1])
-                self.claim_all([(node, self._gradient_name(name) if _packet(node) == "mark_grad" else name)])
+                self.claim_all([(node, self._gradient_name(name, node) if _packet(node) == "mark_grad" else name)])
         for node in reversed(nodes):
             heir = next((self._labels[user] for user in node.users if user in self._labels), "value")
             self._labels[node] = self._names.get(_origin(node), heir)
@@ -198,9 +200,15 @@ class _Reader:
             if node.op == "call_function" and _origin(node) not in self._names and not _is_tuple(node):
                 self._names[_origin(node)] = self._fresh(self._unmarked_name(_origin(node)))
 
-    def _gradient_name(self, name: str) -> str:
-        """The gradient of a sum's parts is whole on every rank: `grad_y_full` for `y_partial`."""
+    def _gradient_name(self, name: str, node: fx.Node) -> str:
+        """The gradient of a sum's parts is whole on every rank: `grad_y_full` for `y_partial`.
+
+        An output that the region itself reads has a gradient that comes in, and more: a `_total`.
+        """
         found = f"grad_{name.removesuffix('_partial')}_full" if name.endswith("_partial") else f"grad_{name}"
+        holder = self._holders.setdefault(found, _origin(node))
+        if holder is not _origin(node) and _origin(node) not in self._names:
+            found = self._fresh(f"{found}_total")
         self._gradients.setdefault(found, name)
         return found
 

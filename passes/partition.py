@@ -36,7 +36,8 @@ _SUFFIX = {
     "take": "shard",
 }
 _REDUCING = frozenset({"all_reduce", "reduce_scatter"})
-_IN_TIME = frozenset({"settle", "spread"})  # what microbatches can do without waiting for each other
+# What microbatches can do without waiting for each other; without a gradient, also `shard`.
+_IN_TIME = frozenset({"settle", "spread", "take"})
 
 
 def partition(program: Program) -> Program:
@@ -136,7 +137,7 @@ class _Local:
     def _insert(self, name: str, type: TensorType, steps: tuple[Step, ...], reader: Op | None) -> str:
         last = name
         for step in steps:
-            if step.axis == TIME_AXIS and step.op not in _IN_TIME:
+            if step.axis == TIME_AXIS and step.op not in _IN_TIME and (step.op != "shard" or name in self.live):
                 raise PartcError(
                     "P0402",
                     f"{reader.name if reader else 'the result'} needs {name} of the whole batch,"

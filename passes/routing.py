@@ -21,7 +21,7 @@ from partc import fuel
 from partc.layout import Layout
 from partc.program import Arg, Graph, Op, Ref, Region, TensorType, Value
 
-_GROUPED = frozenset({"grouped_mm", "_grouped_mm", "transformers::grouped_mm_fallback"})
+_GROUPED = frozenset({"grouped_mm", "_grouped_mm", "partc_double::grouped_mm", "transformers::grouped_mm_fallback"})
 _ELEMENTWISE_NAMES = (
     "add sub mul div pow neg exp tanh sigmoid relu silu gelu rsqrt sqrt square abs erf to where masked_fill clamp"
     " maximum minimum clamp_min clamp_max hardswish leaky_relu softplus mish"

@@ -108,6 +108,7 @@ def _plain_indexing(region: Region) -> Region:
     ops = []
     for op in region.forward.ops:
         first = op.args[0] if op.args else None
+        picked: list[Op] = []
         match op.name:
             case "arange" if len(op.args) == 1 and isinstance(first, int):
                 counting[op.result.name] = first
@@ -118,7 +119,8 @@ def _plain_indexing(region: Region) -> Region:
                     counting[op.result.name] = counting[first.name]
             case "index" if isinstance(first, Ref):
                 op = _as_reshape(op, types[first.name].shape, types, counting) or op
-        ops.append(op)
+                picked = _as_gather(op, types, counting)
+        ops.extend(picked or [op])
     return _rebuilt(region, ops, {})
 
 
@@ -141,6 +143,42 @@ def _as_reshape(
     if places != sorted(places) or math.prod(op.result.type.shape) != math.prod(shape):
         return None
     return replace(op, name="reshape", args=(op.args[0], op.result.type.shape), attrs=())
+
+
+def _as_gather(op: Op, types: Mapping[str, TensorType], counting: Mapping[str, int]) -> list[Op]:
+    """x[arange(b), j]: of each of the rows, one element along the next dimension."""
+    indices = op.args[1]
+    if op.name != "index" or not isinstance(indices, tuple) or len(indices) != 2:
+        return []
+    x, (rows, chosen) = op.args[0], indices
+    if not (isinstance(x, Ref) and isinstance(rows, Ref) and isinstance(chosen, Ref)):
+        return []
+    count, size, *rest = types[x.name].shape
+    if counting.get(rows.name) != count or types[rows.name].shape != (count,) or types[chosen.name].shape != (count,):
+        return []
+    made = op.result.name
+    # A negative index counts from the end for an indexing, not for a gather.
+    steps: tuple[tuple[str, str, tuple[Arg, ...], tuple[int, ...], str], ...] = (
+        ("remainder", f"{made}_index", (chosen, size), (count,), chosen.name),
+        (
+            "reshape",
+            f"{made}_rows",
+            (Ref(f"{made}_index"), (count, 1, *(1 for _ in rest))),
+            (count, 1, *(1 for _ in rest)),
+            chosen.name,
+        ),
+        ("expand", f"{made}_each", (Ref(f"{made}_rows"), (count, 1, *rest)), (count, 1, *rest), chosen.name),
+        ("gather", f"{made}_one", (x, 1, Ref(f"{made}_each")), (count, 1, *rest), x.name),
+        ("reshape", made, (Ref(f"{made}_one"), (count, *rest)), (count, *rest), x.name),
+    )
+    return [
+        Op(name=name, args=args, results=(_whole(result, types[like], shape),), source=op.source)
+        for name, result, args, shape, like in steps
+    ]
+
+
+def _whole(name: str, like: TensorType, shape: tuple[int, ...]) -> Value:
+    return Value(name=name, type=TensorType(dtype=like.dtype, layout=Layout.replicated(shape)))
 
 
 def _one_row(region: Region) -> Region:

@@ -95,6 +95,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "sum": lambda x, dims=None, keepdim=False: x.sum(dims or list(range(x.dim())), keepdim),
     "linear": F.linear,
     "attention": _attention,
+    "expert_matmul": lambda x, experts, w: torch.einsum("si,sio->so", x, w[experts]),
     "embedding": lambda w, ids: F.embedding(ids, w),
     "cross_entropy": _cross_entropy,
     "rms_norm": F.rms_norm,
@@ -204,6 +205,7 @@ def product_cases() -> list[Case]:
     found += [case("matmul", normal(*a), normal(*b)) for a, b in (
         ((2, 6, 12), (12, 6)), ((3, 1, 4, 6), (2, 6, 9)), ((6,), (6,)), ((4, 6), (6,)), ((6,), (2, 6, 3)),
     )]  # fmt: skip
+    found += [case("expert_matmul", normal(12, 6), torch.arange(12) % 3, normal(4, 6, 18))]
     found += [case("mm", normal(6, 4), normal(4, 6)), case("bmm", normal(6, 4, 3), normal(6, 3, 4))]
     found += [
         case("mv", normal(6, 4), normal(4)),

@@ -113,6 +113,7 @@ class Comm:
 
     def __init__(self, axes: Mapping[str, Axis], groups: Mapping[str, Axis]) -> None:
         self._groups = dict(groups)
+        self.mb = Axis()  # microbatches: an axis in time, where only `take` and `put` make sense
         for name, axis in axes.items():
             setattr(self, name, axis)
 

@@ -87,6 +87,7 @@ class Step:
 
     def run(self, action: Action) -> None:
         stage, slot = self.stages[action.stage], (action.stage, action.microbatch)
+        self.comm.mb = Axis(action.microbatch, len(self.microbatches))
         getattr(self, f"_{action.kind.lower()}")(stage, slot)
 
     def _recv_f(self, stage: Stage, slot: Slot) -> None:

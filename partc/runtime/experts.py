@@ -55,7 +55,9 @@ def _rows(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
 def _sorted(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The rows in the order of their experts, and where each expert's end."""
     order = experts.argsort(stable=True)
-    ends = torch.searchsorted(experts[order], torch.arange(count, device=experts.device, dtype=experts.dtype), right=True)
+    ends = torch.searchsorted(
+        experts[order], torch.arange(count, device=experts.device, dtype=experts.dtype), right=True
+    )
     return order, ends.to(torch.int32)
 
 

@@ -20,15 +20,49 @@ class _Double(TorchFunctionMode):
         if func is torch.Tensor.float:
             return args[0].double()
         if getattr(func, "__name__", "") == "_grouped_mm":
-            return _grouped_matmul(*args, **(kwargs or {}))
+            given = dict(zip(("x", "w", "offs"), args, strict=False)) | dict(kwargs or {})
+            return _grouped_mm(given["x"], given["w"], given["offs"])
         wide = lambda arg: torch.float64 if arg is torch.float32 else arg  # noqa: E731
         return func(*map(wide, args), **{key: wide(arg) for key, arg in (kwargs or {}).items()})
 
 
-def _grouped_matmul(x: Tensor, w: Tensor, offs: Tensor, bias: None = None, out_dtype: None = None) -> Tensor:
+@torch.library.custom_op("partc_double::grouped_mm", mutates_args=())
+def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     """Rows of each group times its matrix, x[s, i] w[g, i, o] -> [s, o]; torch's own has no double precision."""
+    parts = [x[start:end] @ w[group] for group, (start, end) in enumerate(_groups(offs))]
+    return torch.cat([*parts, x.new_zeros(x.shape[0] - sum(map(len, parts)), w.shape[2])])
+
+
+@_grouped_mm.register_fake
+def _(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+@torch.library.custom_op("partc_double::grouped_mm_grad_weight", mutates_args=())
+def _grad_weight(grad: Tensor, x: Tensor, offs: Tensor) -> Tensor:
+    return torch.stack([x[start:end].mT @ grad[start:end] for start, end in _groups(offs)])
+
+
+@_grad_weight.register_fake
+def _(grad: Tensor, x: Tensor, offs: Tensor) -> Tensor:
+    return x.new_empty(offs.shape[0], x.shape[1], grad.shape[1])
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, w, offs = ctx.saved_tensors
+    return _grouped_mm(grad, w.mT, offs), _grad_weight(grad, x, offs), None
+
+
+_grouped_mm.register_autograd(_gradients, setup_context=_keep)
+
+
+def _groups(offs: Tensor) -> Iterator[tuple[int, int]]:
     ends = offs.tolist()
-    return torch.cat([x[start:end] @ w[group] for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False))])
+    return zip([0, *ends[:-1]], ends, strict=True)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,15 +61,17 @@ def test_two_values_between_two_stages_arrive_as_they_are_sent() -> None:
         check(replace(program, transfers=(*others, *alone, *shared)))
 
 
-def _random_rows(program: Program, rng: random.Random, *, in_order: bool) -> tuple[tuple[Compute, ...], ...]:
-    """Ranks take turns; each does anything that is ready."""
-    stages, count = program.stages, program.microbatches
+def random_rows(
+    places: Sequence[int], count: int, rng: random.Random, *, in_order: bool
+) -> tuple[tuple[Compute, ...], ...]:
+    """Ranks take turns; each does anything that is ready, of `count` microbatches of the stages at `places`."""
+    stages = len(places)
     halves = {(stage, index): rng.random() < 0.5 for stage in range(stages) for index in range(count)}
     left = {Compute(stage, "F", index) for stage in range(stages) for index in range(count)}
     for (stage, index), apart in halves.items():
         left |= {Compute(stage, kind, index) for kind in (("I", "W") if apart else ("B",))}  # type: ignore[arg-type]
     done: set[tuple[int, str, int]] = set()
-    rows: list[list[Compute]] = [[] for _ in program.schedule]
+    rows: list[list[Compute]] = [[] for _ in range(1 + max(places))]
 
     def ready(item: Compute) -> bool:
         stage, kind, index = item.stage, item.kind, item.microbatch
@@ -82,7 +85,7 @@ def _random_rows(program: Program, rng: random.Random, *, in_order: bool) -> tup
 
     while left:
         rank = rng.randrange(len(rows))
-        choices = [item for item in left if program.place(item.stage) == rank and ready(item)]
+        choices = [item for item in left if places[item.stage] == rank and ready(item)]
         if choices:
             item = rng.choice(sorted(choices, key=str))
             left.remove(item)
@@ -94,14 +97,14 @@ def _random_rows(program: Program, rng: random.Random, *, in_order: bool) -> tup
 @pytest.mark.parametrize("seed", range(60))
 def test_any_order_that_can_run_is_proved(looped: Program, seed: int) -> None:
     """Rows of random play, with the backward passes of some microbatches apart."""
-    rows = _random_rows(looped, random.Random(seed), in_order=True)
+    rows = random_rows(looped.places, 4, random.Random(seed), in_order=True)
     check(schedule(looped, table=Table(file="any.csv", text="", rows=rows, places=looped.places)))
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_orders_that_differ_from_stage_to_stage(looped: Program, seed: int) -> None:
     """Receives follow the sends; where a stage has two sources in different orders, that is an error of the table."""
-    rows = _random_rows(looped, random.Random(seed), in_order=False)
+    rows = random_rows(looped.places, 4, random.Random(seed), in_order=False)
     table = Table(file="any.csv", text="", rows=rows, places=looped.places)
     try:
         found = schedule(looped, table=table)
@@ -115,7 +118,7 @@ def test_orders_that_differ_from_stage_to_stage(looped: Program, seed: int) -> N
 def test_a_chain_takes_every_order(looped: Program, seed: int) -> None:
     """Without skips a stage has one source each way, whatever its order."""
     chain = replace(looped, transfers=tuple(t for t in looped.transfers if t.target - t.source == 1))
-    rows = _random_rows(chain, random.Random(seed), in_order=False)
+    rows = random_rows(chain.places, 4, random.Random(seed), in_order=False)
     check(schedule(chain, table=Table(file="any.csv", text="", rows=rows, places=looped.places)))
 
 

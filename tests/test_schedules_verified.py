@@ -13,7 +13,6 @@ from partc.verify import verify
 from tests.test_schedule_pass import random_rows
 
 GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
-CROSSING = Path(__file__).parent / "models" / "crossing.py"
 NEW = [name for name in SCHEDULES if name not in ("gpipe", "1f1b")]  # test_models has those two
 
 # What `make test` runs; `make models` runs the rest too.
@@ -64,15 +63,23 @@ def test_every_schedule(mesh: str, name: str, microbatches: int, shared: Path, t
 
 @pytest.mark.parametrize(
     ("name", "virtual_stages", "mesh"),
-    [("interleaved", 3, "pp=2"), ("zero-bubble", 2, "pp=2"), ("zero-bubble", 3, "pp=2"), ("zbv", None, "pp=3")],
+    [
+        ("interleaved", 3, "pp=2"),
+        ("interleaved", 2, "2x2x2"),
+        ("zero-bubble", 3, "pp=2"),
+        ("zbv", None, "pp=3"),
+        ("dualpipe-v", None, "pp=3"),
+    ],
 )
+@pytest.mark.parametrize("model", ["crossing", "skips"])
 def test_values_that_skip_stages(
-    name: str, virtual_stages: int | None, mesh: str, shared: Path, tmp_path: Path
+    model: str, name: str, virtual_stages: int | None, mesh: str, shared: Path, tmp_path: Path
 ) -> None:
-    """Long skips, also between stages of one rank; shared and frozen weights; a penalty."""
+    """Long skips, also between stages of one rank; tied, shared and frozen weights; penalties."""
+    source = Path(__file__).parent / "models" / f"{model}.py"
     program = _verified(
-        tmp_path, shared / "crossing", CROSSING,
-        mesh=mesh, schedule=name, virtual_stages=virtual_stages, microbatches=4, options={"batch": 8},
+        tmp_path, shared / model, source,
+        mesh=mesh, schedule=name, virtual_stages=virtual_stages, microbatches=4, options={"batch": 24},
     )  # fmt: skip
     assert program.stages == program.mesh.axis("pp") * (virtual_stages or 2)
 

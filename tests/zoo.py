@@ -43,6 +43,7 @@ MODELS = {
         Model(name="gpt", file=EXAMPLES / "gpt.py"),
         Model(name="mlp", file=EXAMPLES / "mlp.py"),
         Model(name="crossing", file=HERE / "models" / "crossing.py"),
+        Model(name="skips", file=HERE / "models" / "skips.py", options={"batch": 16, "depth": 4}),
         Model(
             name="llama",
             options=TOKENS,

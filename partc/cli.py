@@ -216,16 +216,21 @@ def run_command(directory: Path, steps: int, as_json: bool, rest: tuple[str, ...
 @click.option("--provenance", is_flag=True, help="which pass first made each value")
 @click.option("--explain", "name", metavar="NAME", help="why a value or weight is placed as it is")
 @click.option("--schedules", is_flag=True, help="every schedule's predicted timeline, side by side")
+@click.option(
+    "--durations", metavar="F=1,B=2,...", help="of a rank's F, B, I, W for a microbatch, and comm, for --schedules"
+)
 @click.option("--html", type=Path, metavar="FILE", help="one page with everything, for a browser")
 def inspect_command(target: str, **given: Any) -> None:
     """Show what the compiler makes of a model, or has made of a package's."""
     from partc import inspection
 
     wanted = {key: given.pop(key) for key in ("after", "region", "diff", "sources", "provenance", "name", "html")}
-    side_by_side = given.pop("schedules")
+    side_by_side, durations = given.pop("schedules"), given.pop("durations")
+    if durations is not None and not side_by_side:
+        raise PartcError("P0412", "--durations are those of --schedules", help="add --schedules")
     model, options, definitions = _target(target, given)
     if side_by_side:
-        click.echo(_schedules(options), nl=False)
+        click.echo(_schedules(options, durations), nl=False)
         return
     until = inspection.last_pass(after=wanted["after"], name=wanted["name"], html=wanted["html"])
     with console.working("compiling", quiet=wanted["html"] is None):
@@ -245,13 +250,22 @@ def inspect_command(target: str, **given: Any) -> None:
         click.echo(text.rstrip("\n"))
 
 
-def _schedules(options: Options) -> str:
+def _schedules(options: Options, given: str | None) -> str:
     from partc.comparison import candidates, text
     from partc.mesh import PIPELINE_AXIS
+    from partc.simulate import Durations
 
     ranks = options.mesh.axis(PIPELINE_AXIS)
-    found = candidates(ranks, options.microbatches, virtual_stages=options.virtual_stages, table=options.table)
-    return text(found, width=shutil.get_terminal_size((120, 24)).columns)
+    durations = Durations() if given is None else Durations.parse(given)
+    found = candidates(
+        ranks,
+        options.microbatches,
+        virtual_stages=options.virtual_stages,
+        table=options.table,
+        durations=durations,
+    )
+    heading = f"{ranks} pipeline ranks, {options.microbatches} microbatches, of which each takes a rank {durations}"
+    return f"{heading}\n\n{text(found, width=shutil.get_terminal_size((120, 24)).columns)}"
 
 
 def _write_page(done: Compilation, path: Path) -> None:

@@ -1,7 +1,7 @@
 """Schedules side by side: how long a step takes with each, what is idle, what is held.
 
-All do the same work: a rank's forward passes of a microbatch take one unit of time together and its
-backward passes two, however many stages it runs them in.
+All do the same work: a rank takes as long for a microbatch, by default one unit of time forward and
+two backward, however many stages it runs it in.
 
     schedule     stages  length   idle  microbatches in flight, rank by rank
     1f1b              2      12  25.0%  2 1
@@ -21,6 +21,8 @@ from partc.schedules import SCHEDULES, compute_order, stage_ranks
 from partc.schedules.table import Table
 from partc.simulate import Durations, Timeline, simulate
 
+MOST_RANKS = 16  # of which each one's peak is written
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -39,30 +41,30 @@ class Candidate:
 
 
 def candidates(
-    ranks: int, microbatches: int, *, virtual_stages: int | None = None, table: Table | None = None
+    ranks: int,
+    microbatches: int,
+    *,
+    virtual_stages: int | None = None,
+    table: Table | None = None,
+    durations: Durations = Durations(),  # noqa: B008
 ) -> tuple[Candidate, ...]:
     """Every schedule for so many pipeline ranks and microbatches, and the user's own table.
 
     A loop has `virtual_stages` on each rank, where that is given and the schedule divides its stages.
+    `durations` are a rank's for a microbatch, in all its stages together.
     """
     found = []
     for kind in SCHEDULES.values():
         several = kind.placement == "loop" and kind.stages_per_rank > 1
         stages = ranks * (virtual_stages if several and virtual_stages else kind.stages_per_rank)
         order = compute_order(kind, ranks, microbatches, stages)
-        step = simulate(order, stage_ranks(kind, ranks, stages), durations=_shared(ranks, stages))
+        step = simulate(order, stage_ranks(kind, ranks, stages), durations=durations.shared(ranks / stages))
         found.append(Candidate(name=kind.name, does=kind.does, stages=stages, timeline=step))
     if table is not None:
         stages = len(table.places)
-        step = simulate(table.rows, table.places, durations=_shared(ranks, stages))
+        step = simulate(table.rows, table.places, durations=durations.shared(ranks / stages))
         found.append(Candidate(name=table.file, does="a table of the user's own", stages=stages, timeline=step))
     return tuple(found)
-
-
-def _shared(ranks: int, stages: int) -> Durations:
-    """A rank's work dealt to its stages."""
-    part = ranks / stages
-    return Durations(forward=part, backward=2 * part, inputs=part, weights=part)
 
 
 def text(found: Sequence[Candidate], *, width: int) -> str:
@@ -73,6 +75,8 @@ def text(found: Sequence[Candidate], *, width: int) -> str:
 def figures(candidate: Candidate) -> tuple[str, str, str, str]:
     """Stages, length, idle share and peaks, in words."""
     peaks = " ".join(f"{peak:.3g}" for peak in candidate.in_flight)
+    if len(candidate.in_flight) > MOST_RANKS:
+        peaks = f"{max(candidate.in_flight):.3g} at most"
     step = candidate.timeline
     return str(candidate.stages), f"{step.makespan:.4g}", f"{step.bubble:.1%}", peaks
 
@@ -87,7 +91,8 @@ def _figures(found: Sequence[Candidate]) -> Iterator[str]:
 
 
 def _drawings(found: Sequence[Candidate], width: int) -> Iterator[str]:
-    shortest = min(span.end - span.start for item in found for line in item.timeline.ranks for span in line)
+    spans = [span for item in found for line in item.timeline.ranks for span in line]
+    shortest = min(span.end - span.start for span in spans if span.end > span.start)
     longest = max(item.timeline.makespan for item in found)
     margin = len(str(len(found[0].timeline.ranks) - 1)) + 2
     scale = int((width - margin) * shortest / longest)  # columns for the shortest computation
@@ -96,7 +101,7 @@ def _drawings(found: Sequence[Candidate], width: int) -> Iterator[str]:
         yield f"too long to draw in {width} columns: widen the terminal, or see the page that --html writes"
         return
     yield "f forward, b backward, i its gradients of inputs, w those of weights, after the microbatch's last digit;"
-    yield "capitals for a rank's second stage, and for every other one from there; a unit is a rank's forward pass"
+    yield "capitals for a rank's second stage, and for every other one from there"
     for item in found:
         yield ""
         yield f"{item.name}: {item.does}"

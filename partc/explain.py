@@ -256,6 +256,12 @@ CATALOGUE: Mapping[str, Entry] = {
         "and for B or I of the stage after, W for I. A stage that reads from several others needs those to run "
         "their microbatches in one order.",
     ),
+    "P0412": Entry(
+        "durations that cannot be",
+        "--durations F=1,B=2,I=1,W=1,comm=0.1 says how long a rank takes for a microbatch, forward (F), backward (B), "
+        "and for the halves of a backward pass (I, W), and how long what it sends is on its way; in any unit. F is "
+        "more than zero; B is I + W if it is left out.",
+    ),
     "P0501": Entry(
         "started on another number of ranks than compiled for",
         "A package is for one mesh. `torchrun --nproc-per-node N train.py` must start as many processes as "

@@ -13,10 +13,11 @@ play finds schedules that cannot go on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from partc.errors import InternalError
+from partc.errors import InternalError, PartcError
 from partc.program import Action, Program
 from partc.schedules import Compute
 
@@ -32,6 +33,46 @@ class Durations:
     inputs: float = 1.0
     weights: float = 1.0
     transfer: float = 0.0  # from a computation's end until what it sent has arrived on another rank
+
+    @classmethod
+    def parse(cls, text: str) -> Durations:
+        """From `F=1,I=1.2,W=0.8,comm=0.1`: B is I + W if it isn't given, what is missing besides 1, comm 0.
+
+        Raises PartcError P0412.
+        """
+        given = {"F": 1.0, "I": 1.0, "W": 1.0, "comm": 0.0}
+        for part in text.split(","):
+            key, _, number = (word.strip() for word in part.partition("="))
+            try:
+                value = float(number)
+            except ValueError:
+                value = math.nan
+            if key not in (*given, "B") or not 0 <= value < math.inf or (key == "F" and not value):
+                raise PartcError(
+                    "P0412", f"{part.strip()!r} is not a duration", help="for example F=1,B=2,I=1,W=1,comm=0.1"
+                )
+            given[key] = value
+        return cls(
+            forward=given["F"],
+            backward=given.get("B", given["I"] + given["W"]),
+            inputs=given["I"],
+            weights=given["W"],
+            transfer=given["comm"],
+        )
+
+    def __str__(self) -> str:
+        named = {"F": self.forward, "B": self.backward, "I": self.inputs, "W": self.weights, "comm": self.transfer}
+        return ",".join(f"{key}={value:g}" for key, value in named.items())
+
+    def shared(self, part: float) -> Durations:
+        """Those of a stage that has this part of the work; a transfer takes as long as before."""
+        return Durations(
+            forward=part * self.forward,
+            backward=part * self.backward,
+            inputs=part * self.inputs,
+            weights=part * self.weights,
+            transfer=self.transfer,
+        )
 
     def of(self, kind: str) -> float:
         """Of an action; those that compute nothing take no time."""

@@ -9,9 +9,11 @@ import pytest
 
 from partc import comparison
 from partc.cli import main
-from partc.comparison import candidates, text
+from partc.comparison import candidates, figures, text
+from partc.errors import PartcError
 from partc.schedules import SCHEDULES
 from partc.schedules.table import parse
+from partc.simulate import Durations
 
 GPT = str(Path(__file__).parents[1] / "examples" / "gpt.py")
 
@@ -64,10 +66,33 @@ def test_inspect_shows_them(
     monkeypatch.setenv("COLUMNS", "150")
     assert main(["inspect", GPT, "--mesh", "pp=4,dp=2", "--microbatches", "8", "--schedules"]) == 0
     shown = capsys.readouterr().out
-    assert shown == text(candidates(4, 8), width=150)
+    assert shown.startswith("4 pipeline ranks, 8 microbatches, of which each takes a rank F=1,B=2,I=1,W=1,comm=0\n\n")
+    assert shown.endswith(text(candidates(4, 8), width=150))
     assert "1f1b              4      33  27.3%  4 3 2 1" in shown
     assert "zbv               8    25.5   5.9%  4 4 4 4" in shown
     assert main(["compile", GPT, "--mesh", "pp=2", "--microbatches", "4", "-o", str(tmp_path / "build")]) == 0
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "build"), "--schedules"]) == 0
-    assert capsys.readouterr().out == text(candidates(2, 4), width=150)
+    assert capsys.readouterr().out.endswith(text(candidates(2, 4), width=150))
+
+
+def test_durations_may_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--mesh", "pp=4", "--microbatches", "8", "--schedules", "--durations", "F=2, I=2.5,W=1.5,comm=0.5"]
+    assert main(["inspect", GPT, *given]) == 0
+    shown = capsys.readouterr().out
+    assert "takes a rank F=2,B=4,I=2.5,W=1.5,comm=0.5\n" in shown
+    # (m + p - 1) (F + B), and a transfer each way between any two ranks (GPipe).
+    assert f"gpipe             4  {11 * 6 + 3 * 2 * 0.5:6g}  " in shown
+    assert main(["inspect", GPT, "--mesh", "pp=4", "--durations", "F=2"]) == 2
+    assert "error P0412: --durations are those of --schedules" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["", "F", "F=", "F=x", "F=0", "F=-1", "X=1", "F=1,,B=2", "comm=inf", "W=nan", "f=1"])
+def test_wrong_durations(wrong: str) -> None:
+    with pytest.raises(PartcError) as failure:
+        Durations.parse(wrong)
+    assert failure.value.code == "P0412"
+
+
+def test_peaks_of_many_ranks_are_summed_up() -> None:
+    assert figures(candidates(32, 32)[1])[3] == "32 at most"

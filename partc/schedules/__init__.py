@@ -20,7 +20,7 @@ def stage_ranks(kind: ScheduleKind, ranks: int, stages: int) -> tuple[int, ...]:
     """The pipeline rank of every stage. Raises PartcError P0406 if the schedule can't place so many."""
     each, rest = divmod(stages, ranks)
     if rest or each < 1 or (kind.placement != "loop" and each != kind.stages_per_rank):
-        wanted = "the same number" if kind.placement == "loop" else str(kind.stages_per_rank)
+        wanted = "one or more, the same number," if kind.placement == "loop" else str(kind.stages_per_rank)
         raise PartcError(
             "P0406",
             f"{kind.name} can't place {stages} stages on {ranks} pipeline ranks: it takes {wanted} on each",

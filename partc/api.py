@@ -152,7 +152,7 @@ def compile(
     *,
     mesh: str | Mesh,
     microbatches: int = 1,
-    schedule: str = "1f1b",
+    schedule: str | Path = "1f1b",
     virtual_stages: int | None = None,
     precision: str = "fp32",
     seed: int = 0,
@@ -165,7 +165,8 @@ def compile(
 
     `model` is a model file (a path, or `hf:PATH/config.json`), whose `options` are what -D gives; or
     an nn.Module or a function that builds one, with `batch`, one global batch as a dict of tensors,
-    and optionally `loss(model, batch)`. Raises PartcError for whatever is wrong with these.
+    and optionally `loss(model, batch)`. `schedule` is a name or the path of a CSV file.
+    Raises PartcError for whatever is wrong with these.
     """
     checked = Options.checked(
         mesh=mesh,

@@ -36,7 +36,7 @@ class Options:
         *,
         mesh: str | Mesh,
         microbatches: int,
-        schedule: str,
+        schedule: str | Path,
         precision: str,
         seed: int,
         shard: Sequence[str],
@@ -48,8 +48,8 @@ class Options:
             raise PartcError("P0405", f"there cannot be {microbatches} microbatches", help="give 1 or more")
         if precision not in PRECISIONS:
             raise _unknown("precision", precision, PRECISIONS)
-        table = None
-        if schedule.endswith(".csv"):
+        schedule, table = str(schedule), None
+        if schedule.lower().endswith(".csv"):
             table = read(Path(schedule), ranks=parsed.axis(PIPELINE_AXIS), microbatches=microbatches)
             if virtual_stages is not None:
                 raise PartcError(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 from functools import cache
 from typing import Any
 
 import pytest
 
 from partc.program import Action
+from partc.runtime.comm import Comm
+from partc.runtime.executor import parse_schedule, run_step
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
 from partc.simulate import Durations, Timeline, chain, simulate
 
@@ -133,6 +136,54 @@ def test_every_computation_starts_at_its_longest_path(name: str, seed: int) -> N
     for line in found.ranks:
         for span in line:
             assert (span.start, span.end) == pytest.approx((start(span.compute), end(span.compute)))
+
+
+class _Activations:
+    """What a stage's forward pass leaves behind: alive as long as somebody holds it."""
+
+
+class _Stage:
+    """A stage that computes nothing and counts the activations that are alive."""
+
+    def __init__(self, alive: weakref.WeakSet[_Activations], peak: list[int]) -> None:
+        self.alive, self.peak = alive, peak
+        self.sends, self.gradients_from, self.receives, self.shared, self.loss = {}, {}, {}, {}, None
+
+    def prepare(self, batch: object) -> None: ...
+
+    def forward(self, batch: object, received: object) -> tuple[dict[str, Any], _Activations]:
+        made = _Activations()
+        self.alive.add(made)
+        self.peak[0] = max(self.peak[0], len(self.alive))
+        return {}, made
+
+    def backward(self, saved: _Activations, gradients: object) -> dict[str, Any]:
+        assert saved in self.alive
+        return {}
+
+    def backward_input(self, saved: _Activations, gradients: object) -> tuple[dict[str, Any], _Activations]:
+        return {}, saved
+
+    def backward_weight(self, kept: _Activations) -> None:
+        assert kept in self.alive
+
+    def reduce_gradients(self) -> None: ...
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize(("ranks", "microbatches"), COUNTS)
+def test_the_runtime_holds_what_is_predicted(name: str, ranks: int, microbatches: int) -> None:
+    """Run by the executor of emitted packages, which lets go of activations where it can."""
+    kind = SCHEDULES[name]
+    order = compute_order(kind, ranks, microbatches, ranks * kind.stages_per_rank)
+    for row, predicted in zip(order, play(name, ranks, microbatches).in_flight, strict=True):
+        alive: weakref.WeakSet[_Activations] = weakref.WeakSet()
+        peak = [0]
+        stages: Any = {stage: _Stage(alive, peak) for stage in sorted({compute.stage for compute in row})}
+        comm = Comm({}, {})
+        run_step(stages, comm, parse_schedule(" ".join(map(str, row))), {}, [{}] * microbatches)
+        assert peak == [predicted]
+        assert not alive
 
 
 def _row(text: str) -> list[Any]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from partc.layout import Sizes
+from partc.layout import Layout, Sizes, SubDim
 from partc.program import Arg, DType, DTypeArg, Op, Ref, TensorType
 
 DTYPES: Mapping[DType, str] = {
@@ -212,6 +212,32 @@ def _cross_entropy_rows(o: Operands) -> str:
     return f"functional.cross_entropy_rows({_arguments(o.args if smoothing else o.args[:6], names, {})})"
 
 
+def _dropout(o: Operands) -> str:
+    dims, number = int(o.args[2]), o.args[3]
+    return f"functional.dropout({o.args[0]}, {o.args[1]}, {_draw(number, o, o.op.results[0].type.layout.dims[:dims])})"
+
+
+def _attention_dropout(o: Operands) -> str:
+    q, k = (o.types[arg.name].layout for arg in o.op.args[:2] if isinstance(arg, Ref))
+    draw = _draw(o.args[7], o, (*q.dims[:3], (SubDim(k.shape[2]),)))
+    return f"functional.attention_dropout({', '.join((*o.args[:7], draw))})"
+
+
+def _random(kind: str) -> Emit:
+    def emit(o: Operands) -> str:
+        type = o.op.result.type
+        return f"{_draw(o.args[-1], o, type.layout.dims)}.{kind}({DTYPES[type.dtype]})"
+
+    return emit
+
+
+def _draw(number: str, o: Operands, dims: tuple[tuple[SubDim, ...], ...]) -> str:
+    """Numbers for a tensor: which operation it is, counted from the call's first, and which part is here."""
+    small = [axis for axis, size in o.sizes.items() if size == 1]
+    layout = str(Layout(dims).without(*small))[1:-1]
+    return f'comm.draw(number{f" + {number}" if number != "0" else ""}, "{layout}")'
+
+
 def _axis(o: Operands) -> str:
     return o.attrs["axis"].strip('"')
 
@@ -317,6 +343,15 @@ _TABLE: Mapping[str, Emit] = {
     "log_sum_exp": _function("functional.log_sum_exp"),
     "cross_entropy_rows": _cross_entropy_rows,
     "cross_entropy_backward": _cross_entropy_backward,
+    # random numbers
+    "dropout": _dropout,
+    "dropout_backward": _function("functional.dropout_backward"),
+    "attention_dropout": _attention_dropout,
+    "attention_dropout_backward": _function("functional.attention_dropout_backward"),
+    "rand": _random("uniform"),
+    "rand_like": _random("uniform"),
+    "randn": _random("normal"),
+    "randn_like": _random("normal"),
     # movement between ranks
     "all_reduce": _all_reduce,
     "all_gather": _collective("all_gather"),

@@ -45,8 +45,8 @@ class Function:
 
     @property
     def passes(self) -> frozenset[str]:
-        """Which of comm, p and g it takes."""
-        return frozenset(argument.name for argument in self.arguments) & {"comm", "p", "g"}
+        """Which of comm, p, g and number it takes."""
+        return frozenset(argument.name for argument in self.arguments) & {"comm", "p", "g", "number"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ class _Writer:
     def _arguments(
         self, lines: list[Line], params_class: str, inputs: Iterable[Value], names: Names
     ) -> tuple[Argument, ...]:
-        """comm, p and g where some line reads them, then the tensors."""
+        """comm, p, g and number where some line reads them, then the tensors."""
         code = "\n".join(line.code for line in lines)
         common = [
             argument
@@ -212,6 +212,8 @@ class _Writer:
             )
             if _reads(code, argument.name)
         ]
+        if "comm.draw(number" in code:
+            common.append(Argument(name="number", type="int"))
         tensors = (Argument(name=names[v.name], type="Tensor", layout=str(v.type)) for v in inputs)
         return (*common, *tensors)
 

@@ -22,6 +22,8 @@ _TAKEN = frozenset(
         "g",
         "saved",
         "kept",
+        "left",
+        "number",
         "self",
         "batch",
         "received",

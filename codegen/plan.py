@@ -26,6 +26,7 @@ def plan(
         "microbatches": program.microbatches,
         "precision": precision,
         "seed": seed,
+        "draws": program.draws,
         "options": dict(options),
         "command": dict(command or {}),
         "stages": program.stages,

@@ -281,8 +281,9 @@ class _Builder:
         return lines
 
     def arguments(self, function: Function, run: Run, args: Iterable[str], comm: str, p: str = "", g: str = "") -> str:
-        """What a region's function is called with: comm, p and g if it takes them, then values."""
+        """What a region's function is called with: comm, p, g and number if it takes them, then values."""
         given = {"comm": comm, "p": p or f"self.{self.attribute(run)}", "g": g or f"self.grad_{self.attribute(run)}"}
+        given["number"] = "number" if run.loop else str(run.calls[0].random)
         common = [given[argument.name] for argument in function.arguments if argument.name in function.passes]
         return ", ".join((*common, *args))
 

@@ -31,6 +31,14 @@ class Stage(Protocol):
     def makes(self, name: str) -> bool: ...
 
 
+def _counting(run: Run) -> str:
+    """The numbers of the calls' first random operations."""
+    numbers = [call.random or 0 for call in run.calls]
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    even = step > 0 and numbers == list(range(numbers[0], numbers[-1] + 1, step))
+    return f"range({numbers[0]}, {numbers[-1] + step}, {step})" if even else str(tuple(numbers))
+
+
 TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
@@ -108,9 +116,8 @@ class Steps:
             by_result.get(index) or (self._bind(name) if self._is_read(name) else "_")
             for index, name in enumerate(last.results)
         ]
-        p = "p" if run.region.params else ""
-        over = f"for p in self.{self.b.attribute(run)}:" if p else f"for _ in range({len(run.calls)}):"
-        return [*lines, Line(code=over), *self._call(run, args, results, p, "    ")]
+        function = self.b.codes[run.region.name].forward
+        return [*lines, Line(code=self._over(run, function)), *self._call(run, args, results, "p", "    ")]
 
     def _only_reader(self, name: str, call: Call) -> bool:
         readers = [other for other in self.b.calls if name in other.args]
@@ -153,8 +160,8 @@ class Steps:
     def _over(self, run: Run, function: Function, *, backwards: bool = False) -> str:
         """A loop over a run's calls, with what the function takes of their parameters and gradients."""
         attribute = self.b.attribute(run)
-        tables = {"p": f"self.{attribute}", "g": f"self.grad_{attribute}"}
-        taken = [name for name in ("p", "g") if name in function.passes]
+        tables = {"p": f"self.{attribute}", "g": f"self.grad_{attribute}", "number": _counting(run)}
+        taken = [name for name in ("p", "g", "number") if name in function.passes]
         lists = [f"reversed({tables[name]})" if backwards else tables[name] for name in taken]
         if not taken:
             return f"for _ in range({len(run.calls)}):"

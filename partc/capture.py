@@ -58,7 +58,7 @@ def capture(
     """Build under fake tensors and export.
 
     Raises PartcError P0205 (the model or the batch can't be built), P0206 (it doesn't trace),
-    P0207 (dropout is on), P0208 (the loss is no scalar).
+    P0208 (the loss is no scalar).
     """
     dtype = PRECISIONS[precision]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -66,7 +66,6 @@ def capture(
     with mode:
         _make_fake(model, dtype)
         batch = _batch(make_batch, mode, dtype, path)
-        _refuse_dropout(model)
         try:
             with computing_in(dtype):
                 exported = torch.export.export(_Step(model, loss), (), kwargs=dict(batch), strict=False)
@@ -133,20 +132,6 @@ def _batch(
 
 def _is_fake(x: Tensor) -> bool:
     return hasattr(x, "fake_mode")
-
-
-def _refuse_dropout(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.AlphaDropout)
-            and module.training
-            and module.p > 0
-        ):
-            raise PartcError(
-                "P0207",
-                f"{name} drops out with p={module.p}: random numbers are not yet the same on every mesh",
-                help="set dropout to 0, or call model.eval()",
-            )
 
 
 def _first_line(error: BaseException) -> str:

@@ -94,9 +94,9 @@ CATALOGUE: Mapping[str, Entry] = {
         "size that depends on a tensor's value stops it: use torch.where, or sizes known from shapes and options.",
     ),
     "P0207": Entry(
-        "dropout is on",
-        "Training with dropout gives the same result on every mesh only where random numbers are drawn by global "
-        "position, which packages don't do yet. Set its probability to 0.",
+        "random numbers that cannot be drawn by position",
+        "Dropout and other random operations give the same result on every mesh because every element's number depends "
+        "on its place in the whole tensor alone. This operation, or the single-device run of it, draws in another way.",
     ),
     "P0208": Entry(
         "the loss is not a scalar",

@@ -39,7 +39,21 @@ def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
 
 
 # Operations whose derivative is zero everywhere: gradients end there.
-_FLAT = frozenset({"detach", "floor", "ceil", "round", "trunc", "sign", "zeros_like", "ones_like", "full_like"})
+_FLAT = frozenset(
+    {
+        "detach",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "sign",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+    }
+)
 
 
 def reached(graph: Graph, roots: Iterable[str]) -> set[str]:

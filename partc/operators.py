@@ -145,6 +145,47 @@ def _define_experts() -> None:
     )
 
 
+def _define_random() -> None:
+    _operator("dropout_backward", "(Tensor g, Tensor kept, float p) -> Tensor", lambda g, kept, p: _like(g))
+    _operator(
+        "dropout",
+        "(Tensor x, float p, int dims, int number) -> (Tensor, Tensor)",
+        lambda x, p, dims, number: (_like(x), _kept(x, dims)),
+        lambda g, a, r: [_ops.dropout_backward(g[0], r[1], a[1])],
+    )
+    _operator(
+        "rand_like", "(Tensor x, int number) -> Tensor", lambda x, number: x.new_empty(x.shape), lambda g, a, r: [None]
+    )
+    _operator(
+        "randn_like", "(Tensor x, int number) -> Tensor", lambda x, number: x.new_empty(x.shape), lambda g, a, r: [None]
+    )
+    make = "(int[] size, ScalarType dtype, int number, *, Device? device=None) -> Tensor"
+    new = lambda size, dtype, number, device=None: torch.empty(size, dtype=dtype, device=device)  # noqa: E731
+    _operator("rand", make, new)
+    _operator("randn", make, new)
+    _operator(
+        "attention_dropout_backward",
+        "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor weights, Tensor kept, float? scale, float p)"
+        " -> (Tensor, Tensor, Tensor)",
+        lambda g, q, k, v, *_: (_like(q), _like(k), _like(v)),
+    )
+    _operator(
+        "attention_dropout",
+        "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, float p, int number)"
+        " -> (Tensor, Tensor, Tensor)",
+        lambda q, k, v, *_: (
+            q.new_empty([*q.shape[:-1], v.shape[-1]]),
+            q.new_empty([*q.shape[:-1], k.shape[-2]]),
+            q.new_empty([*q.shape[:-1], k.shape[-2]], dtype=torch.bool),
+        ),
+        lambda g, a, r: _ops.attention_dropout_backward(g[0], *a[:3], r[1], r[2], a[5], a[6]),
+    )
+
+
+def _kept(x: Tensor, dims: int) -> Tensor:
+    return x.new_empty([*x.shape[:dims], *(1 for _ in x.shape[dims:])], dtype=torch.bool)
+
+
 def _define_composites() -> None:
     _operator("silu_backward", "(Tensor g, Tensor x) -> Tensor", _like)
     _operator("silu", "(Tensor x) -> Tensor", _like, lambda g, a, r: [_ops.silu_backward(g[0], a[0])])
@@ -229,6 +270,7 @@ _define_marks()
 _define_collectives()
 _define_matmuls()
 _define_experts()
+_define_random()
 _define_composites()
 
 # Names of results beyond the first, for the operators that return what their backward reads.
@@ -237,6 +279,8 @@ EXTRA_RESULTS: dict[str, tuple[str, ...]] = {
     "layer_norm": ("mean", "rstd"),
     "attention": ("lse",),
     "cross_entropy": ("lse",),
+    "dropout": ("kept",),
+    "attention_dropout": ("weights", "kept"),
 }
 
 

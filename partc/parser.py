@@ -125,9 +125,13 @@ class _Reader:
             raise _Malformed(f"{text!r} is no line of it")
 
     def _program(self, text: str) -> None:
-        match = _matched(rf"program {_NAME} mesh (\S+) microbatches (\d+) loss {_NAME}", text)
+        match = _matched(rf"program {_NAME} mesh (\S+) microbatches (\d+) loss {_NAME}(?: draws (\d+))?", text)
         self._head = Program(
-            name=_name(match[1]), mesh=Mesh.parse(match[2]), microbatches=int(match[3]), loss=_name(match[4])
+            name=_name(match[1]),
+            mesh=Mesh.parse(match[2]),
+            microbatches=int(match[3]),
+            loss=_name(match[4]),
+            draws=int(match[5] or 0),
         )
 
     def _input(self, text: str) -> None:
@@ -153,7 +157,7 @@ class _Reader:
         )
 
     def _call(self, text: str) -> None:
-        match = _matched(rf"call {_NAME} = {_NAME}\((.*?); ?(.*?)\) -> ?(.*?)(?: stage (\d+))?", text)
+        match = _matched(rf"call {_NAME} = {_NAME}\((.*?); ?(.*?)\) -> ?(.*?)(?: stage (\d+))?(?: random (\d+))?", text)
         self._parts["calls"].append(
             Call(
                 name=_name(match[1]),
@@ -162,6 +166,7 @@ class _Reader:
                 params=_names(match[4]),
                 results=_names(match[5]),
                 stage=int(match[6] or 0),
+                random=None if match[7] is None else int(match[7]),
             )
         )
 

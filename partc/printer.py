@@ -30,7 +30,7 @@ def print_program(program: Program, *, sources: bool = False) -> str:
     """All of a program. `sources` adds where each operation comes from."""
     lines = [
         f"program {written_name(program.name)} mesh {program.mesh} microbatches {program.microbatches}"
-        f" loss {written_name(program.loss)}"
+        f" loss {written_name(program.loss)}{f' draws {program.draws}' if program.draws else ''}"
     ]
     lines += [f"input {written_name(name)}" for name in program.inputs]
     lines += [f"value {_declared(value)}" for value in program.values]
@@ -39,6 +39,7 @@ def print_program(program: Program, *, sources: bool = False) -> str:
         lists = (call.args, call.params, call.results)
         args, params, results = (", ".join(map(written_name, names)) for names in lists)
         stage = f" stage {call.stage}" if call.stage else ""
+        stage += "" if call.random is None else f" random {call.random}"
         lines.append(
             f"call {written_name(call.name)} = {written_name(call.region)}({args}; {params}) -> {results}{stage}"
         )

@@ -18,6 +18,8 @@ DType = Literal["f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "u8", "b
 ITEMSIZE: Mapping[str, int] = {
     "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
 }  # fmt: skip
+# Operations that draw random numbers; the last argument says which one it is, counted through a call.
+RANDOM = frozenset({"dropout", "attention_dropout", "rand", "randn", "rand_like", "randn_like"})
 FLOATING = frozenset({"f64", "f32", "bf16", "f16"})
 
 
@@ -178,7 +180,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A region applied: its parameters by full name, program values in, program values out."""
+    """A region applied: its parameters by full name, program values in, program values out.
+
+    `random` is the number of its first random operation; the region counts its own from 0.
+    """
 
     name: str  # module path or region name: "blocks.3", "embed"
     region: str
@@ -186,6 +191,7 @@ class Call:
     args: tuple[str, ...]
     results: tuple[str, ...]
     stage: int = 0
+    random: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +241,7 @@ class Program:
 
     `values` types everything that passes between calls, the batch's entries (`inputs`) included;
     `loss` names the program value to minimise, a sum over every axis its layout calls partial.
+    `draws` counts the random operations of a step, in the order in which one device runs them.
     `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
     `schedule` holds one list of actions per coordinate on that axis.
     """
@@ -248,6 +255,7 @@ class Program:
     regions: tuple[Region, ...] = ()
     calls: tuple[Call, ...] = ()
     loss: str = "loss"
+    draws: int = 0
     transfers: tuple[Transfer, ...] = ()
     places: tuple[int, ...] = ()
     schedule: tuple[tuple[Action, ...], ...] = ()

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partc.errors import PartcError
 from partc.runtime.data import call_with_options, global_batch, load_model_file
 from partc.runtime.precision import computing_in
 from partc.runtime.tensors import save
+from partc.sampling import Sampling
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -43,8 +45,14 @@ def train(package: Path, folder: Path, *, steps: int, optimizer: str, lr: float)
     for step in range(steps):
         batch = global_batch(module, plan["options"], seed=plan["seed"], step=step, dtype=DTYPES[plan["precision"]])
         model.zero_grad(set_to_none=True)
-        with computing_in(DTYPES[plan["precision"]]):
+        with computing_in(DTYPES[plan["precision"]]), Sampling(plan["seed"], step) as sampling:
             loss = loss_of(module, model, batch)
+        if sampling.drawn != plan["draws"]:
+            raise PartcError(
+                "P0207",
+                f"the model drew random numbers {sampling.drawn} times on one device, the package {plan['draws']} times",
+                help="draw with torch's own random functions, the same number of times in every step",
+            )
         loss.backward()
         recorded = {f"gradient/{name}": x.grad.clone() for name, x in names if x.grad is not None}
         if update is not None:

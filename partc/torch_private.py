@@ -4,5 +4,6 @@ from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeTensorMode", "OpOverload", "aot_export_joint_simple", "below_autograd"]
+__all__ = ["FakeTensorMode", "OpOverload", "TorchDispatchMode", "aot_export_joint_simple", "below_autograd"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from partc import fuel, operators
-from partc.program import Arg, DTypeArg, Op, Ref, Region
+from partc.program import RANDOM, Arg, DTypeArg, Op, Ref, Region
 
 _MOST_ELEMENTS = 1 << 27  # of a mask that is evaluated
 
@@ -21,12 +21,12 @@ def known_masks(region: Region) -> Region:
     known: dict[str, str] = {}
     ops = []
     for op in region.forward.ops:
-        if op.name == "attention" and isinstance(op.args[3], Ref) and not op.args[4]:
+        if op.name in ("attention", "attention_dropout") and isinstance(op.args[3], Ref) and not op.args[4]:
             mask = op.args[3].name
             if mask not in known:
                 known[mask] = _kind_of_mask(mask, made)
             if known[mask] != "other" and fuel.allowed("known mask", op.source):
-                op = replace(op, args=(*op.args[:3], None, known[mask] == "causal", op.args[5]))
+                op = replace(op, args=(*op.args[:3], None, known[mask] == "causal", *op.args[5:]))
         ops.append(op)
     return replace(region, forward=replace(region.forward, ops=tuple(ops)))
 
@@ -60,6 +60,8 @@ def _evaluate(name: str, made: Mapping[str, Op], values: dict[str, Tensor]) -> b
     if name not in made:
         return False
     op = made[name]
+    if op.name in RANDOM:
+        return False
     if len(op.results) != 1 or not all(_evaluate(operand, made, values) for operand in op.refs()):
         return False
 

@@ -21,6 +21,7 @@ from partc.errors import PartcError
 from partc.passes import normalize_losses as losses
 from partc.passes import normalize_views as views
 from partc.passes.normalize_inplace import without_mutation
+from partc.passes.normalize_random import RANDOM
 from partc.passes.normalize_writer import Rewrite, Writer, argument, number, ref, with_dtypes
 from partc.program import Arg, DTypeArg, Op, Program, Ref, Region
 
@@ -28,12 +29,14 @@ from partc.program import Arg, DTypeArg, Op, Program, Ref, Region
 def normalize(program: Program) -> Program:
     """Apply the table to every region, then drop dead operations.
 
-    Raises PartcError P0207 (dropout), P0212 (a view or an input is changed in place), P0213.
+    Raises PartcError P0207 (what cannot be drawn by position), P0212 (a view or an input is changed in place), P0213.
     """
-    return replace(program, regions=tuple(_normalized(region, program) for region in program.regions))
+    done = [_normalized(region, program) for region in program.regions]
+    return replace(program, regions=tuple(region for region, _ in done), draws=sum(drawn for _, drawn in done))
 
 
-def _normalized(region: Region, program: Program) -> Region:
+def _normalized(region: Region, program: Program) -> tuple[Region, int]:
+    """The region, and how many random operations it had."""
     values = (*region.forward.inputs, *region.params)
     frozen = {parameter.name for parameter in program.parameters if not parameter.trainable}
     call = next(call for call in program.calls if call.region == region.name)
@@ -44,7 +47,7 @@ def _normalized(region: Region, program: Program) -> Region:
         op = op.renamed(writer.same)
         _TABLE.get(op.name, _kept)(writer, op)
     outputs = tuple(writer.same.get(name, name) for name in graph.outputs)
-    return without_dead(replace(region, forward=replace(graph, ops=tuple(writer.ops), outputs=outputs)))
+    return without_dead(replace(region, forward=replace(graph, ops=tuple(writer.ops), outputs=outputs))), writer.drawn
 
 
 def _kept(w: Writer, op: Op) -> None:
@@ -79,14 +82,20 @@ def _detach(w: Writer, op: Op) -> None:
 
 def _dropout(w: Writer, op: Op) -> None:
     p, training = op.args[1], argument(op, 2, "train", True)
-    if training and p:
+    if not training or not p:
+        w.drop(op)
+    elif op.name == "alpha_dropout":
         raise PartcError(
             "P0207",
-            f"dropout with p={p}: random numbers are not yet the same on every mesh",
-            help="set dropout to 0, or call model.eval()",
+            "alpha_dropout draws in a way that is not the same on every mesh",
+            help="use dropout",
             source=op.source,
         )
-    w.drop(op)
+    elif p == 1:
+        w.add(op, "mul", (op.args[0], 0.0))
+    else:
+        dims = 2 if op.name == "feature_dropout" else len(op.result.type.shape)
+        w.add(op, "dropout", (op.args[0], p, dims, w.draw()))
 
 
 def _linear(w: Writer, op: Op) -> None:
@@ -173,11 +182,41 @@ def _softmax(w: Writer, op: Op) -> None:
 
 
 def _attention(w: Writer, op: Op) -> None:
-    dropout = argument(op, 4, "dropout_p", 0.0)
-    if dropout:
-        _dropout(w, replace(op, args=(op.args[0], dropout, True)))
+    p = argument(op, 4, "dropout_p", 0.0)
     mask, causal = argument(op, 3, "attn_mask"), argument(op, 5, "is_causal", False)
-    w.add(op, "attention", (*op.args[:3], mask, bool(causal), argument(op, 6, "scale")))
+    args = (*op.args[:3], mask, bool(causal), argument(op, 6, "scale"))
+    if not p:
+        w.add(op, "attention", args)
+        return
+    if isinstance(mask, Ref) and mask.name in w.trained:
+        _spelled_attention(w, op, mask, p, argument(op, 6, "scale"))
+        return
+    w.add(op, "attention_dropout", (*args, p, w.draw()))
+
+
+def _spelled_attention(w: Writer, op: Op, mask: Ref, p: Arg, scale: Arg) -> None:
+    """Attention with dropout whose additive mask is learned: nothing but the plain operations has its gradient."""
+    (q, k, v), dtype = op.args[:3], op.result.type.dtype
+    b, h, s, d = w.shape(q)
+    t = w.shape(k)[2]
+    if w.shape(k)[1] != h:
+        raise PartcError(
+            "P0207",
+            "attention with grouped heads, dropout and a learned mask",
+            help="repeat the keys and values for their query heads",
+            source=op.source,
+        )
+
+    def step(name: str, args: tuple[Arg, ...], stem: str, shape: tuple[int, ...]) -> Ref:
+        return w.add(op, name, args, w.value(f"{op.result.name}_{stem}", shape, dtype))
+
+    turned = step("permute", (k, (0, 1, 3, 2)), "keys", (b, h, d, t))
+    scores = step("matmul", (q, turned), "scores", (b, h, s, t))
+    scores = step("mul", (scores, d**-0.5 if scale is None else scale), "scaled", (b, h, s, t))
+    scores = step("add", (scores, mask), "masked", (b, h, s, t))
+    weights = step("softmax", (scores, 3), "weights", (b, h, s, t))
+    dropped = step("dropout", (weights, p, 4, w.draw()), "dropped", (b, h, s, t))
+    w.add(op, "matmul", (dropped, v))
 
 
 def _rms_norm(w: Writer, op: Op) -> None:
@@ -310,4 +349,6 @@ _TABLE: Mapping[str, Rewrite] = {
     **_each("zeros ones new_zeros new_ones new_full zeros_like ones_like full_like zero fill", _constant),
     "constant": _written_out,
     "copy": _copy,
+    # random numbers
+    **RANDOM,
 }

@@ -22,6 +22,7 @@ class Writer:
     ops: list[Op] = field(default_factory=list)
     made: dict[str, Op] = field(default_factory=dict)  # what defines each value written so far
     same: dict[str, str] = field(default_factory=dict)
+    drawn: int = 0  # random operations so far
 
     def keep(self, op: Op) -> None:
         self.ops.append(op)
@@ -35,6 +36,11 @@ class Writer:
         result = result or op.result
         self.keep(Op(name=name, args=args, attrs=tuple(attrs.items()), results=(result,), source=op.source))
         return Ref(result.name)
+
+    def draw(self) -> int:
+        """The number of the next random operation: in the order in which one device runs them."""
+        self.drawn += 1
+        return self.drawn - 1
 
     def drop(self, op: Op) -> None:
         """The operation returns its first operand."""

@@ -19,7 +19,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.naming import identifier, name_values, unique
-from partc.program import Arg, Call, Graph, Op, Phase, Program, Ref, Region, Value
+from partc.program import RANDOM, Arg, Call, Graph, Op, Phase, Program, Ref, Region, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ def _free_values(main: Region, trained: set[str]) -> tuple[set[str], set[str]]:
         for value in op.results:
             if names & bound:
                 bound.add(value.name)
-            if names & fed:
+            if names & fed or op.name in RANDOM:  # drawn anew in every step
                 fed.add(value.name)
     made = {value.name for op in main.forward.ops for value in op.results}
     return made - bound, made - bound - fed
@@ -224,6 +224,7 @@ class _Linker:
         elif lifted := set(self.values).intersection(outputs):
             outputs = [name for name in outputs if name not in lifted]
         relative = {name: _relative(self.stored[name], segment.key) for name in params}
+        segment, random = _counted(segment)
         signature = self._signature(segment, inputs, params, relative, outputs)
         if signature not in self.regions:
             self.regions[signature] = self._region(index, segment, inputs, params, relative, outputs)
@@ -240,6 +241,7 @@ class _Linker:
                 params=tuple(self.stored[param] for param in ordered),
                 args=tuple(self.values[value] for value in inputs),
                 results=tuple(self.values[value] for value in outputs),
+                random=random,
             )
         )
 
@@ -320,6 +322,21 @@ class _Linker:
 
     def _has_params(self, segment: Segment) -> bool:
         return any(name in self.stored for op in segment.ops for name in op.refs())
+
+
+def _counted(segment: Segment) -> tuple[Segment, int | None]:
+    """The segment with its random operations numbered from 0, and the number of its first."""
+    numbers = [op.args[-1] for op in segment.ops if op.name in RANDOM]
+    first = min((number for number in numbers if isinstance(number, int)), default=None)
+    if first is None:
+        return segment, None
+    ops = tuple(
+        replace(op, args=(*op.args[:-1], op.args[-1] - first))  # type: ignore[operator]
+        if op.name in RANDOM
+        else op
+        for op in segment.ops
+    )
+    return replace(segment, ops=ops), first
 
 
 def _relative(name: str, key: str) -> str:

@@ -65,6 +65,7 @@ _POINTWISE = frozenset(
         "abs",
     ]
 )
+_ATTENTION = ("attention", "attention_dropout")
 _ALONG = {"slice": 1, "cumsum": 1, "diff": 2, "softmax": 1, "gather": 1}  # position of the dimension they work along
 
 
@@ -202,7 +203,7 @@ def _one_row(region: Region) -> Region:
             row(op, (op.args[0], narrow))
         elif rows and len(op.results) == 1 and _keeps_rows(op, types, small):
             row(op.renamed(small), _with_one_row(op, small))
-        elif rows and (op.name in _POINTWISE or op.name == "attention"):
+        elif rows and (op.name in _POINTWISE or op.name in _ATTENTION):
             op = replace(op.renamed(small), results=op.results)
             if _broadcasts(op, types):
                 ops.append(op)
@@ -246,7 +247,7 @@ def _with_one_row(op: Op, small: Mapping[str, str]) -> tuple[Arg, ...]:
 def _broadcasts(op: Op, types: Mapping[str, TensorType]) -> bool:
     """Whether the operation gives its whole result though some operands have one row."""
     shapes = [types[name].shape for name in op.refs()]
-    if op.name == "attention":
+    if op.name in _ATTENTION:
         return len(shapes) > 3 and shapes[0][0] == op.result.type.shape[0] and shapes[1][0] == shapes[0][0]
     return tuple(torch.broadcast_shapes(*shapes)) == op.result.type.shape
 
@@ -268,7 +269,7 @@ def _grouped_heads(region: Region) -> Region:
     made = {value.name: op for op in region.forward.ops for value in op.results}
     ops = []
     for op in region.forward.ops:
-        if op.name == "attention":
+        if op.name in _ATTENTION:
             plain = tuple(_ungrouped(arg, made, types) for arg in op.args[1:3])
             if all(plain) and fuel.allowed("grouped heads", op.source):
                 op = replace(op, args=(op.args[0], *(Ref(name) for name in plain if name), *op.args[3:]))

@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("partc.passes",),
     ("partc.templates", "partc.codegen"),
     ("partc.accounting", "partc.output", "partc.options"),
-    ("partc.launch", "partc.reference", "partc.verify", "partc.doctor"),
+    ("partc.launch", "partc.reference", "partc.sampling", "partc.verify", "partc.doctor"),
     ("partc.api", "partc.comparison", "partc.drawing", "partc.report"),
     ("partc.inspection", "partc.dump", "partc.console"),
     ("partc.cli", "partc.__main__"),

@@ -44,6 +44,7 @@ MODELS = {
         Model(name="mlp", file=EXAMPLES / "mlp.py"),
         Model(name="crossing", file=HERE / "models" / "crossing.py"),
         Model(name="skips", file=HERE / "models" / "skips.py", options={"batch": 16, "depth": 4}),
+        Model(name="noisy", file=HERE / "models" / "noisy.py"),
         Model(
             name="llama",
             options=TOKENS,
@@ -134,6 +135,28 @@ MODELS = {
             config={
                 **DECODER, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4,
                 "num_experts_per_tok": 2,
+            },
+        ),
+        Model(
+            name="gpt2_dropout",
+            options=TOKENS,
+            config={
+                "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 96, "n_embd": 32,
+                "n_layer": 3, "n_head": 4, "n_positions": 64,
+            },
+        ),
+        Model(
+            name="bert_dropout",
+            options=TOKENS,
+            config={**SIZES, "architectures": ["BertForMaskedLM"], "model_type": "bert"},
+        ),
+        Model(
+            name="t5_dropout",
+            options=TOKENS,
+            config={
+                "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": 96, "d_model": 32,
+                "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+                "decoder_start_token_id": 0,
             },
         ),
         Model(

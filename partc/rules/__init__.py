@@ -151,7 +151,7 @@ def _cut(dims: Dims, rule: OpRule, choice: Choice) -> Shard:
 
 def flops(op: Op, rule: OpRule) -> int:
     """Floating-point operations of the matrix products in it, over the whole shapes; 0 for other operations."""
-    causal = op.name == "attention" and len(op.args) > 4 and op.args[4] is True
+    causal = op.name in ("attention", "attention_dropout") and len(op.args) > 4 and op.args[4] is True
     return rule.flops // 2 if causal else rule.flops
 
 

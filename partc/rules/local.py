@@ -71,6 +71,8 @@ def _convolution(op: Op, sizes: Sizes) -> Op:
 _LOCAL: dict[str, Callable[[Op, Sizes], Op]] = {
     "reshape": _result_shape(1),
     "expand": _result_shape(1),
+    "rand": _result_shape(0),
+    "randn": _result_shape(0),
     "full": _result_shape(0),
     "zeros": _result_shape(0),
     "ones": _result_shape(0),

@@ -167,6 +167,17 @@ build("matmul mm bmm mv", products.matmul, matmul=True)
 build("einsum", products.einsum, matmul=True)
 build("conv1d conv2d conv3d", products.convolution, matmul=True)
 
+# Random numbers: every element's own, wherever it is drawn
+build("dropout", shapes.unary_linear)
+build("rand_like randn_like", shapes.pointwise)
+build("rand randn", shapes.constant)
+rule(
+    "attention_dropout",
+    "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t] -> [b (g r) s e]",
+    blocked=_attention_blocked,
+    work="b g r s t d + b g r s t e",
+)
+
 # Norms, losses, lookups
 build("rms_norm layer_norm", shapes.normalized)
 build("group_norm", products.group_norm)

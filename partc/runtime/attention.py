@@ -19,7 +19,7 @@ def attention(
     `mask` broadcasts to [b, h, s, t]: True where a position is read, or numbers added to the scores.
     """
     heads, aten = q.shape[1], torch.ops.aten
-    keys, values = _repeat_heads(k, heads), _repeat_heads(v, heads)
+    keys, values = repeat_heads(k, heads), repeat_heads(v, heads)
     kernel = _kernel(q, k, v, mask, is_causal)
     if kernel == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -34,7 +34,7 @@ def attention(
             q, keys, values, None, True, 0.0, is_causal, scale=scale
         )
         return out, lse
-    scores = _scores(q, keys, mask, is_causal, scale)
+    scores = scores_of(q, keys, mask, is_causal, scale)
     lse = scores.logsumexp(-1)
     weights = _weights(scores, lse)
     return (weights @ values.to(weights.dtype)).to(q.dtype), lse
@@ -53,7 +53,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of `out`, with what `attention` returned."""
     heads, aten = q.shape[1], torch.ops.aten
-    keys, values = _repeat_heads(k, heads), _repeat_heads(v, heads)
+    keys, values = repeat_heads(k, heads), repeat_heads(v, heads)
     kernel = _kernel(q, k, v, mask, is_causal)
     if kernel == "cpu":
         grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -70,7 +70,7 @@ def attention_backward(
             grad, q, keys, values, None, out, lse, seed, seed, 0.0, wanted, is_causal, scale=scale
         )
     else:
-        weights = _weights(_scores(q, keys, mask, is_causal, scale), lse)
+        weights = _weights(scores_of(q, keys, mask, is_causal, scale), lse)
         wide_grad = grad.to(weights.dtype)
         grad_v = (weights.mT @ wide_grad).to(v.dtype)
         along = (wide_grad * out).sum(-1, keepdim=True)
@@ -78,7 +78,7 @@ def attention_backward(
         grad_scores *= 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         grad_q = (grad_scores @ keys.to(weights.dtype)).to(q.dtype)
         grad_k = (grad_scores.mT @ q.to(weights.dtype)).to(k.dtype)
-    return grad_q, _sum_heads(grad_k, k.shape[1]), _sum_heads(grad_v, v.shape[1])
+    return grad_q, sum_heads(grad_k, k.shape[1]), sum_heads(grad_v, v.shape[1])
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> str:
@@ -102,12 +102,12 @@ def _no_dropout(q: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=q.device)
 
 
-def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """[b, g, t, d] -> [b, heads, t, d]: each key or value head serves its neighbouring query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _sum_heads(grad: Tensor, groups: int) -> Tensor:
+def sum_heads(grad: Tensor, groups: int) -> Tensor:
     return grad if grad.shape[1] == groups else grad.reshape(grad.shape[0], groups, -1, *grad.shape[2:]).sum(2)
 
 
@@ -119,7 +119,7 @@ def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return mask.to(q.dtype)
 
 
-def _scores(q: Tensor, keys: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+def scores_of(q: Tensor, keys: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
     dtype = row_dtype(q)
     scores = (q.to(dtype) @ keys.to(dtype).mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if is_causal:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from .layout import parse_dims
+from .random import Draw, stream
 
 ReduceOp = Literal["sum", "max"]
 
@@ -114,6 +118,8 @@ class Comm:
     def __init__(self, axes: Mapping[str, Axis], groups: Mapping[str, Axis]) -> None:
         self._groups = dict(groups)
         self.mb = Axis()  # microbatches: an axis in time, where only `take` and `put` make sense
+        self.seed = 0
+        self.step = 0
         for name, axis in axes.items():
             setattr(self, name, axis)
 
@@ -127,6 +133,24 @@ class Comm:
     def pipeline(self, ranks: Sequence[int]) -> Axis:
         """Some ranks of this one's pipeline, by their coordinates on it."""
         return self._groups["pp " + ",".join(map(str, ranks))]
+
+    def draw(self, number: int, layout: str) -> Draw:
+        """Random numbers of this step for the operation `number`, for a tensor of this layout (`16@dp,mb, 64@tp`)."""
+        places = []
+        for dim in parse_dims(f"[{layout}]"):
+            index = torch.zeros(1, dtype=torch.int64, device=self.device)
+            for size, axes in dim:
+                ways = place = 0
+                for name in axes:
+                    axis = getattr(self, name)
+                    ways, place = (ways or 1) * axis.size, place * axis.size + axis.rank
+                here = size // (ways or 1)
+                index = (
+                    index[:, None] * size + torch.arange(place * here, (place + 1) * here, device=self.device)
+                ).flatten()
+            places.append((index, math.prod(size for size, _ in dim)))
+        start = stream(self.seed, self.step, number)
+        return Draw(start, tuple(places), tuple(size for _, size in places))
 
     def send(self, x: Tensor, link: Link) -> None:
         """Post `x` on a link that starts here; never waits for it."""

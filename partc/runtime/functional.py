@@ -15,13 +15,18 @@ from .experts import (
     expert_matmul_grad_rows,
     expert_matmul_grad_weight,
 )
+from .random import attention_dropout, attention_dropout_backward, dropout, dropout_backward
 
 __all__ = [
     "attention",
     "attention_backward",
+    "attention_dropout",
+    "attention_dropout_backward",
     "cross_entropy",
     "cross_entropy_backward",
     "cross_entropy_rows",
+    "dropout",
+    "dropout_backward",
     "embedding_add_grad",
     "embedding_shard",
     "embedding_shard_add_grad",

@@ -284,6 +284,7 @@ def _train(
             batch, microbatches = local_batch(
                 batch_of(step), rank.inputs, job.sizes, rank.module.COORDINATE, job.plan["microbatches"], device
             )
+            comm.seed, comm.step = job.seed, step
             started = time.perf_counter()
             for buffer in buffers:
                 buffer.zero_()

@@ -1,0 +1,142 @@
+"""Random numbers by counter: an element's number depends on its place in the whole tensor, not on who draws it.
+
+Every random operation of a model has a number. Seed, step and that number make a stream; element i of
+the whole tensor takes the stream's i-th output. Ranks that hold parts of a tensor draw those parts, and
+every mesh draws the same. The generator is SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable
+pseudorandom number generators", figure 16): a counter times an odd constant, and a mixing function.
+Integers alone decide, so that CPUs and GPUs agree to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .attention import repeat_heads, scores_of, sum_heads
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio, odd
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None))
+_WORD = 1 << 64
+
+
+def mixed(word: int) -> int:
+    """SplitMix64's mixing function on one 64-bit word."""
+    for shift, factor in _MIX:
+        word ^= word >> shift
+        word = word * factor % _WORD if factor else word
+    return word
+
+
+def stream(seed: int, step: int, number: int) -> int:
+    """The state that a stream starts from."""
+    state = mixed(seed % _WORD)
+    for part in (step, number):
+        state = mixed((state + GOLDEN * (part + 1)) % _WORD)
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Numbers for one tensor: its stream, and along each dimension which of the whole's elements are here."""
+
+    start: int
+    places: tuple[tuple[Tensor, int], ...]  # indices along a dimension, and that dimension's whole size
+    whole: tuple[int, ...]
+
+    @classmethod
+    def everything(cls, start: int, shape: Sequence[int], device: torch.device) -> Draw:
+        """A tensor that is all here."""
+        places = tuple((torch.arange(size, device=device), size) for size in shape)
+        return cls(start, places, tuple(shape))
+
+    def bits(self, offset: int = 0, per_element: int = 1) -> Tensor:
+        """64 random bits for every element here, as i64. Element i takes output `per_element * i + offset`."""
+        index: Tensor | None = None
+        stride = math.prod(self.whole)
+        for dim, (place, size) in enumerate(self.places):
+            stride //= max(size, 1)
+            along = (place * (stride * per_element)).reshape(-1, *(1 for _ in self.places[dim + 1 :]))
+            index = along if index is None else index + along
+        if index is None:
+            index = torch.zeros((), dtype=torch.int64)
+        # i64 arithmetic wraps around, as 64-bit words do.
+        word = index.add(offset + 1).mul_(_signed(GOLDEN)).add_(_signed(self.start))
+        for shift, factor in _MIX:
+            word.bitwise_xor_((word >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+            if factor:
+                word.mul_(_signed(factor))
+        return word
+
+    def below(self, probability: float) -> Tensor:
+        """True with this probability, by the upper 53 bits."""
+        return (self.bits() >> 11).bitwise_and_((1 << 53) - 1) < math.ceil(probability * (1 << 53))
+
+    def uniform(self, dtype: torch.dtype, offset: int = 0, per_element: int = 1) -> Tensor:
+        """Multiples of 2^-53 in [0, 1), or of 2^-24 below double precision."""
+        digits = 53 if dtype == torch.float64 else 24
+        word = (self.bits(offset, per_element) >> (64 - digits)).bitwise_and_((1 << digits) - 1)
+        return word.to(torch.float64).mul_(2.0**-digits).to(dtype)
+
+    def normal(self, dtype: torch.dtype) -> Tensor:
+        """Standard normal numbers, from two uniform ones each (Box and Muller 1958)."""
+        radius = 1 - self.uniform(torch.float64, 0, 2)
+        angle = self.uniform(torch.float64, 1, 2)
+        return ((-2 * radius.log()).sqrt_() * (2 * math.pi * angle).cos_()).to(dtype)
+
+
+def dropout(x: Tensor, p: float, draw: Draw) -> tuple[Tensor, Tensor]:
+    """x with elements zeroed with probability p and the others scaled by 1 / (1 - p); and which are kept.
+
+    The draw may have fewer dimensions than x: what it decides holds for all that follows.
+    """
+    kept = draw.below(1 - p)
+    kept = kept.reshape(*kept.shape, *(1 for _ in range(x.dim() - kept.dim())))
+    return dropout_backward(x, kept, p), kept
+
+
+def dropout_backward(grad: Tensor, kept: Tensor, p: float) -> Tensor:
+    """The same elements of the gradient, scaled in the same way."""
+    return grad * kept.to(grad.dtype).div_(1 - p)
+
+
+def attention_dropout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    p: float,
+    draw: Draw,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention that drops weights out: out[b, h, s, v], and for backward the weights [b, h, s, t] and which are kept.
+
+    q[b, h, s, k], k[b, g, t, k], v[b, g, t, v]; `mask` is True where a position is read, or added to the scores.
+    """
+    scores = scores_of(q, repeat_heads(k, q.shape[1]), mask, is_causal, scale)
+    weights = scores.softmax(-1).nan_to_num_(nan=0.0)  # rows that read nothing are zero
+    dropped, kept = dropout(weights, p, draw)
+    return (dropped @ repeat_heads(v, q.shape[1]).to(weights.dtype)).to(q.dtype), weights, kept
+
+
+def attention_dropout_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, kept: Tensor, scale: float | None, p: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of the output."""
+    keys, values = (repeat_heads(x, q.shape[1]).to(weights.dtype) for x in (k, v))
+    wide = grad.to(weights.dtype)
+    grad_v = dropout_backward(weights, kept, p).mT @ wide
+    grad_weights = dropout_backward(wide @ values.mT, kept, p)
+    grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))
+    grad_scores *= q.shape[-1] ** -0.5 if scale is None else scale
+    grad_q = (grad_scores @ keys).to(q.dtype)
+    grad_k = grad_scores.mT @ q.to(weights.dtype)
+    return grad_q, sum_heads(grad_k, k.shape[1]).to(k.dtype), sum_heads(grad_v, v.shape[1]).to(v.dtype)
+
+
+def _signed(word: int) -> int:
+    return word - _WORD if word >= _WORD // 2 else word

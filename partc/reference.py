@@ -50,7 +50,7 @@ def train(package: Path, folder: Path, *, steps: int, optimizer: str, lr: float)
         if sampling.drawn != plan["draws"]:
             raise PartcError(
                 "P0207",
-                f"the model drew random numbers {sampling.drawn} times on one device, the package {plan['draws']} times",
+                f"the model drew random numbers {sampling.drawn} times on a device, the package {plan['draws']} times",
                 help="draw with torch's own random functions, the same number of times in every step",
             )
         loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from partc.cli import main
 from partc.errors import PartcError
 from partc.schedules import SCHEDULES, compute_order, stage_ranks
 from partc.schedules.table import Table, parse, read
+from partc.simulate import simulate
 from tests.torch_schedules import build
 
 MLP = Path(__file__).parents[1] / "examples" / "mlp.py"
@@ -160,3 +162,44 @@ def test_unusual_tables_train_as_one_device(text: str, ranks: int, tmp_path: Pat
     )
     result = package.verify(steps=2)
     assert result.ok and result.worst.rel_err < 1e-12
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_what_is_read_can_run(name: str) -> None:
+    """Tables with one to three changes are refused with a code, or run to their end with everything done once."""
+    kind = SCHEDULES[name]
+    ranks, microbatches = 3, 4
+    order = compute_order(kind, ranks, microbatches, ranks * kind.stages_per_rank)
+    read_again = refused = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        rows = [[str(compute) for compute in row] for row in order]
+        for _ in range(rng.randint(1, 3)):
+            row = rng.choice(rows)
+            at, other = rng.randrange(len(row)), rng.randrange(len(row))
+            change = rng.choice(["swap", "near", "drop", "copy", "move", "edit", "blank"])
+            if change in ("swap", "near"):
+                other = other if change == "swap" else min(at + 1, len(row) - 1)
+                row[at], row[other] = row[other], row[at]
+            elif change == "drop" and len(row) > 1:
+                del row[at]
+            elif change == "copy":
+                row.insert(other, row[at])
+            elif change == "move" and len(row) > 1:
+                rng.choice(rows).append(row.pop(at))
+            elif change == "edit":
+                row[at] = row[at].replace(rng.choice("FBIW0123"), rng.choice("FBIWX01239- ;("), 1)
+            else:
+                row.insert(other, rng.choice(["", "  "]))
+        try:
+            found = table("\n".join(map(",".join, rows)), ranks, microbatches)
+        except PartcError as error:
+            assert error.code in ("P0408", "P0409", "P0410", "P0411") and error.help
+            refused += 1
+            continue
+        read_again += 1
+        assert not simulate(found.rows, found.places).stuck
+        done = sorted((c.stage, c.microbatch, "B" if c.kind == "I" else c.kind) for row in found.rows for c in row)
+        wanted = {(stage, m, way) for stage in range(len(found.places)) for m in range(microbatches) for way in "FB"}
+        assert {item for item in done if item[2] != "W"} == wanted and len(done) == len(set(done))
+    assert read_again > 20 and refused > 100

@@ -96,3 +96,13 @@ def _common_start(names: list[str]) -> str:
     first, last = min(names), max(names)
     same = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
     return first[: next(same, min(len(first), len(last)))]
+
+
+def place_of(region: Region) -> str:
+    """` (gpt.py:31)`: where the region's code starts."""
+    sources = [op.source for op in region.forward.ops if op.source]
+    if not sources:
+        return ""
+    file = max({source.file for source in sources}, key=[source.file for source in sources].count)
+    first = min(source.line for source in sources if source.file == file)
+    return f" ({file.rpartition('/')[2]}:{first})"

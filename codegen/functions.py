@@ -66,14 +66,19 @@ class RegionCode:
         return self.backward is not None or self.weight is not None
 
 
-def region_code(region: Region, sizes: Sizes, prefix: str, doc: str) -> RegionCode:
-    """`prefix` is the module path that sources of this region's operations share ("blocks.0")."""
+def region_code(
+    region: Region, sizes: Sizes, prefix: str, doc: str, updates: Mapping[int, str] | None = None
+) -> RegionCode:
+    """`prefix` is the module path that sources of this region's operations share ("blocks.0").
+
+    `updates` gives, for outputs that are buffers' next values, the buffers: they are stored, not returned.
+    """
     name = identifier(region.name)
     title = class_name(region.name)
     fields = Names()
     for value in region.params:
         fields[value.name]
-    writer = _Writer(region=region, sizes=sizes, fields=fields, prefix=prefix)
+    writer = _Writer(region=region, sizes=sizes, fields=fields, prefix=prefix, updates=updates or {})
     saves = region.backward is not None
     forward = without_idle_views(
         replace(region.forward, outputs=(*region.forward.outputs, *(region.saved if saves else ()))), sizes
@@ -107,6 +112,7 @@ class _Writer:
     sizes: Sizes
     fields: Names
     prefix: str
+    updates: Mapping[int, str]
 
     def forward(self, graph: Graph, name: str, doc: str, params_class: str) -> Function:
         names = self._scope()
@@ -116,16 +122,20 @@ class _Writer:
         lines = self._body(graph, names, {}, borrowed=inputs)
         count = len(self.region.forward.outputs)
         results = [names[output] for output in graph.outputs]
-        returned, saved = results[:count], list(dict.fromkeys(results[count:]))
-        returns = "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
+        returned = [result for index, result in enumerate(results[:count]) if index not in self.updates]
+        saved = list(dict.fromkeys(results[count:]))
+        for index, buffer in self.updates.items():
+            lines.append(Line(code=f"p.{self.fields[buffer]}.copy_({results[index]})"))
+        types = ["Tensor"] * len(returned)
+        returns = types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]" if types else "None"
         if self.region.backward is not None:
             kept = _tuple(results[count:])
             if len(saved) > 4:
                 lines.append(Line(code=f"saved = {kept}"))
                 kept = "saved"
             lines.append(Line(code=f"return {', '.join((*returned, kept))}"))
-            returns = f"tuple[{', '.join((*['Tensor'] * count, 'Saved'))}]"
-        else:
+            returns = f"tuple[{', '.join((*types, 'Saved'))}]" if types else "Saved"
+        elif returned:
             lines.append(Line(code=f"return {', '.join(returned)}"))
         arguments = self._arguments(lines, params_class, inputs, names)
         return Function(name=name, doc=doc, arguments=arguments, returns=returns, lines=tuple(lines))

@@ -27,6 +27,8 @@ def plan(
         "precision": precision,
         "seed": seed,
         "draws": program.draws,
+        "repeated": program.repeated,
+        "updates": [buffer for buffer, _ in program.updates],
         "options": dict(options),
         "command": dict(command or {}),
         "stages": program.stages,

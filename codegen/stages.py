@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from partc.codegen.calls import Run, runs
+from partc.codegen.calls import Run, place_of, runs
 from partc.codegen.collectives import local_bytes, readable_bytes
 from partc.codegen.functions import Argument, Function, Line, RegionCode, region_code
 from partc.codegen.names import Names, identifier
 from partc.codegen.reductions import Reductions
 from partc.codegen.steps import Steps
+from partc.layout import SubDim
 from partc.mesh import TIME_AXIS
 from partc.program import Parameter, Phase, Program, Region
 
@@ -124,7 +125,7 @@ class _Builder:
             units=units,
             tables=tables,
             parameters=parameters,
-            inputs=tuple(Entry(key=name, value=f'Shard("{self.types[name]}")') for name in self._inputs()),
+            inputs=tuple(Entry(key=name, value=f'Shard("{self._input_type(name)}")') for name in self._inputs()),
             sends=self._targets(gradient=False),
             gradients_from=self._targets(gradient=True),
             receives=self._receives(),
@@ -155,8 +156,19 @@ class _Builder:
                 same = [other for other in phase_runs if other.region.name == region.name]
                 what = _listed(map(self._title, same)) if region.params else _PHASES[region.phase]
                 prefix = next(call.name for call in self.program.calls if call.region == region.name)
-                codes[region.name] = region_code(region, self.program.sizes, prefix, f"{what}{_source(region)}.")
+                codes[region.name] = region_code(
+                    region, self.program.sizes, prefix, f"{what}{place_of(region)}.", self._updated(run)
+                )
         return codes
+
+    def _updated(self, run: Run) -> dict[int, str]:
+        """The outputs that are next values of buffers: position -> the buffer's name in the region."""
+        call, local = (
+            run.calls[0],
+            {name: value.name for name, value in zip(run.calls[0].params, run.region.params, strict=True)},
+        )
+        buffers = {value: buffer for buffer, value in self.program.updates}
+        return {index: local[buffers[name]] for index, name in enumerate(call.results) if name in buffers}
 
     def _title(self, run: Run) -> str:
         return f"{run.calls[0].name} to {run.calls[-1].name}" if run.loop else run.calls[0].name
@@ -166,6 +178,15 @@ class _Builder:
 
     def makes(self, name: str) -> bool:
         return any(name in call.results for call in self.calls)
+
+    def _input_type(self, name: str) -> str:
+        """The type of a whole step's entry; microbatches that are batches of their own follow each other in it."""
+        type = self.types[name]
+        if self.program.repeated and name in self.program.batch_entries:
+            first, *rest = type.layout.dims
+            every = SubDim(self.program.microbatches, (TIME_AXIS,))
+            return f"{type.dtype}{replace(type.layout, dims=((every, *first), *rest))}"
+        return str(type)
 
     def _inputs(self) -> list[str]:
         """Entries of the batch that this stage reads."""
@@ -372,13 +393,3 @@ def _strings(items: Iterable[str]) -> str:
 def _listed(items: Iterable[str]) -> str:
     words = list(dict.fromkeys(items))
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
-
-
-def _source(region: Region) -> str:
-    """` (gpt.py:31)`: where the region's code starts."""
-    sources = [op.source for op in region.forward.ops if op.source]
-    if not sources:
-        return ""
-    file = max({source.file for source in sources}, key=[source.file for source in sources].count)
-    first = min(source.line for source in sources if source.file == file)
-    return f" ({file.rpartition('/')[2]}:{first})"

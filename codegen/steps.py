@@ -79,9 +79,12 @@ class Steps:
 
     def _call(self, run: Run, args: Sequence[str], results: Sequence[str], p: str, indent: str) -> list[Line]:
         code = self.b.codes[run.region.name]
-        targets = [*results, "kept"] if code.differentiated else [*results]
+        stored = {value for _, value in self.b.program.updates}
+        kept = [target for target, name in zip(results, run.calls[-1].results, strict=True) if name not in stored]
+        targets = [*kept, "kept"] if code.differentiated else kept
         arguments = self.b.arguments(code.forward, run, args, "self.comm", p=p)
-        lines = [Line(code=f"{indent}{', '.join(targets)} = {code.forward.name}({arguments})")]
+        assigned = f"{', '.join(targets)} = " if targets else ""
+        lines = [Line(code=f"{indent}{assigned}{code.forward.name}({arguments})")]
         if code.differentiated:
             lines.append(Line(code=f"{indent}saved.append(kept)"))
         return lines

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc import passes
 from partc.accounting import ReplicatedOp, communication, replicated_ops
+from partc.errors import PartcError
 from partc.mesh import Mesh
 from partc.options import TABLE, Options
 from partc.output import write
@@ -44,6 +45,7 @@ class Package:
     phases: Mapping[str, float]
     replicated_ops: tuple[ReplicatedOp, ...] = ()
     extra: Mapping[str, bytes] = field(default_factory=dict)  # files that model_source reads
+    warnings: tuple[str, ...] = ()
 
     @property
     def communication(self) -> dict[str, int]:
@@ -59,6 +61,7 @@ class Package:
             "regions": [region.name for region in self.program.regions],
             "phases": dict(self.phases),
             "communication": self.communication,
+            "warnings": list(self.warnings),
             "replicated_ops": [
                 {
                     "op": item.op,
@@ -82,7 +85,7 @@ class Package:
             options=self.model_options,
             seed=self.options.seed,
             precision=self.options.precision,
-            report=[_sentence(item) for item in self.replicated_ops],
+            report=[*self.warnings, *(_sentence(item) for item in self.replicated_ops)],
             command=self.options.command,
         )
         yield from self.extra.items()
@@ -133,6 +136,7 @@ class Compilation:
     options: Options
     phases: Mapping[str, float]
     extra: Mapping[str, bytes] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()  # where the package differs from the whole batch on one device
 
     @property
     def program(self) -> Program:
@@ -202,28 +206,46 @@ def compilation(
     start = time.perf_counter()
     import torch
 
-    from partc.origin import trace
+    from partc.origin import Origin, trace
+    from partc.trace import Batches
 
     done(Phase(label="Loaded", seconds=time.perf_counter() - start, note=f"torch {torch.__version__}"))
-    start = time.perf_counter()
-    origin = trace(
-        model,
-        batch,
-        loss,
-        options=model_options,
-        mesh=options.mesh,
-        microbatches=options.microbatches,
-        precision=options.precision,
-    )
-    done(Phase(label="Traced", seconds=time.perf_counter() - start, note=_size(origin.program)))
+
+    def traced(repeated: bool) -> Origin:
+        start = time.perf_counter()
+        batches = Batches(microbatches=options.microbatches, repeated=repeated)
+        found = trace(
+            model,
+            batch,
+            loss,
+            options=model_options,
+            mesh=options.mesh,
+            batches=batches,
+            precision=options.precision,
+        )
+        done(Phase(label="Traced", seconds=time.perf_counter() - start, note=_size(found.program)))
+        observe(passes.Step(name=passes.FIRST, label="Traced", program=found.program, seconds=0.0))
+        return found
 
     def stepped(step: passes.Step) -> None:
         observe(step)
         done(Phase(label=step.label, seconds=step.seconds, note=_note(step)))
 
-    observe(passes.Step(name=passes.FIRST, label="Traced", program=origin.program, seconds=0.0))
-    steps = passes.run(origin.program, options.for_passes, until=until, verify=verify_program, observe=stepped)
+    def lowered(program: Program) -> tuple[passes.Step, ...]:
+        return passes.run(program, options.for_passes, until=until, verify=verify_program, observe=stepped)
+
+    origin = traced(repeated=False)
+    warnings: tuple[str, ...] = ()
+    try:
+        steps = lowered(origin.program)
+    except PartcError as error:
+        if error.code != "P0402":
+            raise
+        warnings = (_coupled(error, options.microbatches),)
+        origin = traced(repeated=True)
+        steps = lowered(origin.program)
     return Compilation(
+        warnings=warnings,
         traced=origin.program,
         steps=steps,
         model_source=origin.source,
@@ -244,6 +266,16 @@ def package(done: Compilation) -> Package:
         phases=done.phases,
         replicated_ops=replicated_ops(done.after("annotate")),
         extra=done.extra,
+        warnings=done.warnings,
+    )
+
+
+def _coupled(error: PartcError, microbatches: int) -> str:
+    """What it means that an operation needs the whole batch, in a sentence."""
+    where = f"{error.source}: " if error.source else ""
+    return (
+        f"{where}{error.cause}. Each of the {microbatches} microbatches is therefore a batch of its own: statistics are "
+        "those of a microbatch, the loss is the mean of theirs, as where one device accumulates gradients (P0402)."
     )
 
 

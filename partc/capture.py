@@ -54,18 +54,19 @@ def capture(
     *,
     precision: str,
     path: Path | None = None,
+    parts: int = 1,
 ) -> Captured:
-    """Build under fake tensors and export.
+    """Build under fake tensors and export, for one of `parts` equal parts of the batch.
 
     Raises PartcError P0205 (the model or the batch can't be built), P0206 (it doesn't trace),
-    P0208 (the loss is no scalar).
+    P0208 (the loss is no scalar), P0401 (the batch doesn't divide).
     """
     dtype = PRECISIONS[precision]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = _built(build, path)
     with mode:
         _make_fake(model, dtype)
-        batch = _batch(make_batch, mode, dtype, path)
+        batch = _part(_batch(make_batch, mode, dtype, path), parts)
         try:
             with computing_in(dtype):
                 exported = torch.export.export(_Step(model, loss), (), kwargs=dict(batch), strict=False)
@@ -128,6 +129,21 @@ def _batch(
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
     # Entries that share one tensor would be traced as one input.
     return {name: torch.empty_like(mode.from_tensor(x)) if not _is_fake(x) else x.clone() for name, x in cast.items()}
+
+
+def _part(batch: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
+    """The first of equal parts of every entry that is as long as the batch."""
+    rows = next((x.shape[0] for x in batch.values() if x.dim()), 0)
+    if rows % parts:
+        raise PartcError(
+            "P0401",
+            f"a batch of {rows} does not divide into {parts} microbatches",
+            help=f"make it a multiple of {parts}, or lower --microbatches",
+        )
+    return {
+        name: x[: rows // parts].clone() if parts > 1 and x.dim() and x.shape[0] == rows else x
+        for name, x in batch.items()
+    }
 
 
 def _is_fake(x: Tensor) -> bool:

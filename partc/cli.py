@@ -119,6 +119,8 @@ def _print_report(report: Mapping[str, Any]) -> None:
     counts = {"rank": report["ranks"], "stage": report["stages"], "region": len(report["regions"])}
     click.echo("\n" + ", ".join(counted(count, noun) for noun, count in counts.items()))
     click.echo(f"each rank receives a step: {moved or 'nothing'}")
+    for warning in report["warnings"]:
+        click.echo(f"warning: {warning}")
     for item in report["replicated_ops"]:
         place = f"{console.shortened(item['source'])}: " if item["source"] else ""
         why = "is repeated" if item["rule"] else "has no rule, so it is repeated"

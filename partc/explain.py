@@ -107,11 +107,6 @@ CATALOGUE: Mapping[str, Entry] = {
         "Tensors hold floating-point numbers (64, 32 or 16 bits), integers or booleans; complex ones are written "
         "as pairs of real ones.",
     ),
-    "P0210": Entry(
-        "forward updates a buffer",
-        "Running statistics (BatchNorm in training, a step counter) change from one microbatch to the next and "
-        "from rank to rank, so that they would not equal those of the whole batch. Call eval() on such modules.",
-    ),
     "P0211": Entry(
         "forward uses a tensor that no module owns",
         "A large tensor made outside forward() has no name in the model's state. `register_buffer(name, tensor, "
@@ -206,8 +201,11 @@ CATALOGUE: Mapping[str, Entry] = {
     "P0402": Entry(
         "an operation needs the whole batch inside a microbatch",
         "Microbatches run one after the other, so a value that mixes all examples (batch statistics, a "
-        "contrastive loss) does not exist while one of them runs. With --microbatches 1 it does. A value that "
-        "is made from the inputs alone (a count of tokens) is computed once per step and is no problem.",
+        "contrastive loss, an updated buffer) does not exist while one of them runs. compile says so in a warning, "
+        "and takes each microbatch for a batch of its own, over all dp ranks: statistics are the microbatch's, the "
+        "loss is the mean of theirs, as where one device accumulates gradients; verify compares with just that. With "
+        "--microbatches 1 they are the whole batch's. A value that is made from the inputs alone (a count of tokens) "
+        "is computed once per step and is no problem.",
     ),
     "P0403": Entry(
         "more pipeline stages than calls",

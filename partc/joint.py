@@ -234,6 +234,7 @@ class _Reader:
             self._operation(node)
             for node in nodes
             if node.op == "call_function" and node.target is not operator.getitem and _origin(node) is node
+            if "val" in node.meta  # an assertion makes nothing
         )
 
     def _operation(self, node: fx.Node) -> Op:

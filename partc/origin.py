@@ -25,7 +25,7 @@ from partc.errors import PartcError
 from partc.mesh import Mesh
 from partc.program import Program
 from partc.settings import PASSES, settings
-from partc.trace import trace_file, trace_model
+from partc.trace import Batches, trace_file, trace_model
 
 WEIGHTS, BATCH = "model.pt", "batch.pt"
 # Names in a package's folder that a copied module must not take.
@@ -50,14 +50,14 @@ def trace(
     *,
     options: Mapping[str, Any],
     mesh: Mesh,
-    microbatches: int,
+    batches: Batches,
     precision: str,
 ) -> Origin:
     """Trace whatever `partc.compile` takes. Raises PartcError P0214, P0215 and those of the trace."""
     with _quiet():
         if isinstance(model, str | os.PathLike):
             text = {name: str(value) for name, value in options.items()}
-            traced = trace_file(Path(model), text, mesh=mesh, microbatches=microbatches, precision=precision)
+            traced = trace_file(Path(model), text, mesh=mesh, batches=batches, precision=precision)
             return Origin(program=traced.program, source=traced.model_source, options=traced.options)
         given = _batch(batch)
         if isinstance(model, nn.Module):
@@ -74,7 +74,7 @@ def trace(
                 help="give a path, a module or a function that builds one",
             )
         program = trace_model(
-            build, lambda: given, loss, name=name.lower(), mesh=mesh, microbatches=microbatches, precision=precision
+            build, lambda: given, loss, name=name.lower(), mesh=mesh, batches=batches, precision=precision
         )
     return Origin(program=program, source=source, options={}, extra=extra)
 

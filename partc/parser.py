@@ -94,8 +94,9 @@ class _Body:
 class _Reader:
     def __init__(self) -> None:
         self._head: Program | None = None
+        self._repeated = False
         self._parts: dict[str, list[Any]] = {
-            key: [] for key in ("inputs", "values", "parameters", "calls", "transfers", "places", "schedule")
+            key: [] for key in ("inputs", "values", "parameters", "calls", "transfers", "updates", "places", "schedule")
         }
         self._bodies: list[_Body] = []
 
@@ -105,16 +106,18 @@ class _Reader:
                 "P0221", "the IR does not parse: it has no program line", help="start with: program NAME …"
             )
         parts: dict[str, Any] = {key: tuple(items) for key, items in self._parts.items()}
-        return replace(self._head, regions=tuple(body.region() for body in self._bodies), **parts)
+        return replace(
+            self._head, repeated=self._repeated, regions=tuple(body.region() for body in self._bodies), **parts
+        )
 
     def line(self, text: str) -> None:
         word = text.split(None, 1)[0].rstrip(":")
         readers: dict[str, Callable[[str], None]] = {
             "program": self._program, "input": self._input, "value": self._value, "parameter": self._parameter,
-            "constant": self._parameter, "call": self._call, "transfer": self._transfer, "places": self._places,
-            "schedule": self._schedule, "region": self._region, "param": self._param, "forward": self._graph,
-            "backward": self._graph, "weight": self._graph, "saved": self._saved, "kept": self._kept,
-            "return": self._return,
+            "constant": self._parameter, "repeated": self._repeat, "update": self._update, "call": self._call,
+            "transfer": self._transfer, "places": self._places, "schedule": self._schedule, "region": self._region,
+            "param": self._param, "forward": self._graph, "backward": self._graph, "weight": self._graph,
+            "saved": self._saved, "kept": self._kept, "return": self._return,
         }  # fmt: skip
         is_operation = re.match(rf"{_NAME}(, {_NAME})*\s+= \w", text) and word not in ("call",)
         if is_operation:
@@ -175,6 +178,13 @@ class _Reader:
         self._parts["transfers"].append(
             Transfer(value=_name(match[1]), source=int(match[2]), target=int(match[3]), gradient=bool(match[4]))
         )
+
+    def _repeat(self, text: str) -> None:
+        self._repeated = True
+
+    def _update(self, text: str) -> None:
+        match = _matched(rf"update {_NAME} = {_NAME}", text)
+        self._parts["updates"].append((_name(match[1]), _name(match[2])))
 
     def _places(self, text: str) -> None:
         self._parts["places"].extend(int(_matched(r"(\d+)", word)[1]) for word in text.split()[1:])

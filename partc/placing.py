@@ -382,10 +382,8 @@ def _merged_slots(program: Program) -> dict[Slot, Hashable]:
         return slot
 
     regions = {region.name: region for region in program.regions}
-    for value in program.values:
-        find(("value", value.name))
-    for parameter in program.parameters:
-        find(("parameter", parameter.name))
+    for slot in (*(("value", v.name) for v in program.values), *(("parameter", p.name) for p in program.parameters)):
+        find(slot)
     for call in program.calls:
         region = regions[call.region]
         pairs: list[tuple[Slot, Slot]] = []
@@ -397,4 +395,6 @@ def _merged_slots(program: Program) -> dict[Slot, Hashable]:
         )
         for a, b in pairs:
             parent[find(b)] = find(a)
+    for buffer, next_value in program.updates:
+        parent[find(("value", next_value))] = find(("parameter", buffer))
     return {slot: find(slot) for slot in list(parent)}

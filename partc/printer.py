@@ -34,6 +34,8 @@ def print_program(program: Program, *, sources: bool = False) -> str:
     ]
     lines += [f"input {written_name(name)}" for name in program.inputs]
     lines += [f"value {_declared(value)}" for value in program.values]
+    lines += ["repeated"] if program.repeated else []
+    lines += [f"update {written_name(buffer)} = {written_name(value)}" for buffer, value in program.updates]
     lines += [_parameter(parameter) for parameter in program.parameters]
     for call in program.calls:
         lists = (call.args, call.params, call.results)

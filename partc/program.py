@@ -241,6 +241,9 @@ class Program:
 
     `values` types everything that passes between calls, the batch's entries (`inputs`) included;
     `loss` names the program value to minimise, a sum over every axis its layout calls partial.
+    `updates` names the buffers that a microbatch changes, and the values that they take.
+    `repeated` says that each microbatch is a batch of its own, whose loss counts by its share of the
+    step: shapes are then those of one microbatch, and statistics and losses those of accumulated gradients.
     `draws` counts the random operations of a step, in the order in which one device runs them.
     `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
     `schedule` holds one list of actions per coordinate on that axis.
@@ -256,14 +259,23 @@ class Program:
     calls: tuple[Call, ...] = ()
     loss: str = "loss"
     draws: int = 0
+    updates: tuple[tuple[str, str], ...] = ()
+    repeated: bool = False
     transfers: tuple[Transfer, ...] = ()
     places: tuple[int, ...] = ()
     schedule: tuple[tuple[Action, ...], ...] = ()
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Sizes of every axis a layout may name: the mesh's, and the microbatches'."""
-        return {**self.mesh.sizes, TIME_AXIS: self.microbatches}
+        """Sizes of every axis a layout may name: the mesh's, and the microbatches' where they share one batch."""
+        return {**self.mesh.sizes, TIME_AXIS: 1 if self.repeated else self.microbatches}
+
+    @property
+    def batch_entries(self) -> tuple[str, ...]:
+        """The batch's entries whose first dimension is the batch: as long as the first one's."""
+        types = self.value_types()
+        sizes = [types[name].shape[0] for name in self.inputs if types[name].shape]
+        return tuple(name for name in self.inputs if types[name].shape and types[name].shape[0] == sizes[0])
 
     @property
     def stages(self) -> int:

@@ -45,21 +45,36 @@ def train(package: Path, folder: Path, *, steps: int, optimizer: str, lr: float)
     for step in range(steps):
         batch = global_batch(module, plan["options"], seed=plan["seed"], step=step, dtype=DTYPES[plan["precision"]])
         model.zero_grad(set_to_none=True)
-        with computing_in(DTYPES[plan["precision"]]), Sampling(plan["seed"], step) as sampling:
-            loss = loss_of(module, model, batch)
-        if sampling.drawn != plan["draws"]:
+        parts = _microbatches(batch, plan)
+        total = 0.0
+        with Sampling(plan["seed"], step) as sampling:
+            for part in parts:
+                with computing_in(DTYPES[plan["precision"]]):
+                    loss = loss_of(module, model, part) / len(parts)
+                loss.backward()
+                total += loss.item()
+        if sampling.drawn != plan["draws"] * len(parts):
             raise PartcError(
                 "P0207",
                 f"the model drew random numbers {sampling.drawn} times on a device, the package {plan['draws']} times",
                 help="draw with torch's own random functions, the same number of times in every step",
             )
-        loss.backward()
         recorded = {f"gradient/{name}": x.grad.clone() for name, x in names if x.grad is not None}
         if update is not None:
             update.step()
         recorded |= {f"parameter/{name}": x.detach() for name, x in names}
         recorded |= {f"parameter/{name}": x for name, x in model.named_buffers(remove_duplicate=False)}
-        save(folder / f"step_{step:04d}.safetensors", recorded, {"loss": repr(loss.item())})
+        save(folder / f"step_{step:04d}.safetensors", recorded, {"loss": repr(total)})
+
+
+def _microbatches(batch: dict[str, Tensor], plan: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """The whole batch; or its microbatches, one after the other, where the plan takes each for a batch of its own."""
+    if not plan["repeated"]:
+        return [batch]
+    count = plan["microbatches"]
+    rows = next(x.shape[0] for x in batch.values() if x.dim())
+    cut = {name: x.chunk(count) for name, x in batch.items() if x.dim() and x.shape[0] == rows}
+    return [{**batch, **{name: pieces[index] for name, pieces in cut.items()}} for index in range(count)]
 
 
 def loss_of(module: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

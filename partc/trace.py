@@ -6,7 +6,7 @@ import operator
 import re
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +39,43 @@ class Traced:
     options: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """How many microbatches a step has, and whether each is a batch of its own (`repeated`)."""
+
+    microbatches: int = 1
+    repeated: bool = False
+
+    @property
+    def parts(self) -> int:
+        """In how many parts the batch is cut before the model sees one."""
+        return self.microbatches if self.repeated else 1
+
+
+ONE_BATCH = Batches()
+
+
 def trace_file(
-    path: Path, options: Mapping[str, str], *, mesh: Mesh, microbatches: int = 1, precision: str = "fp32"
+    path: Path, options: Mapping[str, str], *, mesh: Mesh, batches: Batches = ONE_BATCH, precision: str = "fp32"
 ) -> Traced:
     """Trace a model file, or what `hf:PATH/config.json` stands for. Raises PartcError P0201 to P0233."""
     if is_configuration(path):
-        return _trace_configuration(str(path), options, mesh=mesh, microbatches=microbatches, precision=precision)
+        return _trace_configuration(str(path), options, mesh=mesh, batches=batches, precision=precision)
     file = load(path, options)
-    captured = capture(file.model, file.batch, file.loss, precision=precision, path=file.path)
-    program = program_of(captured, name=file.name, mesh=mesh, microbatches=microbatches)
+    captured = capture(file.model, file.batch, file.loss, precision=precision, path=file.path, parts=batches.parts)
+    program = program_of(captured, name=file.name, mesh=mesh, batches=batches)
     return Traced(program=program, model_source=file.source, options=file.options)
 
 
 def _trace_configuration(
-    model: str, options: Mapping[str, str], *, mesh: Mesh, microbatches: int, precision: str
+    model: str, options: Mapping[str, str], *, mesh: Mesh, batches: Batches, precision: str
 ) -> Traced:
     """Trace the model file that partc writes for a configuration; the package gets the same file."""
     source = model_source(model)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{Path(model.removeprefix(PREFIX)).resolve().parent.name or 'model'}.py"
         path.write_text(source, encoding="utf-8")
-        traced = trace_file(path, options, mesh=mesh, microbatches=microbatches, precision=precision)
+        traced = trace_file(path, options, mesh=mesh, batches=batches, precision=precision)
     return traced
 
 
@@ -70,15 +86,15 @@ def trace_model(
     *,
     name: str,
     mesh: Mesh,
-    microbatches: int = 1,
+    batches: Batches = ONE_BATCH,
     precision: str = "fp32",
 ) -> Program:
     """Trace a model given as functions. Raises PartcError P0205 to P0209."""
-    captured = capture(build, batch, loss, precision=precision)
-    return program_of(captured, name=name, mesh=mesh, microbatches=microbatches)
+    captured = capture(build, batch, loss, precision=precision, parts=batches.parts)
+    return program_of(captured, name=name, mesh=mesh, batches=batches)
 
 
-def program_of(captured: Captured, *, name: str, mesh: Mesh, microbatches: int) -> Program:
+def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -> Program:
     """The program of an exported model: the region `main`, called once."""
     parameters = _parameters(captured.model)
     owners = {alias: p.name for p in parameters for alias in (p.name, *p.aliases)}
@@ -92,13 +108,17 @@ def program_of(captured: Captured, *, name: str, mesh: Mesh, microbatches: int) 
         raise PartcError(
             "P0208", f"the loss has shape {loss.type.shape}, not that of a scalar", help="return its mean or sum"
         )
+    if batches.repeated:
+        graph, loss = _share(graph, loss, batches.microbatches)
+        region = replace(region, forward=graph)
     call = Call(
         name=MAIN, region=MAIN, params=tuple(used[v.name] for v in reader.params), args=inputs, results=("loss",)
     )
     return Program(
         name=name,
         mesh=mesh,
-        microbatches=microbatches,
+        microbatches=batches.microbatches,
+        repeated=batches.repeated,
         inputs=inputs,
         values=(*graph.inputs, Value(name="loss", type=loss.type)),
         parameters=parameters,
@@ -106,6 +126,13 @@ def program_of(captured: Captured, *, name: str, mesh: Mesh, microbatches: int) 
         calls=(call,),
         loss="loss",
     )
+
+
+def _share(graph: Graph, loss: Value, count: int) -> tuple[Graph, Value]:
+    """The loss of one of `count` batches as its share of their mean."""
+    share = Value(name=f"{loss.name}_share", type=loss.type)
+    op = Op(name="div", args=(Ref(loss.name), count), results=(share,))
+    return replace(graph, ops=(*graph.ops, op), outputs=(share.name, *graph.outputs[1:])), share
 
 
 def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
@@ -149,9 +176,6 @@ class _Reader:
     def read(self) -> Graph:
         signature = self._exported.graph_signature
         specs = {spec.arg.name: spec for spec in signature.input_specs}
-        changed = [spec for spec in signature.output_specs if spec.kind.name == "BUFFER_MUTATION"]
-        if changed:
-            raise _updates(f"the buffer {str(changed[0].target).removeprefix('model.')}", None)
         module = self._exported.graph_module
         for node in module.graph.nodes:
             if node.op == "placeholder":
@@ -208,8 +232,6 @@ class _Reader:
         if name in _INLINED:
             self._inline(node, module)
             return
-        if name == "batch_norm" and node.args[5]:
-            raise _updates("batch_norm's running statistics", source_of(node))
         results = self._results(node)
         args = tuple(self._arg(arg) for arg in node.args)
         attrs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED)
@@ -278,15 +300,6 @@ class _Reader:
         if isinstance(arg, torch.device | torch.layout | torch.memory_format):
             return None
         raise InternalError(f"an operation's argument has no place in the IR: {arg!r}")
-
-
-def _updates(what: str, source: Source | None) -> PartcError:
-    return PartcError(
-        "P0210",
-        f"forward updates {what}",
-        help="statistics that forward updates are not supported yet; call eval() on the modules that keep them",
-        source=source,
-    )
 
 
 def _name(node: fx.Node) -> str:

@@ -75,6 +75,8 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as name:
         folder = Path(name)
         plain = reference or folder / "reference"
+        if plan["repeated"]:  # another run than that of the whole batch
+            plain = plain / f"{plan['microbatches']}_batches"
         _train_both(directory.resolve(), folder, plain, steps, virtual, optimizer, lr)
         reference_steps = [load(plain / f"step_{step:04d}.safetensors") for step in range(steps)]
         losses = next(report["losses"] for report in read_reports(folder / "report") if report["logs"])
@@ -132,7 +134,7 @@ def _train_both(
     search = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     runs = {"the package": _start(package, folder / "package.txt", {})}
     if not (reference / f"step_{steps - 1:04d}.safetensors").exists():
-        reference.mkdir(exist_ok=True)
+        reference.mkdir(parents=True, exist_ok=True)
         runs["the single-device model"] = _start(plain, folder / "plain.txt", {"PYTHONPATH": search})
     outputs = {"the single-device model": folder / "plain.txt", "the package": folder / "package.txt"}
     try:

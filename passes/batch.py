@@ -42,25 +42,16 @@ def batch(program: Program) -> Program:
         summed |= walk.demanded
 
 
-def batch_entries(program: Program) -> tuple[str, ...]:
-    """The batch's entries whose first dimension is the batch: as long as the longest first one."""
-    types = program.value_types()
-    sizes = [types[name].shape[0] for name in program.inputs if types[name].shape]
-    if not sizes:
-        return ()
-    return tuple(name for name in program.inputs if types[name].shape and types[name].shape[0] == sizes[0])
-
-
 def _check_divisible(program: Program) -> None:
     types = program.value_types()
-    entries = batch_entries(program)
+    entries = program.batch_entries
     if not entries:
         raise PartcError(
             "P0401",
             "no entry of the batch has a dimension to split",
             help="give batch() a tensor whose first dimension is the batch",
         )
-    size, dp, steps = types[entries[0]].shape[0], program.mesh.axis(BATCH_AXIS), program.microbatches
+    size, dp, steps = types[entries[0]].shape[0], program.mesh.axis(BATCH_AXIS), program.sizes[TIME_AXIS]
     if size % (dp * steps):
         raise PartcError(
             "P0401",
@@ -81,11 +72,12 @@ class _Walk:
         self.variants: dict[tuple[str, tuple[Placement, ...]], tuple[Region, tuple[Placement, ...]]] = {}
         self.values: dict[str, Placement] = {}
         self.pure = input_only(program)
+        self.updates = {value for _, value in program.updates}
         types = program.value_types()
-        self.batch = types[batch_entries(program)[0]].shape[0]
+        self.batch = types[program.batch_entries[0]].shape[0]
 
     def run(self) -> Program:
-        entries = set(batch_entries(self.program))
+        entries = set(self.program.batch_entries)
         for name in self.program.inputs:
             self.values[name] = Shard(0) if name in entries else Varying()
         calls = tuple(self._call(call) for call in self.program.calls)
@@ -111,7 +103,7 @@ class _Walk:
         return replace(call, region=variant.name)
 
     def _boundary(self, name: str, call: Call, placement: Placement) -> Placement:
-        if name in self.summed and call.name in self.pure:
+        if name in self.updates or (name in self.summed and call.name in self.pure):
             return Varying()
         if name == self.program.loss:
             return Partial()
@@ -139,6 +131,7 @@ class _Walk:
             )
             ops.append(replace(op, results=results))
         step = any(name in self.summed for name in call.results) and call.name in self.pure
+        step = step and not self.program.repeated
         typed = lambda value: replace(value, type=self._typed(value.type, placed[value.name], value.name, None))  # noqa: E731
         forward = replace(region.forward, inputs=tuple(map(typed, region.forward.inputs)), ops=tuple(ops))
         phase = "step" if step else region.phase

@@ -18,12 +18,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from partc.errors import PartcError
+from partc.naming import identifier
+from partc.passes import normalize_lookups as lookups
 from partc.passes import normalize_losses as losses
 from partc.passes import normalize_views as views
+from partc.passes.normalize_attention import attention
 from partc.passes.normalize_inplace import without_mutation
+from partc.passes.normalize_norms import plain_norms
 from partc.passes.normalize_random import RANDOM
 from partc.passes.normalize_writer import Rewrite, Writer, argument, number, ref, with_dtypes
-from partc.program import Arg, DTypeArg, Op, Program, Ref, Region
+from partc.program import Arg, DTypeArg, Op, Program, Ref, Region, Value
 
 
 def normalize(program: Program) -> Program:
@@ -31,23 +35,69 @@ def normalize(program: Program) -> Program:
 
     Raises PartcError P0207 (what cannot be drawn by position), P0212 (a view or an input is changed in place), P0213.
     """
-    done = [_normalized(region, program) for region in program.regions]
-    return replace(program, regions=tuple(region for region, _ in done), draws=sum(drawn for _, drawn in done))
+    (main,), (call,) = program.regions, program.calls
+    region, drawn, updated = _normalized(main, program)
+    stored = dict(zip((value.name for value in region.params), call.params, strict=True))
+    if updated and program.microbatches > 1 and not program.repeated:
+        buffer, made = next(iter(updated.items()))
+        raise PartcError(
+            "P0402",
+            f"forward updates {stored[buffer]}, in each microbatch again",
+            help="use --microbatches 1",
+            source=next((op.source for op in region.forward.ops if made in (v.name for v in op.results)), None),
+        )
+    types = {name: value.type for name, value in region.forward.definitions().items()}
+    results = tuple(identifier(f"next {stored[buffer]}") for buffer in updated)
+    return replace(
+        program,
+        regions=(region,),
+        calls=(replace(call, results=(*call.results, *results)),),
+        values=(
+            *program.values,
+            *(Value(name=name, type=types[made]) for name, made in zip(results, updated.values(), strict=True)),
+        ),
+        updates=tuple((stored[buffer], name) for buffer, name in zip(updated, results, strict=True)),
+        draws=drawn,
+    )
 
 
-def _normalized(region: Region, program: Program) -> tuple[Region, int]:
-    """The region, and how many random operations it had."""
+def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str, str]]:
+    """The region, how many random operations it had, and the buffers it updates with their next values.
+
+    These are its outputs after the loss.
+    """
     values = (*region.forward.inputs, *region.params)
     frozen = {parameter.name for parameter in program.parameters if not parameter.trainable}
     call = next(call for call in program.calls if call.region == region.name)
     trained = {value.name for value, name in zip(region.params, call.params, strict=True) if name not in frozen}
     writer = Writer(types={value.name: value.type for value in values}, trained=trained)
-    graph = without_mutation(region.forward)
+    types = {value.name: value.type for value in region.params}
+    owned = {value.name: name for value, name in zip(region.params, call.params, strict=True)}
+    buffers = {name: type for name, type in types.items() if owned[name] in frozen}
+    graph, updated = without_mutation(plain_norms(region.forward, types), buffers)
     for op in graph.ops:
         op = op.renamed(writer.same)
         _TABLE.get(op.name, _kept)(writer, op)
     outputs = tuple(writer.same.get(name, name) for name in graph.outputs)
-    return without_dead(replace(region, forward=replace(graph, ops=tuple(writer.ops), outputs=outputs))), writer.drawn
+    nexts: dict[str, str] = {}
+    for buffer, made in updated.items():
+        nexts[buffer] = _next(writer, buffer, writer.same.get(made, made))
+    forward = replace(graph, ops=tuple(writer.ops), outputs=(*outputs, *nexts.values()))
+    return without_dead(replace(region, forward=forward)), writer.drawn, nexts
+
+
+def _next(w: Writer, buffer: str, made: str) -> str:
+    """A buffer's next value: no gradient passes through it, and it is the buffer's own type."""
+    type = w.types[buffer]
+    value = w.value(f"next_{buffer.removeprefix('b_model_')}", type.shape, type.dtype)
+    cast = w.types[made].dtype != type.dtype
+    source = w.made[made].source if made in w.made else None
+    args: tuple[Arg, ...] = (Ref(made), *((DTypeArg(type.dtype),) if cast else ()))
+    w.keep(Op(name="to" if cast else "detach", args=args, results=(value,), source=source))
+    # It belongs to the module that made it, not to whatever comes last.
+    place = next((index + 1 for index, op in enumerate(w.ops) if op is w.made.get(made)), len(w.ops) - 1)
+    w.ops.insert(place, w.ops.pop())
+    return value.name
 
 
 def _kept(w: Writer, op: Op) -> None:
@@ -181,44 +231,6 @@ def _softmax(w: Writer, op: Op) -> None:
     w.add(op, op.name.removeprefix("_"), (_as_float(w, op), number(op.args[1]) % rank))
 
 
-def _attention(w: Writer, op: Op) -> None:
-    p = argument(op, 4, "dropout_p", 0.0)
-    mask, causal = argument(op, 3, "attn_mask"), argument(op, 5, "is_causal", False)
-    args = (*op.args[:3], mask, bool(causal), argument(op, 6, "scale"))
-    if not p:
-        w.add(op, "attention", args)
-        return
-    if isinstance(mask, Ref) and mask.name in w.trained:
-        _spelled_attention(w, op, mask, p, argument(op, 6, "scale"))
-        return
-    w.add(op, "attention_dropout", (*args, p, w.draw()))
-
-
-def _spelled_attention(w: Writer, op: Op, mask: Ref, p: Arg, scale: Arg) -> None:
-    """Attention with dropout whose additive mask is learned: nothing but the plain operations has its gradient."""
-    (q, k, v), dtype = op.args[:3], op.result.type.dtype
-    b, h, s, d = w.shape(q)
-    t = w.shape(k)[2]
-    if w.shape(k)[1] != h:
-        raise PartcError(
-            "P0207",
-            "attention with grouped heads, dropout and a learned mask",
-            help="repeat the keys and values for their query heads",
-            source=op.source,
-        )
-
-    def step(name: str, args: tuple[Arg, ...], stem: str, shape: tuple[int, ...]) -> Ref:
-        return w.add(op, name, args, w.value(f"{op.result.name}_{stem}", shape, dtype))
-
-    turned = step("permute", (k, (0, 1, 3, 2)), "keys", (b, h, d, t))
-    scores = step("matmul", (q, turned), "scores", (b, h, s, t))
-    scores = step("mul", (scores, d**-0.5 if scale is None else scale), "scaled", (b, h, s, t))
-    scores = step("add", (scores, mask), "masked", (b, h, s, t))
-    weights = step("softmax", (scores, 3), "weights", (b, h, s, t))
-    dropped = step("dropout", (weights, p, 4, w.draw()), "dropped", (b, h, s, t))
-    w.add(op, "matmul", (dropped, v))
-
-
 def _rms_norm(w: Writer, op: Op) -> None:
     w.add(op, "rms_norm", (op.args[0], op.args[1], argument(op, 2, "weight"), argument(op, 3, "eps")))
 
@@ -226,15 +238,6 @@ def _rms_norm(w: Writer, op: Op) -> None:
 def _layer_norm(w: Writer, op: Op) -> None:
     args = (op.args[0], op.args[1], argument(op, 2, "weight"), argument(op, 3, "bias"), argument(op, 4, "eps", 1e-5))
     w.add(op, "layer_norm", args)
-
-
-def _embedding(w: Writer, op: Op) -> None:
-    """A third argument names the row that gets no gradient."""
-    padding = argument(op, 2, "padding_idx", -1)
-    if padding is not None and padding != -1:
-        w.add(op, "embedding", (*op.args[:2], padding))
-    else:
-        w.add(op, "embedding", op.args[:2])
 
 
 def _constant(w: Writer, op: Op) -> None:
@@ -338,13 +341,21 @@ _TABLE: Mapping[str, Rewrite] = {
     **_each("sum amax amin", _reduction),
     **_each("softmax log_softmax _softmax _log_softmax", _softmax),
     # composites
-    "scaled_dot_product_attention": _attention,
+    "scaled_dot_product_attention": attention,
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
-    "embedding": _embedding,
+    "embedding": lookups.embedding,
+    "embedding_bag": lookups.embedding_bag,
+    "one_hot": lookups.one_hot,
     "gelu": _gelu,
     **_each("cross_entropy_loss nll_loss nll_loss_nd", losses.cross_entropy),
     "mse_loss": losses.mse,
+    "l1_loss": losses.absolute,
+    "smooth_l1_loss": losses.smooth(scaled=True),
+    "huber_loss": losses.smooth(scaled=False),
+    "binary_cross_entropy": losses.binary,
+    "binary_cross_entropy_with_logits": losses.binary_logits,
+    "kl_div": losses.divergence,
     # tensors from numbers
     **_each("zeros ones new_zeros new_ones new_full zeros_like ones_like full_like zero fill", _constant),
     "constant": _written_out,

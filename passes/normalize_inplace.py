@@ -5,8 +5,8 @@
     z = mul(y, 2)                  z   = mul(y_2, 2)
 
 Whoever reads the changed tensor afterwards reads the new value; a changed slice is put into what it
-is a slice of. Where another view shares the memory and is read afterwards too, or where an input, a
-parameter or a buffer is changed, that is refused.
+is a slice of. A buffer's last value is what the next microbatch begins with. Where another view shares
+the memory and is read afterwards too, or where an input or a parameter is changed, that is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from partc.errors import PartcError
-from partc.program import Graph, Op, Ref, Value
+from partc.program import Graph, Op, Ref, TensorType, Value
 
 # Operations whose result may share memory with their first operand.
 _VIEW_NAMES = (
@@ -27,15 +27,18 @@ _VIEWS = frozenset(_VIEW_NAMES.split())
 _SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
 
 
-def without_mutation(graph: Graph) -> Graph:
-    """The same graph without operations that change their first operand. Raises PartcError P0212."""
+def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[Graph, dict[str, str]]:
+    """The same graph without operations that change their first operand, and what becomes of `buffers`.
+
+    Raises PartcError P0212.
+    """
     if not any(_mutates(op) for op in graph.ops):
-        return graph
+        return graph, {}
     last = _last_reads(graph)
-    types = {name: value.type for name, value in graph.definitions().items()}
+    types = {**buffers, **{name: value.type for name, value in graph.definitions().items()}}
     storage: dict[str, str] = {}  # view -> the value whose memory it shows
     parts: dict[str, Op] = {}  # slices and rows of others -> what made them
-    inside = {value.name for op in graph.ops for value in op.results}
+    inside = {value.name for op in graph.ops for value in op.results} | set(buffers)
     current: dict[str, str] = {}  # changed value -> what it is now
     ops: list[Op] = []
 
@@ -65,7 +68,8 @@ def without_mutation(graph: Graph) -> Graph:
             ops.append(replace(op, name=_SCATTERS[parts[part].name], args=args, attrs=(), results=(made,)))
             changed(name, made.name)
             part, now = name, made.name
-    return replace(graph, ops=tuple(ops), outputs=tuple(current.get(name, name) for name in graph.outputs))
+    done = replace(graph, ops=tuple(ops), outputs=tuple(current.get(name, name) for name in graph.outputs))
+    return done, {name: current[name] for name in buffers if name in current}
 
 
 def _wholes(name: str, parts: Mapping[str, Op]) -> list[str]:
@@ -96,7 +100,7 @@ def _check(
     if root not in inside:
         raise PartcError(
             "P0212",
-            f"{op.name} changes an input, a parameter or a buffer in place",
+            f"{op.name} changes an input or a parameter in place",
             help=f"use {op.name.removesuffix('_')} and the value it returns",
             source=op.source,
         )

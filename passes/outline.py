@@ -35,7 +35,8 @@ class Segment:
 def outline(program: Program) -> Program:
     """Split the one region of a normalized program."""
     main = program.regions[0]
-    trained = {value.name for value, name in _stored(program) if program.parameter(name).trainable}
+    changing = {buffer for buffer, _ in program.updates}
+    trained = {value.name for value, name in _stored(program) if program.parameter(name).trainable or name in changing}
     segments = _segments(main, trained)
     return _Linker(program, main, segments).run()
 
@@ -196,10 +197,13 @@ class _Linker:
             self._link(index, segment, readers)
         values = [*self.program.inputs, *(name for call in self.calls for name in call.results)]
         typed = {new: self.types[old] for old, new in self.values.items()}
+        given = dict(zip(self.program.calls[0].results, self.main.forward.outputs, strict=True))
+        updates = tuple((buffer, self.values[given[value]]) for buffer, value in self.program.updates)
         return replace(
             self.program,
             regions=tuple(self.regions.values()),
             calls=tuple(self.calls),
+            updates=updates,
             values=tuple(Value(name=name, type=typed[name]) for name in dict.fromkeys(values)),
         )
 

@@ -183,32 +183,6 @@ def test_operations_name_their_module_and_line() -> None:
     assert "self.up(" in lines[up.source.line - 1]
 
 
-def test_what_forward_changes_is_refused() -> None:
-    def normed() -> nn.Module:
-        return nn.Sequential(nn.BatchNorm1d(3))
-
-    def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        out: Tensor = model(batch["x"]).sum()
-        return out
-
-    with pytest.raises(PartcError) as failure:
-        trace_model(normed, lambda: {"x": torch.zeros(4, 3)}, loss, name="m", mesh=ONE)
-    assert failure.value.code == "P0210"
-
-
-def test_dropout_is_refused_by_its_module() -> None:
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop = nn.Dropout(0.1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.drop(x).sum()  # type: ignore[no-any-return]
-
-    with pytest.raises(PartcError, match="drop drops out"):
-        trace_model(Dropping, lambda: {"x": torch.zeros(4, 3)}, name="m", mesh=ONE)
-
-
 def test_eight_billion_parameters_take_seconds_and_no_memory() -> None:
     start = time.perf_counter()
     program = trace_file(EXAMPLES / "gpt.py", {"size": "8b", "batch": "16"}, mesh=ONE).program

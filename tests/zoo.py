@@ -45,6 +45,10 @@ MODELS = {
         Model(name="crossing", file=HERE / "models" / "crossing.py"),
         Model(name="skips", file=HERE / "models" / "skips.py", options={"batch": 16, "depth": 4}),
         Model(name="noisy", file=HERE / "models" / "noisy.py"),
+        Model(name="resnet", file=HERE / "models" / "resnet.py"),
+        Model(name="unet", file=HERE / "models" / "unet.py"),
+        Model(name="mixture", file=HERE / "models" / "mixture.py"),
+        Model(name="dlrm", file=HERE / "models" / "dlrm.py"),
         Model(
             name="llama",
             options=TOKENS,

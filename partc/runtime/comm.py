@@ -118,6 +118,7 @@ class Comm:
     def __init__(self, axes: Mapping[str, Axis], groups: Mapping[str, Axis]) -> None:
         self._groups = dict(groups)
         self.mb = Axis()  # microbatches: an axis in time, where only `take` and `put` make sense
+        self.draws = 0  # random operations of a microbatch, where each one draws its own
         self.seed = 0
         self.step = 0
         for name, axis in axes.items():
@@ -149,7 +150,7 @@ class Comm:
                     index[:, None] * size + torch.arange(place * here, (place + 1) * here, device=self.device)
                 ).flatten()
             places.append((index, math.prod(size for size, _ in dim)))
-        start = stream(self.seed, self.step, number)
+        start = stream(self.seed, self.step, number + self.mb.rank * self.draws)
         return Draw(start, tuple(places), tuple(size for _, size in places))
 
     def send(self, x: Tensor, link: Link) -> None:

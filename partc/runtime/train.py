@@ -275,6 +275,7 @@ def _train(
         trained = attach_gradients(rank.parameters, gradients)
         optimizer = make_optimizer(job.optimizer, trained, job.lr) if trained else None
         entering("setup")
+        comm.draws = job.plan["draws"] if job.plan["repeated"] else 0
         for stage in stages.values():
             stage.setup()
         for step in range(job.steps):

@@ -1,0 +1,104 @@
+"""Models whose examples depend on each other, and models that keep statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partc
+from partc.errors import PartcError
+from partc.verify import verify
+from tests.zoo import MODELS
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the single-device models' runs are kept."""
+    return tmp_path_factory.mktemp("coupled")
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "microbatches"),
+    [
+        ("resnet", "2x2x2", 4), ("resnet", "4x1", 1), ("unet", "pp=4", 2), ("unet", "2x2", 1), ("mixture", "2x2x2", 2),
+        ("mixture", "2", 1), ("dlrm", "2x2x2", 4), ("dlrm", "pp=3,dp=2", 2), ("clip", "2x2x2", 2),
+    ],
+)  # fmt: skip
+def test_coupled_models_equal_one_device(name: str, mesh: str, microbatches: int, shared: Path, tmp_path: Path) -> None:
+    model = MODELS[name]
+    if model.config:
+        pytest.importorskip("transformers")
+    package = partc.compile(
+        model.source(shared), mesh=mesh, microbatches=microbatches, precision="fp64", options=model.options
+    )
+    package.write(tmp_path / "build")
+    result = verify(tmp_path / "build", steps=2, virtual=True, reference=shared / f"{name}_run")
+    assert result.ok, result.worst
+    assert package.program.repeated == bool(package.warnings) == (microbatches > 1 and name != "dlrm")
+
+
+class Counting(nn.Module):
+    """Batch norms of every kind, and buffers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), norm)
+            for norm in (
+                nn.BatchNorm1d(6),
+                nn.BatchNorm1d(6, affine=False),
+                nn.BatchNorm1d(6, track_running_stats=False),
+                nn.BatchNorm1d(6, momentum=0.3).eval(),
+            )
+        )
+        self.spatial = nn.InstanceNorm1d(6, affine=True, track_running_stats=True)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        x = self.spatial(x.reshape(x.shape[0], 6, 1) + torch.arange(3) * x.mean()).mean(-1)
+        self.steps += 1
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return nn.functional.mse_loss(x + self.mean, target)
+
+    def train(self, mode: bool = True) -> Counting:
+        super().train(mode)
+        self.blocks[3].eval()
+        return self
+
+
+def counting() -> nn.Module:
+    return Counting()
+
+
+def _batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(12, 6), "target": torch.randn(12, 6)}
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("2", 1), ("2", 3), ("pp=2,tp=3", 2), ("pp=2,dp=2,tp=2", 3)])
+def test_statistics_and_buffers_are_those_of_one_device(mesh: str, microbatches: int) -> None:
+    package = partc.compile(counting, _batch(), mesh=mesh, microbatches=microbatches, precision="fp64")
+    assert {buffer for buffer, _ in package.program.updates} >= {"steps", "mean", "blocks.0.1.running_var"}
+    result = package.verify(steps=3)
+    assert result.ok, result.worst
+
+
+def test_the_warning_says_where_and_what() -> None:
+    package = partc.compile(counting, _batch(), mesh="2", microbatches=3)
+    [warning] = package.warnings
+    assert "test_coupled.py:" in warning and "each of the 3 microbatches" in warning.lower()
+    assert partc.compile(counting, _batch(), mesh="2").warnings == ()
+    assert package.report["warnings"] == [warning]
+    assert warning in dict(package.files())["README.md"]
+
+
+def test_batches_that_do_not_divide_are_refused() -> None:
+    for mesh, microbatches in (("2", 5), ("5", 3)):
+        with pytest.raises(PartcError) as failure:
+            partc.compile(counting, _batch(), mesh=mesh, microbatches=microbatches)
+        assert failure.value.code == "P0401"

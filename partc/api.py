@@ -274,7 +274,7 @@ def _coupled(error: PartcError, microbatches: int) -> str:
     """What it means that an operation needs the whole batch, in a sentence."""
     where = f"{error.source}: " if error.source else ""
     return (
-        f"{where}{error.cause}. Each of the {microbatches} microbatches is therefore a batch of its own: statistics are "
+        f"{where}{error.cause}. Each of the {microbatches} microbatches is a batch of its own: statistics are "
         "those of a microbatch, the loss is the mean of theirs, as where one device accumulates gradients (P0402)."
     )
 

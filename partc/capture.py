@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from partc.errors import PartcError
 from partc.modelfile import blame
+from partc.ownbackward import refuse_hooks, without_own_backward
 from partc.runtime.precision import computing_in
 from partc.torch_private import FakeTensorMode
 
@@ -68,9 +71,12 @@ def capture(
         _make_fake(model, dtype)
         batch = _part(_batch(make_batch, mode, dtype, path), parts)
         try:
-            with computing_in(dtype):
+            with computing_in(dtype), without_own_backward():
                 exported = torch.export.export(_Step(model, loss), (), kwargs=dict(batch), strict=False)
-        except Exception as error:
+        except PartcError as error:
+            error.source = error.source or blame(error, path)
+            raise
+        except (Exception, SystemExit) as error:
             raise PartcError(
                 "P0206",
                 f"the model does not trace: {_first_line(error)}",
@@ -84,7 +90,7 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
     try:
         with torch.device("meta"):
             model = build()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PartcError(
             "P0205",
             f"model() fails: {type(error).__name__}: {_first_line(error)}",
@@ -95,6 +101,14 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
         raise PartcError(
             "P0205", f"model() returns {type(model).__name__}, not a torch.nn.Module", help="return the model"
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise PartcError(
+                "P0205",
+                f"{name} of model() has no shape yet",
+                help="use modules that are told their sizes, not lazy ones",
+            )
+    refuse_hooks(model)
     return model
 
 
@@ -120,12 +134,14 @@ def _batch(
 ) -> dict[str, Tensor]:
     try:
         batch = make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PartcError(
             "P0205", f"batch() fails: {type(error).__name__}: {_first_line(error)}", source=blame(error, path)
         ) from error
     if not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) for x in batch.values()) or not batch:
         raise PartcError("P0205", "batch() returns no dict of tensors", help="return {name: tensor}, the whole batch")
+    for name, x in batch.items():
+        _check_entry(name, x)
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
     # Entries that share one tensor would be traced as one input.
     return {name: torch.empty_like(mode.from_tensor(x)) if not _is_fake(x) else x.clone() for name, x in cast.items()}
@@ -144,6 +160,23 @@ def _part(batch: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
         name: x[: rows // parts].clone() if parts > 1 and x.dim() and x.shape[0] == rows else x
         for name, x in batch.items()
     }
+
+
+def _check_entry(name: object, x: Tensor) -> None:
+    """Raises PartcError P0205 for an entry that no rank could be given a part of."""
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        raise PartcError(
+            "P0205", f"batch() names an entry {name!r}, which is no Python name", help="entries are named arguments"
+        )
+    wrong = None
+    if x.layout is not torch.strided:
+        wrong = "is sparse"
+    elif x.device.type != "cpu":
+        wrong = f"is on {x.device.type}"
+    elif x.numel() == 0:
+        wrong = f"is empty: its shape is {tuple(x.shape)}"
+    if wrong is not None:
+        raise PartcError("P0205", f"batch() makes {name!r}, which {wrong}", help="entries are dense CPU tensors")
 
 
 def _is_fake(x: Tensor) -> bool:

@@ -95,8 +95,8 @@ def compile_command(model: str, output: Path, dump_after: tuple[str, ...], as_js
     from partc.output import check_target
 
     options, definitions = _options(given)
-    dump = Dump.of(dump_after, output)
     check_target(output)
+    dump = Dump.of(dump_after, output)
     with console.Phases(quiet=as_json) as phases:
         from partc.api import compilation, package
 
@@ -135,9 +135,9 @@ def _print_report(report: Mapping[str, Any]) -> None:
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool) -> None:
     """Train a package and its single-device model from one seed; compare loss, gradients and parameters."""
-    from partc.launch import read_plan
+    from partc.launch import read_package
 
-    read_plan(directory)
+    read_package(directory)
     with console.working("training twice, as the package and as the single-device model", quiet=as_json):
         from partc.verify import verify
 
@@ -315,10 +315,20 @@ def _options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
         name, found, value = text.partition("=")
         if not found or not name.isidentifier():
             raise PartcError("P0003", f"-D {text!r} is not NAME=VALUE", help="for example -D layers=4")
-        definitions[name] = value
-    definitions |= {name: str(given[name]) for name in ("batch", "seq") if given[name] is not None}
+        _define(definitions, name, value)
+    for name in ("batch", "seq"):
+        if given[name] is not None:
+            if given[name] < 1:
+                raise PartcError("P0004", f"--{name} {given[name]} is out of range", help="give 1 or more")
+            _define(definitions, name, str(given[name]))
     kept = ("mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard")
     return Options.checked(**{name: given[name] for name in kept}), definitions
+
+
+def _define(definitions: dict[str, str], name: str, value: str) -> None:
+    if name in definitions:
+        raise PartcError("P0003", f"option {name!r} is given twice", help="give it one value")
+    definitions[name] = value
 
 
 def _target(target: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str, str]]:
@@ -328,6 +338,10 @@ def _target(target: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[s
         from partc.options import TABLE
 
         plan = read_plan(Path(target))
+        if given["mesh"] is not None or given["definitions"]:
+            raise PartcError(
+                "P0603", f"{target} is a package, with a mesh and options of its own", help="inspect its model file"
+            )
         kept = {name: plan[name] for name in ("mesh", "microbatches", "precision", "seed")}
         command = {"schedule": "1f1b", "shard": (), **plan.get("command", {})}
         if command["schedule"] == TABLE:

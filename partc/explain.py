@@ -42,6 +42,11 @@ CATALOGUE: Mapping[str, Entry] = {
         "-D passes options to the model file's functions: `-D layers=4 -D size=8b`. Values that read as "
         "numbers, true, false or none become those; everything else stays text.",
     ),
+    "P0004": Entry(
+        "an option's value is out of range",
+        "--seed is from 0 to 4294967295; --batch and --seq are 1 or more, and --seq is at most what the "
+        "configuration's positions allow.",
+    ),
     "P0101": Entry(
         "the mesh does not parse",
         "A mesh is sizes (`8`, `4x8`, `2x4x8`) or names and sizes, slowest axis first (`pp=2,dp=4,tp=8`). "
@@ -132,6 +137,18 @@ CATALOGUE: Mapping[str, Entry] = {
         "A package builds the model again in processes of its own. A module object is stored with its parameters "
         "and needs its classes importable by name; a function is imported from a copy of its file. Neither works "
         "for what is defined inside a function, and a script must do nothing when it is imported.",
+    ),
+    "P0216": Entry(
+        "the model has a backward pass of its own",
+        "partc differentiates the operations that forward runs. A torch.autograd.Function with its own backward, "
+        "and hooks on gradients of modules, weights or values, would be lost without a word: they are refused. "
+        "Write the function with operations that torch differentiates, or register it with torch.library and "
+        "register_autograd.",
+    ),
+    "P0217": Entry(
+        "nothing would be trained",
+        "No parameter requires gradients, forward uses none that does, or it detaches the loss from all of them. "
+        "Where plain PyTorch would fail in loss.backward(), partc fails before it compiles.",
     ),
     "P0221": Entry(
         "a program's text does not parse",

@@ -19,6 +19,12 @@ def trainable_params(program: Program) -> dict[str, frozenset[str]]:
     return {name: frozenset(params) for name, params in found.items()}
 
 
+def trains(program: Program) -> bool:
+    """Whether some gradient of the loss reaches a parameter, in a program that is one region still."""
+    region, trained = program.regions[0], trainable_params(program)
+    return region.forward.outputs[0] in reached(region.forward, trained[region.name])
+
+
 def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
     """Per region, its inputs whose gradient some call owes to an earlier one."""
     trainable = trainable_params(program)

@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 
 from partc.errors import PartcError
+from partc.modelfile import is_file
 
 PREFIX = "hf:"
 # The architecture trained where a configuration names none, and the kind of batch each sort takes.
@@ -57,7 +58,9 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     """
     path = Path(model.removeprefix(PREFIX))
     config = _read(path)
-    architecture = (config.get("architectures") or [_DEFAULTS.get(str(config.get("model_type")), "")])[0]
+    named = config.get("architectures") or [_DEFAULTS.get(str(config.get("model_type")), "")]
+    _expect(path, isinstance(named, list) and isinstance(named[0], str), "architectures is no list of names")
+    architecture = named[0]
     task = next((task for suffix, task in _TASKS.items() if architecture.endswith(suffix)), None)
     if task is None:
         raise PartcError(
@@ -68,9 +71,14 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
         )
     _require_transformers(architecture, path)
     image, text_config = config.get("vision_config", config), config.get("text_config", config)
+    _expect(path, isinstance(image, dict), "vision_config is no object")
+    _expect(path, isinstance(text_config, dict), "text_config is no object")
     size = image.get("image_size", 224)
-    height, width = size if isinstance(size, list) else (size, size)
+    height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
+    _expect(path, _is_size(height) and _is_size(width), "image_size is no number, nor two")
+    _expect(path, isinstance(config.get("id2label") or {}, dict), "id2label is no object")
     longest = text_config.get("max_position_embeddings") or text_config.get("n_positions") or _LONGEST.get(task, 2048)
+    _expect(path, _is_size(longest), "max_position_embeddings is no number of positions")
     text = importlib.resources.files("partc.templates").joinpath("hf_model.py.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -89,8 +97,17 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     )
 
 
+def _is_size(found: object) -> bool:
+    return isinstance(found, int) and not isinstance(found, bool) and found > 0
+
+
+def _expect(path: Path, holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise PartcError("P0231", f"{path} is no configuration: its {otherwise}", help="give a model's config.json")
+
+
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not is_file(path):
         raise PartcError("P0231", f"there is no configuration {path}", help="give hf:PATH/config.json")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -14,10 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from partc.codegen.plan import FORMAT
 from partc.errors import PartcError
 from partc.mesh import Mesh
+from partc.modelfile import is_file
+from partc.options import PRECISIONS
 
 Tell = Callable[[str], None]
+
+# What every reader of a plan relies on.
+_KINDS: Mapping[str, type] = {
+    "mesh": str, "microbatches": int, "precision": str, "seed": int, "options": dict, "command": dict, "stages": int,
+    "places": list, "inputs": dict, "parameters": dict, "regions": dict, "calls": list, "transfers": list,
+}  # fmt: skip
 
 
 class RunFailed(Exception):
@@ -43,20 +52,49 @@ class RunResult:
 def read_plan(directory: Path) -> dict[str, Any]:
     """The decisions of a package. Raises PartcError P0503 for a folder that is none."""
     path = directory / "plan.json"
-    if not path.is_file():
+    if not is_file(path):
         raise PartcError(
             "P0503",
             f"{directory} is not a partc package: it has no plan.json",
             help="name a folder that `partc compile` wrote",
         )
     try:
-        plan = json.loads(path.read_text())
-    except ValueError as error:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
         raise PartcError(
             "P0503", f"{path} is not JSON: {error}", help="compile again: the file has been changed"
         ) from None
     if not isinstance(plan, dict):
         raise PartcError("P0503", f"{path} is not a plan", help="compile again: the file has been changed")
+    if plan.get("partc") != FORMAT:
+        raise PartcError(
+            "P0503",
+            f"{path} has format {plan.get('partc')!r}; this partc reads {FORMAT}",
+            help="compile again with this partc",
+        )
+    for name, kind in _KINDS.items():
+        if not isinstance(plan.get(name), kind) or isinstance(plan[name], bool):
+            raise PartcError(
+                "P0503",
+                f"{path} has no {name!r}, or one that is no {kind.__name__}",
+                help="compile again: the file has been changed",
+            )
+    if plan["precision"] not in PRECISIONS:
+        raise PartcError(
+            "P0503", f"{path} has precision {plan['precision']!r}", help="compile again: the file has been changed"
+        )
+    Mesh.parse(plan["mesh"])
+    return plan
+
+
+def read_package(directory: Path) -> dict[str, Any]:
+    """The plan of a package that is whole: every file that it needs to run is there. Raises PartcError P0503."""
+    plan = read_plan(directory)
+    ranks = [f"ranks/rank_{rank:03d}.py" for rank in range(Mesh.parse(plan["mesh"]).size)]
+    stages = [f"stages/stage_{stage}.py" for stage in range(plan["stages"])]
+    for name in ("train.py", "model.py", "runtime/train.py", *stages, *ranks):
+        if not (directory / name).is_file():
+            raise PartcError("P0503", f"{directory} lacks {name}", help="compile again, or copy the whole package")
     return plan
 
 
@@ -75,7 +113,7 @@ def run(
 
     The ranks' own output goes to stderr as it comes. Raises RunFailed.
     """
-    plan = read_plan(directory)
+    plan = read_package(directory)
     command = torchrun_command(directory, ["--steps", str(steps), *arguments])
     tell(shlex.join(command))
     with tempfile.TemporaryDirectory(prefix="partc-run-") as folder:

@@ -17,6 +17,8 @@ TIME_AXIS = "mb"  # microbatches: the batch's axis in time, never part of a mesh
 _DEFAULT_NAMES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp")}
 _KNOWN = (PIPELINE_AXIS, BATCH_AXIS, TENSOR_AXIS)
 
+MOST_RANKS = 2**20  # every rank has a module of its own
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -28,8 +30,8 @@ class Mesh:
     def parse(cls, spec: str) -> Mesh:
         """Read `8`, `4x8`, `2x4x8` or `pp=2,dp=4,tp=8`. Raises PartcError P0101 to P0104."""
         text = spec.strip()
-        if re.fullmatch(r"\d+(x\d+)*", text):
-            sizes = [int(part) for part in text.split("x")]
+        if re.fullmatch(r"[0-9]+(x[0-9]+)*", text):
+            sizes = [_size(part, spec) for part in text.split("x")]
             if len(sizes) not in _DEFAULT_NAMES:
                 raise PartcError(
                     "P0102",
@@ -43,14 +45,14 @@ class Mesh:
 
     @staticmethod
     def _parse_named(part: str, spec: str) -> tuple[str, int]:
-        match = re.fullmatch(r"\s*([a-z_][a-z0-9_]*)\s*=\s*(\d+)\s*", part)
+        match = re.fullmatch(r"\s*([a-z_][a-z0-9_]*)\s*=\s*([0-9]+)\s*", part)
         if not match:
             raise PartcError(
                 "P0101",
                 f"mesh {spec!r} does not parse at {part.strip()!r}",
                 help="write sizes (8, 4x8, 2x4x8) or names, slowest first: pp=2,dp=4,tp=8",
             )
-        return match.group(1), int(match.group(2))
+        return match.group(1), _size(match.group(2), spec)
 
     @classmethod
     def _checked(cls, axes: tuple[tuple[str, int], ...], spec: str) -> Mesh:
@@ -66,6 +68,8 @@ class Mesh:
                 )
         if len(set(names)) != len(names):
             raise PartcError("P0104", f"mesh {spec!r} names an axis twice", help="give each axis one size")
+        if math.prod(size for _, size in axes) > MOST_RANKS:
+            raise _too_large(spec)
         return cls(axes)
 
     @property
@@ -107,3 +111,14 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)
+
+
+def _size(text: str, spec: str) -> int:
+    if len(text.lstrip("0")) > len(str(MOST_RANKS)):
+        raise _too_large(spec)
+    return int(text)
+
+
+def _too_large(spec: str) -> PartcError:
+    shown = spec if len(spec) <= 60 else f"{spec[:57]}..."
+    return PartcError("P0104", f"mesh {shown!r} has more than {MOST_RANKS:,} ranks", help="give a smaller one")

@@ -39,8 +39,9 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
     Raises PartcError P0201 (no such file), P0202 (doesn't import), P0203 (a function is missing),
     P0204 (an option nobody takes, or of the wrong type).
     """
-    if not path.is_file():
+    if not is_file(path):
         raise PartcError("P0201", f"there is no model file {path}", help="give a Python file or hf:PATH/config.json")
+    source = _text(path)
     module = _imported(path)
     functions = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "data")}
     for name in ("model", "batch"):
@@ -54,9 +55,27 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
     converted = _converted(options, [functions["model"], functions["batch"]], path)
     model, batch = (_applied(functions[name], converted) for name in ("model", "batch"))
     loss = functions["loss"] if callable(functions["loss"]) else None
-    return ModelFile(
-        name=path.stem, path=path, source=path.read_text(), options=converted, model=model, batch=batch, loss=loss
-    )
+    return ModelFile(name=path.stem, path=path, source=source, options=converted, model=model, batch=batch, loss=loss)
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; False also for names that none can have."""
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PartcError("P0201", f"{path} cannot be read: {error.strerror}", help="give a readable file") from error
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise PartcError(
+            "P0202", f"{path} is not UTF-8 text", help="save it as UTF-8", source=Source(file=str(path), line=line)
+        ) from error
 
 
 def _imported(path: Path) -> ModuleType:
@@ -69,7 +88,7 @@ def _imported(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up while it runs
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PartcError(
             "P0202",
             f"{path} does not import: {type(error).__name__}: {error}",
@@ -131,7 +150,7 @@ def _value(name: str, text: str, parameter: inspect.Parameter | None, path: Path
         return text
     raise PartcError(
         "P0204",
-        f"option {name}={text!r} is not a {kind.__name__}",
+        f"option {name}={text!r} is not {'an' if kind is int else 'a'} {kind.__name__}",
         help=f"{path} has {name}: {kind.__name__}",
         source=Source(file=str(path), line=1),
     )

@@ -42,10 +42,12 @@ class Options:
         shard: Sequence[str],
         virtual_stages: int | None = None,
     ) -> Options:
-        """Raises PartcError P0101 to P0104, P0301 and P0404 to P0411."""
+        """Raises PartcError P0004, P0101 to P0104, P0301 and P0404 to P0411."""
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
         if microbatches < 1:
             raise PartcError("P0405", f"there cannot be {microbatches} microbatches", help="give 1 or more")
+        if not 0 <= seed < 2**32:
+            raise PartcError("P0004", f"--seed {seed} is out of range", help="give one from 0 to 4294967295")
         if precision not in PRECISIONS:
             raise _unknown("precision", precision, PRECISIONS)
         schedule, table = str(schedule), None

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError
+from partc.gradients import trains
 from partc.mesh import Mesh
 from partc.program import Program
 from partc.settings import PASSES, settings
@@ -58,6 +59,7 @@ def trace(
         if isinstance(model, str | os.PathLike):
             text = {name: str(value) for name, value in options.items()}
             traced = trace_file(Path(model), text, mesh=mesh, batches=batches, precision=precision)
+            _check_trains(traced.program)
             return Origin(program=traced.program, source=traced.model_source, options=traced.options)
         given = _batch(batch)
         if isinstance(model, nn.Module):
@@ -76,7 +78,17 @@ def trace(
         program = trace_model(
             build, lambda: given, loss, name=name.lower(), mesh=mesh, batches=batches, precision=precision
         )
+    _check_trains(program)
     return Origin(program=program, source=source, options={}, extra=extra)
+
+
+def _check_trains(program: Program) -> None:
+    if not trains(program):
+        raise PartcError(
+            "P0217",
+            "no gradient of the loss reaches a parameter: nothing would be trained",
+            help="something must require gradients, and forward must not detach it from the loss",
+        )
 
 
 @contextmanager

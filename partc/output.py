@@ -18,7 +18,17 @@ _CACHES = "__pycache__"
 
 
 def check_target(directory: Path) -> None:
-    """Raises PartcError P0601 (not partc's to replace), P0606 (a package that was changed by hand)."""
+    """Raises PartcError P0601 (not partc's to replace), P0602 (unusable), P0606 (changed by hand)."""
+    try:
+        _check_target(directory)
+    except (OSError, RuntimeError, ValueError) as error:  # loops of links, names that no file can have
+        raise _unwritable(directory, error) from error
+
+
+def _check_target(directory: Path) -> None:
+    resolved = directory.resolve()
+    if resolved == resolved.parent:
+        raise PartcError("P0601", f"{directory} is the root of the file system", help="name another with -o")
     if not directory.exists() and not directory.is_symlink():
         return
     if not directory.is_dir():
@@ -140,6 +150,6 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _unwritable(target: Path, error: OSError) -> PartcError:
-    reason = error.strerror or type(error).__name__
+def _unwritable(target: Path, error: Exception) -> PartcError:
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return PartcError("P0602", f"{target} cannot be written: {reason}", help="give a writable folder with -o")

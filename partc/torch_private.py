@@ -6,4 +6,16 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeTensorMode", "OpOverload", "TorchDispatchMode", "aot_export_joint_simple", "below_autograd"]
+# Where modules and weights keep the hooks that see gradients.
+GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+__all__ = [
+    "GRADIENT_HOOKS",
+    "TENSOR_HOOKS",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "aot_export_joint_simple",
+    "below_autograd",
+]

@@ -108,6 +108,8 @@ def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -
         raise PartcError(
             "P0208", f"the loss has shape {loss.type.shape}, not that of a scalar", help="return its mean or sum"
         )
+    if not loss.type.differentiable:
+        raise PartcError("P0208", f"the loss is {loss.type.dtype}, not floating-point", help="return its mean or sum")
     if batches.repeated:
         graph, loss = _share(graph, loss, batches.microbatches)
         region = replace(region, forward=graph)
@@ -211,6 +213,7 @@ class _Reader:
                 "P0211",
                 f"forward uses a constant tensor of shape {type.shape} that is no buffer",
                 help="register it as a buffer of its module",
+                source=source_of(next(iter(node.users), node)),
             )
         args = (tuple(values.flatten().tolist()), type.shape)
         self._add("constant", args, (("dtype", DTypeArg(type.dtype)),), (Value(name=node.name, type=type),), None)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from partc.errors import PartcError
-from partc.launch import RunFailed, local_environment, read_plan, read_reports, torchrun_command
+from partc.launch import RunFailed, local_environment, read_package, read_reports, torchrun_command
 from partc.mesh import PIPELINE_AXIS, Mesh
 from partc.runtime.layout import Shard
 from partc.runtime.tensors import load
@@ -69,7 +69,7 @@ def verify(
     is kept: one that stands there is used again, so that packages of one model on many meshes share
     it. Raises RunFailed when either training stops.
     """
-    plan = read_plan(directory)
+    plan = read_package(directory)
     if steps < 1:
         raise PartcError("P0504", f"cannot verify {steps} steps", help="--steps is 1 or more")
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as name:

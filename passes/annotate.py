@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from partc.assignment import Solution, solve
 from partc.errors import InternalError, PartcError
 from partc.layout import Layout, Placement, Replicated, Varying
-from partc.pins import Pin
+from partc.pins import Pin, check_pins
 from partc.placing import Places, build, spelled
 from partc.program import Choice, Program, Region, TensorType
 from partc.sharding import axis_order, tensor_axes
@@ -35,7 +35,8 @@ OBJECTIVES: Sequence[Mapping[str, float]] = (
 
 
 def annotate(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
-    """Set choices and layouts on the tensor axis. Raises PartcError P0302 for a pin that can't be met."""
+    """Set choices and layouts on the tensor axis. Raises PartcError P0302 and P0303 for a pin that can't be met."""
+    check_pins(program, pins)
     for axis in tensor_axes(program.sizes):
         places = build(program, axis, pins)
         solution = solve(places.problem, OBJECTIVES)

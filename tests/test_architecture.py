@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("partc.sharding", "partc.gradients", "partc.events", "partc.operators", "partc.assignment"),
     ("partc.placing", "partc.joint", "partc.interpret"),
-    ("partc.modelfile", "partc.huggingface", "partc.capture", "partc.trace", "partc.origin"),
+    ("partc.modelfile", "partc.huggingface", "partc.ownbackward", "partc.capture", "partc.trace", "partc.origin"),
     ("partc.passes",),
     ("partc.templates", "partc.codegen"),
     ("partc.accounting", "partc.output", "partc.options"),

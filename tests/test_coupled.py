@@ -91,7 +91,11 @@ def test_statistics_and_buffers_are_those_of_one_device(mesh: str, microbatches:
 def test_the_warning_says_where_and_what() -> None:
     package = partc.compile(counting, _batch(), mesh="2", microbatches=3)
     [warning] = package.warnings
-    assert "test_coupled.py:" in warning and "each of the 3 microbatches" in warning.lower()
+    assert (
+        "test_coupled.py:" in warning
+        and "each of the 3 microbatches" in warning.lower()
+        and warning.endswith("(P0402).")
+    )
     assert partc.compile(counting, _batch(), mesh="2").warnings == ()
     assert package.report["warnings"] == [warning]
     assert warning in dict(package.files())["README.md"]

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+import partc
 from partc.errors import PartcError, Source
 from partc.explain import AREAS, CATALOGUE, explanation, listing
+from partc.huggingface import model_source
+from partc.launch import RunFailed
+from partc.passes import normalize_writer
+from partc.verify import verify
 
+NET = """import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.up(x).sum()
+
+def model():
+    return Net()
+
+def batch():
+    return {"x": torch.randn(8, 8)}
+"""
 ROOT = Path(__file__).parent.parent
 SOURCES = [
     path
@@ -31,6 +54,37 @@ def test_every_explained_code_is_used() -> None:
     used = {code for path in SOURCES for code in IN_CODE.findall(path.read_text())}
     raised = set(RAISED.findall((ROOT / "partc" / "explain.py").read_text()))
     assert set(CATALOGUE) - used - raised == set()
+
+
+def test_every_explained_code_is_tested() -> None:
+    tests = [path for path in sorted((ROOT / "tests").rglob("*.py"))]
+    tested = {code for path in tests for code in ANYWHERE.findall(path.read_text())}
+    assert set(CATALOGUE) - tested == set()
+
+
+def test_a_tensor_where_none_stands() -> None:
+    with pytest.raises(PartcError) as failure:
+        normalize_writer.ref(3)
+    assert failure.value.code == "P0213"
+
+
+def test_a_parameter_that_the_model_file_no_longer_makes(tmp_path: Path) -> None:
+    model = tmp_path / "net.py"
+    model.write_text(NET)
+    partc.compile(model, mesh="2").write(tmp_path / "build")
+    copy = tmp_path / "build" / "model.py"
+    copy.write_text(NET.replace("self.up", "self.other"))
+    with pytest.raises(RunFailed, match=r"makes no parameter 'up\.weight', which the plan has") as failure:
+        verify(tmp_path / "build", steps=1, virtual=True)
+    assert "P0502" in failure.value.output
+
+
+def test_transformers_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(PartcError) as failure:
+        model_source(f"hf:{tmp_path / 'config.json'}")
+    assert failure.value.code == "P0233"
 
 
 def test_codes_named_in_the_documentation_exist() -> None:

@@ -1,0 +1,170 @@
+"""Wrong model files: each gives its coded error at the user's line, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from partc.cli import main
+
+PLAIN = """import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 1)
+
+    def forward(self, x):
+        h = torch.relu(self.up(x))
+        return self.down(h).sum()
+
+def model():
+    return Net()
+
+def batch():
+    return {"x": torch.randn(4, 8)}
+"""
+OUT = "self.down(h).sum()"
+NET = "return Net()"
+BATCH = "torch.randn(4, 8)"
+TRIPLE = """class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(c, x): return x * 2
+    @staticmethod
+    def backward(c, g): return g * 3
+
+class Net"""
+WORD = ("def forward(self, x)", "def forward(self, **kw)"), ("self.up(x)", "self.up(next(iter(kw.values())))")
+
+Changes = tuple[tuple[str, str], ...]
+
+# What is wrong -> the changes to the file above, the code, and the line where it says one.
+CASES: dict[str, tuple[Changes, str, int | None]] = {
+    # The file
+    "a syntax error": ((("import torch\n", "import torch\n)\n"),), "P0202", 2),
+    "wrong indentation": ((("import torch\n", "import torch\n  x = 1\n"),), "P0202", 2),
+    "an import that fails": ((("import torch\n", "import torch\nimport nothing_here\n"),), "P0202", 2),
+    "an exception at the top": ((("import torch\n", "import torch\n1 / 0\n"),), "P0202", 2),
+    "an exit at the top": ((("import torch\n", "import torch\nraise SystemExit(0)\n"),), "P0202", 2),
+    "no model()": ((("def model", "def network"),), "P0203", 1),
+    "no batch()": ((("def batch", "def data"),), "P0203", 1),
+    "model is a number": ((("def model():\n    return Net()", "model = 3"),), "P0203", 1),
+    # What model() does
+    "model() raises": (((NET, "return 1 / 0"),), "P0205", 15),
+    "model() exits": (((NET, "raise SystemExit(3)"),), "P0205", 15),
+    "model() returns nothing": (((NET, "Net()"),), "P0205", None),
+    "model() returns a class": (((NET, "return Net"),), "P0205", None),
+    "model() wants an argument": ((("def model()", "def model(n)"),), "P0205", None),
+    "weights on cuda": ((("nn.Linear(8, 12)", "nn.Linear(8, 12, device='no_such_device')"),), "P0205", 7),
+    "a lazy module": ((("nn.Linear(8, 12)", "nn.LazyLinear(12)"),), "P0205", None),
+    "a quantized module": (
+        ((NET, "return torch.ao.quantization.quantize_dynamic(Net(), {nn.Linear})"),), "P0205", 15
+    ),
+    "weights read in the constructor": (((NET, "n = Net(); n.up.weight.max().item(); return n"),), "P0205", 15),
+    "complex weights": ((("nn.Linear(8, 12)", "nn.Linear(8, 12, dtype=torch.complex64)"),), "P0206", 11),
+    # What batch() makes
+    "batch() raises": ((("return {", "return {}['no'] or {"),), "P0205", 18),
+    "batch() returns nothing": ((("return {", "_ = {"),), "P0205", None),
+    "batch() returns a tensor": (((f'{{"x": {BATCH}}}', BATCH),), "P0205", None),
+    "batch() returns an empty dict": (((f'{{"x": {BATCH}}}', "{}"),), "P0205", None),
+    "a list in the batch": (((BATCH, "[1.0, 2.0]"),), "P0205", None),
+    "text in the batch": (((BATCH, "'abc'"),), "P0205", None),
+    "an array in the batch": (((BATCH, "torch.randn(4, 8).numpy()"),), "P0205", None),
+    "a number for a name": ((('{"x":', "{3:"),), "P0205", None),
+    "a keyword for a name": ((('{"x":', '{"class":'), *WORD), "P0205", None),
+    "code for a name": ((('{"x":', '{"x\\"; import os #":'), *WORD), "P0205", None),
+    "a sparse batch": (((BATCH, f"{BATCH}.to_sparse()"),), "P0205", None),
+    "a batch without values": (((BATCH, "torch.randn(4, 8, device='meta')"),), "P0205", None),
+    "an empty batch": (((BATCH, "torch.randn(0, 8)"),), "P0205", None),
+    "a complex batch": (((BATCH, "torch.randn(4, 8) + 0j"), ("self.up(x)", "self.up(x.real)")), "P0209", None),
+    "a batch without a dimension": (((BATCH, "torch.ones(())"), ("self.up(x)", "self.up(x.expand(4, 8))")), "P0401", None),
+    "a batch that does not divide": (((BATCH, "torch.randn(5, 8)"),), "P0401", None),
+    "another name than forward's": ((('{"x":', '{"y":'),), "P0206", None),
+    "another shape than forward's": (((BATCH, "torch.randn(4, 9)"),), "P0206", 11),
+    "batch() wants an argument": ((("def batch()", "def batch(n)"),), "P0205", None),
+    # What the loss is
+    "a loss with a shape": (((".sum()", ""),), "P0208", None),
+    "an integer loss": (((OUT, f"({OUT} > 0).long()"),), "P0208", None),
+    "a complex loss": (((OUT, f"{OUT}.to(torch.complex64)"),), "P0209", None),
+    "no loss at all": (((f"return {OUT}", OUT),), "P0206", None),
+    "a number for a loss": (((OUT, "1.0"),), "P0206", None),
+    "a detached loss": (((OUT, f"{OUT}.detach()"),), "P0217", None),
+    "a loss without weights": (((OUT, "x.sum()"),), "P0217", None),
+    "all weights frozen": (((NET, "return Net().requires_grad_(False)"),), "P0217", None),
+    "no weights at all": ((("nn.Linear(8, 12)", "nn.ReLU()"), ("nn.Linear(12, 1)", "nn.ReLU()")), "P0217", None),
+    # What forward does
+    "forward raises": (((OUT, "1 / 0"),), "P0206", 12),
+    "forward asserts": ((("h = ", "assert x.shape[0] == 5, 'five'; h = "),), "P0206", 11),
+    "forward exits": (((OUT, "exit()"),), "P0206", 12),
+    "forward calls itself": ((("h = ", "h = self.forward(x); h = "),), "P0206", 11),
+    "a branch on values": (((OUT, "x.sum() if h.sum() > 0 else h.sum()"),), "P0206", 12),
+    "a loop over values": (((OUT, "h.sum() * len([1 for v in h.flatten() if v > 0])"),), "P0206", 12),
+    "item()": (((OUT, "h.sum() * h.max().item()"),), "P0206", 12),
+    "tolist()": (((OUT, "h.sum() * h.sum(0).tolist()[0]"),), "P0206", 12),
+    "numpy()": (((OUT, "h.sum() * float(h.detach().numpy().sum())"),), "P0206", 12),
+    "a mask for an index": (((OUT, "h[h > 0].sum()"),), "P0206", 12),
+    "unique()": (((OUT, "h.sum() + x.unique().sum()"),), "P0206", 12),
+    "a move to another device": (((OUT, "h.to('no_such_device').sum()"),), "P0206", 12),
+    "a collective of its own": (((OUT, "torch.distributed.all_reduce(h) or h.sum()"),), "P0206", 12),
+    "a backward of its own": ((("class Net", TRIPLE), ("self.up(x)", "Triple.apply(self.up(x))")), "P0216", 17),
+    "a hook on a module's gradients": (
+        ((NET, "n = Net(); n.up.register_full_backward_hook(lambda *_: None); return n"),), "P0216", None
+    ),
+    "a hook on a weight's gradient": (
+        ((NET, "n = Net(); n.up.weight.register_hook(lambda g: g * 2); return n"),), "P0216", None
+    ),
+    "a hook on a value's gradient": (((OUT, f"h.register_hook(lambda g: g * 2) and {OUT}"),), "P0216", 12),
+    "gradients inside forward": (((OUT, "torch.autograd.grad(h.sum(), self.up.weight)[0].sum()"),), "P0216", 12),
+    "a constant that no module owns": (
+        (("class Net", "LARGE = torch.rand(500, 12)\n\nclass Net"), (OUT, "(h @ LARGE.T).sum()")), "P0211", 14
+    ),
+    "a scripted module": (((NET, "return torch.jit.script(Net())"),), "P0206", None),
+}  # fmt: skip
+
+LOSSES = {
+    "raises": ("def loss(model, batch):\n    raise RuntimeError('no')\n", "P0206", 21),
+    "takes one argument": ("def loss(model):\n    return model(x=1)\n", "P0206", None),
+    "returns nothing": ("def loss(model, batch):\n    model(**batch)\n", "P0206", None),
+    "returns a number": ("def loss(model, batch):\n    return 1.0\n", "P0206", None),
+    "exits": ("def loss(model, batch):\n    raise SystemExit\n", "P0206", 21),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrong", CASES)
+def test_a_wrong_model_file(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes, code, line = CASES[wrong]
+    text = PLAIN
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    refused(text, code, line, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("wrong", LOSSES)
+def test_a_wrong_loss(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, code, line = LOSSES[wrong]
+    refused(f"{PLAIN}\n{text}", code, line, tmp_path, capsys)
+
+
+def refused(text: str, code: str, line: int | None, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "net.py"
+    path.write_text(text)
+    assert main(["compile", str(path), "--mesh", "2", "-o", str(folder / "build"), "--json"]) == 2
+    out, err = capsys.readouterr()
+    error = json.loads(out)["error"]
+    assert error["code"] == code, err
+    assert error["source"] == f"{path}:{line}" or line is None
+    assert error["help"] or code == "P0205"
+    assert "Traceback" not in err
+    assert path.read_text() == text
+    assert sorted(p.name for p in folder.iterdir() if p.name != "__pycache__") == ["net.py"]
+
+
+def test_the_file_itself_is_right(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(PLAIN)
+    assert main(["compile", str(tmp_path / "net.py"), "--mesh", "2", "-o", str(tmp_path / "build")]) == 0

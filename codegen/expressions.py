@@ -120,7 +120,7 @@ def _method(name: str, *names: str, spread: bool = False) -> Emit:
 
     def emit(o: Operands) -> str:
         if spread:
-            return f"{o.args[0]}.{name}({o.args[1].strip('()').rstrip(',')})"
+            return f"{o.args[0]}.{name}({o.args[1].strip('()').rstrip(',') or '()'})"
         return f"{o.args[0]}.{name}({_arguments(o.args[1:], names, o.attrs)})"
 
     return emit

@@ -36,7 +36,7 @@ def plan(
         "inputs": {name: _typed(types[name], program) for name in program.inputs},
         "parameters": {
             parameter.name: {
-                "shape": list(parameter.type.shape),
+                "shape": list(parameter.holds or parameter.type.shape),
                 **_typed(parameter.type, program),
                 "trainable": parameter.trainable,
                 "reduce": [axis for axis in parameter.reduce if program.sizes[axis] > 1],

@@ -204,6 +204,8 @@ class _Builder:
             parts.append(f"reduce={_strings(self.reductions.axes(parameter))}")
         if self.reductions.sharers(parameter):
             parts.append(f"shared={self.reductions.sharers(parameter)}")
+        if parameter.holds:
+            parts.append(f"holds={parameter.holds}")
         if parameter.aliases:
             parts.append(f"aliases={_strings(parameter.aliases)}")
         return f"Shard({', '.join(parts)})"

@@ -53,6 +53,11 @@ class Package:
         return communication(self.program)
 
     @property
+    def padded(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Per parameter with rows of zeros added, the model's shape and the one that ranks hold together."""
+        return {item.name: (item.holds, item.type.shape) for item in self.program.parameters if item.holds}
+
+    @property
     def report(self) -> dict[str, Any]:
         """What `partc compile --json` prints."""
         return {
@@ -62,6 +67,7 @@ class Package:
             "phases": dict(self.phases),
             "communication": self.communication,
             "warnings": list(self.warnings),
+            "padded": {name: [list(shape) for shape in shapes] for name, shapes in self.padded.items()},
             "replicated_ops": [
                 {
                     "op": item.op,
@@ -85,12 +91,16 @@ class Package:
             options=self.model_options,
             seed=self.options.seed,
             precision=self.options.precision,
-            report=[*self.warnings, *(_sentence(item) for item in self.replicated_ops)],
+            report=[*self.warnings, *self._padding(), *(_sentence(item) for item in self.replicated_ops)],
             command=self.options.command,
         )
         yield from self.extra.items()
         if self.options.table is not None:
             yield TABLE, self.options.table.text
+
+    def _padding(self) -> Iterator[str]:
+        for name, (true, held) in self.padded.items():
+            yield f"`{name}` is held with {held[0]:,} rows for its {true[0]:,}: the rest are zeros that nothing reads."
 
     def write(self, directory: str | Path, *, on_phase: PhaseObserver = lambda phase: None) -> Path:
         """Write the folder; an older package is replaced as a whole. Raises PartcError P0601, P0602 and P0606."""

@@ -81,29 +81,40 @@ def solve(
     model = _Model(problem, forbid)
     if not model.feasible:
         return None
-    kept: list[LinearConstraint] = [model.constraints()]
+    kept: list[tuple[np.ndarray, float]] = []  # costs that must not rise, and what they were
     found: np.ndarray | None = None
-    slack = 1e-6  # of the largest price: what the solver's own tolerances blur
+
+    def minimised(cost: np.ndarray, slack: float) -> Any:
+        bounds = [
+            LinearConstraint(old[np.newaxis, :], -np.inf, best + slack * max(1.0, abs(best))) for old, best in kept
+        ]
+        return milp(
+            cost,
+            constraints=[model.constraints(), *bounds],
+            integrality=model.integrality,
+            bounds=Bounds(0, model.upper),
+            options={"mip_rel_gap": 1e-9},
+        )
+
     for weights in objectives:
         cost = model.cost(weights)
         scale = float(np.max(np.abs(cost), initial=0.0))
         if scale == 0.0 and found is not None:
             continue
         cost = cost / (scale or 1.0)
-        result = milp(
-            cost,
-            constraints=kept,
-            integrality=model.integrality,
-            bounds=Bounds(0, model.upper),
-            options={"mip_rel_gap": 1e-9},
-        )
-        if result.status == 2:
+        # Slack is what the solver's own tolerances blur, in terms of the largest price: seldom more than the first.
+        for slack in (1e-6, 1e-5, 1e-4):
+            result = minimised(cost, slack)
+            if result.status != 2 or found is None:
+                break
+        if result.status == 2 and found is None:
             return None
+        if result.status == 2:
+            continue
         if result.x is None:
             raise InternalError(f"the placement solver stopped: {result.message}")
         found = result.x
-        best = float(cost @ np.round(found, 9))
-        kept.append(LinearConstraint(cost[np.newaxis, :], -np.inf, best + slack * max(1.0, abs(best))))
+        kept.append((cost, float(cost @ np.round(found, 9))))
     if found is None:
         raise InternalError("no objective to minimise")
     return model.solution(found)

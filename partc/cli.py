@@ -121,6 +121,8 @@ def _print_report(report: Mapping[str, Any]) -> None:
     click.echo(f"each rank receives a step: {moved or 'nothing'}")
     for warning in report["warnings"]:
         click.echo(f"warning: {warning}")
+    for name, (true, held) in report["padded"].items():
+        click.echo(f"{name}: {held[0]:,} rows held for {true[0]:,}, so that they can be cut")
     for item in report["replicated_ops"]:
         place = f"{console.shortened(item['source'])}: " if item["source"] else ""
         why = "is repeated" if item["rule"] else "has no rule, so it is repeated"

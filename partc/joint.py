@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from partc.errors import InternalError, Source
+from partc.gradients import reached
 from partc.layout import Layout, Sizes
 from partc.operators import DTYPE_NAMES, EXTRA_RESULTS
 from partc.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value
@@ -104,11 +105,20 @@ def _wanted(
     for name, node in wanted.items():
         if node not in dependents:
             raise InternalError(f"{region.name}: the gradient of {name} depends on no gradient of an output")
-    read = {name for op in region.forward.ops for name in op.refs()}
-    lost = [name for name in roots if name in read and name not in wanted]
-    if lost and not any(op.name == "detach" for op in region.forward.ops):
+    lost = [name for name in roots & _carriers(region, roots) if name not in wanted]
+    if lost:
         raise InternalError(f"{region.name}: {', '.join(sorted(lost))} lost the gradient on the way back")
     return wanted
+
+
+def _carriers(region: Region, roots: frozenset[str]) -> set[str]:
+    """Values that a gradient of an output must pass through, or end in."""
+    live = reached(region.forward, roots)
+    found = live.intersection(region.forward.outputs)
+    for op in reversed(region.forward.ops):
+        if any(value.name in found for value in op.results):
+            found.update(name for name in op.refs() if name in live)
+    return found
 
 
 def _dependents(nodes: Iterable[fx.Node], roots: Iterable[fx.Node]) -> set[fx.Node]:
@@ -319,6 +329,8 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
     name = _packet(node)
     args = tuple(read(arg) for arg in node.args)
     attrs = tuple((key, read(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED_ATTRS and arg is not None)
+    if name in ("unbind", "split", "split_with_sizes") and len(node.meta["val"]) == 1:
+        return "reshape", (args[0], tuple(node.meta["val"][0].shape)), ()
     if name in _RESHAPES:
         return "reshape", (args[0], tuple(node.meta["val"].shape)), ()
     if name in ("t", "transpose", "permute"):

@@ -147,7 +147,9 @@ class _Reader:
         self._parts["values"].append(_declared(text.removeprefix("value ")))
 
     def _parameter(self, text: str) -> None:
-        pattern = rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\((.*?)\))?(?: reduce\(([\w,]+)\))?"
+        pattern = (
+            rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\((.*?)\))?(?: reduce\(([\w,]+)\))?(?: holds\(([\d,]+)\))?"
+        )
         match = _matched(pattern, text)
         self._parts["parameters"].append(
             Parameter(
@@ -156,6 +158,7 @@ class _Reader:
                 trainable=match[1] == "parameter",
                 aliases=_names(match[4] or ""),
                 reduce=tuple(match[5].split(",")) if match[5] else (),
+                holds=tuple(map(int, match[6].split(","))) if match[6] else (),
             )
         )
 

@@ -137,8 +137,9 @@ def _declared(value: Value) -> str:
 def _parameter(parameter: Parameter) -> str:
     aliases = f" aliases({', '.join(map(written_name, parameter.aliases))})" if parameter.aliases else ""
     reduce = f" reduce({','.join(parameter.reduce)})" if parameter.reduce else ""
+    holds = f" holds({','.join(map(str, parameter.holds))})" if parameter.holds else ""
     kind = "parameter" if parameter.trainable else "constant"
-    return f"{kind} {written_name(parameter.name)}: {parameter.type}{aliases}{reduce}"
+    return f"{kind} {written_name(parameter.name)}: {parameter.type}{aliases}{reduce}{holds}"
 
 
 def written(arg: Arg) -> str:

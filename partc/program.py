@@ -203,6 +203,7 @@ class Parameter:
     trainable: bool
     aliases: tuple[str, ...] = ()  # other names of the same tensor (tied weights)
     reduce: tuple[str, ...] = ()  # mesh axes over which its gradient is summed once per step
+    holds: tuple[int, ...] = ()  # the model's own shape, where rows of zeros were added to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

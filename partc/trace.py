@@ -273,7 +273,14 @@ class _Reader:
         outputs = self._body(body)
         for user in node.users:
             if user.target is operator.getitem:
-                self._names[user] = outputs[user.args[1]]  # type: ignore[index]
+                made = outputs[user.args[1]]  # type: ignore[index]
+                self._names[user] = made if node.args[0] is not False else self._stopped(user, made)
+
+    def _stopped(self, user: fx.Node, made: str) -> str:
+        """What was made under no_grad: no gradient passes."""
+        value = Value(name=f"{user.name}_stopped", type=tensor_type(user.meta["val"]))
+        self._add("detach", (Ref(made),), (), (value,), source_of(user))
+        return value.name
 
     def _rename_inner(self, body: fx.GraphModule, prefix: str) -> None:
         taken = {value.name for op in self._ops for value in op.results} | {value.name for value in self.params}

@@ -60,6 +60,14 @@ PIPELINE: tuple[Pass, ...] = (
         optional=True,
     ),
     Pass(
+        name="pad",
+        label="Padded",
+        does="vocabularies are rounded up to what the tensor axes divide",
+        requires=("canonical", "simple"),
+        ensures=("padded",),
+        optional=True,
+    ),
+    Pass(
         name="outline",
         label="Outlined",
         does="repeated bodies become regions, called once per repetition",

@@ -347,6 +347,7 @@ _TABLE: Mapping[str, Rewrite] = {
     "embedding": lookups.embedding,
     "embedding_bag": lookups.embedding_bag,
     "one_hot": lookups.one_hot,
+    "take_along_dim": lookups.take_along,
     "gelu": _gelu,
     **_each("cross_entropy_loss nll_loss nll_loss_nd", losses.cross_entropy),
     "mse_loss": losses.mse,

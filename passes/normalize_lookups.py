@@ -39,6 +39,21 @@ def embedding_bag(w: Writer, op: Op) -> None:
     w.add(op, "div", (total, each), out)
 
 
+def take_along(w: Writer, op: Op) -> None:
+    """take_along_dim(x, index, dim): a gather by an index as long as x along every other dimension."""
+    x, index, dim = op.args[0], op.args[1], argument(op, 2, "dim")
+    if dim is None:
+        w.keep(op)
+        return
+    rank = len(w.shape(x))
+    place = number(dim) % rank
+    shape = tuple(w.shape(index)[place] if i == place else size for i, size in enumerate(op.result.type.shape))
+    if shape != w.shape(index):
+        wide = w.value(f"{op.result.name}_index", shape, w.types[ref(index).name].dtype)
+        index = w.add(op, "expand", (index, shape), wide)
+    w.add(op, "gather", (x, place, index))
+
+
 def one_hot(w: Writer, op: Op) -> None:
     """1 where a number is the place's, 0 elsewhere."""
     shape = op.result.type.shape

@@ -111,7 +111,6 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "linspace": torch.linspace,
     "scalar_tensor": torch.scalar_tensor,
     "index": lambda x, places: x[tuple(slice(None) if place is None else place for place in places)],
-    "take_along_dim": lambda x, dim, index: torch.take_along_dim(x, index, dim),
     "einsum": lambda equation, operands: torch.einsum(equation, *operands),
     "pad": lambda x, pads, value=0: F.pad(x, pads, value=value),
     "max_pool1d": F.max_pool1d,
@@ -364,7 +363,6 @@ def lookup_cases() -> list[Case]:
         case("gather", x, 2, whole(3, 4, 6, 2)),
         case("gather", x, 0, whole(4, 6, 2, 3)),
     ]
-    found += [case("take_along_dim", x, 1, whole(6, 4, 2, 3))]
     found += [case("index_select", x, 1, whole(6, 12)), case("index_select", x, 0, whole(4, 3))]
     found += [
         case("index", x, [whole(4, 6)]),

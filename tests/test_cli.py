@@ -92,7 +92,16 @@ def test_compile_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixt
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert err == ""
-    assert set(report) == {"ranks", "stages", "regions", "phases", "communication", "replicated_ops", "warnings"}
+    assert set(report) == {
+        "ranks",
+        "stages",
+        "regions",
+        "phases",
+        "communication",
+        "replicated_ops",
+        "warnings",
+        "padded",
+    }
     assert report["ranks"] == 4 and report["stages"] == 1 and len(report["regions"]) == 3
     assert report["communication"]["dp"] > 0 and report["communication"]["tp"] > 0
     assert all(seconds >= 0 for seconds in report["phases"].values()) and "Traced" in report["phases"]

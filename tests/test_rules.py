@@ -39,11 +39,12 @@ from partc.rules.rule import Dims
 from partc.rules.shapes import common_factors
 from partc.rules.table import TABLE
 from tests import op_cases
+from tests.example_cases import example_cases
 from tests.op_cases import Case
 from tests.virtual_ops import Coordinate, Shards, assemble, coordinates, named, shard
 
 warnings.simplefilter("ignore")  # from torch, about the odd arguments of a few cases
-CASES = op_cases.all_cases()
+CASES = [*op_cases.all_cases(), *example_cases()]
 CUTS = (2, 3, 4)  # tried on every factor, whether or not a graph would ask for them
 
 

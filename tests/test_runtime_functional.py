@@ -165,6 +165,19 @@ def test_attention(
         close(mine, x.grad, 1e-11)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_of_rows_that_are_no_neighbours(is_causal: bool) -> None:
+    """What a gather along the head's size leaves: kernels would read past every row's elements."""
+    q, k, v, grad = (torch.randn(8, 2, 4, 6, dtype=torch.float64).permute(1, 2, 3, 0) for _ in range(4))
+    assert q.shape == (2, 4, 6, 8) and q.stride(-1) != 1
+    found = functional.attention(q, k, v, is_causal=is_causal)
+    expected = functional.attention(*(x.contiguous() for x in (q, k, v)), is_causal=is_causal)
+    torch.testing.assert_close(found, expected)
+    gradients = functional.attention_backward(grad, q, k, v, *found, is_causal=is_causal)
+    whole = (x.contiguous() for x in (grad, q, k, v))
+    torch.testing.assert_close(gradients, functional.attention_backward(*whole, *expected, is_causal=is_causal))
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_attention_rows_that_read_nothing(explicit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They give zeros, not NaN, and no gradient."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from partc.errors import PartcError
 from partc.program import Op
 from partc.rules import products, shapes
+from partc.rules.examples import examples, recurrent
 from partc.rules.notation import Notation, NotationError, bind, parse
 from partc.rules.rule import OpRule, argument, is_ref, make
 from partc.rules.shapes import Builder, Types, along, last_dims
@@ -221,9 +222,22 @@ build("repeat", shapes.repeat)
 build("repeat_interleave", shapes.repeat_interleave)
 
 # Indexing
-build("gather take_along_dim", products.gather)
+build("gather", products.gather)
 build("index_select", products.index_select)
 build("index", products.index)
+
+# Each example by itself: the batch may be cut, nothing else
+build("conv_transpose1d conv_transpose2d conv_transpose3d pixel_shuffle pixel_unshuffle prelu", examples(0))
+build("upsample_nearest1d upsample_linear1d upsample_nearest3d upsample_trilinear3d", examples(0))
+build("cdist pairwise_distance bilinear", examples(0, 1))
+build("cosine_similarity", examples(0, 1, dims=((2, "dim", 1),)))
+build("unfold", examples(0, dims=((1, "dimension", 0),)))
+build("diagonal", examples(0, dims=((2, "dim1", 0), (3, "dim2", 1))))
+build("diag_embed", examples(0, dims=((2, "dim1", -2), (3, "dim2", -1))))
+build("var_mean std_mean", examples(0, dims=((1, "dim", 0),)))
+build("scatter scatter_add scatter_reduce", examples(0, 1, 2, dims=((1, "dim", 0),)))
+build("index_add index_copy", examples(0, 2, dims=((1, "dim", 0),)))
+build("lstm gru rnn_tanh rnn_relu", recurrent)
 
 # Constants
 build("full zeros ones empty new_full new_zeros new_ones new_empty scalar_tensor", shapes.constant)

@@ -18,6 +18,7 @@ def attention(
 
     `mask` broadcasts to [b, h, s, t]: True where a position is read, or numbers added to the scores.
     """
+    q, k, v = map(_rows, (q, k, v))
     heads, aten = q.shape[1], torch.ops.aten
     keys, values = repeat_heads(k, heads), repeat_heads(v, heads)
     kernel = _kernel(q, k, v, mask, is_causal)
@@ -52,6 +53,7 @@ def attention_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of `out`, with what `attention` returned."""
+    grad, q, k, v, out = map(_rows, (grad, q, k, v, out))
     heads, aten = q.shape[1], torch.ops.aten
     keys, values = repeat_heads(k, heads), repeat_heads(v, heads)
     kernel = _kernel(q, k, v, mask, is_causal)
@@ -95,6 +97,11 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: boo
     if q.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability(q.device) >= (8, 0):
         return "flash"
     return "efficient" if q.dtype == torch.float32 else "none"
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Kernels read rows whose elements are neighbours, and don't check (a gather may leave others)."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _no_dropout(q: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class Shard:
     reduce: tuple[str, ...] = ()  # axes over which the gradient is summed once per step
     shared: tuple[int, ...] = ()  # pipeline ranks that use it and sum its gradient, where there are several
     aliases: tuple[str, ...] = ()  # its other names in the model
+    holds: tuple[int, ...] = ()  # the model's own shape, where rows of zeros follow it
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,7 +52,12 @@ class Shard:
         return tuple(math.prod(size // _ways(axes, sizes) for size, axes in dim) for dim in self.dims)
 
     def local(self, whole: Tensor, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
-        """The part of `whole` at a coordinate: a view wherever the cut allows one."""
+        """The part of `whole` at a coordinate: a view wherever the cut allows one.
+
+        Rows that the model doesn't have are zeros.
+        """
+        if whole.dim() and whole.shape[0] < self.shape[0] and tuple(whole.shape[1:]) == self.shape[1:]:
+            whole = torch.cat([whole, whole.new_zeros(self.shape[0] - whole.shape[0], *whole.shape[1:])])
         return local_part(whole, self.dims, sizes, coordinate)
 
 

@@ -1,0 +1,187 @@
+"""Round vocabularies up to what the tensor axes divide, so that they can be cut.
+
+    param w: f32[50257, 768]               param w: f32[50264, 768]          # tp=8
+    x    = embedding(w, ids)               x    = embedding(w, ids)
+    y    = linear(h, w)             ->     y    = linear(h, w)
+    nll  = cross_entropy(y, labels, …)     z    = add(y, mask)               # -inf for what isn't a class
+                                           nll  = cross_entropy(z, labels, …)
+
+The rows that are added are zeros. No id looks them up, and their logits are left out of the softmax,
+so their gradients are zero and they stay what they are: loss, gradients and saved files are those of
+the model (Shoeybi et al. 2019, section 3, pad vocabularies for the same reason). Whatever else reads
+logits gets a slice without them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from partc.layout import Layout
+from partc.program import DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
+from partc.sharding import tensor_axes
+
+_LEAST = 4  # rows on each rank, below which a cut is not worth a mask
+_ELEMENTWISE = frozenset({"to", "mul", "div", "tanh", "neg", "sigmoid", "clamp"})
+
+
+def pad(program: Program) -> Program:
+    """Pad the tables and heads that need it, each with its bias."""
+    ways = math.prod(program.sizes[axis] for axis in tensor_axes(program.sizes))
+    (main,), (call,) = program.regions, program.calls
+    found = _Padding(main, ways).run() if ways > 1 else None
+    if found is None or not found.padded:
+        return program
+    stored = dict(zip((value.name for value in main.params), call.params, strict=True))
+    wide = {stored[name]: size for name, size in found.padded.items()}
+    parameters = tuple(
+        replace(item, type=_wider(item.type, 0, wide[item.name]), holds=item.type.shape) if item.name in wide else item
+        for item in program.parameters
+    )
+    return replace(program, regions=(found.region(),), parameters=parameters)
+
+
+def _wider(type: TensorType, dim: int, size: int) -> TensorType:
+    shape = list(type.shape)
+    shape[dim] = size
+    return replace(type, layout=Layout.replicated(shape))
+
+
+@dataclass(slots=True)
+class _Padding:
+    """What is padded in a region: parameters by name with their new size, and values with classes along the end."""
+
+    main: Region
+    ways: int
+    padded: dict[str, int] = field(default_factory=dict)
+    classes: dict[str, int] = field(default_factory=dict)  # value -> how many of its last dimension are true
+    readers: dict[str, list[Op]] = field(default_factory=dict)
+    types: dict[str, TensorType] = field(default_factory=dict)
+
+    def run(self) -> _Padding:
+        graph = self.main.forward
+        self.types = {value.name: value.type for value in self.main.params}
+        self.types.update((name, value.type) for name, value in graph.definitions().items())
+        for op in graph.ops:
+            for name in dict.fromkeys(op.refs()):
+                self.readers.setdefault(name, []).append(op)
+        for value in self.main.params:
+            shape = value.type.shape
+            if len(shape) == 2 and shape[0] % self.ways and shape[0] >= _LEAST * self.ways:
+                self._try(value.name, shape[0])
+        return self
+
+    def _try(self, name: str, size: int) -> None:
+        """Pad a table, if all that read it look rows up or make logits that end in a cross-entropy."""
+        whole = -(-size // self.ways) * self.ways
+        classes: dict[str, int] = {}
+        biases: dict[str, int] = {}
+        for op in self.readers.get(name, ()):
+            if op.name == "linear" and op.args[1:] == (Ref(name),) and op.args[0] != Ref(name):
+                if not self._follow(op.result.name, size, classes, biases):
+                    return
+            elif op.name != "embedding" or op.args[0] != Ref(name) or Ref(name) in op.args[1:]:
+                return
+        self.padded |= {name: whole, **dict.fromkeys(biases, whole)}
+        self.classes |= classes
+
+    def _follow(self, name: str, size: int, classes: dict[str, int], biases: dict[str, int]) -> bool:
+        """Where logits go: note every value that is padded with them. False if no cross-entropy reads them."""
+        classes[name] = size
+        ends = False
+        for op in self.readers.get(name, ()):
+            if self._is_loss(op, name):
+                ends = True
+            elif self._passes(op, name, size, biases):
+                ends |= self._follow(op.result.name, size, classes, biases)
+        return ends
+
+    def _is_loss(self, op: Op, name: str) -> bool:
+        return op.name == "cross_entropy" and op.args[0] == Ref(name) and op.args[2] is None and not op.args[4]
+
+    def _passes(self, op: Op, name: str, size: int, biases: dict[str, int]) -> bool:
+        """Whether an operation does the same to every class, so that padded ones stay by themselves."""
+        names = list(op.refs())
+        if len(op.results) != 1:
+            return False
+        shape, rank = op.result.type.shape, len(self.types[name].shape)
+        if names == [name]:
+            if op.name == "reshape":
+                return shape[-1:] == (size,)
+            return op.name in _ELEMENTWISE or (op.name == "slice" and op.args[1] not in (-1, rank - 1))
+        bias = next((other for other in names if other != name), "")
+        own = any(value.name == bias for value in self.main.params) and self.types[bias].shape == (size,)
+        if op.name == "add" and len(names) == 2 and own and len(self.readers[bias]) == 1 and shape[-1:] == (size,):
+            biases[bias] = size
+            return True
+        return False
+
+    def region(self) -> Region:
+        """The region with wider parameters and logits, masks before losses and slices before all else."""
+        ops: list[Op] = []
+        masks: dict[tuple[int, DType], str] = {}
+        slices: dict[str, str] = {}
+        for op in self.main.forward.ops:
+            made = {value.name for value in op.results}
+            for name in dict.fromkeys(op.refs()):
+                if name in self.classes and not made & set(self.classes):
+                    if self._is_loss(op, name):
+                        op = replace(op, args=(Ref(self._masked(name, op, masks, ops)), *op.args[1:]))
+                    else:
+                        op = replace(op.renamed({name: self._sliced(name, op, slices, ops)}), results=op.results)
+            ops.append(self._widened(op))
+        params = tuple(
+            replace(value, type=_wider(value.type, 0, self.padded[value.name])) if value.name in self.padded else value
+            for value in self.main.params
+        )
+        return replace(self.main, params=params, forward=replace(self.main.forward, ops=tuple(ops)))
+
+    def _size(self, name: str) -> int:
+        return -(-self.classes[name] // self.ways) * self.ways
+
+    def _widened(self, op: Op) -> Op:
+        if not op.results or op.results[0].name not in self.classes:
+            return op
+        size, type = self._size(op.results[0].name), op.results[0].type
+        result = replace(op.results[0], type=_wider(type, len(type.shape) - 1, size))
+        args = (op.args[0], (*type.shape[:-1], size)) if op.name == "reshape" else op.args
+        return replace(op, args=args, results=(result,))
+
+    def _masked(self, name: str, op: Op, masks: dict[tuple[int, DType], str], ops: list[Op]) -> str:
+        """The logits with minus infinity where there is no class."""
+        type, size = self.types[name], self._size(name)
+        key = (self.classes[name], type.dtype)
+        if key not in masks:
+            masks[key] = self._mask(op, size, *key, ops)
+        value = Value(name=f"{name}_classes", type=_wider(type, len(type.shape) - 1, size))
+        ops.append(Op(name="add", args=(Ref(name), Ref(masks[key])), results=(value,), source=op.source))
+        return value.name
+
+    def _mask(self, op: Op, size: int, classes: int, dtype: DType, ops: list[Op]) -> str:
+        stem = f"classes_{classes}_{dtype}"
+        kinds: dict[str, DType] = {"index": "i64", "beyond": "bool", "zeros": dtype, "mask": dtype}
+        values = {
+            part: Value(name=f"{stem}_{part}", type=TensorType(dtype=kind, layout=Layout.replicated((size,))))
+            for part, kind in kinds.items()
+        }
+
+        def add(part: str, name: str, *args: object, **attrs: DTypeArg) -> None:
+            ops.append(
+                Op(name=name, args=args, attrs=tuple(attrs.items()), results=(values[part],), source=op.source)  # type: ignore[arg-type]
+            )
+
+        add("index", "arange", size, dtype=DTypeArg("i64"))
+        add("beyond", "ge", Ref(values["index"].name), classes)
+        add("zeros", "full", (size,), 0.0, dtype=DTypeArg(dtype))
+        add("mask", "masked_fill", Ref(values["zeros"].name), Ref(values["beyond"].name), -math.inf)
+        return values["mask"].name
+
+    def _sliced(self, name: str, op: Op, slices: dict[str, str], ops: list[Op]) -> str:
+        """The logits of true classes alone."""
+        if name not in slices:
+            type = self.types[name]
+            value = Value(name=f"{name}_true", type=type)
+            args = (Ref(name), len(type.shape) - 1, 0, self.classes[name], 1)
+            ops.append(Op(name="slice", args=args, results=(value,), source=op.source))
+            slices[name] = value.name
+        return slices[name]

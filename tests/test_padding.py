@@ -1,0 +1,100 @@
+"""Vocabularies that the tensor axis does not divide: padded inside, and the model's own outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partc
+from partc.parser import parse
+from partc.printer import print_program
+from partc.runtime.layout import Shard
+from partc.verify import verify
+from tests.zoo import MODELS, Model
+
+
+def _gpt2(vocabulary: int, **more: object) -> Model:
+    known = MODELS["gpt2"]
+    return Model(name="gpt2", config={**known.config, "vocab_size": vocabulary, **more}, options=known.options)
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("tp=8", 1), ("pp=2,tp=3", 2), ("2x2x2", 4)])
+def test_odd_vocabularies_equal_one_device(mesh: str, microbatches: int, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = _gpt2(97)
+    package = partc.compile(
+        model.source(tmp_path), mesh=mesh, microbatches=microbatches, precision="fp64", options=model.options
+    )
+    package.write(tmp_path / "build")
+    result = verify(tmp_path / "build", steps=3, virtual=True, optimizer="adamw")
+    assert result.ok, result.worst
+    tied = package.program.parameter("transformer.wte.weight")
+    ways = package.program.mesh.axis("tp")
+    assert tied.holds == (97, 32) and tied.type.shape == (-(-97 // ways) * ways, 32)
+    assert tied.type.layout.sharded_axes == ("tp",)
+
+
+def test_fifty_thousand_tokens_on_eight_ranks_are_never_gathered(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = _gpt2(50_257, n_embd=64, n_head=8)
+    package = partc.compile(model.source(tmp_path), mesh="tp=8", options=model.options)
+    assert package.program.parameter("transformer.wte.weight").type.shape == (50_264, 64)
+    assert package.report["padded"] == {"transformer.wte.weight": [[50_257, 64], [50_264, 64]]}
+    head = package.program.region("head")
+    sizes = package.program.sizes
+    for graph in head.graphs:
+        for op in graph.ops:
+            if op.name in ("all_gather", "all_reduce", "all_to_all"):
+                assert all(50_264 // 8 not in value.type.layout.local_shape(sizes) for value in op.results)
+
+
+class Classifier(nn.Module):
+    """Its logits are read by a loss, and as they are by a penalty."""
+
+    def __init__(self, *, penalised: bool) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.head = nn.Linear(8, 13)
+        self.penalised = penalised
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = 5 * torch.tanh(self.head(self.body(x).relu()) / 5)
+        loss = nn.functional.cross_entropy(logits, labels)
+        return loss + 0.01 * logits.logsumexp(-1).square().mean() if self.penalised else loss
+
+
+def plain_classifier() -> nn.Module:
+    return Classifier(penalised=False)
+
+
+def penalised_classifier() -> nn.Module:
+    return Classifier(penalised=True)
+
+
+@pytest.mark.parametrize("build", [plain_classifier, penalised_classifier])
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "2x2"])
+def test_heads_with_bias_and_other_readers(build: object, mesh: str) -> None:
+    batch = {"x": torch.randn(8, 6), "labels": torch.randint(13, (8,))}
+    package = partc.compile(build, batch, mesh=mesh, precision="fp64")
+    assert {p.name for p in package.program.parameters if p.holds} == {"head.weight", "head.bias"}
+    result = package.verify()
+    assert result.ok, result.worst
+    text = print_program(package.program)
+    assert "holds(13)" in text and print_program(parse(text)) == text
+
+
+def test_smoothed_losses_and_divisible_vocabularies_are_left_alone() -> None:
+    batch = {"x": torch.randn(8, 6), "labels": torch.randint(13, (8,))}
+    for mesh in ("1", "2", "tp=13"):
+        program = partc.compile(plain_classifier, batch, mesh=mesh).program
+        assert not [parameter for parameter in program.parameters if parameter.holds]
+
+
+def test_shards_of_padded_parameters_end_in_zeros() -> None:
+    shard = Shard("f32[6@tp, 2]", holds=(5, 2))
+    whole = torch.arange(1.0, 11.0).reshape(5, 2)
+    assert torch.equal(shard.local(whole, {"tp": 2}, {"tp": 0}), whole[:3])
+    assert torch.equal(shard.local(whole, {"tp": 2}, {"tp": 1}), torch.cat([whole[3:], torch.zeros(1, 2)]))

@@ -1,6 +1,7 @@
 # make demo    compile, verify and train examples/gpt.py on 8 CPU processes
 # make test    the whole test suite
-# make models  every model on every mesh, verified in fp64
+# make models  a table: every model on every mesh, verified in fp64 (ARGS="--quick --only 'gpt*'")
+# make fuzz    random programs, meshes and schedules for 10 minutes (MINUTES=2 SEED=7)
 # make check   formatting, lint, types
 # make bench   compile times and step times
 # Each sets up .venv by itself. Another interpreter: make PYTHON=python3.12 demo
@@ -12,7 +13,7 @@ MESH ?= 2x2x2
 BUILD ?= build
 WORKERS ?= 2
 
-.PHONY: demo test models check bench clean
+.PHONY: demo test models fuzz check bench clean
 
 demo: $(VENV)/.partc
 	$(BIN)/partc compile examples/gpt.py --mesh $(MESH) --microbatches 4 -o $(BUILD)
@@ -23,7 +24,10 @@ test: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --durations=10 -m "not matrix" $(ARGS)
 
 models: $(VENV)/.dev
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) tests/test_models.py $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python tests/benchmarks/models.py --workers $(WORKERS) $(ARGS)
+
+fuzz: $(VENV)/.dev
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -31,7 +35,7 @@ check: $(VENV)/.dev
 	$(BIN)/mypy partc
 
 bench: $(VENV)/.dev
-	for benchmark in tests/benchmarks/*.py; do $(BIN)/python $$benchmark || exit 1; done
+	for benchmark in tests/benchmarks/compile_time.py tests/benchmarks/step_time.py; do $(BIN)/python $$benchmark || exit 1; done
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

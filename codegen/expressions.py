@@ -75,6 +75,11 @@ def accumulation(gradient: str, operands: Operands) -> str:
     return emit(gradient, operands)
 
 
+def returns_more(name: str) -> bool:
+    """Whether the function returns, after the result, what its backward reads: nobody does without a gradient."""
+    return name in _RETURN_MORE
+
+
 def is_chained(name: str) -> bool:
     """Whether the operation is written after its first operand (`x.reshape(…)`) and moves no data around."""
     return name in _VIEWS
@@ -242,6 +247,7 @@ def _axis(o: Operands) -> str:
     return o.attrs["axis"].strip('"')
 
 
+_RETURN_MORE = frozenset({"rms_norm", "layer_norm", "attention", "attention_dropout", "dropout", "cross_entropy"})
 _VIEWS = frozenset({"reshape", "permute", "expand", "slice", "to"})
 
 _TABLE: Mapping[str, Emit] = {

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from partc.codegen import collectives
-from partc.codegen.expressions import Operands, accumulation, expression, is_atom, is_chained, written
+from partc.codegen.expressions import (
+    Operands,
+    accumulation,
+    expression,
+    is_atom,
+    is_chained,
+    returns_more,
+    written,
+)
 from partc.codegen.lifetimes import deletions, shares_memory
 from partc.codegen.names import Names, class_name, identifier
 from partc.codegen.views import without_idle_views
@@ -314,6 +322,8 @@ class _Writer:
             return []
         targets = [names[value.name] if self._is_read(value, uses, graph, buffers) else "_" for value in op.results]
         layout = str(op.results[0].type) if op.results else ""
+        if single and returns_more(op.name):
+            targets.append("*_")
         lines = [Line(code=f"{', '.join(targets)} = {code}", layout=layout, notes=notes)]
         for value in op.results:
             lines.extend(Line(code=f"{buffer}.add_({names[value.name]})") for buffer in buffers.get(value.name, ()))

@@ -92,6 +92,9 @@ class _Builder:
         self.codes = self._region_codes()
         self.attributes = Names(_STAGE_ATTRIBUTES)
         self.places = {name: f'batch["{name}"]' for name in program.inputs}
+        # A schedule may ask for the halves of a stage that has no weights.
+        halves = any(a.stage == index and a.kind == "I" for actions in program.schedule for a in actions)
+        self.split = halves or any(code.weight for code in self.codes.values())
         self.sent = [t for t in program.transfers if t.source == index]
         self.received = [t for t in program.transfers if t.target == index]
         self.places.update((t.value, f'received["{t.value}"]') for t in self.received)
@@ -137,7 +140,7 @@ class _Builder:
             forward=tuple(forward),
             backward=tuple(backward),
             weight=tuple(weight),
-            split=any(code.weight for code in self.codes.values()),
+            split=self.split,
             reduce=tuple(self._reduce()),
             shared=self._shared(),
             shared_note=self._shared_note(),

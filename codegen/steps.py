@@ -22,6 +22,7 @@ class Stage(Protocol):
     places: dict[str, str]
     sent: list[Transfer]
     received: list[Transfer]
+    split: bool
 
     def attribute(self, run: Run) -> str: ...
     def arguments(
@@ -47,7 +48,15 @@ class Steps:
 
     def __init__(self, builder: Stage) -> None:
         self.b = builder
-        self.names = Names(("comm", "saved", "kept", "batch", "received", "gradients", "p", "g", "self"))
+        self.functions = [
+            function.name
+            for code in builder.codes.values()
+            for function in (code.forward, code.backward, code.weight)
+            if function is not None
+        ]
+        self.names = Names(
+            ("comm", "saved", "kept", "batch", "received", "gradients", "p", "g", "self", *self.functions)
+        )
         self.runs = builder.runs["microbatch"]
         self.wanted = self._wanted_names()
 
@@ -135,7 +144,7 @@ class Steps:
     def backward(self) -> list[Line]:
         lines: list[Line] = [Line(code="kept: list[Saved] = []")] if self._split() else []
         self.grads: dict[str, str] = {t.value: f'gradients["{t.value}"]' for t in self.b.sent if t.gradient}
-        self.grad_names = Names(("comm", "saved", "kept", "left", "gradients", "p", "g", "self"))
+        self.grad_names = Names(("comm", "saved", "kept", "left", "gradients", "p", "g", "self", *self.functions))
         self.owed = self._owed()
         for run in reversed(self.runs):
             if not self.b.codes[run.region.name].differentiated:
@@ -176,7 +185,7 @@ class Steps:
         return ", ".join(filter(None, (arguments, "kept.pop()")))
 
     def _split(self) -> bool:
-        return any(self.b.codes[run.region.name].weight for run in self.runs)
+        return self.b.split
 
     def _owed(self) -> set[str]:
         """Program values whose gradient someone takes: a call of this stage, or the stage that sent it."""

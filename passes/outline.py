@@ -182,6 +182,7 @@ class _Linker:
         self.main = main
         self.segments = segments
         self.stored = {value.name: name for value, name in _stored(program)}
+        self.trained = {parameter.name: parameter.trainable for parameter in program.parameters}
         self.types = {name: value.type for name, value in main.forward.definitions().items()}
         self.types.update((value.name, value.type) for value in main.params)
         self.regions: dict[Hashable, Region] = {}
@@ -267,7 +268,8 @@ class _Linker:
             for value in op.results:
                 names[value.name] = len(names)
         types = tuple((names[name], self.types[name]) for name in (*inputs, *params))
-        return segment.phase, tuple(ops), types, tuple(names[name] for name in outputs)
+        trained = tuple(self.trained[self.stored[name]] for name in params)
+        return segment.phase, tuple(ops), types, trained, tuple(names[name] for name in outputs)
 
     def _region(
         self,

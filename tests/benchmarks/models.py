@@ -1,0 +1,149 @@
+"""The zoo as a table: what was proved of every model on every mesh, and what it costs. `make models` runs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from multiprocessing import get_context
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import partc  # noqa: E402
+from partc.errors import PartcError  # noqa: E402
+from partc.schedules import SCHEDULES  # noqa: E402
+from partc.verify import verify  # noqa: E402
+from tests.zoo import MODELS  # noqa: E402
+
+MESHES = ("2", "tp=2", "pp=2", "2x2", "2x2x2", "1x4x2", "2x1x4")
+COLUMNS = (
+    "model",
+    "mesh",
+    "schedule",
+    "microbatches",
+    "worst error",
+    "ops without a rule",
+    "compile s",
+    "bytes per step",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One row to be."""
+
+    model: str
+    mesh: str
+    schedule: str
+    microbatches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What came of it."""
+
+    run: Run
+    error: str
+    unruled: str
+    seconds: str
+    moved: str
+    ok: bool
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        run = self.run
+        known = (run.model, run.mesh, run.schedule, str(run.microbatches))
+        return (*known, self.error, self.unruled, self.seconds, self.moved)
+
+
+def runs(only: str, meshes: tuple[str, ...], quick: bool) -> Iterator[Run]:
+    """Every model on every mesh; with pipelines, every schedule on the largest mesh."""
+    for model in MODELS:
+        if not fnmatchcase(model, only):
+            continue
+        for mesh in meshes:
+            piped = partc.Mesh.parse(mesh).axis("pp") > 1
+            schedules = ("1f1b",) if quick or not piped else tuple(SCHEDULES) if mesh == "2x2x2" else ("1f1b", "gpipe")
+            for schedule in schedules:
+                for microbatches in (4,) if quick or schedule != "1f1b" else (1, 4):
+                    yield Run(model=model, mesh=mesh, schedule=schedule, microbatches=microbatches)
+
+
+def row(run: Run, folder: str) -> Row:
+    """Compile, verify in fp64, and read off the plan."""
+    from partc.codegen.collectives import readable_bytes
+
+    model, shared = MODELS[run.model], Path(folder)
+    try:
+        start = time.perf_counter()
+        package = partc.compile(
+            model.source(shared),
+            mesh=run.mesh,
+            microbatches=run.microbatches,
+            schedule=run.schedule,
+            precision="fp64",
+            options=model.options,
+        )
+        seconds = time.perf_counter() - start
+        with tempfile.TemporaryDirectory() as build:
+            package.write(Path(build) / "build")
+            result = verify(Path(build) / "build", steps=2, virtual=True, reference=shared / f"{run.model}_run")
+    except PartcError as error:
+        return Row(run=run, error=f"{error.code}: {error.cause}", unruled="", seconds="", moved="", ok=False)
+    unruled = sorted({item.op for item in package.replicated_ops if not item.rule})
+    moved = ", ".join(f"{readable_bytes(size)} {axis}" for axis, size in package.communication.items() if size)
+    repeated = " (per microbatch)" if package.program.repeated else ""
+    return Row(
+        run=run,
+        error=f"{result.worst.rel_err:.0e}{repeated}" if result.ok else f"DIFFERS: {result.worst}",
+        unruled=", ".join(unruled) or "none",
+        seconds=f"{seconds:.1f}",
+        moved=moved or "none",
+        ok=result.ok,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="*", help="models whose name matches this pattern")
+    parser.add_argument("--mesh", action="append", help="instead of all")
+    parser.add_argument("--quick", action="store_true", help="1f1b with 4 microbatches alone")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--markdown", type=Path, help="write the table here too")
+    given = parser.parse_args()
+    wanted = list(runs(given.only, tuple(given.mesh or MESHES), given.quick))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(given.workers, mp_context=get_context("spawn")) as pool,
+    ):
+        by_model = [[run for run in wanted if run.model == name] for name in dict.fromkeys(run.model for run in wanted)]
+        rows = [row for group in pool.map(_group, by_model, [folder] * len(by_model)) for row in group]
+    table = Table(*COLUMNS)
+    for found in rows:
+        table.add_row(*found.cells)
+    Console(width=160).print(table)
+    if given.markdown:
+        lines = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ("---",) * len(COLUMNS), *(r.cells for r in rows))]
+        given.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    failed = [found for found in rows if not found.ok]
+    print(f"{len(rows)} rows, {len(failed)} not verified")
+    return 1 if failed else 0
+
+
+def _group(group: list[Run], folder: str) -> list[Row]:
+    """Rows of one model, which share the single device's run."""
+    return [row(run, folder) for run in group]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

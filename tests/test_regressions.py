@@ -1,0 +1,161 @@
+"""Failures that searches and users found, each with the smallest model that shows it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partc
+
+
+def _equal(build: object, batch: dict[str, Tensor], mesh: str, **options: object) -> None:
+    package = partc.compile(build, batch, mesh=mesh, precision="fp64", **options)  # type: ignore[arg-type]
+    result = package.verify(steps=2)
+    assert result.ok, result.worst
+
+
+def _batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(8, 6)}
+
+
+class FrozenBlock(nn.Module):
+    """The first of equal blocks is frozen: its weights have no gradient to add to, the others' have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.blocks[0].requires_grad_(False)
+        self.blocks[1].requires_grad_(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x.square().mean()
+
+
+def frozen_block() -> nn.Module:
+    return FrozenBlock()
+
+
+class FrozenTower(nn.Module):
+    """A frozen body named like the value it makes, with a norm whose statistics nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 6)
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(2))
+        self.head = nn.Linear(6, 6)
+        self.embed.requires_grad_(False)
+        self.norms.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embed = self.embed(ids)
+        for norm in self.norms:
+            embed = norm(embed)
+        return self.head(embed).square().mean()
+
+
+def frozen_tower() -> nn.Module:
+    return FrozenTower()
+
+
+class NoGradient(nn.Module):
+    """Numbers made under no_grad from trained weights, and a path that carries no gradient at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        with torch.no_grad():
+            factor = (y * self.weight).sum(-1, keepdim=True)
+        best = y.argmax(-1).to(y.dtype) * self.weight[0]
+        return (y * factor + self.weight).square().mean() + best.mean()
+
+
+def no_gradient() -> nn.Module:
+    return NoGradient()
+
+
+class Slices(nn.Module):
+    """Halves of weights that the tensor axis does not divide, and a slope for every element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.up = nn.Linear(6, 6)
+        self.act = nn.PReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.act(self.up(x)) @ self.weight.chunk(2, 1)[0]).tanh().flatten().pow(2).mean()
+
+
+def slices() -> nn.Module:
+    return Slices()
+
+
+class Power(nn.Module):
+    """A power whose result is reshaped at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).pow(3).reshape(-1, 3).softmax(-1).square().mean()
+
+
+def power() -> nn.Module:
+    return Power()
+
+
+@pytest.mark.parametrize("mesh", ["1", "2x2", "pp=2"])
+def test_blocks_of_which_one_is_frozen(mesh: str) -> None:
+    _equal(frozen_block, _batch(), mesh)
+
+
+@pytest.mark.parametrize("mesh", ["1", "2x2"])
+def test_a_frozen_tower(mesh: str) -> None:
+    _equal(frozen_tower, {"ids": torch.randint(6, (8, 4))}, mesh)
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("1", 1), ("2x2", 2)])
+def test_no_gradient_leaves_no_grad(mesh: str, microbatches: int) -> None:
+    _equal(no_gradient, _batch(), mesh, microbatches=microbatches)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "2x2"])
+def test_slices_of_weights_are_placed(mesh: str) -> None:
+    _equal(slices, _batch(), mesh, microbatches=2)
+
+
+def test_a_power_that_is_reshaped() -> None:
+    _equal(power, _batch(), "2x2")
+
+
+class Bare(nn.Module):
+    """Norms without weights make up whole stages: they have no gradients of weights to run apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.LayerNorm(6, elementwise_affine=False) for _ in range(4))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x) + x
+        return self.head(x).square().mean()
+
+
+def bare() -> nn.Module:
+    return Bare()
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "zero-bubble"])
+def test_stages_without_weights_run_in_halves(schedule: str) -> None:
+    _equal(bare, _batch(), "pp=2", microbatches=4, schedule=schedule)

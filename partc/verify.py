@@ -168,7 +168,7 @@ def _compare_step(
         for name, entry in plan["parameters"].items():
             if coordinate.get(PIPELINE_AXIS, 0) not in [plan["places"][stage] for stage in entry["stages"]]:
                 continue
-            shard = Shard(entry["dtype"] + entry["layout"])
+            shard = Shard(entry["dtype"] + entry["layout"], holds=tuple(entry["shape"]))
             kinds = ("gradient", "parameter") if entry["trainable"] else ("parameter",)
             for kind in kinds:
                 whole = _whole(reference, kind, name, shard)

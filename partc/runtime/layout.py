@@ -56,7 +56,7 @@ class Shard:
 
         Rows that the model doesn't have are zeros.
         """
-        if whole.dim() and whole.shape[0] < self.shape[0] and tuple(whole.shape[1:]) == self.shape[1:]:
+        if self.holds and tuple(whole.shape) == self.holds:
             whole = torch.cat([whole, whole.new_zeros(self.shape[0] - whole.shape[0], *whole.shape[1:])])
         return local_part(whole, self.dims, sizes, coordinate)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc import passes
 from partc.accounting import ReplicatedOp, communication, replicated_ops
+from partc.coverage import Coverage, coverage
 from partc.errors import PartcError
 from partc.mesh import Mesh
 from partc.options import TABLE, Options
@@ -44,6 +45,7 @@ class Package:
     options: Options
     phases: Mapping[str, float]
     replicated_ops: tuple[ReplicatedOp, ...] = ()
+    coverage: Coverage = field(default_factory=lambda: Coverage(ops=1.0, flops=1.0))
     extra: Mapping[str, bytes] = field(default_factory=dict)  # files that model_source reads
     warnings: tuple[str, ...] = ()
 
@@ -67,6 +69,7 @@ class Package:
             "phases": dict(self.phases),
             "communication": self.communication,
             "warnings": list(self.warnings),
+            "rules": {"ops": self.coverage.ops, "flops": self.coverage.flops},
             "padded": {name: [list(shape) for shape in shapes] for name, shapes in self.padded.items()},
             "replicated_ops": [
                 {
@@ -275,6 +278,7 @@ def package(done: Compilation) -> Package:
         options=done.options,
         phases=done.phases,
         replicated_ops=replicated_ops(done.after("annotate")),
+        coverage=coverage(done.after("annotate")),
         extra=done.extra,
         warnings=done.warnings,
     )

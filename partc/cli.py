@@ -119,6 +119,7 @@ def _print_report(report: Mapping[str, Any]) -> None:
     counts = {"rank": report["ranks"], "stage": report["stages"], "region": len(report["regions"])}
     click.echo("\n" + ", ".join(counted(count, noun) for noun, count in counts.items()))
     click.echo(f"each rank receives a step: {moved or 'nothing'}")
+    click.echo(f"rules cover {report['rules']['ops']:.1%} of operations, {report['rules']['flops']:.1%} of flops")
     for warning in report["warnings"]:
         click.echo(f"warning: {warning}")
     for name, (true, held) in report["padded"].items():
@@ -208,6 +209,23 @@ def run_command(directory: Path, steps: int, as_json: bool, rest: tuple[str, ...
         f"at most {readable_bytes(max(result.peak_bytes))} a rank"
     )
     console.next_step(f"less {directory}/stages/stage_0.py")
+
+
+@cli.command("rule", short_help="Draft the rules that a model's operations lack.")
+@click.argument("model")
+@compile_options(required=True)
+def rule_command(model: str, **given: Any) -> None:
+    """Print a line for every operation of MODEL that has no rule, to be checked and put into the model file."""
+    from partc.api import compilation
+    from partc.coverage import coverage, missing
+
+    options, definitions = _options(given)
+    program = compilation(model, None, options, model_options=definitions, until="annotate").program
+    click.echo(f"# rules cover {coverage(program)}")
+    for item in missing(program):
+        click.echo(f"\n# {item.source or 'in a loss of torch'}: equal sizes were taken for one factor; correct them.")
+        click.echo('# A factor that no result has is summed. Name those that must stay whole: blocked="k".')
+        click.echo(f'partc.rule("{item.op}", "{item.draft}")')
 
 
 @cli.command("inspect", short_help="Show the program after any pass.")

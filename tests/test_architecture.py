@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("partc.modelfile", "partc.huggingface", "partc.ownbackward", "partc.capture", "partc.trace", "partc.origin"),
     ("partc.passes",),
     ("partc.templates", "partc.codegen"),
-    ("partc.accounting", "partc.output", "partc.options"),
+    ("partc.accounting", "partc.coverage", "partc.output", "partc.options"),
     ("partc.launch", "partc.reference", "partc.sampling", "partc.verify", "partc.doctor"),
     ("partc.api", "partc.comparison", "partc.drawing", "partc.report"),
     ("partc.inspection", "partc.dump", "partc.console"),

@@ -101,6 +101,7 @@ def test_compile_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixt
         "replicated_ops",
         "warnings",
         "padded",
+        "rules",
     }
     assert report["ranks"] == 4 and report["stages"] == 1 and len(report["regions"]) == 3
     assert report["communication"]["dp"] > 0 and report["communication"]["tp"] > 0

@@ -145,6 +145,7 @@ def register(
             f"slots of {name} has {len(slots)} positions",
             help=f"its rule has {len(notation.operands)} operands",
         )
+    name = name.removeprefix("aten::")  # as the program calls torch's own
     rule(name, text, slots=slots, blocked=blocked, linear=linear, work="*" if matmul else "")
     TABLE[name] = Entry(build=TABLE[name].build, matmul=matmul, user=True)
 

@@ -339,6 +339,9 @@ _TABLE: Mapping[str, Emit] = {
     ),
     "embedding": _function("torch.embedding"),
     "embedding_shard": _at_rank("functional.embedding_shard"),
+    "embedding_shard_backward": lambda o: (
+        f"functional.embedding_shard_grad({', '.join((*o.args[:3], f'comm.{_axis(o)}.rank', *o.args[3:4]))})"
+    ),
     "cross_entropy": _function(
         "functional.cross_entropy", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0"
     ),

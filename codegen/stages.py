@@ -268,15 +268,15 @@ class _Builder:
         for run in (run for phase in self.runs.values() for run in phase):
             if not run.region.params:
                 continue
-            cls, attribute = self.codes[run.region.name].params_class, self.attribute(run)
+            cls = self.codes[run.region.name].params_class
             trains = self.codes[run.region.name].differentiated
-            for target, source in ((attribute, "parameters"), (f"grad_{attribute}", "gradients")):
+            for target, source in ((self.attribute(run), "parameters"), (self.attribute(run, "grad "), "gradients")):
                 if source == "parameters" or trains:
-                    lines.append(Line(code=f"self.{target} = {self._tensors(run, cls, source)}"))
+                    lines.append(Line(code=f"{target} = {self._tensors(run, cls, source)}"))
         return lines
 
-    def attribute(self, run: Run) -> str:
-        return self.attributes[run.prefix if run.loop else run.calls[0].name]
+    def attribute(self, run: Run, kind: str = "") -> str:
+        return "self." + self.attributes[kind + (run.prefix if run.loop else run.calls[0].name)]
 
     def _tensors(self, run: Run, cls: str, source: str) -> str:
         """The tuple (or list of tuples) of a run's parameters, or of their gradients."""
@@ -300,7 +300,7 @@ class _Builder:
             for call in run.calls:
                 targets = []
                 for name in call.results:
-                    self.places[name] = f"self.{self.attributes[name]}"
+                    self.places[name] = f"self.{self.attributes.fresh(identifier(name))}"
                     targets.append(self.places[name])
                 arguments = self.arguments(self.codes[call.region].forward, run, self.placed(call.args), "self.comm")
                 lines.append(Line(code=f"{', '.join(targets)} = {self.codes[call.region].forward.name}({arguments})"))
@@ -308,7 +308,7 @@ class _Builder:
 
     def arguments(self, function: Function, run: Run, args: Iterable[str], comm: str, p: str = "", g: str = "") -> str:
         """What a region's function is called with: comm, p, g and number if it takes them, then values."""
-        given = {"comm": comm, "p": p or f"self.{self.attribute(run)}", "g": g or f"self.grad_{self.attribute(run)}"}
+        given = {"comm": comm, "p": p or self.attribute(run), "g": g or self.attribute(run, "grad ")}
         given["number"] = "number" if run.loop else str(run.calls[0].random)
         common = [given[argument.name] for argument in function.arguments if argument.name in function.passes]
         return ", ".join((*common, *args))

@@ -24,7 +24,7 @@ class Stage(Protocol):
     received: list[Transfer]
     split: bool
 
-    def attribute(self, run: Run) -> str: ...
+    def attribute(self, run: Run, kind: str = "") -> str: ...
     def arguments(
         self, function: Function, run: Run, args: Iterable[str], comm: str, p: str = "", g: str = ""
     ) -> str: ...
@@ -171,8 +171,7 @@ class Steps:
 
     def _over(self, run: Run, function: Function, *, backwards: bool = False) -> str:
         """A loop over a run's calls, with what the function takes of their parameters and gradients."""
-        attribute = self.b.attribute(run)
-        tables = {"p": f"self.{attribute}", "g": f"self.grad_{attribute}", "number": _counting(run)}
+        tables = {"p": self.b.attribute(run), "g": self.b.attribute(run, "grad "), "number": _counting(run)}
         taken = [name for name in ("p", "g", "number") if name in function.passes]
         lists = [f"reversed({tables[name]})" if backwards else tables[name] for name in taken]
         if not taken:

@@ -58,3 +58,31 @@ def test_sixty_four_ranks_have_two_stage_modules(tmp_path: Path) -> None:
     assert max(len(path.read_text().splitlines()) for path in ranks) < 60
     stage = (tmp_path / "b" / "stages" / "stage_0.py").read_text()
     assert len(stage.splitlines()) < 500, "32 blocks are one body in a loop"
+
+
+CLASHING = """
+import torch
+from torch import nn
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, x, labels):
+        m = torch.arange(12) >= 10
+        return nn.functional.cross_entropy(self.head(x).masked_fill(m, -1e4), labels)
+
+def model():
+    return Masked()
+
+def batch():
+    return {"x": torch.randn(8, 8), "labels": torch.randint(10, (8,))}
+"""
+
+
+def test_a_constant_may_have_its_region_s_name(tmp_path: Path) -> None:
+    """A region is named after the file, here as the mask is: a stage keeps both."""
+    (tmp_path / "m.py").write_text(CLASHING)
+    result = partc.compile(str(tmp_path / "m.py"), mesh="tp=2", precision="fp64").verify()
+    assert result.ok, result.worst

@@ -86,6 +86,29 @@ def test_heads_with_bias_and_other_readers(build: object, mesh: str) -> None:
     assert "holds(13)" in text and print_program(parse(text)) == text
 
 
+class TiedClassifier(nn.Module):
+    """The table and the head are one parameter, read twice in one region; the table is looked up twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(13, 8)
+        self.head = nn.Linear(8, 13)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.table(x) + self.table(labels).cos().roll(1, 1)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "2x2"])
+def test_a_table_read_twice_in_one_region(mesh: str) -> None:
+    batch = {"x": torch.randint(13, (8, 5)), "labels": torch.randint(13, (8, 5))}
+    package = partc.compile(TiedClassifier, batch, mesh=mesh, precision="fp64")
+    assert package.program.parameter("table.weight").type.layout.sharded_axes == ("tp",)
+    result = package.verify()
+    assert result.ok, result.worst
+
+
 def test_smoothed_losses_and_divisible_vocabularies_are_left_alone() -> None:
     batch = {"x": torch.randn(8, 6), "labels": torch.randint(13, (8,))}
     for mesh in ("1", "2", "tp=13"):

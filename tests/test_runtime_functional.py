@@ -55,6 +55,8 @@ def test_embedding(padding_idx: int) -> None:
         functional.embedding_shard_add_grad(into[rank], grad, ids, rank, padding_idx)
     assert table.grad is not None
     close(torch.cat(into), table.grad + 1)
+    apart = [functional.embedding_shard_grad(grad, ids, 4, rank, padding_idx) for rank in range(3)]
+    close(torch.cat(apart), table.grad)
     once = torch.ones(12, 5, dtype=F64)
     functional.embedding_add_grad(once, grad, ids, padding_idx)
     close(once, table.grad + 1)

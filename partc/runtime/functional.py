@@ -30,6 +30,7 @@ __all__ = [
     "embedding_add_grad",
     "embedding_shard",
     "embedding_shard_add_grad",
+    "embedding_shard_grad",
     "expert_matmul",
     "expert_matmul_add_grad_weight",
     "expert_matmul_grad_rows",
@@ -135,6 +136,13 @@ def embedding_shard_add_grad(into: Tensor, grad: Tensor, ids: Tensor, rank: int,
         outside = outside | (ids == padding_idx)
     rows = grad.masked_fill(outside.unsqueeze(-1), 0).reshape(-1, grad.shape[-1])
     into.index_add_(0, local.reshape(-1), rows)
+
+
+def embedding_shard_grad(grad: Tensor, ids: Tensor, rows: int, rank: int, padding_idx: int = -1) -> Tensor:
+    """The table's gradient [rows, d] by itself, where it is one of several that are summed."""
+    into = grad.new_zeros(rows, grad.shape[-1])
+    embedding_shard_add_grad(into, grad, ids, rank, padding_idx)
+    return into
 
 
 def embedding_add_grad(into: Tensor, grad: Tensor, ids: Tensor, padding_idx: int = -1) -> None:

@@ -153,12 +153,9 @@ def _define_random() -> None:
         lambda x, p, dims, number: (_like(x), _kept(x, dims)),
         lambda g, a, r: [_ops.dropout_backward(g[0], r[1], a[1])],
     )
-    _operator(
-        "rand_like", "(Tensor x, int number) -> Tensor", lambda x, number: x.new_empty(x.shape), lambda g, a, r: [None]
-    )
-    _operator(
-        "randn_like", "(Tensor x, int number) -> Tensor", lambda x, number: x.new_empty(x.shape), lambda g, a, r: [None]
-    )
+    like = "(Tensor x, ScalarType dtype, int number) -> Tensor"
+    for name in ("rand_like", "randn_like"):
+        _operator(name, like, lambda x, dtype, number: x.new_empty(x.shape, dtype=dtype), lambda g, a, r: [None])
     make = "(int[] size, ScalarType dtype, int number, *, Device? device=None) -> Tensor"
     new = lambda size, dtype, number, device=None: torch.empty(size, dtype=dtype, device=device)  # noqa: E731
     _operator("rand", make, new)

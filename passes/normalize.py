@@ -25,7 +25,8 @@ from partc.passes import normalize_views as views
 from partc.passes.normalize_attention import attention
 from partc.passes.normalize_inplace import without_mutation
 from partc.passes.normalize_norms import plain_norms
-from partc.passes.normalize_random import RANDOM
+from partc.passes.normalize_random import RANDOM, refuse_unknown
+from partc.passes.normalize_recurrent import recurrent
 from partc.passes.normalize_writer import Rewrite, Writer, argument, number, ref, with_dtypes
 from partc.program import Arg, DTypeArg, Op, Program, Ref, Region, Value
 
@@ -101,6 +102,7 @@ def _next(w: Writer, buffer: str, made: str) -> str:
 
 
 def _kept(w: Writer, op: Op) -> None:
+    refuse_unknown(op)
     w.keep(with_dtypes(w, op))
 
 
@@ -128,24 +130,6 @@ def _detach(w: Writer, op: Op) -> None:
         w.keep(replace(op, name="detach"))
     else:
         w.drop(op)
-
-
-def _dropout(w: Writer, op: Op) -> None:
-    p, training = op.args[1], argument(op, 2, "train", True)
-    if not training or not p:
-        w.drop(op)
-    elif op.name == "alpha_dropout":
-        raise PartcError(
-            "P0207",
-            "alpha_dropout draws in a way that is not the same on every mesh",
-            help="use dropout",
-            source=op.source,
-        )
-    elif p == 1:
-        w.add(op, "mul", (op.args[0], 0.0))
-    else:
-        dims = 2 if op.name == "feature_dropout" else len(op.result.type.shape)
-        w.add(op, "dropout", (op.args[0], p, dims, w.draw()))
 
 
 def _linear(w: Writer, op: Op) -> None:
@@ -327,7 +311,6 @@ _TABLE: Mapping[str, Rewrite] = {
     # nothing
     **_each("contiguous alias clone lift_fresh_copy view_of identity", lambda w, op: w.drop(op)),
     **_each("detach detach_", _detach),
-    **_each("dropout feature_dropout alpha_dropout", _dropout),
     **_each("to _to_copy type_as float double", _cast),
     **_each("add sub", _neutral(0)),
     **_each("mul div", _neutral(1)),
@@ -363,4 +346,5 @@ _TABLE: Mapping[str, Rewrite] = {
     "copy": _copy,
     # random numbers
     **RANDOM,
+    **_each("lstm gru rnn_tanh rnn_relu", recurrent),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from partc.errors import PartcError
 from partc.passes.normalize_writer import Writer, argument
 from partc.program import Arg, Op, Ref
@@ -17,7 +19,34 @@ def attention(w: Writer, op: Op) -> None:
     if isinstance(mask, Ref) and mask.name in w.trained:
         _spelled_attention(w, op, mask, p, argument(op, 6, "scale"))
         return
-    w.add(op, "attention_dropout", (*args, p, w.draw()))
+    if len(w.shape(op.args[0])) == 4:
+        w.add(op, "attention_dropout", (*args, p, w.draw()))
+    else:
+        _four_dimensional(w, op, args, p)
+
+
+def _four_dimensional(w: Writer, op: Op, args: tuple[Arg, ...], p: Arg) -> None:
+    """Attention with dropout whose operands have other dimensions than [b, h, s, k]: those before s make b and h."""
+    shape, dtype = op.result.type.shape, op.result.type.dtype
+    before = shape[:-2]
+
+    def turned(arg: Arg) -> Arg:
+        if not isinstance(arg, Ref):
+            return arg
+        last = w.shape(arg)[-2:]
+        if len(w.shape(arg)) > 2 and w.shape(arg)[:-2] != before:
+            value = w.value(f"{arg.name}_each", (*before, *last), w.types[arg.name].dtype)
+            arg = w.add(op, "expand", (arg, value.type.shape), value)
+        elif len(w.shape(arg)) == 2 and before:
+            return arg
+        heads = before[-1] if len(before) > 1 else 1
+        value = w.value(f"{arg.name}_heads", (math.prod(before) // heads, heads, *last), w.types[arg.name].dtype)
+        return w.add(op, "reshape", (arg, value.type.shape), value)
+
+    q, k, v, mask = (turned(arg) for arg in args[:4])
+    heads = w.value(f"{op.result.name}_heads", (*w.shape(q)[:3], shape[-1]), dtype)
+    out = w.add(op, "attention_dropout", (q, k, v, mask, *args[4:], p, w.draw()), heads)
+    w.add(op, "reshape", (out, shape))
 
 
 def _spelled_attention(w: Writer, op: Op, mask: Ref, p: Arg, scale: Arg) -> None:

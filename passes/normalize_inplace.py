@@ -24,6 +24,7 @@ _VIEW_NAMES = (
     " type_as dropout diagonal unfold as_strided broadcast_tensors narrow real imag"
 )
 _VIEWS = frozenset(_VIEW_NAMES.split())
+_FUNCTIONAL = {"normal_": "normal_functional"}  # normal makes a tensor of means and deviations
 _SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
 
 
@@ -58,7 +59,7 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
         whole = _wholes(first, parts)
         _check(op, {first, *whole}, index, storage, last, inside)
         storage[op.result.name] = storage.get(first, first)
-        ops.append(replace(op.renamed(current), name=op.name.removesuffix("_"), results=op.results))
+        ops.append(replace(op.renamed(current), name=_functional(op.name), results=op.results))
         before = {name: current.get(name, name) for name in whole}
         changed(first, op.result.name)
         part, now = first, op.result.name
@@ -70,6 +71,11 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
             part, now = name, made.name
     done = replace(graph, ops=tuple(ops), outputs=tuple(current.get(name, name) for name in graph.outputs))
     return done, {name: current[name] for name in buffers if name in current}
+
+
+def _functional(name: str) -> str:
+    """The operation that returns what this one leaves in its first operand."""
+    return _FUNCTIONAL.get(name, name.removesuffix("_"))
 
 
 def _wholes(name: str, parts: Mapping[str, Op]) -> list[str]:

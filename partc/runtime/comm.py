@@ -151,7 +151,7 @@ class Comm:
                 ).flatten()
             places.append((index, math.prod(size for size, _ in dim)))
         start = stream(self.seed, self.step, number + self.mb.rank * self.draws)
-        return Draw(start, tuple(places), tuple(size for _, size in places))
+        return Draw(start, tuple(places), tuple(size for _, size in places), self.device)
 
     def send(self, x: Tensor, link: Link) -> None:
         """Post `x` on a link that starts here; never waits for it."""

@@ -21,6 +21,7 @@ from .attention import repeat_heads, scores_of, sum_heads
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio, odd
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None))
 _WORD = 1 << 64
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def mixed(word: int) -> int:
@@ -46,12 +47,13 @@ class Draw:
     start: int
     places: tuple[tuple[Tensor, int], ...]  # indices along a dimension, and that dimension's whole size
     whole: tuple[int, ...]
+    device: torch.device
 
     @classmethod
     def everything(cls, start: int, shape: Sequence[int], device: torch.device) -> Draw:
         """A tensor that is all here."""
         places = tuple((torch.arange(size, device=device), size) for size in shape)
-        return cls(start, places, tuple(shape))
+        return cls(start, places, tuple(shape), device)
 
     def bits(self, offset: int = 0, per_element: int = 1) -> Tensor:
         """64 random bits for every element here, as i64. Element i takes output `per_element * i + offset`."""
@@ -62,7 +64,7 @@ class Draw:
             along = (place * (stride * per_element)).reshape(-1, *(1 for _ in self.places[dim + 1 :]))
             index = along if index is None else index + along
         if index is None:
-            index = torch.zeros((), dtype=torch.int64)
+            index = torch.zeros((), dtype=torch.int64, device=self.device)
         # i64 arithmetic wraps around, as 64-bit words do.
         word = index.add(offset + 1).mul_(_signed(GOLDEN)).add_(_signed(self.start))
         for shift, factor in _MIX:
@@ -76,8 +78,8 @@ class Draw:
         return (self.bits() >> 11).bitwise_and_((1 << 53) - 1) < math.ceil(probability * (1 << 53))
 
     def uniform(self, dtype: torch.dtype, offset: int = 0, per_element: int = 1) -> Tensor:
-        """Multiples of 2^-53 in [0, 1), or of 2^-24 below double precision."""
-        digits = 53 if dtype == torch.float64 else 24
+        """Multiples of 2^-digits in [0, 1): as many digits as the dtype holds, so that none is rounded up to 1."""
+        digits = _DIGITS[dtype]
         word = (self.bits(offset, per_element) >> (64 - digits)).bitwise_and_((1 << digits) - 1)
         return word.to(torch.float64).mul_(2.0**-digits).to(dtype)
 

@@ -25,6 +25,7 @@ class Sampling(TorchDispatchMode):
         super().__init__()
         self.seed = seed
         self.step = step
+        self.drawn = 0  # random operations that have run, known at the end; those that ran again are counted once
         self._before = torch.default_generator.get_state()
 
     def __enter__(self) -> Sampling:
@@ -35,12 +36,8 @@ class Sampling(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self.drawn = torch.default_generator.initial_seed()
         torch.default_generator.set_state(self._before)
-
-    @property
-    def drawn(self) -> int:
-        """How many random operations have run, those that ran again counted once."""
-        return torch.default_generator.initial_seed()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -60,7 +57,7 @@ class Sampling(TorchDispatchMode):
 
     def draw(self, shape: Sequence[int], device: torch.device) -> Draw:
         """Numbers for the next random operation."""
-        number = self.drawn
+        number = torch.default_generator.initial_seed()
         torch.default_generator.manual_seed(number + 1)
         return Draw.everything(stream(self.seed, self.step, number), shape, device)
 

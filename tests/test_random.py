@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import partc
 from partc.runtime.comm import Axis, Comm
@@ -128,3 +129,55 @@ def test_every_mesh_draws_what_one_device_draws(
 def test_families_with_their_own_dropouts(name: str, shared: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     assert _verified(name, shared, tmp_path, mesh="2x2x2", microbatches=4).program.draws > 5
+
+
+class Lottery(nn.Module):
+    """Torch's rarer random operations, a part of which backward runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.selu, self.whole = nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.3)
+        self.leak = nn.RReLU()
+        self.memory = nn.LSTM(16, 16, num_layers=2, dropout=0.25, batch_first=True)
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.leak(self.whole(self.selu(self.table(ids))))
+        x = x * torch.empty_like(x).exponential_(2.0) + torch.normal(x.detach(), 0.1)
+        x, _ = self.memory(x)
+        x = x + checkpoint(self.inner, x, use_reentrant=False) + torch.empty_like(x).normal_(0.0, 0.1)
+        once = torch.multinomial(x[:, 0].detach().softmax(-1), 1)
+        twice = torch.multinomial(x[:, 1].detach().softmax(-1), 3, replacement=True)
+        apart = torch.multinomial(x[:, 2].detach().softmax(-1), 2)
+        chosen = self.table(torch.cat((once, twice, apart), 1)).mean(1, keepdim=True)
+        return self.head(x + chosen + torch.randint_like(x[:, :, :1], 3))
+
+
+def _likelihood(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("1", 1), ("2", 4), ("tp=2", 2), ("2x2", 1)])
+def test_rarer_operations_draw_by_element_too(mesh: str, microbatches: int) -> None:
+    batch = {"ids": torch.randint(32, (16, 8)), "labels": torch.randint(32, (16, 8))}
+    package = partc.compile(Lottery, batch, loss=_likelihood, mesh=mesh, microbatches=microbatches, precision="fp64")
+    result = package.verify()
+    assert result.ok, result.worst
+
+
+class Roulette(nn.Module):
+    """A draw whose number of random bits depends on what it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.poisson(self.rate.detach() * x.abs()) * self.rate).mean()
+
+
+def test_draws_that_are_not_by_element_are_refused() -> None:
+    with pytest.raises(partc.PartcError) as refused:
+        partc.compile(Roulette, {"x": torch.randn(8, 8)}, mesh="2")
+    assert refused.value.code == "P0207" and refused.value.source is not None

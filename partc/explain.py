@@ -44,8 +44,7 @@ CATALOGUE: Mapping[str, Entry] = {
     ),
     "P0004": Entry(
         "an option's value is out of range",
-        "--seed is from 0 to 4294967295; --batch and --seq are 1 or more, and --seq is at most what the "
-        "configuration's positions allow.",
+        "--seed is from 0 to 4294967295; --batch and --seq are 1 or more.",
     ),
     "P0101": Entry(
         "the mesh does not parse",
@@ -136,7 +135,8 @@ CATALOGUE: Mapping[str, Entry] = {
         "code that a package could not import",
         "A package builds the model again in processes of its own. A module object is stored with its parameters "
         "and needs its classes importable by name; a function is imported from a copy of its file. Neither works "
-        "for what is defined inside a function, and a script must do nothing when it is imported.",
+        "for what is defined inside a function, and a script must do nothing when it is imported. Modules of your "
+        "own that a model file imports are copied to sources/; none may be called stages, ranks, runtime or kernels.",
     ),
     "P0216": Entry(
         "the model has a backward pass of its own",

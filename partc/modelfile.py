@@ -6,7 +6,8 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +54,7 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
                 source=Source(file=str(path), line=1),
             )
     converted = _converted(options, [functions["model"], functions["batch"]], path)
-    model, batch = (_applied(functions[name], converted) for name in ("model", "batch"))
+    model, batch = (_applied(functions[name], converted, path) for name in ("model", "batch"))
     loss = functions["loss"] if callable(functions["loss"]) else None
     return ModelFile(name=path.stem, path=path, source=source, options=converted, model=model, batch=batch, loss=loss)
 
@@ -83,11 +84,10 @@ def _imported(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise PartcError("P0202", f"{path} is no Python file", help="model files end in .py")
     module = importlib.util.module_from_spec(spec)
-    folder = str(path.parent.resolve())
-    sys.path.insert(0, folder)
     sys.modules[spec.name] = module  # dataclasses look their module up while it runs
     try:
-        spec.loader.exec_module(module)
+        with _beside(path):
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise PartcError(
             "P0202",
@@ -95,9 +95,18 @@ def _imported(path: Path) -> ModuleType:
             help="run it with python to see the whole error",
             source=blame(error, path),
         ) from error
+    return module
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[None]:
+    """Modules next to a file can be imported, as when Python runs it."""
+    folder = str(path.parent.resolve())
+    sys.path.insert(0, folder)
+    try:
+        yield
     finally:
         sys.path.remove(folder)
-    return module
 
 
 def blame(error: BaseException, path: Path | None = None) -> Source | None:
@@ -165,6 +174,11 @@ def _takes_any(function: Any) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
-def _applied(function: Any, options: Mapping[str, Option]) -> Callable[[], Any]:
+def _applied(function: Any, options: Mapping[str, Option], path: Path) -> Callable[[], Any]:
     taken = options if _takes_any(function) else {k: v for k, v in options.items() if k in _parameters(function)}
-    return lambda: function(**taken)
+
+    def call() -> Any:
+        with _beside(path):
+            return function(**taken)
+
+    return call

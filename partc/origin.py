@@ -9,8 +9,6 @@ import inspect
 import io
 import logging
 import os
-import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,15 +21,15 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError
 from partc.gradients import trains
+from partc.huggingface import is_configuration
 from partc.mesh import Mesh
 from partc.program import Program
 from partc.settings import PASSES, settings
+from partc.sources import RESERVED, imported_by, with_imports
 from partc.trace import Batches, trace_file, trace_model
 
 WEIGHTS, BATCH = "model.pt", "batch.pt"
-# Names in a package's folder that a copied module must not take.
-_RESERVED = frozenset({"model", "train", "stages", "ranks", "runtime", "kernels"})
-_RENAMED = "given_model"  # for a function's file whose own name is reserved
+_RENAMED = "given_model"  # for a function's file whose own name a package has already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +58,8 @@ def trace(
             text = {name: str(value) for name, value in options.items()}
             traced = trace_file(Path(model), text, mesh=mesh, batches=batches, precision=precision)
             _check_trains(traced.program)
-            return Origin(program=traced.program, source=traced.model_source, options=traced.options)
+            extra = {} if is_configuration(model) else imported_by(Path(model))
+            return Origin(program=traced.program, source=traced.model_source, options=traced.options, extra=extra)
         given = _batch(batch)
         if isinstance(model, nn.Module):
             source, extra = _stored(model, given, loss)
@@ -128,13 +127,13 @@ def _stored(model: nn.Module, batch: Mapping[str, Tensor], loss: Any) -> tuple[s
     extra = {WEIGHTS: _saved(model), BATCH: _saved(dict(batch))}
     for kind in {type(module) for module in model.modules()}:
         module = _module_of(kind)
-        if module == "__main__" or module in _RESERVED:
+        if module == "__main__" or module.partition(".")[0] in RESERVED:
             raise PartcError(
                 "P0215",
                 f"{kind.__name__} is defined in {module}, which its package could not import",
                 help="move the class to a module of another name, or give a function that builds the model",
             )
-        extra |= _code(module, module)
+        extra |= with_imports(module, module)
     imports = [] if loss is None else [_import(loss, "loss", extra)]
     return _text(imports=imports, weights=WEIGHTS, batch=BATCH), extra
 
@@ -161,25 +160,14 @@ def _import(function: Any, name: str, extra: dict[str, bytes]) -> str:
     if module == "__main__":
         target = Path(inspect.getsourcefile(function) or "script.py").stem
         _require_guard(function)
-    if target in _RESERVED or not target.replace(".", "").isidentifier():
+    if target.partition(".")[0] in RESERVED or not target.replace(".", "").isidentifier():
         target = _RENAMED
-    extra |= _code(module, target)
+    extra |= with_imports(module, target)
     return f"from {target} import {own}" + ("" if own == name else f" as {name}")
 
 
 def _module_of(item: Any) -> str:
     return str(getattr(item, "__module__", "") or "__main__")
-
-
-def _code(module: str, target: str) -> dict[str, bytes]:
-    """The file of a module of the user's own, under its name in the package; nothing for what is installed."""
-    path = getattr(sys.modules.get(module), "__file__", None)
-    if path is None or "." in module:
-        return {}
-    installed = [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    if any(Path(path).is_relative_to(folder) for folder in installed):
-        return {}
-    return {f"{target}.py": Path(path).read_bytes()}
 
 
 def _require_guard(function: Any) -> None:

@@ -33,7 +33,6 @@ def main(argv: Sequence[str]) -> int:
 def train(package: Path, folder: Path, *, steps: int, optimizer: str, lr: float) -> None:
     """Write every step's loss, gradients (before the update) and parameters (after it) to `folder`."""
     plan: dict[str, Any] = json.loads((package / "plan.json").read_text())
-    sys.path.append(str(package))  # model.py may import what lies beside it
     module = load_model_file(package / "model.py")
     torch.manual_seed(plan["seed"])
     model: nn.Module = call_with_options(module.model, plan["options"])

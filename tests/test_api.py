@@ -58,7 +58,7 @@ def test_a_module_keeps_its_parameters() -> None:
     model = given_models.Net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     package = partc.compile(model, x(), mesh="1x2x2", precision="fp64", loss=given_models.loss)
-    assert {"model.pt", "batch.pt", "given_models.py"} == set(package.extra)
+    assert {"model.pt", "batch.pt", "sources/given_models.py"} == set(package.extra)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     result = package.verify(steps=2)
@@ -69,7 +69,7 @@ def test_a_module_keeps_its_parameters() -> None:
 
 def test_a_function_is_imported_by_its_package() -> None:
     package = partc.compile(given_models.build, x(), mesh="tp=2", loss=given_models.loss)
-    assert set(package.extra) == {"batch.pt", "given_models.py"}
+    assert set(package.extra) == {"batch.pt", "sources/given_models.py"}
     assert "from given_models import build as model\nfrom given_models import loss\n" in package.model_source
     assert package.verify(steps=1).ok
 

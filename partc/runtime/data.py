@@ -17,7 +17,8 @@ from .layout import Shard, microbatch_part
 
 
 def load_model_file(path: Path) -> ModuleType:
-    """Import the package's copy of the user's model file."""
+    """Import the package's copy of the user's model file, and what it imports from `sources/`."""
+    sys.path.insert(0, str(path.parent / "sources"))
     spec = importlib.util.spec_from_file_location("partc_model_file", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -47,7 +47,7 @@ class Sampling(TorchDispatchMode):
         given = dict(zip(names, args, strict=False)) | dict(kwargs or {})
         if rule is not None:
             return rule(self, func, given)
-        if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p", 1) and _makes_tensors(func):
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(names, given) and _makes_tensors(func):
             raise PartcError(
                 "P0207",
                 f"the single device runs {func._schema.name}, which draws in a way that no package can",
@@ -164,6 +164,11 @@ def _native_dropout(sampling: Sampling, func: Any, given: Given) -> tuple[Tensor
     if given.get("train") is False or not given["p"]:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     return dropout(x, given["p"], sampling.draw(x.shape, x.device))
+
+
+def _draws(names: Sequence[str], given: Given) -> bool:
+    """Whether this call draws: attention does only where it drops, which it does not unless told to."""
+    return "dropout_p" not in names or bool(given.get("dropout_p"))
 
 
 def _makes_tensors(func: Any) -> bool:

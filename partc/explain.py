@@ -226,8 +226,9 @@ CATALOGUE: Mapping[str, Entry] = {
     ),
     "P0403": Entry(
         "more pipeline stages than calls",
-        "A stage holds at least one call of a region: an embedding, a block, a head. Stages are cut between calls, "
-        "never inside one, so a model of few large modules has few stages. Use a smaller pp.",
+        "A stage holds at least one call of a region: an embedding, a block, a head. Where there are more stages than "
+        "those, blocks are cut at the modules inside them and at last in front of every weight. A model with fewer "
+        "weights than that cannot fill its stages. Use a smaller pp.",
     ),
     "P0404": Entry(
         "no such schedule or precision",

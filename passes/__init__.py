@@ -73,6 +73,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="repeated bodies become regions, called once per repetition",
         requires=("canonical", "simple"),
         ensures=("regions",),
+        options=("places",),
     ),
     Pass(
         name="batch",

@@ -8,7 +8,8 @@
       z  = linear(…, blocks.1.up.weight)       call x_3   = block(x_2)     # blocks.1
 
 Operations are grouped by the numbered module that they ran in; groups that are equal operation by
-operation share a region. What depends on no parameter leaves the code between them: constants are
+operation share a region. Where a pipeline has more stages than there are groups, those are cut further,
+at the modules inside them and at last at every weight. What depends on no parameter leaves the code between them: constants are
 made once, in a region of their own; a value made of inputs alone (a mask, a count) has a region each.
 """
 
@@ -18,160 +19,34 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from partc.gradients import input_only
 from partc.naming import identifier, name_values, unique
-from partc.program import RANDOM, Arg, Call, Graph, Op, Phase, Program, Ref, Region, Value
+from partc.passes.outline_segments import Segment, by_module, by_weight, container, module_path, segments
+from partc.program import RANDOM, Arg, Call, Graph, Program, Ref, Region, Value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """Consecutive operations of one module (`key`, "" between numbered modules) that will be one call."""
-
-    key: str
-    ops: tuple[Op, ...]
-    phase: Phase = "microbatch"
-    gives: tuple[str, ...] | None = None  # what it is for, where that isn't all that others read
-
-
-def outline(program: Program) -> Program:
-    """Split the one region of a normalized program."""
+def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
+    """Split the one region of a normalized program, into calls for as many stages as have `places`, if it can be."""
     main = program.regions[0]
     changing = {buffer for buffer, _ in program.updates}
-    trained = {value.name for value, name in _stored(program) if program.parameter(name).trainable or name in changing}
-    segments = _segments(main, trained)
-    return _Linker(program, main, segments).run()
+    weights = {v.name: name for v, name in _stored(program) if program.parameter(name).trainable or name in changing}
+    trained = set(weights)
+    deepest = max((module_path(op).count(".") + 1 for op in main.forward.ops), default=0)
+    found = _Linker(program, main, segments(main, trained, by_module(main.forward.ops))).run()
+    finer = (*(by_module(main.forward.ops, inside=n + 1) for n in range(deepest)), by_weight(main, weights))
+    for keys in finer:
+        if _stageable(found) >= len(places):
+            return found
+        found = _Linker(program, main, segments(main, trained, keys)).run()
+    return found
+
+
+def _stageable(program: Program) -> int:
+    return len(program.calls) - len(input_only(program))
 
 
 def _stored(program: Program) -> tuple[tuple[Value, str], ...]:
     return tuple(zip(program.regions[0].params, program.calls[0].params, strict=True))
-
-
-def _segments(main: Region, trained: set[str]) -> list[Segment]:
-    """The operations of the region, cut into calls in an order that can run."""
-    free, constant = _free_values(main, trained)
-    ops = main.forward.ops
-    made = {value.name: op for op in ops for value in op.results}
-    depth = _container_depths(ops)
-    keys = {id(op): _key(op, depth) for op in ops}
-    still = [op for op in ops if not all(value.name in constant for value in op.results)]
-    lifted = _shared(_runs(still, keys), free - constant, set(main.forward.outputs))
-    bound = [op for op in still if not all(value.name in free for value in op.results)]
-    wanted = [*main.forward.outputs, *(name for op in bound for name in op.refs())]
-    inline = {id(op) for op in _slice(wanted, made, constant | lifted)}
-    bound_ids = {id(op) for op in bound}
-    body = _runs([op for op in still if id(op) in bound_ids or id(op) in inline], keys)
-    body = _joined(body, {value.name for value in main.params})
-    order = {id(op): index for index, op in enumerate(ops)}
-    return [*_lifted_segments(sorted(lifted, key=lambda n: order[id(made[n])]), made, constant, body, order), *body]
-
-
-def _runs(ops: Sequence[Op], keys: Mapping[int, str]) -> list[Segment]:
-    """Consecutive operations of one key."""
-    found: list[tuple[str, list[Op]]] = []
-    for op in ops:
-        if found and found[-1][0] == keys[id(op)]:
-            found[-1][1].append(op)
-        else:
-            found.append((keys[id(op)], [op]))
-    return [Segment(key=key, ops=tuple(run)) for key, run in found]
-
-
-def _shared(segments: list[Segment], free: set[str], outputs: set[str]) -> set[str]:
-    """Values made of inputs alone that get a region: read by several bodies, or one number for the batch."""
-    readers: dict[str, set[int]] = {}
-    scalars: set[str] = set()
-    for index, segment in enumerate(segments):
-        for op in segment.ops:
-            if not all(value.name in free for value in op.results):
-                for name in op.refs():
-                    readers.setdefault(name, set()).add(index)
-            scalars.update(value.name for value in op.results if not value.type.shape)
-    return {name for name in free if len(readers.get(name, ())) > 1 or (name in scalars and name in readers)} - outputs
-
-
-def _free_values(main: Region, trained: set[str]) -> tuple[set[str], set[str]]:
-    """Values without a trained parameter in their history, and those without an input either."""
-    bound = set(trained)
-    fed = {value.name for value in main.forward.inputs}
-    for op in main.forward.ops:
-        names = set(op.refs())
-        for value in op.results:
-            if names & bound:
-                bound.add(value.name)
-            if names & fed or op.name in RANDOM:  # drawn anew in every step
-                fed.add(value.name)
-    made = {value.name for op in main.forward.ops for value in op.results}
-    return made - bound, made - bound - fed
-
-
-def _container_depths(ops: Sequence[Op]) -> dict[str, int]:
-    """Per outermost numbered container, how many numbered levels make a body: the first that repeats."""
-    bodies: dict[str, dict[str, list[Hashable]]] = {}
-    for op in ops:
-        levels = _levels(op)
-        if levels:
-            bodies.setdefault(_container(levels[0]), {}).setdefault(levels[0], []).append(_shape_of(op))
-    depths = {}
-    for container, instances in bodies.items():
-        found = [tuple(body) for body in instances.values()]
-        nested = any(len(_levels(op)) > 1 and _container(_levels(op)[0]) == container for op in ops)
-        depths[container] = 2 if nested and len(set(found)) == len(found) and len(found) > 1 else 1
-    return depths
-
-
-def _levels(op: Op) -> list[str]:
-    """Prefixes of the module path that end in a number: layers.0, then layers.0.blocks.1."""
-    path = op.source.module if op.source else ""
-    parts = path.split(".")
-    return [".".join(parts[: index + 1]) for index, part in enumerate(parts) if part.isdigit()]
-
-
-def _container(level: str) -> str:
-    return level.rpartition(".")[0]
-
-
-def _shape_of(op: Op) -> Hashable:
-    return op.name, tuple(str(value.type) for value in op.results)
-
-
-def _key(op: Op, depth: Mapping[str, int]) -> str:
-    levels = _levels(op)
-    return levels[min(depth[_container(levels[0])], len(levels)) - 1] if levels else ""
-
-
-def _joined(body: list[Segment], params: set[str]) -> list[Segment]:
-    """A numbered segment without parameters (an activation in a Sequential) joins the one before it."""
-    joined: list[Segment] = []
-    for segment in body:
-        bare = params.isdisjoint(name for op in segment.ops for name in op.refs())
-        if joined and segment.key and bare and joined[-1].key:
-            joined[-1] = replace(joined[-1], ops=joined[-1].ops + segment.ops)
-        else:
-            joined.append(segment)
-    return joined
-
-
-def _lifted_segments(
-    shared: Sequence[str], made: Mapping[str, Op], constant: set[str], body: list[Segment], order: Mapping[int, int]
-) -> list[Segment]:
-    """Regions of what depends on no parameter: all constants in one, other values in one each."""
-    in_order = lambda ops: tuple(sorted(ops, key=lambda op: order[id(op)]))  # noqa: E731
-    values = [Segment(key="", ops=in_order(_slice([name], made, constant)), gives=(name,)) for name in shared]
-    used = {name for segment in (*body, *values) for op in segment.ops for name in op.refs()} & constant
-    ops = in_order(_slice(sorted(used), made, set()))
-    gives = tuple(value.name for op in ops for value in op.results if value.name in used)
-    return [*([Segment(key="", ops=ops, phase="setup", gives=gives)] if ops else []), *values]
-
-
-def _slice(names: Sequence[str], made: Mapping[str, Op], stop: set[str]) -> list[Op]:
-    """The operations that make these values, except what `stop` names."""
-    found: dict[int, Op] = {}
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop()
-        if name in made and name not in stop and id(made[name]) not in found:
-            found[id(made[name])] = made[name]
-            waiting.extend(made[name].refs())
-    return list(found.values())
 
 
 class _Linker:
@@ -315,8 +190,11 @@ class _Linker:
         if segment.phase == "setup":
             return "rotary" if all(re.search(r"cos|sin|rot", name) for name in outputs) else "constants"
         if segment.key:
-            container = _container(segment.key).rpartition(".")[2]
-            return _singular(container) if len(container) > 1 else "block"
+            own = segment.key.rpartition(".")[2]
+            if not own.isdigit():
+                return identifier(own)
+            word = container(segment.key).rpartition(".")[2]
+            return _singular(word) if len(word) > 1 else "block"
         if not params:
             names = name_values(segment.ops, "", ())
             return f"make_{list(names.values())[-1]}"

@@ -32,20 +32,20 @@ def stages(program: Program, *, places: tuple[int, ...] = ()) -> Program:
     Raises PartcError P0403 (too many stages).
     """
     count = len(places) or program.mesh.axis(PIPELINE_AXIS)
+    own = () if places == tuple(range(count)) else places
     pure = input_only(program)
     main = [call for call in program.calls if call.name not in pure]
     if count > len(main):
         raise PartcError(
             "P0403",
             f"{count} pipeline stages for {len(main)} calls: a stage holds at least one",
-            help=f"use {'fewer stages' if places else f'pp={len(main)} or less'};"
+            help=f"use {'fewer stages' if own else f'pp={len(main)} or less'};"
             f" the calls are {', '.join(call.name for call in main[:8])}",
         )
     work = {region.name: _work(region) for region in program.regions}
     cuts = balanced([work[call.region] for call in main], count)
     stage_of = {call.name: stage for stage, (start, end) in enumerate(cuts) for call in main[start:end]}
     calls = _placed(program, stage_of)
-    own = () if places == tuple(range(count)) else places
     return replace(program, calls=calls, transfers=_transfers(program, calls, pure), places=own)
 
 

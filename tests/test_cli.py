@@ -189,7 +189,7 @@ def test_a_check_that_does_not_hold_exits_with_1(
         (["compile", MLP, "--mesh", "2", "-D", "depth=many"], "P0204"),
         (["compile", MLP, "--mesh", "5"], "P0401"),
         (["compile", MLP, "--mesh", "2", "--microbatches", "7"], "P0401"),
-        (["compile", MLP, "--mesh", "pp=9", "-D", "depth=2"], "P0403"),
+        (["compile", MLP, "--mesh", "pp=40", "-D", "depth=2"], "P0403"),
         (["compile", MLP, "--mesh", "tp=2", "--shard", "nothing.*=[@tp, _]"], "P0303"),
         (["compile", MLP, "--mesh", "tp=3", "--shard", "blocks.*.up.weight=[@tp, _]"], "P0302"),
         (["compile", "hf:no/config.json", "--mesh", "2"], "P0231"),

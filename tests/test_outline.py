@@ -26,7 +26,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 Batch = Mapping[str, Tensor]
 
 
-def outlined(build: Callable[[], nn.Module], batch: Batch) -> Program:
+def outlined(build: Callable[[], nn.Module], batch: Batch, stages: int = 1) -> Program:
     """The outlined program, well formed and equal to the eager model in double precision."""
     torch.manual_seed(3)
     model = build().double()
@@ -35,7 +35,7 @@ def outlined(build: Callable[[], nn.Module], batch: Batch) -> Program:
         out = model(**doubles)
     expected = out if isinstance(out, Tensor) else out.loss
     traced = trace_model(build, lambda: batch, name="net", mesh=Mesh.parse("1"), precision="fp64")
-    program = outline(simplify(normalize(traced)))
+    program = outline(simplify(normalize(traced)), places=tuple(range(stages)))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     torch.testing.assert_close(evaluate_program(program, doubles, tensors), expected, rtol=1e-12, atol=0)
     verify_program(program, frozenset({"traced", "canonical", "regions"}), "outline")
@@ -211,6 +211,58 @@ def test_tied_weights_are_one_parameter_of_two_calls() -> None:
 def test_a_model_without_repetition_is_one_region() -> None:
     program = outlined(lambda: Net(Block(6)), X)
     assert [region.name for region in program.regions] == ["net"]
+
+
+class Scaled(nn.Module):
+    """Layers with names, a weight of its own, and what runs between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.out = Block(6), nn.Linear(6, 4)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.out(self.body(x).tanh() * self.scale), y)
+
+
+@pytest.mark.parametrize(
+    ("stages", "names"),
+    [
+        (1, ["net"]),
+        (2, ["body", "bridge", "out"]),
+        (4, ["body.up", "body.down", "bridge", "out"]),
+    ],
+)
+def test_more_stages_than_bodies_cut_inside_them(stages: int, names: list[str]) -> None:
+    program = outlined(Scaled, {"x": torch.randn(5, 6), "y": torch.randn(5, 4)}, stages)
+    assert [call.name for call in program.calls] == names
+
+
+class Weights(nn.Module):
+    """No modules inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (x @ self.first.T).relu()
+        return ((h @ self.second.T).tanh() + h).sum()
+
+
+@pytest.mark.parametrize("stages", [2, 50])
+def test_at_last_every_weight_is_a_call(stages: int) -> None:
+    assert [call.name for call in outlined(Weights, X, stages).calls] == ["first", "second"]
+
+
+def test_equal_parts_inside_blocks_stay_one_region() -> None:
+    program = outlined(lambda: Net(nn.Sequential(Block(6), Block(6))), X, 6)
+    assert [call for call in calls(program) if "body" in call[0]] == [
+        ("body.0.up", "up"),
+        ("body.0.down", "down"),
+        ("body.1.up", "up"),
+        ("body.1.down", "down"),
+    ]
 
 
 @pytest.mark.parametrize("example", ["gpt", "mlp"])

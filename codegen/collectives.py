@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from partc.layout import Partial, Sizes
+from partc.parts import Move
 from partc.program import ITEMSIZE, Graph, Op, TensorType
 
 NAMES: Mapping[str, str] = {
@@ -68,6 +69,13 @@ def comment(op: Op, graph: Graph, types: Mapping[str, TensorType], sizes: Sizes,
                 f"{head}: {readers or 'the result'} {needs} all of dim {attrs['concat_dim']} "
                 f"for a share of dim {attrs['split_dim']}"
             )
+
+
+def moved(moves: Sequence[Move]) -> str:
+    """`all-gather 53.0 KiB over dp`: collectives of one kind, of what ranks hold in parts."""
+    size = readable_bytes(sum(move.received for move in moves))
+    axes = " and ".join(dict.fromkeys(axis for move in moves for axis in move.axes))
+    return f"{NAMES[moves[0].op]} {size} over {axes}"
 
 
 def readable_bytes(count: int) -> str:

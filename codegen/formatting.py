@@ -104,6 +104,11 @@ def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[in
             is_call = bracket.start > 0 and re.match(r"[\w\])]", code[bracket.start - 1]) is not None
             if is_call and len(indent) + len(_INDENT) + len(inside) <= WIDTH and not inside.endswith(","):
                 return [indent + head, f"{indent}{_INDENT}{inside}", *_fitted(indent, tail)]
+            clauses = _clauses(inside)
+            if len(clauses) > 1:
+                whole = len(indent) + len(_INDENT) + len(inside) <= WIDTH
+                lines = [f"{indent}{_INDENT}{clause}" for clause in ([inside] if whole else clauses)]
+                return [indent + head, *lines, *_fitted(indent, tail)]
             return _exploded(
                 indent, head, _items(inside, [comma - bracket.start - 1 for comma in bracket.commas]), tail
             )
@@ -112,6 +117,17 @@ def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[in
         lines = _exploded(indent, "(", targets, f") = {code[assigned.end() :]}")
         return [*lines[:-1], *_fitted(indent, lines[-1].lstrip())]
     return [indent + code]
+
+
+def _clauses(code: str) -> list[str]:
+    """What is made, `for` and `if`, where the code is a comprehension; else all of it."""
+    brackets, _, _ = _scan(code)
+    hidden = [range(bracket.start, bracket.end) for bracket in brackets]
+    found = [match.start() for match in re.finditer(r" (?:for|if) ", code)]
+    bounds = [at for at in found if not any(at in inside for inside in hidden)]
+    if not bounds or not code[bounds[0] :].startswith(" for "):
+        return [code]
+    return [code[left:right].strip() for left, right in itertools.pairwise([0, *bounds, len(code)])]
 
 
 def _fitted(indent: str, code: str) -> list[str]:

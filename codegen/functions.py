@@ -30,6 +30,7 @@ class Line:
     code: str
     layout: str = ""
     notes: tuple[str, ...] = ()
+    indent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,13 +158,11 @@ class _Writer:
         grads = [value for value in inputs if value.name not in self.region.saved]
         for value in inputs:
             names[value.name]
-        wanted = [
-            made
-            for value in self.region.forward.inputs
-            for output, made in zip(original, graph.outputs, strict=True)
-            if output == f"grad_{value.name}"
-        ]
-        kept = graph.outputs[len(graph.outputs) - len(self.region.kept) :]
+        count = len(original) - len(self.region.kept)
+        made = dict(zip(original[:count], graph.outputs, strict=False))
+        gradients = (f"grad_{value.name}" for value in self.region.forward.inputs)
+        wanted = [made[name] for name in gradients if name in made]
+        kept = graph.outputs[count:]
         lines = self._body(replace(graph, outputs=(*wanted, *kept)), names, buffers, borrowed=grads)
         unpacked = [names[saved] for saved in self.region.saved]
         arguments = [Argument(name="saved", type="Saved")] if unpacked else []
@@ -310,6 +309,7 @@ class _Writer:
         if (
             single
             and not note
+            and not returns_more(op.name)
             and following is not None
             and is_chained(following.name)
             and following.args[0] == Ref(op.result.name)

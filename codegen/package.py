@@ -14,6 +14,7 @@ from partc.codegen.collectives import NAMES, local_bytes, readable_bytes
 from partc.codegen.formatting import formatted, wrapped
 from partc.codegen.ranks import rank_codes
 from partc.codegen.stages import StageCode, stage_code
+from partc.parts import Parts
 from partc.program import Program
 
 
@@ -115,6 +116,7 @@ def _communication(program: Program, plan: Mapping[str, Any]) -> Iterator[dict[s
         for stage in owners.get(parameter.name, ()) if entry["reduce"] and entry["trainable"] else ():
             key = (stage, tuple(entry["reduce"]))
             reduced[key] = reduced.get(key, 0) + local_bytes(parameter.type, program.sizes)
+    yield from _parts(program)
     for (stage, axes), size in reduced.items():
         ways = 1
         for axis in axes:
@@ -122,6 +124,20 @@ def _communication(program: Program, plan: Mapping[str, Any]) -> Iterator[dict[s
         yield _row(
             f"each step, stage {stage}", "all-reduce of gradients", ", ".join(axes), 2 * size * (ways - 1) // ways
         )
+
+
+def _parts(program: Program) -> Iterator[dict[str, str]]:
+    """What ranks hold in parts: for each region's calls, and the sum of what is done once per step."""
+    parts = Parts(program)
+    sizes: dict[tuple[str, str, tuple[str, ...]], int] = {}
+    first: dict[str, str] = {}
+    for call, place, move in (move for stage in range(program.stages) for move in parts.of_step(stage)):
+        key = (place, move.op, move.axes)
+        if first.setdefault(place, call) == call:
+            sizes[key] = sizes.get(key, 0) + move.received
+    for (place, op, axes), size in sizes.items():
+        what = "parameters" if op == "all_gather" else "gradients"
+        yield _row(place, f"{NAMES[op]} of {what}", ", ".join(axes), size)
 
 
 def _row(place: str, what: str, axis: str, size: int) -> dict[str, str]:

@@ -28,6 +28,7 @@ def plan(
         "seed": seed,
         "draws": program.draws,
         "repeated": program.repeated,
+        "zero": program.zero,
         "updates": [buffer for buffer, _ in program.updates],
         "options": dict(options),
         "command": dict(command or {}),
@@ -40,6 +41,7 @@ def plan(
                 **_typed(parameter.type, program),
                 "trainable": parameter.trainable,
                 "reduce": [axis for axis in parameter.reduce if program.sizes[axis] > 1],
+                "gather": list(parameter.gather),
                 "stages": list(holders.get(parameter.name, ())),
                 "aliases": list(parameter.aliases),
             }

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from partc.codegen.calls import Run, place_of, runs
-from partc.codegen.collectives import local_bytes, readable_bytes
 from partc.codegen.functions import Argument, Function, Line, RegionCode, region_code
 from partc.codegen.names import Names, identifier
-from partc.codegen.reductions import Reductions
 from partc.codegen.steps import Steps
+from partc.codegen.weights import Entry, Repeated, Weights, strings
 from partc.layout import SubDim
 from partc.mesh import TIME_AXIS
+from partc.parts import Parts
 from partc.program import Parameter, Phase, Program, Region
 
 
@@ -23,23 +23,6 @@ class Params:
 
     name: str
     fields: tuple[Argument, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """An entry of one of the Stage's literal tables."""
-
-    key: str
-    value: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repeated:
-    """Parameters that several calls have under numbered prefixes."""
-
-    constant: str  # the module's table of the region's parameters: "BLOCK"
-    prefix: str
-    numbers: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +48,7 @@ class StageCode:
     weight: tuple[Line, ...]
     split: bool  # backward is of the inputs alone, weight of the weights
     reduce: tuple[Line, ...]
+    refresh: tuple[Line, ...]
     shared: tuple[Entry, ...]
     shared_note: str
     imports: frozenset[str]
@@ -86,11 +70,13 @@ class _Builder:
             phase: runs(program, [call for call in self.calls if self.regions[call.region].phase == phase])
             for phase in ("setup", "step", "microbatch")
         }
-        self.parameters = {parameter.name: parameter for parameter in program.parameters}
-        self.reductions = Reductions(program, index)
+        self.parts = Parts(program)
         self.types = program.value_types()
         self.codes = self._region_codes()
         self.attributes = Names(_STAGE_ATTRIBUTES)
+        every = [run for phase in self.runs.values() for run in phase]
+        self.weights = Weights(program, index, every, self.codes, self.attributes)
+        self.attribute = self.weights.attribute
         self.places = {name: f'batch["{name}"]' for name in program.inputs}
         # A schedule may ask for the halves of a stage that has no weights.
         halves = any(a.stage == index and a.kind == "I" for actions in program.schedule for a in actions)
@@ -100,14 +86,14 @@ class _Builder:
         self.places.update((t.value, f'received["{t.value}"]') for t in self.received)
 
     def build(self) -> StageCode:
-        init = self._init()
+        init = self.weights.init()
         setup = self._once("setup")
         prepare = self._once("step")
         locals_ = Steps(self)
         forward = locals_.forward()
         backward = locals_.backward()
         weight = locals_.weight()
-        tables, parameters = self._parameters()
+        tables, parameters = self.weights.tables()
         regions = list(dict.fromkeys(call.region for call in self.calls))
         units = tuple(
             (
@@ -116,7 +102,7 @@ class _Builder:
             )
             for code in (self.codes[name] for name in regions)
         )
-        lines = [*init, *setup, *prepare, *forward, *backward, *weight, *self._reduce()]
+        lines = [*init, *setup, *prepare, *forward, *backward, *weight, *self.weights.reduce()]
         text = "\n".join(line.code for _, functions in units for f in functions for line in f.lines)
         text += "\n".join(line.code for line in lines)
         loss = self.program.loss if self.makes(self.program.loss) else ""
@@ -133,7 +119,7 @@ class _Builder:
             gradients_from=self._targets(gradient=True),
             receives=self._receives(),
             loss=f'"{loss}"' if loss else "None",
-            loss_partial=_strings(axis for axis in partial if axis != TIME_AXIS and self.program.sizes[axis] > 1),
+            loss_partial=strings(axis for axis in partial if axis != TIME_AXIS and self.program.sizes[axis] > 1),
             init=tuple(init),
             setup=tuple(setup),
             prepare=tuple(prepare),
@@ -141,11 +127,14 @@ class _Builder:
             backward=tuple(backward),
             weight=tuple(weight),
             split=self.split,
-            reduce=tuple(self._reduce()),
-            shared=self._shared(),
-            shared_note=self._shared_note(),
+            reduce=tuple(self.weights.reduce()),
+            refresh=tuple(self.weights.refresh()),
+            shared=self.weights.shared(),
+            shared_note=self.weights.shared_note(),
             imports=frozenset(
-                name for name in ("torch", "F", "functional", "math") if re.search(rf"(?<![\w.]){name}\.", text)
+                name
+                for name in ("torch", "F", "functional", "math", "Parts")
+                if re.search(rf"(?<![\w.]){name}[.(]", text)
             ),
         )
 
@@ -196,54 +185,6 @@ class _Builder:
         read = {name for call in self.calls for name in call.args}
         return [name for name in self.program.inputs if name in read]
 
-    # -- tables ---------------------------------------------------------------------------------
-
-    def _shard(self, parameter: Parameter) -> str:
-        type = f'"{parameter.type.dtype}{parameter.type.layout.without(*self._small)}"'
-        parts = [type]
-        if not parameter.trainable:
-            parts.append("trainable=False")
-        if self.reductions.axes(parameter):
-            parts.append(f"reduce={_strings(self.reductions.axes(parameter))}")
-        if self.reductions.sharers(parameter):
-            parts.append(f"shared={self.reductions.sharers(parameter)}")
-        if parameter.holds:
-            parts.append(f"holds={parameter.holds}")
-        if parameter.aliases:
-            parts.append(f"aliases={_strings(parameter.aliases)}")
-        return f"Shard({', '.join(parts)})"
-
-    @property
-    def _small(self) -> tuple[str, ...]:
-        return tuple(axis for axis, size in self.program.sizes.items() if size == 1)
-
-    def _parameters(self) -> tuple[tuple[tuple[str, tuple[Entry, ...]], ...], tuple[Entry | Repeated, ...]]:
-        tables: dict[str, tuple[Entry, ...]] = {}
-        entries: list[Entry | Repeated] = []
-        seen: set[str] = set()
-        for run in (run for phase in self.runs.values() for run in phase):
-            table = self._table(run)
-            constant = _constant(run.region)
-            numbers = run.numbers
-            if numbers and table is not None and tables.setdefault(constant, table) == table:
-                entries.append(Repeated(constant=constant, prefix=run.prefix, numbers=_numbers(numbers)))
-                seen.update(name for call in run.calls for name in call.params)
-                continue
-            for name in dict.fromkeys(name for call in run.calls for name in call.params):
-                if name not in seen:
-                    entries.append(Entry(key=name, value=self._shard(self.parameters[name])))
-                    seen.add(name)
-        return tuple(tables.items()), tuple(entries)
-
-    def _table(self, run: Run) -> tuple[Entry, ...] | None:
-        """The region's parameters, if they are the same for every call of a loop."""
-        if not run.loop or not run.region.params:
-            return None
-        shards = [tuple(self._shard(self.parameters[name]) for name in call.params) for call in run.calls]
-        if any(other != shards[0] for other in shards):
-            return None
-        return tuple(Entry(key=v.name, value=s) for v, s in zip(run.region.params, shards[0], strict=True))
-
     def _targets(self, gradient: bool) -> tuple[Entry, ...]:
         targets: dict[str, list[int]] = {}
         for transfer in self.sent:
@@ -260,38 +201,6 @@ class _Builder:
             value = f'Received(source={transfer.source}, shape={shape}, dtype="{type.dtype}"{gradient})'
             entries.append(Entry(key=transfer.value, value=value))
         return tuple(entries)
-
-    # -- methods --------------------------------------------------------------------------------
-
-    def _init(self) -> list[Line]:
-        lines = []
-        for run in (run for phase in self.runs.values() for run in phase):
-            if not run.region.params:
-                continue
-            cls = self.codes[run.region.name].params_class
-            trains = self.codes[run.region.name].differentiated
-            for target, source in ((self.attribute(run), "parameters"), (self.attribute(run, "grad "), "gradients")):
-                if source == "parameters" or trains:
-                    lines.append(Line(code=f"{target} = {self._tensors(run, cls, source)}"))
-        return lines
-
-    def attribute(self, run: Run, kind: str = "") -> str:
-        return "self." + self.attributes[kind + (run.prefix if run.loop else run.calls[0].name)]
-
-    def _tensors(self, run: Run, cls: str, source: str) -> str:
-        """The tuple (or list of tuples) of a run's parameters, or of their gradients."""
-        frozen = source == "gradients" and any(
-            not self.parameters[name].trainable for call in run.calls for name in call.params
-        )
-        take: Callable[[str], str] = lambda key: f"{source}.get({key})" if frozen else f"{source}[{key}]"  # noqa: E731
-        numbers = run.numbers
-        if run.loop and numbers and self._table(run) is not None:
-            key = f'f"{run.prefix}.{{i}}.{{name}}"'
-            each = f"{cls}(*({take(key)} for name in {_constant(run.region)}))"
-            return f"[{each} for i in {_numbers(numbers)}]"
-        quoted = [[take(f'"{name}"') for name in call.params] for call in run.calls]
-        each_call = [f"{cls}({', '.join(items)})" for items in quoted]
-        return f"[{', '.join(each_call)}]" if run.loop else each_call[0]
 
     def _once(self, phase: Phase) -> list[Line]:
         """Calls whose results are kept for all that follows."""
@@ -317,39 +226,11 @@ class _Builder:
         """Where program values are to be read."""
         return [self.places[name] for name in names]
 
-    def _reduce(self) -> list[Line]:
-        groups: dict[tuple[str, ...], list[Parameter]] = {}
-        for parameter in self.reductions.trained:
-            if self.reductions.axes(parameter):
-                groups.setdefault(self.reductions.axes(parameter), []).append(parameter)
-        lines = []
-        for axes, parameters in groups.items():
-            size = readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in parameters))
-            axis = f"self.comm.{axes[0]}" if len(axes) == 1 else f"self.comm.group({_strings(axes)})"
-            names = (
-                "list(self.gradients.values())"
-                if len(parameters) == len(self.reductions.trained)
-                else "[self.gradients[name] for name, shard in self.parameters.items()"
-                f" if shard.reduce == {_strings(axes)}]"
-            )
-            note = f"all-reduce {size} over {' and '.join(axes)}: {_why_reduced(axes)}"
-            lines.append(Line(code=f"{axis}.reduce_gradients({names})", notes=(note,)))
-        return lines
-
-    def _shared(self) -> tuple[Entry, ...]:
-        return tuple(
-            Entry(key=str(places), value=_strings(sorted(parameter.name for parameter in parameters)))
-            for places, parameters in self.reductions.shared().items()
-        )
-
-    def _shared_note(self) -> str:
-        """What their sum moves, for a comment."""
-        weights = [parameter for parameters in self.reductions.shared().values() for parameter in parameters]
-        return readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in weights))
-
 
 _STAGE_ATTRIBUTES = [
     "comm",
+    "parts",
+    "refresh",
     "parameters",
     "gradients",
     "inputs",
@@ -372,27 +253,6 @@ _PHASES: dict[Phase, str] = {
     "step": "Counted over the batch, once per step",
     "microbatch": "Made from the batch alone",
 }
-
-
-def _why_reduced(axes: tuple[str, ...]) -> str:
-    if axes == ("dp",):
-        return "each of its ranks saw another part of the batch"
-    return "each of their ranks made another part of these gradients"
-
-
-def _constant(region: Region) -> str:
-    return identifier(region.name).upper()
-
-
-def _numbers(numbers: tuple[int, ...]) -> str:
-    if numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
-        return f"range({numbers[0]}, {numbers[-1] + 1})" if numbers[0] else f"range({numbers[-1] + 1})"
-    return str(numbers)
-
-
-def _strings(items: Iterable[str]) -> str:
-    quoted = [f'"{item}"' for item in items]
-    return f"({', '.join(quoted)}{',' * (len(quoted) == 1)})"
 
 
 def _listed(items: Iterable[str]) -> str:

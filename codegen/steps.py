@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+from dataclasses import dataclass, replace
+
 from partc.codegen.calls import Run
+from partc.codegen.collectives import moved
 from partc.codegen.functions import Function, Line, RegionCode
 from partc.codegen.names import Names, identifier
+from partc.parts import Kind, Parts
 from partc.program import Call, Phase, Program, TensorType, Transfer
 
 
@@ -15,6 +19,7 @@ class Stage(Protocol):
     """What is known of the stage whose methods are written."""
 
     program: Program
+    parts: Parts
     calls: list[Call]
     runs: dict[Phase, list[Run]]
     types: dict[str, TensorType]
@@ -30,6 +35,18 @@ class Stage(Protocol):
     ) -> str: ...
     def placed(self, names: Iterable[str]) -> list[str]: ...
     def makes(self, name: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Access:
+    """How a run of calls gets at parameters and gradients: what a loop goes over, and what surrounds each call."""
+
+    over: tuple[tuple[str, str], ...]  # variable -> the list it runs through
+    p: str
+    g: str
+    notes: tuple[str, ...]
+    opening: tuple[Line, ...]
+    closing: tuple[Line, ...]
 
 
 def _counting(run: Run) -> str:
@@ -55,7 +72,7 @@ class Steps:
             if function is not None
         ]
         self.names = Names(
-            ("comm", "saved", "kept", "batch", "received", "gradients", "p", "g", "self", *self.functions)
+            ("comm", "saved", "kept", "batch", "received", "gradients", "p", "g", "unit", "self", *self.functions)
         )
         self.runs = builder.runs["microbatch"]
         self.wanted = self._wanted_names()
@@ -78,7 +95,7 @@ class Steps:
         if saves:
             lines.append(Line(code="saved: list[Saved] = []"))
         for run in self.runs:
-            lines.extend(self._forward_loop(run) if run.loop else self._forward_call(run, run.calls[0], "", ""))
+            lines.extend(self._forward_loop(run) if run.loop else self._forward_call(run, run.calls[0]))
         sent = dict.fromkeys(t.value for t in self.b.sent)
         if self.b.makes(self.b.program.loss):
             sent[self.b.program.loss] = None
@@ -86,22 +103,61 @@ class Steps:
         lines.append(Line(code=f"return {{{values}}}, {'saved' if saves else '[]'}"))
         return lines
 
-    def _call(self, run: Run, args: Sequence[str], results: Sequence[str], p: str, indent: str) -> list[Line]:
+    def _call(self, run: Run, args: Sequence[str], results: Sequence[str], indent: str) -> list[Line]:
         code = self.b.codes[run.region.name]
+        access = self._access(run, code.forward, "F")
         stored = {value for _, value in self.b.program.updates}
         kept = [target for target, name in zip(results, run.calls[-1].results, strict=True) if name not in stored]
         targets = [*kept, "kept"] if code.differentiated else kept
-        arguments = self.b.arguments(code.forward, run, args, "self.comm", p=p)
+        arguments = self.b.arguments(code.forward, run, args, "self.comm", p=access.p)
         assigned = f"{', '.join(targets)} = " if targets else ""
-        lines = [Line(code=f"{indent}{assigned}{code.forward.name}({arguments})")]
+        lines = [Line(code=f"{assigned}{code.forward.name}({arguments})", notes=access.notes, indent=indent)]
         if code.differentiated:
             lines.append(Line(code=f"{indent}saved.append(kept)"))
         return lines
 
-    def _forward_call(self, run: Run, call: Call, p: str, indent: str) -> list[Line]:
+    def _access(self, run: Run, function: Function, kind: Kind) -> _Access:
+        """Where ranks hold parts, parameters are gathered and gradients scattered around the call."""
+        parts, call, level = self.b.parts, run.calls[0], self.b.program.zero
+        parted = level >= 2 and parts.has_parts(call)
+        tables = {"p": self.b.attribute(run), "g": self.b.attribute(run, "grad ")}
+        over: dict[str, str] = {name: name for name in ("p", "g", "number") if name in function.passes}
+        if parted and level == 3:
+            over = {"unit": "p", **{name: name for name in ("number",) if name in function.passes}}
+        elif parted:
+            over = {"unit" if name == "g" else name: name for name in over}
+        unit = "unit" if run.loop else tables["p" if level == 3 else "g"]
+        names = {"p": "p", "g": "g"} if run.loop else {"p": "", "g": ""}
+        opening: tuple[Line, ...] = ()
+        closing: tuple[Line, ...] = ()
+        scattered = parts.scattered(call, kind)
+        if parted and "g" in function.passes:
+            names["g"] = "g"
+            trained = [v for v, name in zip(run.region.params, call.params, strict=True) if self._trained(name)]
+            some = (identifier(name) for name in scattered) if len(scattered) < len(trained) else ()
+            fields = ", ".join(f'"{name}"' for name in some)
+            opening = (Line(code=f"g = {unit}.zeros({fields})"),)
+            closing = tuple(
+                Line(code=f"{unit}.scatter(g)", notes=(f"{moved([move])}: each rank keeps the sum for its part",))
+                for move in parts.after(call, kind)
+            )
+            closing = (*closing, Line(code="del g"))
+        return _Access(
+            over=tuple((name, _counting(run) if of == "number" else tables[of]) for name, of in over.items()),
+            p=f"{unit}.gather()" if parts.gathers(call, kind) else names["p"],
+            g=names["g"],
+            notes=tuple(f"{moved([move])}: each rank holds a part" for move in parts.before(call, kind)),
+            opening=opening,
+            closing=closing,
+        )
+
+    def _trained(self, name: str) -> bool:
+        return self.b.program.parameter(name).trainable
+
+    def _forward_call(self, run: Run, call: Call) -> list[Line]:
         args = self.b.placed(call.args)
         results = [self._bind(name) if self._is_read(name) else "_" for name in call.results]
-        return self._call(run, args, results, p, indent)
+        return self._call(run, args, results, "")
 
     def _bind(self, name: str) -> str:
         """A new local variable for a program value."""
@@ -128,8 +184,8 @@ class Steps:
             by_result.get(index) or (self._bind(name) if self._is_read(name) else "_")
             for index, name in enumerate(last.results)
         ]
-        function = self.b.codes[run.region.name].forward
-        return [*lines, Line(code=self._over(run, function)), *self._call(run, args, results, "p", "    ")]
+        access = self._access(run, self.b.codes[run.region.name].forward, "F")
+        return [*lines, Line(code=self._over(run, access)), *self._call(run, args, results, "    ")]
 
     def _only_reader(self, name: str, call: Call) -> bool:
         readers = [other for other in self.b.calls if name in other.args]
@@ -144,7 +200,8 @@ class Steps:
     def backward(self) -> list[Line]:
         lines: list[Line] = [Line(code="kept: list[Saved] = []")] if self._split() else []
         self.grads: dict[str, str] = {t.value: f'gradients["{t.value}"]' for t in self.b.sent if t.gradient}
-        self.grad_names = Names(("comm", "saved", "kept", "left", "gradients", "p", "g", "self", *self.functions))
+        taken = ("comm", "saved", "kept", "left", "gradients", "p", "g", "unit", "self")
+        self.grad_names = Names((*taken, *self.functions))
         self.owed = self._owed()
         for run in reversed(self.runs):
             if not self.b.codes[run.region.name].differentiated:
@@ -162,26 +219,21 @@ class Steps:
             function = self.b.codes[run.region.name].weight
             if function is None:
                 continue
-            if not run.loop:
-                lines.append(Line(code=f"{function.name}({self._weight_arguments(function, run, '', '')})"))
-                continue
-            lines.append(Line(code=self._over(run, function)))
-            lines.append(Line(code=f"    {function.name}({self._weight_arguments(function, run, 'p', 'g')})"))
+            access = self._access(run, function, "W")
+            lines.extend([Line(code=self._over(run, access))] if run.loop else [])
+            arguments = self.b.arguments(function, run, (), "self.comm", p=access.p, g=access.g)
+            code = f"{function.name}({', '.join(filter(None, (arguments, 'kept.pop()')))})"
+            around = (*access.opening, Line(code=code, notes=access.notes), *access.closing)
+            lines.extend(_indented(around, "    " if run.loop else ""))
         return lines
 
-    def _over(self, run: Run, function: Function, *, backwards: bool = False) -> str:
+    def _over(self, run: Run, access: _Access, *, backwards: bool = False) -> str:
         """A loop over a run's calls, with what the function takes of their parameters and gradients."""
-        tables = {"p": self.b.attribute(run), "g": self.b.attribute(run, "grad "), "number": _counting(run)}
-        taken = [name for name in ("p", "g", "number") if name in function.passes]
-        lists = [f"reversed({tables[name]})" if backwards else tables[name] for name in taken]
-        if not taken:
+        lists = [f"reversed({table})" if backwards else table for _, table in access.over]
+        if not lists:
             return f"for _ in range({len(run.calls)}):"
         over = f"zip({', '.join(lists)}, strict=True)" if len(lists) > 1 else lists[0]
-        return f"for {', '.join(taken)} in {over}:"
-
-    def _weight_arguments(self, function: Function, run: Run, p: str, g: str) -> str:
-        arguments = self.b.arguments(function, run, (), "self.comm", p=p, g=g)
-        return ", ".join(filter(None, (arguments, "kept.pop()")))
+        return f"for {', '.join(name for name, _ in access.over)} in {over}:"
 
     def _split(self) -> bool:
         return self.b.split
@@ -211,7 +263,7 @@ class Steps:
         lines: list[Line] = []
         incoming = [self._incoming(call.results[index], lines) for index in code.gradient_outputs]
         targets, sums = self._targets(call, code)
-        return [*lines, *self._backward_statement(run, incoming, targets, "", "", ""), *sums]
+        return [*lines, *self._backward_statement(run, incoming, targets, ""), *sums]
 
     def _targets(self, call: Call, code: RegionCode) -> tuple[list[str], list[Line]]:
         """Variables for the gradients a call returns, and additions to those that are there already."""
@@ -273,8 +325,9 @@ class Steps:
             targets[index] = part
         results = [targets[index] for index in code.gradient_inputs]
         assert code.backward is not None  # a loop hands a value along, whose gradient is handed back
-        lines.append(Line(code=self._over(run, code.backward, backwards=True)))
-        lines.extend(self._backward_statement(run, incoming, results, "p", "g", "    "))
+        access = self._access(run, code.backward, self._kind())
+        lines.append(Line(code=self._over(run, access, backwards=True)))
+        lines.extend(self._backward_statement(run, incoming, results, "    "))
         lines.extend(sums)
         for argument, _ in run.carried:
             handed = targets.get(argument)
@@ -286,9 +339,7 @@ class Steps:
             self.grads[name] = handed
         return lines
 
-    def _backward_statement(
-        self, run: Run, incoming: list[str], targets: list[str], p: str, g: str, indent: str
-    ) -> list[Line]:
+    def _backward_statement(self, run: Run, incoming: list[str], targets: list[str], indent: str) -> list[Line]:
         code = self.b.codes[run.region.name]
         function = code.backward
         if function is None:
@@ -297,16 +348,25 @@ class Steps:
             values = [*incoming, *taken]
             left = f"({values[0]},)" if len(values) == 1 else f"({', '.join(values)})"
             return [*drop, Line(code=f"{indent}kept.append({left})")]
-        arguments = self.b.arguments(function, run, (), "self.comm", p=p, g=g)
+        access = self._access(run, function, self._kind())
+        arguments = self.b.arguments(function, run, (), "self.comm", p=access.p, g=access.g)
         values = [argument for argument in (arguments, *incoming) if argument]
         if any(argument.name == "saved" for argument in function.arguments):
             values.append("saved.pop()")
             drop = []
         else:
             drop = [Line(code=f"{indent}saved.pop()")]
-        if code.weight is not None:
-            line = f"{', '.join((*targets, 'left'))} = {function.name}({', '.join(values)})"
-            return [*drop, Line(code=indent + line), Line(code=f"{indent}kept.append(left)")]
         used = [] if all(target == "_" for target in targets) else targets
+        hand: tuple[Line, ...] = ()
+        if code.weight is not None:
+            used, hand = [*targets, "left"], (Line(code="kept.append(left)"),)
         assigned = f"{', '.join(used)} = " if used else ""
-        return [*drop, Line(code=f"{indent}{assigned}{function.name}({', '.join(values)})")]
+        line = Line(code=f"{assigned}{function.name}({', '.join(values)})", notes=access.notes)
+        return [*drop, *_indented((*access.opening, line, *hand, *access.closing), indent)]
+
+    def _kind(self) -> Kind:
+        return "I" if self._split() else "B"
+
+
+def _indented(lines: Iterable[Line], indent: str) -> Iterator[Line]:
+    return (replace(line, indent=indent) for line in lines)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from partc.codegen.collectives import local_bytes, moved_bytes
 from partc.errors import Source
 from partc.mesh import PIPELINE_AXIS, TIME_AXIS
+from partc.parts import Parts
 from partc.program import Graph, Op, Program, Region, TensorType
 from partc.rules import flops, resolve
 from partc.sharding import axis_order, choice_on
@@ -34,9 +35,9 @@ def communication(program: Program) -> dict[str, int]:
     for place in range(program.mesh.axis(PIPELINE_AXIS)):
         found: dict[str, int] = {}
         for stage in program.stages_at(place):
-            moved = (*_collectives(program, stage), *_reductions(program, stage), *_transfers(program, stage))
-            for axis, size in moved:
-                found[axis] = found.get(axis, 0) + size
+            for kind in (_collectives, _reductions, _transfers, _parts):
+                for axis, size in kind(program, stage):
+                    found[axis] = found.get(axis, 0) + size
         for axis, size in found.items():
             busiest[axis] = max(busiest.get(axis, 0), size)
     return busiest
@@ -83,6 +84,11 @@ def _reductions(program: Program, stage: int) -> Iterator[tuple[str, int]]:
             yield ",".join(axes), 2 * size * (ways - 1) // ways
         if len(stages) > 1:
             yield PIPELINE_AXIS, 2 * size * (len(stages) - 1) // len(stages)
+
+
+def _parts(program: Program, stage: int) -> Iterator[tuple[str, int]]:
+    for call, _, move in Parts(program).of_step(stage):
+        yield ",".join(move.axes), move.received * (program.microbatches if call else 1)
 
 
 def _transfers(program: Program, stage: int) -> Iterator[tuple[str, int]]:

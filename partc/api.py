@@ -174,6 +174,7 @@ def compile(
     precision: str = "fp32",
     seed: int = 0,
     shard: Sequence[str] = (),
+    zero: str | int = 0,
     loss: Callable[..., Any] | None = None,
     options: Mapping[str, Any] | None = None,
     on_phase: PhaseObserver = lambda phase: None,
@@ -183,6 +184,8 @@ def compile(
     `model` is a model file (a path, or `hf:PATH/config.json`), whose `options` are what -D gives; or
     an nn.Module or a function that builds one, with `batch`, one global batch as a dict of tensors,
     and optionally `loss(model, batch)`. `schedule` is a name or the path of a CSV file.
+    `zero` is what data-parallel ranks hold in parts: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters
+    too; `"3@dp_in"` names the axes.
     Raises PartcError for whatever is wrong with these.
     """
     checked = Options.checked(
@@ -193,6 +196,7 @@ def compile(
         precision=precision,
         seed=seed,
         shard=shard,
+        zero=zero,
     )
     done = compilation(model, batch, checked, loss=loss, model_options=options or {}, on_phase=on_phase)
     return package(done)

@@ -70,6 +70,13 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         ),
         click.option("--precision", type=click.Choice(("fp32", "fp64")), default="fp32", show_default=True),
         click.option("--seed", type=int, default=0, show_default=True, help="of the initial parameters and the data"),
+        click.option(
+            "--zero",
+            metavar="0|1|2|3[@AXES]",
+            default="0",
+            show_default=True,
+            help="what dp ranks hold in parts: optimizer state (1), gradients too (2), parameters too (3)",
+        ),
         click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
     ]
 
@@ -341,7 +348,7 @@ def _options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
             if given[name] < 1:
                 raise PartcError("P0004", f"--{name} {given[name]} is out of range", help="give 1 or more")
             _define(definitions, name, str(given[name]))
-    kept = ("mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard")
+    kept = ("mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero")
     return Options.checked(**{name: given[name] for name in kept}), definitions
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from partc.errors import Source
 from partc.layout import Sizes
 from partc.mesh import PIPELINE_AXIS, Mesh
-from partc.program import Action, Graph, Program, Region, Value
+from partc.parts import Kind, Move, Parts
+from partc.program import Action, Call, Graph, Program, Region, Value
 
 MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
@@ -102,8 +103,11 @@ class _Place:
         self.regions = {region.name: region for region in program.regions}
         self.types = program.value_types()
         self.owners = program.owners()
+        self.parts = Parts(program)
 
     def run(self) -> Iterator[Event]:
+        for stage in self.stages:
+            yield from _parts(self.parts.gathered_at_end(stage), "start")
         for phase in ("setup", "step"):
             for stage in self.stages:
                 yield from self._of_phase(stage, phase)
@@ -115,11 +119,14 @@ class _Place:
                     blocks[key] = tuple(self._compute(*key))
                 yield from (_during(event, action) for event in blocks[key])
             elif action.kind == "REDUCE_GRAD":
+                yield from _parts(self.parts.scattered_at_end(action.stage), str(action))
                 yield from self._reductions(action.stage)
             else:
                 yield from self._transfers(action)
         yield from self._shared()
         yield from self._loss()
+        for stage in self.stages:
+            yield from _parts(self.parts.gathered_at_end(stage), "update")
 
     def _of_phase(self, stage: int, phase: str) -> Iterator[Collective]:
         for call in self.program.calls:
@@ -129,18 +136,22 @@ class _Place:
 
     def _compute(self, stage: int, kind: str) -> Iterator[Collective]:
         here = [call for call in self.program.calls if call.stage == stage]
-        calls = [self.regions[call.region] for call in here if self.regions[call.region].phase == "microbatch"]
+        calls = [call for call in here if self.regions[call.region].phase == "microbatch"]
         if kind == "F":
-            for region in calls:
-                yield from self._collectives(region, region.forward, kind)
+            for call in calls:
+                yield from self._around(call, self.regions[call.region].forward, "F")
         if kind in ("B", "I"):
-            for region in reversed(calls):
-                if region.backward is not None:
-                    yield from self._collectives(region, region.backward, kind)
+            for call in reversed(calls):
+                yield from self._around(call, self.regions[call.region].backward, "I" if kind == "I" else "B")
         if kind in ("B", "W"):
-            for region in calls:
-                if region.weight is not None:
-                    yield from self._collectives(region, region.weight, kind)
+            for call in calls:
+                yield from self._around(call, self.regions[call.region].weight, "W")
+
+    def _around(self, call: Call, graph: Graph | None, kind: Kind) -> Iterator[Collective]:
+        if graph is not None:
+            yield from _parts(self.parts.before(call, kind), kind)
+            yield from self._collectives(self.regions[call.region], graph, kind)
+            yield from _parts(self.parts.after(call, kind), kind)
 
     def _collectives(self, region: Region, graph: Graph, action: str) -> Iterator[Collective]:
         values: dict[str, Value] = {value.name: value for value in region.params} | graph.definitions()
@@ -215,6 +226,12 @@ class _Place:
             for axis in type.layout.partial:
                 if axis in self.program.mesh.names:
                     yield Collective(op="all_reduce", axes=(axis,), shape=(), dtype=type.dtype, action="loss")
+
+
+def _parts(moves: Iterable[Move], action: str) -> Iterator[Collective]:
+    for move in moves:
+        size = move.size // move.ways if move.op == "all_gather" else move.size
+        yield Collective(op=move.op, axes=move.axes, shape=(size,), dtype=move.dtype, action=action)
 
 
 def _during(event: Collective, action: Action) -> Collective:

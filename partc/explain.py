@@ -278,6 +278,12 @@ CATALOGUE: Mapping[str, Entry] = {
         "and for the halves of a backward pass (I, W), and how long what it sends is on its way; in any unit. F is "
         "more than zero; B is I + W if it is left out.",
     ),
+    "P0413": Entry(
+        "parts over an axis that doesn't share the batch",
+        "--zero 3 leaves each data-parallel rank a part of every parameter; --zero 3@dp_in does so over some of the "
+        "batch's axes only: dp, or parts of it that the mesh names (--mesh dp_out=2,dp_in=4,tp=1). Ranks of the other "
+        "axes hold other things already (tp, pp).",
+    ),
     "P0501": Entry(
         "started on another number of ranks than compiled for",
         "A package is for one mesh. `torchrun --nproc-per-node N train.py` must start as many processes as "

@@ -58,9 +58,11 @@ class Mesh:
     def _checked(cls, axes: tuple[tuple[str, int], ...], spec: str) -> Mesh:
         names = [name for name, _ in axes]
         for name, size in axes:
-            if name not in _KNOWN:
+            if name not in _KNOWN and not re.fullmatch(rf"{BATCH_AXIS}_[a-z0-9]+", name):
                 raise PartcError(
-                    "P0103", f"mesh {spec!r} names an unknown axis {name!r}", help=f"the axes are {', '.join(_KNOWN)}"
+                    "P0103",
+                    f"mesh {spec!r} names an unknown axis {name!r}",
+                    help=f"the axes are {', '.join(_KNOWN)}, and parts of the batch's: dp_out, dp_in",
                 )
             if size < 1:
                 raise PartcError(
@@ -111,6 +113,11 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)
+
+
+def is_batch_axis(name: str) -> bool:
+    """Whether ranks along an axis have other examples: dp, or a part of it (dp_in)."""
+    return name == BATCH_AXIS or name.startswith(f"{BATCH_AXIS}_")
 
 
 def _size(text: str, spec: str) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from partc.errors import PartcError
-from partc.mesh import PIPELINE_AXIS, Mesh
+from partc.mesh import PIPELINE_AXIS, Mesh, is_batch_axis
 from partc.pins import Pin
 from partc.schedules import SCHEDULES, stage_ranks
 from partc.schedules.table import Table, read
@@ -29,6 +29,8 @@ class Options:
     precision: str = "fp32"
     seed: int = 0
     shard: tuple[str, ...] = ()
+    zero: int = 0
+    zero_axes: tuple[str, ...] = ()
 
     @classmethod
     def checked(
@@ -41,8 +43,9 @@ class Options:
         seed: int,
         shard: Sequence[str],
         virtual_stages: int | None = None,
+        zero: str | int = 0,
     ) -> Options:
-        """Raises PartcError P0004, P0101 to P0104, P0301 and P0404 to P0411."""
+        """Raises PartcError P0004, P0101 to P0104, P0301 and P0404 to P0413."""
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
         if microbatches < 1:
             raise PartcError("P0405", f"there cannot be {microbatches} microbatches", help="give 1 or more")
@@ -61,6 +64,7 @@ class Options:
             raise _unknown("schedule", schedule, (*SCHEDULES, "FILE.csv"))
         for text in shard:
             Pin.parse(text)
+        level, axes = _zero(str(zero), parsed)
         options = cls(
             mesh=parsed,
             microbatches=microbatches,
@@ -70,6 +74,8 @@ class Options:
             precision=precision,
             seed=seed,
             shard=tuple(shard),
+            zero=level,
+            zero_axes=axes,
         )
         _ = options.places  # raises what is wrong with the number of stages
         return options
@@ -94,6 +100,8 @@ class Options:
         """What else the plan keeps, so that the compile can be repeated from it."""
         found: dict[str, Any] = {"schedule": self.schedule if self.table is None else TABLE}
         found["shard"] = list(self.shard)
+        if self.zero:
+            found["zero"] = f"{self.zero}@{','.join(self.zero_axes)}"
         return found if self.virtual_stages is None else found | {"virtual_stages": self.virtual_stages}
 
     @property
@@ -107,8 +115,27 @@ class Options:
             "pins": self.pins,
             "places": self.places,
             "halves": self.split_backward,
+            "zero": self.zero,
+            "zero_axes": self.zero_axes,
             **({"kind": self.schedule} if self.table is None else {"table": self.table}),
         }
+
+
+def _zero(text: str, mesh: Mesh) -> tuple[int, tuple[str, ...]]:
+    """`3`, or `3@dp_in`: the level, and the axes over which it spreads; all of the batch's by default."""
+    level, _, names = text.partition("@")
+    if level not in ("0", "1", "2", "3"):
+        raise _unknown("ZeRO level", level, ("0", "1", "2", "3"))
+    batch = tuple(name for name in mesh.names if is_batch_axis(name))
+    given = tuple(name.strip() for name in names.split(",")) if "@" in text else batch
+    for name in given:
+        if name not in batch:
+            raise PartcError(
+                "P0413",
+                f"--zero {text} spreads over {name!r}, which is no axis of the batch",
+                help=f"the mesh {mesh} has {', '.join(batch) or 'none'}",
+            )
+    return int(level), given
 
 
 def _unknown(word: str, given: str, known: Sequence[str]) -> PartcError:

@@ -128,13 +128,16 @@ class _Reader:
             raise _Malformed(f"{text!r} is no line of it")
 
     def _program(self, text: str) -> None:
-        match = _matched(rf"program {_NAME} mesh (\S+) microbatches (\d+) loss {_NAME}(?: draws (\d+))?", text)
+        match = _matched(
+            rf"program {_NAME} mesh (\S+) microbatches (\d+) loss {_NAME}(?: draws (\d+))?(?: zero (\d))?", text
+        )
         self._head = Program(
             name=_name(match[1]),
             mesh=Mesh.parse(match[2]),
             microbatches=int(match[3]),
             loss=_name(match[4]),
             draws=int(match[5] or 0),
+            zero=int(match[6] or 0),
         )
 
     def _input(self, text: str) -> None:
@@ -148,7 +151,8 @@ class _Reader:
 
     def _parameter(self, text: str) -> None:
         pattern = (
-            rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\((.*?)\))?(?: reduce\(([\w,]+)\))?(?: holds\(([\d,]+)\))?"
+            rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\((.*?)\))?(?: reduce\(([\w,]+)\))?"
+            r"(?: gather\(([\w,]+)\))?(?: holds\(([\d,]+)\))?"
         )
         match = _matched(pattern, text)
         self._parts["parameters"].append(
@@ -158,7 +162,8 @@ class _Reader:
                 trainable=match[1] == "parameter",
                 aliases=_names(match[4] or ""),
                 reduce=tuple(match[5].split(",")) if match[5] else (),
-                holds=tuple(map(int, match[6].split(","))) if match[6] else (),
+                gather=tuple(match[6].split(",")) if match[6] else (),
+                holds=tuple(map(int, match[7].split(","))) if match[7] else (),
             )
         )
 

@@ -31,6 +31,7 @@ def print_program(program: Program, *, sources: bool = False) -> str:
     lines = [
         f"program {written_name(program.name)} mesh {program.mesh} microbatches {program.microbatches}"
         f" loss {written_name(program.loss)}{f' draws {program.draws}' if program.draws else ''}"
+        f"{f' zero {program.zero}' if program.zero else ''}"
     ]
     lines += [f"input {written_name(name)}" for name in program.inputs]
     lines += [f"value {_declared(value)}" for value in program.values]
@@ -137,9 +138,10 @@ def _declared(value: Value) -> str:
 def _parameter(parameter: Parameter) -> str:
     aliases = f" aliases({', '.join(map(written_name, parameter.aliases))})" if parameter.aliases else ""
     reduce = f" reduce({','.join(parameter.reduce)})" if parameter.reduce else ""
+    gather = f" gather({','.join(parameter.gather)})" if parameter.gather else ""
     holds = f" holds({','.join(map(str, parameter.holds))})" if parameter.holds else ""
     kind = "parameter" if parameter.trainable else "constant"
-    return f"{kind} {written_name(parameter.name)}: {parameter.type}{aliases}{reduce}{holds}"
+    return f"{kind} {written_name(parameter.name)}: {parameter.type}{aliases}{reduce}{gather}{holds}"
 
 
 def written(arg: Arg) -> str:

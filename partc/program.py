@@ -203,6 +203,7 @@ class Parameter:
     trainable: bool
     aliases: tuple[str, ...] = ()  # other names of the same tensor (tied weights)
     reduce: tuple[str, ...] = ()  # mesh axes over which its gradient is summed once per step
+    gather: tuple[str, ...] = ()  # mesh axes over which parts of it are gathered for the calls that read it
     holds: tuple[int, ...] = ()  # the model's own shape, where rows of zeros were added to it
 
 
@@ -245,6 +246,8 @@ class Program:
     `updates` names the buffers that a microbatch changes, and the values that they take.
     `repeated` says that each microbatch is a batch of its own, whose loss counts by its share of the
     step: shapes are then those of one microbatch, and statistics and losses those of accumulated gradients.
+    `zero` says what is kept in parts where parameters are gathered: what the optimizer holds (1), gradients
+    too (2), parameters too (3).
     `draws` counts the random operations of a step, in the order in which one device runs them.
     `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
     `schedule` holds one list of actions per coordinate on that axis.
@@ -260,6 +263,7 @@ class Program:
     calls: tuple[Call, ...] = ()
     loss: str = "loss"
     draws: int = 0
+    zero: int = 0
     updates: tuple[tuple[str, str], ...] = ()
     repeated: bool = False
     transfers: tuple[Transfer, ...] = ()
@@ -312,11 +316,9 @@ class Program:
         return {name: tuple(sorted(stages)) for name, stages in found.items()}
 
     def owners(self) -> dict[str, tuple[int, ...]]:
-        """Of the stages that use a parameter, the first at each pipeline coordinate: it reduces the gradient."""
+        """Of the stages that use a parameter, the last at each pipeline coordinate: it reduces the gradient."""
         found = {}
         for name, stages in self.holders().items():
-            first: dict[int, int] = {}
-            for stage in stages:
-                first.setdefault(self.place(stage), stage)
-            found[name] = tuple(sorted(first.values()))
+            last = {self.place(stage): stage for stage in stages}
+            found[name] = tuple(sorted(last.values()))
         return found

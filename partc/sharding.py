@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from partc.errors import InternalError
 from partc.layout import Layout, Placement, Replicated, Sizes, Varying
-from partc.mesh import PIPELINE_AXIS, TIME_AXIS
+from partc.mesh import PIPELINE_AXIS, TIME_AXIS, is_batch_axis
 from partc.program import FLOATING, Choice, Op, TensorType
 from partc.rules import OpRule, fits, placements
 
@@ -17,14 +17,14 @@ def axis_order(sizes: Sizes) -> tuple[str, ...]:
     The batch is cut over space before time, so that a rank's microbatches are rows of its own batch.
     """
     space = [axis for axis, size in sizes.items() if size > 1 and axis not in (PIPELINE_AXIS, TIME_AXIS)]
-    batch = [axis for axis in space if axis.startswith("dp")]
+    batch = [axis for axis in space if is_batch_axis(axis)]
     time = [TIME_AXIS] if sizes.get(TIME_AXIS, 1) > 1 else []
     return (*batch, *time, *(axis for axis in space if axis not in batch))
 
 
 def batch_axes(sizes: Sizes) -> tuple[str, ...]:
     """The axes that share the batch: data parallelism in space, microbatches in time."""
-    return tuple(axis for axis in axis_order(sizes) if axis == TIME_AXIS or axis.startswith("dp"))
+    return tuple(axis for axis in axis_order(sizes) if axis == TIME_AXIS or is_batch_axis(axis))
 
 
 def tensor_axes(sizes: Sizes) -> tuple[str, ...]:

@@ -98,6 +98,15 @@ PIPELINE: tuple[Pass, ...] = (
         ensures=("local",),
     ),
     Pass(
+        name="zero",
+        label="Parted",
+        does="what parameters, gradients and the optimizer hold is spread over dp",
+        requires=("local",),
+        ensures=("parts",),
+        options=("zero", "zero_axes"),
+        optional=True,
+    ),
+    Pass(
         name="stages",
         label="Staged",
         does="calls are dealt to pipeline stages; what crosses between them is sent",

@@ -13,13 +13,14 @@ from inputs alone. What would need the whole batch in the middle of a microbatch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from partc.errors import PartcError
 from partc.gradients import input_only
 from partc.layout import Layout, Partial, Placement, Replicated, Shard, Varying
-from partc.mesh import BATCH_AXIS, TIME_AXIS
+from partc.mesh import TIME_AXIS
 from partc.program import FLOATING, Call, Choice, Op, Program, Region, TensorType
 from partc.rules import OpRule, placements, resolve
 from partc.sharding import batch_axes
@@ -51,13 +52,17 @@ def _check_divisible(program: Program) -> None:
             "no entry of the batch has a dimension to split",
             help="give batch() a tensor whose first dimension is the batch",
         )
-    size, dp, steps = types[entries[0]].shape[0], program.mesh.axis(BATCH_AXIS), program.sizes[TIME_AXIS]
+    size, dp, steps = types[entries[0]].shape[0], _ways(program), program.sizes[TIME_AXIS]
     if size % (dp * steps):
         raise PartcError(
             "P0401",
             f"a batch of {size} does not divide into dp={dp} x {steps} microbatches",
             help=f"make it a multiple of {dp * steps}, or lower --microbatches",
         )
+
+
+def _ways(program: Program) -> int:
+    return math.prod(program.sizes[axis] for axis in batch_axes(program.sizes) if axis != TIME_AXIS)
 
 
 class _Walk:

@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "partc.verifier",
         "partc.torch_private",
         "partc.runtime",
+        "partc.parts",
     ),
     ("partc.sharding", "partc.gradients", "partc.events", "partc.operators", "partc.assignment"),
     ("partc.placing", "partc.joint", "partc.interpret"),

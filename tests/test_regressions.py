@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partc
@@ -159,3 +160,53 @@ def bare() -> nn.Module:
 @pytest.mark.parametrize("schedule", ["zbv", "zero-bubble"])
 def test_stages_without_weights_run_in_halves(schedule: str) -> None:
     _equal(bare, _batch(), "pp=2", microbatches=4, schedule=schedule)
+
+
+class FrozenAttention(nn.Module):
+    """Attention without a gradient: its result alone is wanted, not what backward would need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 18) for _ in range(2)).requires_grad_(False)
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None].expand(-1, 4, -1)
+        for block in self.blocks:
+            q, k, v = (part.unflatten(-1, (2, 3)).transpose(1, 2) for part in block(x).split(6, -1))
+            x = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head(x).square().mean()
+
+
+def frozen_attention() -> nn.Module:
+    return FrozenAttention()
+
+
+@pytest.mark.parametrize("mesh", ["1", "2x2"])
+def test_attention_without_a_gradient_is_reshaped(mesh: str) -> None:
+    _equal(frozen_attention, _batch(), mesh)
+
+
+class TwiceRead(nn.Module):
+    """A head whose inputs have the gradient that its weight's gradient needs, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).tanh() * self.scale + x
+        return (x @ self.first.weight.T).square().mean()
+
+
+def twice_read() -> nn.Module:
+    return TwiceRead()
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [("pp=2", "zero-bubble"), ("pp=2,dp=2", "zbv")])
+def test_what_a_backward_returns_and_keeps(mesh: str, schedule: str) -> None:
+    _equal(twice_read, _batch(), mesh, microbatches=4, schedule=schedule)

@@ -54,13 +54,13 @@ class Axis:
         """The shards of all ranks side by side along `rest`."""
         if self.size == 1:
             return x
-        return _join(self._all_gather(x.contiguous()), dim, outer)
+        return join(self._all_gather(x.contiguous()), dim, outer)
 
     def reduce_scatter(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
         """This rank's part, along `rest`, of the sum over the group."""
         if self.size == 1:
             return x
-        return self._reduce_scatter(_split(x, self.size, dim, outer).contiguous())
+        return self._reduce_scatter(split(x, self.size, dim, outer).contiguous())
 
     def all_to_all(
         self, x: Tensor, *, split_dim: int, split_outer: int = 1, concat_dim: int, concat_outer: int = 1
@@ -68,15 +68,15 @@ class Axis:
         """Cut along one dimension, join along another: a tensor sharded there is now sharded here."""
         if self.size == 1:
             return x
-        return _join(
-            self._all_to_all(_split(x, self.size, split_dim, split_outer).contiguous()), concat_dim, concat_outer
+        return join(
+            self._all_to_all(split(x, self.size, split_dim, split_outer).contiguous()), concat_dim, concat_outer
         )
 
     def take(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
         """This rank's part along `rest`; moves nothing."""
         if self.size == 1:
             return x
-        return _split(x, self.size, dim, outer)[self.rank]
+        return split(x, self.size, dim, outer)[self.rank]
 
     def put(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
         """`x` in this rank's place of a tensor of zeros: the transpose of `take`."""
@@ -178,7 +178,7 @@ def axes_and_groups(
     return {name: groups.get(name, Axis()) for name in coordinate}, dict(groups)
 
 
-def _split(x: Tensor, ways: int, dim: int, outer: int) -> Tensor:
+def split(x: Tensor, ways: int, dim: int, outer: int) -> Tensor:
     """[..., outer·ways·rest, ...] -> [ways, ..., outer·rest, ...], a view where `outer` is 1."""
     before, after, size = x.shape[:dim], x.shape[dim + 1 :], x.shape[dim]
     rest = size // (outer * ways)
@@ -188,7 +188,7 @@ def _split(x: Tensor, ways: int, dim: int, outer: int) -> Tensor:
     return parts.squeeze(dim + 1) if outer == 1 else parts.reshape(ways, *before, outer * rest, *after)
 
 
-def _join(parts: Tensor, dim: int, outer: int) -> Tensor:
+def join(parts: Tensor, dim: int, outer: int) -> Tensor:
     """[ways, ..., outer·rest, ...] -> [..., outer·ways·rest, ...]; copies only where ways isn't outermost."""
     ways, *shape = parts.shape
     rest = shape[dim] // outer

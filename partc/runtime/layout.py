@@ -32,6 +32,7 @@ class Shard:
     trainable: bool = True
     reduce: tuple[str, ...] = ()  # axes over which the gradient is summed once per step
     shared: tuple[int, ...] = ()  # pipeline ranks that use it and sum its gradient, where there are several
+    gather: tuple[str, ...] = ()  # of the axes that cut it, those over which it is gathered for the calls that read it
     aliases: tuple[str, ...] = ()  # its other names in the model
     holds: tuple[int, ...] = ()  # the model's own shape, where rows of zeros follow it
 
@@ -47,6 +48,16 @@ class Shard:
     def shape(self) -> tuple[int, ...]:
         """The whole tensor's shape."""
         return tuple(math.prod(size for size, _ in dim) for dim in self.dims)
+
+    def seam(self, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Where gathered parts are joined: the dimension that is cut, and its `outer` (see comm.Axis)."""
+        for index, dim in enumerate(self.dims):
+            outer = 1
+            for size, axes in dim:
+                if self.gather[-1] in axes:
+                    return index, outer
+                outer *= size // _ways(axes, sizes)
+        raise ValueError(f"{self.type} is not cut over {', '.join(self.gather)}")
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(math.prod(size // _ways(axes, sizes) for size, axes in dim) for dim in self.dims)

@@ -84,12 +84,8 @@ class Rank:
 
     @property
     def shards(self) -> dict[str, Shard]:
-        """Parameters of all its stages; of two that use one, the first sums its gradient."""
-        found: dict[str, Shard] = {}
-        for stage in self.stage_classes.values():
-            for name, shard in stage.parameters.items():
-                found.setdefault(name, shard)
-        return found
+        """Parameters of all its stages; of two that use one, the last sums its gradient."""
+        return {name: shard for stage in self.stage_classes.values() for name, shard in stage.parameters.items()}
 
     @property
     def inputs(self) -> dict[str, Shard]:
@@ -294,6 +290,9 @@ def _train(
                 recorded = {f"gradient/{name}": x.clone() for name, x in gradients.items()}
             if optimizer is not None:
                 optimizer.step()
+            if job.plan["zero"] in (1, 2):
+                for stage in stages.values():
+                    stage.refresh()
             value = float("nan") if loss is None else loss.item()
             rank.seconds.append(time.perf_counter() - started)
             if log is not None:

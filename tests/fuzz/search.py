@@ -60,6 +60,7 @@ class Case:
     microbatches: int
     schedule: str
     shard: tuple[str, ...]
+    zero: int = 0
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -99,6 +100,7 @@ def cases(draw: st.DrawFn) -> Case:
         microbatches=microbatches,
         schedule=schedule,
         shard=draw(st.sampled_from(pins)),
+        zero=draw(st.sampled_from((0, 0, 1, 2, 3))),
     )
 
 
@@ -125,6 +127,7 @@ def run(case: Case) -> str:
             schedule=case.schedule,
             shard=case.shard,
             precision="fp64",
+            zero=case.zero,
         )
     except PartcError as error:
         assert error.code in REFUSALS, f"{error}"

@@ -1,0 +1,216 @@
+"""The weights of a pipeline stage: the tables that say what a rank holds, and what is done with it once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from partc.codegen.calls import Run
+from partc.codegen.collectives import local_bytes, moved, readable_bytes
+from partc.codegen.functions import Line, RegionCode
+from partc.codegen.names import Names, identifier
+from partc.codegen.reductions import Reductions
+from partc.parts import Parts
+from partc.program import Parameter, Program, Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """An entry of one of the Stage's literal tables."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """Parameters that several calls have under numbered prefixes."""
+
+    constant: str  # the module's table of the region's parameters: "BLOCK"
+    prefix: str
+    numbers: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of one stage: its runs of calls, and the code of their regions."""
+
+    program: Program
+    index: int
+    runs: Sequence[Run]
+    codes: Mapping[str, RegionCode]
+    attributes: Names
+
+    @cached_property
+    def parts(self) -> Parts:
+        return Parts(self.program)
+
+    @cached_property
+    def reductions(self) -> Reductions:
+        return Reductions(self.program, self.index)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Parameter]:
+        return {parameter.name: parameter for parameter in self.program.parameters}
+
+    def init(self) -> list[Line]:
+        lines = []
+        for run in self.runs:
+            if not run.region.params:
+                continue
+            cls = self.codes[run.region.name].params_class
+            makers = self._parted(run, cls) if self.parts.has_parts(run.calls[0]) else (cls, cls)
+            lines.append(Line(code=f"{self.attribute(run)} = {self._tensors(run, makers[0], 'parameters')}"))
+            if self.codes[run.region.name].differentiated and makers[1]:
+                lines.append(
+                    Line(code=f"{self.attribute(run, 'grad ')} = {self._tensors(run, makers[1], 'gradients')}")
+                )
+        if any("self.parts." in line.code for line in lines):
+            lines.insert(0, Line(code="self.parts = Parts(comm, self.parameters, parameters, gradients)"))
+        return lines
+
+    def attribute(self, run: Run, kind: str = "") -> str:
+        return "self." + self.attributes[kind + (run.prefix if run.loop else run.calls[0].name)]
+
+    def _parted(self, run: Run, cls: str) -> tuple[str, str]:
+        """What holds parameters and their gradients of which ranks have parts: each level keeps less of them whole."""
+        kept, summed, unit = f"{cls}(*self.parts.keep(", f"{cls}(*self.parts.sums(", f"self.parts.unit({cls}, "
+        return {1: (kept, summed), 2: (kept, unit), 3: (unit, "")}[self.program.zero]
+
+    def _shard(self, parameter: Parameter) -> str:
+        type = f'"{parameter.type.dtype}{parameter.type.layout.without(*self._small)}"'
+        parts = [type]
+        if not parameter.trainable:
+            parts.append("trainable=False")
+        if self.reductions.axes(parameter):
+            parts.append(f"reduce={strings(self.reductions.axes(parameter))}")
+        if self.reductions.sharers(parameter):
+            parts.append(f"shared={self.reductions.sharers(parameter)}")
+        if parameter.gather:
+            parts.append(f"gather={strings(parameter.gather)}")
+        if parameter.holds:
+            parts.append(f"holds={parameter.holds}")
+        if parameter.aliases:
+            parts.append(f"aliases={strings(parameter.aliases)}")
+        return f"Shard({', '.join(parts)})"
+
+    @property
+    def _small(self) -> tuple[str, ...]:
+        return tuple(axis for axis, size in self.program.sizes.items() if size == 1)
+
+    def tables(self) -> tuple[tuple[tuple[str, tuple[Entry, ...]], ...], tuple[Entry | Repeated, ...]]:
+        tables: dict[str, tuple[Entry, ...]] = {}
+        entries: list[Entry | Repeated] = []
+        seen: set[str] = set()
+        for run in self.runs:
+            table = self._table(run)
+            constant = _constant(run.region)
+            numbers = run.numbers
+            if numbers and table is not None and tables.setdefault(constant, table) == table:
+                entries.append(Repeated(constant=constant, prefix=run.prefix, numbers=_numbers(numbers)))
+                seen.update(name for call in run.calls for name in call.params)
+                continue
+            for name in dict.fromkeys(name for call in run.calls for name in call.params):
+                if name not in seen:
+                    entries.append(Entry(key=name, value=self._shard(self.parameters[name])))
+                    seen.add(name)
+        return tuple(tables.items()), tuple(entries)
+
+    def _table(self, run: Run) -> tuple[Entry, ...] | None:
+        """The region's parameters, if they are the same for every call of a loop."""
+        if not run.loop or not run.region.params:
+            return None
+        shards = [tuple(self._shard(self.parameters[name]) for name in call.params) for call in run.calls]
+        if any(other != shards[0] for other in shards):
+            return None
+        return tuple(Entry(key=v.name, value=s) for v, s in zip(run.region.params, shards[0], strict=True))
+
+    def _tensors(self, run: Run, cls: str, source: str) -> str:
+        """The tuple (or list of tuples) of a run's parameters, or of their gradients."""
+        if "self.parts." in cls:
+            return self._named(run, cls)
+        frozen = source == "gradients" and any(
+            not self.parameters[name].trainable for call in run.calls for name in call.params
+        )
+        take: Callable[[str], str] = lambda key: f"{source}.get({key})" if frozen else f"{source}[{key}]"  # noqa: E731
+        numbers = run.numbers
+        if run.loop and numbers and self._table(run) is not None:
+            key = f'f"{run.prefix}.{{i}}.{{name}}"'
+            each = f"{cls}(*({take(key)} for name in {_constant(run.region)}))"
+            return f"[{each} for i in {_numbers(numbers)}]"
+        quoted = [[take(f'"{name}"') for name in call.params] for call in run.calls]
+        each_call = [f"{cls}({', '.join(items)})" for items in quoted]
+        return f"[{', '.join(each_call)}]" if run.loop else each_call[0]
+
+    def _named(self, run: Run, maker: str) -> str:
+        """The same from the parameters' names."""
+        close = ")" * maker.count("(")
+        if run.loop and run.numbers and self._table(run) is not None:
+            names = f'*(f"{run.prefix}.{{i}}.{{name}}" for name in {_constant(run.region)})'
+            return f"[{maker}{names}{close} for i in {_numbers(run.numbers)}]"
+        quoted = [", ".join(f'"{name}"' for name in call.params) for call in run.calls]
+        each = [f"{maker}{names}{close}" for names in quoted]
+        return f"[{', '.join(each)}]" if run.loop else each[0]
+
+    def reduce(self) -> list[Line]:
+        groups: dict[tuple[str, ...], list[Parameter]] = {}
+        for parameter in self.reductions.trained:
+            if self.reductions.axes(parameter):
+                groups.setdefault(self.reductions.axes(parameter), []).append(parameter)
+        lines = []
+        moves = list(self.parts.scattered_at_end(self.index))
+        if moves:
+            note = f"{moved(moves)}: each rank updates a part of the parameters"
+            lines.append(Line(code="self.parts.scatter_sums()", notes=(note,)))
+        for axes, parameters in groups.items():
+            size = readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in parameters))
+            axis = f"self.comm.{axes[0]}" if len(axes) == 1 else f"self.comm.group({strings(axes)})"
+            names = (
+                "list(self.gradients.values())"
+                if len(parameters) == len(self.reductions.trained)
+                else "[self.gradients[name] for name, shard in self.parameters.items()"
+                f" if shard.reduce == {strings(axes)}]"
+            )
+            note = f"all-reduce {size} over {' and '.join(axes)}: {_why_reduced(axes)}"
+            lines.append(Line(code=f"{axis}.reduce_gradients({names})", notes=(note,)))
+        return lines
+
+    def refresh(self) -> list[Line]:
+        moves = list(self.parts.gathered_at_end(self.index))
+        if not moves:
+            return []
+        note = f"{moved(moves)}: each rank has updated a part"
+        return [Line(code="self.parts.refresh()", notes=(note,))]
+
+    def shared(self) -> tuple[Entry, ...]:
+        return tuple(
+            Entry(key=str(places), value=strings(sorted(parameter.name for parameter in parameters)))
+            for places, parameters in self.reductions.shared().items()
+        )
+
+    def shared_note(self) -> str:
+        """What their sum moves, for a comment."""
+        weights = [parameter for parameters in self.reductions.shared().values() for parameter in parameters]
+        return readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in weights))
+
+
+def _why_reduced(axes: tuple[str, ...]) -> str:
+    if axes == ("dp",):
+        return "each of its ranks saw another part of the batch"
+    return "each of their ranks made another part of these gradients"
+
+
+def _constant(region: Region) -> str:
+    return identifier(region.name).upper()
+
+
+def _numbers(numbers: tuple[int, ...]) -> str:
+    if numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
+        return f"range({numbers[0]}, {numbers[-1] + 1})" if numbers[0] else f"range({numbers[-1] + 1})"
+    return str(numbers)
+
+
+def strings(items: Iterable[str]) -> str:
+    quoted = [f'"{item}"' for item in items]
+    return f"({', '.join(quoted)}{',' * (len(quoted) == 1)})"

@@ -1,0 +1,127 @@
+"""What moves between ranks that hold parts of parameters: which calls gather and scatter, when, and how much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from partc.program import ITEMSIZE, Call, Graph, Parameter, Program, Region
+
+Kind = Literal["F", "B", "I", "W"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One collective over all that a call's parameters have in common: `size` elements of the whole."""
+
+    op: Literal["all_gather", "reduce_scatter"]
+    axes: tuple[str, ...]
+    dtype: str
+    size: int
+    ways: int
+
+    @property
+    def received(self) -> int:
+        """Bytes that one rank receives."""
+        return self.size // self.ways * (self.ways - 1) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parted parameters of a program, seen from its calls."""
+
+    program: Program
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Parameter]:
+        return {parameter.name: parameter for parameter in self.program.parameters if parameter.gather}
+
+    @cached_property
+    def _regions(self) -> Mapping[str, Region]:
+        return {region.name: region for region in self.program.regions}
+
+    def gathers(self, call: Call, kind: Kind) -> bool:
+        """Whether a call gets whole parameters just for this run, to give them up again after it."""
+        region = self._regions[call.region]
+        return self.program.zero == 3 and self.has_parts(call) and _reads(region, _graph(region, kind))
+
+    def scattered(self, call: Call, kind: Kind) -> tuple[str, ...]:
+        """The region's parameters whose gradients are scattered right after this run."""
+        if self.program.zero < 2 or kind == "F" or not self.has_parts(call):
+            return ()
+        region = self._regions[call.region]
+        graph = _graph(region, kind)
+        made = set(graph.outputs) if graph is not None else set()
+        return tuple(value.name for value in region.params if f"grad_{value.name}" in made)
+
+    def before(self, call: Call, kind: Kind) -> Iterator[Move]:
+        if self.gathers(call, kind):
+            yield from self._moves("all_gather", call.params)
+
+    def after(self, call: Call, kind: Kind) -> Iterator[Move]:
+        region = self._regions[call.region]
+        local = {value.name: name for value, name in zip(region.params, call.params, strict=True)}
+        yield from self._moves("reduce_scatter", (local[name] for name in self.scattered(call, kind)))
+
+    def scattered_at_end(self, stage: int) -> Iterator[Move]:
+        """After a step's last microbatch: whole gradients that were summed until then."""
+        if self.program.zero == 1:
+            for names in self._units(stage):
+                yield from self._moves("reduce_scatter", names)
+
+    def gathered_at_end(self, stage: int) -> Iterator[Move]:
+        """After the optimizer's update (and at the start): what every rank keeps whole."""
+        if self.program.zero in (1, 2):
+            for names in self._units(stage):
+                yield from self._moves("all_gather", names)
+
+    def of_step(self, stage: int) -> Iterator[tuple[str, str, Move]]:
+        """All that a stage's ranks do: the call (none for what is done once per step), where in it, and what."""
+        for call in self.program.calls:
+            region = self._regions[call.region]
+            if call.stage != stage or region.phase != "microbatch":
+                continue
+            runs: tuple[tuple[Kind, Graph | None, str], ...] = (
+                ("F", region.forward, "forward"),
+                ("B", region.backward, "backward"),
+                ("W", region.weight, "backward"),
+            )
+            for kind, graph, place in runs:
+                for move in (*self.before(call, kind), *self.after(call, kind)) if graph is not None else ():
+                    yield call.name, f"{region.name}, {place}", move
+        for move in (*self.scattered_at_end(stage), *self.gathered_at_end(stage)):
+            yield "", f"each step, stage {stage}", move
+
+    def _units(self, stage: int) -> Iterator[list[str]]:
+        """The parameters of each call, without those that an earlier one had."""
+        seen: set[str] = set()
+        for call in self.program.calls:
+            if call.stage == stage and self._regions[call.region].phase == "microbatch":
+                yield [name for name in call.params if name not in seen]
+                seen.update(call.params)
+
+    def has_parts(self, call: Call) -> bool:
+        return any(name in self.parameters for name in call.params)
+
+    def _moves(self, op: Literal["all_gather", "reduce_scatter"], names: Iterable[str]) -> Iterator[Move]:
+        sizes: dict[tuple[str, tuple[str, ...]], int] = {}
+        for parameter in (self.parameters[name] for name in names if name in self.parameters):
+            whole = parameter.type.layout.without(*parameter.gather).local_shape(self.program.sizes)
+            key = (parameter.type.dtype, parameter.gather)
+            if op == "all_gather" or parameter.trainable:
+                sizes[key] = sizes.get(key, 0) + math.prod(whole)
+        for (dtype, axes), size in sizes.items():
+            ways = math.prod(self.program.sizes[axis] for axis in axes)
+            yield Move(op=op, axes=axes, dtype=dtype, size=size, ways=ways)
+
+
+def _graph(region: Region, kind: Kind) -> Graph | None:
+    return {"F": region.forward, "B": region.backward, "I": region.backward, "W": region.weight}[kind]
+
+
+def _reads(region: Region, graph: Graph | None) -> bool:
+    names = {value.name for value in region.params}
+    return graph is not None and any(name in names for op in graph.ops for name in op.refs())

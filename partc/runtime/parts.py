@@ -1,0 +1,138 @@
+"""Parameters that ranks hold in parts (ZeRO): gathered for the calls that read them, gradients scattered back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comm import Axis, Comm, join, split
+from .layout import Shard
+
+Fields = Any  # the tuple class of a region's parameters, or one of it
+
+
+class Parts:
+    """The parameters of a stage: this rank's parts of some, the whole of others.
+
+    What is gathered or scattered by one call of a method travels in one collective for each dtype.
+    """
+
+    def __init__(
+        self, comm: Comm, shards: Mapping[str, Shard], held: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    ) -> None:
+        self._comm = comm
+        self._shards = shards
+        self._held = held
+        self._gradients = gradients
+        axes = {axis for shard in shards.values() for dim in shard.dims for _, axes in dim for axis in axes}
+        sizes = {name: getattr(comm, name).size for name in axes}
+        self._seams = {name: shard.seam(sizes) for name, shard in shards.items() if shard.gather}
+        self._kept: dict[str, Tensor] = {}  # gathered, up to date after `refresh`
+        self._sums: dict[str, Tensor] = {}  # gradients of the whole, until `scatter_sums`
+        self._keeping: list[tuple[str, ...]] = []
+        self._summing: list[tuple[str, ...]] = []
+
+    def unit(self, kind: Any, *names: str) -> Unit:
+        return Unit(self, kind, names)
+
+    def gather(self, *names: str) -> list[Tensor]:
+        """The whole parameters."""
+        whole = {name: self._held[name] for name in names}
+        for axis, together in self._together(name for name in names if self._shards[name].gather):
+            parts = [self._held[name] for name in together]
+            rows = axis.all_gather(torch.cat([part.reshape(-1) for part in parts]), dim=0).view(axis.size, -1)
+            columns = rows.split([part.numel() for part in parts], dim=1)
+            for name, part, column in zip(together, parts, columns, strict=True):
+                whole[name] = join(column.reshape(axis.size, *part.shape), *self._seams[name])
+        return [whole[name] for name in names]
+
+    def scatter(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add to each rank's part the sum of what all ranks have for it in these gradients of whole parameters."""
+        for axis, together in self._together(name for name in gradients if self._shards[name].gather):
+            rows = [split(gradients[name], axis.size, *self._seams[name]).reshape(axis.size, -1) for name in together]
+            mine = axis.reduce_scatter(torch.cat(rows, dim=1).view(-1), dim=0)
+            for name, part in zip(together, mine.split([row.shape[1] for row in rows]), strict=True):
+                self._gradients[name].add_(part.view(self._gradients[name].shape))
+
+    def zeros(self, *names: str) -> list[Tensor | None]:
+        """Gradients of whole parameters to add to; what is held whole adds to its own; None for what is frozen."""
+        return [self._whole_gradient(name) if name in self._gradients else None for name in names]
+
+    def keep(self, *names: str) -> list[Tensor]:
+        """The whole parameters, in tensors that `refresh` brings up to date."""
+        new = tuple(name for name in names if name not in self._kept)
+        self._kept.update(zip(new, self.gather(*new), strict=True))
+        self._keeping.append(new)
+        return [self._kept[name] for name in names]
+
+    def refresh(self) -> None:
+        """After the optimizer's update."""
+        for names in self._keeping:
+            for name, now in zip(names, self.gather(*names), strict=True):
+                if now is not self._kept[name]:
+                    self._kept[name].copy_(now)
+
+    def sums(self, *names: str) -> list[Tensor | None]:
+        """Gradients of the whole parameters, which `scatter_sums` scatters and clears."""
+        new = tuple(name for name in names if name not in self._sums and name in self._gradients)
+        self._sums.update((name, self._whole_gradient(name)) for name in new)
+        self._summing.append(new)
+        return [self._sums.get(name) for name in names]
+
+    def scatter_sums(self) -> None:
+        """After a step's last microbatch."""
+        for names in self._summing:
+            self.scatter({name: self._sums[name] for name in names})
+            for name in names:
+                if self._shards[name].gather:
+                    self._sums[name].zero_()
+
+    def _whole_gradient(self, name: str) -> Tensor:
+        gradient, shard = self._gradients[name], self._shards[name]
+        if not shard.gather:
+            return gradient
+        dim, _ = self._seams[name]
+        shape = list(gradient.shape)
+        shape[dim] *= self._axis(shard.gather).size
+        return gradient.new_zeros(shape)
+
+    def _together(self, names: Iterator[str]) -> Iterator[tuple[Axis, list[str]]]:
+        """Names whose tensors can share a collective."""
+        found: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
+        for name in names:
+            found.setdefault((self._shards[name].gather, self._held[name].dtype), []).append(name)
+        for (axes, _), together in found.items():
+            yield self._axis(axes), together
+
+    def _axis(self, names: Sequence[str]) -> Axis:
+        axis = getattr(self._comm, names[0]) if len(names) == 1 else self._comm.group(names)
+        assert isinstance(axis, Axis)
+        return axis
+
+
+class Unit:
+    """The parameters of one call."""
+
+    def __init__(self, parts: Parts, kind: Any, names: tuple[str, ...]) -> None:
+        self._parts = parts
+        self._kind = kind
+        self._names = names
+
+    def gather(self) -> Fields:
+        """The whole parameters, for as long as someone holds them."""
+        return self._kind(*self._parts.gather(*self._names))
+
+    def zeros(self, *fields: str) -> Fields:
+        """Gradients of the whole parameters to add to; with `fields`, only of those."""
+        named = zip(self._kind._fields, self._names, strict=True)
+        wanted = [name for field, name in named if not fields or field in fields]
+        made = dict(zip(wanted, self._parts.zeros(*wanted), strict=True))
+        return self._kind(*(made.get(name) for name in self._names))
+
+    def scatter(self, gradients: Fields) -> None:
+        """Hand them to the ranks that hold the parts."""
+        named = zip(self._names, gradients, strict=True)
+        self._parts.scatter({name: gradient for name, gradient in named if gradient is not None})

@@ -1,0 +1,69 @@
+"""Leave each rank a part of every parameter, of its gradient and of what the optimizer keeps for it (ZeRO).
+
+    parameter w: f32[64@tp, 64] vary(dp) reduce(dp,tp)     ->     parameter w: f32[64@tp,dp, 64] reduce(tp) gather(dp)
+
+    region block(x; w: f32[64@tp, 64]):                           region block(x; w: f32[64@tp, 64]):
+      …                                                             …
+
+Regions stay as they are: they read whole parameters, which are gathered for them, and their gradients
+are reduce-scattered to the ranks that hold the parts (Rajbhandari et al. 2020, ZeRO: Memory Optimizations
+Toward Training Trillion Parameter Models, section 5). When that happens is the program's `zero`: with 1
+gradients are scattered at a step's end and parameters gathered after the update; with 2 gradients after each
+backward of a call; with 3 parameters, too, right before each call, forward and backward.
+
+A parameter is cut in its first dimension that the axes divide. One that has none (a scalar) stays whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from partc.layout import Layout, Sizes, SubDim
+from partc.program import FLOATING, Parameter, Program
+
+
+def zero(program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = ()) -> Program:
+    """Cut parameters further, over `zero_axes`, as far as level `zero` goes."""
+    axes = tuple(axis for axis in program.mesh.names if axis in zero_axes and program.sizes[axis] > 1)
+    if not zero or not axes:
+        return program
+    usable = _gathered_for_microbatches(program)
+    parameters = tuple(
+        _cut(parameter, axes, program.sizes)
+        if parameter.name in usable and (parameter.trainable or zero == 3)
+        else parameter
+        for parameter in program.parameters
+    )
+    if parameters == program.parameters:
+        return program
+    return replace(program, parameters=parameters, zero=zero)
+
+
+def _gathered_for_microbatches(program: Program) -> set[str]:
+    """Parameters that microbatches' calls alone read, and none writes."""
+    phases = {region.name: region.phase for region in program.regions}
+    inside = {name for call in program.calls if phases[call.region] == "microbatch" for name in call.params}
+    outside = {name for call in program.calls if phases[call.region] != "microbatch" for name in call.params}
+    return inside - outside - {buffer for buffer, _ in program.updates}
+
+
+def _cut(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes) -> Parameter:
+    """The parameter in parts, if its gradient is a sum over all of `axes`."""
+    layout = parameter.type.layout
+    if parameter.type.dtype not in FLOATING or (parameter.trainable and not set(axes) <= set(parameter.reduce)):
+        return parameter
+    ways = math.prod(sizes[axis] for axis in axes)
+    for dim, subs in enumerate(layout.dims):
+        for index, sub in enumerate(subs):
+            if sub.size // math.prod(sizes[axis] for axis in sub.axes) % ways == 0:
+                finer = (*subs[:index], SubDim(sub.size, (*sub.axes, *axes)), *subs[index + 1 :])
+                dims = (*layout.dims[:dim], finer, *layout.dims[dim + 1 :])
+                held = Layout(dims, layout.partial, tuple(axis for axis in layout.varying if axis not in axes))
+                return replace(
+                    parameter,
+                    type=replace(parameter.type, layout=held),
+                    reduce=tuple(axis for axis in parameter.reduce if axis not in axes),
+                    gather=axes,
+                )
+    return parameter

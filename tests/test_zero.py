@@ -1,0 +1,219 @@
+"""ZeRO: what ranks hold in parts, when it moves, and that training stays the single-device model's."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+import partc
+from partc.errors import PartcError
+from partc.events import Collective, events
+from partc.mesh import Mesh
+from partc.parser import parse
+from partc.passes.zero import zero
+from partc.printer import print_program
+from partc.runtime.layout import Shard
+from partc.verify import verify
+from tests.zoo import MODELS
+
+PROGRAM = """
+program net mesh dp=2,tp=2 microbatches 1 loss loss
+input x
+value x: f32[8@dp, 4]
+value loss: f32[] partial(dp)
+parameter up.weight: f32[3 · 4@tp, 4] reduce(dp)
+parameter norm.weight: f32[5, 4] reduce(dp,tp)
+parameter scale: f32[] reduce(dp,tp)
+constant table: f32[6, 2]
+call net = net(x; up.weight, norm.weight, scale, table) -> loss
+
+region net phase microbatch:
+  param up.weight: f32[3 · 4@tp, 4] vary(dp)
+  param norm.weight: f32[5, 4] vary(dp,tp)
+  param scale: f32[] vary(dp,tp)
+  param table: f32[6, 2]
+  forward:
+    input x: f32[8@dp, 4]
+    y = linear(x, up.weight)  # f32[8@dp, 3 · 4@tp]
+    loss = sum(y, (0, 1), False)  # f32[] partial(dp)
+    return loss
+"""
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_each_parameter_is_cut_where_it_divides(level: int) -> None:
+    parted = print_program(zero(parse(PROGRAM), zero=level, zero_axes=("dp",)))
+    lines = [line for line in parted.splitlines() if line.startswith(("program", "parameter", "constant"))]
+    if level == 1:
+        assert_expected_inline(
+            "\n".join(lines),
+            """\
+program net mesh dp=2,tp=2 microbatches 1 loss loss zero 1
+parameter up.weight: f32[3 · 4@tp,dp, 4] gather(dp)
+parameter norm.weight: f32[5, 4@dp] reduce(tp) gather(dp)
+parameter scale: f32[] reduce(dp,tp)
+constant table: f32[6, 2]""",
+        )
+    else:
+        assert lines[-1] == "constant table: f32[6@dp, 2] gather(dp)"
+    assert print_program(parse(parted)) == parted
+
+
+def test_without_ranks_to_share_nothing_changes() -> None:
+    program = parse(PROGRAM)
+    assert zero(program) is program
+    assert zero(program, zero=3, zero_axes=()) is program
+
+
+class Tied(nn.Module):
+    """Weights in several places: tied, shared by all blocks, frozen, scalar, indivisible, and one in a buffer's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 6)
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.blocks[1].weight.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.odd = nn.Parameter(torch.randn(3))
+        self.register_buffer("offset", torch.randn(6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.get_buffer("offset")
+        for block in self.blocks:
+            x = block(self.block(x)) * self.scale + x
+        logits = x @ self.embed.weight.T
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()) + self.odd.square().sum()
+
+
+def tied() -> nn.Module:
+    return Tied()
+
+
+def _ids() -> dict[str, Tensor]:
+    return {"ids": torch.randint(16, (16, 4))}
+
+
+@pytest.mark.parametrize("level", ["1", "2", "3"])
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "schedule"),
+    [
+        ("2", 1, "1f1b"), ("2x2", 2, "1f1b"), ("2x2x2", 4, "zero-bubble"), ("pp=2,dp=2", 4, "zbv"),
+        ("pp=2,dp=2", 4, "interleaved"), ("dp_out=2,dp_in=2,tp=2", 2, "1f1b"),
+    ],
+)  # fmt: skip
+def test_parts_train_like_the_whole(level: str, mesh: str, microbatches: int, schedule: str) -> None:
+    package = partc.compile(
+        tied, _ids(), mesh=mesh, microbatches=microbatches, schedule=schedule, precision="fp64", zero=level
+    )
+    assert package.program.zero == int(level)
+    result = package.verify(steps=2)
+    assert result.ok, result.worst
+
+
+@pytest.mark.parametrize("axes", ["dp_in", "dp_out", "dp_out,dp_in"])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_hybrid_sharding(axes: str, level: int) -> None:
+    package = partc.compile(
+        tied, _ids(), mesh="pp=1,dp_out=2,dp_in=4,tp=1", precision="fp64", zero=f"{level}@{axes}", microbatches=2
+    )
+    cut = package.program.parameter("embed.weight")
+    assert cut.gather == tuple(axes.split(","))
+    assert set(cut.reduce) == {"dp_out", "dp_in"} - set(cut.gather)
+    result = package.verify(steps=2)
+    assert result.ok, result.worst
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "mesh", "schedule"), [("gpt", "2x2x2", "1f1b"), ("noisy", "2x2", "1f1b"), ("mixtral", "2x2x2", "zbv")]
+)
+def test_families_in_parts(name: str, mesh: str, schedule: str, level: int, tmp_path: Path) -> None:
+    model = MODELS[name]
+    if model.config:
+        pytest.importorskip("transformers")
+    package = partc.compile(
+        model.source(tmp_path), mesh=mesh, microbatches=4, schedule=schedule, precision="fp64", zero=level,
+        options=model.options,
+    )  # fmt: skip
+    package.write(tmp_path / "build")
+    result = verify(tmp_path / "build", steps=2, virtual=True)
+    assert result.ok, result.worst
+
+
+def test_real_processes(tmp_path: Path) -> None:
+    package = partc.compile(tied, _ids(), mesh="pp=1,dp=2,tp=2", precision="fp64", zero=3, microbatches=2)
+    result = verify(package.write(tmp_path / "build"), steps=2)
+    assert result.ok, result.worst
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_what_ranks_hold(level: int) -> None:
+    """The optimizer's parts are a dp-th of all that divides; nothing is lost and nothing held twice."""
+    program = partc.compile(tied, _ids(), mesh="4", zero=level).program
+    held = Counter[str]()
+    for rank in range(4):
+        for parameter in program.parameters:
+            shard = Shard(str(parameter.type))
+            local = shard.local_shape(program.sizes)
+            held[parameter.name] += math.prod(local)
+            assert shard.local(torch.zeros(shard.shape), program.sizes, Mesh.parse("4").coordinate(rank)).shape == local
+    for parameter in program.parameters:
+        whole = math.prod(parameter.type.shape)
+        parted = level and parameter.gather
+        assert held[parameter.name] == (whole if parted else 4 * whole)
+    assert bool(program.parameter("embed.weight").gather) == bool(level)
+    assert not program.parameter("scale").gather and not program.parameter("odd").gather
+
+
+@pytest.mark.parametrize(
+    ("level", "gathers", "scatters"),
+    [(0, {}, {}), (1, {"start": 1, "update": 1}, {"0REDUCE_GRAD": 1}), (2, {"start": 1, "update": 1}, {"B": 2}),
+     (3, {"F": 2, "B": 2}, {"B": 2})],
+)  # fmt: skip
+def test_when_parts_move(level: int, gathers: dict[str, int], scatters: dict[str, int]) -> None:
+    """One collective per region, direction and microbatch at most: not one for each parameter."""
+    program = partc.compile(one_block, {"x": torch.randn(8, 6)}, mesh="2", zero=level, microbatches=2).program
+    found: dict[str, Counter[str]] = {"all_gather": Counter(), "reduce_scatter": Counter()}
+    for event in events(program).of(0):
+        if isinstance(event, Collective) and event.op in found:
+            found[event.op][
+                event.action.removeprefix("0").rstrip("01") if "REDUCE" not in event.action else event.action
+            ] += 1
+    assert (found["all_gather"], found["reduce_scatter"]) == (gathers, scatters)
+
+
+class OneBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()).square().sum()  # type: ignore[no-any-return]
+
+
+def one_block() -> nn.Module:
+    return OneBlock()
+
+
+@pytest.mark.parametrize(
+    ("given", "mesh", "code"),
+    [
+        ("4", "2", "P0404"),
+        ("full", "2", "P0404"),
+        ("3@tp", "2x2", "P0413"),
+        ("2@", "2", "P0413"),
+        ("1@dp_in", "2", "P0413"),
+    ],
+)
+def test_wrong_levels(given: Any, mesh: str, code: str) -> None:
+    with pytest.raises(PartcError) as error:
+        partc.compile(one_block, {"x": torch.randn(8, 6)}, mesh=mesh, zero=given)
+    assert error.value.code == code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from partc.codegen.calls import Run, place_of, runs
@@ -14,7 +14,7 @@ from partc.codegen.weights import Entry, Repeated, Weights, strings
 from partc.layout import SubDim
 from partc.mesh import TIME_AXIS
 from partc.parts import Parts
-from partc.program import Parameter, Phase, Program, Region
+from partc.program import Phase, Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

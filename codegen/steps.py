@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
-
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from partc.codegen.calls import Run
 from partc.codegen.collectives import moved

@@ -9,15 +9,16 @@
 
 Operations are grouped by the numbered module that they ran in; groups that are equal operation by
 operation share a region. Where a pipeline has more stages than there are groups, those are cut further,
-at the modules inside them and at last at every weight. What depends on no parameter leaves the code between them: constants are
-made once, in a region of their own; a value made of inputs alone (a mask, a count) has a region each.
+at the modules inside them and at last at every weight. What depends on no parameter leaves the code
+between them: constants are made once, in a region of their own; a value made of inputs alone (a mask,
+a count) has a region each.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
 
 from partc.gradients import input_only
 from partc.naming import identifier, name_values, unique

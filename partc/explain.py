@@ -306,6 +306,37 @@ CATALOGUE: Mapping[str, Entry] = {
         "the package, or its single-device model, stopped with an error",
         "What it printed last is shown; the first rank that failed has the reason, the others stop because of it.",
     ),
+    "P0521": Entry(
+        "options of a checkpoint that cannot be",
+        "--save-every and --keep are 1 or more. --resume alone continues what --save names. The seed and the "
+        "optimizer of a training are its checkpoint's: leave them out with --resume. --lr may change.",
+    ),
+    "P0522": Entry(
+        "a folder that has another training's checkpoints",
+        "A run never writes over checkpoints. Continue the newest with --resume, or name another folder with --save; "
+        "to go on from an older one, too, for the newer ones stand in the way.",
+    ),
+    "P0523": Entry(
+        "there is no checkpoint to resume from",
+        "--resume takes the folder that --save was given, and finds its newest whole checkpoint, or one of its "
+        "folders step_00000300. `--save DIR --resume` starts at the beginning where DIR has none yet.",
+    ),
+    "P0524": Entry(
+        "a damaged checkpoint",
+        "Every file is held against the sizes and sha256 digests in manifest.json before anything is read. "
+        "`--resume DIR` passes over damaged checkpoints and takes the newest whole one, `--resume DIR/step_...` "
+        "refuses. A run that comes to the same step again moves the damaged one to step_....damaged.*.",
+    ),
+    "P0525": Entry(
+        "a checkpoint of another model",
+        "Names, shapes and element types of all parameters must be the plan's. Mesh, stages, microbatches, layouts and "
+        "schedule may be others.",
+    ),
+    "P0526": Entry(
+        "a checkpoint cannot be written",
+        "The folder is full, not writable, or not the same on all ranks: they write to one folder, which the "
+        "nodes share. The newest complete checkpoint is as it was.",
+    ),
     "P0601": Entry(
         "the output folder is not partc's",
         "partc replaces a package that it wrote, and an empty folder, and nothing else. Give another folder "

@@ -11,10 +11,13 @@ from typing import TextIO
 class StepLog:
     """Opened on the one rank that has the loss and stands first on every other axis."""
 
-    def __init__(self, path: Path | None, steps: int, stream: TextIO = sys.stderr) -> None:
+    def __init__(self, path: Path | None, steps: int, stream: TextIO = sys.stderr, *, start: int = 0) -> None:
         self._steps = steps
         self._stream = stream
+        earlier = _earlier(path, start) if path else ""
         self._file = path.open("w") if path else None
+        if self._file:
+            self._file.write(earlier)
 
     def step(self, step: int, loss: float, seconds: float) -> None:
         if self._file:
@@ -28,3 +31,17 @@ class StepLog:
     def close(self) -> None:
         if self._file:
             self._file.close()
+
+
+def _earlier(path: Path, start: int) -> str:
+    """Lines of the run that this one continues, up to where it does."""
+    if not start or not path.exists():
+        return ""
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] < start and line.endswith("\n"):
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return "".join(kept)

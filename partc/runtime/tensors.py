@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import mmap
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,62 +22,120 @@ _NAMES = {
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
+Described = tuple[torch.dtype, tuple[int, ...]]  # element type and shape
+
 
 class BadTensorFile(ValueError):
     """The file isn't what the format says."""
 
 
+class Sink(Protocol):
+    """What bytes can be written to."""
+
+    def write(self, data: bytes | memoryview, /) -> object: ...
+
+
 def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write tensors; the file appears only when it is complete."""
+    unfinished = path.with_name(path.name + ".part")
+    with unfinished.open("wb") as file:
+        write(file, {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}, tensors.values(), metadata)
+    unfinished.replace(path)
+
+
+def write(
+    file: Sink,
+    described: Mapping[str, Described],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a file's bytes; `tensors` come one by one, in the order of their descriptions."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    for name, x in tensors.items():
-        size = x.numel() * x.element_size()
-        header[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [offset, offset + size]}
+    for name, (dtype, shape) in described.items():
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    unfinished = path.with_name(path.name + ".part")
-    with unfinished.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for x in tensors.values():
-            flat = x.detach().cpu().contiguous().view(-1)
-            if flat.numel():
-                file.write(_raw(flat))
-    unfinished.replace(path)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for (dtype, shape), x in zip(described.values(), tensors, strict=True):
+        if x.dtype != dtype or tuple(x.shape) != shape:
+            raise ValueError(f"{x.dtype}{list(x.shape)} where {dtype}{list(shape)} was announced")
+        flat = x.detach().cpu().contiguous().view(-1)
+        if flat.numel():
+            file.write(_raw(flat))
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read tensors and metadata. Raises BadTensorFile."""
-    data = bytearray(path.read_bytes())
-    if len(data) < 8:
-        raise BadTensorFile(f"{path} has {len(data)} bytes: no header")
-    (length,) = struct.unpack_from("<Q", data)
-    if length > len(data) - 8:
-        raise BadTensorFile(f"{path}: its header's length says {length}, the file has {len(data)} bytes")
+    file = TensorFile(path)
+    return {name: file.tensor(name).clone() for name in file.described}, file.metadata
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int  # from the start of the file
+
+
+class TensorFile:
+    """A file of which only what is asked for is read. Raises BadTensorFile, and OSError where there is none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header, start = _header(path, file.read, size)
+            # Private pages: the file can't change, and torch may look at them as its own.
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        metadata = header.pop("__metadata__", {})
+        self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
+        self._places = {name: _place(path, name, entry, start, size) for name, entry in header.items()}
+
+    @property
+    def described(self) -> dict[str, Described]:
+        return {name: (place.dtype, place.shape) for name, place in self._places.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """A view of the file: pages are read where it is looked at."""
+        place = self._places[name]
+        count = math.prod(place.shape)
+        if count == 0:
+            return torch.empty(place.shape, dtype=place.dtype)
+        raw = torch.frombuffer(self._data, dtype=torch.uint8, count=count * place.dtype.itemsize, offset=place.begin)
+        if place.begin % place.dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(place.dtype).view(place.shape)
+
+
+def _header(path: Path, read: Callable[[int], bytes], size: int) -> tuple[dict[str, object], int]:
+    """The file's header, and where its data starts."""
+    if size < 8:
+        raise BadTensorFile(f"{path} has {size} bytes: no header")
+    (length,) = struct.unpack("<Q", read(8))
+    if length > size - 8:
+        raise BadTensorFile(f"{path}: its header's length says {length}, the file has {size} bytes")
     try:
-        header = json.loads(data[8 : 8 + length])
-    except ValueError as error:
+        header = json.loads(read(length))
+    except (ValueError, RecursionError) as error:
         raise BadTensorFile(f"{path}: its header isn't JSON: {error}") from None
     if not isinstance(header, dict):
         raise BadTensorFile(f"{path}: its header isn't an object")
-    metadata = header.pop("__metadata__", {})
-    tensors = {name: _read(path, name, entry, data, 8 + length) for name, entry in header.items()}
-    return tensors, metadata
+    return header, 8 + length
 
 
-def _read(path: Path, name: str, entry: dict[str, object], data: bytearray, start: int) -> Tensor:
+def _place(path: Path, name: str, entry: object, start: int, size: int) -> _Place:
     try:
-        dtype, shape = _DTYPES[str(entry["dtype"])], [int(size) for size in entry["shape"]]  # type: ignore[attr-defined]
-        begin, end = (int(offset) for offset in entry["data_offsets"])  # type: ignore[attr-defined]
+        dtype, shape = _DTYPES[str(entry["dtype"])], tuple(int(n) for n in entry["shape"])  # type: ignore[index]
+        begin, end = (int(offset) for offset in entry["data_offsets"])  # type: ignore[index]
     except (KeyError, TypeError, ValueError) as error:
         raise BadTensorFile(f"{path}: {name} is described wrongly: {error!r}") from None
     count = math.prod(shape)
-    if min(shape, default=0) < 0 or not 0 <= begin <= end <= len(data) - start or end - begin != count * dtype.itemsize:
-        raise BadTensorFile(f"{path}: {name} {entry['dtype']}{shape} does not fit its bytes {begin} to {end}")
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data[start + begin : start + end], dtype=dtype).view(shape)
+    if min(shape, default=0) < 0 or not 0 <= begin <= end <= size - start or end - begin != count * dtype.itemsize:
+        raise BadTensorFile(f"{path}: {name} {dtype}{list(shape)} does not fit its bytes {begin} to {end}")
+    return _Place(dtype, shape, start + begin)
 
 
 def _raw(flat: Tensor) -> memoryview:

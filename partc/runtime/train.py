@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib
 import json
@@ -18,56 +17,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
+from .checkpoint import Place, Saver
 from .comm import Comm
 from .data import global_batch, load_model_file, local_batch
+from .errors import UsageError
 from .executor import Action, Stage, gradient_buffers, parse_schedule, run_step
 from .init import initialise
-from .layout import DTYPES, Shard, parse_mesh
+from .job import Job, parse, prepared
+from .layout import DTYPES, Shard
 from .log import StepLog
 from .memory import keep_freed_memory, peak_bytes
 from .optimizer import attach_gradients, make_optimizer
+from .state import restore_optimizer, state
 from .tensors import save
+from .together import Together
+from .torch_private import lone_store
 from .watch import Watch
-
-
-class UsageError(Exception):
-    """Wrong use of the package: a code, one sentence of cause, one of help. Exit code 2."""
-
-    def __init__(self, code: str, cause: str, help: str) -> None:
-        super().__init__(f"error {code}: {cause}\n  help: {help}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What a run does, the same on every rank."""
-
-    root: Path
-    plan: dict[str, Any]
-    steps: int
-    optimizer: str
-    lr: float
-    seed: int
-    virtual: bool
-    record: Path | None
-    report: Path | None
-    metrics: Path | None
-    timeout: float
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return parse_mesh(self.plan["mesh"])
-
-    @property
-    def world_size(self) -> int:
-        size = 1
-        for ways in self.sizes.values():
-            size *= ways
-        return size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return {"fp32": torch.float32, "fp64": torch.float64}[self.plan["precision"]]
 
 
 @dataclass(slots=True)
@@ -102,40 +69,17 @@ class Rank:
 def main(argv: Sequence[str], root: Path) -> int:
     """Train the package in `root`. Returns the exit code."""
     try:
-        job = _parse(argv, root)
+        job = parse(argv, root)
         keep_freed_memory()
         if job.virtual:
             _train_virtual(job)
         else:
             _train_this_rank(job)
     except UsageError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if not error.alike or os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
         return 2
     return 0
-
-
-def _parse(argv: Sequence[str], root: Path) -> Job:
-    parser = argparse.ArgumentParser(
-        prog="train.py", description="Train this package; one process per rank, under torchrun."
-    )
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, help="of the initial parameters and the data; the plan's by default")
-    parser.add_argument("--virtual", action="store_true", help="all ranks in this one process")
-    parser.add_argument("--metrics", type=Path, metavar="FILE", help="one line of JSON per step")
-    parser.add_argument("--record", type=Path, metavar="DIR", help="every step's gradients and parameters, per rank")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="losses, times and memory, per rank, as JSON")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a rank waits for another")
-    arguments = vars(parser.parse_args(argv))
-    plan_file = root / "plan.json"
-    if not plan_file.is_file():
-        raise UsageError("P0503", f"{root} has no plan.json", "run train.py from the folder that partc compile wrote")
-    plan = json.loads(plan_file.read_text())
-    if arguments["seed"] is None:
-        arguments["seed"] = plan["seed"]
-    return Job(root=root, plan=plan, **arguments)
 
 
 def _load_rank(number: int) -> Rank:
@@ -147,6 +91,8 @@ def _load_rank(number: int) -> Rank:
 def _train_virtual(job: Job) -> None:
     from .virtual import VirtualComm, World
 
+    store = lone_store()
+    job = prepared(job, Together(store, 0, 1), _say)
     world = World(job.world_size)
     ranks = [_load_rank(number) for number in range(job.world_size)]
     model_file = load_model_file(job.root / "model.py")
@@ -168,7 +114,7 @@ def _train_virtual(job: Job) -> None:
             groups=rank.module.GROUPS,
             links=rank.module.LINKS,
         )
-        _train(job, rank, comm, batch_of, torch.device("cpu"))
+        _train(job, rank, comm, batch_of, torch.device("cpu"), store)
 
     world.run(work)
 
@@ -182,6 +128,7 @@ def _train_this_rank(job: Job) -> None:
             "P0501",
             f"this package is for {job.world_size} ranks ({job.plan['mesh']}), and was started on {world_size}",
             f"torchrun --standalone --nproc-per-node {job.world_size} train.py, or train.py --virtual for one process",
+            alike=True,
         )
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -191,6 +138,8 @@ def _train_this_rank(job: Job) -> None:
     with Watch(store, number, world_size) as watch:
         rank = _load_rank(number)
         model_file = load_model_file(job.root / "model.py")
+        watch.entering("the choice of its checkpoint")
+        job = prepared(job, Together(store, number, world_size), _say if number == 0 else lambda line: None)
         watch.entering("the initialisation of its parameters")
         _materialise(job, model_file, [rank], device)
         watch.entering("connecting to its peers")
@@ -205,7 +154,7 @@ def _train_this_rank(job: Job) -> None:
             device=device,
             timeout=timeout,
         )
-        _train(job, rank, comm, lambda step: _batch(job, model_file, step), device, watch)
+        _train(job, rank, comm, lambda step: _batch(job, model_file, step), device, store, watch)
         watch.entering("the end of the run")
         comm.barrier()
     comm.close()
@@ -226,8 +175,13 @@ def _batch(job: Job, model_file: ModuleType, step: int) -> dict[str, Tensor]:
 
 
 def _materialise(job: Job, model_file: ModuleType, ranks: Sequence[Rank], device: torch.device) -> None:
-    """Give every rank its shards of the initial parameters."""
-
+    """Give every rank its shards of the initial parameters, or of the checkpoint's."""
+    if job.checkpoint is not None:
+        for rank in ranks:
+            for name, shard in rank.shards.items():
+                part = job.checkpoint.part(name, shard, job.sizes, rank.module.COORDINATE)
+                rank.parameters[name] = part.to(device)
+        return
     held = [rank.shards for rank in ranks]
 
     def take(name: str, whole: Tensor) -> None:
@@ -240,7 +194,7 @@ def _materialise(job: Job, model_file: ModuleType, ranks: Sequence[Rank], device
     wanted = {name for shards in held for name in shards}
     parameters = job.plan["parameters"].values()
     size = sum(math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize for entry in parameters)
-    say = (lambda line: print(line, file=sys.stderr)) if ranks[0].number == 0 else (lambda line: None)
+    say = _say if ranks[0].number == 0 else (lambda line: None)
     initialise(model_file, job.plan["options"], job.seed, wanted, take, size=size, say=say)
     for rank, shards in zip(ranks, held, strict=True):
         missing = [name for name in shards if name not in rank.parameters]
@@ -258,9 +212,14 @@ def _train(
     comm: Comm,
     batch_of: Callable[[int], dict[str, Tensor]],
     device: torch.device,
+    store: Store,
     watch: Watch | None = None,
 ) -> None:
-    log = StepLog(job.metrics, job.steps) if rank.logs else None
+    log = StepLog(job.metrics, job.steps, start=job.start) if rank.logs else None
+    place = Place(rank=rank.number, world_size=job.world_size, sizes=job.sizes, coordinate=rank.module.COORDINATE)
+    saver = None
+    if job.save is not None:
+        saver = Saver(job.save, keep=job.keep, place=place, store=store, attempt=job.attempt, run=job.run)
     entering = (lambda what: None) if watch is None else watch.entering
     with torch.no_grad():
         gradients, buffers = gradient_buffers(rank.shards, rank.parameters)
@@ -270,11 +229,16 @@ def _train(
         }
         trained = attach_gradients(rank.parameters, gradients)
         optimizer = make_optimizer(job.optimizer, trained, job.lr) if trained else None
+        held = {name: (shard, rank.parameters[name]) for name, shard in rank.shards.items()}
+        optimized = {name: held[name] for name in gradients}
+        if job.checkpoint is not None and optimizer is not None:
+            restore_optimizer(optimizer, optimized, job.checkpoint, job.sizes, rank.module.COORDINATE)
+            job.checkpoint.close()
         entering("setup")
         comm.draws = job.plan["draws"] if job.plan["repeated"] else 0
         for stage in stages.values():
             stage.setup()
-        for step in range(job.steps):
+        for step in range(job.start, job.steps):
             if watch is not None:
                 watch.step = step + 1
             entering("data")
@@ -302,10 +266,20 @@ def _train(
                 recorded |= {f"parameter/{name}": x for name, x in rank.parameters.items()}
                 job.record.mkdir(parents=True, exist_ok=True)
                 save(job.record / f"step_{step:04d}_rank_{rank.number:03d}.safetensors", recorded)
+            if saver is not None and job.saves_after(step + 1):
+                entering("saving")
+                saver.save(step + 1, state(held, optimized, optimizer, job.plan))
+    if saver is not None:
+        entering("the writing of the last checkpoint")
+        saver.wait()
     if log is not None:
         log.close()
     if job.report:
         _write_report(job.report, rank, device)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _write_report(folder: Path, rank: Rank, device: torch.device) -> None:

@@ -68,7 +68,7 @@ class Watch:
             time.sleep(HURRY + 5 * self._interval)
             self._note(f"rank {self._rank} lost its connection in {self.doing}: {_first_line(error)}")
             time.sleep(2 * self._interval)
-        elif error is not None:
+        elif error is not None and not getattr(error, "alike", False):
             self._note(
                 f"rank {self._rank} failed in {self.doing}: {kind.__name__ if kind else ''}: {_first_line(error)}"
             )

@@ -1,0 +1,170 @@
+"""What a run of a package does: its command line, and what of it comes from the checkpoint that it continues."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import UsageError
+from .layout import parse_mesh
+from .manifest import checkpoints, read
+from .restore import Checkpoint, Say, newest
+from .together import Together
+
+SAVE_EVERY, KEEP = 100, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a run does, the same on every rank."""
+
+    root: Path
+    plan: dict[str, Any]
+    steps: int
+    optimizer: str
+    lr: float
+    seed: int
+    virtual: bool
+    record: Path | None
+    report: Path | None
+    metrics: Path | None
+    timeout: float
+    save: Path | None = None
+    save_every: int = SAVE_EVERY
+    keep: int = KEEP
+    resume: Path | None = None
+    given: frozenset[str] = frozenset()  # of `_CONTINUED`, what the command line says
+    checkpoint: Checkpoint | None = None  # which `resume` has found
+    attempt: str = ""  # names this run, if it saves
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return parse_mesh(self.plan["mesh"])
+
+    @property
+    def world_size(self) -> int:
+        size = 1
+        for ways in self.sizes.values():
+            size *= ways
+        return size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"fp32": torch.float32, "fp64": torch.float64}[self.plan["precision"]]
+
+    @property
+    def start(self) -> int:
+        """Steps that were done before this run."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """What a checkpoint says of the training: those of `_CONTINUED` hold for its continuation too."""
+        kept = {name: self.plan.get(name) for name in ("name", "mesh", "microbatches", "precision", "options")}
+        return kept | {name: getattr(self, name) for name in _CONTINUED}
+
+    def saves_after(self, step: int) -> bool:
+        return self.save is not None and (step % self.save_every == 0 or step == self.steps)
+
+
+_CONTINUED = ("seed", "optimizer", "lr")
+
+
+def parse(argv: Sequence[str], root: Path) -> Job:
+    """Read the command line of train.py. Raises UsageError P0503 and P0521."""
+    parser = argparse.ArgumentParser(
+        prog="train.py", description="Train this package; one process per rank, under torchrun."
+    )
+    add = parser.add_argument
+    add("--steps", type=int, default=10, help="of the whole training, with those before --resume")
+    add("--optimizer", choices=("adamw", "sgd"), help="adamw by default, or the checkpoint's")
+    add("--lr", type=float, help="1e-3 by default, or the checkpoint's")
+    add("--seed", type=int, help="of the initial parameters and the data; the plan's by default")
+    add("--virtual", action="store_true", help="all ranks in this one process")
+    add("--metrics", type=Path, metavar="FILE", help="one line of JSON per step")
+    add("--record", type=Path, metavar="DIR", help="every step's gradients and parameters, per rank")
+    add("--report", type=Path, metavar="DIR", help="losses, times and memory, per rank, as JSON")
+    add("--timeout", type=float, default=600.0, help="seconds that a rank waits for another")
+    add("--save", type=Path, metavar="DIR", help="write checkpoints into this folder, which all ranks share")
+    add("--save-every", type=int, default=SAVE_EVERY, metavar="N", help=f"steps, and at the end; {SAVE_EVERY}")
+    add("--keep", type=int, default=KEEP, metavar="K", help=f"only the newest K checkpoints; {KEEP}")
+    add(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="continue from the newest whole checkpoint in DIR (--save's by default, where there may be none yet), "
+        "or from DIR/step_...; of any mesh",
+    )
+    arguments = vars(parser.parse_args(argv))
+    plan_file = root / "plan.json"
+    if not plan_file.is_file():
+        raise UsageError("P0503", f"{root} has no plan.json", "run train.py from the folder that partc compile wrote")
+    for name in ("save_every", "keep"):
+        if arguments[name] < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError("P0521", f"{option} {arguments[name]} is out of range", "give 1 or more", alike=True)
+    resume = arguments.pop("resume")
+    if resume == "" and arguments["save"] is None:
+        raise UsageError("P0521", "--resume has no folder", "name one, or add --save DIR to continue there", alike=True)
+    plan = json.loads(plan_file.read_text())
+    given = frozenset(name for name in _CONTINUED if arguments[name] is not None)
+    for name, value in {"seed": plan["seed"], "optimizer": "adamw", "lr": 1e-3}.items():
+        if name not in given:
+            arguments[name] = value
+    folder = None if resume is None else Path(resume) if resume else arguments["save"]
+    return Job(root=root, plan=plan, resume=folder, given=given, **arguments)
+
+
+def prepared(job: Job, together: Together, say: Say) -> Job:
+    """The job with the checkpoint that it continues, once all ranks agree. Raises UsageError P0522 to P0525."""
+    if job.resume is not None:
+        checkpoint = newest(job.resume, together, needed=job.resume != job.save, say=say)
+        if checkpoint is None:
+            say(f"{job.resume} has no checkpoint yet: starting at the beginning")
+        else:
+            checkpoint.check_fits(job.plan)
+            say(f"continuing from {checkpoint.path}, after step {checkpoint.step}")
+            job = dataclasses.replace(job, checkpoint=checkpoint, **_continued(job, checkpoint))
+    if job.save is not None:
+        attempt, _, problem = together.told(f"{uuid.uuid4().hex[:8]} {_occupied(job, job.save)}").partition(" ")
+        if problem:
+            raise UsageError("P0522", problem, "continue it with --resume, or save in another folder", alike=True)
+        job = dataclasses.replace(job, attempt=attempt)
+    return job
+
+
+def _continued(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the checkpoint says where the command line doesn't; the learning rate may change on the way."""
+    for name in ("seed", "optimizer"):
+        if name in job.given and getattr(job, name) != checkpoint.run[name]:
+            raise UsageError(
+                "P0521",
+                f"--{name} is {getattr(job, name)}, the checkpoint was made with {checkpoint.run[name]}",
+                f"leave out --{name}",
+                alike=True,
+            )
+    return {name: checkpoint.run[name] for name in _CONTINUED if name not in job.given}
+
+
+def _occupied(job: Job, folder: Path) -> str:
+    """Why this run must not save in a folder: it has another run's checkpoints, or later ones than its start."""
+    own = job.checkpoint is not None and folder.resolve() == job.checkpoint.path.resolve().parent
+    for path in checkpoints(folder):
+        if own and job.checkpoint is not None and path.name in job.checkpoint.passed_over:
+            continue
+        try:
+            step = read(path).step
+        except UsageError:
+            continue
+        if not own or step > job.start:
+            return f"{path} is there, and this run starts {f'after step {job.start}' if job.start else 'anew'}"
+    return ""

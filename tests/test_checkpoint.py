@@ -1,0 +1,143 @@
+"""Checkpoints: training goes on from one as if it had never stopped, on the same mesh or another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from partc.runtime.manifest import checkpoints, read
+from partc.runtime.tensors import load
+from tests.durable import build, losses, same_records, trained, whole
+
+MESHES = ("2x2x2", "tp=4", "dp=2", "tp=2,pp=2")
+STEPS, HALF = 5, 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packages, and one run that never stopped, on the first mesh."""
+    path = tmp_path_factory.mktemp("durable")
+    package = build(path, MESHES[0])
+    arguments = (
+        "--steps",
+        STEPS,
+        "--save",
+        path / "full",
+        "--save-every",
+        HALF,
+        "--keep",
+        9,
+        "--metrics",
+        path / "log",
+    )
+    trained(package, *arguments, "--record", path / "record")
+    return path
+
+
+def test_what_is_written(folder: Path) -> None:
+    assert [path.name for path in checkpoints(folder / "full")] == ["step_00000005", "step_00000004", "step_00000002"]
+    assert sorted(path.name for path in (folder / "full").iterdir())[0] == "step_00000002"  # and nothing hidden
+    manifest = read(folder / "full" / "step_00000004")
+    assert manifest.step == 4 and manifest.run["optimizer"] == "adamw" and manifest.run["seed"] == 0
+    assert manifest.tensors["embed.weight"].shape == (23, 16)  # 24 rows are held
+    assert "head.weight" not in manifest.tensors  # tied: once
+    assert manifest.tensors["exp_avg_sq/blocks.1.qkv.weight"].shape == (48, 16)
+    assert {len(saved.boxes) for name, saved in manifest.tensors.items() if "qkv" in name and "step" not in name} == {6}
+    plan = json.loads((folder / "2x2x2" / "plan.json").read_text())
+    held = {name for name, entry in plan["parameters"].items() if entry["stages"]}
+    assert {name for name in manifest.tensors if "/" not in name} == held
+
+
+def test_its_values_are_the_ranks_own(folder: Path) -> None:
+    tensors = whole(folder / "full" / "step_00000004")
+    record, _ = load(folder / "record" / "step_0003_rank_000.safetensors")
+    assert torch.equal(tensors["blocks.0.norm.weight"], record["parameter/blocks.0.norm.weight"])
+    assert torch.equal(tensors["embed.weight"][:12], record["parameter/embed.weight"])
+    parts = record["parameter/blocks.0.qkv.weight"].view(3, 8, 16)
+    assert torch.equal(tensors["blocks.0.qkv.weight"].view(3, 16, 16)[:, :8], parts)
+    assert tensors["step/embed.weight"] == 4
+
+
+def test_the_same_mesh_continues_bit_by_bit(folder: Path, tmp_path: Path) -> None:
+    arguments = ("--steps", STEPS, "--resume", folder / "full" / "step_00000002", "--record", tmp_path / "record")
+    (tmp_path / "log").write_text((folder / "log").read_text())
+    said = trained(folder / MESHES[0], *arguments, "--metrics", tmp_path / "log")
+    assert "step 3/5" in said and "step 2/5" not in said and "after step 2" in said
+    for step in range(HALF, STEPS):
+        same_records(folder / "record", tmp_path / "record", step)
+    assert losses(tmp_path / "log") == losses(folder / "log")
+
+
+def test_any_mesh_continues_any_other(folder: Path, tmp_path: Path) -> None:
+    """A step on each mesh, from the checkpoint that the one before has left; pipelines turned round, too."""
+    before = folder / "full" / "step_00000002"
+    for step, mesh in enumerate(MESHES[1:], HALF + 1):
+        arguments = ("--steps", step, "--resume", before, "--save", tmp_path / mesh, "--metrics", tmp_path / "log")
+        trained(build(folder, mesh), *arguments)
+        before = tmp_path / mesh / f"step_{step:08d}"
+    assert losses(tmp_path / "log") == pytest.approx(losses(folder / "log")[HALF:], rel=1e-10)
+    mine, theirs = whole(before), whole(folder / "full" / "step_00000005")
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-10, atol=1e-10)
+
+
+def test_only_the_newest_are_kept(folder: Path, tmp_path: Path) -> None:
+    package, save = build(folder, "dp=2"), tmp_path / "save"
+    (save / ".step_00000001.interrupted").mkdir(parents=True)
+    (save / "notes.txt").write_text("mine")
+    trained(package, "--steps", 4, "--save", save, "--save-every", 1, "--keep", 2, "--optimizer", "sgd")
+    assert sorted(path.name for path in save.iterdir()) == ["notes.txt", "step_00000003", "step_00000004"]
+    said = trained(package, "--steps", 5, "--save", save, "--save-every", 1, "--keep", 2, "--resume")
+    assert "after step 4" in said and [path.name for path in checkpoints(save)] == ["step_00000005", "step_00000004"]
+    assert read(save / "step_00000005").run["optimizer"] == "sgd"  # as before
+    said = trained(package, "--steps", 5, "--save", save, "--resume")
+    assert "loss" not in said
+
+
+def test_resume_where_nothing_has_been_saved_yet(folder: Path, tmp_path: Path) -> None:
+    said = trained(build(folder, "dp=2"), "--steps", 1, "--save", tmp_path / "new", "--resume")
+    assert "starting at the beginning" in said and (tmp_path / "new" / "step_00000001").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_processes_continue_bit_by_bit_and_on_virtual_ranks(folder: Path, tmp_path: Path) -> None:
+    package, save = build(folder, "tp=2"), tmp_path / "save"
+    whole_run = ("--steps", STEPS, "--record", tmp_path / "whole", "--metrics", tmp_path / "log")
+    trained(package, *whole_run, "--save", save, "--save-every", HALF, real=True)
+    rest = ("--steps", STEPS, "--resume", save / "step_00000002")
+    trained(package, *rest, "--record", tmp_path / "rest", real=True)
+    for step in range(HALF, STEPS):
+        same_records(tmp_path / "whole", tmp_path / "rest", step)
+    trained(build(folder, "2x2x2"), *rest, "--save", tmp_path / "virtual", "--metrics", tmp_path / "virtual.log")
+    assert losses(tmp_path / "virtual.log") == pytest.approx(losses(tmp_path / "log")[HALF:], rel=1e-10)
+
+
+def test_torch_reads_it(folder: Path) -> None:
+    """torch.distributed.checkpoint, with its reader for safetensors files, as an independent witness."""
+    pytest.importorskip("safetensors")
+    checkpointing = pytest.importorskip("torch.distributed.checkpoint")
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    from tests.models import tied
+
+    path = folder / "full" / "step_00000004"
+    model = tied.model().double()
+    state = {name: x for name, x in model.state_dict().items() if not name.startswith("unused")}
+    tensors = whole(path)
+    moments = {
+        name: torch.zeros_like(x) for name, x in tensors.items() if name.startswith("exp_avg") or "step/" in name
+    }
+    checkpointing.load(
+        state | moments,
+        storage_reader=checkpointing.HuggingFaceStorageReader(str(path)),
+        planner=DefaultLoadPlanner(allow_partial_load=True),
+        no_dist=True,
+    )
+    assert len(moments) > 30
+    for name, x in (state | moments).items():
+        assert torch.equal(x, tensors["embed.weight" if name == "head.weight" else name]), name

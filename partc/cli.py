@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from partc import __version__, console
+from partc import __version__, asked, console
 from partc.errors import PartcError
 from partc.schedules import SCHEDULES
 
@@ -101,7 +101,7 @@ def compile_command(model: str, output: Path, dump_after: tuple[str, ...], as_js
     from partc.dump import Dump
     from partc.output import check_target
 
-    options, definitions = _options(given)
+    options, definitions = asked.options(given)
     check_target(output)
     dump = Dump.of(dump_after, output)
     with console.Phases(quiet=as_json) as phases:
@@ -183,18 +183,20 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool) ->
 @cli.command("run", short_help="Train a package on this machine.")
 @click.argument("directory", metavar="DIR", type=Path)
 @click.option("--steps", type=int, default=10, show_default=True)
+@click.option("--init", type=Path, metavar="FILE", help="start from a state dict in safetensors")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 @click.argument("rest", nargs=-1, type=click.UNPROCESSED)
-def run_command(directory: Path, steps: int, as_json: bool, rest: tuple[str, ...]) -> None:
+def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, rest: tuple[str, ...]) -> None:
     """Print the torchrun line that trains a package on this machine, then run it.
 
-    What follows `--` goes to train.py: its optimizer, learning rate, log.
+    What follows `--` goes to train.py: its optimizer, learning rate, log, checkpoints (`-- --help` lists them).
     """
     from partc.launch import run
 
     if steps < 1:
         raise PartcError("P0504", f"cannot run {steps} steps", help="--steps is 1 or more")
-    result = run(directory, steps=steps, arguments=rest, tell=lambda line: click.echo(f"$ {line}", err=as_json))
+    arguments = (*rest, *(() if init is None else ("--init", str(init))))
+    result = run(directory, steps=steps, arguments=arguments, tell=lambda line: click.echo(f"$ {line}", err=as_json))
     if as_json:
         print(
             json.dumps(
@@ -208,6 +210,9 @@ def run_command(directory: Path, steps: int, as_json: bool, rest: tuple[str, ...
             )
         )
         return
+    if not result.losses:
+        click.echo("no step was left to do")
+        return
     from partc.codegen.collectives import readable_bytes
 
     click.echo(
@@ -218,6 +223,35 @@ def run_command(directory: Path, steps: int, as_json: bool, rest: tuple[str, ...
     console.next_step(f"less {directory}/stages/stage_0.py")
 
 
+@cli.command("export", short_help="Write a checkpoint as a plain state dict.")
+@click.argument("directory", metavar="DIR", type=Path)
+@click.argument("checkpoint", metavar="CKPT", type=Path)
+@click.option("--safetensors", "target", type=Path, required=True, metavar="OUT", help="the file to write")
+@click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
+def export_command(directory: Path, checkpoint: Path, target: Path, as_json: bool) -> None:
+    """Write the model's own state dict from a checkpoint of package DIR, for load_state_dict and transformers.
+
+    CKPT is a checkpoint, or the folder that --save was given: its newest whole one. `train.py --init OUT`
+    starts from such a file.
+    """
+    from partc.launch import read_package
+
+    read_package(directory)
+    with console.working("writing", quiet=as_json):
+        from partc.export import export
+
+        done = export(directory, checkpoint, target, say=lambda line: click.echo(line, err=True))
+    if as_json:
+        document = {"step": done.step, "tensors": done.tensors, "bytes": done.bytes, "untrained": list(done.untrained)}
+        print(json.dumps(document))
+        return
+    from partc.codegen.collectives import readable_bytes
+
+    click.echo(f"wrote {target}: {done.tensors:,} tensors, {readable_bytes(done.bytes)}, after step {done.step}")
+    if done.untrained:
+        click.echo(f"as at the beginning, for the loss does not use them: {', '.join(done.untrained)}")
+
+
 @cli.command("rule", short_help="Draft the rules that a model's operations lack.")
 @click.argument("model")
 @compile_options(required=True)
@@ -226,7 +260,7 @@ def rule_command(model: str, **given: Any) -> None:
     from partc.api import compilation
     from partc.coverage import coverage, missing
 
-    options, definitions = _options(given)
+    options, definitions = asked.options(given)
     program = compilation(model, None, options, model_options=definitions, until="annotate").program
     click.echo(f"# rules cover {coverage(program)}")
     for item in missing(program):
@@ -257,7 +291,7 @@ def inspect_command(target: str, **given: Any) -> None:
     side_by_side, durations = given.pop("schedules"), given.pop("durations")
     if durations is not None and not side_by_side:
         raise PartcError("P0412", "--durations are those of --schedules", help="add --schedules")
-    model, options, definitions = _target(target, given)
+    model, options, definitions = asked.target(target, given)
     if side_by_side:
         click.echo(_schedules(options, durations), nl=False)
         return
@@ -331,52 +365,3 @@ def explain_command(code: str | None) -> None:
     from partc.explain import explanation, listing
 
     click.echo(listing() if code is None else explanation(code))
-
-
-def _options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
-    """The checked options of a compile, and those for the model file."""
-    from partc.options import Options
-
-    definitions: dict[str, str] = {}
-    for text in given["definitions"]:
-        name, found, value = text.partition("=")
-        if not found or not name.isidentifier():
-            raise PartcError("P0003", f"-D {text!r} is not NAME=VALUE", help="for example -D layers=4")
-        _define(definitions, name, value)
-    for name in ("batch", "seq"):
-        if given[name] is not None:
-            if given[name] < 1:
-                raise PartcError("P0004", f"--{name} {given[name]} is out of range", help="give 1 or more")
-            _define(definitions, name, str(given[name]))
-    kept = ("mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero")
-    return Options.checked(**{name: given[name] for name in kept}), definitions
-
-
-def _define(definitions: dict[str, str], name: str, value: str) -> None:
-    if name in definitions:
-        raise PartcError("P0003", f"option {name!r} is given twice", help="give it one value")
-    definitions[name] = value
-
-
-def _target(target: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str, str]]:
-    """What to compile again: a model with these options, or a package with its own."""
-    if Path(target).is_dir():
-        from partc.launch import read_plan
-        from partc.options import TABLE
-
-        plan = read_plan(Path(target))
-        if given["mesh"] is not None or given["definitions"]:
-            raise PartcError(
-                "P0603", f"{target} is a package, with a mesh and options of its own", help="inspect its model file"
-            )
-        kept = {name: plan[name] for name in ("mesh", "microbatches", "precision", "seed")}
-        command = {"schedule": "1f1b", "shard": (), **plan.get("command", {})}
-        if command["schedule"] == TABLE:
-            command["schedule"] = str(Path(target) / TABLE)
-        definitions = [f"{name}={value}" for name, value in plan["options"].items()]
-        options, found = _options({**given, **kept, **command, "definitions": definitions})
-        return str(Path(target) / "model.py"), options, found
-    if given["mesh"] is None:
-        raise PartcError("P0603", "inspecting a model needs a mesh", help="add --mesh SPEC, for example --mesh 2x2x2")
-    options, found = _options(given)
-    return target, options, found

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from partc.entries import PACKAGES, Entry
 from partc.errors import PartcError
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A code's meaning in a line, and what more there is to know."""
-
-    title: str
-    text: str
-
 
 AREAS: Mapping[str, str] = {
     "P00": "the command line",
@@ -284,95 +275,7 @@ CATALOGUE: Mapping[str, Entry] = {
         "batch's axes only: dp, or parts of it that the mesh names (--mesh dp_out=2,dp_in=4,tp=1). Ranks of the other "
         "axes hold other things already (tp, pp).",
     ),
-    "P0501": Entry(
-        "started on another number of ranks than compiled for",
-        "A package is for one mesh. `torchrun --nproc-per-node N train.py` must start as many processes as "
-        "the mesh has ranks, over all nodes together; `python train.py --virtual` runs all of them in one.",
-    ),
-    "P0502": Entry(
-        "model.py does not make the parameters of the plan",
-        "The package's copy of the model file, or a library it imports, has changed since it was compiled. "
-        "Compile again.",
-    ),
-    "P0503": Entry(
-        "not a package",
-        "`partc verify`, `run` and `inspect` take a folder that `partc compile` wrote; plan.json is its mark.",
-    ),
-    "P0504": Entry(
-        "nothing to do in no steps",
-        "--steps is 1 or more.",
-    ),
-    "P0505": Entry(
-        "the package, or its single-device model, stopped with an error",
-        "What it printed last is shown; the first rank that failed has the reason, the others stop because of it.",
-    ),
-    "P0521": Entry(
-        "options of a checkpoint that cannot be",
-        "--save-every and --keep are 1 or more. --resume alone continues what --save names. The seed and the "
-        "optimizer of a training are its checkpoint's: leave them out with --resume. --lr may change.",
-    ),
-    "P0522": Entry(
-        "a folder that has another training's checkpoints",
-        "A run never writes over checkpoints. Continue the newest with --resume, or name another folder with --save; "
-        "to go on from an older one, too, for the newer ones stand in the way.",
-    ),
-    "P0523": Entry(
-        "there is no checkpoint to resume from",
-        "--resume takes the folder that --save was given, and finds its newest whole checkpoint, or one of its "
-        "folders step_00000300. `--save DIR --resume` starts at the beginning where DIR has none yet.",
-    ),
-    "P0524": Entry(
-        "a damaged checkpoint",
-        "Every file is held against the sizes and sha256 digests in manifest.json before anything is read. "
-        "`--resume DIR` passes over damaged checkpoints and takes the newest whole one, `--resume DIR/step_...` "
-        "refuses. A run that comes to the same step again moves the damaged one to step_....damaged.*.",
-    ),
-    "P0525": Entry(
-        "a checkpoint of another model",
-        "Names, shapes and element types of all parameters must be the plan's. Mesh, stages, microbatches, layouts and "
-        "schedule may be others.",
-    ),
-    "P0526": Entry(
-        "a checkpoint cannot be written",
-        "The folder is full, not writable, or not the same on all ranks: they write to one folder, which the "
-        "nodes share. The newest complete checkpoint is as it was.",
-    ),
-    "P0601": Entry(
-        "the output folder is not partc's",
-        "partc replaces a package that it wrote, and an empty folder, and nothing else. Give another folder "
-        "with -o, or remove this one yourself.",
-    ),
-    "P0602": Entry(
-        "the output cannot be written",
-        "The folder's parent is missing, not writable or full. Nothing was changed: a package is written "
-        "beside its place and then moved there as a whole.",
-    ),
-    "P0603": Entry(
-        "the command needs a mesh",
-        "`partc inspect` of a model needs --mesh SPEC; a package knows its own.",
-    ),
-    "P0604": Entry(
-        "no pass has this name",
-        "The passes, in order, are listed in passes/__init__.py and in the README; `trace` names the program "
-        "before the first of them, `all` every one.",
-    ),
-    "P0605": Entry(
-        "no region has this name",
-        "Regions are the distinct bodies of the model; the message lists those there are after that pass.",
-    ),
-    "P0606": Entry(
-        "a package that was changed by hand",
-        "files.sha256 in the package has the digest of every file that partc wrote; `sha256sum -c files.sha256` "
-        "shows which differ. Compiling over them would lose the changes.",
-    ),
-    "P0701": Entry(
-        "a setting in the environment is not a number",
-        "PARTC_DEBUG takes 0 to 5, PARTC_FUEL how many optional rewrites may be done.",
-    ),
-    "P0702": Entry(
-        "a pass that cannot be left out",
-        "PARTC_DISABLE names passes to leave out, separated by commas. Only those that later ones can do without.",
-    ),
+    **PACKAGES,
 }
 
 

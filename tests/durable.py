@@ -21,10 +21,11 @@ TIED = Path(__file__).parent / "models" / "tied.py"
 
 
 def build(folder: Path, mesh: str, **options: Any) -> Path:
-    """The package of tests/models/tied.py on a mesh."""
+    """The package of tests/models/tied.py on a mesh; `2x2x2 zero 3` with its optimizer in parts."""
     target = folder / mesh.replace(",", "_")
     if not target.exists():
-        given: dict[str, Any] = {"microbatches": 2, "precision": "fp64", **options}
+        mesh, _, level = mesh.partition(" zero ")
+        given: dict[str, Any] = {"microbatches": 2, "precision": "fp64", "zero": level or 0, **options}
         partc.compile(TIED, mesh=mesh, **given).write(target)
     return target
 

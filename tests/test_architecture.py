@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 # A module may import those of its own layer and of the layers above it in this list. Packages stand for
 # all their modules, unless a longer name has a line of its own.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("partc", "partc.errors"),
+    ("partc", "partc.errors", "partc.entries"),
     ("partc.settings", "partc.mesh", "partc.layout", "partc.fuel", "partc.explain"),
     ("partc.program", "partc.pins", "partc.naming", "partc.schedules"),
     (
@@ -49,9 +49,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("partc.passes",),
     ("partc.templates", "partc.codegen"),
     ("partc.accounting", "partc.coverage", "partc.output", "partc.options"),
-    ("partc.launch", "partc.reference", "partc.sampling", "partc.verify", "partc.doctor"),
+    ("partc.launch", "partc.reference", "partc.sampling", "partc.verify", "partc.doctor", "partc.export"),
     ("partc.api", "partc.comparison", "partc.drawing", "partc.report"),
-    ("partc.inspection", "partc.dump", "partc.console"),
+    ("partc.inspection", "partc.dump", "partc.console", "partc.asked"),
     ("partc.cli", "partc.__main__"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -12,8 +12,8 @@ from partc.runtime.manifest import checkpoints, read
 from partc.runtime.tensors import load
 from tests.durable import build, losses, same_records, trained, whole
 
-MESHES = ("2x2x2", "tp=4", "dp=2", "tp=2,pp=2")
-STEPS, HALF = 5, 2
+MESHES = ("2x2x2", "tp=4", "2x2x2 zero 3", "tp=2,pp=2", "dp=4 zero 1")
+STEPS, HALF = 6, 2
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_is_written(folder: Path) -> None:
-    assert [path.name for path in checkpoints(folder / "full")] == ["step_00000005", "step_00000004", "step_00000002"]
+    assert [path.name for path in checkpoints(folder / "full")] == ["step_00000006", "step_00000004", "step_00000002"]
     assert sorted(path.name for path in (folder / "full").iterdir())[0] == "step_00000002"  # and nothing hidden
     manifest = read(folder / "full" / "step_00000004")
     assert manifest.step == 4 and manifest.run["optimizer"] == "adamw" and manifest.run["seed"] == 0
@@ -65,7 +65,7 @@ def test_the_same_mesh_continues_bit_by_bit(folder: Path, tmp_path: Path) -> Non
     arguments = ("--steps", STEPS, "--resume", folder / "full" / "step_00000002", "--record", tmp_path / "record")
     (tmp_path / "log").write_text((folder / "log").read_text())
     said = trained(folder / MESHES[0], *arguments, "--metrics", tmp_path / "log")
-    assert "step 3/5" in said and "step 2/5" not in said and "after step 2" in said
+    assert "step 3/6" in said and "step 2/6" not in said and "after step 2" in said
     for step in range(HALF, STEPS):
         same_records(folder / "record", tmp_path / "record", step)
     assert losses(tmp_path / "log") == losses(folder / "log")
@@ -79,7 +79,7 @@ def test_any_mesh_continues_any_other(folder: Path, tmp_path: Path) -> None:
         trained(build(folder, mesh), *arguments)
         before = tmp_path / mesh / f"step_{step:08d}"
     assert losses(tmp_path / "log") == pytest.approx(losses(folder / "log")[HALF:], rel=1e-10)
-    mine, theirs = whole(before), whole(folder / "full" / "step_00000005")
+    mine, theirs = whole(before), whole(folder / "full" / "step_00000006")
     assert mine.keys() == theirs.keys()
     for name in mine:
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-10, atol=1e-10)

@@ -13,4 +13,5 @@ class UsageError(Exception):
         super().__init__(f"error {code}: {cause}\n  help: {help}")
         self.code = code
         self.cause = cause
+        self.help = help
         self.alike = alike

@@ -47,6 +47,16 @@ def initialise(
             take(name, x)
 
 
+def state_shapes(module: ModuleType, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the model's state dict, which leaves out some buffers; without its memory, if it can be."""
+    try:
+        with torch.device("meta"):
+            model = call_with_options(module.model, options)
+    except Exception:  # whatever a constructor can't do without values
+        model = call_with_options(module.model, options)
+    return {name: tuple(x.shape) for name, x in model.state_dict().items()}
+
+
 def _recorded(build: Callable[[], nn.Module], seed: int, say: Callable[[str], None]) -> Recording | None:
     try:
         return record(build, seed)

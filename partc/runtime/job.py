@@ -41,6 +41,7 @@ class Job:
     save_every: int = SAVE_EVERY
     keep: int = KEEP
     resume: Path | None = None
+    init: Path | None = None
     given: frozenset[str] = frozenset()  # of `_CONTINUED`, what the command line says
     checkpoint: Checkpoint | None = None  # which `resume` has found
     attempt: str = ""  # names this run, if it saves
@@ -69,7 +70,14 @@ class Job:
     def run(self) -> dict[str, Any]:
         """What a checkpoint says of the training: those of `_CONTINUED` hold for its continuation too."""
         kept = {name: self.plan.get(name) for name in ("name", "mesh", "microbatches", "precision", "options")}
-        return kept | {name: getattr(self, name) for name in _CONTINUED}
+        return kept | {"init": self._origin} | {name: getattr(self, name) for name in _CONTINUED}
+
+    @property
+    def _origin(self) -> str | None:
+        """The file that the training started from, if any."""
+        if self.checkpoint is not None:
+            return self.checkpoint.run.get("init")
+        return None if self.init is None else str(self.init.resolve())
 
     def saves_after(self, step: int) -> bool:
         return self.save is not None and (step % self.save_every == 0 or step == self.steps)
@@ -88,6 +96,12 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     add("--optimizer", choices=("adamw", "sgd"), help="adamw by default, or the checkpoint's")
     add("--lr", type=float, help="1e-3 by default, or the checkpoint's")
     add("--seed", type=int, help="of the initial parameters and the data; the plan's by default")
+    add(
+        "--init",
+        type=Path,
+        metavar="FILE",
+        help="start from a state dict: safetensors, their index, or a Hugging Face folder; --resume goes first",
+    )
     add("--virtual", action="store_true", help="all ranks in this one process")
     add("--metrics", type=Path, metavar="FILE", help="one line of JSON per step")
     add("--record", type=Path, metavar="DIR", help="every step's gradients and parameters, per rank")

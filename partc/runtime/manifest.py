@@ -36,6 +36,7 @@ class Saved:
     dtype: str
     shape: tuple[int, ...]
     boxes: list[tuple[str, Box]] = field(default_factory=list)
+    key: str = ""  # its name in the files, where that is another
 
 
 @dataclass(slots=True, kw_only=True)

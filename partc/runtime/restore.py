@@ -80,7 +80,7 @@ class Checkpoint:
                 continue
             if file not in self._files:
                 self._files[file] = TensorFile(self.path / file)
-            source = self._files[file].tensor(name)[common.seen_from(box.offsets).slices]
+            source = self._files[file].tensor(self.tensors[name].key or name)[common.seen_from(box.offsets).slices]
             target[common.seen_from(wanted.offsets).slices] = source
             left -= math.prod(common.sizes)
         if left:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,8 @@ from .comm import Comm
 from .data import global_batch, load_model_file, local_batch
 from .errors import UsageError
 from .executor import Action, Stage, gradient_buffers, parse_schedule, run_step
-from .init import initialise
+from .given import given
+from .init import initialise, state_shapes
 from .job import Job, parse, prepared
 from .layout import DTYPES, Shard
 from .log import StepLog
@@ -92,11 +94,12 @@ def _train_virtual(job: Job) -> None:
     from .virtual import VirtualComm, World
 
     store = lone_store()
-    job = prepared(job, Together(store, 0, 1), _say)
+    together = Together(store, 0, 1)
+    job = prepared(job, together, _say)
     world = World(job.world_size)
     ranks = [_load_rank(number) for number in range(job.world_size)]
     model_file = load_model_file(job.root / "model.py")
-    _materialise(job, model_file, ranks, torch.device("cpu"))
+    _materialise(job, model_file, ranks, torch.device("cpu"), together)
     batches: dict[int, dict[str, Tensor]] = {}
 
     def batch_of(step: int) -> dict[str, Tensor]:
@@ -139,9 +142,10 @@ def _train_this_rank(job: Job) -> None:
         rank = _load_rank(number)
         model_file = load_model_file(job.root / "model.py")
         watch.entering("the choice of its checkpoint")
-        job = prepared(job, Together(store, number, world_size), _say if number == 0 else lambda line: None)
+        together = Together(store, number, world_size)
+        job = prepared(job, together, _say if number == 0 else lambda line: None)
         watch.entering("the initialisation of its parameters")
-        _materialise(job, model_file, [rank], device)
+        _materialise(job, model_file, [rank], device, together)
         watch.entering("connecting to its peers")
         comm = DistributedComm(
             rank=number,
@@ -174,15 +178,22 @@ def _batch(job: Job, model_file: ModuleType, step: int) -> dict[str, Tensor]:
     return global_batch(model_file, job.plan["options"], seed=job.seed, step=step, dtype=job.dtype)
 
 
-def _materialise(job: Job, model_file: ModuleType, ranks: Sequence[Rank], device: torch.device) -> None:
-    """Give every rank its shards of the initial parameters, or of the checkpoint's."""
-    if job.checkpoint is not None:
-        for rank in ranks:
-            for name, shard in rank.shards.items():
-                part = job.checkpoint.part(name, shard, job.sizes, rank.module.COORDINATE)
-                rank.parameters[name] = part.to(device)
-        return
+def _materialise(
+    job: Job, model_file: ModuleType, ranks: Sequence[Rank], device: torch.device, together: Together
+) -> None:
+    """Give every rank its shards of the initial parameters, or of a checkpoint's."""
     held = [rank.shards for rank in ranks]
+    options = job.plan["options"]
+    source = job.checkpoint
+    if source is None and job.init is not None:
+        source = given(job.init, job.plan, lru_cache(lambda: state_shapes(model_file, options)), together)
+    if source is not None:
+        for rank, shards in zip(ranks, held, strict=True):
+            for name, shard in shards.items():
+                if name in source.tensors:
+                    part = source.part(name, shard, job.sizes, rank.module.COORDINATE)
+                    rank.parameters[name] = part.to(device=device, dtype=shard.dtype)
+        source.close()
 
     def take(name: str, whole: Tensor) -> None:
         for rank, shards in zip(ranks, held, strict=True):
@@ -191,11 +202,13 @@ def _materialise(job: Job, model_file: ModuleType, ranks: Sequence[Rank], device
                 part = shard.local(whole, job.sizes, rank.module.COORDINATE)
                 rank.parameters[name] = part.to(device=device, dtype=shard.dtype, copy=True).contiguous()
 
-    wanted = {name for shards in held for name in shards}
+    wanted = {name for rank, shards in zip(ranks, held, strict=True) for name in shards if name not in rank.parameters}
+    if not wanted:
+        return
     parameters = job.plan["parameters"].values()
     size = sum(math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize for entry in parameters)
     say = _say if ranks[0].number == 0 else (lambda line: None)
-    initialise(model_file, job.plan["options"], job.seed, wanted, take, size=size, say=say)
+    initialise(model_file, options, job.seed, wanted, take, size=size, say=say)
     for rank, shards in zip(ranks, held, strict=True):
         missing = [name for name in shards if name not in rank.parameters]
         if missing:

@@ -10,13 +10,13 @@ VOCABULARY = 23
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.drop = nn.Dropout(0.1)
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, w = x.shape
@@ -26,10 +26,10 @@ class Block(nn.Module):
 
 
 class Tied(nn.Module):
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self, width: int, depth: int, dropout: float) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, 4, dropout) for _ in range(depth))
         self.unused = nn.Linear(3, 2)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
@@ -43,8 +43,8 @@ class Tied(nn.Module):
         return self.head(x)
 
 
-def model(width: int = 16, depth: int = 2) -> nn.Module:
-    return Tied(width, depth)
+def model(width: int = 16, depth: int = 2, dropout: float = 0.1) -> nn.Module:
+    return Tied(width, depth, dropout)
 
 
 def batch(batch: int = 8, seq: int = 6) -> dict[str, Tensor]:

@@ -1,0 +1,111 @@
+"""Initial parameters from safetensors files: a whole model's state dict, of which a rank reads its parts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .boxes import Box
+from .errors import UsageError
+from .layout import DTYPES
+from .manifest import Manifest, Saved
+from .restore import Checkpoint
+from .tensors import BadTensorFile, Described, TensorFile
+from .together import Together
+
+INDEX = "model.safetensors.index.json"  # where Hugging Face lists a large model's files
+
+
+State = Callable[[], Mapping[str, Sequence[int]]]
+
+
+def given(path: Path, plan: Mapping[str, Any], state: State, together: Together) -> Checkpoint:
+    """What to start from, once all ranks agree that it fits. Raises UsageError P0527."""
+    found = None
+    try:
+        found, problem = fitting(path, plan, state), ""
+    except UsageError as error:  # perhaps on this rank alone
+        problem = error.cause
+    problem = together.first(problem)
+    if problem or found is None:
+        raise UsageError("P0527", problem, _HELP, alike=True)
+    return found
+
+
+def fitting(path: Path, plan: Mapping[str, Any], state: State) -> Checkpoint:
+    """The tensors of a state dict under the plan's names.
+
+    `path` is a file, an index of files, or a folder with either under its usual name.
+    Tied weights may stand there under any of their names. Buffers that a state dict leaves out may be
+    missing: `state`, the model's own names and shapes, tells. Raises UsageError P0527.
+    """
+    files = _files(path)
+    places: dict[str, tuple[Path, Described]] = {}
+    for file in files:
+        try:
+            found = TensorFile(file).described
+        except OSError as error:
+            raise _wrong(path, f"{file} cannot be read: {error.strerror}") from None
+        except BadTensorFile as error:
+            raise _wrong(path, str(error)) from None
+        places.update((name, (file, described)) for name, described in found.items())
+    tensors: dict[str, Saved] = {}
+    known: set[str] = set()
+    for name, entry in plan["parameters"].items():
+        names = (name, *entry["aliases"])
+        known.update(names)
+        here = next((each for each in names if each in places), None)
+        if here is None:
+            if entry["stages"] and (entry["trainable"] or name in state()):
+                raise _wrong(path, f"it has no {name!r}, which is {entry['dtype']}{entry['shape']} here")
+            continue
+        file, (dtype, shape) = places[here]
+        if shape != tuple(entry["shape"]):
+            raise _wrong(path, f"its {here!r} has shape {list(shape)}, here it is {entry['shape']}")
+        if not _widens(dtype, DTYPES[entry["dtype"]]):
+            raise _wrong(path, f"its {here!r} is {_short(dtype)}, which {entry['dtype']} here cannot hold exactly")
+        box = Box((0,) * len(shape), shape)
+        tensors[name] = Saved(
+            str(dtype).removeprefix("torch."), shape, [(os.path.relpath(file, path.parent), box)], here
+        )
+    for name in places:
+        if name not in known and name not in state():
+            raise _wrong(path, f"it has {name!r}, which the model doesn't")
+    return Checkpoint(path.parent, Manifest(step=0, run={}, tensors=tensors, files={}))
+
+
+_HELP = "give the state dict of the same model, as safetensors; plan.json has its names and shapes"
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        usual = [path / INDEX, path / "model.safetensors"]
+        path = next((each for each in usual if each.is_file()), usual[1])
+    if path.suffix != ".json":
+        return [path]
+    try:
+        names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _wrong(path, f"it is no index of safetensors files: {error}") from None
+    return sorted(path.parent / name for name in names)
+
+
+def _widens(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether every value keeps its value."""
+    if source == target:
+        return True
+    floating = source.is_floating_point and target.is_floating_point
+    return floating and torch.promote_types(source, target) == target
+
+
+def _wrong(path: Path, why: str) -> UsageError:
+    return UsageError("P0527", f"{path} does not fit the model: {why}", _HELP)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return next((short for short, each in DTYPES.items() if each == dtype), str(dtype))

@@ -74,6 +74,11 @@ PACKAGES: Mapping[str, Entry] = {
         "a Hugging Face model. Every parameter must be there with its shape, tied ones under any of their names, and "
         "nothing that the model doesn't know. Element types may be narrower (bf16 for f32), never wider.",
     ),
+    "P0528": Entry(
+        "the loss is not finite",
+        "With --check-nans all ranks stop before the update when the loss is NaN or infinite, run the step again and "
+        "name the first region that was given finite numbers and made others. Exit code 1.",
+    ),
     "P0601": Entry(
         "the output folder is not partc's",
         "partc replaces a package that it wrote, and an empty folder, and nothing else. Give another folder "

@@ -53,7 +53,7 @@ def wait_for_steps(log: Path) -> None:
         time.sleep(0.1)
 
 
-def by_hand(build: Path, size: int, folder: Path) -> list[subprocess.Popen[bytes]]:
+def by_hand(build: Path, size: int, folder: Path, *arguments: object) -> list[subprocess.Popen[bytes]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -63,7 +63,8 @@ def by_hand(build: Path, size: int, folder: Path) -> list[subprocess.Popen[bytes
         with (folder / f"{rank}.txt").open("wb") as output:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(build / "train.py"), "--steps", "1000000", "--metrics", str(folder / "log")],
+                    [sys.executable, str(build / "train.py"), "--steps", "1000000", "--metrics", str(folder / "log")]
+                    + [str(argument) for argument in arguments],
                     env={**local_environment(), **variables},
                     stdout=output,
                     stderr=output,
@@ -91,7 +92,7 @@ def test_ranks_started_by_hand(tmp_path: Path, victim: int) -> None:
         assert code == 1
         text = (tmp_path / f"{rank}.txt").read_text()
         # Rank 0 holds the store: with it goes the place where failures are told.
-        told = "the process that holds the ranks' store is gone" if victim == 0 else f"rank {victim} died"
+        told = "rank 0, which holds the ranks' store, died" if victim == 0 else f"rank {victim} died"
         assert re.search(rf"error P0505: .*{told}.*; rank {rank} stops, in \S.* of step \d+", text), text
 
 

@@ -167,6 +167,14 @@ class Comm:
     def barrier(self) -> None:
         """Wait for every rank of the mesh."""
 
+    def any(self, flag: bool) -> bool:
+        """Once every rank of the mesh has come: whether it is true for any."""
+        raise NotImplementedError
+
+    def everybody(self, text: str) -> list[str]:
+        """What every rank of the mesh says, by rank; rarely."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Let go of connections."""
 

@@ -156,6 +156,26 @@ class DistributedComm(Comm):
         with _peers():
             arrive(self._store, f"barrier/{self._barriers}", self._world_size)
 
+    def any(self, flag: bool) -> bool:
+        self._barriers += 1
+        place = f"any/{self._barriers}"
+        with _peers():
+            if flag:
+                self._store.set(f"{place}/true", "")
+            arrive(self._store, place, self._world_size)
+            found: bool = self._store.check([f"{place}/true"])
+            if self._rank == 0:  # all have come here, so all have read what was before
+                self._store.delete_key(f"any/{self._barriers - 1}")
+                self._store.delete_key(f"any/{self._barriers - 1}/all")
+        return found
+
+    def everybody(self, text: str) -> list[str]:
+        self._barriers += 1
+        with _peers():
+            self._store.set(f"said/{self._barriers}/{self._rank}", text)
+            arrive(self._store, f"said/{self._barriers}", self._world_size)
+            return [self._store.get(f"said/{self._barriers}/{rank}").decode() for rank in range(self._world_size)]
+
     def close(self) -> None:
         """Leave. Rank 0 may be the one that holds the store: it goes last."""
         if self._world_size > 1:

@@ -42,6 +42,8 @@ class Job:
     keep: int = KEEP
     resume: Path | None = None
     init: Path | None = None
+    exit_code: int = 0
+    check_nans: bool = False
     given: frozenset[str] = frozenset()  # of `_CONTINUED`, what the command line says
     checkpoint: Checkpoint | None = None  # which `resume` has found
     attempt: str = ""  # names this run, if it saves
@@ -118,6 +120,8 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         help="continue from the newest whole checkpoint in DIR (--save's by default, where there may be none yet), "
         "or from DIR/step_...; of any mesh",
     )
+    add("--exit-code", type=int, default=0, metavar="N", help="after stopping on SIGTERM or SIGUSR1, with --save; 0")
+    add("--check-nans", action="store_true", help="stop where the loss is not finite, and say which region made it so")
     arguments = vars(parser.parse_args(argv))
     plan_file = root / "plan.json"
     if not plan_file.is_file():

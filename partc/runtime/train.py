@@ -10,8 +10,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from . import nans
 from .checkpoint import Place, Saver
 from .comm import Comm
 from .data import global_batch, load_model_file, local_batch
@@ -27,6 +29,7 @@ from .errors import UsageError
 from .executor import Action, Stage, gradient_buffers, parse_schedule, run_step
 from .given import given
 from .init import initialise, state_shapes
+from .interruption import Interruption, VirtualInterruption
 from .job import Job, parse, prepared
 from .layout import DTYPES, Shard
 from .log import StepLog
@@ -50,6 +53,7 @@ class Rank:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    done: int = 0  # steps, with those before this run
 
     @property
     def shards(self) -> dict[str, Shard]:
@@ -73,15 +77,12 @@ def main(argv: Sequence[str], root: Path) -> int:
     try:
         job = parse(argv, root)
         keep_freed_memory()
-        if job.virtual:
-            _train_virtual(job)
-        else:
-            _train_this_rank(job)
+        stopped = _train_virtual(job) if job.virtual else _train_this_rank(job)
     except UsageError as error:
         if not error.alike or os.environ.get("RANK", "0") == "0":
-            print(error, file=sys.stderr)
-        return 2
-    return 0
+            print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+    return job.exit_code if stopped else 0
 
 
 def _load_rank(number: int) -> Rank:
@@ -90,7 +91,7 @@ def _load_rank(number: int) -> Rank:
     return Rank(number, module, stages, parse_schedule(module.SCHEDULE))
 
 
-def _train_virtual(job: Job) -> None:
+def _train_virtual(job: Job) -> bool:
     from .virtual import VirtualComm, World
 
     store = lone_store()
@@ -117,12 +118,15 @@ def _train_virtual(job: Job) -> None:
             groups=rank.module.GROUPS,
             links=rank.module.LINKS,
         )
-        _train(job, rank, comm, batch_of, torch.device("cpu"), store)
+        _train(job, rank, comm, batch_of, torch.device("cpu"), store, interruption)
 
-    world.run(work)
+    interruption = VirtualInterruption()
+    with interruption.on_signals() if job.save is not None else nullcontext():
+        world.run(work)
+    return _stopped(job, ranks[0])
 
 
-def _train_this_rank(job: Job) -> None:
+def _train_this_rank(job: Job) -> bool:
     from .distributed import DistributedComm, meet
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -138,7 +142,8 @@ def _train_this_rank(job: Job) -> None:
     timeout = datetime.timedelta(seconds=job.timeout)
     store, number = meet(world_size, timeout)
     device = _device()
-    with Watch(store, number, world_size) as watch:
+    interruption = None if job.save is None else Interruption(number, world_size)
+    with Watch(store, number, world_size, timeout=job.timeout, interruption=interruption) as watch:
         rank = _load_rank(number)
         model_file = load_model_file(job.root / "model.py")
         watch.entering("the choice of its checkpoint")
@@ -158,10 +163,11 @@ def _train_this_rank(job: Job) -> None:
             device=device,
             timeout=timeout,
         )
-        _train(job, rank, comm, lambda step: _batch(job, model_file, step), device, store, watch)
+        _train(job, rank, comm, lambda step: _batch(job, model_file, step), device, store, interruption, watch)
         watch.entering("the end of the run")
         comm.barrier()
     comm.close()
+    return _stopped(job, rank)
 
 
 def _device() -> torch.device:
@@ -226,6 +232,7 @@ def _train(
     batch_of: Callable[[int], dict[str, Tensor]],
     device: torch.device,
     store: Store,
+    interruption: Interruption | VirtualInterruption | None = None,
     watch: Watch | None = None,
 ) -> None:
     log = StepLog(job.metrics, job.steps, start=job.start) if rank.logs else None
@@ -234,6 +241,7 @@ def _train(
     if job.save is not None:
         saver = Saver(job.save, keep=job.keep, place=place, store=store, attempt=job.attempt, run=job.run)
     entering = (lambda what: None) if watch is None else watch.entering
+    rank.done = job.start
     with torch.no_grad():
         gradients, buffers = gradient_buffers(rank.shards, rank.parameters)
         stages: dict[int, Stage] = {
@@ -252,6 +260,8 @@ def _train(
         for stage in stages.values():
             stage.setup()
         for step in range(job.start, job.steps):
+            if interruption is not None and interruption.before(step):
+                break
             if watch is not None:
                 watch.step = step + 1
             entering("data")
@@ -262,7 +272,14 @@ def _train(
             started = time.perf_counter()
             for buffer in buffers:
                 buffer.zero_()
-            loss = run_step(stages, comm, rank.actions, batch, microbatches, entering)
+            run = partial(run_step, stages, comm, rank.actions, batch, microbatches, entering)
+            loss = run()
+            if job.check_nans:
+                entering("the check of its loss")
+                number = None if loss is None else loss.item()
+                if comm.any(number is not None and not math.isfinite(number)):
+                    calls = job.plan["calls"]
+                    raise nans.explain(comm, step, number, stages, rank.parameters, batch, calls, run)
             if job.record:
                 recorded = {f"gradient/{name}": x.clone() for name, x in gradients.items()}
             if optimizer is not None:
@@ -279,9 +296,12 @@ def _train(
                 recorded |= {f"parameter/{name}": x for name, x in rank.parameters.items()}
                 job.record.mkdir(parents=True, exist_ok=True)
                 save(job.record / f"step_{step:04d}_rank_{rank.number:03d}.safetensors", recorded)
+            rank.done = step + 1
             if saver is not None and job.saves_after(step + 1):
                 entering("saving")
                 saver.save(step + 1, state(held, optimized, optimizer, job.plan))
+    if saver is not None and rank.done not in (saver.saved, job.start):
+        saver.save(rank.done, state(held, optimized, optimizer, job.plan))
     if saver is not None:
         entering("the writing of the last checkpoint")
         saver.wait()
@@ -289,6 +309,14 @@ def _train(
         log.close()
     if job.report:
         _write_report(job.report, rank, device)
+
+
+def _stopped(job: Job, rank: Rank) -> bool:
+    """Whether the run was interrupted, and says so once everything is saved."""
+    stopped = rank.done < job.steps and job.start < job.steps
+    if stopped and rank.number == 0:
+        _say(f"interrupted after step {rank.done}: what was done is saved in {job.save}, and --resume continues")
+    return stopped
 
 
 def _say(line: str) -> None:

@@ -204,3 +204,13 @@ class VirtualComm(Comm):
     def barrier(self) -> None:
         if self._world.size > 1:
             self._everyone.all_reduce(torch.zeros(1))
+
+    def any(self, flag: bool) -> bool:
+        return bool(self._everyone.all_reduce(torch.tensor([float(flag)]), "max"))
+
+    def everybody(self, text: str) -> list[str]:
+        room = torch.zeros(1 << 12, dtype=torch.uint8)
+        data = text.encode()[: len(room)]
+        room[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        rows = [room] if self._world.size == 1 else self._everyone.all_gather(room, dim=0).view(self._world.size, -1)
+        return [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows]

@@ -2,10 +2,12 @@
 
 A thread of each rank leaves a sign of life in the ranks' common store, watches its neighbour's, and
 looks for a failure that anyone has noted there. It works while the main thread waits in a collective.
+On SIGTERM and SIGUSR1 it also settles with the others where to stop, if the run can be continued.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -16,6 +18,8 @@ from types import TracebackType
 
 from torch.distributed.distributed_c10d import Store
 
+from .errors import UsageError
+from .interruption import Interruption
 from .torch_private import clone_store
 
 INTERVAL = 1.0  # seconds between signs of life, in worlds of a usual size
@@ -32,9 +36,20 @@ class PeerLost(RuntimeError):
 class Watch:
     """Used as a context around a rank's work; `doing` is what the main thread is in."""
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: float = math.inf,
+        interruption: Interruption | None = None,
+    ) -> None:
         self.doing = "start-up"
         self.step = 0  # counted from 1; 0 before the first
+        self._interruption = interruption
+        self._works = world_size > 1 or interruption is not None
+        self._patience = max(3 * INTERVAL, min(PATIENCE, timeout))
         self._store = store
         self._rank = rank
         self._size = world_size
@@ -43,32 +58,36 @@ class Watch:
         self._done = threading.Event()
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, args=(clone_store(store),), daemon=True)
+        self._turns = 0  # of that thread
 
     def entering(self, what: str) -> None:
         self.doing = f"{what} of step {self.step}" if self.step else what
 
     def __enter__(self) -> Watch:
-        if self._size > 1:
+        if self._works:
             # Python's own handlers wait for the main thread, which may be deep in a collective;
             # the wake-up pipe doesn't.
             os.set_blocking(self._wake_write, False)
             self._old_wakeup = signal.set_wakeup_fd(self._wake_write)
-            self._old_handler = signal.signal(signal.SIGTERM, lambda number, frame: None)
+            caught = (signal.SIGTERM, signal.SIGUSR1) if self._interruption is not None else (signal.SIGTERM,)
+            self._old_handlers = {number: signal.signal(number, lambda number, frame: None) for number in caught}
             self._thread.start()
+            threading.Thread(target=self._guard, daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._size == 1:
+        if not self._works:
             return
+        alike = isinstance(error, UsageError) and error.alike
         if isinstance(error, PeerLost):
             # Somebody else's failure, most likely: leave time to find out whose, and let the thread tell.
             self._store.set(_SUSPECT, "")
             time.sleep(HURRY + 5 * self._interval)
             self._note(f"rank {self._rank} lost its connection in {self.doing}: {_first_line(error)}")
             time.sleep(2 * self._interval)
-        elif error is not None and not getattr(error, "alike", False):
+        elif error is not None and not alike:
             self._note(
                 f"rank {self._rank} failed in {self.doing}: {kind.__name__ if kind else ''}: {_first_line(error)}"
             )
@@ -76,8 +95,11 @@ class Watch:
         os.write(self._wake_write, b"\0")
         self._thread.join()
         signal.set_wakeup_fd(self._old_wakeup)
-        signal.signal(signal.SIGTERM, self._old_handler)
-        if error is not None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        if alike and self._rank:
+            time.sleep(self._interval)  # rank 0 says it: a launcher stops everybody when the first one leaves
+        elif error is not None and not alike:
             self._outlast_others()
 
     def _note(self, failure: str) -> None:
@@ -92,13 +114,24 @@ class Watch:
             self._look_around(store)
         except RuntimeError as error:
             if not self._done.is_set():
-                self._stop(f"the process that holds the ranks' store is gone ({_first_line(error)})", 1)
+                self._stop(f"{_store_holder()} died ({_first_line(error)})", 1)
+
+    def _guard(self) -> None:
+        """Stop where the store doesn't answer. Counts seconds in which this process itself runs."""
+        turns, seconds = 0, 0
+        while not self._done.wait(1.0):
+            seconds = seconds + 1 if turns == self._turns else 0
+            turns = self._turns
+            if seconds > self._patience + 2 * self._interval:
+                self._stop(f"{_store_holder()} does not answer", 1)
 
     def _look_around(self, store: Store) -> None:
+        interruption = self._interruption
         beats, last, since = 0, "", time.monotonic()
         terminated: float | None = None
         while not self._done.is_set():
             beats += 1
+            self._turns += 1
             store.set(f"alive/{self._rank}", f"{beats} {self.doing}")
             if store.check([_FAILED]):
                 self._stop(store.get(_FAILED).decode(), 1)
@@ -106,7 +139,7 @@ class Watch:
             now = time.monotonic()
             if sign != last:
                 last, since = sign, now
-            patience = HURRY if store.check([_SUSPECT]) else PATIENCE
+            patience = min(HURRY, self._patience) if store.check([_SUSPECT]) else self._patience
             if sign and now - since > patience + self._interval:
                 where = sign.partition(" ")[2]
                 store.compare_set(_FAILED, "", f"rank {self._neighbour} died (last seen in {where})")
@@ -118,13 +151,20 @@ class Watch:
                     # A launcher does this when a rank has died. Stay just long enough to learn which.
                     terminated = now
                     store.set(_SUSPECT, "")
+                if number in (signal.SIGTERM, signal.SIGUSR1) and interruption is not None:
+                    interruption.ask(store)
+            if interruption is not None:
+                interruption.look(store)
+                if interruption.agreed:  # so all ranks live
+                    terminated = None
             if terminated is not None and now - terminated > HURRY + 4 * self._interval:
                 self._stop("stopped by SIGTERM; no other rank is known to have failed", 143)
         store.set(f"alive/{self._rank}", "")
 
     def _signals(self) -> bytes:
         """Numbers of the signals that arrived while waiting for the next sign of life to be due."""
-        ready, _, _ = select.select([self._wake_read], [], [], self._interval)
+        pending = self._interruption is not None and self._interruption.pending
+        ready, _, _ = select.select([self._wake_read], [], [], 0.05 if pending else self._interval)
         return os.read(self._wake_read, 64) if ready else b""
 
     def _stop(self, why: str, code: int) -> None:
@@ -137,6 +177,12 @@ class Watch:
         """Rank 0's process may hold the store, where the others have yet to read why."""
         if self._rank == 0:
             time.sleep(3 * self._interval)
+
+
+def _store_holder() -> str:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return "the launcher, which holds the ranks' store,"
+    return "rank 0, which holds the ranks' store,"
 
 
 def _first_line(error: BaseException) -> str:

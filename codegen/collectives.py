@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from partc.layout import Partial, Sizes
 from partc.parts import Move
-from partc.program import ITEMSIZE, Graph, Op, TensorType
+from partc.program import Graph, Op, TensorType
 
 NAMES: Mapping[str, str] = {
     "all_reduce": "all-reduce",
@@ -21,7 +20,7 @@ _TRANSPARENT = _VIEWS | {"add", "sub", "neg", "cat"}
 
 
 def local_bytes(type: TensorType, sizes: Sizes) -> int:
-    return math.prod(type.layout.local_shape(sizes)) * ITEMSIZE[type.dtype]
+    return type.local_bytes(sizes)
 
 
 def moved_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> int:

@@ -18,6 +18,7 @@ from partc.codegen.expressions import (
 )
 from partc.codegen.lifetimes import deletions, shares_memory
 from partc.codegen.names import Names, class_name, identifier
+from partc.codegen.remade import remarks
 from partc.codegen.views import without_idle_views
 from partc.layout import Sizes
 from partc.program import Graph, Op, Ref, Region, Value
@@ -246,6 +247,7 @@ class _Writer:
         types.update((name, value.type) for name, value in graph.definitions().items())
         uses = _use_counts(graph)
         order = _views_first(graph)
+        remade = remarks(replace(graph, ops=order), self.region, self.sizes)
         fresh = {
             value.name
             for op in order
@@ -273,8 +275,9 @@ class _Writer:
                 sizes=self.sizes,
                 exclusive=bool(op.args) and isinstance(op.args[0], Ref) and op.args[0].name in fresh,
             )
-            note = collectives.comment(op, graph, types, self.sizes, self._label)
-            statement = self._statement(op, operands, order, index, uses, graph, names, buffers, inlined, note)
+            said = (remade.get(op.results[0].name), collectives.comment(op, graph, types, self.sizes, self._label))
+            notes = tuple(filter(None, said))
+            statement = self._statement(op, operands, order, index, uses, graph, names, buffers, inlined, notes)
             lines.extend(statement)
             if any(" = " in line.code for line in statement):
                 bound.update(value.name for value in op.results)
@@ -296,9 +299,8 @@ class _Writer:
         names: Names,
         buffers: Mapping[str, list[str]],
         inlined: dict[str, str],
-        note: str,
+        notes: tuple[str, ...],
     ) -> list[Line]:
-        notes = (note,) if note else ()
         single = len(op.results) == 1
         if single and op.result.name in buffers and not uses.get(op.result.name, 0):
             first, *others = buffers[op.result.name]
@@ -308,7 +310,7 @@ class _Writer:
         following = order[index + 1] if index + 1 < len(order) else None
         if (
             single
-            and not note
+            and not notes
             and not returns_more(op.name)
             and following is not None
             and is_chained(following.name)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from partc.codegen.collectives import local_bytes
 from partc.layout import Sizes
-from partc.program import Graph, Op, Ref
+from partc.program import VIEWS, Graph, Op, Ref
 
-_SHARES = frozenset({"reshape", "permute", "expand", "slice", "split", "alias"})
 # A peak this close to the lowest one is not worth another line.
 _CLOSE = 1.1
 
@@ -26,7 +25,7 @@ class _Storage:
 
 def shares_memory(op: Op) -> bool:
     """Whether an operation's result may be another sight of its first operand."""
-    return op.name in _SHARES or op.name == "to"
+    return op.name in VIEWS or op.name == "to"
 
 
 def deletions(graph: Graph, keep: Collection[str], sizes: Sizes) -> dict[int, tuple[str, ...]]:
@@ -61,7 +60,7 @@ def _storages(graph: Graph) -> list[_Storage]:
             if name in owner:
                 owner[name].last = index
         for value in op.results:
-            shown = op.args[0].name if op.name in _SHARES and isinstance(op.args[0], Ref) else ""
+            shown = op.args[0].name if op.name in VIEWS and isinstance(op.args[0], Ref) else ""
             if shown in owner:
                 owner[shown].names.append(value.name)
                 owner[shown].last = index

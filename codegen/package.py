@@ -16,6 +16,7 @@ from partc.codegen.ranks import rank_codes
 from partc.codegen.stages import StageCode, stage_code
 from partc.parts import Parts
 from partc.program import Program
+from partc.saving import most_saved
 
 
 def render(
@@ -89,6 +90,8 @@ def _readme(program: Program, stages: list[StageCode], plan: Mapping[str, Any], 
         ranks=program.mesh.size,
         microbatches=program.microbatches,
         precision=plan["precision"],
+        recompute=plan["command"].get("recompute", "none"),
+        saved=readable_bytes(max(most_saved(program), default=0)),
         seed=plan["seed"],
         parameters=f"{count:,} trained",
         stages=[{"title": stage.title, "sends": ", ".join(entry.key for entry in stage.sends)} for stage in stages],

@@ -17,6 +17,7 @@ from partc.mesh import Mesh
 from partc.options import TABLE, Options
 from partc.output import write
 from partc.program import Program
+from partc.saving import most_saved
 from partc.settings import EMITTED, tell
 from partc.verifier import verify_program
 
@@ -68,6 +69,8 @@ class Package:
             "regions": [region.name for region in self.program.regions],
             "phases": dict(self.phases),
             "communication": self.communication,
+            "recompute": self.options.recompute,
+            "saved": list(most_saved(self.program)),
             "warnings": list(self.warnings),
             "rules": {"ops": self.coverage.ops, "flops": self.coverage.flops},
             "padded": {name: [list(shape) for shape in shapes] for name, shapes in self.padded.items()},
@@ -175,6 +178,7 @@ def compile(
     seed: int = 0,
     shard: Sequence[str] = (),
     zero: str | int = 0,
+    recompute: str = "none",
     loss: Callable[..., Any] | None = None,
     options: Mapping[str, Any] | None = None,
     on_phase: PhaseObserver = lambda phase: None,
@@ -185,7 +189,7 @@ def compile(
     an nn.Module or a function that builds one, with `batch`, one global batch as a dict of tensors,
     and optionally `loss(model, batch)`. `schedule` is a name or the path of a CSV file.
     `zero` is what data-parallel ranks hold in parts: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters
-    too; `"3@dp_in"` names the axes.
+    too; `"3@dp_in"` names the axes. `recompute` is what backward makes again: none, selective or full.
     Raises PartcError for whatever is wrong with these.
     """
     checked = Options.checked(
@@ -197,6 +201,7 @@ def compile(
         seed=seed,
         shard=shard,
         zero=zero,
+        recompute=recompute,
     )
     done = compilation(model, batch, checked, loss=loss, model_options=options or {}, on_phase=on_phase)
     return package(done)

@@ -27,7 +27,7 @@ def options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
             if given[name] < 1:
                 raise PartcError("P0004", f"--{name} {given[name]} is out of range", help="give 1 or more")
             _define(definitions, name, str(given[name]))
-    kept = ("mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero")
+    kept = ("mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute")
     return Options.checked(**{name: given[name] for name in kept}), definitions
 
 

@@ -77,6 +77,13 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             show_default=True,
             help="what dp ranks hold in parts: optimizer state (1), gradients too (2), parameters too (3)",
         ),
+        click.option(
+            "--recompute",
+            metavar="none|selective|full",
+            default="none",
+            show_default=True,
+            help="what backward makes again: nothing; what is large and quickly made; all but regions' inputs",
+        ),
         click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
     ]
 
@@ -126,6 +133,7 @@ def _print_report(report: Mapping[str, Any]) -> None:
     counts = {"rank": report["ranks"], "stage": report["stages"], "region": len(report["regions"])}
     click.echo("\n" + ", ".join(counted(count, noun) for noun, count in counts.items()))
     click.echo(f"each rank receives a step: {moved or 'nothing'}")
+    click.echo(f"a rank saves for backward passes: {readable_bytes(max(report['saved']))} at most")
     click.echo(f"rules cover {report['rules']['ops']:.1%} of operations, {report['rules']['flops']:.1%} of flops")
     for warning in report["warnings"]:
         click.echo(f"warning: {warning}")

@@ -222,11 +222,12 @@ CATALOGUE: Mapping[str, Entry] = {
         "weights than that cannot fill its stages. Use a smaller pp.",
     ),
     "P0404": Entry(
-        "no such schedule or precision",
+        "no such schedule, precision or recomputation",
         "Schedules: gpipe runs all forwards, then all backwards; 1f1b alternates them, with less memory; "
         "interleaved is 1f1b with several stages on every rank; zero-bubble (ZB-H1), zbv (ZB-V) and dualpipe-v "
         "(DualPipeV) fill idle time with gradients of weights; FILE.csv is a table of your own. "
-        "Precisions: fp32, and fp64 to see that a package equals its model to rounding.",
+        "Precisions: fp32, and fp64 to see that a package equals its model to rounding. Recomputation: none saves all "
+        "that backward reads; selective makes again what is large and quickly made; full saves regions' inputs alone.",
     ),
     "P0405": Entry(
         "a number of microbatches that cannot be",

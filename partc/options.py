@@ -14,6 +14,7 @@ from partc.schedules import SCHEDULES, stage_ranks
 from partc.schedules.table import Table, read
 
 PRECISIONS = ("fp32", "fp64")
+RECOMPUTE = ("none", "selective", "full")
 TABLE = "schedule.csv"  # the file of a package that has the user's table
 
 
@@ -31,6 +32,7 @@ class Options:
     shard: tuple[str, ...] = ()
     zero: int = 0
     zero_axes: tuple[str, ...] = ()
+    recompute: str = "none"
 
     @classmethod
     def checked(
@@ -44,6 +46,7 @@ class Options:
         shard: Sequence[str],
         virtual_stages: int | None = None,
         zero: str | int = 0,
+        recompute: str = "none",
     ) -> Options:
         """Raises PartcError P0004, P0101 to P0104, P0301 and P0404 to P0413."""
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
@@ -53,6 +56,8 @@ class Options:
             raise PartcError("P0004", f"--seed {seed} is out of range", help="give one from 0 to 4294967295")
         if precision not in PRECISIONS:
             raise _unknown("precision", precision, PRECISIONS)
+        if recompute not in RECOMPUTE:
+            raise _unknown("recomputation", recompute, RECOMPUTE)
         schedule, table = str(schedule), None
         if schedule.lower().endswith(".csv"):
             table = read(Path(schedule), ranks=parsed.axis(PIPELINE_AXIS), microbatches=microbatches)
@@ -76,6 +81,7 @@ class Options:
             shard=tuple(shard),
             zero=level,
             zero_axes=axes,
+            recompute=recompute,
         )
         _ = options.places  # raises what is wrong with the number of stages
         return options
@@ -102,6 +108,8 @@ class Options:
         found["shard"] = list(self.shard)
         if self.zero:
             found["zero"] = f"{self.zero}@{','.join(self.zero_axes)}"
+        if self.recompute != "none":
+            found["recompute"] = self.recompute
         return found if self.virtual_stages is None else found | {"virtual_stages": self.virtual_stages}
 
     @property
@@ -117,6 +125,7 @@ class Options:
             "halves": self.split_backward,
             "zero": self.zero,
             "zero_axes": self.zero_axes,
+            "recompute": self.recompute,
             **({"kind": self.schedule} if self.table is None else {"table": self.table}),
         }
 

@@ -6,12 +6,13 @@ are the only other code that knows the shape of these classes by heart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from partc.errors import InternalError, Source
-from partc.layout import Layout
+from partc.layout import Layout, Sizes
 from partc.mesh import TIME_AXIS, Mesh
 
 DType = Literal["f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "u8", "bool"]
@@ -20,6 +21,8 @@ ITEMSIZE: Mapping[str, int] = {
 }  # fmt: skip
 # Operations that draw random numbers; the last argument says which one it is, counted through a call.
 RANDOM = frozenset({"dropout", "attention_dropout", "rand", "randn", "rand_like", "randn_like"})
+# Operations whose results may be another sight of their first operand's memory.
+VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias"})
 FLOATING = frozenset({"f64", "f32", "bf16", "f16"})
 
 
@@ -54,6 +57,10 @@ class TensorType:
     @property
     def differentiable(self) -> bool:
         return self.dtype in FLOATING
+
+    def local_bytes(self, sizes: Sizes) -> int:
+        """What one rank holds of it."""
+        return math.prod(self.layout.local_shape(sizes)) * ITEMSIZE[self.dtype]
 
     def __str__(self) -> str:
         return f"{self.dtype}{self.layout}"

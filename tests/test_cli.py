@@ -98,6 +98,8 @@ def test_compile_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixt
         "regions",
         "phases",
         "communication",
+        "recompute",
+        "saved",
         "replicated_ops",
         "warnings",
         "padded",

@@ -14,7 +14,7 @@ from partc.rules.cuts import Cuts, factor_cuts
 from partc.rules.local import localize
 from partc.rules.notation import NotationError
 from partc.rules.rule import Dims, Factor, OpRule
-from partc.rules.table import TABLE, register
+from partc.rules.table import LOWERED, TABLE, register
 
 __all__ = [
     "Cuts",
@@ -24,6 +24,7 @@ __all__ = [
     "factor_cuts",
     "fits",
     "flops",
+    "is_cheap",
     "is_matmul",
     "localize",
     "placements",
@@ -158,6 +159,17 @@ def flops(op: Op, rule: OpRule) -> int:
 def is_matmul(op: Op) -> bool:
     entry = TABLE.get(op.name)
     return entry is not None and entry.matmul
+
+
+def is_cheap(op: Op, activations: Collection[str]) -> bool:
+    """Whether doing it again takes little time: neither a lookup nor a product with a weight, no fused attention.
+
+    `activations` are the values that depend on a call's inputs. Collectives and unknown operations are not cheap.
+    """
+    entry = TABLE.get(LOWERED.get(op.name, op.name))
+    if entry is None or entry.user or entry.heavy:
+        return False
+    return not entry.matmul or all(name in activations for name in op.refs())
 
 
 def propagate_cuts(graph: Graph, types: Mapping[str, TensorType]) -> Cuts:

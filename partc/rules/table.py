@@ -24,9 +24,17 @@ class Entry:
     build: Builder
     matmul: bool = False
     user: bool = False
+    heavy: bool = False  # takes too long to be done a second time only to save less, whatever it reads
 
 
 TABLE: dict[str, Entry] = {}
+# What differentiating and spelling out make of operations: the row that speaks for each.
+LOWERED: Mapping[str, str] = {
+    "convolution": "conv2d", "native_group_norm": "group_norm", "max_pool2d_with_indices": "max_pool2d",
+    "_unsafe_index": "index", "log_sigmoid_forward": "log_sigmoid", "embedding_shard": "embedding",
+    "shard_max": "amax", "sum_exp": "sum", "smooth_sum": "sum", "pick": "gather", "log_sum_exp": "logsumexp",
+    "cross_entropy_rows": "cross_entropy", "take": "slice", "put": "pad",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +92,7 @@ def rule(
     combined: str = "",
     sharded: Mapping[str, str] | None = None,
     work: str = "",
+    heavy: bool = False,
 ) -> None:
     """Declare operations by a rule's text; `linear="x|w"` lists the groups that a Partial value passes."""
     notation = parse(text)
@@ -97,13 +106,13 @@ def rule(
         work=tuple(part.strip() for part in work.split("+") if part.strip()),
     )
     for name in names.split():
-        TABLE[name] = Entry(build=written, matmul=bool(work))
+        TABLE[name] = Entry(build=written, matmul=bool(work), heavy=heavy)
 
 
-def build(names: str, builder: Builder, *, matmul: bool = False) -> None:
+def build(names: str, builder: Builder, *, matmul: bool = False, heavy: bool = False) -> None:
     """Declare operations whose rule a builder makes from their shapes."""
     for name in names.split():
-        TABLE[name] = Entry(build=builder, matmul=matmul)
+        TABLE[name] = Entry(build=builder, matmul=matmul, heavy=heavy)
 
 
 def register(
@@ -161,13 +170,14 @@ rule(
     "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t] -> [b (g r) s e]",
     blocked=_attention_blocked,
     work="b g r s t d + b g r s t e",
+    heavy=True,
 )
-rule("expert_matmul", "x[s i], experts[s], w[e i o] -> [s o]", blocked="e", linear="x|w", work="s i o")
+rule("expert_matmul", "x[s i], experts[s], w[e i o] -> [s o]", blocked="e", linear="x|w", work="s i o", heavy=True)
 rule("dot", "x[k], y[k] -> []", linear="x|y", work="*")
 rule("outer", "x[i], y[j] -> [i j]", linear="x|y")
 build("matmul mm bmm mv", products.matmul, matmul=True)
 build("einsum", products.einsum, matmul=True)
-build("conv1d conv2d conv3d", products.convolution, matmul=True)
+build("conv1d conv2d conv3d", products.convolution, matmul=True, heavy=True)
 
 # Random numbers: every element's own, wherever it is drawn
 build("dropout", shapes.unary_linear)
@@ -183,7 +193,7 @@ rule(
 # Norms, losses, lookups
 build("rms_norm layer_norm", shapes.normalized)
 build("group_norm", products.group_norm)
-rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"})
+rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"}, heavy=True)
 rule(
     "cross_entropy",
     "logits[*b v], labels[*b], weight?[w] -> [*b]",  # every rank weighs by its labels: it needs all weights
@@ -228,17 +238,19 @@ build("index_select", products.index_select)
 build("index", products.index)
 
 # Each example by itself: the batch may be cut, nothing else
-build("conv_transpose1d conv_transpose2d conv_transpose3d pixel_shuffle pixel_unshuffle prelu", examples(0))
+build("conv_transpose1d conv_transpose2d conv_transpose3d", examples(0), heavy=True)
+build("pixel_shuffle pixel_unshuffle prelu", examples(0))
 build("upsample_nearest1d upsample_linear1d upsample_nearest3d upsample_trilinear3d", examples(0))
-build("cdist pairwise_distance bilinear", examples(0, 1))
+build("cdist bilinear", examples(0, 1), heavy=True)
+build("pairwise_distance", examples(0, 1))
 build("cosine_similarity", examples(0, 1, dims=((2, "dim", 1),)))
 build("unfold", examples(0, dims=((1, "dimension", 0),)))
 build("diagonal", examples(0, dims=((2, "dim1", 0), (3, "dim2", 1))))
 build("diag_embed", examples(0, dims=((2, "dim1", -2), (3, "dim2", -1))))
 build("var_mean std_mean", examples(0, dims=((1, "dim", 0),)))
-build("scatter scatter_add scatter_reduce", examples(0, 1, 2, dims=((1, "dim", 0),)))
-build("index_add index_copy", examples(0, 2, dims=((1, "dim", 0),)))
-build("lstm gru rnn_tanh rnn_relu", recurrent)
+build("scatter scatter_add scatter_reduce", examples(0, 1, 2, dims=((1, "dim", 0),)), heavy=True)
+build("index_add index_copy", examples(0, 2, dims=((1, "dim", 0),)), heavy=True)
+build("lstm gru rnn_tanh rnn_relu", recurrent, heavy=True)
 
 # Constants
 build("full zeros ones empty new_full new_zeros new_ones new_empty scalar_tensor", shapes.constant)

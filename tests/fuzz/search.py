@@ -61,6 +61,7 @@ class Case:
     schedule: str
     shard: tuple[str, ...]
     zero: int = 0
+    recompute: str = "none"
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -101,6 +102,7 @@ def cases(draw: st.DrawFn) -> Case:
         schedule=schedule,
         shard=draw(st.sampled_from(pins)),
         zero=draw(st.sampled_from((0, 0, 1, 2, 3))),
+        recompute=draw(st.sampled_from(("none", "selective", "full"))),
     )
 
 
@@ -128,6 +130,7 @@ def run(case: Case) -> str:
             shard=case.shard,
             precision="fp64",
             zero=case.zero,
+            recompute=case.recompute,
         )
     except PartcError as error:
         assert error.code in REFUSALS, f"{error}"

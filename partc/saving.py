@@ -1,0 +1,81 @@
+"""What forward passes hand to backward passes: bytes of one call, and of all microbatches in flight on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from partc.layout import Sizes
+from partc.program import VIEWS, Action, Graph, Program, Ref, Region
+from partc.schedules import Compute
+
+Flight = tuple[tuple[int, int], ...]  # stages, and how many microbatches of each are in flight at one time
+
+
+def held_inputs(program: Program) -> dict[str, frozenset[str]]:
+    """Per region, the inputs that a stage keeps through the step anyway: the batch's entries, constants, counts."""
+    phases = {region.name: region.phase for region in program.regions}
+    lasting = set(program.inputs)
+    for call in program.calls:
+        if phases[call.region] != "microbatch":
+            lasting.update(call.results)
+    found: dict[str, frozenset[str]] = {}
+    for region in program.regions:
+        calls = [call for call in program.calls if call.region == region.name]
+        found[region.name] = frozenset(
+            value.name
+            for index, value in enumerate(region.forward.inputs)
+            if calls and all(call.args[index] in lasting for call in calls)
+        )
+    return found
+
+
+def memory_of(graph: Graph) -> dict[str, str]:
+    """Every value by name, with the one that it may be another sight of; parameters stand for themselves."""
+    found = {value.name: value.name for value in graph.inputs}
+    for op in graph.ops:
+        shown = op.args[0].name if op.name in VIEWS and isinstance(op.args[0], Ref) else ""
+        found.update((value.name, found.get(shown, shown) or value.name) for value in op.results)
+    return found
+
+
+def saved_bytes(region: Region, held: frozenset[str], sizes: Sizes) -> int:
+    """What one call saves for its backward pass, besides parameters and inputs that are `held` anyway."""
+    values = region.forward.definitions()
+    memory = memory_of(region.forward)
+    owners = {memory[name] for name in region.saved} - held
+    return sum(values[name].type.local_bytes(sizes) for name in owners if name in values)
+
+
+def stage_bytes(program: Program) -> tuple[int, ...]:
+    """What every stage saves of one microbatch."""
+    held = held_inputs(program)
+    each = {region.name: saved_bytes(region, held[region.name], program.sizes) for region in program.regions}
+    lasting = {region.name for region in program.regions if region.phase != "microbatch"}
+    return tuple(
+        sum(each[call.region] for call in program.calls if call.stage == stage and call.region not in lasting)
+        for stage in range(program.stages)
+    )
+
+
+def flights(row: Sequence[Action | Compute]) -> tuple[Flight, ...]:
+    """The most that a rank has in flight, from F to the end of B or W: every mix of stages that no other contains."""
+    now: dict[int, int] = {}
+    found: list[Mapping[int, int]] = []
+    for action in row:
+        if action.kind == "F":
+            now[action.stage] = now.get(action.stage, 0) + 1
+            found = [other for other in found if any(count > now.get(stage, 0) for stage, count in other.items())]
+            if not any(all(other.get(stage, 0) >= count for stage, count in now.items()) for other in found):
+                found.append(dict(now))
+        elif action.kind in ("B", "W"):
+            now[action.stage] -= 1
+    return tuple(tuple(sorted((stage, count) for stage, count in mix.items() if count)) for mix in found)
+
+
+def most_saved(program: Program) -> tuple[int, ...]:
+    """The most bytes that each pipeline rank has saved at one time, in a scheduled program."""
+    each = stage_bytes(program)
+    return tuple(
+        max((sum(count * each[stage] for stage, count in flight) for flight in flights(row)), default=0)
+        for row in program.schedule
+    )

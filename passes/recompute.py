@@ -1,0 +1,177 @@
+"""Choose what every region saves for its backward pass, and make the rest again there.
+
+    forward:                                     forward:
+      h = linear(x, w)                             h = linear(x, w)
+      a = gelu(h)                          ->      a = gelu(h)
+      y = linear(a, v)                             y = linear(a, v)
+      return y                                     return y
+    saved a, h, x                                saved h, x
+    backward:                                    backward:
+      input grad_y, a, h, x                        input grad_y, h, x
+                                                   a = gelu(h)
+      grad_v = linear_grad_weight(grad_y, a)       grad_v = linear_grad_weight(grad_y, a)
+      …                                            …
+
+`none` saves what the backward pass reads. `full` saves a region's inputs alone. `selective` makes
+again what is large and quickly made (Korthikanti et al. 2022, Reducing Activation Recomputation):
+norms, activations, dropouts, the scores of attention that is spelled out; never a product with a
+weight, a lookup, fused attention or a collective. What it saves is a minimum cut.
+
+An operation that is done again stands right before the first that needs it, so that what it makes
+lives shortly. Random operations count by number and draw the same again. Nothing is made again
+that reads a buffer which the forward pass changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+from partc.layout import Sizes
+from partc.passes.recompute_choice import Choice, least
+from partc.program import VIEWS, Graph, Op, Program, Region
+from partc.rules import is_cheap
+from partc.saving import held_inputs, memory_of
+
+# A byte that is saved is worth as many that are read and written to make it again. A norm's one number a row is not
+# worth another norm; all that is as large as what it is made of is.
+WORTH = 16
+
+
+def recompute(program: Program, *, recompute: str = "none") -> Program:
+    """Rewrite the backward pass of every region whose calls run for each microbatch."""
+    if recompute == "none":
+        return program
+    changed = _changed_buffers(program)
+    held = held_inputs(program)
+    regions = []
+    for region in program.regions:
+        if region.backward is not None and region.phase == "microbatch":
+            fixed = _fixed(region, changed.get(region.name, frozenset()))
+            region = remade(region, _kept(region, recompute, held[region.name], fixed, program.sizes))
+        regions.append(region)
+    return replace(program, regions=tuple(regions))
+
+
+def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> frozenset[str]:
+    """The values that the forward pass hands to the backward pass."""
+    inputs = {value.name for value in region.forward.inputs}
+    if kind == "full":
+        return frozenset(inputs | fixed)
+    activations = dependents(region.forward.ops, inputs)
+    again = [
+        op
+        for op in region.forward.ops
+        if is_cheap(op, activations) and not fixed.intersection(value.name for value in op.results)
+    ]
+    return least(choice(region, again, held, sizes), worth=WORTH)
+
+
+def choice(region: Region, again: Iterable[Op], held: frozenset[str], sizes: Sizes) -> Choice:
+    """What there is to decide, if only the operations `again` can be done a second time.
+
+    A view costs what the memory behind it does, and nothing to make; `held` inputs, and all that are
+    views of them, are there anyway.
+    """
+    assert region.backward is not None
+    params = {value.name for value in region.params}
+    values = region.forward.definitions()
+    memory = memory_of(region.forward)
+    size = {name: value.type.local_bytes(sizes) for name, value in values.items()}
+    size.update((value.name, value.type.local_bytes(sizes)) for value in region.params)
+    ops = tuple(again)
+    return Choice(
+        needed=tuple(name for name in region.saved if name not in held),
+        bytes={name: 0 if memory[name] in held | params else size[memory[name]] for name in values},
+        ops=tuple(tuple(value.name for value in op.results) for op in ops),
+        reads=tuple(tuple(name for name in dict.fromkeys(op.refs()) if name not in params | held) for op in ops),
+        moved=tuple(
+            1 if op.name in VIEWS else sum(size[name] for name in (*op.refs(), *(v.name for v in op.results)))
+            for op in ops
+        ),
+    )
+
+
+def remade(region: Region, keep: Collection[str]) -> Region:
+    """The region with a backward graph that makes for itself whatever it reads besides `keep`.
+
+    A result of an operation that is done again anyway is not saved, even if it is in `keep`.
+    """
+    assert region.backward is not None
+    forward, backward = region.forward, region.backward
+    makers = {value.name: index for index, op in enumerate(forward.ops) for value in op.results}
+    incoming = tuple(value for value in backward.inputs if value.name not in region.saved)
+    # Constants stand in both graphs: they are made where they are needed first.
+    twice = set(forward.ops)
+    own = [op for op in backward.ops if op not in twice]
+    given = {value.name for value in (*incoming, *region.params)} | {value.name for op in own for value in op.results}
+    inputs = {value.name for value in forward.inputs}
+    again = _needed(forward.ops, makers, (name for op in own for name in op.refs() if name not in given), keep)
+    saved_anyway = {value.name for index in again for value in forward.ops[index].results}
+    names = _fresh(saved_anyway, {value.name for op in own for value in op.results} | {v.name for v in incoming})
+    ops: list[Op] = []
+    done: set[int] = set()
+    for op in own:
+        wanted = [name for name in op.refs() if name not in given and name in saved_anyway]
+        first = _needed(forward.ops, makers, wanted, {name for name in keep if name not in saved_anyway})
+        ops.extend(forward.ops[index].renamed(names) for index in sorted(first - done))
+        done |= first
+        ops.append(op.renamed({name: names[name] for name in wanted if name in names}))
+    made = {value.name for op in ops for value in op.results} | {value.name for value in (*incoming, *region.params)}
+    saved = tuple(dict.fromkeys(name for op in ops for name in op.refs() if name not in made))
+    values = forward.definitions()
+    assert all(name in inputs or name in keep for name in saved)
+    graph = Graph(inputs=(*incoming, *(values[name] for name in saved)), ops=tuple(ops), outputs=backward.outputs)
+    return replace(region, saved=saved, backward=graph)
+
+
+def _needed(ops: tuple[Op, ...], makers: Mapping[str, int], wanted: Iterable[str], keep: Collection[str]) -> set[int]:
+    """The operations, by index, that make `wanted` from `keep`, inputs and parameters."""
+    found: set[int] = set()
+    todo = [name for name in wanted if name not in keep]
+    while todo:
+        index = makers.get(todo.pop())
+        if index is not None and index not in found:
+            found.add(index)
+            todo.extend(name for name in ops[index].refs() if name not in keep)
+    return found
+
+
+def _fresh(names: Iterable[str], taken: Collection[str]) -> dict[str, str]:
+    """Other names for those that the backward graph uses for something else."""
+    found: dict[str, str] = {}
+    for name in sorted(set(names).intersection(taken)):
+        count = 1
+        while f"{name}_again_{count}" in taken:
+            count += 1
+        found[name] = f"{name}_again_{count}"
+    return found
+
+
+def dependents(ops: Iterable[Op], roots: Iterable[str]) -> set[str]:
+    """The roots, and all that is made from them."""
+    found = set(roots)
+    for op in ops:
+        if any(name in found for name in op.refs()):
+            found.update(value.name for value in op.results)
+    return found
+
+
+def _changed_buffers(program: Program) -> dict[str, frozenset[str]]:
+    """Per region, the parameters whose value is another one when the backward pass runs."""
+    updated = {buffer for buffer, _ in program.updates}
+    params = {region.name: region.params for region in program.regions}
+    found: dict[str, frozenset[str]] = {}
+    for call in program.calls:
+        local = {value.name for name, value in zip(call.params, params[call.region], strict=True) if name in updated}
+        found[call.region] = found.get(call.region, frozenset()) | local
+    return found
+
+
+def _fixed(region: Region, changed: frozenset[str]) -> frozenset[str]:
+    """The results of operations that read a changing buffer, at first hand or through views of it."""
+    stale, found = set(changed), set[str]()
+    for op in region.forward.ops:
+        if stale.intersection(op.refs()):
+            (stale if op.name in VIEWS else found).update(value.name for value in op.results)
+    return frozenset(found)

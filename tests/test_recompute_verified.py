@@ -1,0 +1,122 @@
+"""Recomputation, proved: packages equal their models in fp64, and hold as many bytes as is said of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import partc
+from partc.saving import most_saved
+from partc.verify import verify
+from tests.zoo import MODELS
+
+KINDS = ("selective", "full")
+MESHES = {"2": ("1f1b",), "tp=2": ("1f1b",), "2x2x2": ("1f1b", "zero-bubble", "interleaved")}
+# What `make test` runs; `make models` runs the rest too.
+ALWAYS = {
+    ("gpt", "2x2x2", "zero-bubble", "full"), ("noisy", "2x2x2", "1f1b", "selective"),
+    ("noisy", "2x2x2", "zero-bubble", "full"), ("resnet", "2", "1f1b", "full"),
+    ("bert_dropout", "2x2x2", "interleaved", "selective"),
+}  # fmt: skip
+
+
+def _cases() -> list[object]:
+    found = []
+    for model in ("gpt", "noisy", "resnet", "unet", "mixture", "bert_dropout", "gpt2_dropout", "mixtral", "swin"):
+        for mesh, schedules in MESHES.items():
+            for schedule in schedules:
+                for kind in KINDS:
+                    case = (model, mesh, schedule, kind)
+                    marks = () if case in ALWAYS else (pytest.mark.matrix,)
+                    found.append(pytest.param(*case, marks=marks, id="-".join(case)))
+    return found
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where configurations and the single-device models' runs are kept."""
+    return tmp_path_factory.mktemp("recompute")
+
+
+@pytest.mark.parametrize(("name", "mesh", "schedule", "kind"), _cases())
+def test_packages_equal_their_models(
+    name: str, mesh: str, schedule: str, kind: str, shared: Path, tmp_path: Path
+) -> None:
+    model = MODELS[name]
+    if model.config:
+        pytest.importorskip("transformers")
+    package = partc.compile(
+        model.source(shared), mesh=mesh, schedule=schedule, microbatches=4, precision="fp64", recompute=kind,
+        options=model.options,
+    )  # fmt: skip
+    package.write(tmp_path / "build")
+    result = verify(tmp_path / "build", steps=2, virtual=True, reference=shared / f"{name}_run")
+    assert result.ok and result.worst.rel_err < 1e-11, result.worst
+
+
+def test_parameters_in_parts_are_there_for_what_is_made_again(shared: Path, tmp_path: Path) -> None:
+    model = MODELS["noisy"]
+    package = partc.compile(
+        model.source(shared), mesh="2x2x2", microbatches=4, precision="fp64", recompute="full", zero=3
+    )
+    package.write(tmp_path / "build")
+    result = verify(tmp_path / "build", steps=2, virtual=True, reference=shared / "noisy_run")
+    assert result.ok, result.worst
+
+
+# Runs a package for one step and prints, per rank, the most bytes that its executor held for backward passes.
+MEASURE = """
+import json, runpy, sys
+sys.path.insert(0, sys.argv[1])
+sys.argv = ["train.py", "--virtual", "--steps", "1"]
+from runtime import executor
+peaks = {}
+
+def tensors(value):
+    if hasattr(value, "untyped_storage"):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors(item)
+
+def bytes_of(values):
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors(values)}
+
+run = executor.Step.run
+def measured(self, action):
+    run(self, action)
+    held = bytes_of([self.microbatches, [vars(stage) for stage in self.stages.values()]])
+    saved = bytes_of(self.saved)
+    size = sum(count for where, count in saved.items() if where not in held)
+    peaks[id(self.comm)] = max(peaks.get(id(self.comm), 0), size)
+executor.Step.run = measured
+try:
+    runpy.run_path(sys.path[0] + "/train.py", run_name="__main__")
+finally:
+    print(json.dumps(list(peaks.values())))
+"""
+
+
+def _measured(build: Path) -> list[int]:
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(build)], capture_output=True, text=True, cwd=build.parent)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: list[int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(("name", "options"), [("gpt", {"batch": 8, "seq": 16, "depth": 4}), ("noisy", {"batch": 8})])
+def test_a_rank_saves_what_is_said(name: str, options: dict[str, object], shared: Path, tmp_path: Path) -> None:
+    sizes: dict[str, list[int]] = {}
+    for kind in ("none", *KINDS):
+        package = partc.compile(
+            MODELS[name].source(shared), mesh="pp=2", microbatches=4, recompute=kind, options=options
+        )
+        package.write(tmp_path / kind)
+        sizes[kind] = _measured(tmp_path / kind)
+        assert sizes[kind] == list(most_saved(package.program)) == package.report["saved"]
+    for more, less in (("none", "selective"), ("selective", "full")):
+        assert all(a > b for a, b in zip(sizes[more], sizes[less], strict=True))

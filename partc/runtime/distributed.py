@@ -8,6 +8,8 @@ numbers groups by how many a process has made before, which pipeline stages don'
 from __future__ import annotations
 
 import datetime
+import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +33,37 @@ def meet(world_size: int, timeout: datetime.timedelta) -> tuple[Store, int]:
     if world_size == 1:
         return lone_store(), 0
     store, rank, _ = next(rendezvous("env://", timeout=timeout))
-    return store, rank
+    with _peers():
+        return PrefixStore(_session(store, rank, world_size, timeout), store), rank
+
+
+def _session(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
+    """A name that the ranks of this start alone have.
+
+    torchrun's store outlives its restarts, with all that ended ranks have left there, and its agents
+    don't count restarts alike. Rank 0 makes a name; the others count themselves in and wait for its
+    answer. Under an ended rank 0's name nobody answers, or everybody has been counted already.
+    """
+    if rank == 0:
+        name = uuid.uuid4().hex
+        store.set("session", name)
+        store.wait([f"{name}/full"])
+        store.set(f"{name}/begins", "")
+        return name
+    deadline = time.monotonic() + timeout.total_seconds()
+    tried = ""
+    fresh = False
+    while time.monotonic() < deadline:
+        name = store.get("session").decode()
+        if name != tried:
+            tried, count = name, store.add(f"{name}/count", 1)
+            fresh = count < world_size
+            if count == world_size - 1:
+                store.set(f"{name}/full", "")
+        if fresh and store.check([f"{name}/begins"]):
+            return name
+        time.sleep(0.02)
+    raise RuntimeError("rank 0 has not come")
 
 
 class NcclAxis(Axis):

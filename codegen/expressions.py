@@ -70,7 +70,9 @@ def expression(operands: Operands) -> str:
 def accumulation(gradient: str, operands: Operands) -> str:
     """A statement that adds an operation's result to a gradient buffer, in one pass where it can."""
     emit = _ACCUMULATE.get(operands.op.name)
-    if emit is None or (operands.op.name == "matmul_grad_right" and operands.args[2] != "True"):
+    flat = operands.op.name != "matmul_grad_right" or operands.args[2] == "True"
+    mixed = operands.op.result.type.dtype in ("bf16", "f16")  # while the buffer is in fp32
+    if emit is None or not flat or (mixed and operands.op.name == "matmul_grad_right"):
         return f"{gradient}.add_({expression(operands)})"
     return emit(gradient, operands)
 

@@ -76,7 +76,7 @@ class Weights:
     def _parted(self, run: Run, cls: str) -> tuple[str, str]:
         """What holds parameters and their gradients of which ranks have parts: each level keeps less of them whole."""
         kept, summed, unit = f"{cls}(*self.parts.keep(", f"{cls}(*self.parts.sums(", f"self.parts.unit({cls}, "
-        return {1: (kept, summed), 2: (kept, unit), 3: (unit, "")}[self.program.zero]
+        return {0: (kept, cls), 1: (kept, summed), 2: (kept, unit), 3: (unit, "")}[self.program.zero]
 
     def _shard(self, parameter: Parameter) -> str:
         type = f'"{parameter.type.dtype}{parameter.type.layout.without(*self._small)}"'
@@ -87,6 +87,8 @@ class Weights:
             parts.append(f"reduce={strings(self.reductions.axes(parameter))}")
         if self.reductions.sharers(parameter):
             parts.append(f"shared={self.reductions.sharers(parameter)}")
+        if self.parts.read.get(parameter.name, parameter.type.dtype) != parameter.type.dtype:
+            parts.append(f'read="{self.parts.read[parameter.name]}"')
         if parameter.gather:
             parts.append(f"gather={strings(parameter.gather)}")
         if parameter.holds:
@@ -178,10 +180,10 @@ class Weights:
 
     def refresh(self) -> list[Line]:
         moves = list(self.parts.gathered_at_end(self.index))
-        if not moves:
+        notes = (f"{moved(moves)}: each rank has updated a part",) if moves else ()
+        if self.program.zero == 3 or not any(self.parts.has_parts(run.calls[0]) for run in self.runs):
             return []
-        note = f"{moved(moves)}: each rank has updated a part"
-        return [Line(code="self.parts.refresh()", notes=(note,))]
+        return [Line(code="self.parts.refresh()", notes=notes)]
 
     def shared(self) -> tuple[Entry, ...]:
         return tuple(

@@ -179,6 +179,7 @@ def compile(
     shard: Sequence[str] = (),
     zero: str | int = 0,
     recompute: str = "none",
+    casts: Sequence[str] = (),
     loss: Callable[..., Any] | None = None,
     options: Mapping[str, Any] | None = None,
     on_phase: PhaseObserver = lambda phase: None,
@@ -190,6 +191,8 @@ def compile(
     and optionally `loss(model, batch)`. `schedule` is a name or the path of a CSV file.
     `zero` is what data-parallel ranks hold in parts: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters
     too; `"3@dp_in"` names the axes. `recompute` is what backward makes again: none, selective or full.
+    too; `"3@dp_in"` names the axes. With `precision` bf16 or fp16, `casts` overrides what operations compute in
+    ("softmax=bf16").
     Raises PartcError for whatever is wrong with these.
     """
     checked = Options.checked(
@@ -202,6 +205,7 @@ def compile(
         shard=shard,
         zero=zero,
         recompute=recompute,
+        casts=casts,
     )
     done = compilation(model, batch, checked, loss=loss, model_options=options or {}, on_phase=on_phase)
     return package(done)

@@ -27,7 +27,8 @@ def options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
             if given[name] < 1:
                 raise PartcError("P0004", f"--{name} {given[name]} is out of range", help="give 1 or more")
             _define(definitions, name, str(given[name]))
-    kept = ("mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute")
+    kept = ("mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard")
+    kept = (*kept, "zero", "recompute", "casts")
     return Options.checked(**{name: given[name] for name in kept}), definitions
 
 
@@ -49,7 +50,7 @@ def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str,
                 "P0603", f"{name} is a package, with a mesh and options of its own", help="inspect its model file"
             )
         kept = {name: plan[name] for name in ("mesh", "microbatches", "precision", "seed")}
-        command = {"schedule": "1f1b", "shard": (), **plan.get("command", {})}
+        command = {"schedule": "1f1b", "shard": (), "zero": "0", "casts": (), **plan.get("command", {})}
         if command["schedule"] == TABLE:
             command["schedule"] = str(Path(name) / TABLE)
         definitions = [f"{name}={value}" for name, value in plan["options"].items()]

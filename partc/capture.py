@@ -18,7 +18,10 @@ from partc.ownbackward import refuse_hooks, without_own_backward
 from partc.runtime.precision import computing_in
 from partc.torch_private import FakeTensorMode
 
-PRECISIONS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
+# What a model is traced in: few bits come later, where they are safe.
+PRECISIONS: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64,
+}  # fmt: skip
 
 Loss = Callable[[Any, Mapping[str, Any]], Any]
 

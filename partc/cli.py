@@ -13,6 +13,7 @@ import click
 
 from partc import __version__, asked, console
 from partc.errors import PartcError
+from partc.program import PRECISIONS
 from partc.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -68,7 +69,10 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         click.option(
             "--virtual-stages", type=int, metavar="N", help="stages on each rank, for interleaved [default: 2]"
         ),
-        click.option("--precision", type=click.Choice(("fp32", "fp64")), default="fp32", show_default=True),
+        click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True),
+        click.option(
+            "--cast", "casts", metavar="OP=TYPE", multiple=True, help="with bf16 or fp16: softmax=fp32, add=any"
+        ),
         click.option("--seed", type=int, default=0, show_default=True, help="of the initial parameters and the data"),
         click.option(
             "--zero",

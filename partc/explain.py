@@ -276,6 +276,12 @@ CATALOGUE: Mapping[str, Entry] = {
         "batch's axes only: dp, or parts of it that the mesh names (--mesh dp_out=2,dp_in=4,tp=1). Ranks of the other "
         "axes hold other things already (tp, pp).",
     ),
+    "P0414": Entry(
+        "a type that an operation cannot be given",
+        "With --precision bf16 or fp16, matrix products compute in few bits, softmaxes, losses and sums in fp32, and "
+        "the rest as its operands are. --cast OPERATION=bf16, =fp32 or =any says otherwise for one operation, under "
+        "the name that `partc inspect` shows.",
+    ),
     **PACKAGES,
 }
 

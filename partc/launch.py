@@ -18,7 +18,7 @@ from partc.codegen.plan import FORMAT
 from partc.errors import PartcError
 from partc.mesh import Mesh
 from partc.modelfile import is_file
-from partc.options import PRECISIONS
+from partc.program import PRECISIONS
 
 Tell = Callable[[str], None]
 

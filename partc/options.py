@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 from partc.errors import PartcError
 from partc.mesh import PIPELINE_AXIS, Mesh, is_batch_axis
 from partc.pins import Pin
+from partc.program import PRECISIONS, DType
+from partc.rules import Precision, operations
 from partc.schedules import SCHEDULES, stage_ranks
 from partc.schedules.table import Table, read
 
-PRECISIONS = ("fp32", "fp64")
 RECOMPUTE = ("none", "selective", "full")
+LOW: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16"}
 TABLE = "schedule.csv"  # the file of a package that has the user's table
 
 
@@ -33,6 +36,7 @@ class Options:
     zero: int = 0
     zero_axes: tuple[str, ...] = ()
     recompute: str = "none"
+    casts: tuple[str, ...] = ()
 
     @classmethod
     def checked(
@@ -47,8 +51,9 @@ class Options:
         virtual_stages: int | None = None,
         zero: str | int = 0,
         recompute: str = "none",
+        casts: Sequence[str] = (),
     ) -> Options:
-        """Raises PartcError P0004, P0101 to P0104, P0301 and P0404 to P0413."""
+        """Raises PartcError P0004, P0101 to P0104, P0301 and P0404 to P0414."""
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
         if microbatches < 1:
             raise PartcError("P0405", f"there cannot be {microbatches} microbatches", help="give 1 or more")
@@ -69,6 +74,10 @@ class Options:
             raise _unknown("schedule", schedule, (*SCHEDULES, "FILE.csv"))
         for text in shard:
             Pin.parse(text)
+        for text in casts:
+            _cast(text)
+        if casts and precision not in LOW:
+            raise PartcError("P0414", f"--cast has no use with --precision {precision}", help="add --precision bf16")
         level, axes = _zero(str(zero), parsed)
         options = cls(
             mesh=parsed,
@@ -82,6 +91,7 @@ class Options:
             zero=level,
             zero_axes=axes,
             recompute=recompute,
+            casts=tuple(casts),
         )
         _ = options.places  # raises what is wrong with the number of stages
         return options
@@ -106,6 +116,8 @@ class Options:
         """What else the plan keeps, so that the compile can be repeated from it."""
         found: dict[str, Any] = {"schedule": self.schedule if self.table is None else TABLE}
         found["shard"] = list(self.shard)
+        if self.casts:
+            found["casts"] = list(self.casts)
         if self.zero:
             found["zero"] = f"{self.zero}@{','.join(self.zero_axes)}"
         if self.recompute != "none":
@@ -122,12 +134,26 @@ class Options:
         return {
             "pins": self.pins,
             "places": self.places,
+            "low": LOW.get(self.precision),
+            "casts": dict(map(_cast, self.casts)),
             "halves": self.split_backward,
             "zero": self.zero,
             "zero_axes": self.zero_axes,
             "recompute": self.recompute,
             **({"kind": self.schedule} if self.table is None else {"table": self.table}),
         }
+
+
+def _cast(text: str) -> tuple[str, Precision]:
+    """`softmax=bf16`: an operation, and what it computes in; `any` is as its operands."""
+    name, _, wanted = text.partition("=")
+    kinds: Mapping[str, Precision] = {"bf16": "low", "fp16": "low", "fp32": "high", "any": "any"}
+    if wanted not in kinds:
+        raise PartcError("P0414", f"--cast {text!r} is not OPERATION=TYPE", help="for example --cast softmax=bf16")
+    if "::" not in name and name not in operations():
+        close = ", ".join(difflib.get_close_matches(name, operations(), 3)) or "see partc inspect"
+        raise PartcError("P0414", f"--cast {text}: there is no operation {name!r}", help=f"the nearest: {close}")
+    return name, kinds[wanted]
 
 
 def _zero(text: str, mesh: Mesh) -> tuple[int, tuple[str, ...]]:

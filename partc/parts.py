@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from partc.program import ITEMSIZE, Call, Graph, Parameter, Program, Region
+from partc.program import ITEMSIZE, Call, DType, Graph, Parameter, Program, Region
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -37,7 +37,21 @@ class Parts:
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
-        return {parameter.name: parameter for parameter in self.program.parameters if parameter.gather}
+        """Those that calls don't read as they are held: in parts, or in other bits."""
+        return {
+            parameter.name: parameter
+            for parameter in self.program.parameters
+            if parameter.gather or self.read.get(parameter.name, parameter.type.dtype) != parameter.type.dtype
+        }
+
+    @cached_property
+    def read(self) -> Mapping[str, DType]:
+        """What calls read parameters in."""
+        return {
+            name: value.type.dtype
+            for call in self.program.calls
+            for name, value in zip(call.params, self._regions[call.region].params, strict=True)
+        }
 
     @cached_property
     def _regions(self) -> Mapping[str, Region]:
@@ -110,8 +124,8 @@ class Parts:
         sizes: dict[tuple[str, tuple[str, ...]], int] = {}
         for parameter in (self.parameters[name] for name in names if name in self.parameters):
             whole = parameter.type.layout.without(*parameter.gather).local_shape(self.program.sizes)
-            key = (parameter.type.dtype, parameter.gather)
-            if op == "all_gather" or parameter.trainable:
+            key = (self.read[parameter.name] if op == "all_gather" else parameter.type.dtype, parameter.gather)
+            if parameter.gather and (op == "all_gather" or parameter.trainable):
                 sizes[key] = sizes.get(key, 0) + math.prod(whole)
         for (dtype, axes), size in sizes.items():
             ways = math.prod(self.program.sizes[axis] for axis in axes)

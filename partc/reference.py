@@ -21,7 +21,8 @@ from partc.runtime.precision import computing_in
 from partc.runtime.tensors import save
 from partc.sampling import Sampling
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,7 +49,7 @@ def train(package: Path, folder: Path, *, steps: int, optimizer: str, lr: float)
         total = 0.0
         with Sampling(plan["seed"], step) as sampling:
             for part in parts:
-                with computing_in(DTYPES[plan["precision"]]):
+                with computing_in(DTYPES[plan["precision"]]), _mixed(plan["precision"]):
                     loss = loss_of(module, model, part) / len(parts)
                 loss.backward()
                 total += loss.item()
@@ -64,6 +65,11 @@ def train(package: Path, folder: Path, *, steps: int, optimizer: str, lr: float)
         recorded |= {f"parameter/{name}": x.detach() for name, x in names}
         recorded |= {f"parameter/{name}": x for name, x in model.named_buffers(remove_duplicate=False)}
         save(folder / f"step_{step:04d}.safetensors", recorded, {"loss": repr(total)})
+
+
+def _mixed(precision: str) -> torch.autocast:
+    """torch's own mixed precision, where the package has partc's."""
+    return torch.autocast("cpu", AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
 
 
 def _microbatches(batch: dict[str, Tensor], plan: dict[str, Any]) -> list[dict[str, Tensor]]:

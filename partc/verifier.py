@@ -9,7 +9,7 @@ from dataclasses import replace
 from partc.errors import InternalError
 from partc.layout import Layout, Sizes
 from partc.mesh import PIPELINE_AXIS
-from partc.program import Graph, Op, Program, Region, TensorType, Value
+from partc.program import FLOATING, DType, Graph, Op, Program, Region, TensorType, Value
 
 # Collectives and their local relatives: elements of the result per element of the operand, for n ranks.
 _GROWS = {"all_gather", "unshard", "put"}
@@ -78,7 +78,9 @@ def _calls(program: Program) -> Iterator[str]:
         made = region.forward.definitions() | {value.name: value for value in region.params}
         outputs = [made[name] for name in region.forward.outputs if name in made]
         yield from _matched(f"{place}: argument", call.args, types, region.forward.inputs)
-        yield from _matched(f"{place}: parameter", call.params, parameters, region.params)
+        held = {name: parameters[name].dtype for name in call.params if name in parameters}
+        read = (_read(value, held.get(name)) for name, value in zip(call.params, region.params, strict=False))
+        yield from _matched(f"{place}: parameter", call.params, parameters, [*read, *region.params[len(call.params) :]])
         # Once differentiated, a region's outputs are followed by what it saves.
         yield from _matched(f"{place}: result", call.results, types, outputs[: len(call.results)])
         for name in call.results:
@@ -88,6 +90,13 @@ def _calls(program: Program) -> Iterator[str]:
             known.update((item.target, name) for item in program.transfers if item.value == name)
     if not any(name == program.loss for _, name in known):
         yield f"no call makes the loss {program.loss}"
+
+
+def _read(value: Value, held: DType | None) -> Value:
+    """The value as it is held: a parameter may be read in fewer bits."""
+    if held not in FLOATING or value.type.dtype not in FLOATING:
+        return value
+    return replace(value, type=replace(value.type, dtype=held))
 
 
 def _matched(

@@ -24,11 +24,15 @@ from partc.runtime.tensors import load
 # What rounding alone may do. fp64 leaves no room for anything else; fp32 sums in another order.
 TOLERANCES: Mapping[str, Mapping[str, float]] = {
     "fp64": {"loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10},
+    # Against torch's autocast, which rounds in other places: activations have 8 (bf16) or 11 (fp16) bits.
+    "bf16": {"loss": 2e-2, "gradient": 1e-1, "parameter": 1e-2},
+    "fp16": {"loss": 5e-3, "gradient": 5e-2, "parameter": 1e-2},
     "fp32": {"loss": 1e-5, "gradient": 2e-4, "parameter": 2e-4},
 }
+MIXED = ("bf16", "fp16")
 # Tensors much smaller than the largest of their kind are measured against this part of it: some
 # gradients are zero but for rounding (a key's bias), and have no scale of their own.
-SMALLEST_SCALE: Mapping[str, float] = {"fp64": 1e-3, "fp32": 1e-2}
+SMALLEST_SCALE: Mapping[str, float] = {"fp64": 1e-3, "fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +162,9 @@ def _compare_step(
     """Every rank's gradients and parameters of a step against their slices of the reference."""
     mesh = Mesh.parse(plan["mesh"])
     smallest = SMALLEST_SCALE[plan["precision"]]
+    measure = _root_mean_square if plan["precision"] in MIXED else _largest
     floors = {
-        kind: smallest * max((_scale(x) for name, x in reference.items() if name.startswith(kind)), default=0.0)
+        kind: smallest * max((measure(x) for name, x in reference.items() if name.startswith(kind)), default=0.0)
         for kind in ("gradient", "parameter")
     }
     for rank in range(mesh.size):
@@ -177,7 +182,7 @@ def _compare_step(
                 if key not in mine or mine[key].shape != theirs.shape:
                     error = math.inf
                 else:
-                    error = relative_error(mine[key], theirs, max(_scale(whole), floors[kind]))
+                    error = relative_error(measure(mine[key] - theirs), 0.0, max(measure(whole), floors[kind]))
                 yield Difference(kind=kind, name=name, rel_err=error, step=step, rank=rank)
 
 
@@ -194,5 +199,10 @@ def _whole(reference: Mapping[str, Tensor], kind: str, name: str, shard: Shard) 
     return reference[f"{kind}/{name}"]
 
 
-def _scale(x: Tensor) -> float:
+def _largest(x: Tensor) -> float:
     return float(x.abs().amax()) if x.numel() and x.is_floating_point() else 0.0
+
+
+def _root_mean_square(x: Tensor) -> float:
+    """What rounding in few bits leaves of a tensor as a whole: single elements may fall on the other side of a relu."""
+    return float(x.double().square().mean().sqrt()) if x.numel() and x.is_floating_point() else 0.0

@@ -76,6 +76,15 @@ PIPELINE: tuple[Pass, ...] = (
         options=("places",),
     ),
     Pass(
+        name="precision",
+        label="Mixed",
+        does="matrix products in few bits, what is delicate in fp32",
+        requires=("regions",),
+        ensures=("precision",),
+        options=("low", "casts"),
+        changes_numerics=True,
+    ),
+    Pass(
         name="batch",
         label="Batched",
         does="the batch is spread over dp and over microbatches",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from partc.errors import PartcError
 from partc.program import Op
@@ -15,6 +16,7 @@ from partc.rules.rule import OpRule, argument, is_ref, make
 from partc.rules.shapes import Builder, Types, along, last_dims
 
 Blocked = str | Callable[[Op], str]
+Precision = Literal["low", "high", "any"]  # with mixed precision: few bits, fp32, or as the operands are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +26,11 @@ class Entry:
     build: Builder
     matmul: bool = False
     user: bool = False
+<<<<<<< HEAD
     heavy: bool = False  # takes too long to be done a second time only to save less, whatever it reads
+=======
+    precision: Precision = "any"
+>>>>>>> fcd4ac4 (Mixed precision: bf16 and fp16 around matrix products, fp32 held by the optimizer; held against torch's autocast)
 
 
 TABLE: dict[str, Entry] = {}
@@ -92,7 +98,11 @@ def rule(
     combined: str = "",
     sharded: Mapping[str, str] | None = None,
     work: str = "",
+<<<<<<< HEAD
     heavy: bool = False,
+=======
+    precision: Precision = "low",
+>>>>>>> fcd4ac4 (Mixed precision: bf16 and fp16 around matrix products, fp32 held by the optimizer; held against torch's autocast)
 ) -> None:
     """Declare operations by a rule's text; `linear="x|w"` lists the groups that a Partial value passes."""
     notation = parse(text)
@@ -106,6 +116,7 @@ def rule(
         work=tuple(part.strip() for part in work.split("+") if part.strip()),
     )
     for name in names.split():
+<<<<<<< HEAD
         TABLE[name] = Entry(build=written, matmul=bool(work), heavy=heavy)
 
 
@@ -113,6 +124,15 @@ def build(names: str, builder: Builder, *, matmul: bool = False, heavy: bool = F
     """Declare operations whose rule a builder makes from their shapes."""
     for name in names.split():
         TABLE[name] = Entry(build=builder, matmul=matmul, heavy=heavy)
+=======
+        TABLE[name] = Entry(build=written, matmul=bool(work), precision=precision)
+
+
+def build(names: str, builder: Builder, *, matmul: bool = False, precision: Precision = "any") -> None:
+    """Declare operations whose rule a builder makes from their shapes."""
+    for name in names.split():
+        TABLE[name] = Entry(build=builder, matmul=matmul, precision="low" if matmul else precision)
+>>>>>>> fcd4ac4 (Mixed precision: bf16 and fp16 around matrix products, fp32 held by the optimizer; held against torch's autocast)
 
 
 def register(
@@ -191,24 +211,33 @@ rule(
 )
 
 # Norms, losses, lookups
+<<<<<<< HEAD
 build("rms_norm layer_norm", shapes.normalized)
 build("group_norm", products.group_norm)
 rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"}, heavy=True)
+=======
+build("rms_norm layer_norm", shapes.normalized, precision="low")  # which sum in fp32 inside
+build("group_norm", products.group_norm, precision="high")
+rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"})
+>>>>>>> fcd4ac4 (Mixed precision: bf16 and fp16 around matrix products, fp32 held by the optimizer; held against torch's autocast)
 rule(
     "cross_entropy",
     "logits[*b v], labels[*b], weight?[w] -> [*b]",  # every rank weighs by its labels: it needs all weights
     blocked="w",
     combined="v",
     sharded={"v": "cross_entropy_shard"},
+    precision="high",
 )
 
 # Along dimensions
-build("sum", shapes.reduction)
-build("mean amax amin max min argmax argmin any all prod var std logsumexp", shapes.extremum())
-build("norm linalg_vector_norm", shapes.extremum(2))
-build("softmax log_softmax sort argsort cummax cummin logcumsumexp", along(1))
-build("cumsum", along(1, linear=True))
-build("cumprod", along(1))
+build("sum", shapes.reduction, precision="high")
+build("mean prod var std logsumexp", shapes.extremum(), precision="high")
+build("amax amin max min argmax argmin any all", shapes.extremum())
+build("norm linalg_vector_norm", shapes.extremum(2), precision="high")
+build("softmax log_softmax logcumsumexp", along(1), precision="high")
+build("sort argsort cummax cummin", along(1))
+build("cumsum", along(1, linear=True), precision="high")
+build("cumprod", along(1), precision="high")
 build("topk", along(2))
 build("flip", along(1, "dims", linear=True))
 build("roll", along(2, "dims", linear=True, default=()))
@@ -238,6 +267,7 @@ build("index_select", products.index_select)
 build("index", products.index)
 
 # Each example by itself: the batch may be cut, nothing else
+<<<<<<< HEAD
 build("conv_transpose1d conv_transpose2d conv_transpose3d", examples(0), heavy=True)
 build("pixel_shuffle pixel_unshuffle prelu", examples(0))
 build("upsample_nearest1d upsample_linear1d upsample_nearest3d upsample_trilinear3d", examples(0))
@@ -251,6 +281,20 @@ build("var_mean std_mean", examples(0, dims=((1, "dim", 0),)))
 build("scatter scatter_add scatter_reduce", examples(0, 1, 2, dims=((1, "dim", 0),)), heavy=True)
 build("index_add index_copy", examples(0, 2, dims=((1, "dim", 0),)), heavy=True)
 build("lstm gru rnn_tanh rnn_relu", recurrent, heavy=True)
+=======
+build("conv_transpose1d conv_transpose2d conv_transpose3d", examples(0), precision="low")
+build("pixel_shuffle pixel_unshuffle prelu", examples(0))
+build("upsample_nearest1d upsample_linear1d upsample_nearest3d upsample_trilinear3d", examples(0))
+build("cdist pairwise_distance bilinear", examples(0, 1), precision="high")
+build("cosine_similarity", examples(0, 1, dims=((2, "dim", 1),)), precision="high")
+build("unfold", examples(0, dims=((1, "dimension", 0),)))
+build("diagonal", examples(0, dims=((2, "dim1", 0), (3, "dim2", 1))))
+build("diag_embed", examples(0, dims=((2, "dim1", -2), (3, "dim2", -1))))
+build("var_mean std_mean", examples(0, dims=((1, "dim", 0),)), precision="high")
+build("scatter scatter_add scatter_reduce", examples(0, 1, 2, dims=((1, "dim", 0),)))
+build("index_add index_copy", examples(0, 2, dims=((1, "dim", 0),)))
+build("lstm gru rnn_tanh rnn_relu", recurrent, precision="low")
+>>>>>>> fcd4ac4 (Mixed precision: bf16 and fp16 around matrix products, fp32 held by the optimizer; held against torch's autocast)
 
 # Constants
 build("full zeros ones empty new_full new_zeros new_ones new_empty scalar_tensor", shapes.constant)
@@ -265,11 +309,16 @@ build("to", shapes.cast)
 build("where", shapes.where)
 build("masked_fill", shapes.masked_fill)
 build(
-    "__and__ __or__ __xor__ abs acos acosh addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not "
-    "bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min copysign cos cosh elu empty_like eq erf erfc exp exp2 "
-    "expm1 floor floor_divide fmod full_like ge gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le "
-    "leaky_relu lerp log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor lt "
-    "maximum minimum mish nan_to_num ne ones_like pow reciprocal relu relu6 remainder round rsqrt selu sigmoid sign "
-    "silu sin sinh softplus sqrt square tan tanh threshold trunc xlogy zeros_like",
+    "__and__ __or__ __xor__ abs addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp "
+    "clamp_max clamp_min copysign elu empty_like eq floor floor_divide fmod full_like ge gelu gt hardsigmoid hardswish "
+    "hardtanh isfinite isinf isnan le leaky_relu lerp logical_and logical_not logical_or logical_xor lt maximum "
+    "minimum mish nan_to_num ne ones_like relu relu6 remainder round selu sigmoid sign silu tanh threshold trunc "
+    "zeros_like",
     shapes.pointwise,
+)
+build(
+    "acos acosh asin asinh atan atan2 atanh cos cosh erf erfc exp exp2 expm1 log log10 log1p log2 log_sigmoid "
+    "logaddexp pow reciprocal rsqrt sin sinh softplus sqrt square tan xlogy",
+    shapes.pointwise,
+    precision="high",
 )

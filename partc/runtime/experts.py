@@ -39,7 +39,10 @@ def expert_matmul_grad_weight(grad: Tensor, experts: Tensor, x: Tensor, count: i
 def expert_matmul_add_grad_weight(into: Tensor, grad: Tensor, experts: Tensor, x: Tensor) -> None:
     """The same, added to `into`."""
     for expert, rows in _rows(experts, into.shape[0]):
-        into[expert].addmm_(x[rows].mT, grad[rows])
+        if into.dtype == x.dtype:
+            into[expert].addmm_(x[rows].mT, grad[rows])
+        else:
+            into[expert].add_(x[rows].mT @ grad[rows])
 
 
 def _rows(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:

@@ -59,7 +59,11 @@ def linear_grad_weight(grad: Tensor, x: Tensor) -> Tensor:
 
 def linear_add_grad_weight(into: Tensor, grad: Tensor, x: Tensor) -> None:
     """The same, added to the gradient buffer without a temporary."""
-    into.addmm_(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+    rows, columns = grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1])
+    if into.dtype == x.dtype:
+        into.addmm_(rows, columns)
+    else:
+        into.add_(rows @ columns)
 
 
 def linear_grad_bias(grad: Tensor) -> Tensor:
@@ -135,7 +139,7 @@ def embedding_shard_add_grad(into: Tensor, grad: Tensor, ids: Tensor, rank: int,
     if padding_idx >= 0:
         outside = outside | (ids == padding_idx)
     rows = grad.masked_fill(outside.unsqueeze(-1), 0).reshape(-1, grad.shape[-1])
-    into.index_add_(0, local.reshape(-1), rows)
+    into.index_add_(0, local.reshape(-1), rows.to(into.dtype))
 
 
 def embedding_shard_grad(grad: Tensor, ids: Tensor, rows: int, rank: int, padding_idx: int = -1) -> Tensor:
@@ -149,7 +153,7 @@ def embedding_add_grad(into: Tensor, grad: Tensor, ids: Tensor, padding_idx: int
     """Add the gradient of a whole table, from that of `F.embedding(ids, table)`, to `into`[n, d]."""
     if padding_idx >= 0:
         grad = grad.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
-    into.index_add_(0, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))
+    into.index_add_(0, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]).to(into.dtype))
 
 
 def _local_ids(ids: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:

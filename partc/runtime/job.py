@@ -61,7 +61,8 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        return {"fp32": torch.float32, "fp64": torch.float64}[self.plan["precision"]]
+        """Of the batch, and of what the optimizer holds."""
+        return torch.float64 if self.plan["precision"] == "fp64" else torch.float32
 
     @property
     def start(self) -> int:

@@ -39,10 +39,10 @@ class Parts:
         return Unit(self, kind, names)
 
     def gather(self, *names: str) -> list[Tensor]:
-        """The whole parameters."""
-        whole = {name: self._held[name] for name in names}
+        """The whole parameters, as calls read them."""
+        whole = {name: self._held[name].to(self._shards[name].read_dtype) for name in names}
         for axis, together in self._together(name for name in names if self._shards[name].gather):
-            parts = [self._held[name] for name in together]
+            parts = [whole[name] for name in together]
             rows = axis.all_gather(torch.cat([part.reshape(-1) for part in parts]), dim=0).view(axis.size, -1)
             columns = rows.split([part.numel() for part in parts], dim=1)
             for name, part, column in zip(together, parts, columns, strict=True):
@@ -103,7 +103,7 @@ class Parts:
         """Names whose tensors can share a collective."""
         found: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
         for name in names:
-            found.setdefault((self._shards[name].gather, self._held[name].dtype), []).append(name)
+            found.setdefault((self._shards[name].gather, self._shards[name].read_dtype), []).append(name)
         for (axes, _), together in found.items():
             yield self._axis(axes), together
 

@@ -284,9 +284,8 @@ def _train(
                 recorded = {f"gradient/{name}": x.clone() for name, x in gradients.items()}
             if optimizer is not None:
                 optimizer.step()
-            if job.plan["zero"] in (1, 2):
-                for stage in stages.values():
-                    stage.refresh()
+            for stage in stages.values():
+                stage.refresh()
             value = float("nan") if loss is None else loss.item()
             rank.seconds.append(time.perf_counter() - started)
             if log is not None:

@@ -139,3 +139,6 @@ class Stage:
     def reduce_gradients(self) -> None:
         # all-reduce 1184 B over dp: each of its ranks saw another part of the batch
         self.comm.dp.reduce_gradients((*self.grad_block_1, *self.grad_head))
+
+    def refresh(self) -> None:
+        """After the optimizer's update: what every rank keeps whole."""

@@ -1,0 +1,169 @@
+"""Compute in few bits where it is safe: bf16 or fp16 around matrix products, fp32 for what sums or is delicate.
+
+    param w: f32[16, 8]                       param w: bf16[16, 8]              # the optimizer keeps f32
+    input x: f32[4, 8]                        input x: bf16[4, 8]
+    h = linear(x, w)                   ->     h      = linear(x, w)             # bf16
+    p = softmax(h, 1)                         h_wide = to(h, <f32>)
+    y = mul(p, h)                             p      = softmax(h_wide, 1)       # f32
+                                              y      = mul(p, h)                # f32: as its widest operand
+
+The operation table says for each operation whether it computes in few bits (`low`), in fp32 (`high`), or as
+its widest operand does (`any`); whoever compiles can say otherwise by name. So does torch's autocast, which the
+table follows; unlike it, norms take and give few bits and sum in fp32 inside. What goes from call to call is in
+few bits, but for single numbers. A parameter is read in few bits where some operation wants it so; what the
+optimizer holds, and gradients summed over microbatches, stay fp32 (Micikevicius et al. 2018, Mixed Precision
+Training, sections 3.1 and 3.3). Constants, and what is made once per step, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from partc.naming import unique
+from partc.program import FLOATING, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
+from partc.rules import Precision, precision_of
+
+_WIDE: DType = "f32"
+_VIEWS = frozenset({"reshape", "permute", "expand", "split", "slice", "alias", "cat", "repeat", "detach"})
+
+
+def precision(program: Program, *, low: DType | None = None, casts: Mapping[str, Precision] | None = None) -> Program:
+    """Set element types, and cast between them. `casts` overrides what the table says of operations, by name."""
+    if low is None:
+        return program
+    return _Mixed(program, low, casts or {}).run()
+
+
+class _Mixed:
+    """Calls in order; a region that is met with other types of its inputs has a variant for them."""
+
+    def __init__(self, program: Program, low: DType, casts: Mapping[str, Precision]) -> None:
+        self.program = program
+        self.low = low
+        self.casts = casts
+        self.regions = {region.name: region for region in program.regions}
+        self.variants: dict[tuple[str, tuple[DType, ...], tuple[bool, ...]], Region] = {}
+        self.low_parameters = {name for call in program.calls for name in self._wanted_low(call)}
+        self.types = {name: type.dtype for name, type in program.value_types().items()}
+        self.updates = {value for _, value in program.updates}
+
+    def run(self) -> Program:
+        calls = tuple(map(self._call, self.program.calls))
+        values = tuple(
+            replace(value, type=replace(value.type, dtype=self.types[value.name])) for value in self.program.values
+        )
+        return replace(self.program, calls=calls, regions=tuple(self.variants.values()), values=values)
+
+    def _call(self, call: Call) -> Call:
+        region = self.regions[call.region]
+        given = tuple(self.types[name] for name in call.args)
+        lows = tuple(name in self.low_parameters for name in call.params)
+        key = (region.name, given, lows)
+        if key not in self.variants:
+            taken = {variant.name for variant in self.variants.values()}
+            name = unique(region.name, taken)
+            kept = {out for out, made in zip(region.forward.outputs, call.results, strict=True) if made in self.updates}
+            mixed = region.phase == "microbatch"
+            self.variants[key] = replace(self._region(region, given, lows, kept) if mixed else region, name=name)
+        variant = self.variants[key]
+        made = variant.forward.definitions() | {value.name: value for value in variant.params}
+        for name, output in zip(call.results, variant.forward.outputs, strict=True):
+            self.types[name] = made[output].type.dtype
+        return replace(call, region=variant.name)
+
+    def _region(self, region: Region, given: tuple[DType, ...], lows: tuple[bool, ...], kept: set[str]) -> Region:
+        inputs = tuple(
+            replace(value, type=replace(value.type, dtype=dtype))
+            for value, dtype in zip(region.forward.inputs, given, strict=True)
+        )
+        params = tuple(
+            replace(value, type=replace(value.type, dtype=self.low)) if low else value
+            for value, low in zip(region.params, lows, strict=True)
+        )
+        writer = _Writer(self.low, (*inputs, *params), {*region.forward.definitions(), *(v.name for v in params)})
+        for op in region.forward.ops:
+            writer.operation(op, self.casts.get(op.name) or precision_of(op.name))
+        outputs = tuple(
+            name if name in kept else writer.as_dtype(name, self.low if self._travels(writer.types[name]) else _WIDE)
+            for name in region.forward.outputs
+        )
+        forward = replace(region.forward, inputs=inputs, ops=tuple(writer.ops), outputs=outputs)
+        return replace(region, params=params, forward=forward)
+
+    def _travels(self, type: TensorType) -> bool:
+        """Whether what a call hands on is an activation, and not a loss or a count."""
+        return bool(type.shape)
+
+    def _wanted_low(self, call: Call) -> Iterator[str]:
+        """The call's parameters that some operation, through views of them, reads in few bits."""
+        region = self.regions[call.region]
+        if region.phase != "microbatch":
+            return
+        names = dict(zip((value.name for value in region.params), call.params, strict=True))
+        views = {value.name: value.name for value in region.params if value.type.dtype == _WIDE}
+        for op in region.forward.ops:
+            read = [views[name] for name in op.refs() if name in views]
+            if op.name in _VIEWS and read:
+                views.update((result.name, read[0]) for result in op.results)
+            elif (self.casts.get(op.name) or precision_of(op.name)) == "low":
+                yield from (names[name] for name in read)
+
+
+class _Writer:
+    """Writes a region's operations again, with casts where their operands are of another type."""
+
+    def __init__(self, low: DType, given: tuple[Value, ...], taken: set[str]) -> None:
+        self.low = low
+        self.types = {value.name: value.type for value in given}
+        self.taken = taken
+        self.ops: list[Op] = []
+        self.cast: dict[tuple[str, DType], str] = {}
+
+    def operation(self, op: Op, wanted: Precision) -> None:
+        """Add an operation, computing in what its kind and operands say."""
+        operands = [name for name in op.refs() if self.types[name].dtype in FLOATING]
+        fixed = any(isinstance(arg, DTypeArg) for arg in (*op.args, *(value for _, value in op.attrs)))
+        # A single number takes the type of what it meets, as in torch.
+        tensors = [name for name in operands if self.types[name].shape] or operands
+        mixed = {self.types[name].dtype for name in tensors} & {self.low, _WIDE}
+        dtype: DType | None = None
+        if wanted == "low" and operands:
+            dtype = self.low
+        elif (wanted == "high" and operands) or len(mixed) > 1:
+            dtype = _WIDE
+        elif mixed:
+            (dtype,) = mixed
+        if dtype is not None and not (fixed and op.name == "to"):
+            names = {name: self.as_dtype(name, dtype) for name in (operands if wanted != "any" else tensors)}
+            own = {value.name for value in op.results}
+            op = op.renamed({name: cast for name, cast in names.items() if name not in own})
+        if dtype is not None and not fixed:
+            op = replace(op, results=tuple(self._typed(value, dtype) for value in op.results))
+        self.types.update((value.name, value.type) for value in op.results)
+        self.ops.append(op)
+
+    def as_dtype(self, name: str, dtype: DType) -> str:
+        """The value's name in this type, cast if it has another."""
+        type = self.types[name]
+        if type.dtype == dtype or type.dtype not in (self.low, _WIDE):
+            return name
+        if (name, dtype) not in self.cast:
+            made = unique(f"{name}_{'wide' if dtype == _WIDE else dtype}", self.taken)
+            value = Value(name=made, type=replace(type, dtype=dtype))
+            maker = next((op for op in self.ops if any(v.name == name for v in op.results)), None)
+            self.ops.append(
+                Op(
+                    name="to",
+                    args=(Ref(name), DTypeArg(dtype)),
+                    results=(value,),
+                    source=maker.source if maker else None,
+                )
+            )
+            self.types[made] = value.type
+            self.cast[name, dtype] = made
+        return self.cast[name, dtype]
+
+    @staticmethod
+    def _typed(value: Value, dtype: DType) -> Value:
+        return value if value.type.dtype != _WIDE else replace(value, type=replace(value.type, dtype=dtype))

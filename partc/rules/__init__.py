@@ -14,11 +14,7 @@ from partc.rules.cuts import Cuts, factor_cuts
 from partc.rules.local import localize
 from partc.rules.notation import NotationError
 from partc.rules.rule import Dims, Factor, OpRule
-<<<<<<< HEAD
-from partc.rules.table import LOWERED, TABLE, register
-=======
-from partc.rules.table import TABLE, Precision, register
->>>>>>> fcd4ac4 (Mixed precision: bf16 and fp16 around matrix products, fp32 held by the optimizer; held against torch's autocast)
+from partc.rules.table import LOWERED, TABLE, Precision, register
 
 __all__ = [
     "Cuts",
@@ -168,7 +164,6 @@ def is_matmul(op: Op) -> bool:
     return entry is not None and entry.matmul
 
 
-<<<<<<< HEAD
 def is_cheap(op: Op, activations: Collection[str]) -> bool:
     """Whether doing it again takes little time: neither a lookup nor a product with a weight, no fused attention.
 
@@ -178,7 +173,8 @@ def is_cheap(op: Op, activations: Collection[str]) -> bool:
     if entry is None or entry.user or entry.heavy:
         return False
     return not entry.matmul or all(name in activations for name in op.refs())
-=======
+
+
 def precision_of(name: str) -> Precision:
     """What an operation computes in where precision is mixed; in fp32, if it has no rule."""
     entry = TABLE.get(name)
@@ -188,7 +184,6 @@ def precision_of(name: str) -> Precision:
 def operations() -> tuple[str, ...]:
     """Every operation that has a rule."""
     return tuple(TABLE)
->>>>>>> fcd4ac4 (Mixed precision: bf16 and fp16 around matrix products, fp32 held by the optimizer; held against torch's autocast)
 
 
 def propagate_cuts(graph: Graph, types: Mapping[str, TensorType]) -> Cuts:

@@ -26,11 +26,8 @@ class Entry:
     build: Builder
     matmul: bool = False
     user: bool = False
-<<<<<<< HEAD
     heavy: bool = False  # takes too long to be done a second time only to save less, whatever it reads
-=======
     precision: Precision = "any"
->>>>>>> fcd4ac4 (Mixed precision: bf16 and fp16 around matrix products, fp32 held by the optimizer; held against torch's autocast)
 
 
 TABLE: dict[str, Entry] = {}
@@ -98,11 +95,8 @@ def rule(
     combined: str = "",
     sharded: Mapping[str, str] | None = None,
     work: str = "",
-<<<<<<< HEAD
     heavy: bool = False,
-=======
     precision: Precision = "low",
->>>>>>> fcd4ac4 (Mixed precision: bf16 and fp16 around matrix products, fp32 held by the optimizer; held against torch's autocast)
 ) -> None:
     """Declare operations by a rule's text; `linear="x|w"` lists the groups that a Partial value passes."""
     notation = parse(text)
@@ -116,23 +110,15 @@ def rule(
         work=tuple(part.strip() for part in work.split("+") if part.strip()),
     )
     for name in names.split():
-<<<<<<< HEAD
-        TABLE[name] = Entry(build=written, matmul=bool(work), heavy=heavy)
+        TABLE[name] = Entry(build=written, matmul=bool(work), heavy=heavy, precision=precision)
 
 
-def build(names: str, builder: Builder, *, matmul: bool = False, heavy: bool = False) -> None:
+def build(
+    names: str, builder: Builder, *, matmul: bool = False, heavy: bool = False, precision: Precision = "any"
+) -> None:
     """Declare operations whose rule a builder makes from their shapes."""
     for name in names.split():
-        TABLE[name] = Entry(build=builder, matmul=matmul, heavy=heavy)
-=======
-        TABLE[name] = Entry(build=written, matmul=bool(work), precision=precision)
-
-
-def build(names: str, builder: Builder, *, matmul: bool = False, precision: Precision = "any") -> None:
-    """Declare operations whose rule a builder makes from their shapes."""
-    for name in names.split():
-        TABLE[name] = Entry(build=builder, matmul=matmul, precision="low" if matmul else precision)
->>>>>>> fcd4ac4 (Mixed precision: bf16 and fp16 around matrix products, fp32 held by the optimizer; held against torch's autocast)
+        TABLE[name] = Entry(build=builder, matmul=matmul, heavy=heavy, precision="low" if matmul else precision)
 
 
 def register(
@@ -211,15 +197,9 @@ rule(
 )
 
 # Norms, losses, lookups
-<<<<<<< HEAD
-build("rms_norm layer_norm", shapes.normalized)
-build("group_norm", products.group_norm)
-rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"}, heavy=True)
-=======
 build("rms_norm layer_norm", shapes.normalized, precision="low")  # which sum in fp32 inside
 build("group_norm", products.group_norm, precision="high")
-rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"})
->>>>>>> fcd4ac4 (Mixed precision: bf16 and fp16 around matrix products, fp32 held by the optimizer; held against torch's autocast)
+rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"}, heavy=True)
 rule(
     "cross_entropy",
     "logits[*b v], labels[*b], weight?[w] -> [*b]",  # every rank weighs by its labels: it needs all weights
@@ -267,34 +247,19 @@ build("index_select", products.index_select)
 build("index", products.index)
 
 # Each example by itself: the batch may be cut, nothing else
-<<<<<<< HEAD
-build("conv_transpose1d conv_transpose2d conv_transpose3d", examples(0), heavy=True)
+build("conv_transpose1d conv_transpose2d conv_transpose3d", examples(0), heavy=True, precision="low")
 build("pixel_shuffle pixel_unshuffle prelu", examples(0))
 build("upsample_nearest1d upsample_linear1d upsample_nearest3d upsample_trilinear3d", examples(0))
-build("cdist bilinear", examples(0, 1), heavy=True)
-build("pairwise_distance", examples(0, 1))
-build("cosine_similarity", examples(0, 1, dims=((2, "dim", 1),)))
-build("unfold", examples(0, dims=((1, "dimension", 0),)))
-build("diagonal", examples(0, dims=((2, "dim1", 0), (3, "dim2", 1))))
-build("diag_embed", examples(0, dims=((2, "dim1", -2), (3, "dim2", -1))))
-build("var_mean std_mean", examples(0, dims=((1, "dim", 0),)))
-build("scatter scatter_add scatter_reduce", examples(0, 1, 2, dims=((1, "dim", 0),)), heavy=True)
-build("index_add index_copy", examples(0, 2, dims=((1, "dim", 0),)), heavy=True)
-build("lstm gru rnn_tanh rnn_relu", recurrent, heavy=True)
-=======
-build("conv_transpose1d conv_transpose2d conv_transpose3d", examples(0), precision="low")
-build("pixel_shuffle pixel_unshuffle prelu", examples(0))
-build("upsample_nearest1d upsample_linear1d upsample_nearest3d upsample_trilinear3d", examples(0))
-build("cdist pairwise_distance bilinear", examples(0, 1), precision="high")
+build("cdist bilinear", examples(0, 1), heavy=True, precision="high")
+build("pairwise_distance", examples(0, 1), precision="high")
 build("cosine_similarity", examples(0, 1, dims=((2, "dim", 1),)), precision="high")
 build("unfold", examples(0, dims=((1, "dimension", 0),)))
 build("diagonal", examples(0, dims=((2, "dim1", 0), (3, "dim2", 1))))
 build("diag_embed", examples(0, dims=((2, "dim1", -2), (3, "dim2", -1))))
 build("var_mean std_mean", examples(0, dims=((1, "dim", 0),)), precision="high")
-build("scatter scatter_add scatter_reduce", examples(0, 1, 2, dims=((1, "dim", 0),)))
-build("index_add index_copy", examples(0, 2, dims=((1, "dim", 0),)))
-build("lstm gru rnn_tanh rnn_relu", recurrent, precision="low")
->>>>>>> fcd4ac4 (Mixed precision: bf16 and fp16 around matrix products, fp32 held by the optimizer; held against torch's autocast)
+build("scatter scatter_add scatter_reduce", examples(0, 1, 2, dims=((1, "dim", 0),)), heavy=True)
+build("index_add index_copy", examples(0, 2, dims=((1, "dim", 0),)), heavy=True)
+build("lstm gru rnn_tanh rnn_relu", recurrent, heavy=True, precision="low")
 
 # Constants
 build("full zeros ones empty new_full new_zeros new_ones new_empty scalar_tensor", shapes.constant)

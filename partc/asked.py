@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from partc.options import Options
 
 
+_KEPT = (
+    "mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute", "casts",
+)  # fmt: skip
+
+
 def options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
     """The checked options of a compile, and those for the model file."""
     from partc.options import Options
@@ -27,9 +32,7 @@ def options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
             if given[name] < 1:
                 raise PartcError("P0004", f"--{name} {given[name]} is out of range", help="give 1 or more")
             _define(definitions, name, str(given[name]))
-    kept = ("mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard")
-    kept = (*kept, "zero", "recompute", "casts")
-    return Options.checked(**{name: given[name] for name in kept}), definitions
+    return Options.checked(**{name: given[name] for name in _KEPT}), definitions
 
 
 def _define(definitions: dict[str, str], name: str, value: str) -> None:

@@ -334,3 +334,6 @@ class Stage:
         self.comm.group(("dp", "tp")).reduce_gradients(
             [self.gradients[name] for name, shard in self.parameters.items() if shard.reduce == ("dp", "tp")]
         )
+
+    def refresh(self) -> None:
+        """After the optimizer's update: what every rank keeps whole."""

@@ -380,3 +380,6 @@ class Stage:
         self.comm.dp.reduce_gradients(
             [self.gradients[name] for name, shard in self.parameters.items() if shard.reduce == ("dp",)]
         )
+
+    def refresh(self) -> None:
+        """After the optimizer's update: what every rank keeps whole."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
+import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +17,12 @@ import torch
 from torch import Tensor
 
 import partc
+from partc import runtime
 from partc.launch import local_environment, torchrun_command
 from partc.runtime.manifest import read
 from partc.runtime.restore import Checkpoint
 from partc.runtime.tensors import load
+from partc.runtime.train import main
 
 TIED = Path(__file__).parent / "models" / "tied.py"
 
@@ -31,12 +38,33 @@ def build(folder: Path, mesh: str, **options: Any) -> Path:
 
 
 def train(package: Path, *arguments: object, real: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run train.py, on virtual ranks or on processes."""
+    """Run train.py: on processes, or on virtual ranks in this one, without starting Python and torch anew."""
     given = list(map(str, arguments))
-    command = (
-        torchrun_command(package, given) if real else [sys.executable, str(package / "train.py"), "--virtual", *given]
-    )
-    return subprocess.run(command, env=local_environment(), capture_output=True, text=True, timeout=120)
+    if real:
+        command = torchrun_command(package, given)
+        return subprocess.run(command, env=local_environment(), capture_output=True, text=True, timeout=120)
+    with _imported_from(package), redirect_stderr(io.StringIO()) as said:
+        code = main(["--virtual", *given], package)
+    return subprocess.CompletedProcess(given, code, "", said.getvalue())
+
+
+@contextmanager
+def _imported_from(package: Path) -> Iterator[None]:
+    """`ranks` and `stages` are this package's; its runtime is the one under test."""
+    before, path = set(sys.modules), list(sys.path)
+    for found in pkgutil.iter_modules(runtime.__path__, "partc.runtime."):
+        importlib.import_module(found.name)
+    for name in [name for name in sys.modules if name.startswith("partc.runtime")]:
+        sys.modules[name.removeprefix("partc.")] = sys.modules[name]
+    sys.path.insert(0, str(package))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] in ("ranks", "stages", "kernels", "runtime", "partc_model_file"):
+                del sys.modules[name]
 
 
 def trained(package: Path, *arguments: object, real: bool = False) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import partc
 from partc.runtime.manifest import checkpoints, read
 from partc.runtime.tensors import load
-from tests.durable import build, losses, same_records, trained, whole
+from tests.durable import TIED, build, losses, same_records, trained, whole
 
 MESHES = ("2x2x2", "tp=4", "2x2x2 zero 3", "tp=2,pp=2", "dp=4 zero 1")
 STEPS, HALF = 6, 2
@@ -85,6 +86,20 @@ def test_any_mesh_continues_any_other(folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["resnet", "noisy"])
+def test_running_statistics_and_random_numbers_go_on(tmp_path: Path, name: str) -> None:
+    for mesh in ("tp=2", "dp=2"):
+        partc.compile(TIED.with_name(f"{name}.py"), mesh=mesh, precision="fp64").write(tmp_path / mesh)
+    trained(tmp_path / "tp=2", "--steps", 3, "--save", tmp_path / "full", "--save-every", 2)
+    rest = ("--steps", 3, "--resume", tmp_path / "full" / "step_00000002")
+    for mesh in ("tp=2", "dp=2"):
+        trained(tmp_path / mesh, *rest, "--save", tmp_path / f"to {mesh}")
+    ends = [whole(tmp_path / place / "step_00000003") for place in ("full", "to tp=2", "to dp=2")]
+    assert all(torch.equal(x, ends[1][key]) for key, x in ends[0].items())
+    for key, x in ends[0].items():
+        torch.testing.assert_close(ends[2][key], x, rtol=1e-10, atol=1e-10)
+
+
 def test_only_the_newest_are_kept(folder: Path, tmp_path: Path) -> None:
     package, save = build(folder, "dp=2"), tmp_path / "save"
     (save / ".step_00000001.interrupted").mkdir(parents=True)
@@ -95,7 +110,7 @@ def test_only_the_newest_are_kept(folder: Path, tmp_path: Path) -> None:
     assert "after step 4" in said and [path.name for path in checkpoints(save)] == ["step_00000005", "step_00000004"]
     assert read(save / "step_00000005").run["optimizer"] == "sgd"  # as before
     said = trained(package, "--steps", 5, "--save", save, "--resume")
-    assert "loss" not in said
+    assert "loss" not in said and "nothing is left to do" in said
 
 
 def test_resume_where_nothing_has_been_saved_yet(folder: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 from partc.launch import local_environment, torchrun_command
 from partc.runtime.manifest import checkpoints, read
 from tests.durable import losses, same_records, train, trained
-from tests.test_runtime_death import SECONDS, by_hand, package, rank_of, wait_for_steps
+from tests.test_runtime_death import SECONDS, by_hand, package, wait_for_steps
 
 
 def launched(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
@@ -24,14 +23,13 @@ def launched(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_one_rank_is_asked_and_all_stop_together(tmp_path: Path, number: int) -> None:
+def test_one_rank_is_asked_and_all_stop_together(tmp_path: Path) -> None:
     build = package(tmp_path, dp=1)
     save = ("--save", tmp_path / "save", "--save-every", 10**6)
     processes = by_hand(build, 2, tmp_path, *save)
     try:
         wait_for_steps(tmp_path / "log")
-        processes[1].send_signal(number)
+        processes[1].send_signal(signal.SIGUSR1)
         assert [process.wait(timeout=SECONDS) for process in processes] == [0, 0]
     finally:
         for process in processes:
@@ -40,10 +38,10 @@ def test_one_rank_is_asked_and_all_stop_together(tmp_path: Path, number: int) ->
     step = read(path).step
     assert len(losses(tmp_path / "log")) == step
     assert f"interrupted after step {step}" in (tmp_path / "0.txt").read_text()
-    if number == signal.SIGUSR1:  # on virtual ranks it goes on as it would have
-        trained(build, "--steps", step + 2, "--record", tmp_path / "whole")
-        trained(build, "--steps", step + 2, "--record", tmp_path / "rest", "--resume", tmp_path / "save")
-        same_records(tmp_path / "whole", tmp_path / "rest", step + 1)
+    # On virtual ranks it goes on as it would have.
+    trained(build, "--steps", step + 2, "--record", tmp_path / "whole")
+    trained(build, "--steps", step + 2, "--record", tmp_path / "rest", "--resume", tmp_path / "save")
+    same_records(tmp_path / "whole", tmp_path / "rest", step + 1)
 
 
 @pytest.mark.slow
@@ -60,24 +58,6 @@ def test_the_launcher_is_asked(tmp_path: Path) -> None:
     text = (tmp_path / "output").read_text()
     step = read(checkpoints(tmp_path / "save")[0]).step
     assert f"interrupted after step {step}" in text and "P0505" not in text
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_launcher_that_tears_down_is_no_request(tmp_path: Path) -> None:
-    """It sends SIGTERM, too, when a rank has died: that one is named, and nothing is saved."""
-    arguments = ["--steps", str(10**6), "--metrics", str(tmp_path / "log"), "--save", str(tmp_path / "save")]
-    launcher = launched(torchrun_command(package(tmp_path, dp=1), [*arguments, "--save-every", str(10**6)]), tmp_path)
-    try:
-        wait_for_steps(tmp_path / "log")
-        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-        os.kill(next(int(pid) for pid in children if rank_of(int(pid)) == 1), signal.SIGKILL)
-        assert launcher.wait(timeout=SECONDS + 5) != 0
-    finally:
-        launcher.kill()
-    text = (tmp_path / "output").read_text()
-    assert re.search(r"error P0505: .*rank 1 died.*; rank 0 stops, in \S.* of step \d+", text), text
-    assert not checkpoints(tmp_path / "save")
 
 
 @pytest.mark.slow

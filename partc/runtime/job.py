@@ -153,6 +153,8 @@ def prepared(job: Job, together: Together, say: Say) -> Job:
             checkpoint.check_fits(job.plan)
             say(f"continuing from {checkpoint.path}, after step {checkpoint.step}")
             job = dataclasses.replace(job, checkpoint=checkpoint, **_continued(job, checkpoint))
+            if checkpoint.step >= job.steps:
+                say(f"nothing is left to do: --steps {job.steps} counts those that were done before")
     if job.save is not None:
         attempt, _, problem = together.told(f"{uuid.uuid4().hex[:8]} {_occupied(job, job.save)}").partition(" ")
         if problem:

@@ -11,9 +11,9 @@ from typing import TextIO
 class StepLog:
     """Opened on the one rank that has the loss and stands first on every other axis."""
 
-    def __init__(self, path: Path | None, steps: int, stream: TextIO = sys.stderr, *, start: int = 0) -> None:
+    def __init__(self, path: Path | None, steps: int, stream: TextIO | None = None, *, start: int = 0) -> None:
         self._steps = steps
-        self._stream = stream
+        self._stream = sys.stderr if stream is None else stream
         earlier = _earlier(path, start) if path else ""
         self._file = path.open("w") if path else None
         if self._file:

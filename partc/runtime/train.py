@@ -279,6 +279,8 @@ def _train(
                 number = None if loss is None else loss.item()
                 if comm.any(number is not None and not math.isfinite(number)):
                     calls = job.plan["calls"]
+                    if saver is not None:
+                        saver.wait()
                     raise nans.explain(comm, step, number, stages, rank.parameters, batch, calls, run)
             if job.record:
                 recorded = {f"gradient/{name}": x.clone() for name, x in gradients.items()}

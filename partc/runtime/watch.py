@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 
 from torch.distributed.distributed_c10d import Store
@@ -50,6 +51,7 @@ class Watch:
         self._interruption = interruption
         self._works = world_size > 1 or interruption is not None
         self._patience = max(3 * INTERVAL, min(PATIENCE, timeout))
+        self._timeout = timeout
         self._store = store
         self._rank = rank
         self._size = world_size
@@ -126,13 +128,13 @@ class Watch:
                 self._stop(f"{_store_holder()} does not answer", 1)
 
     def _look_around(self, store: Store) -> None:
-        interruption = self._interruption
+        interruption, here = self._interruption, _process()
         beats, last, since = 0, "", time.monotonic()
         terminated: float | None = None
         while not self._done.is_set():
             beats += 1
             self._turns += 1
-            store.set(f"alive/{self._rank}", f"{beats} {self.doing}")
+            store.set(f"alive/{self._rank}", f"{beats} {here} {self.doing}")
             if store.check([_FAILED]):
                 self._stop(store.get(_FAILED).decode(), 1)
             sign = store.get(f"alive/{self._neighbour}").decode() if store.check([f"alive/{self._neighbour}"]) else ""
@@ -141,9 +143,12 @@ class Watch:
                 last, since = sign, now
             patience = min(HURRY, self._patience) if store.check([_SUSPECT]) else self._patience
             if sign and now - since > patience + self._interval:
-                where = sign.partition(" ")[2]
-                store.compare_set(_FAILED, "", f"rank {self._neighbour} died (last seen in {where})")
-                continue
+                _, place, where = sign.split(" ", 2)
+                stalls = _is_stopped(place, here)
+                if not stalls or now - since > self._timeout:
+                    what = "stalls" if stalls else "died"
+                    store.compare_set(_FAILED, "", f"rank {self._neighbour} {what} (last seen in {where})")
+                    continue
             for number in self._signals():
                 if number == signal.SIGINT:
                     self._stop("interrupted", 130)
@@ -177,6 +182,26 @@ class Watch:
         """Rank 0's process may hold the store, where the others have yet to read why."""
         if self._rank == 0:
             time.sleep(3 * self._interval)
+
+
+def _process() -> str:
+    """This process, as others on its machine can find it: the machine's boot, its space of process ids, its id."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}:{os.getpid()}"
+    except OSError:
+        return "elsewhere"
+
+
+def _is_stopped(place: str, here: str) -> bool:
+    """Whether a process of this machine is held up by a signal or a debugger."""
+    machine, _, number = place.rpartition(":")
+    if not machine or machine != here.rpartition(":")[0]:
+        return False
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
 
 
 def _store_holder() -> str:

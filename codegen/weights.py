@@ -71,7 +71,10 @@ class Weights:
         return lines
 
     def attribute(self, run: Run, kind: str = "") -> str:
-        return "self." + self.attributes[kind + (run.prefix if run.loop else run.calls[0].name)]
+        """Loops over calls of one list, but of different regions, are numbered."""
+        loops = [other for other in self.runs if other.loop and other.prefix == run.prefix]
+        number = f"_{loops.index(run) + 1}" if run in loops[1:] else ""
+        return "self." + self.attributes[kind + (f"{run.prefix}{number}" if run.loop else run.calls[0].name)]
 
     def _parted(self, run: Run, cls: str) -> tuple[str, str]:
         """What holds parameters and their gradients of which ranks have parts: each level keeps less of them whole."""

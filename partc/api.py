@@ -190,8 +190,9 @@ def compile(
     an nn.Module or a function that builds one, with `batch`, one global batch as a dict of tensors,
     and optionally `loss(model, batch)`. `schedule` is a name or the path of a CSV file.
     `zero` is what data-parallel ranks hold in parts: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters
-    too; `"3@dp_in"` names the axes. `recompute` is what backward makes again: none, selective or full. With
-    `precision` bf16 or fp16, `casts` overrides what operations compute in ("softmax=bf16").
+    too; `"3@dp_in"` names the axes. `recompute` is what backward makes again: none, selective, full, or a
+    budget of saved bytes a rank such as 18GB. With `precision` bf16 or fp16, `casts` overrides what operations
+    compute in ("softmax=bf16").
     Raises PartcError for whatever is wrong with these.
     """
     checked = Options.checked(

@@ -83,10 +83,11 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         ),
         click.option(
             "--recompute",
-            metavar="none|selective|full",
+            metavar="none|selective|full|BYTES",
             default="none",
             show_default=True,
-            help="what backward makes again: nothing; what is large and quickly made; all but regions' inputs",
+            help="what backward makes again: nothing; what is large and quickly made; all but regions' inputs; "
+            "or what must be, so that a rank saves no more than 18GB",
         ),
         click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
     ]

@@ -282,6 +282,13 @@ CATALOGUE: Mapping[str, Entry] = {
         "the rest as its operands are. --cast OPERATION=bf16, =fp32 or =any says otherwise for one operation, under "
         "the name that `partc inspect` shows.",
     ),
+    "P0415": Entry(
+        "a budget that recomputation cannot meet",
+        "--recompute 18GB makes again what takes the least time, so that no rank saves more than that at one time for "
+        "its backward passes, all microbatches in flight together. At the least a rank saves the inputs of its "
+        "regions. Less takes smaller microbatches (more of them), another schedule (1f1b holds fewer than gpipe) or "
+        "more ranks to share them.",
+    ),
     **PACKAGES,
 }
 

@@ -13,6 +13,7 @@ from partc.mesh import PIPELINE_AXIS, Mesh, is_batch_axis
 from partc.pins import Pin
 from partc.program import PRECISIONS, DType
 from partc.rules import Precision, operations
+from partc.saving import parse_bytes
 from partc.schedules import SCHEDULES, stage_ranks
 from partc.schedules.table import Table, read
 
@@ -61,8 +62,8 @@ class Options:
             raise PartcError("P0004", f"--seed {seed} is out of range", help="give one from 0 to 4294967295")
         if precision not in PRECISIONS:
             raise _unknown("precision", precision, PRECISIONS)
-        if recompute not in RECOMPUTE:
-            raise _unknown("recomputation", recompute, RECOMPUTE)
+        if recompute not in RECOMPUTE and parse_bytes(recompute) is None:
+            raise _unknown("recomputation", recompute, (*RECOMPUTE, "a budget such as 18GB"))
         schedule, table = str(schedule), None
         if schedule.lower().endswith(".csv"):
             table = read(Path(schedule), ranks=parsed.axis(PIPELINE_AXIS), microbatches=microbatches)

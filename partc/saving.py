@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 from partc.layout import Sizes
 from partc.program import VIEWS, Action, Graph, Program, Ref, Region
 from partc.schedules import Compute
 
 Flight = tuple[tuple[int, int], ...]  # stages, and how many microbatches of each are in flight at one time
+
+
+_UNITS = {
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str) -> int | None:
+    """The bytes of `18GB`, `1.5GiB` or `64KiB`; None for anything else."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]?i?B)", text, flags=re.ASCII | re.IGNORECASE)
+    return int(Fraction(found[1]) * _UNITS[found[2].upper()]) if found and found[2].upper() in _UNITS else None
 
 
 def held_inputs(program: Program) -> dict[str, frozenset[str]]:

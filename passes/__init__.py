@@ -143,7 +143,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="what backward makes again, in place of what forward would save for it",
         requires=("plain",),
         ensures=("saved",),
-        options=("recompute",),
+        options=("recompute", "kind", "table"),
         optional=True,
     ),
     Pass(

@@ -15,7 +15,8 @@
 `none` saves what the backward pass reads. `full` saves a region's inputs alone. `selective` makes
 again what is large and quickly made (Korthikanti et al. 2022, Reducing Activation Recomputation):
 norms, activations, dropouts, the scores of attention that is spelled out; never a product with a
-weight, a lookup, fused attention or a collective. What it saves is a minimum cut.
+weight, a lookup, fused attention or a collective. What it saves is a minimum cut. A budget, such as
+`18GB`, is met on every rank with the least time of recomputation: see recompute_budget.
 
 An operation that is done again stands right before the first that needs it, so that what it makes
 lives shortly. Random operations count by number and draw the same again. Nothing is made again
@@ -24,33 +25,63 @@ that reads a buffer which the forward pass changes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from partc.layout import Sizes
-from partc.passes.recompute_choice import Choice, least
+from partc.mesh import PIPELINE_AXIS
+from partc.passes.recompute_budget import deal, varied
+from partc.passes.recompute_choice import Choice, frontier, least
 from partc.program import VIEWS, Graph, Op, Program, Region
+from partc.roofline import seconds
 from partc.rules import is_cheap
-from partc.saving import held_inputs, memory_of
+from partc.saving import flights, held_inputs, memory_of, parse_bytes
+from partc.schedules import SCHEDULES, compute_order
+from partc.schedules.table import Table
 
 # A byte that is saved is worth as many that are read and written to make it again. A norm's one number a row is not
 # worth another norm; all that is as large as what it is made of is.
 WORTH = 16
 
 
-def recompute(program: Program, *, recompute: str = "none") -> Program:
-    """Rewrite the backward pass of every region whose calls run for each microbatch."""
+def recompute(
+    program: Program,
+    *,
+    recompute: str = "none",
+    kind: str = "1f1b",
+    table: Table | None = None,
+    overhead: Sequence[int] = (),
+) -> Program:
+    """Rewrite the backward pass of every region whose calls run for each microbatch.
+
+    A budget is of every pipeline rank, less what `overhead` says that it holds besides. How many microbatches are in
+    flight is the schedule's, `kind` or `table`. Raises PartcError P0415 for a budget that cannot be met.
+    """
     if recompute == "none":
         return program
+    budget = parse_bytes(recompute)
     changed = _changed_buffers(program)
     held = held_inputs(program)
-    regions = []
-    for region in program.regions:
-        if region.backward is not None and region.phase == "microbatch":
-            fixed = _fixed(region, changed.get(region.name, frozenset()))
-            region = remade(region, _kept(region, recompute, held[region.name], fixed, program.sizes))
-        regions.append(region)
-    return replace(program, regions=tuple(regions))
+    chosen = [region for region in program.regions if region.backward is not None and region.phase == "microbatch"]
+    fixed = {region.name: _fixed(region, changed.get(region.name, frozenset())) for region in chosen}
+    if budget is None:
+        done = {
+            region.name: remade(region, _kept(region, recompute, held[region.name], fixed[region.name], program.sizes))
+            for region in chosen
+        }
+        return replace(program, regions=tuple(done.get(region.name, region) for region in program.regions))
+    frontiers = {
+        region.name: frontier(timed(region, held[region.name], fixed[region.name], program.sizes)) for region in chosen
+    }
+    ranks = program.mesh.axis(PIPELINE_AXIS)
+    rows = table.rows if table else compute_order(SCHEDULES[kind], ranks, program.microbatches, program.stages)
+    room = [budget - (overhead[rank] if overhead else 0) for rank in range(ranks)]
+    dealt = deal(program, frontiers, [flights(row) for row in rows], room)
+
+    def body(region: Region, point: int) -> Region:
+        return remade(region, frontiers[region.name][point].saved | held[region.name])
+
+    return varied(program, dealt, body)
 
 
 def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> frozenset[str]:
@@ -59,36 +90,50 @@ def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str]
     if kind == "full":
         return frozenset(inputs | fixed)
     activations = dependents(region.forward.ops, inputs)
-    again = [
-        op
-        for op in region.forward.ops
-        if is_cheap(op, activations) and not fixed.intersection(value.name for value in op.results)
-    ]
-    return least(choice(region, again, held, sizes), worth=WORTH)
+    size = {value.name: value.type.local_bytes(sizes) for value in region.params}
+    size.update((name, value.type.local_bytes(sizes)) for name, value in region.forward.definitions().items())
+    cheap = [op for op in _repeatable(region, fixed) if is_cheap(op, activations)]
+
+    def moved(op: Op) -> int:
+        return 1 if op.name in VIEWS else sum(size[name] for name in (*op.refs(), *(v.name for v in op.results)))
+
+    return least(choice(region, cheap, moved, held, sizes), worth=WORTH) | held
 
 
-def choice(region: Region, again: Iterable[Op], held: frozenset[str], sizes: Sizes) -> Choice:
+def timed(region: Region, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> Choice:
+    """The choice in which every operation may be done again, for its time in nanoseconds."""
+    types = {value.name: value.type for value in region.params}
+    types.update((name, value.type) for name, value in region.forward.definitions().items())
+
+    def nanoseconds(op: Op) -> int:
+        return round(1e9 * seconds(op, types, sizes))
+
+    return choice(region, _repeatable(region, fixed), nanoseconds, held, sizes)
+
+
+def _repeatable(region: Region, fixed: frozenset[str]) -> list[Op]:
+    return [op for op in region.forward.ops if fixed.isdisjoint(value.name for value in op.results)]
+
+
+def choice(
+    region: Region, again: Sequence[Op], effort: Callable[[Op], int], held: frozenset[str], sizes: Sizes
+) -> Choice:
     """What there is to decide, if only the operations `again` can be done a second time.
 
-    A view costs what the memory behind it does, and nothing to make; `held` inputs, and all that are
-    views of them, are there anyway.
+    A value costs what the memory behind it does: views of one value are that value. `held` inputs, and all
+    that are views of them, are there anyway.
     """
     assert region.backward is not None
     params = {value.name for value in region.params}
     values = region.forward.definitions()
     memory = memory_of(region.forward)
     size = {name: value.type.local_bytes(sizes) for name, value in values.items()}
-    size.update((value.name, value.type.local_bytes(sizes)) for value in region.params)
-    ops = tuple(again)
     return Choice(
         needed=tuple(name for name in region.saved if name not in held),
         bytes={name: 0 if memory[name] in held | params else size[memory[name]] for name in values},
-        ops=tuple(tuple(value.name for value in op.results) for op in ops),
-        reads=tuple(tuple(name for name in dict.fromkeys(op.refs()) if name not in params | held) for op in ops),
-        moved=tuple(
-            1 if op.name in VIEWS else sum(size[name] for name in (*op.refs(), *(v.name for v in op.results)))
-            for op in ops
-        ),
+        ops=tuple(tuple(value.name for value in op.results) for op in again),
+        reads=tuple(tuple(name for name in dict.fromkeys(op.refs()) if name not in params | held) for op in again),
+        effort=tuple(map(effort, again)),
     )
 
 

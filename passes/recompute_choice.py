@@ -7,8 +7,10 @@ Without a limit on memory this is a minimum cut: the solver's relaxation is inte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,64 +21,116 @@ from partc.errors import InternalError
 class Choice:
     """What backward needs, what each value takes to save, and the operations that could be done again.
 
-    `ops`, `reads` and `moved` go together: an operation's results, the values that it reads (without
-    those that are there in any case), and the bytes that it reads and writes.
+    `ops`, `reads` and `effort` go together: an operation's results, the values that it reads (without
+    those that are there in any case), and what doing it again takes, in any unit.
     """
 
     needed: tuple[str, ...]
     bytes: Mapping[str, int]
     ops: tuple[tuple[str, ...], ...]
     reads: tuple[tuple[str, ...], ...]
-    moved: tuple[int, ...]
+    effort: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A choice that no other beats in both: the values to save, their bytes, the effort of making the others."""
+
+    saved: frozenset[str]
+    bytes: int
+    effort: int
 
 
 def least(choice: Choice, *, worth: int) -> frozenset[str]:
-    """The values to save, so that bytes saved, `worth` times, and bytes moved to make the others are the least."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    makers = {name: index for index, results in enumerate(choice.ops) for name in results}
-    relevant = _relevant(choice, makers)
-    values = [name for name in choice.bytes if name in relevant]
-    if not values:
-        return frozenset()
-    column = {name: len(choice.ops) + index for index, name in enumerate(values)}
-    rows: list[tuple[list[int], list[int]]] = []
-
-    def available(name: str) -> list[int]:
-        return [column[name], *([makers[name]] if name in makers else [])]
-
-    rows.extend((available(name), []) for name in choice.needed)
-    for index, reads in enumerate(choice.reads):
-        if not relevant.isdisjoint(choice.ops[index]):
-            rows.extend((available(name), [index]) for name in reads)
-    width = len(choice.ops) + len(values)
-    matrix = np.zeros((len(rows), width))
-    for row, (plus, minus) in zip(matrix, rows, strict=True):
-        row[plus] = 1
-        row[minus] -= 1
-    prices = np.array([*choice.moved, *(worth * choice.bytes[name] for name in values)], dtype=float)
-    scale = prices.max() or 1.0
-    lower = np.array([0.0 if minus else 1.0 for _, minus in rows])
-    found = milp(
-        prices / scale,
-        constraints=LinearConstraint(matrix, lower, np.inf),
-        integrality=np.ones(width),
-        bounds=Bounds(0, 1),
-        options={"mip_rel_gap": 0.0},
-    )
-    if found.x is None:
-        raise InternalError(f"no choice of what to save: {found.message}")
-    return frozenset(name for name in values if found.x[column[name]] > 0.5)
+    """The values to save, so that their bytes, `worth` times, and the effort of making the others are the least."""
+    problem = _Problem(choice)
+    found = problem.solve(problem.effort + worth * problem.bytes)
+    if found is None:
+        raise InternalError("backward needs a value that is neither saved nor made")
+    return found.saved
 
 
-def _relevant(choice: Choice, makers: Mapping[str, int]) -> set[str]:
-    """What is needed, and what it could be made of."""
-    found: set[str] = set()
-    todo = list(choice.needed)
-    while todo:
-        name = todo.pop()
-        if name not in found:
-            found.add(name)
-            if name in makers:
-                todo.extend(choice.reads[makers[name]])
-    return found
+def frontier(choice: Choice) -> tuple[Point, ...]:
+    """Every choice that no other beats, from the one that saves most to the one that saves least."""
+    problem = _Problem(choice)
+    found: list[Point] = []
+    limit: int | None = None
+    while True:
+        quick = problem.solve(problem.effort, bytes=limit)
+        if quick is None:
+            return tuple(found)
+        point = problem.solve(problem.bytes, effort=quick.effort)
+        if point is None:
+            raise InternalError("a choice that was found is gone")
+        found.append(point)
+        limit = point.bytes - 1
+
+
+class _Problem:
+    """The constraints of a choice: columns are operations that are done again, then values that are saved."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        self.makers = {name: index for index, results in enumerate(choice.ops) for name in results}
+        relevant = self._relevant()
+        self.values = [name for name in choice.bytes if name in relevant]
+        count = len(choice.ops)
+        column = {name: count + index for index, name in enumerate(self.values)}
+        pairs: list[tuple[str, int | None]] = [(name, None) for name in choice.needed]
+        again = [index for index, results in enumerate(choice.ops) if not relevant.isdisjoint(results)]
+        pairs += [(name, index) for index in again for name in choice.reads[index]]
+        self.matrix = np.zeros((len(pairs), count + len(self.values)))
+        for row, (name, reader) in zip(self.matrix, pairs, strict=True):
+            row[column[name]] = 1
+            if name in self.makers:
+                row[self.makers[name]] = 1
+            if reader is not None:
+                row[reader] -= 1
+        self.lower = np.array([1.0 if reader is None else 0.0 for _, reader in pairs])
+        self.effort = np.array([*choice.effort, *(0 for _ in self.values)], dtype=float)
+        self.bytes = np.array([*(0 for _ in choice.ops), *(choice.bytes[name] for name in self.values)], dtype=float)
+
+    def solve(self, prices: Any, *, bytes: int | None = None, effort: int | None = None) -> Point | None:
+        """The cheapest choice within these limits, if there is one."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        if not self.values:
+            return Point(saved=frozenset(), bytes=0, effort=0) if (bytes or 0) >= 0 else None
+        constraints = [LinearConstraint(self.matrix, self.lower, np.inf)]
+        for row, limit in ((self.bytes, bytes), (self.effort, effort)):
+            if limit is not None:
+                unit = math.gcd(*map(int, row)) or 1  # small numbers are exact to the solver
+                constraints.append(LinearConstraint(row[None, :] / unit, -np.inf, limit // unit + 0.5))
+        unit = math.gcd(*map(int, prices)) or 1
+        found = milp(
+            prices / unit,
+            constraints=constraints,
+            integrality=np.ones(len(prices)),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 0.0},
+        )
+        if found.x is None:
+            return None
+        point = self._point(found.x > 0.5)
+        within = (bytes is None or point.bytes <= bytes) and (effort is None or point.effort <= effort)
+        if not within:
+            raise InternalError(f"a choice of {point.bytes} bytes is not within {bytes}")
+        return point
+
+    def _point(self, chosen: Sequence[bool]) -> Point:
+        count = len(self.choice.ops)
+        saved = frozenset(name for name, kept in zip(self.values, chosen[count:], strict=True) if kept)
+        effort = sum(effort for effort, again in zip(self.choice.effort, chosen[:count], strict=True) if again)
+        return Point(saved=saved, bytes=sum(self.choice.bytes[name] for name in saved), effort=effort)
+
+    def _relevant(self) -> set[str]:
+        """What is needed, and what it could be made of."""
+        found: set[str] = set()
+        todo = list(self.choice.needed)
+        while todo:
+            name = todo.pop()
+            if name not in found:
+                found.add(name)
+                if name in self.makers:
+                    todo.extend(self.choice.reads[self.makers[name]])
+        return found

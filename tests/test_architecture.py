@@ -35,7 +35,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "partc.runtime",
         "partc.parts",
     ),
-    ("partc.saving", "partc.sharding", "partc.gradients", "partc.events", "partc.operators", "partc.assignment"),
+    (
+        "partc.saving",
+        "partc.roofline",
+        "partc.sharding",
+        "partc.gradients",
+        "partc.events",
+        "partc.operators",
+        "partc.assignment",
+    ),
     ("partc.placing", "partc.joint", "partc.interpret"),
     (
         "partc.modelfile",

@@ -237,10 +237,10 @@ def test_the_option_is_checked() -> None:
 # -- the choice, by an exhaustive search ------------------------------------------------------------
 
 
-def _random_choice(rng: random.Random) -> Choice:
+def random_choice(rng: random.Random) -> Choice:
     """A graph of few operations, some of which have two results, with numbers small enough to tie."""
     sizes: dict[str, int] = {f"in{index}": rng.randint(0, 6) for index in range(rng.randint(1, 2))}
-    ops, reads, moved = [], [], []
+    ops, reads, effort = [], [], []
     for index in range(rng.randint(1, 6)):
         known = list(sizes)
         results = tuple(f"v{index}_{part}" for part in range(rng.choice([1, 1, 2])))
@@ -249,9 +249,9 @@ def _random_choice(rng: random.Random) -> Choice:
         if rng.random() < 0.75:
             ops.append(results)
             reads.append(read)
-            moved.append(rng.randint(0, 40))
+            effort.append(rng.randint(0, 40))
     needed = tuple(rng.sample(list(sizes), rng.randint(1, min(4, len(sizes)))))
-    return Choice(needed=needed, bytes=sizes, ops=tuple(ops), reads=tuple(reads), moved=tuple(moved))
+    return Choice(needed=needed, bytes=sizes, ops=tuple(ops), reads=tuple(reads), effort=tuple(effort))
 
 
 def _price(choice: Choice, saved: frozenset[str]) -> int | None:
@@ -266,12 +266,12 @@ def _price(choice: Choice, saved: frozenset[str]) -> int | None:
         if makers[name] not in again:
             again.add(makers[name])
             todo += [read for read in choice.reads[makers[name]] if read not in saved]
-    return WORTH * sum(choice.bytes[name] for name in saved) + sum(choice.moved[index] for index in again)
+    return WORTH * sum(choice.bytes[name] for name in saved) + sum(choice.effort[index] for index in again)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_choice_is_the_cheapest_of_all(seed: int) -> None:
-    choice = _random_choice(random.Random(seed))
+    choice = random_choice(random.Random(seed))
     names = list(choice.bytes)
     subsets = itertools.chain.from_iterable(itertools.combinations(names, count) for count in range(len(names) + 1))
     prices = [price for price in (_price(choice, frozenset(subset)) for subset in subsets) if price is not None]

@@ -56,7 +56,8 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     }.items() for pin in pins],
     (["--mesh", "tp=2", "--shard", "up.weight=[@tp, _]", "--shard", "up.weight=[_, @tp]"], "P0302"),
     (["--mesh", "2", "--shard", "nothing=[@tp, _]"], "P0303"),
-    *[(["--mesh", "2", "--recompute", kind], "P0404") for kind in ("", "some", "Full", "-1", "none,full")],
+    *[(["--mesh", "2", "--recompute", kind], "P0404") for kind in ("", "some", "Full", "-1", "none,full", "18", "1e9B")],
+    *[(["--mesh", "pp=2", "--recompute", budget], "P0415") for budget in ("0B", "3B", "0.001KiB")],
     *[(["--mesh", "2", "--microbatches", count], code) for count, code in {
         "0": "P0405", "-3": "P0405", "3": "P0401", "9" * 20: "P0401", "1.5": "P0001", "x": "P0001", "": "P0001",
     }.items()],

@@ -102,11 +102,11 @@ def cases(draw: st.DrawFn) -> Case:
         schedule=schedule,
         shard=draw(st.sampled_from(pins)),
         zero=draw(st.sampled_from((0, 0, 1, 2, 3))),
-        recompute=draw(st.sampled_from(("none", "selective", "full"))),
+        recompute=draw(st.sampled_from(("none", "selective", "full", "4KB", "16KB"))),
     )
 
 
-REFUSALS = ("P0302", "P0303", "P0304", "P0403")  # pins that can't be met, and more stages than calls
+REFUSALS = ("P0302", "P0303", "P0304", "P0403", "P0415")  # pins and budgets that can't be met, more stages than calls
 
 
 def run(case: Case) -> str:

@@ -26,11 +26,11 @@ class Block(nn.Module):
 
 
 class Noisy(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(32, 16)
         self.spatial = nn.Dropout1d(0.3)
-        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(16) for _ in range(depth))
         self.head = nn.Linear(16, 32)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -42,8 +42,8 @@ class Noisy(nn.Module):
         return self.head(x)
 
 
-def model() -> nn.Module:
-    return Noisy()
+def model(depth: int = 3) -> nn.Module:
+    return Noisy(depth)
 
 
 def batch(batch: int = 16) -> dict[str, Tensor]:

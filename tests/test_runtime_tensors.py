@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.runtime.tensors import BadTensorFile, load, save
+from partc.runtime.tensors import BadTensorFile, TensorFile, load, save
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -47,6 +47,14 @@ def test_the_library_reads_ours(tmp_path: Path) -> None:
     tensors = examples()
     save(tmp_path / "x", tensors, {"a": "b"})
     assert same(safetensors.load_file(tmp_path / "x"), tensors)
+
+
+def test_parts_wherever_a_tensor_begins(tmp_path: Path) -> None:
+    tensors = {"odd": torch.ones(3, dtype=torch.bool), "x": torch.randn(4, 5, 6), "n": torch.tensor(7)}
+    save(tmp_path / "x", tensors)
+    file = TensorFile(tmp_path / "x")
+    assert torch.equal(file.tensor("x", (slice(1, 3), slice(0, 5), slice(2, 3))), tensors["x"][1:3, :, 2:3])
+    assert torch.equal(file.tensor("n"), tensors["n"]) and same(load(tmp_path / "x")[0], tensors)
 
 
 def test_we_read_the_librarys(tmp_path: Path) -> None:

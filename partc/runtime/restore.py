@@ -80,7 +80,8 @@ class Checkpoint:
                 continue
             if file not in self._files:
                 self._files[file] = TensorFile(self.path / file)
-            source = self._files[file].tensor(self.tensors[name].key or name)[common.seen_from(box.offsets).slices]
+            part = common.seen_from(box.offsets).slices
+            source = self._files[file].tensor(self.tensors[name].key or name, part)
             target[common.seen_from(wanted.offsets).slices] = source
             left -= math.prod(common.sizes)
         if left:

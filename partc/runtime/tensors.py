@@ -8,6 +8,7 @@ import math
 import mmap
 import os
 import struct
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ _NAMES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+# Python names it from 3.13 on; the number is Linux's.
+_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 Described = tuple[torch.dtype, tuple[int, ...]]  # element type and shape
 
@@ -88,8 +92,11 @@ class TensorFile:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             header, start = _header(path, file.read, size)
-            # Private pages: the file can't change, and torch may look at them as its own.
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            # Private pages: the file can't change, and torch may look at them as its own. Without a
+            # reserve: a file may be larger than memory.
+            self._data = mmap.mmap(
+                file.fileno(), 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
         metadata = header.pop("__metadata__", {})
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
         self._places = {name: _place(path, name, entry, start, size) for name, entry in header.items()}
@@ -98,16 +105,16 @@ class TensorFile:
     def described(self) -> dict[str, Described]:
         return {name: (place.dtype, place.shape) for name, place in self._places.items()}
 
-    def tensor(self, name: str) -> Tensor:
-        """A view of the file: pages are read where it is looked at."""
+    def tensor(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
+        """A tensor, or a part of it: a view of the file, of which those pages are read that are looked at."""
         place = self._places[name]
-        count = math.prod(place.shape)
+        count, width = math.prod(place.shape), place.dtype.itemsize
         if count == 0:
-            return torch.empty(place.shape, dtype=place.dtype)
-        raw = torch.frombuffer(self._data, dtype=torch.uint8, count=count * place.dtype.itemsize, offset=place.begin)
-        if place.begin % place.dtype.itemsize:
-            raw = raw.clone()
-        return raw.view(place.dtype).view(place.shape)
+            return torch.empty(place.shape, dtype=place.dtype)[slices]
+        raw = torch.frombuffer(self._data, dtype=torch.uint8, count=count * width, offset=place.begin)
+        if place.begin % width == 0:
+            return raw.view(place.dtype).view(place.shape)[slices]
+        return raw.view(*place.shape, width)[slices].clone().view(place.dtype).squeeze(-1)
 
 
 def _header(path: Path, read: Callable[[int], bytes], size: int) -> tuple[dict[str, object], int]:

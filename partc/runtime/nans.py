@@ -47,7 +47,7 @@ def explain(
     return UsageError(
         "P0528",
         f"the loss of step {step + 1} is {value}: {where}",
-        "parameters are as they were before this step; checkpoints hold earlier ones",
+        "continue from a checkpoint with --resume, perhaps with another --lr",
         alike=True,
         exit_code=1,
     )

@@ -64,8 +64,8 @@ def campaign(folder: Path, *, kills: int, every: int, seed: int) -> Iterator[Rou
         yield _kill(build, save, log, victim, delay, every, draw.uniform(0.0, 0.01))
     steps = (read(checkpoints(save)[0]).step if checkpoints(save) else 0) + 3
     arguments = ("--steps", steps, "--save-every", 10**6)
-    trained(build, *arguments, "--save", save, "--resume", real=True)
-    trained(build, *arguments, "--save", folder / "undisturbed", real=True)
+    trained(build, *arguments, "--save", save, "--resume")
+    trained(build, *arguments, "--save", folder / "undisturbed")
     mine, theirs = (whole(checkpoints(place)[0]) for place in (save, folder / "undisturbed"))
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 

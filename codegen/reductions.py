@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from partc.mesh import PIPELINE_AXIS
 from partc.program import Parameter, Program
 
 
@@ -44,7 +43,7 @@ class Reductions:
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Axes whose ranks talk to each other: each that the mesh has, and those summed over together."""
-        single = ((name,) for name, size in self.program.mesh.axes if size > 1 and name != PIPELINE_AXIS)
+        single = ((name,) for name, size in self.program.mesh.axes if size > 1)
         summed = (self.axes(parameter) for parameter in self.trained)
         return tuple(dict.fromkeys((*single, *(axes for axes in summed if axes))))
 

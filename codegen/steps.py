@@ -253,9 +253,14 @@ class Steps:
         dtype = f"dtype=torch.{TORCH_DTYPES[self.b.types[name].dtype]}"
         shape = self.b.types[name].layout.local_shape(self.b.program.sizes)
         variable = self.grad_names.fresh(identifier(f"grad_{self.wanted.get(name, name)}"))
-        make = "ones" if name == self.b.program.loss else "zeros"
-        lines.append(Line(code=f"{variable} = torch.{make}({shape}, {dtype}, device=self.comm.device)"))
+        make = "zeros" if name != self.b.program.loss else "full" if self._scaled() else "ones"
+        size = f"{shape}, self.comm.scale" if make == "full" else f"{shape}"
+        lines.append(Line(code=f"{variable} = torch.{make}({size}, {dtype}, device=self.comm.device)"))
         return variable
+
+    def _scaled(self) -> bool:
+        """Whether small gradients need a larger loss."""
+        return any(value.type.dtype == "f16" for region in self.b.program.regions for value in region.params)
 
     def _backward_call(self, run: Run) -> list[Line]:
         call, code = run.calls[0], self.b.codes[run.region.name]

@@ -1,6 +1,6 @@
 """The single-device model, trained plainly: what `partc verify` holds a package against.
 
-Run as `python -m partc.reference PACKAGE FOLDER STEPS OPTIMIZER LR`, a process of its own: it uses
+Run as `python -m partc.reference PACKAGE FOLDER STEPS SETTINGS`, a process of its own: it uses
 the package's model.py and plan.json, autograd and the whole batch, and nothing else that was emitted.
 """
 
@@ -26,13 +26,22 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main(argv: Sequence[str]) -> int:
-    package, folder, steps, optimizer, lr = argv
-    train(Path(package), Path(folder), steps=int(steps), optimizer=optimizer, lr=float(lr))
+    package, folder, steps, settings = argv
+    train(Path(package), Path(folder), steps=int(steps), **json.loads(settings))
     return 0
 
 
-def train(package: Path, folder: Path, *, steps: int, optimizer: str, lr: float) -> None:
-    """Write every step's loss, gradients (before the update) and parameters (after it) to `folder`."""
+def train(
+    package: Path,
+    folder: Path,
+    *,
+    steps: int,
+    optimizer: str,
+    lr: float,
+    clip: float | None = None,
+    accumulate: int = 1,
+) -> None:
+    """Write every step's loss, gradients (before clipping) and parameters (after the update) to `folder`."""
     plan: dict[str, Any] = json.loads((package / "plan.json").read_text())
     module = load_model_file(package / "model.py")
     torch.manual_seed(plan["seed"])
@@ -43,28 +52,37 @@ def train(package: Path, folder: Path, *, steps: int, optimizer: str, lr: float)
     update = kind(trained, lr=lr) if trained else None
     names = list(model.named_parameters(remove_duplicate=False))
     for step in range(steps):
-        batch = global_batch(module, plan["options"], seed=plan["seed"], step=step, dtype=DTYPES[plan["precision"]])
         model.zero_grad(set_to_none=True)
-        parts = _microbatches(batch, plan)
-        total = 0.0
-        with Sampling(plan["seed"], step) as sampling:
-            for part in parts:
-                with computing_in(DTYPES[plan["precision"]]), _mixed(plan["precision"]):
-                    loss = loss_of(module, model, part) / len(parts)
-                loss.backward()
-                total += loss.item()
-        if sampling.drawn != plan["draws"] * len(parts):
-            raise PartcError(
-                "P0207",
-                f"the model drew random numbers {sampling.drawn} times on a device, the package {plan['draws']} times",
-                help="draw with torch's own random functions, the same number of times in every step",
-            )
+        numbers = range(step * accumulate, (step + 1) * accumulate)
+        total = sum(_backward(module, model, plan, number, accumulate) for number in numbers)
         recorded = {f"gradient/{name}": x.grad.clone() for name, x in names if x.grad is not None}
         if update is not None:
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(trained, clip)
             update.step()
         recorded |= {f"parameter/{name}": x.detach() for name, x in names}
         recorded |= {f"parameter/{name}": x for name, x in model.named_buffers(remove_duplicate=False)}
         save(folder / f"step_{step:04d}.safetensors", recorded, {"loss": repr(total)})
+
+
+def _backward(module: Any, model: nn.Module, plan: dict[str, Any], number: int, accumulate: int) -> float:
+    """Add the gradients of a batch's part of the step's loss, which is returned."""
+    batch = global_batch(module, plan["options"], seed=plan["seed"], step=number, dtype=DTYPES[plan["precision"]])
+    parts = _microbatches(batch, plan)
+    total = 0.0
+    with Sampling(plan["seed"], number) as sampling:
+        for part in parts:
+            with computing_in(DTYPES[plan["precision"]]), _mixed(plan["precision"]):
+                loss = loss_of(module, model, part) / (len(parts) * accumulate)
+            loss.backward()
+            total += loss.item()
+    if sampling.drawn != plan["draws"] * len(parts):
+        raise PartcError(
+            "P0207",
+            f"the model drew random numbers {sampling.drawn} times on a device, the package {plan['draws']} times",
+            help="draw with torch's own random functions, the same number of times in every step",
+        )
+    return total
 
 
 def _mixed(precision: str) -> torch.autocast:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -65,6 +66,8 @@ def verify(
     virtual: bool = False,
     optimizer: str = "sgd",
     lr: float = 0.01,
+    clip: float | None = None,
+    accumulate: int = 1,
     reference: Path | None = None,
 ) -> VerifyResult:
     """Train twice from the same seed, and compare every loss, gradient and parameter on every rank.
@@ -81,7 +84,8 @@ def verify(
         plain = reference or folder / "reference"
         if plan["repeated"]:  # another run than that of the whole batch
             plain = plain / f"{plan['microbatches']}_batches"
-        _train_both(directory.resolve(), folder, plain, steps, virtual, optimizer, lr)
+        settings = {"optimizer": optimizer, "lr": lr, "clip": clip, "accumulate": accumulate}
+        _train_both(directory.resolve(), folder, plain, steps, virtual, settings)
         reference_steps = [load(plain / f"step_{step:04d}.safetensors") for step in range(steps)]
         losses = next(report["losses"] for report in read_reports(folder / "report") if report["logs"])
         reference_losses = [float(metadata["loss"]) for _, metadata in reference_steps]
@@ -114,11 +118,12 @@ def relative_error(mine: Tensor | float, theirs: Tensor | float, scale: float) -
 
 
 def _train_both(
-    directory: Path, folder: Path, reference: Path, steps: int, virtual: bool, optimizer: str, lr: float
+    directory: Path, folder: Path, reference: Path, steps: int, virtual: bool, settings: Mapping[str, Any]
 ) -> None:
     """Run the single-device model, unless its run is there already, and the package side by side."""
-    settings = ["--steps", str(steps), "--optimizer", optimizer, "--lr", repr(lr)]
-    arguments = [*settings, "--record", str(folder / "record"), "--report", str(folder / "report")]
+    given = {"steps": steps, **{name: value for name, value in settings.items() if value is not None}}
+    arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    arguments = [*arguments, "--record", str(folder / "record"), "--report", str(folder / "report")]
     package = (
         [sys.executable, str(directory / "train.py"), "--virtual", *arguments]
         if virtual
@@ -131,8 +136,7 @@ def _train_both(
         str(directory),
         str(reference),
         str(steps),
-        optimizer,
-        repr(lr),
+        json.dumps(settings),
     ]
     root = str(Path(__file__).resolve().parent.parent)
     search = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))

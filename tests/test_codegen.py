@@ -337,7 +337,7 @@ def test_a_rank_module_is_literal_and_short() -> None:
     found: dict[str, object] = {}
     exec(text, found)
     assert found["RANK"] == 5 and found["COORDINATE"] == {"pp": 1, "dp": 0, "tp": 1} and found["STAGES"] == (1,)
-    assert found["GROUPS"] == {"dp": (5, 7), "tp": (4, 5)} and found["LINKS"] == {(0, 1): 1, (1, 0): 1}
+    assert found["GROUPS"] == {"pp": (1, 5), "dp": (5, 7), "tp": (4, 5)} and found["LINKS"] == {(0, 1): 1, (1, 0): 1}
     assert found["SHARDS"]["blocks.*.down.weight"] == "[:, 5:10]"  # type: ignore[index]
     assert len(text.splitlines()) < 30
 

@@ -39,7 +39,7 @@ def test_the_compiler_is_not_imported() -> None:
     program = (
         "import sys, torch; from partc.runtime.optimizer import make_optimizer\n"
         "x = torch.ones(3); x.grad = torch.ones(3)\n"
-        "with torch.no_grad(): make_optimizer('adamw', [x], 0.1).step()\n"
+        "with torch.no_grad(): make_optimizer('adamw', {'x': x}, 0.1).step()\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
@@ -47,4 +47,4 @@ def test_the_compiler_is_not_imported() -> None:
 
 def test_unknown_names() -> None:
     with pytest.raises(ValueError, match="adamw, sgd"):
-        make_optimizer("lamb", [], 0.1)
+        make_optimizer("lamb", {}, 0.1)

@@ -121,6 +121,7 @@ class Comm:
         self.draws = 0  # random operations of a microbatch, where each one draws its own
         self.seed = 0
         self.step = 0
+        self.scale = 1.0  # of the loss, and so of every gradient
         for name, axis in axes.items():
             setattr(self, name, axis)
 

@@ -168,22 +168,25 @@ def run_step(
     batch: dict[str, Tensor],
     microbatches: Sequence[dict[str, Tensor]],
     entering: Callable[[str], None] = lambda what: None,
+    *,
+    last: bool = True,
 ) -> Tensor | None:
     """Run one step; returns the loss (of the whole batch) on ranks of the stage that makes it.
 
     `stages` are this rank's, by number; `batch` is its part of the step's batch, `microbatches` the
-    same in pieces. `entering` is told each action before it starts, so that a report on a rank that
-    hangs can say where.
+    same in pieces. Gradients are summed over ranks if this is the `last` batch before the update.
+    `entering` is told each action before it starts, so that a report on a rank that hangs can say where.
     """
     entering("prepare")
     for stage in stages.values():
         stage.prepare(batch)
     step = Step(stages, comm, microbatches)
     for action in actions:
-        entering(str(action))
-        step.run(action)
+        if last or action.kind != "REDUCE_GRAD":
+            entering(str(action))
+            step.run(action)
     entering("the sum of shared weights' gradients")
-    for ranks, gradients in _shared_gradients(stages).items():
+    for ranks, gradients in _shared_gradients(stages).items() if last else ():
         comm.pipeline(ranks).reduce_gradients(gradients)
     loss = step.loss
     if loss is not None:

@@ -18,6 +18,7 @@ from .layout import parse_mesh
 from .manifest import checkpoints, read
 from .restore import Checkpoint, Say, newest
 from .together import Together
+from .update import Decline
 
 SAVE_EVERY, KEEP = 100, 3
 
@@ -37,6 +38,13 @@ class Job:
     report: Path | None
     metrics: Path | None
     timeout: float
+    accumulate: int = 1
+    clip: float | None = None
+    lr_schedule: Decline = "constant"
+    warmup: int = 0
+    min_lr: float = 0.0
+    weight_decay: float | None = None
+    no_decay: tuple[str, ...] = ()
     save: Path | None = None
     save_every: int = SAVE_EVERY
     keep: int = KEEP
@@ -86,7 +94,13 @@ class Job:
         return self.save is not None and (step % self.save_every == 0 or step == self.steps)
 
 
-_CONTINUED = ("seed", "optimizer", "lr")
+# Decided when a training starts; a continued one keeps them, unless it says otherwise.
+_DEFAULTS: dict[str, Any] = {
+    "optimizer": "adamw", "lr": 1e-3, "accumulate": 1, "clip": None, "lr_schedule": "constant", "warmup": 0,
+    "min_lr": 0.0, "weight_decay": None, "no_decay": (),
+}  # fmt: skip
+_CONTINUED = ("seed", *_DEFAULTS)
+_LEAST = {"save_every": 1, "keep": 1, "accumulate": 1, "warmup": 0, "min_lr": 0, "weight_decay": 0, "clip": 1e-30}
 
 
 def parse(argv: Sequence[str], root: Path) -> Job:
@@ -98,6 +112,13 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     add("--steps", type=int, default=10, help="of the whole training, with those before --resume")
     add("--optimizer", choices=("adamw", "sgd"), help="adamw by default, or the checkpoint's")
     add("--lr", type=float, help="1e-3 by default, or the checkpoint's")
+    add("--lr-schedule", choices=("constant", "linear", "cosine"), help="what follows the warm-up; constant")
+    add("--warmup", type=int, metavar="N", help="steps in which the learning rate rises to --lr; 0")
+    add("--min-lr", type=float, metavar="LR", help="the learning rate of the last step, linear or cosine; 0")
+    add("--clip", type=float, metavar="NORM", help="scale gradients down to this norm over the whole model")
+    add("--weight-decay", type=float, metavar="X", help="the optimizer's own by default")
+    add("--no-decay", action="append", metavar="GLOB", help="parameters without weight decay: '*.bias', '*norm*'")
+    add("--accumulate", type=int, metavar="N", help="batches of data for each step of the optimizer; 1")
     add("--seed", type=int, help="of the initial parameters and the data; the plan's by default")
     add(
         "--init",
@@ -127,16 +148,16 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     plan_file = root / "plan.json"
     if not plan_file.is_file():
         raise UsageError("P0503", f"{root} has no plan.json", "run train.py from the folder that partc compile wrote")
-    for name in ("save_every", "keep"):
-        if arguments[name] < 1:
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError("P0521", f"{option} {arguments[name]} is out of range", "give 1 or more", alike=True)
+    for name, least in _LEAST.items():
+        if arguments[name] is not None and not arguments[name] >= least:
+            option, allowed = f"--{name.replace('_', '-')}", f"{least} or more" if least != 1e-30 else "more than 0"
+            raise UsageError("P0521", f"{option} {arguments[name]} is out of range", f"give {allowed}", alike=True)
     resume = arguments.pop("resume")
     if resume == "" and arguments["save"] is None:
         raise UsageError("P0521", "--resume has no folder", "name one, or add --save DIR to continue there", alike=True)
     plan = json.loads(plan_file.read_text())
     given = frozenset(name for name in _CONTINUED if arguments[name] is not None)
-    for name, value in {"seed": plan["seed"], "optimizer": "adamw", "lr": 1e-3}.items():
+    for name, value in {"seed": plan["seed"], **_DEFAULTS}.items():
         if name not in given:
             arguments[name] = value
     folder = None if resume is None else Path(resume) if resume else arguments["save"]
@@ -173,7 +194,7 @@ def _continued(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
                 f"leave out --{name}",
                 alike=True,
             )
-    return {name: checkpoint.run[name] for name in _CONTINUED if name not in job.given}
+    return {name: checkpoint.run.get(name, _DEFAULTS.get(name)) for name in _CONTINUED if name not in job.given}
 
 
 def _occupied(job: Job, folder: Path) -> str:

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from .update import Updated
+
 
 class StepLog:
     """Opened on the one rank that has the loss and stands first on every other axis."""
@@ -19,10 +21,13 @@ class StepLog:
         if self._file:
             self._file.write(earlier)
 
-    def step(self, step: int, loss: float, seconds: float) -> None:
+    def step(self, step: int, loss: float, seconds: float, updated: Updated) -> None:
         if self._file:
-            print(json.dumps({"step": step, "loss": loss, "seconds": round(seconds, 6)}), file=self._file, flush=True)
-        line = f"step {step + 1}/{self._steps}  loss {loss:.6f}  {seconds:.3f} s"
+            entry = {"step": step, "loss": loss, "seconds": round(seconds, 6), "lr": updated.rate}
+            entry |= {} if updated.norm is None else {"grad_norm": updated.norm, "skipped": updated.skipped}
+            print(json.dumps(entry), file=self._file, flush=True)
+        skipped = "  overflow: skipped" if updated.skipped else ""
+        line = f"step {step + 1}/{self._steps}  loss {loss:.6f}  {seconds:.3f} s{skipped}"
         if self._stream.isatty():
             print(f"\r{line}\033[K", end="\n" if step + 1 == self._steps else "", file=self._stream, flush=True)
         else:

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def make_optimizer(name: str, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
-    """`adamw` or `sgd` with torch's defaults; fused, so that a step reads and writes each tensor once."""
+def make_optimizer(
+    name: str,
+    parameters: Mapping[str, Tensor],
+    lr: float,
+    *,
+    weight_decay: float | None = None,
+    no_decay: Sequence[str] = (),
+) -> torch.optim.Optimizer:
+    """`adamw` or `sgd` with torch's defaults; fused, so that a step reads and writes each tensor once.
+
+    Parameters whose names match a pattern of `no_decay` have no weight decay.
+    """
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     if name not in kinds:
         raise ValueError(f"no optimizer {name!r}: there are {', '.join(kinds)}")
-    optimizer: torch.optim.Optimizer = _undecorated(kinds[name])(list(parameters), lr=lr, fused=True)
+    optimizer: torch.optim.Optimizer = _undecorated(kinds[name])(
+        list(_groups(parameters, weight_decay, no_decay)), lr=lr, fused=True
+    )
     return optimizer
 
 
-def attach_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> list[Tensor]:
+def _groups(parameters: Mapping[str, Tensor], decay: float | None, spared: Sequence[str]) -> Iterator[dict[str, Any]]:
+    free = {name for name in parameters if any(fnmatch.fnmatchcase(name, pattern) for pattern in spared)}
+    kept = [x for name, x in parameters.items() if name not in free]
+    if kept:
+        yield {"params": kept} | ({} if decay is None else {"weight_decay": decay})
+    if free:
+        yield {"params": [parameters[name] for name in parameters if name in free], "weight_decay": 0.0}
+
+
+def attach_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Make each gradient buffer its parameter's `.grad`; returns the parameters that have one."""
     for name, gradient in gradients.items():
         parameters[name].grad = gradient
-    return [parameters[name] for name in gradients]
+    return {name: parameters[name] for name in gradients}
 
 
 def _undecorated(kind: type[Any]) -> type[Any]:

@@ -11,12 +11,17 @@ from torch import Tensor
 from .checkpoint import Held
 from .layout import Shard
 from .restore import Checkpoint
+from .update import LossScale
 
 Owned = Mapping[str, tuple[Shard, Tensor]]  # by parameter: how the tensor is cut, and the tensor
 
 
 def state(
-    parameters: Owned, trained: Owned, optimizer: torch.optim.Optimizer | None, plan: Mapping[str, Any]
+    parameters: Owned,
+    trained: Owned,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Mapping[str, Any],
+    scale: LossScale | None = None,
 ) -> dict[str, Held]:
     """All tensors by name. `trained` are those that the optimizer updates, cut as it holds them.
 
@@ -28,7 +33,15 @@ def state(
         for key, value in optimizer.state.get(tensor, {}).items():
             cut = shard if value.dim() or not tensor.dim() else _SCALAR
             found[f"{key}/{name}"] = Held(cut, value, holders(plan, name))
+    if scale is not None:
+        found[_SCALE] = Held(Shard("f64[2]"), scale.state(), tuple(sorted(set(plan["places"]))))
     return found
+
+
+def restore_scale(scale: LossScale, checkpoint: Checkpoint) -> None:
+    """Where the checkpoint was made in other bits, the scale starts anew."""
+    if _SCALE in checkpoint.tensors:
+        scale.restore(checkpoint.part(_SCALE, Shard("f64[2]"), {}, {}))
 
 
 def restore_optimizer(
@@ -53,3 +66,4 @@ def holders(plan: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 _SCALAR = Shard("f32[]")
+_SCALE = "loss_scale"

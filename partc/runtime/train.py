@@ -35,10 +35,11 @@ from .layout import DTYPES, Shard
 from .log import StepLog
 from .memory import keep_freed_memory, peak_bytes
 from .optimizer import attach_gradients, make_optimizer
-from .state import restore_optimizer, state
+from .state import restore_optimizer, restore_scale, state
 from .tensors import save
 from .together import Together
 from .torch_private import lone_store
+from .update import LossScale, Rate, Update
 from .watch import Watch
 
 
@@ -249,12 +250,30 @@ def _train(
             for number, stage in rank.stage_classes.items()
         }
         trained = attach_gradients(rank.parameters, gradients)
-        optimizer = make_optimizer(job.optimizer, trained, job.lr) if trained else None
+        optimizer = None
+        if trained:
+            optimizer = make_optimizer(
+                job.optimizer, trained, job.lr, weight_decay=job.weight_decay, no_decay=job.no_decay
+            )
+        scale = LossScale() if job.plan["precision"] == "fp16" else None
         held = {name: (shard, rank.parameters[name]) for name, shard in rank.shards.items()}
         optimized = {name: held[name] for name in gradients}
         if job.checkpoint is not None and optimizer is not None:
             restore_optimizer(optimizer, optimized, job.checkpoint, job.sizes, rank.module.COORDINATE)
+            if scale is not None:
+                restore_scale(scale, job.checkpoint)
             job.checkpoint.close()
+        update = Update(
+            optimizer,
+            buffers,
+            {name: (rank.shards[name], gradient) for name, gradient in gradients.items()},
+            comm,
+            job.sizes,
+            Rate(base=job.lr, warmup=job.warmup, decline=job.lr_schedule, least=job.min_lr, steps=job.steps),
+            clip=job.clip,
+            scale=scale,
+            norms=job.metrics is not None,
+        )
         entering("setup")
         comm.draws = job.plan["draws"] if job.plan["repeated"] else 0
         for stage in stages.values():
@@ -264,35 +283,43 @@ def _train(
                 break
             if watch is not None:
                 watch.step = step + 1
-            entering("data")
-            batch, microbatches = local_batch(
-                batch_of(step), rank.inputs, job.sizes, rank.module.COORDINATE, job.plan["microbatches"], device
-            )
-            comm.seed, comm.step = job.seed, step
+            comm.scale = 1.0 if scale is None else scale.value
+            seconds, losses = 0.0, []
+            for index in range(job.accumulate):
+                number = step * job.accumulate + index
+                entering("data")
+                batch, microbatches = local_batch(
+                    batch_of(number), rank.inputs, job.sizes, rank.module.COORDINATE, job.plan["microbatches"], device
+                )
+                comm.seed, comm.step = job.seed, number
+                started = time.perf_counter()
+                if index == 0:
+                    for buffer in buffers:
+                        buffer.zero_()
+                last = index == job.accumulate - 1
+                run = partial(run_step, stages, comm, rank.actions, batch, microbatches, entering, last=last)
+                loss = run()
+                losses.append(None if loss is None else loss.item())
+                seconds += time.perf_counter() - started
+                if job.check_nans:
+                    entering("the check of its loss")
+                    if comm.any(losses[-1] is not None and not math.isfinite(losses[-1])):
+                        calls = job.plan["calls"]
+                        if saver is not None:
+                            saver.wait()
+                        raise nans.explain(comm, step, losses[-1], stages, rank.parameters, batch, calls, run)
             started = time.perf_counter()
-            for buffer in buffers:
-                buffer.zero_()
-            run = partial(run_step, stages, comm, rank.actions, batch, microbatches, entering)
-            loss = run()
-            if job.check_nans:
-                entering("the check of its loss")
-                number = None if loss is None else loss.item()
-                if comm.any(number is not None and not math.isfinite(number)):
-                    calls = job.plan["calls"]
-                    if saver is not None:
-                        saver.wait()
-                    raise nans.explain(comm, step, number, stages, rank.parameters, batch, calls, run)
+            update.unscale(job.accumulate)
             if job.record:
                 recorded = {f"gradient/{name}": x.clone() for name, x in gradients.items()}
-            if optimizer is not None:
-                optimizer.step()
+            entering("the update")
+            updated = update.step(step)
             for stage in stages.values():
                 stage.refresh()
-            value = float("nan") if loss is None else loss.item()
-            rank.seconds.append(time.perf_counter() - started)
+            rank.seconds.append(seconds + time.perf_counter() - started)
             if log is not None:
-                rank.losses.append(value)
-                log.step(step, value, rank.seconds[-1])
+                rank.losses.append(sum(number for number in losses if number is not None) / job.accumulate)
+                log.step(step, rank.losses[-1], rank.seconds[-1], updated)
             if job.record:
                 recorded |= {f"parameter/{name}": x for name, x in rank.parameters.items()}
                 job.record.mkdir(parents=True, exist_ok=True)
@@ -300,9 +327,9 @@ def _train(
             rank.done = step + 1
             if saver is not None and job.saves_after(step + 1):
                 entering("saving")
-                saver.save(step + 1, state(held, optimized, optimizer, job.plan))
+                saver.save(step + 1, state(held, optimized, optimizer, job.plan, scale))
     if saver is not None and rank.done not in (saver.saved, job.start):
-        saver.save(rank.done, state(held, optimized, optimizer, job.plan))
+        saver.save(rank.done, state(held, optimized, optimizer, job.plan, scale))
     if saver is not None:
         entering("the writing of the last checkpoint")
         saver.wait()

@@ -4,6 +4,7 @@ RANK = 0
 COORDINATE = {"pp": 0, "dp": 0, "tp": 0}
 STAGES = (0,)
 GROUPS = {
+    "pp": (0, 4),
     "dp": (0, 2),
     "tp": (0, 1),
     "dp,tp": (0, 1, 2, 3),

@@ -4,6 +4,7 @@ RANK = 7
 COORDINATE = {"pp": 1, "dp": 1, "tp": 1}
 STAGES = (1,)
 GROUPS = {
+    "pp": (3, 7),
     "dp": (5, 7),
     "tp": (6, 7),
     "dp,tp": (4, 5, 6, 7),

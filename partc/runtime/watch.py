@@ -137,16 +137,18 @@ class Watch:
             store.set(f"alive/{self._rank}", f"{beats} {here} {self.doing}")
             if store.check([_FAILED]):
                 self._stop(store.get(_FAILED).decode(), 1)
-            sign = store.get(f"alive/{self._neighbour}").decode() if store.check([f"alive/{self._neighbour}"]) else ""
+            sign = self._sign(store)
             now = time.monotonic()
             if sign != last:
                 last, since = sign, now
             patience = min(HURRY, self._patience) if store.check([_SUSPECT]) else self._patience
-            if sign and now - since > patience + self._interval:
+            if sign:
                 _, place, where = sign.split(" ", 2)
-                stalls = _is_stopped(place, here)
-                if not stalls or now - since > self._timeout:
-                    what = "stalls" if stalls else "died"
+                lives = _lives(place, here)
+                # Of a process on this machine it is known; it may be held up by a signal or a debugger.
+                allowed = self._timeout if lives else patience + self._interval
+                if (lives is False and self._sign(store) == sign) or now - since > allowed:  # it may just have left
+                    what = "stalls" if lives else "died"
                     store.compare_set(_FAILED, "", f"rank {self._neighbour} {what} (last seen in {where})")
                     continue
             for number in self._signals():
@@ -165,6 +167,11 @@ class Watch:
             if terminated is not None and now - terminated > HURRY + 4 * self._interval:
                 self._stop("stopped by SIGTERM; no other rank is known to have failed", 143)
         store.set(f"alive/{self._rank}", "")
+
+    def _sign(self, store: Store) -> str:
+        """The neighbour's last sign of life; '' before its first and after its last."""
+        key = f"alive/{self._neighbour}"
+        return store.get(key).decode() if store.check([key]) else ""
 
     def _signals(self) -> bytes:
         """Numbers of the signals that arrived while waiting for the next sign of life to be due."""
@@ -193,15 +200,17 @@ def _process() -> str:
         return "elsewhere"
 
 
-def _is_stopped(place: str, here: str) -> bool:
-    """Whether a process of this machine is held up by a signal or a debugger."""
+def _lives(place: str, here: str) -> bool | None:
+    """Whether a process of this machine is there; None for those of others."""
     machine, _, number = place.rpartition(":")
     if not machine or machine != here.rpartition(":")[0]:
-        return False
+        return None
     try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
         return False
+    except (OSError, IndexError):
+        return None
 
 
 def _store_holder() -> str:

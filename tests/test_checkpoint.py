@@ -100,6 +100,20 @@ def test_running_statistics_and_random_numbers_go_on(tmp_path: Path, name: str) 
         torch.testing.assert_close(ends[2][key], x, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("mesh", ["2x2x2", "dp=2 zero 1"])
+def test_loss_scales_and_the_rest_of_an_update_go_on(tmp_path: Path, mesh: str) -> None:
+    package = build(tmp_path, mesh, precision="fp16")
+    update = ("--clip", 0.5, "--warmup", 3, "--lr-schedule", "cosine", "--accumulate", 2, "--weight-decay", 0.1)
+    trained(
+        package, "--steps", 4, *update, "--save", tmp_path / "full", "--save-every", 2, "--record", tmp_path / "one"
+    )
+    half = tmp_path / "full" / "step_00000002"
+    assert whole(half)["loss_scale"][1] == 2  # updates since it changed
+    trained(package, "--steps", 4, "--resume", half, "--record", tmp_path / "two", "--save", tmp_path / "rest")
+    same_records(tmp_path / "one", tmp_path / "two", 3)
+    assert torch.equal(*(whole(tmp_path / place / "step_00000004")["loss_scale"] for place in ("full", "rest")))
+
+
 def test_only_the_newest_are_kept(folder: Path, tmp_path: Path) -> None:
     package, save = build(folder, "dp=2"), tmp_path / "save"
     (save / ".step_00000001.interrupted").mkdir(parents=True)

@@ -141,6 +141,7 @@ def test_other_models(folder: Path, tmp_path: Path) -> None:
         (("--resume",), "P0521"),
         (("--resume", "SAVE", "--optimizer", "sgd"), "P0521"),
         (("--resume", "SAVE", "--seed", "7"), "P0521"),
+        (("--resume", "SAVE", "--accumulate", "3"), "P0521"),
         (("--save", "NEW", "--save-every", "0"), "P0521"),
         (("--save", "NEW", "--keep", "0"), "P0521"),
         (("--resume", "SAVE", "--save", "OTHER"), "P0522"),

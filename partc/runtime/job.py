@@ -186,7 +186,7 @@ def prepared(job: Job, together: Together, say: Say) -> Job:
 
 def _continued(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
     """What the checkpoint says where the command line doesn't; the learning rate may change on the way."""
-    for name in ("seed", "optimizer"):
+    for name in ("seed", "optimizer", "accumulate"):  # a step's batches follow from its number and theirs
         if name in job.given and getattr(job, name) != checkpoint.run[name]:
             raise UsageError(
                 "P0521",

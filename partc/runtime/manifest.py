@@ -26,6 +26,7 @@ from .errors import UsageError
 
 FORMAT = 1
 NAME = "manifest.json"
+LOSS_SCALE = "loss_scale"  # the one tensor that is of no parameter: its value, and the updates since it changed
 _PREFIX = "step_"
 
 

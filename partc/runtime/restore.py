@@ -13,7 +13,7 @@ from torch import Tensor
 from .boxes import Box, pieces
 from .errors import UsageError
 from .layout import DTYPES, Shard
-from .manifest import Manifest, changed_file, checkpoints, damaged, read, step_of
+from .manifest import LOSS_SCALE, Manifest, changed_file, checkpoints, damaged, read, step_of
 from .tensors import TensorFile
 from .together import Together
 
@@ -46,7 +46,7 @@ class Checkpoint:
         states = {name.partition("/")[0] + "/" for name in self.tensors if "/" in name}
         known = {name for parameter in plan["parameters"] for name in (parameter, *(s + parameter for s in states))}
         for name in self.tensors:
-            if name not in known:
+            if name not in known and name != LOSS_SCALE:
                 raise self._foreign(f"it has {name!r}, which is unknown here")
 
     def states(self, name: str) -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .checkpoint import Held
 from .layout import Shard
+from .manifest import LOSS_SCALE
 from .restore import Checkpoint
 from .update import LossScale
 
@@ -34,14 +35,14 @@ def state(
             cut = shard if value.dim() or not tensor.dim() else _SCALAR
             found[f"{key}/{name}"] = Held(cut, value, holders(plan, name))
     if scale is not None:
-        found[_SCALE] = Held(Shard("f64[2]"), scale.state(), tuple(sorted(set(plan["places"]))))
+        found[LOSS_SCALE] = Held(Shard("f64[2]"), scale.state(), tuple(sorted(set(plan["places"]))))
     return found
 
 
 def restore_scale(scale: LossScale, checkpoint: Checkpoint) -> None:
     """Where the checkpoint was made in other bits, the scale starts anew."""
-    if _SCALE in checkpoint.tensors:
-        scale.restore(checkpoint.part(_SCALE, Shard("f64[2]"), {}, {}))
+    if LOSS_SCALE in checkpoint.tensors:
+        scale.restore(checkpoint.part(LOSS_SCALE, Shard("f64[2]"), {}, {}))
 
 
 def restore_optimizer(
@@ -66,4 +67,3 @@ def holders(plan: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 _SCALAR = Shard("f32[]")
-_SCALE = "loss_scale"

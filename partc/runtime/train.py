@@ -258,8 +258,9 @@ def _train(
         scale = LossScale() if job.plan["precision"] == "fp16" else None
         held = {name: (shard, rank.parameters[name]) for name, shard in rank.shards.items()}
         optimized = {name: held[name] for name in gradients}
-        if job.checkpoint is not None and optimizer is not None:
-            restore_optimizer(optimizer, optimized, job.checkpoint, job.sizes, rank.module.COORDINATE)
+        if job.checkpoint is not None:
+            if optimizer is not None:
+                restore_optimizer(optimizer, optimized, job.checkpoint, job.sizes, rank.module.COORDINATE)
             if scale is not None:
                 restore_scale(scale, job.checkpoint)
             job.checkpoint.close()

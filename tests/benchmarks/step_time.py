@@ -34,10 +34,14 @@ class Case:
     what: str
     mesh: str
     microbatches: int = 1
+    zero: int = 0
 
 
 CASES = (
     Case(peer="ddp", what="DDP", mesh="dp=2"),
+    Case(peer="ddp", what="DDP", mesh="dp=2", zero=1),
+    Case(peer="fsdp2", what="FSDP2, kept for backward", mesh="dp=2", zero=2),
+    Case(peer="fsdp3", what="FSDP2", mesh="dp=2", zero=3),
     Case(peer="tp", what="DTensor", mesh="tp=2"),
     Case(peer="sp", what="DTensor, sequence-parallel", mesh="tp=2"),
     Case(peer="pp", what="Schedule1F1B", mesh="pp=2", microbatches=4),
@@ -131,7 +135,7 @@ def measure(case: Case, folder: Path, rounds: int, steps: int) -> tuple[Measured
     model.write_text(EXAMPLE.read_text() + SIZE)
     options = [word for option in OPTIONS for word in ("-D", option)]
     command = [sys.executable, "-m", "partc", "compile", str(model), "--mesh", case.mesh, *options]
-    command += ["--microbatches", str(case.microbatches), "-o", str(package)]
+    command += ["--microbatches", str(case.microbatches), "--zero", str(case.zero), "-o", str(package)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     turns = rounds + 1
     ours = Side("package.py", "package", package, package.parent / "ours", turns, steps)
@@ -160,7 +164,7 @@ def measure(case: Case, folder: Path, rounds: int, steps: int) -> tuple[Measured
 def row(case: Case, ours: Measured, theirs: Measured) -> str:
     ratios = sorted(mine / other for mine, other in zip(ours.rounds, theirs.rounds, strict=True))
     return (
-        f"| {case.mesh} | {case.what} | {statistics.median(ours.rounds):.0f} | {statistics.median(theirs.rounds):.0f} "
+        f"| {case.mesh}{f', ZeRO {case.zero}' if case.zero else ''} | {case.what} | {statistics.median(ours.rounds):.0f} | {statistics.median(theirs.rounds):.0f} "
         f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {ours.fastest / theirs.fastest:.2f} "
         f"| {ours.cpu:.0f} | {theirs.cpu:.0f} | {ours.cpu / theirs.cpu:.2f} | {ours.mib} | {theirs.mib} |"
     )

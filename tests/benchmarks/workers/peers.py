@@ -1,4 +1,4 @@
-"""A rank of what torch itself offers for the same model: DDP, tensor parallelism over DTensor, its 1F1B.
+"""A rank of what torch itself offers for the same model: DDP, FSDP2, tensor parallelism over DTensor, its 1F1B.
 
 All have AdamW fused, the same initial weights and batches as the package, and its setting of the C
 library's allocator, which helps them as much.
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from gate import Task, read_task, wait_for_round
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -57,6 +58,27 @@ def ddp(model: nn.Module, rank: int, task: Task) -> Peer:
         labels = part["labels"].flatten()
         nll = F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=-100, reduction="sum")
         (nll * (world / count)).backward()  # DDP averages
+        loss = nll.detach() / count
+        dist.all_reduce(loss)
+        return loss
+
+    return Peer(parameters=list(model.parameters()), step=step)
+
+
+def fsdp(model: Any, rank: int, task: Task, *, again: bool) -> Peer:
+    """Each block a unit, as the package has its regions; `again`: gathered anew for backward (ZeRO-3)."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=again)
+
+    def step(batch: Batch) -> Tensor:
+        part = {name: x.chunk(world)[rank] for name, x in batch.items()}
+        count = (part["labels"] != -100).sum()
+        dist.all_reduce(count)
+        logits = model(part["ids"])
+        nll = F.cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), ignore_index=-100, reduction="sum")
+        (nll * (world / count)).backward()  # FSDP averages
         loss = nll.detach() / count
         dist.all_reduce(loss)
         return loss
@@ -157,6 +179,8 @@ def pipeline(model: Any, rank: int, task: Task) -> Peer:
 
 PEERS: dict[str, Callable[[nn.Module, int, Task], Peer]] = {
     "ddp": ddp,
+    "fsdp2": lambda model, rank, task: fsdp(model, rank, task, again=False),
+    "fsdp3": lambda model, rank, task: fsdp(model, rank, task, again=True),
     "tp": lambda model, rank, task: tensor_parallel(model, rank, task, sequences=False),
     "sp": lambda model, rank, task: tensor_parallel(model, rank, task, sequences=True),
     "pp": pipeline,

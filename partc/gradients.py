@@ -44,6 +44,23 @@ def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
             return {name: frozenset(inputs) for name, inputs in needs.items()}
 
 
+def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
+    """Calls' arguments that the loss depends on through them, as (call, argument, stage): gradients come back there.
+
+    What a call only detaches, or hands to one that does, gets none.
+    """
+    regions = {region.name: region for region in program.regions}
+    wanted, found = {program.loss}, set()
+    for call in reversed(program.calls):
+        graph = regions[call.region].forward
+        outputs = {out for out, name in zip(graph.outputs, call.results, strict=False) if name in wanted}
+        for value, name in zip(graph.inputs, call.args, strict=True):
+            if outputs & reached(graph, (value.name,)):
+                found.add((call.name, name, call.stage))
+                wanted.add(name)
+    return frozenset(found)
+
+
 # Operations whose derivative is zero everywhere: gradients end there.
 _FLAT = frozenset(
     {

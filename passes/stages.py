@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cache
 
 from partc.errors import PartcError
-from partc.gradients import gradient_inputs, input_only
+from partc.gradients import arriving, gradient_inputs, input_only
 from partc.mesh import PIPELINE_AXIS
 from partc.program import Call, Program, Region, Transfer
 from partc.rules import flops, resolve
@@ -106,12 +106,13 @@ def _placed(program: Program, stage_of: dict[str, int]) -> tuple[Call, ...]:
 def _transfers(program: Program, calls: tuple[Call, ...], pure: frozenset[str]) -> tuple[Transfer, ...]:
     made = {name: call.stage for call in calls if call.name not in pure for name in call.results}
     regions = {region.name: region for region in program.regions}
-    needs = gradient_inputs(program)
+    needs, back = gradient_inputs(program), arriving(replace(program, calls=calls))
     found: dict[tuple[str, int], bool] = {}
     for call in calls:
         for value, name in zip(regions[call.region].forward.inputs, call.args, strict=True):
             if name in made and made[name] != call.stage:
-                owed = value.name in needs[call.region] and _carries(program, name)
+                owed = value.name in needs[call.region] and (call.name, name, call.stage) in back
+                owed = owed and _carries(program, name)
                 found[name, call.stage] = found.get((name, call.stage), False) or owed
     # A value's transfers stand together: a stage sends each to all its readers before the next, and what
     # two stages exchange arrives in the order of the sends.

@@ -210,3 +210,27 @@ def twice_read() -> nn.Module:
 @pytest.mark.parametrize(("mesh", "schedule"), [("pp=2", "zero-bubble"), ("pp=2,dp=2", "zbv")])
 def test_what_a_backward_returns_and_keeps(mesh: str, schedule: str) -> None:
     _equal(twice_read, _batch(), mesh, microbatches=4, schedule=schedule)
+
+
+class Statistics(nn.Module):
+    """Statistics of activations, kept in buffers in stages of their own: they get values, and give no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(()) for _ in range(2))
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return self.head(self.norm(x)).square().mean()
+
+
+def statistics() -> nn.Module:
+    return Statistics()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_what_is_detached_sends_no_gradient_back(schedule: str) -> None:
+    _equal(statistics, _batch(), "pp=4", microbatches=2, schedule=schedule)

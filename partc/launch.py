@@ -128,7 +128,7 @@ def run(
         losses=tuple(logging["losses"]),
         step_seconds=seconds,
         step_seconds_median=median,
-        tokens_per_second=tokens_per_step(plan) / median if median else 0.0,
+        tokens_per_second=tokens_per_step(plan) * logging["batches_per_step"] / median if median else 0.0,
         peak_bytes=tuple(report["peak_bytes"] for report in reports),
     )
 

@@ -337,7 +337,7 @@ def _train(
     if log is not None:
         log.close()
     if job.report:
-        _write_report(job.report, rank, device)
+        _write_report(job, job.report, rank, device)
 
 
 def _stopped(job: Job, rank: Rank) -> bool:
@@ -352,12 +352,13 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _write_report(folder: Path, rank: Rank, device: torch.device) -> None:
+def _write_report(job: Job, folder: Path, rank: Rank, device: torch.device) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     report = {
         "rank": rank.number,
         "peak_bytes": peak_bytes(device),
         "step_seconds": rank.seconds,
+        "batches_per_step": job.accumulate,
         "losses": rank.losses,
         "logs": rank.logs,
     }

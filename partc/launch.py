@@ -121,6 +121,8 @@ def run(
         if code:
             raise RunFailed("the package", code, "")
         reports = read_reports(Path(folder))
+    from partc.runtime.layout import tokens_per_step  # which loads torch
+
     logging = next(report for report in reports if report["logs"])
     seconds = tuple(logging["step_seconds"])
     median = statistics.median(seconds) if seconds else 0.0
@@ -137,16 +139,6 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
     """What each rank wrote at its end, by rank."""
     reports = [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
     return sorted(reports, key=lambda report: int(report["rank"]))
-
-
-def tokens_per_step(plan: Mapping[str, Any]) -> int:
-    """Positions of the first integer input that has a sequence; else the number of examples."""
-    from partc.layout import Layout
-
-    shapes = [(entry["dtype"], Layout.parse(entry["layout"]).shape) for entry in plan["inputs"].values()]
-    sequences = [shape[0] * shape[1] for dtype, shape in shapes if dtype.startswith("i") and len(shape) == 2]
-    examples = [shape[0] for _, shape in shapes if shape]
-    return (sequences or examples or [0])[0]
 
 
 def local_environment() -> dict[str, str]:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,6 +102,14 @@ def parse_dims(text: str) -> Dims:
 def _parse_subdim(text: str) -> SubDim:
     size, _, axes = text.partition("@")
     return int(size), tuple(axes.split(",")) if axes else ()
+
+
+def tokens_per_step(plan: Mapping[str, Any]) -> int:
+    """Positions of the first integer input that has a sequence; else the number of examples."""
+    shards = [Shard(f"{entry['dtype']}{entry['layout']}") for entry in plan["inputs"].values()]
+    sequences = [shard.shape[0] * shard.shape[1] for shard in shards if shard.type[0] == "i" and len(shard.shape) == 2]
+    examples = [shard.shape[0] for shard in shards if shard.shape]
+    return (sequences or examples or [0])[0]
 
 
 def _ways(axes: Sequence[str], sizes: Mapping[str, int]) -> int:

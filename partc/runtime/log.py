@@ -13,17 +13,21 @@ from .update import Updated
 class StepLog:
     """Opened on the one rank that has the loss and stands first on every other axis."""
 
-    def __init__(self, path: Path | None, steps: int, stream: TextIO | None = None, *, start: int = 0) -> None:
+    def __init__(
+        self, path: Path | None, steps: int, stream: TextIO | None = None, *, start: int = 0, tokens: int = 0
+    ) -> None:
         self._steps = steps
+        self._tokens = tokens  # of a step
         self._stream = sys.stderr if stream is None else stream
         earlier = _earlier(path, start) if path else ""
         self._file = path.open("w") if path else None
         if self._file:
             self._file.write(earlier)
 
-    def step(self, step: int, loss: float, seconds: float, updated: Updated) -> None:
+    def step(self, step: int, loss: float, seconds: float, updated: Updated, peak_bytes: int) -> None:
         if self._file:
             entry = {"step": step, "loss": loss, "seconds": round(seconds, 6), "lr": updated.rate}
+            entry |= {"tokens_per_second": round(self._tokens / seconds, 1), "peak_bytes": peak_bytes}
             entry |= {} if updated.norm is None else {"grad_norm": updated.norm, "skipped": updated.skipped}
             print(json.dumps(entry), file=self._file, flush=True)
         skipped = "  overflow: skipped" if updated.skipped else ""

@@ -31,7 +31,7 @@ from .given import given
 from .init import initialise, state_shapes
 from .interruption import Interruption, VirtualInterruption
 from .job import Job, parse, prepared
-from .layout import DTYPES, Shard
+from .layout import DTYPES, Shard, tokens_per_step
 from .log import StepLog
 from .memory import keep_freed_memory, peak_bytes
 from .optimizer import attach_gradients, make_optimizer
@@ -236,7 +236,8 @@ def _train(
     interruption: Interruption | VirtualInterruption | None = None,
     watch: Watch | None = None,
 ) -> None:
-    log = StepLog(job.metrics, job.steps, start=job.start) if rank.logs else None
+    tokens = tokens_per_step(job.plan) * job.accumulate
+    log = StepLog(job.metrics, job.steps, start=job.start, tokens=tokens) if rank.logs else None
     place = Place(rank=rank.number, world_size=job.world_size, sizes=job.sizes, coordinate=rank.module.COORDINATE)
     saver = None
     if job.save is not None:
@@ -320,7 +321,7 @@ def _train(
             rank.seconds.append(seconds + time.perf_counter() - started)
             if log is not None:
                 rank.losses.append(sum(number for number in losses if number is not None) / job.accumulate)
-                log.step(step, rank.losses[-1], rank.seconds[-1], updated)
+                log.step(step, rank.losses[-1], rank.seconds[-1], updated, peak_bytes(device))
             if job.record:
                 recorded |= {f"parameter/{name}": x for name, x in rank.parameters.items()}
                 job.record.mkdir(parents=True, exist_ok=True)

@@ -105,11 +105,11 @@ def test_dumps_are_numbered_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     output, dumps = tmp_path / "build", tmp_path / "build-dump"
     arguments = ["compile", MLP, *MESH, *SMALL, "-o", str(output)]
     assert main([*arguments, "--dump-after", "annotate", "--dump-after", "trace"]) == 0
-    assert sorted(path.name for path in dumps.iterdir()) == ["00-trace.txt", "06-annotate.txt"]
+    assert sorted(path.name for path in dumps.iterdir()) == ["00-trace.txt", "07-annotate.txt"]
     assert main([*arguments, "--dump-after", "all"]) == 0
     names = sorted(path.name for path in dumps.iterdir())
     assert names == [f"{number:02d}-{name}.txt" for number, name in enumerate((passes.FIRST, *passes.NAMES))]
-    assert parse((dumps / "06-annotate.txt").read_text()).regions
+    assert parse((dumps / "07-annotate.txt").read_text()).regions
     (dumps / "mine.txt").write_text("")
     with pytest.raises(PartcError) as failure:
         Dump.of(["all"], output)

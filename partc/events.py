@@ -196,15 +196,26 @@ class _Place:
             )
 
     def _reductions(self, stage: int) -> Iterator[Collective]:
-        """One all-reduce for each set of axes over which gradients are sums."""
-        together: dict[tuple[tuple[str, ...], str], int] = {}
-        for parameter in self.program.parameters:
-            if parameter.trainable and parameter.reduce and stage in self.owners.get(parameter.name, ()):
+        """An all-reduce for each set of axes over which gradients are sums, and each piece of memory.
+
+        Weights that several pipeline ranks share lie apart from the others, each by itself.
+        """
+        parameters = {parameter.name: parameter for parameter in self.program.parameters}
+        used = dict.fromkeys(name for call in self.program.calls if call.stage == stage for name in call.params)
+        mine = [parameters[name] for name in used if stage in self.owners[name]]
+        summed = [parameter for parameter in mine if parameter.trainable and parameter.reduce]
+        for axes in dict.fromkeys(parameter.reduce for parameter in summed):
+            runs: list[tuple[tuple[str, str], int]] = []
+            for parameter in (parameter for parameter in summed if parameter.reduce == axes):
+                shared = len(self.owners[parameter.name]) > 1
+                key = (parameter.type.dtype, parameter.name if shared else "")
                 size = math.prod(parameter.type.layout.local_shape(self.sizes))
-                key = (parameter.reduce, parameter.type.dtype)
-                together[key] = together.get(key, 0) + size
-        for (axes, dtype), size in together.items():
-            yield Collective(op="all_reduce", axes=axes, shape=(size,), dtype=dtype, action=f"{stage}REDUCE_GRAD")
+                if runs and runs[-1][0] == key:
+                    runs[-1] = (key, runs[-1][1] + size)
+                else:
+                    runs.append((key, size))
+            for (dtype, _), size in runs:
+                yield Collective(op="all_reduce", axes=axes, shape=(size,), dtype=dtype, action=f"{stage}REDUCE_GRAD")
 
     def _shared(self) -> Iterator[Collective]:
         """One all-reduce for each set of pipeline coordinates that share weights, in the same order everywhere."""

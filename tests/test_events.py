@@ -1,0 +1,81 @@
+"""The communication that is proved to match is what emitted packages do: collective by collective, on every rank."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import partc
+from partc.events import Collective, CommunicationPlan, events
+from tests.zoo import MODELS
+
+RECORDED = """
+import json, runpy, sys
+folder, out = sys.argv[1:]
+sys.path.insert(0, folder)
+from runtime.virtual import VirtualAxis
+found, meet = {}, VirtualAxis._meet
+
+def recorded(self, operation, x, combine):
+    rank = self._ranks[self.rank]
+    found.setdefault(rank, []).append([operation.split()[0], self._name, str(x.dtype).removeprefix("torch."), x.numel()])
+    return meet(self, operation, x, combine)
+
+VirtualAxis._meet = recorded
+sys.argv = ["train.py", "--virtual", "--steps", "1"]
+try:
+    runpy.run_path(folder + "/train.py", run_name="__main__")
+except SystemExit as stop:
+    assert not stop.code
+json.dump(found, open(out, "w"))
+"""
+DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "i64": "int64", "f16": "float16"}
+
+
+def done(package: Path, out: Path) -> dict[str, list[list[Any]]]:
+    """What every rank of a package does in one step: operation, group, element type, elements that it brings."""
+    subprocess.run([sys.executable, "-c", RECORDED, str(package), str(out)], check=True, capture_output=True)
+    found: dict[str, list[list[Any]]] = json.loads(out.read_text())
+    return found
+
+
+def planned(plan: CommunicationPlan, rank: int) -> list[list[Any]]:
+    return [
+        [event.op, _group(event), DTYPES[event.dtype], math.prod(event.shape)]
+        for event in plan.of(rank)
+        if isinstance(event, Collective)
+    ]
+
+
+def _group(event: Collective) -> str:
+    return f"pp {','.join(map(str, event.places))}" if event.places else ",".join(event.axes)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [
+        ("gpt", "2x2x2", {}),
+        ("gpt", "2x2x2", {"zero": 1}),
+        ("gpt", "2x2x2", {"zero": 2, "precision": "bf16"}),
+        ("gpt", "2x2x2", {"zero": 3, "schedule": "zero-bubble", "recompute": "full"}),
+        ("gpt2", "pp=2,dp_out=2,dp_in=2", {"zero": "3@dp_in", "recompute": "selective"}),
+        ("mixtral", "2x2x2", {"zero": 1, "schedule": "zbv"}),
+    ],
+)
+def test_packages_do_what_was_proved(name: str, mesh: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = MODELS[name]
+    if model.config:
+        pytest.importorskip("transformers")
+    package = partc.compile(
+        model.source(tmp_path), mesh=mesh, microbatches=2, options=model.options, **options
+    )  # fmt: skip
+    found = done(package.write(tmp_path / "build"), tmp_path / "done.json")
+    plan = events(package.program)
+    for rank in range(package.program.mesh.size):
+        assert found[str(rank)] == planned(plan, rank), rank

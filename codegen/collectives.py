@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from partc.layout import Partial, Sizes
 from partc.parts import Move
-from partc.program import Graph, Op, TensorType
+from partc.program import VIEWS, Graph, Op, TensorType
 
 NAMES: Mapping[str, str] = {
     "all_reduce": "all-reduce",
@@ -15,7 +15,7 @@ NAMES: Mapping[str, str] = {
     "all_to_all": "all-to-all",
 }
 # Walked through to find who really reads, or makes, a value.
-_VIEWS = frozenset({"reshape", "permute", "expand", "slice", "to", "alias", "split"})
+_VIEWS = VIEWS | {"to"}
 _TRANSPARENT = _VIEWS | {"add", "sub", "neg", "cat"}
 
 

@@ -13,7 +13,6 @@ from partc.codegen.steps import Steps
 from partc.codegen.weights import Entry, Repeated, Weights, strings
 from partc.layout import SubDim
 from partc.mesh import TIME_AXIS
-from partc.parts import Parts
 from partc.program import Phase, Program
 
 
@@ -70,13 +69,14 @@ class _Builder:
             phase: runs(program, [call for call in self.calls if self.regions[call.region].phase == phase])
             for phase in ("setup", "step", "microbatch")
         }
-        self.parts = Parts(program)
         self.types = program.value_types()
         self.codes = self._region_codes()
         self.attributes = Names(_STAGE_ATTRIBUTES)
         every = [run for phase in self.runs.values() for run in phase]
         self.weights = Weights(program, index, every, self.codes, self.attributes)
         self.attribute = self.weights.attribute
+        self.parts = self.weights.parts
+        self.parameters = self.weights.parameters
         self.places = {name: f'batch["{name}"]' for name in program.inputs}
         # A schedule may ask for the halves of a stage that has no weights.
         halves = any(a.stage == index and a.kind == "I" for actions in program.schedule for a in actions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from partc.codegen.collectives import moved
 from partc.codegen.functions import Function, Line, RegionCode
 from partc.codegen.names import Names, identifier
 from partc.parts import Kind, Parts
-from partc.program import Call, Phase, Program, TensorType, Transfer
+from partc.program import Call, Parameter, Phase, Program, TensorType, Transfer
 
 
 class Stage(Protocol):
@@ -19,6 +19,7 @@ class Stage(Protocol):
 
     program: Program
     parts: Parts
+    parameters: Mapping[str, Parameter]
     calls: list[Call]
     runs: dict[Phase, list[Run]]
     types: dict[str, TensorType]
@@ -102,9 +103,8 @@ class Steps:
         lines.append(Line(code=f"return {{{values}}}, {'saved' if saves else '[]'}"))
         return lines
 
-    def _call(self, run: Run, args: Sequence[str], results: Sequence[str], indent: str) -> list[Line]:
+    def _call(self, run: Run, access: _Access, args: Sequence[str], results: Sequence[str], indent: str) -> list[Line]:
         code = self.b.codes[run.region.name]
-        access = self._access(run, code.forward, "F")
         stored = {value for _, value in self.b.program.updates}
         kept = [target for target, name in zip(results, run.calls[-1].results, strict=True) if name not in stored]
         targets = [*kept, "kept"] if code.differentiated else kept
@@ -132,14 +132,14 @@ class Steps:
         scattered = parts.scattered(call, kind)
         if parted and "g" in function.passes:
             names["g"] = "g"
-            trained = [v for v, name in zip(run.region.params, call.params, strict=True) if self._trained(name)]
+            trained = [name for name in call.params if self.b.parameters[name].trainable]
             some = (identifier(name) for name in scattered) if len(scattered) < len(trained) else ()
             fields = ", ".join(f'"{name}"' for name in some)
             opening = (Line(code=f"g = {unit}.zeros({fields})"),)
-            closing = tuple(
-                Line(code=f"{unit}.scatter(g)", notes=(f"{moved([move])}: each rank keeps the sum for its part",))
-                for move in parts.after(call, kind)
-            )
+            moves = list(parts.after(call, kind))
+            if moves:
+                note = f"{moved(moves)}: each rank keeps the sum for its part"
+                closing = (Line(code=f"{unit}.scatter(g)", notes=(note,)),)
             closing = (*closing, Line(code="del g"))
         return _Access(
             over=tuple((name, _counting(run) if of == "number" else tables[of]) for name, of in over.items()),
@@ -150,13 +150,11 @@ class Steps:
             closing=closing,
         )
 
-    def _trained(self, name: str) -> bool:
-        return self.b.program.parameter(name).trainable
-
     def _forward_call(self, run: Run, call: Call) -> list[Line]:
         args = self.b.placed(call.args)
         results = [self._bind(name) if self._is_read(name) else "_" for name in call.results]
-        return self._call(run, args, results, "")
+        access = self._access(run, self.b.codes[run.region.name].forward, "F")
+        return self._call(run, access, args, results, "")
 
     def _bind(self, name: str) -> str:
         """A new local variable for a program value."""
@@ -184,7 +182,7 @@ class Steps:
             for index, name in enumerate(last.results)
         ]
         access = self._access(run, self.b.codes[run.region.name].forward, "F")
-        return [*lines, Line(code=self._over(run, access)), *self._call(run, args, results, "    ")]
+        return [*lines, Line(code=self._over(run, access)), *self._call(run, access, args, results, "    ")]
 
     def _only_reader(self, name: str, call: Call) -> bool:
         readers = [other for other in self.b.calls if name in other.args]
@@ -267,7 +265,8 @@ class Steps:
         lines: list[Line] = []
         incoming = [self._incoming(call.results[index], lines) for index in code.gradient_outputs]
         targets, sums = self._targets(call, code)
-        return [*lines, *self._backward_statement(run, incoming, targets, ""), *sums]
+        access = self._access(run, code.backward, self._kind()) if code.backward else None
+        return [*lines, *self._backward_statement(run, access, incoming, targets, ""), *sums]
 
     def _targets(self, call: Call, code: RegionCode) -> tuple[list[str], list[Line]]:
         """Variables for the gradients a call returns, and additions to those that are there already."""
@@ -331,7 +330,7 @@ class Steps:
         assert code.backward is not None  # a loop hands a value along, whose gradient is handed back
         access = self._access(run, code.backward, self._kind())
         lines.append(Line(code=self._over(run, access, backwards=True)))
-        lines.extend(self._backward_statement(run, incoming, results, "    "))
+        lines.extend(self._backward_statement(run, access, incoming, results, "    "))
         lines.extend(sums)
         for argument, _ in run.carried:
             handed = targets.get(argument)
@@ -343,16 +342,17 @@ class Steps:
             self.grads[name] = handed
         return lines
 
-    def _backward_statement(self, run: Run, incoming: list[str], targets: list[str], indent: str) -> list[Line]:
+    def _backward_statement(
+        self, run: Run, access: _Access | None, incoming: list[str], targets: list[str], indent: str
+    ) -> list[Line]:
         code = self.b.codes[run.region.name]
         function = code.backward
-        if function is None:
+        if function is None or access is None:
             taken = ["*saved.pop()"] if run.region.saved else []
             drop = [] if taken else [Line(code=f"{indent}saved.pop()")]
             values = [*incoming, *taken]
             left = f"({values[0]},)" if len(values) == 1 else f"({', '.join(values)})"
             return [*drop, Line(code=f"{indent}kept.append({left})")]
-        access = self._access(run, function, self._kind())
         arguments = self.b.arguments(function, run, (), "self.comm", p=access.p, g=access.g)
         values = [argument for argument in (arguments, *incoming) if argument]
         if any(argument.name == "saved" for argument in function.arguments):

@@ -203,7 +203,7 @@ class Weights:
 def _why_reduced(axes: tuple[str, ...]) -> str:
     if axes == ("dp",):
         return "each of its ranks saw another part of the batch"
-    return "each of their ranks made another part of these gradients"
+    return f"each of {'its' if len(axes) == 1 else 'their'} ranks made another part of these gradients"
 
 
 def _constant(region: Region) -> str:

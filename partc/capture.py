@@ -15,13 +15,8 @@ from torch.nn.parameter import is_lazy
 from partc.errors import PartcError
 from partc.modelfile import blame
 from partc.ownbackward import refuse_hooks, without_own_backward
-from partc.runtime.precision import computing_in
+from partc.runtime.precision import computing_in, held_in
 from partc.torch_private import FakeTensorMode
-
-# What a model is traced in: few bits come later, where they are safe.
-PRECISIONS: Mapping[str, torch.dtype] = {
-    "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64,
-}  # fmt: skip
 
 Loss = Callable[[Any, Mapping[str, Any]], Any]
 
@@ -67,7 +62,7 @@ def capture(
     Raises PartcError P0205 (the model or the batch can't be built), P0206 (it doesn't trace),
     P0208 (the loss is no scalar), P0401 (the batch doesn't divide).
     """
-    dtype = PRECISIONS[precision]
+    dtype = held_in(precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = _built(build, path)
     with mode:

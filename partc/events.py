@@ -11,9 +11,7 @@ from partc.errors import Source
 from partc.layout import Sizes
 from partc.mesh import PIPELINE_AXIS, Mesh
 from partc.parts import Kind, Move, Parts
-from partc.program import Action, Call, Graph, Program, Region, Value
-
-MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+from partc.program import MOVING, Action, Call, Graph, Program, Region, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,14 +11,13 @@ from partc.errors import PartcError
 from partc.gradients import gradient_inputs, input_only, reached, trainable_params
 from partc.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
 from partc.pins import Pin
-from partc.program import FLOATING, ITEMSIZE, Choice, Op, Program, Region, TensorType
+from partc.program import FLOATING, ITEMSIZE, VIEWS, Choice, Op, Program, Region, TensorType
 from partc.rules import Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts, resolve
 from partc.sharding import axis_order, layouts
 
 Slot = tuple[
     str, ...
 ]  # ("value", name) | ("parameter", name) | ("in" | "out", region, index) | ("weight", region, name)
-_VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias"})
 _LARGE_TABLE = 0.01  # an embedding smaller than this share of all parameters may be replicated
 
 
@@ -211,7 +210,7 @@ class _Builder:
         }
         if rule is not None and repeated and is_matmul(op):
             price["repeated_flops"] = times * flops(op, rule) * spare
-        elif repeated and op.name not in _VIEWS and op.results:
+        elif repeated and op.name not in VIEWS and op.results:
             price["repeated_bytes"] = times * sum(size) * spare
         if op.name == "cross_entropy" and not repeated and not any(isinstance(made, Shard) for made in makes):
             price["communication"] = times * 3 * 2 * spare * sum(size)  # a maximum, a sum and a pick, all reduced

@@ -22,6 +22,7 @@ ITEMSIZE: Mapping[str, int] = {
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")  # what a package computes in
 # Operations that draw random numbers; the last argument says which one it is, counted through a call.
 RANDOM = frozenset({"dropout", "attention_dropout", "rand", "randn", "rand_like", "randn_like"})
+MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})  # between ranks
 # Operations whose results may be another sight of their first operand's memory.
 VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias"})
 FLOATING = frozenset({"f64", "f32", "bf16", "f16"})

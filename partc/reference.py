@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError
 from partc.runtime.data import call_with_options, global_batch, load_model_file
-from partc.runtime.precision import computing_in
+from partc.runtime.precision import computing_in, held_in
 from partc.runtime.tensors import save
 from partc.sampling import Sampling
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64}
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -46,7 +45,7 @@ def train(
     module = load_model_file(package / "model.py")
     torch.manual_seed(plan["seed"])
     model: nn.Module = call_with_options(module.model, plan["options"])
-    model.to(DTYPES[plan["precision"]])
+    model.to(held_in(plan["precision"]))
     kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     update = kind(trained, lr=lr) if trained else None
@@ -67,12 +66,12 @@ def train(
 
 def _backward(module: Any, model: nn.Module, plan: dict[str, Any], number: int, accumulate: int) -> float:
     """Add the gradients of a batch's part of the step's loss, which is returned."""
-    batch = global_batch(module, plan["options"], seed=plan["seed"], step=number, dtype=DTYPES[plan["precision"]])
+    batch = global_batch(module, plan["options"], seed=plan["seed"], step=number, dtype=held_in(plan["precision"]))
     parts = _microbatches(batch, plan)
     total = 0.0
     with Sampling(plan["seed"], number) as sampling:
         for part in parts:
-            with computing_in(DTYPES[plan["precision"]]), _mixed(plan["precision"]):
+            with computing_in(held_in(plan["precision"])), _mixed(plan["precision"]):
                 loss = loss_of(module, model, part) / (len(parts) * accumulate)
             loss.backward()
             total += loss.item()

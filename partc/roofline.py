@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from partc.layout import Layout, Sizes
-from partc.program import ITEMSIZE, VIEWS, DType, Op, TensorType
+from partc.program import ITEMSIZE, MOVING, VIEWS, DType, Op, TensorType
 from partc.reshard import cost
 from partc.rules import flops, resolve
 
@@ -24,7 +24,6 @@ class Machine:
 
 
 H100 = Machine(flops={"f64": 5e13, "f32": 3e14, "bf16": 6e14, "f16": 6e14})
-_MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
 
 def seconds(op: Op, types: Mapping[str, TensorType], sizes: Sizes, machine: Machine = H100) -> float:
@@ -32,7 +31,7 @@ def seconds(op: Op, types: Mapping[str, TensorType], sizes: Sizes, machine: Mach
     if op.name in VIEWS:
         return 0.0
     axis = dict(op.attrs).get("axis")
-    if op.name in _MOVING and isinstance(axis, str):
+    if op.name in MOVING and isinstance(axis, str):
         moved = cost(op.name, sizes[axis], types[next(op.refs())].local_bytes(sizes))
         return machine.meeting + moved / machine.link if sizes[axis] > 1 else 0.0
     shapes = {name: _local(types[name], sizes) for name in op.refs()}

@@ -20,12 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from partc.errors import Source
 from partc.naming import unique
-from partc.program import FLOATING, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
+from partc.program import FLOATING, VIEWS, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import Precision, precision_of
 
 _WIDE: DType = "f32"
-_VIEWS = frozenset({"reshape", "permute", "expand", "split", "slice", "alias", "cat", "repeat", "detach"})
+_VIEWS = VIEWS | {"cat", "repeat", "detach"}
 
 
 def precision(program: Program, *, low: DType | None = None, casts: Mapping[str, Precision] | None = None) -> Program:
@@ -83,13 +84,16 @@ class _Mixed:
         )
         writer = _Writer(self.low, (*inputs, *params), {*region.forward.definitions(), *(v.name for v in params)})
         for op in region.forward.ops:
-            writer.operation(op, self.casts.get(op.name) or precision_of(op.name))
+            writer.operation(op, self._wanted(op))
         outputs = tuple(
             name if name in kept else writer.as_dtype(name, self.low if self._travels(writer.types[name]) else _WIDE)
             for name in region.forward.outputs
         )
         forward = replace(region.forward, inputs=inputs, ops=tuple(writer.ops), outputs=outputs)
         return replace(region, params=params, forward=forward)
+
+    def _wanted(self, op: Op) -> Precision:
+        return self.casts.get(op.name) or precision_of(op.name)
 
     def _travels(self, type: TensorType) -> bool:
         """Whether what a call hands on is an activation, and not a loss or a count."""
@@ -106,7 +110,7 @@ class _Mixed:
             read = [views[name] for name in op.refs() if name in views]
             if op.name in _VIEWS and read:
                 views.update((result.name, read[0]) for result in op.results)
-            elif (self.casts.get(op.name) or precision_of(op.name)) == "low":
+            elif self._wanted(op) == "low":
                 yield from (names[name] for name in read)
 
 
@@ -117,6 +121,7 @@ class _Writer:
         self.low = low
         self.types = {value.name: value.type for value in given}
         self.taken = taken
+        self.sources: dict[str, Source | None] = {}
         self.ops: list[Op] = []
         self.cast: dict[tuple[str, DType], str] = {}
 
@@ -135,13 +140,11 @@ class _Writer:
         elif mixed:
             (dtype,) = mixed
         if dtype is not None and not (fixed and op.name == "to"):
-            names = {name: self.as_dtype(name, dtype) for name in (operands if wanted != "any" else tensors)}
-            own = {value.name for value in op.results}
-            op = op.renamed({name: cast for name, cast in names.items() if name not in own})
+            cast = operands if wanted != "any" else tensors
+            op = op.renamed({name: self.as_dtype(name, dtype) for name in cast})
         if dtype is not None and not fixed:
             op = replace(op, results=tuple(self._typed(value, dtype) for value in op.results))
-        self.types.update((value.name, value.type) for value in op.results)
-        self.ops.append(op)
+        self._add(op)
 
     def as_dtype(self, name: str, dtype: DType) -> str:
         """The value's name in this type, cast if it has another."""
@@ -151,18 +154,16 @@ class _Writer:
         if (name, dtype) not in self.cast:
             made = unique(f"{name}_{'wide' if dtype == _WIDE else dtype}", self.taken)
             value = Value(name=made, type=replace(type, dtype=dtype))
-            maker = next((op for op in self.ops if any(v.name == name for v in op.results)), None)
-            self.ops.append(
-                Op(
-                    name="to",
-                    args=(Ref(name), DTypeArg(dtype)),
-                    results=(value,),
-                    source=maker.source if maker else None,
-                )
-            )
-            self.types[made] = value.type
+            source = self.sources.get(name)
+            self._add(Op(name="to", args=(Ref(name), DTypeArg(dtype)), results=(value,), source=source))
             self.cast[name, dtype] = made
         return self.cast[name, dtype]
+
+    def _add(self, op: Op) -> None:
+        self.ops.append(op)
+        for value in op.results:
+            self.types[value.name] = value.type
+            self.sources[value.name] = op.source
 
     @staticmethod
     def _typed(value: Value, dtype: DType) -> Value:

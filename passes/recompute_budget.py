@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from partc.errors import InternalError, PartcError
+from partc.naming import unique
 from partc.passes.recompute_choice import Point
 from partc.printer import readable
 from partc.program import Call, Program, Region
@@ -169,7 +170,7 @@ def varied(program: Program, dealt: Dealt, make: Callable[[Region, int], Region]
             del points[index]
         names = variants[call.region].names
         if index not in names:
-            names[index] = call.region if not names else _fresh(call.region, taken)
+            names[index] = call.region if not names else unique(call.region, taken)
         calls.append(replace(call, region=names[index]))
     regions: list[Region] = []
     for region in program.regions:
@@ -178,11 +179,3 @@ def varied(program: Program, dealt: Dealt, make: Callable[[Region, int], Region]
         if not names:
             regions.append(region)
     return replace(program, calls=tuple(calls), regions=tuple(regions))
-
-
-def _fresh(name: str, taken: set[str]) -> str:
-    count = 2
-    while f"{name}_{count}" in taken:
-        count += 1
-    taken.add(f"{name}_{count}")
-    return f"{name}_{count}"

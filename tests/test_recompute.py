@@ -254,8 +254,8 @@ def random_choice(rng: random.Random) -> Choice:
     return Choice(needed=needed, bytes=sizes, ops=tuple(ops), reads=tuple(reads), effort=tuple(effort))
 
 
-def _price(choice: Choice, saved: frozenset[str]) -> int | None:
-    """What saving these takes, if all that is needed can then be made."""
+def outcome(choice: Choice, saved: frozenset[str]) -> tuple[int, int] | None:
+    """Bytes and effort of saving these, if all that is needed can then be made."""
     makers = {name: index for index, results in enumerate(choice.ops) for name in results}
     again: set[int] = set()
     todo = [name for name in choice.needed if name not in saved]
@@ -266,7 +266,13 @@ def _price(choice: Choice, saved: frozenset[str]) -> int | None:
         if makers[name] not in again:
             again.add(makers[name])
             todo += [read for read in choice.reads[makers[name]] if read not in saved]
-    return WORTH * sum(choice.bytes[name] for name in saved) + sum(choice.effort[index] for index in again)
+    return sum(choice.bytes[name] for name in saved), sum(choice.effort[index] for index in again)
+
+
+def _price(choice: Choice, saved: frozenset[str]) -> int | None:
+    """What the minimum cut minimises."""
+    found = outcome(choice, saved)
+    return None if found is None else WORTH * found[0] + found[1]
 
 
 @pytest.mark.parametrize("seed", range(60))

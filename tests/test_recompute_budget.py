@@ -14,7 +14,7 @@ from partc.mesh import Mesh
 from partc.parser import parse
 from partc.passes.recompute import recompute
 from partc.passes.recompute_budget import MOST_POINTS, solve
-from partc.passes.recompute_choice import Choice, Point, frontier
+from partc.passes.recompute_choice import Point, frontier
 from partc.printer import print_program
 from partc.program import Call, Program, Value
 from partc.roofline import H100, seconds
@@ -24,7 +24,7 @@ from partc.schedules.table import Table
 from partc.schedules.table import parse as parse_table
 from partc.verifier import verify_program
 from tests.programs import op, value
-from tests.test_recompute import random_choice
+from tests.test_recompute import outcome, random_choice
 
 BLOCKS = """
 program deep mesh pp=2,dp=1,tp=1 microbatches 4 loss loss
@@ -97,31 +97,16 @@ def test_bytes_as_they_are_written(text: str, size: int | None) -> None:
 # -- exhaustive searches ----------------------------------------------------------------------------
 
 
-def _outcome(choice: Choice, saved: frozenset[str]) -> tuple[int, int] | None:
-    """Bytes and effort of saving these, if all that is needed can then be made."""
-    makers = {name: index for index, results in enumerate(choice.ops) for name in results}
-    again: set[int] = set()
-    todo = [name for name in choice.needed if name not in saved]
-    while todo:
-        name = todo.pop()
-        if name not in makers:
-            return None
-        if makers[name] not in again:
-            again.add(makers[name])
-            todo += [read for read in choice.reads[makers[name]] if read not in saved]
-    return sum(choice.bytes[name] for name in saved), sum(choice.effort[index] for index in again)
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_the_frontier_is_all_that_nothing_beats(seed: int) -> None:
     choice = random_choice(random.Random(seed))
     names = list(choice.bytes)
     subsets = itertools.chain.from_iterable(itertools.combinations(names, count) for count in range(len(names) + 1))
-    outcomes = {found for subset in subsets if (found := _outcome(choice, frozenset(subset)))}
+    outcomes = {found for subset in subsets if (found := outcome(choice, frozenset(subset)))}
     best = {a for a in outcomes if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in outcomes)}
     points = frontier(choice)
     assert {(point.bytes, point.effort) for point in points} == best and len(points) == len(best)
-    assert all(_outcome(choice, point.saved) == (point.bytes, point.effort) for point in points)
+    assert all(outcome(choice, point.saved) == (point.bytes, point.effort) for point in points)
 
 
 def _points(rng: random.Random) -> list[Point]:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .layout import Dims, SubDim
+from .layout import Dims, SubDim, cutting
 
 PIPELINE = "pp"
 
@@ -110,7 +110,7 @@ def speaks(
     `holders` are the pipeline ranks that have the tensor. Names are spread over the copies, so that
     all ranks write about as much.
     """
-    cut = {axis for dim in dims for _, axes in dim for axis in axes}
+    cut = cutting(dims)
     ways = [(PIPELINE, len(holders), holders.index(coordinate.get(PIPELINE, 0)))]
     ways += [(axis, size, coordinate[axis]) for axis, size in sizes.items() if axis not in (PIPELINE, *cut)]
     index = 0

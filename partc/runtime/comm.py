@@ -130,7 +130,11 @@ class Comm:
 
     def group(self, axes: Sequence[str]) -> Axis:
         """The ranks that differ from this one on these axes only."""
-        return self._groups[",".join(axes)]
+        if len(axes) > 1:
+            return self._groups[",".join(axes)]
+        axis = getattr(self, axes[0])
+        assert isinstance(axis, Axis)
+        return axis
 
     def pipeline(self, ranks: Sequence[int]) -> Axis:
         """Some ranks of this one's pipeline, by their coordinates on it."""
@@ -144,7 +148,7 @@ class Comm:
             for size, axes in dim:
                 ways = place = 0
                 for name in axes:
-                    axis = getattr(self, name)
+                    axis = self.group((name,))
                     ways, place = (ways or 1) * axis.size, place * axis.size + axis.rank
                 here = size // (ways or 1)
                 index = (

@@ -192,7 +192,7 @@ def run_step(
     if loss is not None:
         entering("the loss's reduction")
         for axis in next(stage.loss_partial for stage in stages.values() if stage.loss is not None):
-            loss = _axis(comm, axis).all_reduce(loss)
+            loss = comm.group((axis,)).all_reduce(loss)
     entering("the last transfers of the step")
     comm.drain()
     return loss
@@ -205,12 +205,6 @@ def _shared_gradients(stages: Mapping[int, Stage]) -> dict[tuple[int, ...], list
         for ranks, names in stage.shared.items():
             found.setdefault(ranks, {}).update((name, stage.gradients[name]) for name in names)
     return {ranks: [found[ranks][name] for name in sorted(found[ranks])] for ranks in sorted(found)}
-
-
-def _axis(comm: Comm, name: str) -> Axis:
-    axis = getattr(comm, name)
-    assert isinstance(axis, Axis)
-    return axis
 
 
 def gradient_buffers(

@@ -12,7 +12,7 @@ import torch
 
 from .boxes import Box
 from .errors import UsageError
-from .layout import DTYPES
+from .layout import DTYPES, short_name
 from .manifest import Manifest, Saved
 from .restore import Checkpoint
 from .tensors import BadTensorFile, Described, TensorFile
@@ -68,7 +68,7 @@ def fitting(path: Path, plan: Mapping[str, Any], state: State) -> Checkpoint:
         if shape != tuple(entry["shape"]):
             raise _wrong(path, f"its {here!r} has shape {list(shape)}, here it is {entry['shape']}")
         if not _widens(dtype, DTYPES[entry["dtype"]]):
-            raise _wrong(path, f"its {here!r} is {_short(dtype)}, which {entry['dtype']} here cannot hold exactly")
+            raise _wrong(path, f"its {here!r} is {short_name(dtype)}, which {entry['dtype']} here cannot hold exactly")
         box = Box((0,) * len(shape), shape)
         tensors[name] = Saved(
             str(dtype).removeprefix("torch."), shape, [(os.path.relpath(file, path.parent), box)], here
@@ -105,7 +105,3 @@ def _widens(source: torch.dtype, target: torch.dtype) -> bool:
 
 def _wrong(path: Path, why: str) -> UsageError:
     return UsageError("P0527", f"{path} does not fit the model: {why}", _HELP)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return next((short for short, each in DTYPES.items() if each == dtype), str(dtype))

@@ -16,6 +16,7 @@ import torch
 from .errors import UsageError
 from .layout import parse_mesh
 from .manifest import checkpoints, read
+from .precision import held_in
 from .restore import Checkpoint, Say, newest
 from .together import Together
 from .update import Decline
@@ -70,7 +71,7 @@ class Job:
     @property
     def dtype(self) -> torch.dtype:
         """Of the batch, and of what the optimizer holds."""
-        return torch.float64 if self.plan["precision"] == "fp64" else torch.float32
+        return held_in(self.plan["precision"])
 
     @property
     def start(self) -> int:
@@ -100,7 +101,7 @@ _DEFAULTS: dict[str, Any] = {
     "min_lr": 0.0, "weight_decay": None, "no_decay": (),
 }  # fmt: skip
 _CONTINUED = ("seed", *_DEFAULTS)
-_LEAST = {"save_every": 1, "keep": 1, "accumulate": 1, "warmup": 0, "min_lr": 0, "weight_decay": 0, "clip": 1e-30}
+_LEAST = {"save_every": 1, "keep": 1, "accumulate": 1, "warmup": 0, "min_lr": 0, "weight_decay": 0}
 
 
 def parse(argv: Sequence[str], root: Path) -> Job:
@@ -150,8 +151,9 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         raise UsageError("P0503", f"{root} has no plan.json", "run train.py from the folder that partc compile wrote")
     for name, least in _LEAST.items():
         if arguments[name] is not None and not arguments[name] >= least:
-            option, allowed = f"--{name.replace('_', '-')}", f"{least} or more" if least != 1e-30 else "more than 0"
-            raise UsageError("P0521", f"{option} {arguments[name]} is out of range", f"give {allowed}", alike=True)
+            raise _out_of_range(name, arguments[name], f"{least} or more")
+    if arguments["clip"] is not None and not arguments["clip"] > 0:
+        raise _out_of_range("clip", arguments["clip"], "more than 0")
     resume = arguments.pop("resume")
     if resume == "" and arguments["save"] is None:
         raise UsageError("P0521", "--resume has no folder", "name one, or add --save DIR to continue there", alike=True)
@@ -162,6 +164,11 @@ def parse(argv: Sequence[str], root: Path) -> Job:
             arguments[name] = value
     folder = None if resume is None else Path(resume) if resume else arguments["save"]
     return Job(root=root, plan=plan, resume=folder, given=given, **arguments)
+
+
+def _out_of_range(name: str, value: float, allowed: str) -> UsageError:
+    option = f"--{name.replace('_', '-')}"
+    return UsageError("P0521", f"{option} {value} is out of range", f"give {allowed}", alike=True)
 
 
 def prepared(job: Job, together: Together, say: Say) -> Job:

@@ -92,6 +92,16 @@ class Received:
         return DTYPES[self.dtype]
 
 
+def cutting(dims: Dims) -> frozenset[str]:
+    """The axes that cut some dimension."""
+    return frozenset(axis for dim in dims for _, axes in dim for axis in axes)
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """`f32`, as types are written here; torch's own name for a dtype that has none."""
+    return next((short for short, each in DTYPES.items() if each == dtype), str(dtype))
+
+
 def parse_dims(text: str) -> Dims:
     """Read `[16@dp,mb, 3 · 4096@tp]`; marks after the bracket (`partial(tp)`) say nothing about the cut."""
     inside = text[text.index("[") + 1 : text.index("]")]

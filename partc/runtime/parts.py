@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .comm import Axis, Comm, join, split
-from .layout import Shard
+from .layout import Shard, cutting
 
 Fields = Any  # the tuple class of a region's parameters, or one of it
 
@@ -27,8 +27,8 @@ class Parts:
         self._shards = shards
         self._held = held
         self._gradients = gradients
-        axes = {axis for shard in shards.values() for dim in shard.dims for _, axes in dim for axis in axes}
-        sizes = {name: getattr(comm, name).size for name in axes}
+        axes = {axis for shard in shards.values() for axis in cutting(shard.dims)}
+        sizes = {name: comm.group((name,)).size for name in axes}
         self._seams = {name: shard.seam(sizes) for name, shard in shards.items() if shard.gather}
         self._kept: dict[str, Tensor] = {}  # gathered, up to date after `refresh`
         self._sums: dict[str, Tensor] = {}  # gradients of the whole, until `scatter_sums`
@@ -41,7 +41,7 @@ class Parts:
     def gather(self, *names: str) -> list[Tensor]:
         """The whole parameters, as calls read them."""
         whole = {name: self._held[name].to(self._shards[name].read_dtype) for name in names}
-        for axis, together in self._together(name for name in names if self._shards[name].gather):
+        for axis, together in self._together(whole):
             parts = [whole[name] for name in together]
             rows = axis.all_gather(torch.cat([part.reshape(-1) for part in parts]), dim=0).view(axis.size, -1)
             columns = rows.split([part.numel() for part in parts], dim=1)
@@ -51,7 +51,7 @@ class Parts:
 
     def scatter(self, gradients: Mapping[str, Tensor]) -> None:
         """Add to each rank's part the sum of what all ranks have for it in these gradients of whole parameters."""
-        for axis, together in self._together(name for name in gradients if self._shards[name].gather):
+        for axis, together in self._together(gradients):
             rows = [split(gradients[name], axis.size, *self._seams[name]).reshape(axis.size, -1) for name in together]
             mine = axis.reduce_scatter(torch.cat(rows, dim=1).view(-1), dim=0)
             for name, part in zip(together, mine.split([row.shape[1] for row in rows]), strict=True):
@@ -96,21 +96,17 @@ class Parts:
             return gradient
         dim, _ = self._seams[name]
         shape = list(gradient.shape)
-        shape[dim] *= self._axis(shard.gather).size
+        shape[dim] *= self._comm.group(shard.gather).size
         return gradient.new_zeros(shape)
 
-    def _together(self, names: Iterator[str]) -> Iterator[tuple[Axis, list[str]]]:
-        """Names whose tensors can share a collective."""
+    def _together(self, moved: Mapping[str, Tensor]) -> Iterator[tuple[Axis, list[str]]]:
+        """Names, of what ranks hold in parts, whose tensors can share a collective."""
         found: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
-        for name in names:
-            found.setdefault((self._shards[name].gather, self._shards[name].read_dtype), []).append(name)
+        for name in moved:
+            if self._shards[name].gather:
+                found.setdefault((self._shards[name].gather, self._shards[name].read_dtype), []).append(name)
         for (axes, _), together in found.items():
-            yield self._axis(axes), together
-
-    def _axis(self, names: Sequence[str]) -> Axis:
-        axis = getattr(self._comm, names[0]) if len(names) == 1 else self._comm.group(names)
-        assert isinstance(axis, Axis)
-        return axis
+            yield self._comm.group(axes), together
 
 
 class Unit:

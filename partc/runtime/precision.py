@@ -11,6 +11,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
+def held_in(precision: str) -> torch.dtype:
+    """What parameters are held in, and a model is traced in: few bits come later, where they are safe."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
 class _Double(TorchFunctionMode):
     """Replaces float32, wherever a function is told to use it, by float64."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .boxes import Box, pieces
 from .errors import UsageError
-from .layout import DTYPES, Shard
+from .layout import Shard, short_name
 from .manifest import LOSS_SCALE, Manifest, changed_file, checkpoints, damaged, read, step_of
 from .tensors import TensorFile
 from .together import Together
@@ -40,7 +40,7 @@ class Checkpoint:
             wanted = f"{entry['dtype']}{entry['shape']}"
             if saved is None:
                 raise self._foreign(f"it has no {name!r}, which is {wanted} here")
-            found = f"{_short(saved.dtype)}{list(saved.shape)}"
+            found = f"{short_name(getattr(torch, saved.dtype))}{list(saved.shape)}"
             if found != wanted:
                 raise self._foreign(f"its {name!r} is {found}, here it is {wanted}")
         states = {name.partition("/")[0] + "/" for name in self.tensors if "/" in name}
@@ -145,7 +145,3 @@ def _absent(target: Path, why: str) -> UsageError:
         "name the folder that --save was given, or one of its step_ folders",
         alike=True,
     )
-
-
-def _short(dtype: str) -> str:
-    return next(short for short, each in DTYPES.items() if str(each) == f"torch.{dtype}")

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .comm import Axis, Comm
-from .layout import Shard
+from .comm import Comm
+from .layout import Shard, cutting
 
 Decline = Literal["constant", "linear", "cosine"]
 
@@ -136,9 +136,7 @@ class Update:
             for gradient in gradients:
                 total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square() / copies
         for name in self._axes:
-            axis = getattr(self._comm, name)
-            assert isinstance(axis, Axis)
-            total = axis.all_reduce(total)
+            total = self._comm.group((name,)).all_reduce(total)
         return float(total.sqrt())
 
 
@@ -148,7 +146,7 @@ def _by_copies(
     """Gradients by how many ranks hold the same part."""
     found: dict[int, list[Tensor]] = {}
     for shard, gradient in gradients.values():
-        cut = {axis for dim in shard.dims for _, axes in dim for axis in axes}
+        cut = cutting(shard.dims)
         equal = math.prod(size for axis, size in sizes.items() if axis not in cut and axis != "pp")
         found.setdefault(equal * max(1, len(shard.shared)), []).append(gradient)
     yield from found.items()

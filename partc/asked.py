@@ -17,6 +17,10 @@ _KEPT = (
 )  # fmt: skip
 
 
+# What a package's plan leaves out where nobody asked for it.
+_DEFAULTS = {"schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": ()}
+
+
 def options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
     """The checked options of a compile, and those for the model file."""
     from partc.options import Options
@@ -53,7 +57,7 @@ def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str,
                 "P0603", f"{name} is a package, with a mesh and options of its own", help="inspect its model file"
             )
         kept = {name: plan[name] for name in ("mesh", "microbatches", "precision", "seed")}
-        command = {"schedule": "1f1b", "shard": (), "zero": "0", "casts": (), **plan.get("command", {})}
+        command = {**_DEFAULTS, **plan.get("command", {})}
         if command["schedule"] == TABLE:
             command["schedule"] = str(Path(name) / TABLE)
         definitions = [f"{name}={value}" for name, value in plan["options"].items()]

@@ -66,6 +66,8 @@ def _group(event: Collective) -> str:
         ("gpt", "2x2x2", {"zero": 3, "schedule": "zero-bubble", "recompute": "full"}),
         ("gpt2", "pp=2,dp_out=2,dp_in=2", {"zero": "3@dp_in", "recompute": "selective"}),
         ("mixtral", "2x2x2", {"zero": 1, "schedule": "zbv"}),
+        ("resnet", "2", {"zero": 2, "precision": "bf16"}),  # norms' weights are read in fp32
+        ("resnet", "2", {"zero": 3, "precision": "bf16"}),
     ],
 )
 def test_packages_do_what_was_proved(name: str, mesh: str, options: dict[str, Any], tmp_path: Path) -> None:

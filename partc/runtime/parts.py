@@ -102,9 +102,9 @@ class Parts:
     def _together(self, moved: Mapping[str, Tensor]) -> Iterator[tuple[Axis, list[str]]]:
         """Names, of what ranks hold in parts, whose tensors can share a collective."""
         found: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
-        for name in moved:
+        for name, x in moved.items():
             if self._shards[name].gather:
-                found.setdefault((self._shards[name].gather, self._shards[name].read_dtype), []).append(name)
+                found.setdefault((self._shards[name].gather, x.dtype), []).append(name)
         for (axes, _), together in found.items():
             yield self._comm.group(axes), together
 

@@ -123,10 +123,17 @@ def test_three_stages(schedule: Any, alive: list[int]) -> None:
         gradients, _ = gradient_buffers(kind.parameters, {"w": weights[rank]})
         stage = stages[rank] = kind(comm, {"w": weights[rank]}, gradients)
         batch, pieces = local_batch({"x": x}, stage.inputs, {"pp": 3}, {"pp": rank}, MICROBATCHES, torch.device("cpu"))
-        entered: list[str] = []
+        comm.clock.start(torch.device("cpu"))
         with torch.no_grad():
-            losses[rank] = run_step({rank: stage}, comm, parse_schedule(schedule(rank)), batch, pieces, entered.append)
-        assert entered[1:-1][: len(schedule(rank).split())] == schedule(rank).split()
+            losses[rank] = run_step({rank: stage}, comm, parse_schedule(schedule(rank)), batch, pieces)
+        done = comm.clock.stop()
+        assert [each.name for each in done if each.kind == "work"][1:][: len(schedule(rank).split())] == schedule(
+            rank
+        ).split()
+        inside = [each for each in done if each.kind in ("send", "recv")]
+        assert [each.within.lstrip("012").rstrip("0123") for each in inside] == [
+            f"{each.name.upper()}_{'F' if each.over.split()[1] < each.over.split()[2] else 'B'}" for each in inside
+        ]
 
     gc.collect()
     world = World(3)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from .clock import Clock
 from .layout import parse_dims
 from .random import Draw, stream
 
@@ -23,6 +24,9 @@ class Axis:
     Subclasses carry bytes: they implement the four methods at the end on contiguous tensors.
     """
 
+    name = ""  # the axes it goes over
+    clock: Clock | None = None  # which is told of every collective
+
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
@@ -31,15 +35,15 @@ class Axis:
         """The sum (or maximum) over the group, in a new tensor."""
         if self.size == 1:
             return x
-        return self._all_reduce(x.clone(memory_format=torch.contiguous_format), op)
+        return self._timed("all_reduce", self._all_reduce, x.clone(memory_format=torch.contiguous_format), op)
 
     def all_reduce_(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
         """The same into `x` itself, for a tensor that nothing else reads."""
         if self.size == 1:
             return x
         if not x.is_contiguous():
-            return x.copy_(self._all_reduce(x.contiguous(), op))
-        return self._all_reduce(x, op)
+            return x.copy_(self._timed("all_reduce", self._all_reduce, x.contiguous(), op))
+        return self._timed("all_reduce", self._all_reduce, x, op)
 
     def reduce_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Sum each gradient over the group, in place. Neighbours in memory travel together.
@@ -48,19 +52,19 @@ class Axis:
         """
         if self.size > 1:
             for run in _runs(gradients):
-                self._all_reduce(run, "sum")
+                self._timed("all_reduce", self._all_reduce, run, "sum")
 
     def all_gather(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
         """The shards of all ranks side by side along `rest`."""
         if self.size == 1:
             return x
-        return join(self._all_gather(x.contiguous()), dim, outer)
+        return join(self._timed("all_gather", self._all_gather, x.contiguous()), dim, outer)
 
     def reduce_scatter(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
         """This rank's part, along `rest`, of the sum over the group."""
         if self.size == 1:
             return x
-        return self._reduce_scatter(split(x, self.size, dim, outer).contiguous())
+        return self._timed("reduce_scatter", self._reduce_scatter, split(x, self.size, dim, outer).contiguous())
 
     def all_to_all(
         self, x: Tensor, *, split_dim: int, split_outer: int = 1, concat_dim: int, concat_outer: int = 1
@@ -68,9 +72,8 @@ class Axis:
         """Cut along one dimension, join along another: a tensor sharded there is now sharded here."""
         if self.size == 1:
             return x
-        return join(
-            self._all_to_all(split(x, self.size, split_dim, split_outer).contiguous()), concat_dim, concat_outer
-        )
+        parts = split(x, self.size, split_dim, split_outer).contiguous()
+        return join(self._timed("all_to_all", self._all_to_all, parts), concat_dim, concat_outer)
 
     def take(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
         """This rank's part along `rest`; moves nothing."""
@@ -86,6 +89,15 @@ class Axis:
         whole = x.new_zeros((*before, outer, self.size, rest, *after))
         whole.select(dim + 1, self.rank).copy_(x.reshape(*before, outer, rest, *after))
         return whole.view(*before, x.shape[dim] * self.size, *after)
+
+    def _timed(self, name: str, carry: Callable[..., Tensor], x: Tensor, *rest: ReduceOp) -> Tensor:
+        clock = self.clock
+        if clock is None:
+            return carry(x, *rest)
+        begun = clock.begin(name, self.name)
+        result = carry(x, *rest)
+        clock.end(begun, "collective", name, self.name, x)
+        return result
 
     def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
         """Reduce a contiguous tensor in place."""
@@ -115,8 +127,11 @@ class Comm:
 
     device = torch.device("cpu")  # where this rank computes
 
-    def __init__(self, axes: Mapping[str, Axis], groups: Mapping[str, Axis]) -> None:
+    def __init__(self, axes: Mapping[str, Axis], groups: Mapping[str, Axis], clock: Clock | None = None) -> None:
         self._groups = dict(groups)
+        self.clock = Clock() if clock is None else clock
+        for name, axis in groups.items():
+            axis.name, axis.clock = name, self.clock
         self.mb = Axis()  # microbatches: an axis in time, where only `take` and `put` make sense
         self.draws = 0  # random operations of a microbatch, where each one draws its own
         self.seed = 0
@@ -160,14 +175,33 @@ class Comm:
 
     def send(self, x: Tensor, link: Link) -> None:
         """Post `x` on a link that starts here; never waits for it."""
-        raise NotImplementedError
+        over = f"link {link[0]} {link[1]}"
+        begun = self.clock.begin("send", over)
+        self._send(x, link)
+        self.clock.end(begun, "send", "send", over, x)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
         """Wait for the next tensor on a link that ends here."""
-        raise NotImplementedError
+        over = f"link {link[0]} {link[1]}"
+        begun = self.clock.begin("recv", over)
+        x = self._recv(shape, dtype, link)
+        self.clock.end(begun, "recv", "recv", over, x)
+        return x
 
     def drain(self) -> None:
         """Wait until everything posted has left: once, at a step's end."""
+        begun = self.clock.begin("drain", "all links")
+        self._drain()
+        self.clock.end(begun, "drain", "drain", "all links", None)
+
+    def _send(self, x: Tensor, link: Link) -> None:
+        raise NotImplementedError
+
+    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
+        raise NotImplementedError
+
+    def _drain(self) -> None:
+        pass
 
     def barrier(self) -> None:
         """Wait for every rank of the mesh."""
@@ -187,7 +221,7 @@ class Comm:
 def axes_and_groups(
     coordinate: Mapping[str, int], groups: Mapping[str, Axis]
 ) -> tuple[dict[str, Axis], dict[str, Axis]]:
-    """The two arguments of Comm: axes of size 1 have no literal group and become no-ops."""
+    """Two arguments of Comm: axes of size 1 have no literal group and become no-ops."""
     return {name: groups.get(name, Axis()) for name in coordinate}, dict(groups)
 
 

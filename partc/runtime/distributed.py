@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from .clock import Clock
 from .comm import Axis, Comm, Link, ReduceOp, axes_and_groups
 from .torch_private import all_gather_base, lone_store, process_group, reduce_scatter_base
 from .watch import PeerLost
@@ -141,6 +142,7 @@ class DistributedComm(Comm):
         store: Store,
         device: torch.device,
         timeout: datetime.timedelta,
+        clock: Clock | None = None,
     ) -> None:
         self.device = device
         self._rank = rank
@@ -163,21 +165,21 @@ class DistributedComm(Comm):
             made[name] = axis(group, place, len(ranks))
         self._made = tuple(made.values())
         self._links = {link: made[f"link {link[0]} {link[1]}"] for link in links}
-        super().__init__(*axes_and_groups(coordinate, {name: made[name] for name in groups}))
+        super().__init__(*axes_and_groups(coordinate, {name: made[name] for name in groups}), clock)
 
-    def send(self, x: Tensor, link: Link) -> None:
+    def _send(self, x: Tensor, link: Link) -> None:
         x = x.contiguous()
         # The tensor is kept until the transfer has ended: nothing else may hold it by then.
         with _peers():
             self._posted.append((self._links[link].process_group.send([_bytes(x)], 1, 0), x))
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
+    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
         x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         with _peers():
             self._links[link].process_group.recv([_bytes(x)], 0, 0).wait()
         return x
 
-    def drain(self) -> None:
+    def _drain(self) -> None:
         with _peers():
             for work, _ in self._posted:
                 work.wait()

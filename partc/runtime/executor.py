@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -167,7 +167,6 @@ def run_step(
     actions: Sequence[Action],
     batch: dict[str, Tensor],
     microbatches: Sequence[dict[str, Tensor]],
-    entering: Callable[[str], None] = lambda what: None,
     *,
     last: bool = True,
 ) -> Tensor | None:
@@ -175,25 +174,26 @@ def run_step(
 
     `stages` are this rank's, by number; `batch` is its part of the step's batch, `microbatches` the
     same in pieces. Gradients are summed over ranks if this is the `last` batch before the update.
-    `entering` is told each action before it starts, so that a report on a rank that hangs can say where.
+    The communicator's clock is told each action before it starts.
     """
-    entering("prepare")
+    entering = comm.clock.entering
+    entering("prepare", "work")
     for stage in stages.values():
         stage.prepare(batch)
     step = Step(stages, comm, microbatches)
     for action in actions:
         if last or action.kind != "REDUCE_GRAD":
-            entering(str(action))
+            entering(str(action), "work")
             step.run(action)
-    entering("the sum of shared weights' gradients")
+    entering("the sum of shared weights' gradients", "work")
     for ranks, gradients in _shared_gradients(stages).items() if last else ():
         comm.pipeline(ranks).reduce_gradients(gradients)
     loss = step.loss
     if loss is not None:
-        entering("the loss's reduction")
+        entering("the loss's reduction", "work")
         for axis in next(stage.loss_partial for stage in stages.values() if stage.loss is not None):
             loss = comm.group((axis,)).all_reduce(loss)
-    entering("the last transfers of the step")
+    entering("the last transfers of the step", "work")
     comm.drain()
     return loss
 

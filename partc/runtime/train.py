@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import Store
 
 from . import nans
 from .checkpoint import Place, Saver
+from .clock import Clock
 from .comm import Comm
 from .data import global_batch, load_model_file, local_batch
 from .errors import UsageError
@@ -144,15 +145,16 @@ def _train_this_rank(job: Job) -> bool:
     store, number = meet(world_size, timeout)
     device = _device()
     interruption = None if job.save is None else Interruption(number, world_size)
-    with Watch(store, number, world_size, timeout=job.timeout, interruption=interruption) as watch:
+    clock = Clock()
+    with Watch(store, number, world_size, timeout=job.timeout, interruption=interruption, clock=clock):
         rank = _load_rank(number)
         model_file = load_model_file(job.root / "model.py")
-        watch.entering("the choice of its checkpoint")
+        clock.entering("the choice of its checkpoint")
         together = Together(store, number, world_size)
         job = prepared(job, together, _say if number == 0 else lambda line: None)
-        watch.entering("the initialisation of its parameters")
+        clock.entering("the initialisation of its parameters")
         _materialise(job, model_file, [rank], device, together)
-        watch.entering("connecting to its peers")
+        clock.entering("connecting to its peers")
         comm = DistributedComm(
             rank=number,
             coordinate=rank.module.COORDINATE,
@@ -163,9 +165,10 @@ def _train_this_rank(job: Job) -> bool:
             store=store,
             device=device,
             timeout=timeout,
+            clock=clock,
         )
-        _train(job, rank, comm, lambda step: _batch(job, model_file, step), device, store, interruption, watch)
-        watch.entering("the end of the run")
+        _train(job, rank, comm, lambda step: _batch(job, model_file, step), device, store, interruption)
+        clock.entering("the end of the run")
         comm.barrier()
     comm.close()
     return _stopped(job, rank)
@@ -234,7 +237,6 @@ def _train(
     device: torch.device,
     store: Store,
     interruption: Interruption | VirtualInterruption | None = None,
-    watch: Watch | None = None,
 ) -> None:
     tokens = tokens_per_step(job.plan) * job.accumulate
     log = StepLog(job.metrics, job.steps, start=job.start, tokens=tokens) if rank.logs else None
@@ -242,7 +244,7 @@ def _train(
     saver = None
     if job.save is not None:
         saver = Saver(job.save, keep=job.keep, place=place, store=store, attempt=job.attempt, run=job.run)
-    entering = (lambda what: None) if watch is None else watch.entering
+    clock = comm.clock
     rank.done = job.start
     with torch.no_grad():
         gradients, buffers = gradient_buffers(rank.shards, rank.parameters)
@@ -276,45 +278,45 @@ def _train(
             scale=scale,
             norms=job.metrics is not None,
         )
-        entering("setup")
+        clock.entering("setup")
         comm.draws = job.plan["draws"] if job.plan["repeated"] else 0
         for stage in stages.values():
             stage.setup()
         for step in range(job.start, job.steps):
             if interruption is not None and interruption.before(step):
                 break
-            if watch is not None:
-                watch.step = step + 1
+            clock.step = step + 1
             comm.scale = 1.0 if scale is None else scale.value
             seconds, losses = 0.0, []
             for index in range(job.accumulate):
                 number = step * job.accumulate + index
-                entering("data")
+                clock.entering("data")
                 batch, microbatches = local_batch(
                     batch_of(number), rank.inputs, job.sizes, rank.module.COORDINATE, job.plan["microbatches"], device
                 )
                 comm.seed, comm.step = job.seed, number
+                clock.entering("clearing gradients", "work")
                 started = time.perf_counter()
                 if index == 0:
                     for buffer in buffers:
                         buffer.zero_()
                 last = index == job.accumulate - 1
-                run = partial(run_step, stages, comm, rank.actions, batch, microbatches, entering, last=last)
+                run = partial(run_step, stages, comm, rank.actions, batch, microbatches, last=last)
                 loss = run()
                 losses.append(None if loss is None else loss.item())
                 seconds += time.perf_counter() - started
                 if job.check_nans:
-                    entering("the check of its loss")
+                    clock.entering("the check of its loss")
                     if comm.any(losses[-1] is not None and not math.isfinite(losses[-1])):
                         calls = job.plan["calls"]
                         if saver is not None:
                             saver.wait()
                         raise nans.explain(comm, step, losses[-1], stages, rank.parameters, batch, calls, run)
+            clock.entering("the update", "work")
             started = time.perf_counter()
             update.unscale(job.accumulate)
             if job.record:
                 recorded = {f"gradient/{name}": x.clone() for name, x in gradients.items()}
-            entering("the update")
             updated = update.step(step)
             for stage in stages.values():
                 stage.refresh()
@@ -328,12 +330,12 @@ def _train(
                 save(job.record / f"step_{step:04d}_rank_{rank.number:03d}.safetensors", recorded)
             rank.done = step + 1
             if saver is not None and job.saves_after(step + 1):
-                entering("saving")
+                clock.entering("saving")
                 saver.save(step + 1, state(held, optimized, optimizer, job.plan, scale))
     if saver is not None and rank.done not in (saver.saved, job.start):
         saver.save(rank.done, state(held, optimized, optimizer, job.plan, scale))
     if saver is not None:
-        entering("the writing of the last checkpoint")
+        clock.entering("the writing of the last checkpoint")
         saver.wait()
     if log is not None:
         log.close()

@@ -184,12 +184,12 @@ class VirtualComm(Comm):
         self._links = links
         self._everyone = VirtualAxis(world, "world", tuple(range(world.size)), rank)
 
-    def send(self, x: Tensor, link: Link) -> None:
+    def _send(self, x: Tensor, link: Link) -> None:
         peer = self._links[link]
         self._world.mailboxes.setdefault((self._rank, peer, link), deque()).append(x.clone())
         self._world.mail_arrived(peer, self._rank, link)
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
+    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
         peer = self._links[link]
         mailbox = self._world.mailboxes.setdefault((peer, self._rank, link), deque())
         if not mailbox:

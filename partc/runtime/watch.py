@@ -19,6 +19,7 @@ from types import TracebackType
 
 from torch.distributed.distributed_c10d import Store
 
+from .clock import Clock
 from .errors import UsageError
 from .interruption import Interruption
 from .torch_private import clone_store
@@ -35,7 +36,7 @@ class PeerLost(RuntimeError):
 
 
 class Watch:
-    """Used as a context around a rank's work; `doing` is what the main thread is in."""
+    """Used as a context around a rank's work; `clock` says what the main thread is in."""
 
     def __init__(
         self,
@@ -45,9 +46,9 @@ class Watch:
         *,
         timeout: float = math.inf,
         interruption: Interruption | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        self.doing = "start-up"
-        self.step = 0  # counted from 1; 0 before the first
+        self.clock = Clock() if clock is None else clock
         self._interruption = interruption
         self._works = world_size > 1 or interruption is not None
         self._patience = max(3 * INTERVAL, min(PATIENCE, timeout))
@@ -61,9 +62,6 @@ class Watch:
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, args=(clone_store(store),), daemon=True)
         self._turns = 0  # of that thread
-
-    def entering(self, what: str) -> None:
-        self.doing = f"{what} of step {self.step}" if self.step else what
 
     def __enter__(self) -> Watch:
         if self._works:
@@ -87,11 +85,11 @@ class Watch:
             # Somebody else's failure, most likely: leave time to find out whose, and let the thread tell.
             self._store.set(_SUSPECT, "")
             time.sleep(HURRY + 5 * self._interval)
-            self._note(f"rank {self._rank} lost its connection in {self.doing}: {_first_line(error)}")
+            self._note(f"rank {self._rank} lost its connection in {self.clock.doing}: {_first_line(error)}")
             time.sleep(2 * self._interval)
         elif error is not None and not alike:
             self._note(
-                f"rank {self._rank} failed in {self.doing}: {kind.__name__ if kind else ''}: {_first_line(error)}"
+                f"rank {self._rank} failed in {self.clock.doing}: {kind.__name__ if kind else ''}: {_first_line(error)}"
             )
         self._done.set()
         os.write(self._wake_write, b"\0")
@@ -134,7 +132,7 @@ class Watch:
         while not self._done.is_set():
             beats += 1
             self._turns += 1
-            store.set(f"alive/{self._rank}", f"{beats} {here} {self.doing}")
+            store.set(f"alive/{self._rank}", f"{beats} {here} {self.clock.doing}")
             if store.check([_FAILED]):
                 self._stop(store.get(_FAILED).decode(), 1)
             sign = self._sign(store)
@@ -180,7 +178,7 @@ class Watch:
         return os.read(self._wake_read, 64) if ready else b""
 
     def _stop(self, why: str, code: int) -> None:
-        print(f"error P0505: {why}; rank {self._rank} stops, in {self.doing}", file=sys.stderr, flush=True)
+        print(f"error P0505: {why}; rank {self._rank} stops, in {self.clock.doing}", file=sys.stderr, flush=True)
         if code == 1:
             self._outlast_others()
         os._exit(code)

@@ -1,0 +1,120 @@
+"""What a rank is doing, and how long each thing took: for reports of ranks that hang, for metrics and for traces.
+
+`doing` is always up to date. Intervals are kept only after `start`. They come in two levels: what the
+rank's program is at (an action of the schedule, the update), one after the other; and inside of those
+every collective and transfer. What is not inside one of the latter is the rank's own work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Kind = Literal["work", "aside", "collective", "send", "recv", "drain"]
+Mark = Any  # nanoseconds of this machine's monotonic clock, or an event of a CUDA stream
+
+
+class Interval(NamedTuple):
+    """Something that a rank did. Times are nanoseconds of its machine's monotonic clock."""
+
+    start: int
+    end: int
+    kind: Kind  # "work" and "aside" (not part of a step's seconds) are of the outer level
+    name: str  # the action, or the operation
+    over: str = ""  # what it goes over: axes, or a link as in "link 0 1"
+    bytes: int = 0  # of this rank's operand
+    within: str = ""  # the action that a collective or transfer belongs to
+
+
+class Clock:
+    """One rank's. Off until `start`: then it costs two assignments for each thing done."""
+
+    def __init__(self) -> None:
+        self.step = 0  # counted from 1; 0 before the first
+        self._at = "start-up"
+        self._inside = ""
+        self._kind: Kind = "aside"
+        self._since: Mark = 0
+        self._kept: list[tuple[Mark, Mark, Kind, str, str, int, str]] = []
+        self._marks: _Host | _Cuda | None = None
+
+    @property
+    def doing(self) -> str:
+        """In words, with the step."""
+        where = f"{self._at} of step {self.step}" if self.step else self._at
+        return f"{where}, {self._inside}" if self._inside else where
+
+    def entering(self, what: str, kind: Kind = "aside") -> None:
+        """From now on the rank is at `what`."""
+        if self._marks is not None:
+            now = self._marks.mark()
+            self._kept.append((self._since, now, self._kind, self._at, "", 0, ""))
+            self._since = now
+        self._at, self._kind = what, kind
+
+    def begin(self, name: str, over: str) -> Mark:
+        """A collective or transfer begins; `end` wants what this returns."""
+        self._inside = f"{name} over {over}"
+        return None if self._marks is None else self._marks.mark()
+
+    def end(self, begun: Mark, kind: Kind, name: str, over: str, x: Tensor | None) -> None:
+        """It has ended, after moving `x`. What began before `start` is not kept."""
+        self._inside = ""
+        if self._marks is not None and begun is not None:
+            size = 0 if x is None else x.numel() * x.element_size()
+            self._kept.append((begun, self._marks.mark(), kind, name, over, size, self._at))
+
+    def start(self, device: torch.device) -> None:
+        """Keep intervals from now on."""
+        self._marks = _Cuda() if device.type == "cuda" else _Host()
+        self._kept.clear()
+        self._since = self._marks.mark()
+
+    def stop(self) -> list[Interval]:
+        """All since `start`, in the order in which they ended, and no more of them."""
+        if self._marks is None:
+            return []
+        self.entering(self._at, self._kind)
+        marks, self._marks = self._marks, None
+        times = marks.read([mark for kept in self._kept for mark in kept[:2]])
+        pairs = zip(times[::2], times[1::2], self._kept, strict=True)
+        found = [Interval(start, end, *kept[2:]) for start, end, kept in pairs]
+        self._kept.clear()
+        return found
+
+
+class _Host:
+    """Work is done when the call returns. Processes of one machine read the same clock."""
+
+    def mark(self) -> int:
+        return time.monotonic_ns()
+
+    def read(self, marks: Sequence[int]) -> Sequence[int]:
+        return marks
+
+
+class _Cuda:
+    """Work is done later, in the order of the current stream; the device says when.
+
+    A collective runs on a stream of its own, for which the current one waits: between two events
+    on the current stream lies what the rank's own work has waited.
+    """
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._first = self.mark()
+        self._first.synchronize()
+        self._zero = time.monotonic_ns()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, marks: Sequence[torch.cuda.Event]) -> Sequence[int]:
+        torch.cuda.synchronize()
+        return [self._zero + round(self._first.elapsed_time(mark) * 1e6) for mark in marks]

@@ -43,13 +43,13 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A send, which is posted and doesn't wait, or a receive, which does.
+    """A send or the post of a receive, neither of which waits; or the wait for what was posted.
 
-    Every `link`, from one stage to another, is a channel of its own: its tensors arrive in the order
-    in which they were sent.
+    Every `link`, from one stage to another, is a channel of its own: what is posted first gets what is
+    sent first.
     """
 
-    kind: Literal["send", "recv"]
+    kind: Literal["send", "recv", "wait"]
     value: str
     link: tuple[int, int]
     place: int  # the pipeline coordinate of the other rank, which agrees on every other axis
@@ -110,8 +110,10 @@ class _Place:
             for stage in self.stages:
                 yield from self._of_phase(stage, phase)
         blocks: dict[tuple[int, str], tuple[Collective, ...]] = {}
+        waits: dict[tuple[int, bool, int | None], list[Transfer]] = {}
         for action in self.program.schedule[self.place]:
             if action.kind in ("F", "B", "I", "W"):
+                yield from waits.pop((action.stage, action.kind == "F", action.microbatch), ())
                 key = (action.stage, action.kind)
                 if key not in blocks:
                     blocks[key] = tuple(self._compute(*key))
@@ -120,7 +122,11 @@ class _Place:
                 yield from _parts(self.parts.scattered_at_end(action.stage), str(action))
                 yield from self._reductions(action.stage)
             else:
-                yield from self._transfers(action)
+                transfers = tuple(self._transfers(action))
+                yield from transfers
+                if action.kind in ("RECV_F", "RECV_B"):
+                    reader = (action.stage, action.kind == "RECV_F", action.microbatch)
+                    waits[reader] = [replace(transfer, kind="wait") for transfer in transfers]
         yield from self._shared()
         yield from self._loss()
         for stage in self.stages:

@@ -7,8 +7,8 @@
     1            [1F0 ][   1B0    ][1F1 ][   1B1    ][1F2 ][   1B2    ]
 
 A rank does its actions in order. A forward pass waits for the values it reads from other stages, a
-backward pass for their gradients, a receive for both alike; a send waits for nothing. The same
-play finds schedules that cannot go on.
+backward pass for their gradients; sends and receives wait for nothing, and a transfer begins when both
+ends are ready. The same play finds schedules that cannot go on.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def simulate(
     """Play the rows, one for each pipeline rank; `places` has the rank of every stage.
 
     Durations are the same for all stages or one for each. `links` are what stages read of each
-    other, by default a chain. Rows may hold sends and receives: then values leave and ranks wait
-    where these stand, and where the computation stands otherwise.
+    other, by default a chain. Rows may hold sends and receives: then values leave and arrive once
+    these are reached, and as soon as they are made otherwise.
     """
     each = [durations] * len(places) if isinstance(durations, Durations) else durations
     play = _Play(rows, places, each, chain(len(places)) if links is None else links)
@@ -184,6 +184,7 @@ class _Play:
         self.spans: list[list[Span]] = [[] for _ in rows]
         self.made: dict[tuple[int, str, int | None], float] = {}  # stage, F or B, microbatch -> end
         self.sent: dict[tuple[int, str, int | None], float] = {}
+        self.posted: dict[tuple[int, str, int | None], float] = {}  # by the stage that receives
         self.sends = {(a.stage, a.kind[-1], a.microbatch) for row in rows for a in row if a.kind.startswith("SEND")}
         self.reads: Mapping[str, dict[int, list[int]]] = {"F": {}, "B": {}}
         for source, target, gradient in links:
@@ -202,7 +203,9 @@ class _Play:
     def _run(self, rank: int, action: Action | Compute) -> bool:
         kind, stage, index = action.kind, action.stage, action.microbatch
         what = "B" if kind == "I" else kind[-1]
-        if kind in ("F", "B", "I", "RECV_F", "RECV_B"):
+        if kind in ("RECV_F", "RECV_B"):
+            self.posted[stage, what, index] = self.clock[rank]
+        if kind in ("F", "B", "I"):
             ready = self._ready(rank, stage, what, index)
             if ready is None or (kind in ("B", "I") and (stage, "F", index) not in self.made):
                 return False
@@ -223,11 +226,13 @@ class _Play:
     def _ready(self, rank: int, stage: int, what: str, index: int | None) -> float | None:
         """From when on all that a computation reads is there; None while some of it is not made."""
         latest = 0.0
+        posted = self.posted.get((stage, what, index), 0.0)
         for other in self.reads[what].get(stage, ()):
             key = (other, what, index)
             here = self.places[other] == rank
             known = self.made if here or key not in self.sends else self.sent
             if key not in known:
                 return None
-            latest = max(latest, known[key] + (0.0 if here else self.durations[other].transfer))
+            arrived = known[key] if here else max(known[key], posted) + self.durations[other].transfer
+            latest = max(latest, arrived)
         return latest

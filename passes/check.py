@@ -3,11 +3,11 @@
     0: 0F0  0SEND_F0  0RECV_B0  0B0      holds: each receive finds its value at the head of its channel
     1: 1RECV_F0  1F0  1B0  1SEND_B0      ->     and every collective is entered by its whole group
 
-The program is returned as it came. Its communication is played through with rendezvous semantics:
-sends are posted and wait for nothing; a receive waits for the oldest unread send of its channel,
-one channel for each pair of stages and direction; a collective waits until every rank of its group stands
-at it. Whatever differs, stays unread or waits for ever is an internal error that names ranks,
-actions and lines.
+The program is returned as it came. Its communication is played through: sends and receives are posted
+and wait for nothing, the first of a channel's receives getting the first of its sends, one channel for each
+pair of stages and direction; what reads a value waits for it. A collective waits until every rank of its
+group stands at it, where it starts: an end that comes later can only help. Whatever differs, stays unread
+or waits for ever is an internal error that names ranks, actions and lines.
 
 Ranks of one stage run the same code and differ in no event, so a collective among them alone is
 entered by all of them in the same order. One rank a stage therefore stands for all, which keeps the
@@ -88,6 +88,40 @@ def _check_handed(program: Program, actions: tuple[Action, ...]) -> None:
                 )
 
 
+class _Channel:
+    """What one rank sends another between two stages, and what the other has posted for it."""
+
+    def __init__(self) -> None:
+        self.sent: list[Transfer] = []
+        self.posted: list[Transfer] = []
+        self.read: set[int] = set()
+
+    def send(self, source: int, target: int, event: Transfer) -> None:
+        self.sent.append(event)
+        self._match(source, target, len(self.sent) - 1)
+
+    def post(self, source: int, target: int, event: Transfer) -> None:
+        self.posted.append(event)
+        self._match(source, target, len(self.posted) - 1)
+
+    def _match(self, source: int, target: int, number: int) -> None:
+        if number < min(len(self.sent), len(self.posted)):
+            sent, posted = self.sent[number], self.posted[number]
+            if sent.content != posted.content:
+                raise InternalError(f"rank {target} in {posted}, but rank {source} sent next, in {sent}")
+
+    def arrived(self, rank: int, event: Transfer) -> bool:
+        """Whether what is waited for has been sent; it is read then."""
+        unread = (number for number in range(len(self.posted)) if number not in self.read)
+        number = next((number for number in unread if self.posted[number].content == event.content), None)
+        if number is None:
+            raise InternalError(f"rank {rank} waits for what it is not ready to receive, in {event}")
+        if len(self.sent) <= number:
+            return False
+        self.read.add(number)
+        return True
+
+
 class _Play:
     """Runs all ranks' events until none can go on."""
 
@@ -95,7 +129,7 @@ class _Play:
         self.mesh = mesh
         self.sequences = sequences
         self.position = dict.fromkeys(sequences, 0)
-        self.channels: dict[tuple[int, int, tuple[int, int]], deque[Transfer]] = {}
+        self.channels: dict[tuple[int, int, tuple[int, int]], _Channel] = {}
         self.groups: dict[tuple[int, tuple[str, ...], tuple[int, ...]], tuple[int, ...]] = {}
 
     def run(self) -> None:
@@ -107,9 +141,12 @@ class _Play:
         if waiting:
             lines = "; ".join(f"rank {rank} in {self._current(rank)}" for rank in waiting[:8])
             raise InternalError(f"deadlock, {len(waiting)} ranks wait: {lines}")
-        for (source, target, _), left in self.channels.items():
-            if left:
-                raise InternalError(f"rank {source} sent what rank {target} never receives: {left[0]}")
+        for (source, target, _), channel in self.channels.items():
+            if len(channel.sent) > len(channel.posted):
+                unread = channel.sent[len(channel.posted)]
+                raise InternalError(f"rank {source} sent what rank {target} never receives: {unread}")
+            if len(channel.posted) > len(channel.read):
+                raise InternalError(f"rank {target} never waits for what rank {source} sent: {channel.posted[-1]}")
 
     def _current(self, rank: int) -> Event | None:
         events = self.sequences[rank]
@@ -122,10 +159,14 @@ class _Play:
             if isinstance(event, Transfer):
                 peer = self._peer(rank, event.place)
                 if event.kind == "send":
-                    self.channels.setdefault((rank, peer, event.link), deque()).append(event)
+                    self.channels.setdefault((rank, peer, event.link), _Channel()).send(rank, peer, event)
                     woken.append(peer)
-                elif not self._receive(rank, peer, event):
-                    return woken
+                else:
+                    channel = self.channels.setdefault((peer, rank, event.link), _Channel())
+                    if event.kind == "recv":
+                        channel.post(peer, rank, event)
+                    elif not channel.arrived(rank, event):
+                        return woken
                 self.position[rank] += 1
                 continue
             members = self._members(rank, event)
@@ -135,15 +176,6 @@ class _Play:
                 self.position[member] += 1
             woken.extend(member for member in members if member != rank)
         return woken
-
-    def _receive(self, rank: int, peer: int, event: Transfer) -> bool:
-        channel = self.channels.get((peer, rank, event.link))
-        if not channel:
-            return False
-        sent = channel.popleft()
-        if sent.content != event.content:
-            raise InternalError(f"rank {rank} in {event}, but rank {peer} sent next, in {sent}")
-        return True
 
     def _meets(self, rank: int, members: tuple[int, ...], event: Collective) -> bool:
         """Whether every member stands at this group's next collective, which must then be the same one."""

@@ -1,19 +1,22 @@
 """Decide what every pipeline rank does, in order.
 
     2 stages, 3 microbatches, 1f1b:
-    0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2 0REDUCE_GRAD
-    1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2 1REDUCE_GRAD
+    0: 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2 0REDUCE_GRAD
+    1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2 1REDUCE_GRAD
 
 The order of computations is the schedule's own (partc.schedules), or that of a table which the user
-wrote. Sends come right after what they send. They wait for nothing, so receives come right before
-what reads them, in the order of the sends. What passes between two stages of one rank is neither
-sent nor received. Gradients are reduced at the end, when nobody waits for a computation any more.
+wrote. Sends come right after what they send and wait for nothing. Receives only say that a rank is
+ready, in the order of the sends: what reads them waits. They come one computation ahead, so that
+what is sent arrives meanwhile; a gradient's not before its value was sent. What passes between two
+stages of one rank is neither sent nor received. Gradients are reduced at the end, when nobody waits
+for a computation any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Literal
 
 from partc.errors import PartcError
@@ -79,7 +82,8 @@ class _Links:
     def around(self, row: Sequence[Compute]) -> Iterator[Action]:
         """The row's computations with the receives before and the sends after them."""
         received: set[tuple[int, Way, int]] = set()
-        for compute in row:
+
+        def receives(compute: Compute) -> Iterator[Action]:
             stage, way = compute.stage, WAYS.get(compute.kind)
             if way is not None and (stage, way) in self.arrivals:
                 order = self.arrivals[stage, way]
@@ -87,6 +91,14 @@ class _Links:
                     if (stage, way, index) not in received:
                         received.add((stage, way, index))
                         yield Action(stage=stage, kind=RECV[way], microbatch=index)
-            yield Action(stage=stage, kind=compute.kind, microbatch=compute.microbatch)
-            if way is not None and (stage, way) in self.senders:
-                yield Action(stage=stage, kind=SEND[way], microbatch=compute.microbatch)
+
+        for compute, following in zip_longest(row, row[1:]):
+            yield from receives(compute)
+            ahead = list(receives(following)) if following is not None else []
+            # Among them may be the gradient of what is made only now.
+            late = any((each.stage, each.microbatch) == (compute.stage, compute.microbatch) for each in ahead)
+            yield from () if late else ahead
+            yield Action(stage=compute.stage, kind=compute.kind, microbatch=compute.microbatch)
+            if WAYS.get(compute.kind) is not None and (compute.stage, WAYS[compute.kind]) in self.senders:
+                yield Action(stage=compute.stage, kind=SEND[WAYS[compute.kind]], microbatch=compute.microbatch)
+            yield from ahead if late else ()

@@ -46,14 +46,14 @@ def _mutants(sequence: tuple[Event, ...]) -> Iterator[tuple[str, tuple[Event, ..
 def _commute(first: Event, second: Event) -> bool:
     """Neighbours whose order nobody can observe.
 
-    Equal communications; a posted send and whatever follows or precedes it, unless that is a send on
-    the same channel: it waits for nothing, and is only read later.
+    Equal communications; a posted send or receive and whatever follows or precedes it, unless that is
+    another on the same channel or the wait for it; waits, if nothing is posted between them.
     """
     if isinstance(first, Transfer) and isinstance(second, Transfer):
-        if first.kind == second.kind == "recv":
+        if first.kind == second.kind != "wait":
             return first.link != second.link or first.content == second.content
-        if first.kind == second.kind == "send":
-            return first.link != second.link or first.content == second.content
+        if {first.kind, second.kind} == {"recv", "wait"}:
+            return first.link != second.link or first.content != second.content
         return True
     if isinstance(first, Collective) and isinstance(second, Collective):
         return (first.content, first.axes, first.places) == (second.content, second.axes, second.places)
@@ -90,6 +90,9 @@ def test_errors_name_rank_action_and_line(plan: CommunicationPlan) -> None:
 
 def test_two_stages_that_both_receive_first_deadlock() -> None:
     def wait(place: int) -> Transfer:
+        return replace(post(place), kind="wait")
+
+    def post(place: int) -> Transfer:
         link = (place, 1 - place)
         return Transfer(kind="recv", value="x", link=link, place=place, microbatch=0, shape=(2,), dtype="f32")
 
@@ -98,9 +101,9 @@ def test_two_stages_that_both_receive_first_deadlock() -> None:
         return Transfer(kind="send", value="x", link=link, place=place, microbatch=0, shape=(2,), dtype="f32")
 
     mesh = Mesh.parse("pp=2")
-    prove(CommunicationPlan(mesh=mesh, places=((give(1), wait(1)), (give(0), wait(0)))))
+    prove(CommunicationPlan(mesh=mesh, places=((post(1), give(1), wait(1)), (post(0), give(0), wait(0)))))
     with pytest.raises(InternalError, match="deadlock, 2 ranks wait"):
-        prove(CommunicationPlan(mesh=mesh, places=((wait(1), give(1)), (wait(0), give(0)))))
+        prove(CommunicationPlan(mesh=mesh, places=((post(1), wait(1), give(1)), (post(0), wait(0), give(0)))))
 
 
 def test_a_schedule_that_skips_a_microbatch_is_refused() -> None:

@@ -29,7 +29,7 @@ def test_doing_says_the_step_and_the_collective() -> None:
     clock.entering("0F1", "work")
     begun = clock.begin("all_reduce", "dp,tp")
     assert clock.doing == "0F1 of step 3, all_reduce over dp,tp"
-    clock.end(begun, "collective", "all_reduce", "dp,tp", torch.zeros(2))
+    clock.end(begun, "collective", "all_reduce", "dp,tp", 8)
     assert clock.doing == "0F1 of step 3"
     assert clock.stop() == []
 
@@ -43,14 +43,14 @@ def test_intervals_lie_end_to_end_with_communication_inside(now: list[int]) -> N
     at(5, clock.start, torch.device("cpu"))
     at(7, clock.entering, "0F0", "work")
     begun = at(8, clock.begin, "all_gather", "tp")
-    at(11, clock.end, begun, "collective", "all_gather", "tp", torch.zeros(3, dtype=torch.float64))
+    at(11, clock.end, begun, "collective", "all_gather", "tp", 24, 6)
     at(12, clock.entering, "saving")
     now[0] = 20
     assert [tuple(each) for each in clock.stop()] == [
-        (5, 7, "aside", "start-up", "", 0, ""),
-        (8, 11, "collective", "all_gather", "tp", 24, "0F0"),
-        (7, 12, "work", "0F0", "", 0, ""),
-        (12, 20, "aside", "saving", "", 0, ""),
+        (5, 7, "aside", "start-up", "", 0, "", 5),
+        (8, 11, "collective", "all_gather", "tp", 24, "0F0", 6),
+        (7, 12, "work", "0F0", "", 0, "", 7),
+        (12, 20, "aside", "saving", "", 0, "", 12),
     ]
     assert clock.stop() == []
 
@@ -59,7 +59,7 @@ def test_it_starts_anew_and_forgets_what_began_while_it_was_off(now: list[int]) 
     clock = Clock()
     begun = clock.begin("recv", "link 0 1")
     clock.start(torch.device("cpu"))
-    clock.end(begun, "recv", "recv", "link 0 1", None)
+    clock.end(begun, "recv", "recv", "link 0 1", 0)
     clock.entering("1F0", "work")
     assert [each.name for each in clock.stop()] == ["start-up", "1F0"]
     clock.entering("2F0", "work")

@@ -132,9 +132,9 @@ def exercise(comm: Comm, rank: int) -> dict[str, Tensor]:
         comm.send(given(rank, 3) > 0, (rank, behind))
     comm.send(given(rank, 4, 5).t(), (rank, ahead))
     for turn in range(3):
-        results[f"from_behind_{turn}"] = comm.recv((2, turn + 1), torch.float32, (behind, rank))
-        results[f"from_ahead_{turn}"] = comm.recv((3,), torch.bool, (ahead, rank))
-    results["from_behind_strided"] = comm.recv((5, 4), torch.float32, (behind, rank))
+        results[f"from_behind_{turn}"] = comm.recv((2, turn + 1), torch.float32, (behind, rank)).wait()
+        results[f"from_ahead_{turn}"] = comm.recv((3,), torch.bool, (ahead, rank)).wait()
+    results["from_behind_strided"] = comm.recv((5, 4), torch.float32, (behind, rank)).wait()
     comm.drain()
     buffer = given(rank, 30)
     apart = given(rank, 4)
@@ -282,7 +282,7 @@ def test_what_is_received_is_checked() -> None:
         if rank == 0:
             comm.send(torch.ones(3), (0, 1))
         elif rank == 1:
-            comm.recv((4,), torch.float32, (0, 1))
+            comm.recv((4,), torch.float32, (0, 1)).wait()
 
     world = World(SIZE)
     with pytest.raises(RuntimeError, match=r"rank 1 expects torch.float32\[4\] from rank 0, which sent"):
@@ -298,7 +298,7 @@ def test_sums_do_not_depend_on_who_comes_last() -> None:
         def work(rank: int) -> None:
             comm = virtual(world, rank)
             for earlier in order[: order.index(rank)]:
-                comm.recv((1,), torch.float32, (earlier, rank))
+                comm.recv((1,), torch.float32, (earlier, rank)).wait()
             for later in order[order.index(rank) + 1 :]:
                 comm.send(torch.ones(1), (rank, later))
             generator = torch.Generator().manual_seed(rank)

@@ -132,7 +132,8 @@ def test_three_stages(schedule: Any, alive: list[int]) -> None:
         ).split()
         inside = [each for each in done if each.kind in ("send", "recv")]
         assert [each.within.lstrip("012").rstrip("0123") for each in inside] == [
-            f"{each.name.upper()}_{'F' if each.over.split()[1] < each.over.split()[2] else 'B'}" for each in inside
+            f"{'SEND_' * (each.name == 'send')}{'F' if each.over.split()[1] < each.over.split()[2] else 'B'}"
+            for each in inside
         ]
 
     gc.collect()

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 Kind = Literal["work", "aside", "collective", "send", "recv", "drain"]
 Mark = Any  # nanoseconds of this machine's monotonic clock, or an event of a CUDA stream
@@ -27,7 +26,8 @@ class Interval(NamedTuple):
     name: str  # the action, or the operation
     over: str = ""  # what it goes over: axes, or a link as in "link 0 1"
     bytes: int = 0  # of this rank's operand
-    within: str = ""  # the action that a collective or transfer belongs to
+    within: str = ""  # the action that a collective or transfer is waited for in
+    posted: int = 0  # when it was started: from `start` on it is waited for
 
 
 class Clock:
@@ -39,7 +39,7 @@ class Clock:
         self._inside = ""
         self._kind: Kind = "aside"
         self._since: Mark = 0
-        self._kept: list[tuple[Mark, Mark, Kind, str, str, int, str]] = []
+        self._kept: list[tuple[Mark, Mark, Mark, Kind, str, str, int, str]] = []
         self._marks: _Host | _Cuda | None = None
 
     @property
@@ -52,21 +52,25 @@ class Clock:
         """From now on the rank is at `what`."""
         if self._marks is not None:
             now = self._marks.mark()
-            self._kept.append((self._since, now, self._kind, self._at, "", 0, ""))
+            self._kept.append((self._since, now, self._since, self._kind, self._at, "", 0, ""))
             self._since = now
         self._at, self._kind = what, kind
 
-    def begin(self, name: str, over: str) -> Mark:
-        """A collective or transfer begins; `end` wants what this returns."""
-        self._inside = f"{name} over {over}"
+    def mark(self) -> Mark:
+        """Now, for `begin` and `end`."""
         return None if self._marks is None else self._marks.mark()
 
-    def end(self, begun: Mark, kind: Kind, name: str, over: str, x: Tensor | None) -> None:
-        """It has ended, after moving `x`. What began before `start` is not kept."""
+    def begin(self, name: str, over: str) -> Mark:
+        """The rank waits for a collective or transfer; `end` wants what this returns."""
+        self._inside = f"{name} over {over}"
+        return self.mark()
+
+    def end(self, begun: Mark, kind: Kind, name: str, over: str, size: int, posted: Mark = None) -> None:
+        """It has ended, after moving `size` bytes of this rank's. What began before `start` is not kept."""
         self._inside = ""
         if self._marks is not None and begun is not None:
-            size = 0 if x is None else x.numel() * x.element_size()
-            self._kept.append((begun, self._marks.mark(), kind, name, over, size, self._at))
+            posted = begun if posted is None else posted
+            self._kept.append((begun, self._marks.mark(), posted, kind, name, over, size, self._at))
 
     def start(self, device: torch.device) -> None:
         """Keep intervals from now on."""
@@ -80,9 +84,9 @@ class Clock:
             return []
         self.entering(self._at, self._kind)
         marks, self._marks = self._marks, None
-        times = marks.read([mark for kept in self._kept for mark in kept[:2]])
-        pairs = zip(times[::2], times[1::2], self._kept, strict=True)
-        found = [Interval(start, end, *kept[2:]) for start, end, kept in pairs]
+        times = marks.read([mark for kept in self._kept for mark in kept[:3]])
+        each = zip(times[::3], times[1::3], times[2::3], self._kept, strict=True)
+        found = [Interval(start, end, *kept[3:], posted=posted) for start, end, posted, kept in each]
         self._kept.clear()
         return found
 

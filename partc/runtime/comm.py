@@ -4,16 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .clock import Clock
+from .clock import Clock, Kind
 from .layout import parse_dims
 from .random import Draw, stream
 
 ReduceOp = Literal["sum", "max"]
+
+
+class Pending:
+    """A tensor that is on its way. What it is made from must not be written to before it is waited for."""
+
+    __slots__ = ("_finish",)
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is there; called once."""
+        return self._finish()
+
+    def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
+        """The same with something done to it on arrival."""
+        return Pending(lambda: change(self._finish()))
+
+
+def timed(clock: Clock, kind: Kind, name: str, over: str, size: int, start: Callable[[], Pending]) -> Pending:
+    """The same, with the clock told when it started and how long it was waited for."""
+    posted = clock.mark()
+    going = start()
+
+    def finish() -> Tensor:
+        begun = clock.begin(name, over)
+        x = going.wait()
+        clock.end(begun, kind, name, over, size, posted)
+        return x
+
+    return Pending(finish)
+
+
+def there(x: Tensor) -> Pending:
+    """A tensor that need not come from anywhere."""
+    return Pending(lambda: x)
 
 
 class Axis:
@@ -21,6 +58,7 @@ class Axis:
 
     In every operation `dim` is seen as [outer, rest] and only `rest` is gathered, scattered or cut,
     so that a strided shard (a fused QKV weight, say) needs no reordering. A group of one does nothing.
+    What is started goes on while the rank computes; all ranks of a group start the same in one order.
     Subclasses carry bytes: they implement the four methods at the end on contiguous tensors.
     """
 
@@ -33,17 +71,60 @@ class Axis:
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
         """The sum (or maximum) over the group, in a new tensor."""
-        if self.size == 1:
-            return x
-        return self._timed("all_reduce", self._all_reduce, x.clone(memory_format=torch.contiguous_format), op)
+        return self.start_all_reduce(x, op).wait()
 
     def all_reduce_(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
         """The same into `x` itself, for a tensor that nothing else reads."""
+        return self.start_all_reduce_(x, op).wait()
+
+    def all_gather(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
+        """The shards of all ranks side by side along `rest`."""
+        return self.start_all_gather(x, dim=dim, outer=outer).wait()
+
+    def reduce_scatter(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
+        """This rank's part, along `rest`, of the sum over the group."""
+        return self.start_reduce_scatter(x, dim=dim, outer=outer).wait()
+
+    def all_to_all(
+        self, x: Tensor, *, split_dim: int, split_outer: int = 1, concat_dim: int, concat_outer: int = 1
+    ) -> Tensor:
+        """Cut along one dimension, join along another: a tensor sharded there is now sharded here."""
+        return self.start_all_to_all(
+            x, split_dim=split_dim, split_outer=split_outer, concat_dim=concat_dim, concat_outer=concat_outer
+        ).wait()
+
+    def start_all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Pending:
         if self.size == 1:
-            return x
+            return there(x)
+        return self._timed("all_reduce", self._all_reduce, x.clone(memory_format=torch.contiguous_format), op)
+
+    def start_all_reduce_(self, x: Tensor, op: ReduceOp = "sum") -> Pending:
+        """`x` has the sum when it is waited for, and nothing to be read before."""
+        if self.size == 1:
+            return there(x)
         if not x.is_contiguous():
-            return x.copy_(self._timed("all_reduce", self._all_reduce, x.contiguous(), op))
+            return self._timed("all_reduce", self._all_reduce, x.contiguous(), op).then(x.copy_)
         return self._timed("all_reduce", self._all_reduce, x, op)
+
+    def start_all_gather(self, x: Tensor, *, dim: int, outer: int = 1) -> Pending:
+        if self.size == 1:
+            return there(x)
+        going = self._timed("all_gather", self._all_gather, x.contiguous())
+        return going.then(lambda parts: join(parts, dim, outer))
+
+    def start_reduce_scatter(self, x: Tensor, *, dim: int, outer: int = 1) -> Pending:
+        if self.size == 1:
+            return there(x)
+        return self._timed("reduce_scatter", self._reduce_scatter, split(x, self.size, dim, outer).contiguous())
+
+    def start_all_to_all(
+        self, x: Tensor, *, split_dim: int, split_outer: int = 1, concat_dim: int, concat_outer: int = 1
+    ) -> Pending:
+        if self.size == 1:
+            return there(x)
+        parts = split(x, self.size, split_dim, split_outer).contiguous()
+        going = self._timed("all_to_all", self._all_to_all, parts)
+        return going.then(lambda parts: join(parts, concat_dim, concat_outer))
 
     def reduce_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Sum each gradient over the group, in place. Neighbours in memory travel together.
@@ -51,29 +132,8 @@ class Axis:
         For ranks of one stage: they lay their gradients out alike, so they join the same neighbours.
         """
         if self.size > 1:
-            for run in _runs(gradients):
-                self._timed("all_reduce", self._all_reduce, run, "sum")
-
-    def all_gather(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
-        """The shards of all ranks side by side along `rest`."""
-        if self.size == 1:
-            return x
-        return join(self._timed("all_gather", self._all_gather, x.contiguous()), dim, outer)
-
-    def reduce_scatter(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
-        """This rank's part, along `rest`, of the sum over the group."""
-        if self.size == 1:
-            return x
-        return self._timed("reduce_scatter", self._reduce_scatter, split(x, self.size, dim, outer).contiguous())
-
-    def all_to_all(
-        self, x: Tensor, *, split_dim: int, split_outer: int = 1, concat_dim: int, concat_outer: int = 1
-    ) -> Tensor:
-        """Cut along one dimension, join along another: a tensor sharded there is now sharded here."""
-        if self.size == 1:
-            return x
-        parts = split(x, self.size, split_dim, split_outer).contiguous()
-        return join(self._timed("all_to_all", self._all_to_all, parts), concat_dim, concat_outer)
+            for run in runs(gradients):
+                self._timed("all_reduce", self._all_reduce, run, "sum").wait()
 
     def take(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
         """This rank's part along `rest`; moves nothing."""
@@ -90,28 +150,24 @@ class Axis:
         whole.select(dim + 1, self.rank).copy_(x.reshape(*before, outer, rest, *after))
         return whole.view(*before, x.shape[dim] * self.size, *after)
 
-    def _timed(self, name: str, carry: Callable[..., Tensor], x: Tensor, *rest: ReduceOp) -> Tensor:
-        clock = self.clock
-        if clock is None:
-            return carry(x, *rest)
-        begun = clock.begin(name, self.name)
-        result = carry(x, *rest)
-        clock.end(begun, "collective", name, self.name, x)
-        return result
+    def _timed(self, name: str, start: Callable[..., Pending], x: Tensor, *rest: ReduceOp) -> Pending:
+        if self.clock is None:
+            return start(x, *rest)
+        return timed(self.clock, "collective", name, self.name, x.nbytes, lambda: start(x, *rest))
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending:
         """Reduce a contiguous tensor in place."""
         raise NotImplementedError
 
-    def _all_gather(self, x: Tensor) -> Tensor:
+    def _all_gather(self, x: Tensor) -> Pending:
         """[...] -> [size, ...], by rank."""
         raise NotImplementedError
 
-    def _reduce_scatter(self, x: Tensor) -> Tensor:
+    def _reduce_scatter(self, x: Tensor) -> Pending:
         """[size, ...] -> [...]: this rank's row of the sum."""
         raise NotImplementedError
 
-    def _all_to_all(self, x: Tensor) -> Tensor:
+    def _all_to_all(self, x: Tensor) -> Pending:
         """[size, ...] -> [size, ...]: row i goes to rank i; row i of the result came from rank i."""
         raise NotImplementedError
 
@@ -178,26 +234,24 @@ class Comm:
         over = f"link {link[0]} {link[1]}"
         begun = self.clock.begin("send", over)
         self._send(x, link)
-        self.clock.end(begun, "send", "send", over, x)
+        self.clock.end(begun, "send", "send", over, x.nbytes)
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
-        """Wait for the next tensor on a link that ends here."""
-        over = f"link {link[0]} {link[1]}"
-        begun = self.clock.begin("recv", over)
-        x = self._recv(shape, dtype, link)
-        self.clock.end(begun, "recv", "recv", over, x)
-        return x
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending:
+        """Be ready for the next tensor on a link that ends here."""
+        size = math.prod(shape) * dtype.itemsize
+        start = partial(self._recv, shape, dtype, link)
+        return timed(self.clock, "recv", "recv", f"link {link[0]} {link[1]}", size, start)
 
     def drain(self) -> None:
         """Wait until everything posted has left: once, at a step's end."""
         begun = self.clock.begin("drain", "all links")
         self._drain()
-        self.clock.end(begun, "drain", "drain", "all links", None)
+        self.clock.end(begun, "drain", "drain", "all links", 0)
 
     def _send(self, x: Tensor, link: Link) -> None:
         raise NotImplementedError
 
-    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
+    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending:
         raise NotImplementedError
 
     def _drain(self) -> None:
@@ -221,7 +275,7 @@ class Comm:
 def axes_and_groups(
     coordinate: Mapping[str, int], groups: Mapping[str, Axis]
 ) -> tuple[dict[str, Axis], dict[str, Axis]]:
-    """Two arguments of Comm: axes of size 1 have no literal group and become no-ops."""
+    """The two arguments of Comm: axes of size 1 have no literal group and become no-ops."""
     return {name: groups.get(name, Axis()) for name in coordinate}, dict(groups)
 
 
@@ -243,7 +297,7 @@ def join(parts: Tensor, dim: int, outer: int) -> Tensor:
     return split.reshape(*shape[:dim], outer * ways * rest, *shape[dim + 1 :])
 
 
-def _runs(tensors: Sequence[Tensor]) -> list[Tensor]:
+def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same memory in fewer, longer pieces: each tensor joins the one before it where it follows in its storage."""
     runs: list[Tensor] = []
     for x in tensors:

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from .clock import Clock
-from .comm import Axis, Comm, Link, ReduceOp, axes_and_groups
+from .comm import Axis, Comm, Link, Pending, ReduceOp, axes_and_groups
 from .torch_private import all_gather_base, lone_store, process_group, reduce_scatter_base
 from .watch import PeerLost
 
@@ -74,42 +74,41 @@ class NcclAxis(Axis):
         super().__init__(rank, size)
         self.process_group = group
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         with _peers():
-            self.process_group.allreduce([x], options).wait()
-        return x
+            return _arriving(self.process_group.allreduce([x], options), x)
 
-    def _all_gather(self, x: Tensor) -> Tensor:
+    def _all_gather(self, x: Tensor) -> Pending:
         whole = x.new_empty((self.size, *x.shape))
         with _peers():
-            all_gather_base(self.process_group, whole.view(-1), x.view(-1))
-        return whole
+            return _arriving(all_gather_base(self.process_group, whole.view(-1), x.view(-1)), whole, x)
 
-    def _reduce_scatter(self, x: Tensor) -> Tensor:
+    def _reduce_scatter(self, x: Tensor) -> Pending:
         part = x.new_empty(x.shape[1:])
         with _peers():
-            reduce_scatter_base(self.process_group, part.view(-1), x.view(-1))
-        return part
+            return _arriving(reduce_scatter_base(self.process_group, part.view(-1), x.view(-1)), part, x)
 
-    def _all_to_all(self, x: Tensor) -> Tensor:
+    def _all_to_all(self, x: Tensor) -> Pending:
         result = torch.empty_like(x)
         with _peers():
-            self.process_group.alltoall_base(_bytes(result), _bytes(x), [], []).wait()
-        return result
+            return _arriving(self.process_group.alltoall_base(_bytes(result), _bytes(x), [], []), result, x)
 
 
 class GlooAxis(NcclAxis):
     """A group of CPUs. gloo's own all-gather and reduce-scatter take up to five times as long as these."""
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending:
         if x.numel() * x.element_size() * (self.size - 1) > _DIRECT:
             return super()._all_reduce(x, op)
-        parts = self._all_gather(x)
-        return torch.sum(parts, 0, out=x) if op == "sum" else torch.amax(parts, 0, out=x)
 
-    def _all_gather(self, x: Tensor) -> Tensor:
+        def combined(parts: Tensor) -> Tensor:
+            return torch.sum(parts, 0, out=x) if op == "sum" else torch.amax(parts, 0, out=x)
+
+        return self._all_gather(x).then(combined)
+
+    def _all_gather(self, x: Tensor) -> Pending:
         whole = x.new_empty((self.size, *x.shape))
         group, mine = self.process_group, [_bytes(x)]
         whole[self.rank].copy_(x)
@@ -119,12 +118,25 @@ class GlooAxis(NcclAxis):
                 target, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
                 work.append(group.send(mine, target, 0))
                 work.append(group.recv([_bytes(whole[source])], source, 0))
-            for transfer in work:
-                transfer.wait()
-        return whole
+        return _arriving(work, whole, x)
 
-    def _reduce_scatter(self, x: Tensor) -> Tensor:
-        return self._all_to_all(x).sum(0)
+    def _reduce_scatter(self, x: Tensor) -> Pending:
+        return self._all_to_all(x).then(lambda rows: rows.sum(0))
+
+
+def _arriving(work: Any, x: Tensor, source: Tensor | None = None) -> Pending:
+    """What some work, or each of several, makes; `source` is held as long as it is read."""
+    parts = work if isinstance(work, list) else [work]
+    held = [source]
+
+    def finish() -> Tensor:
+        with _peers():
+            for part in parts:
+                part.wait()
+        held.clear()
+        return x
+
+    return Pending(finish)
 
 
 class DistributedComm(Comm):
@@ -173,11 +185,10 @@ class DistributedComm(Comm):
         with _peers():
             self._posted.append((self._links[link].process_group.send([_bytes(x)], 1, 0), x))
 
-    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
+    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending:
         x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         with _peers():
-            self._links[link].process_group.recv([_bytes(x)], 0, 0).wait()
-        return x
+            return _arriving(self._links[link].process_group.recv([_bytes(x)], 0, 0), x)
 
     def _drain(self) -> None:
         with _peers():

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .comm import Axis, Comm
+from .comm import Axis, Comm, Pending
 from .layout import Received, Shard
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d*)")
@@ -78,11 +78,13 @@ class Step:
         self.comm = comm
         self.microbatches = microbatches
         self.loss: Tensor | None = None
-        self.received: dict[Slot, dict[str, Tensor]] = {}  # from RECV_F, or another stage's F, to F
+        self.arriving: dict[Slot, dict[str, Pending]] = {}  # from RECV_F to F
+        self.received: dict[Slot, dict[str, Tensor]] = {}  # from another stage's F to F
         self.sent: dict[Slot, dict[str, Tensor]] = {}  # from F to SEND_F
         self.saved: dict[Slot, Any] = {}  # from F to B or I
         self.kept: dict[Slot, Any] = {}  # from I to W
-        self.incoming: dict[Slot, dict[str, Tensor]] = {}  # gradients of sent values, up to B or I
+        self.returning: dict[Slot, list[tuple[str, Pending]]] = {}  # gradients of sent values, from RECV_B to B or I
+        self.incoming: dict[Slot, dict[str, Tensor]] = {}  # those of values handed to a stage here
         self.outgoing: dict[Slot, dict[str, Tensor]] = {}  # gradients of received values, from B or I to SEND_B
         self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
@@ -92,14 +94,16 @@ class Step:
         getattr(self, f"_{action.kind.lower()}")(stage, slot)
 
     def _recv_f(self, stage: Stage, slot: Slot) -> None:
-        arrived = self.received.setdefault(slot, {})
-        for name, origin in stage.receives.items():
-            if origin.source not in self.stages:
-                arrived[name] = self.comm.recv(origin.shape, origin.torch_dtype, (origin.source, slot[0]))
+        self.arriving[slot] = {
+            name: self.comm.recv(origin.shape, origin.torch_dtype, (origin.source, slot[0]))
+            for name, origin in stage.receives.items()
+            if origin.source not in self.stages
+        }
 
     def _f(self, stage: Stage, slot: Slot) -> None:
-        microbatch = slot[1]
-        values, self.saved[slot] = stage.forward(self.microbatches[microbatch], self.received.pop(slot, {}))
+        microbatch, received = slot[1], self.received.pop(slot, {})
+        received.update((name, value.wait()) for name, value in self.arriving.pop(slot, {}).items())
+        values, self.saved[slot] = stage.forward(self.microbatches[microbatch], received)
         if stage.loss is not None:
             self.loss = values[stage.loss] if self.loss is None else self.loss + values[stage.loss]
         leaving: dict[str, Tensor] = {}
@@ -120,18 +124,25 @@ class Step:
                     self.comm.send(value, (slot[0], target))
 
     def _recv_b(self, stage: Stage, slot: Slot) -> None:
-        for name, targets in stage.gradients_from.items():
-            for target in targets:
-                if target not in self.stages:
-                    self._add(slot, name, self.comm.recv(*self.shapes[name], (target, slot[0])))
+        self.returning[slot] = [
+            (name, self.comm.recv(*self.shapes[name], (target, slot[0])))
+            for name, targets in stage.gradients_from.items()
+            for target in targets
+            if target not in self.stages
+        ]
 
     def _b(self, stage: Stage, slot: Slot) -> None:
-        gradients = stage.backward(self.saved.pop(slot), self.incoming.pop(slot, {}))
+        gradients = stage.backward(self.saved.pop(slot), self._returned(slot))
         self._hand_back(stage, slot, gradients)
 
     def _i(self, stage: SplitStage, slot: Slot) -> None:
-        gradients, self.kept[slot] = stage.backward_input(self.saved.pop(slot), self.incoming.pop(slot, {}))
+        gradients, self.kept[slot] = stage.backward_input(self.saved.pop(slot), self._returned(slot))
         self._hand_back(stage, slot, gradients)
+
+    def _returned(self, slot: Slot) -> dict[str, Tensor]:
+        for name, gradient in self.returning.pop(slot, ()):
+            self._add(slot, name, gradient.wait())
+        return self.incoming.pop(slot, {})
 
     def _w(self, stage: SplitStage, slot: Slot) -> None:
         stage.backward_weight(self.kept.pop(slot))

@@ -51,12 +51,12 @@ def lone_store() -> Store:
     return store
 
 
-def all_gather_base(group: Any, whole: Tensor, part: Tensor) -> None:
-    group._allgather_base(whole, part).wait()
+def all_gather_base(group: Any, whole: Tensor, part: Tensor) -> Any:
+    return group._allgather_base(whole, part)
 
 
-def reduce_scatter_base(group: Any, part: Tensor, whole: Tensor) -> None:
-    group._reduce_scatter_base(part, whole).wait()
+def reduce_scatter_base(group: Any, part: Tensor, whole: Tensor) -> Any:
+    return group._reduce_scatter_base(part, whole)
 
 
 def without_modes() -> AbstractContextManager[Any]:

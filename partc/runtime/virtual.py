@@ -7,14 +7,14 @@ contention however many ranks there are, and a deadlock is seen at once: everybo
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .comm import Axis, Comm, Link, ReduceOp, axes_and_groups
+from .comm import Axis, Comm, Link, Pending, ReduceOp, axes_and_groups
 
 
 class Deadlock(RuntimeError):
@@ -30,8 +30,8 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.meetings: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
-        self.mailboxes: dict[tuple[int, int, Link], deque[Tensor]] = {}
+        self.groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
+        self.mailboxes: dict[tuple[int, int, Link], dict[int, Tensor]] = {}
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._ready: deque[int] = deque(range(size))
         self._waiting: dict[int, str] = {}
@@ -102,54 +102,72 @@ class World:
 
 @dataclass(slots=True)
 class _Meeting:
-    """One group's collective in progress: what each has brought, what each takes away."""
+    """One collective of a group: what each has brought, what each takes away, who waits for it."""
 
-    operation: str = ""
-    brought: dict[int, Tensor] = field(default_factory=dict)
+    operation: str
+    brought: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # with the tensor's version
     results: dict[int, Tensor] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group's collectives that have begun and not ended, by number, and how many each rank has begun."""
+
+    meetings: dict[int, _Meeting] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
 
 
 class VirtualAxis(Axis):
-    """A group of virtual ranks: the last to arrive computes everybody's result."""
+    """A group of virtual ranks: the first that waits once all have come computes everybody's result."""
 
     def __init__(self, world: World, name: str, ranks: tuple[int, ...], rank: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))
         self._world, self._ranks = world, ranks
         self._name = name
-        self._meeting = world.meetings.setdefault((name, ranks), _Meeting())
+        self._group = world.groups.setdefault((name, ranks), _Group())
 
-    def _meet(self, operation: str, x: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]) -> Tensor:
-        meeting, me = self._meeting, self._ranks[self.rank]
+    def _meet(self, operation: str, x: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]) -> Pending:
+        group, me = self._group, self._ranks[self.rank]
         signature = f"{operation} of {str(x.dtype).removeprefix('torch.')}{list(x.shape)} over {self._name}"
-        if meeting.brought and meeting.operation != signature:
+        number = group.begun[me] = group.begun.get(me, 0) + 1
+        meeting = group.meetings.setdefault(number, _Meeting(signature))
+        if meeting.operation != signature:
             raise RuntimeError(f"ranks {self._ranks} disagree: {meeting.operation} meets {signature}")
-        meeting.operation = signature
-        meeting.brought[me] = x
-        if len(meeting.brought) < self.size:
-            self._world.wait(me, signature)
-            return meeting.results.pop(me)
-        # In rank order, whoever came last: sums are the same on every run.
-        results = combine([meeting.brought[rank] for rank in self._ranks])
-        meeting.brought = {}
-        meeting.results = dict(zip(self._ranks, results, strict=True))
-        for rank in self._ranks:
-            self._world.wake(rank)
-        return meeting.results.pop(me)
+        meeting.brought[me] = x, x._version
+        if len(meeting.brought) == self.size:
+            for rank in meeting.waiting:
+                self._world.wake(rank)
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
+        def finish() -> Tensor:
+            if len(meeting.brought) < self.size:
+                meeting.waiting.add(me)
+                self._world.wait(me, signature)
+            if not meeting.results:
+                del group.meetings[number]
+                if any(tensor._version != version for tensor, version in meeting.brought.values()):
+                    raise RuntimeError(f"what was brought to {signature} has changed on its way")
+                # In rank order, whoever came last: sums are the same on every run.
+                results = combine([meeting.brought[rank][0] for rank in self._ranks])
+                meeting.results = dict(zip(self._ranks, results, strict=True))
+            return meeting.results.pop(me)
+
+        return Pending(finish)
+
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending:
         def combine(parts: list[Tensor]) -> list[Tensor]:
             total = _reduced(parts, op)
-            return [part.copy_(total) for part in parts]
+            return [total for _ in parts]
 
-        return self._meet(f"all_reduce {op}", x, combine)
+        return self._meet(f"all_reduce {op}", x, combine).then(x.copy_)
 
-    def _all_gather(self, x: Tensor) -> Tensor:
+    def _all_gather(self, x: Tensor) -> Pending:
         return self._meet("all_gather", x, lambda parts: [torch.stack(parts) for _ in parts])
 
-    def _reduce_scatter(self, x: Tensor) -> Tensor:
+    def _reduce_scatter(self, x: Tensor) -> Pending:
         return self._meet("reduce_scatter", x, lambda parts: [row.clone() for row in _reduced(parts, "sum")])
 
-    def _all_to_all(self, x: Tensor) -> Tensor:
+    def _all_to_all(self, x: Tensor) -> Pending:
         return self._meet(
             "all_to_all", x, lambda parts: [torch.stack([part[i] for part in parts]) for i in range(len(parts))]
         )
@@ -182,24 +200,33 @@ class VirtualComm(Comm):
         self._world = world
         self._rank = rank
         self._links = links
+        self._sent: Counter[Link] = Counter()
+        self._awaited: Counter[Link] = Counter()
         self._everyone = VirtualAxis(world, "world", tuple(range(world.size)), rank)
 
     def _send(self, x: Tensor, link: Link) -> None:
         peer = self._links[link]
-        self._world.mailboxes.setdefault((self._rank, peer, link), deque()).append(x.clone())
+        self._world.mailboxes.setdefault((self._rank, peer, link), {})[self._sent[link]] = x.clone()
+        self._sent[link] += 1
         self._world.mail_arrived(peer, self._rank, link)
 
-    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
-        peer = self._links[link]
-        mailbox = self._world.mailboxes.setdefault((peer, self._rank, link), deque())
-        if not mailbox:
-            self._world.wait_for_mail(self._rank, peer, link)
-        x = mailbox.popleft()
-        if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
-            raise RuntimeError(
-                f"rank {self._rank} expects {dtype}{list(shape)} from rank {peer}, which sent {x.dtype}{list(x.shape)}"
-            )
-        return x
+    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending:
+        peer, number = self._links[link], self._awaited[link]
+        self._awaited[link] += 1
+
+        def finish() -> Tensor:
+            mailbox = self._world.mailboxes.setdefault((peer, self._rank, link), {})
+            while number not in mailbox:
+                self._world.wait_for_mail(self._rank, peer, link)
+            x = mailbox.pop(number)
+            if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
+                raise RuntimeError(
+                    f"rank {self._rank} expects {dtype}{list(shape)} from rank {peer}, "
+                    f"which sent {x.dtype}{list(x.shape)}"
+                )
+            return x
+
+        return Pending(finish)
 
     def barrier(self) -> None:
         if self._world.size > 1:

@@ -1,6 +1,7 @@
 # make demo    compile, verify and train examples/gpt.py on 8 CPU processes
 # make test    the whole test suite
 # make models  a table: every model on every mesh, verified in fp64 (ARGS="--quick --only 'gpt*'")
+# make strategies  ZeRO x recomputation x schedules x meshes on three models, verified in fp64
 # make fuzz    random programs, meshes and schedules for 10 minutes (MINUTES=2 SEED=7)
 # make check   formatting, lint, types
 # make bench   compile times and step times
@@ -13,7 +14,7 @@ MESH ?= 2x2x2
 BUILD ?= build
 WORKERS ?= 2
 
-.PHONY: demo test models fuzz check bench clean
+.PHONY: demo test models strategies fuzz check bench clean
 
 demo: $(VENV)/.partc
 	$(BIN)/partc compile examples/gpt.py --mesh $(MESH) --microbatches 4 -o $(BUILD)
@@ -25,6 +26,9 @@ test: $(VENV)/.dev
 
 models: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python tests/benchmarks/models.py --workers $(WORKERS) $(ARGS)
+
+strategies: $(VENV)/.dev
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python tests/benchmarks/strategies.py --workers $(WORKERS) $(ARGS)
 
 fuzz: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -46,6 +47,8 @@ class Run:
     mesh: str
     schedule: str
     microbatches: int
+    zero: str = "0"
+    recompute: str = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,7 @@ class Row:
     seconds: str
     moved: str
     ok: bool
+    worst: float = math.inf  # relative error
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -92,6 +96,8 @@ def row(run: Run, folder: str) -> Row:
             microbatches=run.microbatches,
             schedule=run.schedule,
             precision="fp64",
+            zero=run.zero,
+            recompute=run.recompute,
             options=model.options,
         )
         seconds = time.perf_counter() - start
@@ -110,6 +116,7 @@ def row(run: Run, folder: str) -> Row:
         seconds=f"{seconds:.1f}",
         moved=moved or "none",
         ok=result.ok,
+        worst=result.worst.rel_err,
     )
 
 
@@ -121,13 +128,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--markdown", type=Path, help="write the table here too")
     given = parser.parse_args()
-    wanted = list(runs(given.only, tuple(given.mesh or MESHES), given.quick))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(given.workers, mp_context=get_context("spawn")) as pool,
-    ):
-        by_model = [[run for run in wanted if run.model == name] for name in dict.fromkeys(run.model for run in wanted)]
-        rows = [row for group in pool.map(_group, by_model, [folder] * len(by_model)) for row in group]
+    rows = list(proved(list(runs(given.only, tuple(given.mesh or MESHES), given.quick)), given.workers))
     table = Table(*COLUMNS)
     for found in rows:
         table.add_row(*found.cells)
@@ -140,8 +141,18 @@ def main() -> int:
     return 1 if failed else 0
 
 
+def proved(wanted: list[Run], workers: int) -> Iterator[Row]:
+    """A row for each run. Those of one model go to one worker, for they share the single device's run."""
+    by_model = [[run for run in wanted if run.model == name] for name in dict.fromkeys(run.model for run in wanted)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool,
+    ):
+        for group in pool.map(_group, by_model, [folder] * len(by_model)):
+            yield from group
+
+
 def _group(group: list[Run], folder: str) -> list[Row]:
-    """Rows of one model, which share the single device's run."""
     return [row(run, folder) for run in group]
 
 

@@ -52,13 +52,14 @@ def files(
     precision: str,
     report: Sequence[str] = (),
     command: Mapping[str, Any] | None = None,
+    flops: int = 0,
 ) -> Iterator[tuple[str, str]]:
     """The same one by one, so that a package of many ranks never stands in memory.
 
     `report` holds sentences for the README: what a reader should know about this plan.
     """
     stages = [stage_code(program, index) for index in range(program.stages)]
-    plan = plans.plan(program, options=options, seed=seed, precision=precision, command=command)
+    plan = plans.plan(program, options=options, seed=seed, precision=precision, command=command, flops=flops)
     ranks = program.mesh.size
     yield "plan.json", plans.written(plan)
     yield "README.md", _readme(program, stages, plan, report)

@@ -14,9 +14,18 @@ FORMAT = 1  # of plan.json; readers refuse what they don't know
 
 
 def plan(
-    program: Program, *, options: Mapping[str, Any], seed: int, precision: str, command: Mapping[str, Any] | None = None
+    program: Program,
+    *,
+    options: Mapping[str, Any],
+    seed: int,
+    precision: str,
+    command: Mapping[str, Any] | None = None,
+    flops: int = 0,
 ) -> dict[str, Any]:
-    """`command` holds what else the user asked for, so that the compile can be repeated."""
+    """`flops` are a batch's, on all ranks together.
+
+    `command` holds what else the user asked for, so that the compile can be repeated.
+    """
     types = program.value_types()
     holders = program.holders()
     return {
@@ -28,6 +37,7 @@ def plan(
         "seed": seed,
         "draws": program.draws,
         "repeated": program.repeated,
+        "flops": flops,
         "zero": program.zero,
         "updates": [buffer for buffer, _ in program.updates],
         "options": dict(options),

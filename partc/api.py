@@ -20,6 +20,7 @@ from partc.program import Program
 from partc.saving import most_saved
 from partc.settings import EMITTED, tell
 from partc.verifier import verify_program
+from partc.work import model_flops
 
 if TYPE_CHECKING:
     from partc.verify import VerifyResult
@@ -46,6 +47,7 @@ class Package:
     options: Options
     phases: Mapping[str, float]
     replicated_ops: tuple[ReplicatedOp, ...] = ()
+    flops: int = 0  # of a batch, forward and backward, without what is recomputed
     coverage: Coverage = field(default_factory=lambda: Coverage(ops=1.0, flops=1.0))
     extra: Mapping[str, bytes] = field(default_factory=dict)  # files that model_source reads
     warnings: tuple[str, ...] = ()
@@ -72,6 +74,7 @@ class Package:
             "recompute": self.options.recompute,
             "saved": list(most_saved(self.program)),
             "warnings": list(self.warnings),
+            "flops": self.flops,
             "rules": {"ops": self.coverage.ops, "flops": self.coverage.flops},
             "padded": {name: [list(shape) for shape in shapes] for name, shapes in self.padded.items()},
             "replicated_ops": [
@@ -99,6 +102,7 @@ class Package:
             precision=self.options.precision,
             report=[*self.warnings, *self._padding(), *(_sentence(item) for item in self.replicated_ops)],
             command=self.options.command,
+            flops=self.flops,
         )
         yield from self.extra.items()
         if self.options.table is not None:
@@ -292,6 +296,7 @@ def package(done: Compilation) -> Package:
         phases=done.phases,
         replicated_ops=replicated_ops(done.after("annotate")),
         coverage=coverage(done.after("annotate")),
+        flops=model_flops(done.after("annotate")),
         extra=done.extra,
         warnings=done.warnings,
     )

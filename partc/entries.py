@@ -79,6 +79,12 @@ PACKAGES: Mapping[str, Entry] = {
         "With --check-nans all ranks stop before the update when the loss is NaN or infinite, run the step again and "
         "name the first region that was given finite numbers and made others. Exit code 1.",
     ),
+    "P0529": Entry(
+        "TensorBoard is not installed",
+        "train.py --tensorboard writes for it with torch.utils.tensorboard, which needs the tensorboard package: "
+        "`pip install tensorboard`, or `pip install 'partc[tensorboard]'`. --metrics FILE holds the same numbers as "
+        "lines of JSON and needs nothing.",
+    ),
     "P0601": Entry(
         "the output folder is not partc's",
         "partc replaces a package that it wrote, and an empty folder, and nothing else. Give another folder "

@@ -56,7 +56,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("partc.passes",),
     ("partc.templates", "partc.codegen"),
-    ("partc.accounting", "partc.coverage", "partc.output", "partc.options"),
+    ("partc.accounting", "partc.work", "partc.coverage", "partc.output", "partc.options"),
     ("partc.launch", "partc.reference", "partc.sampling", "partc.verify", "partc.doctor", "partc.export"),
     ("partc.api", "partc.comparison", "partc.drawing", "partc.report"),
     ("partc.inspection", "partc.dump", "partc.console", "partc.asked"),

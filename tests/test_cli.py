@@ -104,6 +104,7 @@ def test_compile_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixt
         "warnings",
         "padded",
         "rules",
+        "flops",
     }
     assert report["ranks"] == 4 and report["stages"] == 1 and len(report["regions"]) == 3
     assert report["communication"]["dp"] > 0 and report["communication"]["tp"] > 0

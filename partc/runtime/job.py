@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import uuid
 from collections.abc import Sequence
@@ -39,6 +40,10 @@ class Job:
     report: Path | None
     metrics: Path | None
     timeout: float
+    tensorboard: Path | None = None
+    peak_flops: float | None = None
+    trace: Path | None = None
+    trace_steps: str | None = None
     accumulate: int = 1
     clip: float | None = None
     lr_schedule: Decline = "constant"
@@ -72,6 +77,11 @@ class Job:
     def dtype(self) -> torch.dtype:
         """Of the batch, and of what the optimizer holds."""
         return held_in(self.plan["precision"])
+
+    @property
+    def measures(self) -> bool:
+        """Whether anybody wants to know where a step's time goes."""
+        return self.metrics is not None or self.tensorboard is not None
 
     @property
     def start(self) -> int:
@@ -128,7 +138,16 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         help="start from a state dict: safetensors, their index, or a Hugging Face folder; --resume goes first",
     )
     add("--virtual", action="store_true", help="all ranks in this one process")
-    add("--metrics", type=Path, metavar="FILE", help="one line of JSON per step")
+    add(
+        "--metrics",
+        type=Path,
+        metavar="FILE",
+        help="one line of JSON per step: loss, rate, seconds and where they go, mfu",
+    )
+    add("--tensorboard", type=Path, metavar="DIR", help="the same for TensorBoard, which must be installed")
+    add("--peak-flops", type=float, metavar="X", help="a second and rank, for mfu; known GPUs' or measured by default")
+    add("--trace", type=Path, metavar="DIR", help="what each rank does when, of some steps, for partc trace DIR")
+    add("--trace-steps", metavar="FIRST:LAST", help="those to trace; by default three after the first")
     add("--record", type=Path, metavar="DIR", help="every step's gradients and parameters, per rank")
     add("--report", type=Path, metavar="DIR", help="losses, times and memory, per rank, as JSON")
     add("--timeout", type=float, default=600.0, help="seconds that a rank waits for another")
@@ -152,8 +171,13 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     for name, least in _LEAST.items():
         if arguments[name] is not None and not arguments[name] >= least:
             raise _out_of_range(name, arguments[name], f"{least} or more")
-    if arguments["clip"] is not None and not arguments["clip"] > 0:
-        raise _out_of_range("clip", arguments["clip"], "more than 0")
+    for name in ("clip", "peak_flops"):
+        if arguments[name] is not None and not arguments[name] > 0:
+            raise _out_of_range(name, arguments[name], "more than 0")
+    if arguments["trace_steps"] is not None and arguments["trace"] is None:
+        raise UsageError("P0521", "--trace-steps has no --trace", "name a folder: --trace DIR", alike=True)
+    if arguments["tensorboard"] is not None and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError("P0529", "TensorBoard is not installed", "pip install tensorboard", alike=True)
     resume = arguments.pop("resume")
     if resume == "" and arguments["save"] is None:
         raise UsageError("P0521", "--resume has no folder", "name one, or add --save DIR to continue there", alike=True)

@@ -1,45 +1,96 @@
-"""What a run tells: a line of JSON per step in a file, a progress line on the screen."""
+"""What a run tells: a line of JSON per step in a file, a progress line or bar on the screen, TensorBoard."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from .times import Split
 from .update import Updated
 
 
 class StepLog:
-    """Opened on the one rank that has the loss and stands first on every other axis."""
+    """Opened on the one rank that has the loss and stands first on every other axis.
+
+    `tokens` and `flops` are a step's, `peak` what all ranks could do in a second and where that is
+    from, `board` a folder for TensorBoard.
+    """
 
     def __init__(
-        self, path: Path | None, steps: int, stream: TextIO | None = None, *, start: int = 0, tokens: int = 0
+        self,
+        path: Path | None,
+        steps: int,
+        stream: TextIO | None = None,
+        *,
+        start: int = 0,
+        tokens: int = 0,
+        flops: int = 0,
+        peak: tuple[float, str] | None = None,
+        board: Path | None = None,
     ) -> None:
-        self._steps = steps
-        self._tokens = tokens  # of a step
+        self._start, self._steps = start, steps
+        self._began = time.monotonic()
+        self._tokens, self._flops = tokens, flops
+        self._peak = 0.0 if peak is None else peak[0]
         self._stream = sys.stderr if stream is None else stream
         earlier = _earlier(path, start) if path else ""
         self._file = path.open("w") if path else None
         if self._file:
             self._file.write(earlier)
+        self._board = None if board is None else _writer(board, start)
+        if peak is not None:
+            print(f"mfu is the share of {peak[0]:.3g} flops a second, {peak[1]}", file=self._stream, flush=True)
 
-    def step(self, step: int, loss: float, seconds: float, updated: Updated, peak_bytes: int) -> None:
+    def step(
+        self, step: int, loss: float, seconds: float, updated: Updated, peak_bytes: int, split: Split | None = None
+    ) -> None:
+        entry: dict[str, Any] = {"step": step, "loss": loss, "seconds": round(seconds, 6), "lr": updated.rate}
+        entry |= {"tokens_per_second": round(self._tokens / seconds, 1), "peak_bytes": peak_bytes}
+        entry |= {} if updated.norm is None else {"grad_norm": updated.norm, "skipped": updated.skipped}
+        entry |= {} if split is None else {name: round(value, 6) for name, value in split._asdict().items()}
+        entry |= {"mfu": round(self._flops / seconds / self._peak, 6)} if self._peak else {}
         if self._file:
-            entry = {"step": step, "loss": loss, "seconds": round(seconds, 6), "lr": updated.rate}
-            entry |= {"tokens_per_second": round(self._tokens / seconds, 1), "peak_bytes": peak_bytes}
-            entry |= {} if updated.norm is None else {"grad_norm": updated.norm, "skipped": updated.skipped}
             print(json.dumps(entry), file=self._file, flush=True)
+        if self._board is not None:
+            for name, value in entry.items():
+                if name != "step":
+                    self._board.add_scalar(name, value, step + 1)
         skipped = "  overflow: skipped" if updated.skipped else ""
         line = f"step {step + 1}/{self._steps}  loss {loss:.6f}  {seconds:.3f} s{skipped}"
         if self._stream.isatty():
-            print(f"\r{line}\033[K", end="\n" if step + 1 == self._steps else "", file=self._stream, flush=True)
+            last = step + 1 == self._steps
+            print(f"\r{self._bar(step + 1, line)}\033[K", end="\n" if last else "", file=self._stream, flush=True)
         else:
             print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
         if self._file:
             self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _bar(self, done: int, line: str) -> str:
+        """The line with how far the run is, and how long it takes yet, as wide as the terminal."""
+        passed = time.monotonic() - self._began
+        left = round(passed / max(1, done - self._start) * (self._steps - done))
+        line = f"{line}  {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        columns = shutil.get_terminal_size().columns
+        room = min(40, columns - len(line) - 4)
+        if room < 5:
+            return line[: columns - 1]
+        filled = room * done // self._steps
+        return f"{'█' * filled}{'░' * (room - filled)}  {line}"
+
+
+def _writer(folder: Path, start: int) -> Any:
+    """TensorBoard's, over what an earlier run wrote of the steps to come."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=start + 1 if start else None)
 
 
 def _earlier(path: Path, start: int) -> str:

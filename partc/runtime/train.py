@@ -38,6 +38,7 @@ from .memory import keep_freed_memory, peak_bytes
 from .optimizer import attach_gradients, make_optimizer
 from .state import restore_optimizer, restore_scale, state
 from .tensors import save
+from .times import Times
 from .together import Together
 from .torch_private import lone_store
 from .update import LossScale, Rate, Update
@@ -239,7 +240,14 @@ def _train(
     interruption: Interruption | VirtualInterruption | None = None,
 ) -> None:
     tokens = tokens_per_step(job.plan) * job.accumulate
-    log = StepLog(job.metrics, job.steps, start=job.start, tokens=tokens) if rank.logs else None
+    times = Times.of(job, comm, rank.number, rank.module.LINKS, rank.module.STAGES)
+    peak = times.peak(job) if job.measures else None
+    log = None
+    if rank.logs:
+        flops = job.plan["flops"] * job.accumulate
+        log = StepLog(
+            job.metrics, job.steps, start=job.start, tokens=tokens, flops=flops, peak=peak, board=job.tensorboard
+        )
     place = Place(rank=rank.number, world_size=job.world_size, sizes=job.sizes, coordinate=rank.module.COORDINATE)
     saver = None
     if job.save is not None:
@@ -276,12 +284,13 @@ def _train(
             Rate(base=job.lr, warmup=job.warmup, decline=job.lr_schedule, least=job.min_lr, steps=job.steps),
             clip=job.clip,
             scale=scale,
-            norms=job.metrics is not None,
+            norms=job.measures,
         )
         clock.entering("setup")
         comm.draws = job.plan["draws"] if job.plan["repeated"] else 0
         for stage in stages.values():
             stage.setup()
+        times.begin(job.start)
         for step in range(job.start, job.steps):
             if interruption is not None and interruption.before(step):
                 break
@@ -321,9 +330,10 @@ def _train(
             for stage in stages.values():
                 stage.refresh()
             rank.seconds.append(seconds + time.perf_counter() - started)
+            split = times.end(step)
             if log is not None:
                 rank.losses.append(sum(number for number in losses if number is not None) / job.accumulate)
-                log.step(step, rank.losses[-1], rank.seconds[-1], updated, peak_bytes(device))
+                log.step(step, rank.losses[-1], rank.seconds[-1], updated, peak_bytes(device), split)
             if job.record:
                 recorded |= {f"parameter/{name}": x for name, x in rank.parameters.items()}
                 job.record.mkdir(parents=True, exist_ok=True)
@@ -332,6 +342,7 @@ def _train(
             if saver is not None and job.saves_after(step + 1):
                 clock.entering("saving")
                 saver.save(step + 1, state(held, optimized, optimizer, job.plan, scale))
+    times.close()
     if saver is not None and rank.done not in (saver.saved, job.start):
         saver.save(rank.done, state(held, optimized, optimizer, job.plan, scale))
     if saver is not None:

@@ -1,0 +1,55 @@
+"""The flops of a step against torch's own counter, which runs the model on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import partc
+from partc.runtime.data import load_model_file
+from tests.zoo import MODELS
+
+
+def counted(model: nn.Module, batch: dict[str, Tensor], loss: object) -> int:
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        (loss(model, batch) if callable(loss) else model(**batch)).backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("mlp", "2x2x2"), ("crossing", "2"), ("resnet", "2x2"), ("dlrm", "tp=2")])
+def test_each_product_counts_once_however_it_is_cut(name: str, mesh: str) -> None:
+    package = partc.compile(str(MODELS[name].file), mesh=mesh, microbatches=4, recompute="full", options={"batch": 16})
+    file = load_model_file(MODELS[name].file or Path())
+    assert package.flops == counted(file.model(), file.batch(batch=16), file.loss)
+
+
+def test_causal_attention_counts_by_half() -> None:
+    file = load_model_file(MODELS["gpt"].file or Path())
+    batch, length, width, depth = 16, 32, 64, 4
+    scores = 3 * 2 * 2 * batch * length * length * width * depth  # and values; forward, and twice that backward
+    package = partc.compile(str(MODELS["gpt"].file), mesh="2x2", options={"batch": batch})
+    assert package.flops == counted(file.model(), file.batch(batch=batch), file.loss) - scores // 2
+
+
+class Frozen(nn.Module):
+    """A frozen layer before one that is trained, and one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+        for index in (0, 2):
+            self.layers[index].weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_what_needs_no_gradient_costs_none() -> None:
+    batch = {"x": torch.randn(4, 8)}
+    package = partc.compile(Frozen, batch, mesh="1")
+    assert package.flops == counted(Frozen(), batch, None) == (3 + 2) * 2 * 4 * 8 * 8

@@ -163,11 +163,13 @@ class _Lateness:
         heard: dict[Link, Tensor] = {}
         for link in self._in:
             count = 2 if intervals is None else len(_over(intervals, "recv", link))
-            heard[link] = self._comm.recv((count,), torch.int64, link)
+            heard[link] = self._comm.recv((count,), torch.int64, link).wait()
         self._comm.drain()
         return {link: x.tolist() for link, x in heard.items()}
 
 
 def _over(intervals: Sequence[Interval], kind: str, link: Link) -> list[Interval]:
+    """In the order in which they were posted, which both ends share."""
     over = f"link {link[0]} {link[1]}"
-    return [interval for interval in intervals if interval.kind == kind and interval.over == over]
+    found = [interval for interval in intervals if interval.kind == kind and interval.over == over]
+    return sorted(found, key=lambda interval: interval.posted)

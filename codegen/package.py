@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from partc.codegen.collectives import NAMES, local_bytes, readable_bytes
 from partc.codegen.formatting import formatted, wrapped
 from partc.codegen.ranks import rank_codes
 from partc.codegen.stages import StageCode, stage_code
+from partc.memory import Account
 from partc.parts import Parts
 from partc.program import Program
 from partc.saving import most_saved
@@ -53,34 +55,60 @@ def files(
     report: Sequence[str] = (),
     command: Mapping[str, Any] | None = None,
     flops: int = 0,
+    modules: Sequence[StageModule] | None = None,
+    memory: Account | None = None,
 ) -> Iterator[tuple[str, str]]:
     """The same one by one, so that a package of many ranks never stands in memory.
 
-    `report` holds sentences for the README: what a reader should know about this plan.
+    `report` holds sentences for the README: what a reader should know about this plan. `modules` are the stages',
+    where they are made already; `memory` is the account of what ranks hold.
     """
-    stages = [stage_code(program, index) for index in range(program.stages)]
-    plan = plans.plan(program, options=options, seed=seed, precision=precision, command=command, flops=flops)
+    modules = stage_modules(program) if modules is None else modules
+    stages = [module.code for module in modules]
+    plan = plans.plan(
+        program, options=options, seed=seed, precision=precision, command=command, flops=flops, memory=memory
+    )
     ranks = program.mesh.size
     yield "plan.json", plans.written(plan)
     yield "README.md", _readme(program, stages, plan, report)
     yield "train.py", _template("train.py.jinja").render(ranks=ranks)
     yield "model.py", model_source
-    for stage in stages:
-        yield f"stages/stage_{stage.index}.py", _stage_module(program, stage)
+    for module in modules:
+        yield f"stages/stage_{module.index}.py", module.text
     rank_template = _template("rank.py.jinja")
     for rank in rank_codes(program):
         yield f"ranks/rank_{rank.rank:03d}.py", rank_template.render(rank=rank, ranks=ranks)
     yield from _runtime()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageModule:
+    """An emitted module: `functions` has the region of each."""
+
+    index: int
+    code: StageCode
+    text: str
+    functions: Mapping[str, str]
+
+
+def stage_modules(program: Program) -> tuple[StageModule, ...]:
+    """Those of all stages."""
+    return tuple(_stage_module(program, index) for index in range(program.stages))
+
+
 def stage_module(program: Program, index: int) -> str:
     """The text of one stage's module."""
-    return _stage_module(program, stage_code(program, index))
+    return _stage_module(program, index).text
 
 
-def _stage_module(program: Program, stage: StageCode) -> str:
-    text = _template("stage.py.jinja").render(stage=stage, stages=program.stages, mesh=str(program.mesh))
-    return formatted(text)
+def _stage_module(program: Program, index: int) -> StageModule:
+    code = stage_code(program, index)
+    text = _template("stage.py.jinja").render(stage=code, stages=program.stages, mesh=str(program.mesh))
+    regions = dict.fromkeys(call.region for call in program.calls if call.stage == index)
+    functions = {
+        function.name: region for region, (_, made) in zip(regions, code.units, strict=True) for function in made
+    }
+    return StageModule(index=index, code=code, text=formatted(text), functions=functions)
 
 
 def _readme(program: Program, stages: list[StageCode], plan: Mapping[str, Any], report: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from partc.codegen.collectives import NAMES, local_bytes, moved_bytes
 from partc.layout import Layout
+from partc.memory import Account
 from partc.program import Graph, Program, Region, TensorType
 
 FORMAT = 1  # of plan.json; readers refuse what they don't know
@@ -21,6 +22,7 @@ def plan(
     precision: str,
     command: Mapping[str, Any] | None = None,
     flops: int = 0,
+    memory: Account | None = None,
 ) -> dict[str, Any]:
     """`flops` are a batch's, on all ranks together.
 
@@ -79,6 +81,7 @@ def plan(
             for transfer in program.transfers
         ],
         "schedule": {str(index): " ".join(map(str, actions)) for index, actions in enumerate(program.schedule)},
+        **({} if memory is None else {"memory": memory.document()}),
     }
 
 

@@ -13,9 +13,11 @@ from partc import passes
 from partc.accounting import ReplicatedOp, communication, replicated_ops
 from partc.coverage import Coverage, coverage
 from partc.errors import PartcError
+from partc.memory import Account
 from partc.mesh import Mesh
 from partc.options import TABLE, Options
 from partc.output import write
+from partc.printer import readable
 from partc.program import Program
 from partc.saving import most_saved
 from partc.settings import EMITTED, tell
@@ -23,6 +25,7 @@ from partc.verifier import verify_program
 from partc.work import model_flops
 
 if TYPE_CHECKING:
+    from partc.codegen.package import StageModule
     from partc.verify import VerifyResult
 
 PhaseObserver = Callable[["Phase"], None]
@@ -51,6 +54,8 @@ class Package:
     coverage: Coverage = field(default_factory=lambda: Coverage(ops=1.0, flops=1.0))
     extra: Mapping[str, bytes] = field(default_factory=dict)  # files that model_source reads
     warnings: tuple[str, ...] = ()
+    modules: tuple[StageModule, ...] = ()
+    memory: Account | None = None  # what ranks hold; None where it depends on numbers in the batch
 
     @property
     def communication(self) -> dict[str, int]:
@@ -73,6 +78,7 @@ class Package:
             "communication": self.communication,
             "recompute": self.options.recompute,
             "saved": list(most_saved(self.program)),
+            "memory": None if self.memory is None else {"worst": str(self.memory), **self.memory.summary},
             "warnings": list(self.warnings),
             "flops": self.flops,
             "rules": {"ops": self.coverage.ops, "flops": self.coverage.flops},
@@ -103,6 +109,8 @@ class Package:
             report=[*self.warnings, *self._padding(), *(_sentence(item) for item in self.replicated_ops)],
             command=self.options.command,
             flops=self.flops,
+            modules=self.modules or None,
+            memory=self.memory,
         )
         yield from self.extra.items()
         if self.options.table is not None:
@@ -114,27 +122,20 @@ class Package:
 
     def write(self, directory: str | Path, *, on_phase: PhaseObserver = lambda phase: None) -> Path:
         """Write the folder; an older package is replaced as a whole. Raises PartcError P0601, P0602 and P0606."""
-        emitted = 0.0
         count = 0
 
-        def timed() -> Iterator[tuple[str, str | bytes]]:
-            """Rank modules are rendered one by one as they are written, and count as that."""
-            nonlocal emitted, count
-            start = time.perf_counter()
+        def told() -> Iterator[tuple[str, str | bytes]]:
+            nonlocal count
             for item in self.files():
-                if not item[0].startswith("ranks/"):
-                    emitted += time.perf_counter() - start
                 if item[0].startswith("stages/"):
                     tell(EMITTED, f"# {item[0]}\n{item[1]!s}")
                 count += 1
                 yield item
-                start = time.perf_counter()
 
         start = time.perf_counter()
-        path = write(timed(), Path(directory))
+        path = write(told(), Path(directory))
         total = time.perf_counter() - start
-        on_phase(Phase(label="Emitted", seconds=emitted, note=counted(self.program.stages, "stage module")))
-        on_phase(Phase(label="Written", seconds=total - emitted, note=f"{counted(count, 'file')} in {directory}"))
+        on_phase(Phase(label="Written", seconds=total, note=f"{counted(count, 'file')} in {directory}"))
         return path
 
     def verify(self, *, steps: int = 3, virtual: bool = True) -> VerifyResult:
@@ -212,7 +213,7 @@ def compile(
         casts=casts,
     )
     done = compilation(model, batch, checked, loss=loss, model_options=options or {}, on_phase=on_phase)
-    return package(done)
+    return package(done, on_phase=on_phase)
 
 
 def compilation(
@@ -286,9 +287,24 @@ def compilation(
     )
 
 
-def package(done: Compilation) -> Package:
+def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) -> Package:
     """The package of a compilation that has run to its end."""
+    from partc.codegen.package import stage_modules
+    from partc.rehearsal import rehearse
+
+    start = time.perf_counter()
+    modules = stage_modules(done.program)
+    on_phase(Phase(label="Emitted", seconds=time.perf_counter() - start, note=counted(len(modules), "stage module")))
+    start = time.perf_counter()
+    memory = rehearse(done.program, modules=modules)
+    on_phase(
+        Phase(
+            label="Rehearsed", seconds=time.perf_counter() - start, note=f"{readable(memory.worst.peak)} a rank at most"
+        )
+    )
     return Package(
+        modules=modules,
+        memory=memory,
         program=done.program,
         model_source=done.model_source,
         model_options=done.model_options,

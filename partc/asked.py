@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
 
 from partc.errors import PartcError
+from partc.program import PRECISIONS
+from partc.schedules import SCHEDULES
 
 if TYPE_CHECKING:
+    from partc.memory import Account
+    from partc.mesh import Mesh
     from partc.options import Options
 
 
@@ -67,3 +73,88 @@ def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str,
         raise PartcError("P0603", "inspecting a model needs a mesh", help="add --mesh SPEC, for example --mesh 2x2x2")
     wanted, found = options(given)
     return name, wanted, found
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def compile_options(required: bool) -> Callable[[Command], Command]:
+    """The options that decide a compile, for each command that does one."""
+    options = [
+        click.option(
+            "--mesh", metavar="SPEC", required=required, help="sizes of the axes: 8, 4x8, 2x4x8 or pp=2,dp=4,tp=8"
+        ),
+        click.option("-D", "definitions", metavar="NAME=VALUE", multiple=True, help="an option of the model file"),
+        click.option("--batch", type=int, help="the same as -D batch=..., for hf: models"),
+        click.option("--seq", type=int, help="the same as -D seq=..., for hf: models"),
+        click.option("--microbatches", type=int, default=1, show_default=True, help="parts of the batch in time"),
+        click.option(
+            "--schedule",
+            metavar="NAME|FILE.csv",
+            default="1f1b",
+            show_default=True,
+            help=f"{', '.join(SCHEDULES)}, or a table of actions",
+        ),
+        click.option(
+            "--virtual-stages", type=int, metavar="N", help="stages on each rank, for interleaved [default: 2]"
+        ),
+        click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True),
+        click.option(
+            "--cast", "casts", metavar="OP=TYPE", multiple=True, help="with bf16 or fp16: softmax=fp32, add=any"
+        ),
+        click.option("--seed", type=int, default=0, show_default=True, help="of the initial parameters and the data"),
+        click.option(
+            "--zero",
+            metavar="0|1|2|3[@AXES]",
+            default="0",
+            show_default=True,
+            help="what dp ranks hold in parts: optimizer state (1), gradients too (2), parameters too (3)",
+        ),
+        click.option(
+            "--recompute",
+            metavar="none|selective|full|BYTES",
+            default="none",
+            show_default=True,
+            help="what backward makes again: nothing; what is large and quickly made; all but regions' inputs; "
+            "or what must be, so that a rank saves no more than 18GB",
+        ),
+        click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
+    ]
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def memory(name: str, given: Mapping[str, Any], optimizer: str | None) -> tuple[Account, Mesh]:
+    """What a package's plan says of its ranks' memory, or a model's account; and the mesh."""
+    from partc.mesh import Mesh
+
+    if Path(name).is_dir() and optimizer in (None, "adamw"):
+        from partc.launch import read_plan
+        from partc.memory import Account
+
+        plan = read_plan(Path(name))
+        if given["mesh"] is not None or given["definitions"]:
+            raise PartcError(
+                "P0603", f"{name} is a package, with a mesh and options of its own", help="name its model file"
+            )
+        return Account.of(plan.get("memory")), Mesh.parse(plan["mesh"])
+    model, wanted, definitions = target(name, given)
+    from partc.api import compilation
+    from partc.rehearsal import rehearse
+
+    program = compilation(model, None, wanted, model_options=definitions).program
+    return rehearse(program, optimizer=optimizer or "adamw"), wanted.mesh
+
+
+def place(mesh: Mesh, rank: int) -> int:
+    """The coordinate of a rank on the pipeline axis. Raises PartcError P0004."""
+    from partc.mesh import PIPELINE_AXIS
+
+    if not 0 <= rank < mesh.size:
+        raise PartcError("P0004", f"--rank {rank} is out of range", help=f"give one from 0 to {mesh.size - 1}")
+    return mesh.coordinate(rank).get(PIPELINE_AXIS, 0)

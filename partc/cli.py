@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from partc import __version__, asked, console
 from partc.errors import PartcError
-from partc.program import PRECISIONS
-from partc.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from partc.api import Compilation
@@ -46,63 +44,9 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def compile_options(required: bool) -> Callable[[Command], Command]:
-    """The options that decide a compile, for each command that does one."""
-    options = [
-        click.option(
-            "--mesh", metavar="SPEC", required=required, help="sizes of the axes: 8, 4x8, 2x4x8 or pp=2,dp=4,tp=8"
-        ),
-        click.option("-D", "definitions", metavar="NAME=VALUE", multiple=True, help="an option of the model file"),
-        click.option("--batch", type=int, help="the same as -D batch=..., for hf: models"),
-        click.option("--seq", type=int, help="the same as -D seq=..., for hf: models"),
-        click.option("--microbatches", type=int, default=1, show_default=True, help="parts of the batch in time"),
-        click.option(
-            "--schedule",
-            metavar="NAME|FILE.csv",
-            default="1f1b",
-            show_default=True,
-            help=f"{', '.join(SCHEDULES)}, or a table of actions",
-        ),
-        click.option(
-            "--virtual-stages", type=int, metavar="N", help="stages on each rank, for interleaved [default: 2]"
-        ),
-        click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True),
-        click.option(
-            "--cast", "casts", metavar="OP=TYPE", multiple=True, help="with bf16 or fp16: softmax=fp32, add=any"
-        ),
-        click.option("--seed", type=int, default=0, show_default=True, help="of the initial parameters and the data"),
-        click.option(
-            "--zero",
-            metavar="0|1|2|3[@AXES]",
-            default="0",
-            show_default=True,
-            help="what dp ranks hold in parts: optimizer state (1), gradients too (2), parameters too (3)",
-        ),
-        click.option(
-            "--recompute",
-            metavar="none|selective|full|BYTES",
-            default="none",
-            show_default=True,
-            help="what backward makes again: nothing; what is large and quickly made; all but regions' inputs; "
-            "or what must be, so that a rank saves no more than 18GB",
-        ),
-        click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
-    ]
-
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 @cli.command("compile", short_help="Compile MODEL for a mesh.")
 @click.argument("model")
-@compile_options(required=True)
+@asked.compile_options(required=True)
 @click.option("-o", "--output", type=Path, default=Path("build"), show_default=True, help="folder of the package")
 @click.option(
     "--dump-after", metavar="PASS|all", multiple=True, help="write the program after a pass, beside the output"
@@ -120,7 +64,7 @@ def compile_command(model: str, output: Path, dump_after: tuple[str, ...], as_js
         from partc.api import compilation, package
 
         done = compilation(model, None, options, model_options=definitions, observe=dump.observe, on_phase=phases.ended)
-        compiled = package(done)
+        compiled = package(done, on_phase=phases.ended)
         compiled.write(output, on_phase=phases.ended)
     report = compiled.report | {"phases": phases.seconds}
     if as_json:
@@ -139,6 +83,8 @@ def _print_report(report: Mapping[str, Any]) -> None:
     click.echo("\n" + ", ".join(counted(count, noun) for noun, count in counts.items()))
     click.echo(f"each rank receives a step: {moved or 'nothing'}")
     click.echo(f"a rank saves for backward passes: {readable_bytes(max(report['saved']))} at most")
+    if report["memory"] is not None:
+        click.echo(f"a rank holds at most: {report['memory']['worst']}")
     click.echo(f"rules cover {report['rules']['ops']:.1%} of operations, {report['rules']['flops']:.1%} of flops")
     for warning in report["warnings"]:
         click.echo(f"warning: {warning}")
@@ -191,6 +137,27 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool) ->
             console.next_step(f"partc inspect {directory} --after partition --diff")
     if not result.ok:
         raise console.CheckFailed
+
+
+@cli.command("memory", short_help="What ranks hold at most, and when.")
+@click.argument("target", metavar="MODEL|DIR")
+@asked.compile_options(required=False)
+@click.option("--rank", type=int, metavar="N", help="of this rank; of the one that holds most by default")
+@click.option("--optimizer", type=click.Choice(("adamw", "sgd")), help="of a model; a package's account is of adamw")
+@click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
+def memory_command(target: str, rank: int | None, optimizer: str | None, as_json: bool, **given: Any) -> None:
+    """Account for the memory of a training step: parameters, gradients, optimizer, activations, what passes.
+
+    A package's account is what compile has put down; a model is compiled for it.
+    """
+    from partc.memory_table import page
+
+    account, mesh = asked.memory(target, given, optimizer)
+    if as_json:
+        print(json.dumps(account.document()))
+        return
+    place = None if rank is None else asked.place(mesh, rank)
+    click.echo(page(account, mesh, place=place, width=shutil.get_terminal_size((120, 24)).columns), nl=False)
 
 
 @cli.command("run", short_help="Train a package on this machine.")
@@ -267,7 +234,7 @@ def export_command(directory: Path, checkpoint: Path, target: Path, as_json: boo
 
 @cli.command("rule", short_help="Draft the rules that a model's operations lack.")
 @click.argument("model")
-@compile_options(required=True)
+@asked.compile_options(required=True)
 def rule_command(model: str, **given: Any) -> None:
     """Print a line for every operation of MODEL that has no rule, to be checked and put into the model file."""
     from partc.api import compilation
@@ -284,7 +251,7 @@ def rule_command(model: str, **given: Any) -> None:
 
 @cli.command("inspect", short_help="Show the program after any pass.")
 @click.argument("target", metavar="MODEL|DIR")
-@compile_options(required=False)
+@asked.compile_options(required=False)
 @click.option("--after", metavar="PASS", help="the program as this pass leaves it; `trace` is before the first")
 @click.option("--region", metavar="NAME", help="only this region")
 @click.option("--diff", is_flag=True, help="what the pass changed")

@@ -37,6 +37,11 @@ PACKAGES: Mapping[str, Entry] = {
         "the package, or its single-device model, stopped with an error",
         "What it printed last is shown; the first rank that failed has the reason, the others stop because of it.",
     ),
+    "P0506": Entry(
+        "a package without a readable account of its memory",
+        "plan.json says under `memory` what ranks hold in a step; `partc memory` shows it. Packages of an older partc "
+        "have none, nor have those that hold as much as numbers in the batch decide.",
+    ),
     "P0521": Entry(
         "options of a checkpoint that cannot be",
         "--save-every and --keep are 1 or more. --resume alone continues what --save names. The seed, the "

@@ -43,13 +43,13 @@ def train(package: Path, *arguments: object, real: bool = False) -> subprocess.C
     if real:
         command = torchrun_command(package, given)
         return subprocess.run(command, env=local_environment(), capture_output=True, text=True, timeout=120)
-    with _imported_from(package), redirect_stderr(io.StringIO()) as said:
+    with imported_from(package), redirect_stderr(io.StringIO()) as said:
         code = main(["--virtual", *given], package)
     return subprocess.CompletedProcess(given, code, "", said.getvalue())
 
 
 @contextmanager
-def _imported_from(package: Path) -> Iterator[None]:
+def imported_from(package: Path) -> Iterator[None]:
     """`ranks` and `stages` are this package's; its runtime is the one under test."""
     before, path = set(sys.modules), list(sys.path)
     for found in pkgutil.iter_modules(runtime.__path__, "partc.runtime."):

@@ -37,6 +37,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "partc.saving",
+        "partc.memory",
+        "partc.ledger",
         "partc.roofline",
         "partc.sharding",
         "partc.gradients",
@@ -56,9 +58,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("partc.passes",),
     ("partc.templates", "partc.codegen"),
-    ("partc.accounting", "partc.work", "partc.coverage", "partc.output", "partc.options"),
+    (
+        "partc.accounting",
+        "partc.work",
+        "partc.coverage",
+        "partc.output",
+        "partc.options",
+        "partc.lessons",
+        "partc.rehearsal",
+    ),
     ("partc.launch", "partc.reference", "partc.sampling", "partc.verify", "partc.doctor", "partc.export"),
-    ("partc.api", "partc.comparison", "partc.drawing", "partc.report"),
+    ("partc.api", "partc.comparison", "partc.drawing", "partc.report", "partc.memory_table"),
     ("partc.inspection", "partc.dump", "partc.console", "partc.asked"),
     ("partc.cli", "partc.__main__"),
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 from .clock import Clock, Kind
 from .layout import parse_dims
 from .random import Draw, stream
+from .torch_private import storage_key
 
 ReduceOp = Literal["sum", "max"]
 
@@ -306,7 +307,7 @@ def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
         if (
             last is not None
             and last.dtype == flat.dtype
-            and last.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+            and storage_key(last) == storage_key(flat)
             and last.storage_offset() + last.numel() == flat.storage_offset()
         ):
             runs[-1] = last.as_strided((last.numel() + flat.numel(),), (1,), last.storage_offset())

@@ -58,11 +58,15 @@ def local_batch(
     device: torch.device,
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """This rank's part of what its stage reads, whole and in `count` microbatches."""
-    local = {
-        name: shard.local(batch[name], sizes, coordinate).contiguous().to(device) for name, shard in inputs.items()
-    }
+    local = {name: _alone(shard.local(batch[name], sizes, coordinate)).to(device) for name, shard in inputs.items()}
     pieces = [
         {name: microbatch_part(x, inputs[name].dims, sizes, count, m).contiguous() for name, x in local.items()}
         for m in range(count)
     ]
     return local, pieces
+
+
+def _alone(part: Tensor) -> Tensor:
+    """Contiguous, and no sight of a larger tensor, which would have to stay for it."""
+    part = part.contiguous()
+    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()

@@ -1,0 +1,237 @@
+"""A step of a package on tensors without memory: what every rank holds, and when.
+
+The emitted modules and the runtime run as they are, with a communicator whose peers say nothing; what they do to
+memory is counted (partc.ledger). A region's function runs once, however many calls, microbatches and ranks there
+are: then it is known what it does (partc.lessons). Ranks that differ on other axes than the pipeline's are one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partc.codegen.package import StageModule, stage_modules
+from partc.ledger import Ledger, counting
+from partc.lessons import Lessons, stage_class
+from partc.memory import Account, RankMemory
+from partc.mesh import PIPELINE_AXIS
+from partc.program import Program
+from partc.runtime.comm import Axis, Link
+from partc.runtime.data import local_batch
+from partc.runtime.distributed import DistributedComm, GlooAxis
+from partc.runtime.executor import Stage, gradient_buffers, parse_schedule, run_step
+from partc.runtime.layout import DTYPES, Shard
+from partc.runtime.optimizer import attach_gradients, make_optimizer
+from partc.runtime.parts import Parts
+
+Sizes = Mapping[str, int]
+
+
+def rehearse(program: Program, *, optimizer: str = "adamw", modules: Sequence[StageModule] | None = None) -> Account:
+    """The account of a scheduled program, in a step after the first. `modules` are its stages', if made already."""
+    modules = stage_modules(program) if modules is None else modules
+    lessons = Lessons()
+    kept = _kept_by(optimizer)
+    ranks = [
+        _rank(program, place, [modules[stage] for stage in program.stages_at(place)], lessons, kept)
+        for place in range(program.mesh.axis(PIPELINE_AXIS))
+    ]
+    return Account(optimizer=optimizer, ranks=tuple(ranks))
+
+
+def _rank(
+    program: Program, place: int, modules: Sequence[StageModule], lessons: Lessons, kept: Sequence[_State]
+) -> RankMemory:
+    with counting() as ledger:
+        lessons.ledger = ledger
+        comm = _QuietComm(ledger, program.mesh.sizes, place)
+        classes = {
+            module.index: stage_class(
+                module.text, f"stages/stage_{module.index}.py", module.functions, lessons, {"Parts": Parts}
+            )
+            for module in modules
+        }
+        shards: dict[str, Shard] = {
+            name: shard for stage in classes.values() for name, shard in stage.parameters.items()
+        }
+        inputs: dict[str, Shard] = {name: shard for stage in classes.values() for name, shard in stage.inputs.items()}
+        parameters: dict[str, Tensor] = {}
+        for name, shard in shards.items():
+            with ledger.making("parameters", name):
+                parameters[name] = torch.empty(shard.local_shape(program.mesh.sizes), dtype=shard.dtype)
+        with ledger.making("gradients", "gradients"):
+            gradients, buffers = gradient_buffers(shards, parameters)
+        with ledger.making("copies", "copies"):
+            stages: dict[int, Stage] = {
+                number: stage(comm, parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
+                for number, stage in classes.items()
+            }
+        attach_gradients(parameters, gradients)
+        states: list[Tensor] = []
+        for name in gradients:
+            with ledger.making("optimizer", name):
+                states.extend(state.of(parameters[name]) for state in kept)
+        comm.draws = program.draws if program.repeated else 0
+        with ledger.making("constants", "constants"):
+            for stage in stages.values():
+                stage.setup()
+        actions = parse_schedule(" ".join(map(str, program.schedule[place])))
+        turns = _Turns(program, modules)
+
+        def entering(what: str) -> None:
+            ledger.enters(what)
+            lessons.turns = turns.of(what)
+
+        def cut() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+            with ledger.making("batch", "batch"):
+                whole = {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in inputs.items()}
+                return local_batch(
+                    whole, inputs, program.mesh.sizes, comm.coordinate, program.microbatches, torch.device("cpu")
+                )
+
+        batch, microbatches = cut()
+        loss = torch.empty((), dtype=_loss_dtype(program)) if any(stage.loss for stage in stages.values()) else None
+        ledger.starts()
+        entering("data")
+        batch, microbatches = cut()
+        for buffer in buffers:
+            buffer.zero_()
+        loss = run_step(stages, comm, actions, batch, microbatches, entering)
+        entering("the update")
+        for stage in stages.values():
+            stage.refresh()
+        entering("the step's end")
+        found = ledger.rank(place, tuple(classes))
+        del loss, states
+        return found
+
+
+def _loss_dtype(program: Program) -> torch.dtype:
+    return DTYPES[program.value_types()[program.loss].dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A tensor that an optimizer keeps for each parameter: like it, or of a shape of its own."""
+
+    like: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, parameter: Tensor) -> Tensor:
+        return torch.empty_like(parameter) if self.like else torch.empty(self.shape, dtype=self.dtype)
+
+
+def _kept_by(optimizer: str) -> tuple[_State, ...]:
+    """What a step of it leaves, as seen on a parameter of two numbers."""
+    parameter = torch.zeros(2)
+    parameter.grad = torch.zeros(2)
+    made = make_optimizer(optimizer, {"": parameter}, 0.0)
+    made.step()
+    kept = (x for x in made.state[parameter].values() if isinstance(x, Tensor))
+    return tuple(_State(x.shape == parameter.shape, tuple(x.shape), x.dtype) for x in kept)
+
+
+class _Turns:
+    """For which calls the functions of a rank's modules run in an action, in order."""
+
+    def __init__(self, program: Program, modules: Sequence[StageModule]) -> None:
+        self._calls = {
+            module.index: [(call.name, call.region) for call in program.calls if call.stage == module.index]
+            for module in modules
+        }
+        self._functions = {module.index: module.functions for module in modules}
+
+    def of(self, action: str) -> dict[str, Iterator[str]]:
+        head = action.rstrip("0123456789")
+        digits = len(head) - len(head.lstrip("0123456789"))
+        stage = int(head[:digits] or -1)
+        if stage not in self._calls:
+            return {}
+        back = head[digits:] in ("B", "I")
+        calls = self._calls[stage][::-1] if back else self._calls[stage]
+        return {
+            function: iter([name for name, other in calls if other == region])
+            for function, region in self._functions[stage].items()
+        }
+
+
+# -- a communicator without peers --------------------------------------------------------------
+
+
+class _Quiet:
+    """A process group whose every word is heard at once and answered by nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., _Quiet]:
+        return lambda *args, **kwargs: self
+
+
+class _QuietAxis(GlooAxis):
+    def __init__(self, ledger: Ledger, rank: int, size: int) -> None:
+        super().__init__(_Quiet(), rank, size)
+        self._ledger = ledger
+
+
+def _communicating(name: str) -> Callable[..., Any]:
+    method = getattr(GlooAxis, name)
+
+    def run(self: _QuietAxis, *args: Any, **kwargs: Any) -> Any:
+        with self._ledger.making("communication"):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+for _name in ("all_reduce", "all_reduce_", "reduce_gradients", "all_gather", "reduce_scatter", "all_to_all"):
+    setattr(_QuietAxis, _name, _communicating(_name))
+
+
+class _Groups(dict[str, Axis]):
+    """Of any axes, joined by commas; `pp 0,3` are some ranks of a pipeline."""
+
+    def __init__(self, ledger: Ledger, sizes: Sizes) -> None:
+        super().__init__()
+        self._ledger, self._sizes = ledger, sizes
+
+    def __missing__(self, key: str) -> Axis:
+        names = key.removeprefix("pp ").split(",")
+        size = len(names) if key.startswith("pp ") else math.prod(self._sizes[name] for name in names)
+        self[key] = _QuietAxis(self._ledger, 0, size)
+        return self[key]
+
+
+class _QuietComm(DistributedComm):
+    """The first rank at a pipeline coordinate."""
+
+    def __init__(self, ledger: Ledger, sizes: Sizes, place: int) -> None:
+        self.device = torch.device("cpu")
+        self.coordinate = {name: place if name == PIPELINE_AXIS else 0 for name in sizes}
+        self._ledger = ledger
+        self._posted = []
+        self._link = _QuietAxis(ledger, 0, 2)
+        axes = {name: _QuietAxis(ledger, self.coordinate[name], size) for name, size in sizes.items()}
+        super(DistributedComm, self).__init__(axes, {})
+        self._groups = _Groups(ledger, sizes)
+        self._links = _Links(self._link)
+
+    def send(self, x: Tensor, link: Link) -> None:
+        with self._ledger.making("communication", "sent"):
+            super().send(x, link)
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
+        with self._ledger.making("communication", "received"):
+            return super().recv(shape, dtype, link)
+
+
+class _Links(dict[Link, Any]):
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self._axis = axis
+
+    def __missing__(self, link: Link) -> Axis:
+        return self._axis

@@ -1,0 +1,154 @@
+"""Measures what a rank of a package holds: every tensor's memory from its creation to its end, while train.py trains.
+
+It knows nothing of the compiler and its account. `python tests/meter.py PACKAGE REPORT ...` runs one rank, as torchrun
+would, with the rest for train.py; `measured` runs all ranks of a package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Meter(TorchDispatchMode):
+    """The bytes of all storages that operations of this thread have made and that someone still refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.peak = 0
+        self.peaks: list[int] = []  # of each step
+        self.counts = True
+        self._living: dict[int, weakref.ref[Any]] = {}
+        self.log: list[tuple[int, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.counts:
+            self.take(result, str(func))
+        return result
+
+    def take(self, tensors: Any, op: str = "") -> None:
+        """Count these from now on, if they aren't counted yet."""
+        for x in tree_leaves(tensors):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self._living:
+
+                    def ended(_: Any, key: int = key, size: int = size) -> None:
+                        del self._living[key]
+                        self.bytes -= size
+
+                    self._living[key] = weakref.ref(storage, ended)
+                    self.bytes += size
+                    if self.bytes > self.peak:
+                        self.peak = self.bytes
+                        if os.environ.get("METER_LOG"):
+                            frame = sys._getframe(2)
+                            while frame and "site-packages" in frame.f_code.co_filename:
+                                frame = frame.f_back
+                            where = []
+                            while frame and len(where) < 4:
+                                where.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+                                frame = frame.f_back
+                            self.log.append((self.bytes, f"{op} {' < '.join(where)}"))
+
+    def next_step(self) -> None:
+        self.peaks.append(self.peak)
+        self.peak = self.bytes
+        self.log.append((self.bytes, "step"))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.counts = False
+        yield
+        self.counts = True
+
+
+def metered(train: Any, meter: Meter) -> None:
+    """Have a package's `_train` run under the meter. The batch is the model file's doing: only it itself counts."""
+    plain = train._train
+
+    def run(job: Any, rank: Any, comm: Any, batch_of: Any, *rest: Any) -> None:
+        def batch(step: int) -> Any:
+            meter.next_step()
+            with meter.paused():
+                made = batch_of(step)
+            meter.take(made)
+            return made
+
+        meter.take(rank.parameters)
+        with meter:
+            plain(job, rank, comm, batch, *rest)
+        meter.next_step()
+
+    train._train = run
+
+
+def later(peaks: Sequence[int], arguments: Sequence[str]) -> int:
+    """Of what each batch took at most, what those after the first step took.
+
+    gloo's threads may hold what they have sent for a moment longer: in some batch they do not.
+    """
+    each = int(arguments[arguments.index("--accumulate") + 1]) if "--accumulate" in arguments else 1
+    return min(peaks[1 + each :])
+
+
+def main(argv: Sequence[str]) -> int:
+    package, report, *rest = argv
+    sys.path.insert(0, package)
+    train: Any = importlib.import_module("runtime.train")
+    meter = Meter()
+    metered(train, meter)
+    status: int = train.main(rest, Path(package))
+    path = Path(report) / f"meter_{int(os.environ.get('RANK', '0')):03d}.json"
+    path.write_text(json.dumps({"peaks": meter.peaks, "log": meter.log}))
+    return status
+
+
+def measured(package: Path, ranks: int, arguments: Sequence[str] = (), *, steps: int = 4) -> list[int]:
+    """The most bytes that each rank held in a step after the first."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    shared: Mapping[str, str] = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+    }  # fmt: skip
+    command = [sys.executable, __file__, str(package), str(package.parent), "--steps", str(steps), *arguments]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        _, said = process.communicate(timeout=240)
+        assert process.returncode == 0, said
+    found = []
+    for rank in range(ranks):
+        peaks = json.loads((package.parent / f"meter_{rank:03d}.json").read_text())["peaks"]
+        found.append(later(peaks, arguments))
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

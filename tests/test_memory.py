@@ -1,0 +1,135 @@
+"""The account of memory: what is predicted of a step is what a meter of all tensors measures while train.py runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partc
+from partc.memory import CATEGORIES, Account
+from partc.memory_table import chart, page
+from partc.mesh import PIPELINE_AXIS, Mesh
+from partc.rehearsal import rehearse
+from tests.durable import imported_from
+from tests.meter import Meter, later, measured, metered
+
+ROOT = Path(__file__).parent.parent
+GPT = ROOT / "examples" / "gpt.py"
+MODELS = Path(__file__).parent / "models"
+
+
+def alone(package: Path, *arguments: str) -> int:
+    """The most bytes that a package of one rank holds in a step after the first, measured in this process."""
+    import importlib
+
+    with imported_from(package):
+        train: Any = importlib.import_module("runtime.train")
+        meter, plain = Meter(), train._train
+        metered(train, meter)
+        try:
+            assert train.main(["--steps", "4", *arguments], package) == 0
+        finally:
+            train._train = plain
+    return later(meter.peaks, arguments)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "options"),
+    [
+        (GPT, (), {"microbatches": 4}),
+        (GPT, ("--accumulate", "2", "--clip", "0.1"), {"microbatches": 2, "recompute": "selective"}),
+        (GPT, (), {"precision": "bf16", "recompute": "full"}),
+        (MODELS / "resnet.py", ("--optimizer", "sgd"), {"microbatches": 2}),
+        (MODELS / "noisy.py", (), {"precision": "fp16", "microbatches": 2}),
+    ],
+)
+def test_one_rank_holds_what_is_predicted(
+    model: Path, arguments: tuple[str, ...], options: dict[str, Any], tmp_path: Path
+) -> None:
+    package = partc.compile(model, mesh="1", **options)
+    optimizer = "sgd" if "sgd" in arguments else "adamw"
+    assert rehearse(package.program, optimizer=optimizer).worst.peak == alone(package.write(tmp_path / "b"), *arguments)
+
+
+def on_processes(folder: Path, model: Path, mesh: str, arguments: tuple[str, ...] = (), **options: Any) -> None:
+    package = partc.compile(model, mesh=mesh, **options)
+    account = rehearse(package.program, optimizer="sgd" if "sgd" in arguments else "adamw")
+    found = measured(package.write(folder / "b"), package.program.mesh.size, arguments)
+    for rank, peak in enumerate(found):
+        place = package.program.mesh.coordinate(rank).get(PIPELINE_AXIS, 0)
+        assert account.ranks[place].peak == peak, (rank, peak, account.ranks[place])
+
+
+@pytest.mark.processes
+def test_ranks_that_gather_and_scatter_hold_what_is_predicted(tmp_path: Path) -> None:
+    on_processes(tmp_path, GPT, "2", microbatches=2, zero=3)
+
+
+@pytest.mark.processes
+def test_pipeline_ranks_hold_what_is_predicted(tmp_path: Path) -> None:
+    on_processes(tmp_path, GPT, "pp=2", microbatches=4, schedule="zero-bubble")
+
+
+def account_of(mesh: str = "2x2x2", **options: Any) -> Account:
+    package = partc.compile(GPT, mesh=mesh, **{"microbatches": 4, **options})
+    assert package.memory is not None
+    return package.memory
+
+
+def test_what_is_alive_at_the_peak_is_the_peak() -> None:
+    for options in ({}, {"zero": 3}, {"recompute": "full"}, {"schedule": "zbv"}):
+        for rank in account_of(**options).ranks:
+            assert sum(item.bytes for item in rank.alive) == rank.peak == max(moment.peak for moment in rank.timeline)
+            assert {item.category for item in rank.alive} <= set(CATEGORIES)
+            assert all(item.name for item in rank.alive if item.category == "activations")
+            assert rank.at.action in [moment.action for moment in rank.timeline]
+
+
+def test_a_step_ends_with_what_it_began_with() -> None:
+    for rank in account_of().ranks:
+        assert rank.timeline[-1].after == rank.timeline[0].after
+
+
+def deep(depth: int) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(depth)))
+
+
+def test_a_block_more_adds_its_own() -> None:
+    """Its weights, their gradients and moments, and what it saves: not a temporary more."""
+    peaks = []
+    for depth in (3, 4, 5):
+        package = partc.compile(lambda depth=depth: deep(depth), {"input": torch.ones(8, 16)}, mesh="1", loss=summed)
+        assert package.memory is not None
+        peaks.append(package.memory.worst.peak)
+    weights = 4 * (4 * (16 * 16 + 16)) + 2 * 4  # and two steps' counts
+    saved = 2 * 4 * 8 * 16  # its input and what GELU reads
+    assert peaks[1] - peaks[0] == peaks[2] - peaks[1] == weights + saved
+
+
+def summed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["input"]).sum()
+
+
+def test_the_account_is_in_the_plan(tmp_path: Path) -> None:
+    package = partc.compile(GPT, mesh="2x2x2", microbatches=4)
+    plan = json.loads((package.write(tmp_path / "b") / "plan.json").read_text())
+    assert Account.of(plan["memory"]) == package.memory
+    with pytest.raises(partc.PartcError, match="P0506"):
+        Account.of(None)
+
+
+def test_the_page_shows_ranks_things_and_time() -> None:
+    account = account_of()
+    text = page(account, Mesh.parse("2x2x2"), width=120)
+    assert "ranks 0, 1, 2, 3 hold most in 0B" in text and "block.mlp_gate" in text and "0F0" in text
+    assert "ranks 4, 5, 6, 7 hold most" in page(account, Mesh.parse("2x2x2"), place=1)
+    tallest = next(iter(chart(account.worst.timeline, width=100)))
+    assert tallest.count("█") >= 1
+    lower = replace(account.worst.timeline[0], peak=0, after=0)
+    assert list(chart([lower], width=60))

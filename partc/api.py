@@ -292,16 +292,18 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
     from partc.codegen.package import stage_modules
     from partc.rehearsal import rehearse
 
+    phases = dict(done.phases)
+
+    def ended(label: str, start: float, note: str) -> None:
+        phases[label] = time.perf_counter() - start
+        on_phase(Phase(label=label, seconds=phases[label], note=note))
+
     start = time.perf_counter()
     modules = stage_modules(done.program)
-    on_phase(Phase(label="Emitted", seconds=time.perf_counter() - start, note=counted(len(modules), "stage module")))
+    ended("Emitted", start, counted(len(modules), "stage module"))
     start = time.perf_counter()
     memory = rehearse(done.program, modules=modules)
-    on_phase(
-        Phase(
-            label="Rehearsed", seconds=time.perf_counter() - start, note=f"{readable(memory.worst.peak)} a rank at most"
-        )
-    )
+    ended("Rehearsed", start, f"a rank holds {readable(memory.worst.peak)} at most")
     return Package(
         modules=modules,
         memory=memory,
@@ -309,7 +311,7 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
         model_source=done.model_source,
         model_options=done.model_options,
         options=done.options,
-        phases=done.phases,
+        phases=phases,
         replicated_ops=replicated_ops(done.after("annotate")),
         coverage=coverage(done.after("annotate")),
         flops=model_flops(done.after("annotate")),

@@ -8,7 +8,8 @@ are: then it is known what it does (partc.lessons). Ranks that differ on other a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from partc.lessons import Lessons, stage_class
 from partc.memory import Account, RankMemory
 from partc.mesh import PIPELINE_AXIS
 from partc.program import Program
+from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm import Axis, Link
 from partc.runtime.data import local_batch
 from partc.runtime.distributed import DistributedComm, GlooAxis
@@ -81,11 +83,7 @@ def _rank(
             for stage in stages.values():
                 stage.setup()
         actions = parse_schedule(" ".join(map(str, program.schedule[place])))
-        turns = _Turns(program, modules)
-
-        def entering(what: str) -> None:
-            ledger.enters(what)
-            lessons.turns = turns.of(what)
+        comm.clock.told = _Turns(program, modules, ledger, lessons).entering
 
         def cut() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
             with ledger.making("batch", "batch"):
@@ -96,16 +94,18 @@ def _rank(
 
         batch, microbatches = cut()
         loss = torch.empty((), dtype=_loss_dtype(program)) if any(stage.loss for stage in stages.values()) else None
+        for stage in stages.values():
+            stage.prepare(batch)
         ledger.starts()
-        entering("data")
+        comm.clock.entering("data")
         batch, microbatches = cut()
         for buffer in buffers:
             buffer.zero_()
-        loss = run_step(stages, comm, actions, batch, microbatches, entering)
-        entering("the update")
+        loss = run_step(stages, comm, actions, batch, microbatches)
+        comm.clock.entering("the update")
         for stage in stages.values():
             stage.refresh()
-        entering("the step's end")
+        comm.clock.entering("the step's end")
         found = ledger.rank(place, tuple(classes))
         del loss, states
         return found
@@ -138,26 +138,25 @@ def _kept_by(optimizer: str) -> tuple[_State, ...]:
 
 
 class _Turns:
-    """For which calls the functions of a rank's modules run in an action, in order."""
+    """Tells in which action a rank is, and for which calls the functions of its modules run there."""
 
-    def __init__(self, program: Program, modules: Sequence[StageModule]) -> None:
+    def __init__(self, program: Program, modules: Sequence[StageModule], ledger: Ledger, lessons: Lessons) -> None:
         self._calls = {
             module.index: [(call.name, call.region) for call in program.calls if call.stage == module.index]
             for module in modules
         }
         self._functions = {module.index: module.functions for module in modules}
+        self._ledger, self._lessons = ledger, lessons
 
-    def of(self, action: str) -> dict[str, Iterator[str]]:
-        head = action.rstrip("0123456789")
-        digits = len(head) - len(head.lstrip("0123456789"))
-        stage = int(head[:digits] or -1)
-        if stage not in self._calls:
-            return {}
-        back = head[digits:] in ("B", "I")
-        calls = self._calls[stage][::-1] if back else self._calls[stage]
-        return {
+    def entering(self, what: str) -> None:
+        self._ledger.enters(what)
+        stage, kind = re.match(r"(\d*)([A-Z_]*)", what).groups()  # type: ignore[union-attr]
+        calls = self._calls.get(int(stage or -1), [])
+        if kind in ("B", "I"):
+            calls = calls[::-1]
+        self._lessons.turns = {
             function: iter([name for name, other in calls if other == region])
-            for function, region in self._functions[stage].items()
+            for function, region in self._functions.get(int(stage or -1), {}).items()
         }
 
 
@@ -169,6 +168,15 @@ class _Quiet:
 
     def __getattr__(self, name: str) -> Callable[..., _Quiet]:
         return lambda *args, **kwargs: self
+
+
+class _Clock(Clock):
+    """A clock that passes on what is entered."""
+
+    told: Callable[[str], None] = staticmethod(lambda what: None)
+
+    def entering(self, what: str, kind: Kind = "aside") -> None:
+        self.told(what)
 
 
 class _QuietAxis(GlooAxis):
@@ -208,6 +216,8 @@ class _Groups(dict[str, Axis]):
 class _QuietComm(DistributedComm):
     """The first rank at a pipeline coordinate."""
 
+    clock: _Clock
+
     def __init__(self, ledger: Ledger, sizes: Sizes, place: int) -> None:
         self.device = torch.device("cpu")
         self.coordinate = {name: place if name == PIPELINE_AXIS else 0 for name in sizes}
@@ -215,17 +225,17 @@ class _QuietComm(DistributedComm):
         self._posted = []
         self._link = _QuietAxis(ledger, 0, 2)
         axes = {name: _QuietAxis(ledger, self.coordinate[name], size) for name, size in sizes.items()}
-        super(DistributedComm, self).__init__(axes, {})
+        super(DistributedComm, self).__init__(axes, {}, _Clock())
         self._groups = _Groups(ledger, sizes)
         self._links = _Links(self._link)
 
-    def send(self, x: Tensor, link: Link) -> None:
+    def _send(self, x: Tensor, link: Link) -> None:
         with self._ledger.making("communication", "sent"):
-            super().send(x, link)
+            super()._send(x, link)
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
+    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
         with self._ledger.making("communication", "received"):
-            return super().recv(shape, dtype, link)
+            return super()._recv(shape, dtype, link)
 
 
 class _Links(dict[Link, Any]):

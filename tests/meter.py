@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import weakref
@@ -100,12 +101,13 @@ def metered(train: Any, meter: Meter) -> None:
 
 
 def later(peaks: Sequence[int], arguments: Sequence[str]) -> int:
-    """Of what each batch took at most, what those after the first step took.
+    """Of what each batch took at most, the median of those after the first step.
 
-    gloo's threads may hold what they have sent for a moment longer: in some batch they do not.
+    gloo's threads may hold what they have sent for a moment longer, and a step whose gradients overflow makes no
+    optimizer state.
     """
     each = int(arguments[arguments.index("--accumulate") + 1]) if "--accumulate" in arguments else 1
-    return min(peaks[1 + each :])
+    return statistics.median_low(peaks[1 + each :])
 
 
 def main(argv: Sequence[str]) -> int:

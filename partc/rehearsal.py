@@ -23,7 +23,7 @@ from partc.memory import Account, RankMemory
 from partc.mesh import PIPELINE_AXIS
 from partc.program import Program
 from partc.runtime.clock import Clock, Kind
-from partc.runtime.comm import Axis, Link
+from partc.runtime.comm import Axis, Link, Pending
 from partc.runtime.data import local_batch
 from partc.runtime.distributed import DistributedComm, GlooAxis
 from partc.runtime.executor import Stage, gradient_buffers, parse_schedule, run_step
@@ -195,8 +195,10 @@ def _communicating(name: str) -> Callable[..., Any]:
     return run
 
 
-for _name in ("all_reduce", "all_reduce_", "reduce_gradients", "all_gather", "reduce_scatter", "all_to_all"):
+for _name in ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "all_to_all"):
     setattr(_QuietAxis, _name, _communicating(_name))
+    setattr(_QuietAxis, f"start_{_name}", _communicating(f"start_{_name}"))
+_QuietAxis.reduce_gradients = _communicating("reduce_gradients")  # type: ignore[method-assign]
 
 
 class _Groups(dict[str, Axis]):
@@ -233,7 +235,7 @@ class _QuietComm(DistributedComm):
         with self._ledger.making("communication", "sent"):
             super()._send(x, link)
 
-    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Tensor:
+    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending:
         with self._ledger.making("communication", "received"):
             return super()._recv(shape, dtype, link)
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 import partc
 from partc.memory import CATEGORIES, Account
@@ -96,24 +94,32 @@ def test_a_step_ends_with_what_it_began_with() -> None:
         assert rank.timeline[-1].after == rank.timeline[0].after
 
 
-def deep(depth: int) -> nn.Module:
+DEEP = """
+import torch
+from torch import nn
+
+def model(depth: int = 3):
     return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(depth)))
 
+def batch():
+    return {"x": torch.ones(8, 16)}
 
-def test_a_block_more_adds_its_own() -> None:
+def loss(model, batch):
+    return model(batch["x"]).sum()
+"""
+
+
+def test_a_block_more_adds_its_own(tmp_path: Path) -> None:
     """Its weights, their gradients and moments, and what it saves: not a temporary more."""
     peaks = []
+    (tmp_path / "deep.py").write_text(DEEP)
     for depth in (3, 4, 5):
-        package = partc.compile(lambda depth=depth: deep(depth), {"input": torch.ones(8, 16)}, mesh="1", loss=summed)
+        package = partc.compile(tmp_path / "deep.py", mesh="1", options={"depth": depth})
         assert package.memory is not None
         peaks.append(package.memory.worst.peak)
     weights = 4 * (4 * (16 * 16 + 16)) + 2 * 4  # and two steps' counts
     saved = 2 * 4 * 8 * 16  # its input and what GELU reads
     assert peaks[1] - peaks[0] == peaks[2] - peaks[1] == weights + saved
-
-
-def summed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model(batch["input"]).sum()
 
 
 def test_the_account_is_in_the_plan(tmp_path: Path) -> None:

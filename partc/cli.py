@@ -13,6 +13,7 @@ import click
 
 from partc import __version__, asked, console
 from partc.errors import PartcError
+from partc.tracing import trace_command
 
 if TYPE_CHECKING:
     from partc.api import Compilation
@@ -42,6 +43,9 @@ def cli(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
+
+
+cli.add_command(trace_command)
 
 
 @cli.command("compile", short_help="Compile MODEL for a mesh.")

@@ -118,6 +118,17 @@ PACKAGES: Mapping[str, Entry] = {
         "files.sha256 in the package has the digest of every file that partc wrote; `sha256sum -c files.sha256` "
         "shows which differ. Compiling over them would lose the changes.",
     ),
+    "P0607": Entry(
+        "not a trace",
+        "`partc trace` takes a folder that `train.py --trace DIR` wrote, with a file of the same run from every rank "
+        "and the same steps in each; of a run on several machines, copy their files together. It also takes a "
+        "package, and then shows the predicted step alone.",
+    ),
+    "P0608": Entry(
+        "the trace is of another package",
+        "A trace knows the digest of the plan.json that it was made with. The package given with --package has "
+        "another: compile it again as it was, or leave --package out.",
+    ),
     "P0701": Entry(
         "a setting in the environment is not a number",
         "PARTC_DEBUG takes 0 to 5, PARTC_FUEL how many optional rewrites may be done.",

@@ -81,11 +81,11 @@ def write(files: Iterable[tuple[str, str | bytes]], directory: Path) -> Path:
     return directory
 
 
-def write_page(text: str, path: Path) -> None:
-    """Write a report, over an older one at most. Raises PartcError P0601 and P0602."""
+def write_page(text: str, path: Path, *, mark: str = PAGE, option: str = "--html") -> None:
+    """Write a report, over an older one at most, which has `mark` in it. Raises PartcError P0601 and P0602."""
     try:
-        if path.exists() and PAGE not in path.read_text(encoding="utf-8", errors="replace"):
-            raise PartcError("P0601", f"{path} is a file that partc did not write", help="name another with --html")
+        if path.exists() and mark not in path.read_text(encoding="utf-8", errors="replace"):
+            raise PartcError("P0601", f"{path} is a file that partc did not write", help=f"name another with {option}")
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise PartcError(

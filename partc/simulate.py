@@ -32,6 +32,7 @@ class Durations:
     backward: float = 2.0
     inputs: float = 1.0
     weights: float = 1.0
+    reduction: float = 0.0  # of gradients over ranks, after the last microbatch
     transfer: float = 0.0  # from a computation's end until what it sent has arrived on another rank
 
     @classmethod
@@ -71,6 +72,7 @@ class Durations:
             backward=part * self.backward,
             inputs=part * self.inputs,
             weights=part * self.weights,
+            reduction=self.reduction,
             transfer=self.transfer,
         )
 
@@ -94,6 +96,7 @@ class Timeline:
     """A schedule in time: the computations of every pipeline rank, and the actions at which ranks wait for ever."""
 
     ranks: tuple[tuple[Span, ...], ...]
+    reductions: tuple[tuple[tuple[int, float, float], ...], ...] = ()  # by rank: stage, start, end
     stuck: tuple[tuple[int, int], ...] = ()  # rank, index of its action
 
     @property
@@ -149,7 +152,7 @@ def simulate(
     while any([play.advance(rank) for rank in range(len(rows))]):
         pass
     stuck = tuple((rank, at) for rank, at in enumerate(play.position) if at < len(rows[rank]))
-    return Timeline(ranks=tuple(map(tuple, play.spans)), stuck=stuck)
+    return Timeline(ranks=tuple(map(tuple, play.spans)), reductions=tuple(map(tuple, play.reductions)), stuck=stuck)
 
 
 def timeline(program: Program, durations: Durations | Sequence[Durations] = Durations()) -> Timeline:
@@ -182,6 +185,7 @@ class _Play:
         self.position = [0] * len(rows)
         self.clock = [0.0] * len(rows)
         self.spans: list[list[Span]] = [[] for _ in rows]
+        self.reductions: list[list[tuple[int, float, float]]] = [[] for _ in rows]
         self.made: dict[tuple[int, str, int | None], float] = {}  # stage, F or B, microbatch -> end
         self.sent: dict[tuple[int, str, int | None], float] = {}
         self.posted: dict[tuple[int, str, int | None], float] = {}  # by the stage that receives
@@ -216,6 +220,10 @@ class _Play:
             self.sent[stage, what, index] = self.clock[rank]
         if kind == "W" and (stage, "B", index) not in self.made:
             return False
+        if kind == "REDUCE_GRAD":
+            start = self.clock[rank]
+            self.clock[rank] = start + self.durations[stage].reduction
+            self.reductions[rank].append((stage, start, self.clock[rank]))
         if kind in ("F", "B", "I", "W") and index is not None:
             start = self.clock[rank]
             self.clock[rank] = end = start + self.durations[stage].of(kind)

@@ -37,6 +37,17 @@ class Split(NamedTuple):
     bubble: float
 
 
+def split(intervals: Sequence[Interval], late: int) -> Split:
+    """Of one rank, whose peers were late by so many nanoseconds."""
+    work = waits = 0
+    for interval in intervals:
+        if interval.kind == "work":
+            work += interval.end - interval.start
+        elif interval.kind != "aside":
+            waits += interval.end - interval.start
+    return Split((work - waits) / 1e9, (waits - late) / 1e9, late / 1e9)
+
+
 class Times:
     """One rank's. Every rank has one or none: at a step's end they talk to each other."""
 
@@ -87,6 +98,7 @@ class Times:
         if self._trace is not None:
             self._trace.add(step, intervals)
         split = self._mean(intervals) if self._metrics else None
+        self._comm.clock.entering("between two steps")
         self.begin(step + 1)
         return split
 
@@ -97,23 +109,15 @@ class Times:
             self._trace.write()
 
     def _mean(self, intervals: Sequence[Interval]) -> Split:
-        own = torch.tensor(self._own(intervals), dtype=torch.float64, device=self._comm.device)
+        own = torch.tensor(
+            split(intervals, self._lateness.of(intervals)), dtype=torch.float64, device=self._comm.device
+        )
         return Split(*(self._summed(own) / self._ranks).tolist())
 
     def _summed(self, x: Tensor) -> Tensor:
         for axis in self._axes:
             x = self._comm.group((axis,)).all_reduce(x)
         return x
-
-    def _own(self, intervals: Sequence[Interval]) -> Split:
-        late = self._lateness.of(intervals)
-        work = waits = 0
-        for interval in intervals:
-            if interval.kind == "work":
-                work += interval.end - interval.start
-            elif interval.kind != "aside":
-                waits += interval.end - interval.start
-        return Split((work - waits) / 1e9, (waits - late) / 1e9, late / 1e9)
 
 
 class _Lateness:

@@ -90,6 +90,12 @@ PACKAGES: Mapping[str, Entry] = {
         "`pip install tensorboard`, or `pip install 'partc[tensorboard]'`. --metrics FILE holds the same numbers as "
         "lines of JSON and needs nothing.",
     ),
+    "P0530": Entry(
+        "the model file's data function fails",
+        "train.py calls data(step) of model.py for every batch, with the options of -D that it takes. A package "
+        "carries the Python files that the model file imports, not what these read: put data where every rank finds "
+        "it, and name it with an option (`-D text=/data/book.txt`) or in an environment variable.",
+    ),
     "P0601": Entry(
         "the output folder is not partc's",
         "partc replaces a package that it wrote, and an empty folder, and nothing else. Give another folder "

@@ -53,7 +53,8 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
                 help="a model file has model(**options) and batch(**options); partc explain P0203 shows one",
                 source=Source(file=str(path), line=1),
             )
-    converted = _converted(options, [functions["model"], functions["batch"]], path)
+    takers = [functions[name] for name in ("model", "batch", "data") if callable(functions[name])]
+    converted = _converted(options, takers, path)
     model, batch = (_applied(functions[name], converted, path) for name in ("model", "batch"))
     loss = functions["loss"] if callable(functions["loss"]) else None
     return ModelFile(name=path.stem, path=path, source=source, options=converted, model=model, batch=batch, loss=loss)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import UsageError
 from .layout import Shard, microbatch_part
 
 
@@ -39,14 +42,28 @@ def call_with_options(function: Callable[..., Any], options: Mapping[str, Any]) 
 def global_batch(
     module: ModuleType, options: Mapping[str, Any], *, seed: int, step: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The whole batch of a step: `data(step)` where the model file has it, else `batch()` under the step's own seed."""
+    """The whole batch of a step: `data(step)` where the model file has it, else `batch()` under the step's own seed.
+
+    Both are given those of the options that they take. Raises UsageError P0530 where `data` fails.
+    """
     generator = torch.get_rng_state()
     torch.manual_seed(seed * 1_000_003 + step + 1)
     try:
-        batch = module.data(step) if hasattr(module, "data") else call_with_options(module.batch, options)
+        batch = _data(module, options, step) if hasattr(module, "data") else call_with_options(module.batch, options)
     finally:
         torch.set_rng_state(generator)
     return {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+
+
+def _data(module: ModuleType, options: Mapping[str, Any], step: int) -> dict[str, Tensor]:
+    try:
+        batch: dict[str, Tensor] = call_with_options(partial(module.data, step), options)
+    except Exception as error:
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__]
+        where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+        cause = f"data({step}) of the model file fails{where}: {type(error).__name__}: {error}"
+        raise UsageError("P0530", cause, "what it reads must be where each rank runs; -D options name it") from error
+    return batch
 
 
 def local_batch(

@@ -58,9 +58,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("partc.passes",),
     ("partc.templates", "partc.codegen"),
-<<<<<<< HEAD
     (
         "partc.accounting",
+        "partc.forecast",
         "partc.work",
         "partc.coverage",
         "partc.output",
@@ -70,12 +70,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("partc.launch", "partc.reference", "partc.sampling", "partc.verify", "partc.doctor", "partc.export"),
     ("partc.api", "partc.comparison", "partc.drawing", "partc.report", "partc.memory_table"),
-=======
-    ("partc.accounting", "partc.forecast", "partc.work", "partc.coverage", "partc.output", "partc.options"),
-    ("partc.launch", "partc.reference", "partc.sampling", "partc.verify", "partc.doctor", "partc.export"),
-    ("partc.api", "partc.comparison", "partc.drawing", "partc.report"),
     ("partc.measured", "partc.chrome"),
->>>>>>> e184e8d (partc trace: what ranks did in a step beside the prediction, for Perfetto)
     ("partc.inspection", "partc.dump", "partc.console", "partc.asked"),
     ("partc.tracing",),
     ("partc.cli", "partc.__main__"),

@@ -219,6 +219,12 @@ def _cross_entropy_rows(o: Operands) -> str:
     return f"functional.cross_entropy_rows({_arguments(o.args if smoothing else o.args[:6], names, {})})"
 
 
+def _fused(o: Operands) -> str:
+    """One kernel for several operations."""
+    name = o.attrs["kernel"].strip('"')
+    return f"kernels.{name}({', '.join(o.args)})"
+
+
 def _dropout(o: Operands) -> str:
     dims, number = int(o.args[2]), o.args[3]
     return f"functional.dropout({o.args[0]}, {o.args[1]}, {_draw(number, o, o.op.results[0].type.layout.dims[:dims])})"
@@ -363,6 +369,8 @@ _TABLE: Mapping[str, Emit] = {
     "rand_like": _random("uniform"),
     "randn": _random("normal"),
     "randn_like": _random("normal"),
+    # several in one
+    "fused": _fused,
     # movement between ranks
     "all_reduce": _all_reduce,
     "all_gather": _collective("all_gather"),

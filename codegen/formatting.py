@@ -109,6 +109,8 @@ def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[in
                 whole = len(indent) + len(_INDENT) + len(inside) <= WIDTH
                 lines = [f"{indent}{_INDENT}{clause}" for clause in ([inside] if whole else clauses)]
                 return [indent + head, *lines, *_fitted(indent, tail)]
+            if not is_call and not bracket.commas and head.endswith("("):  # a comma would make a tuple of it
+                return [indent + head, *_fitted(indent + _INDENT, inside), *_fitted(indent, tail)]
             return _exploded(
                 indent, head, _items(inside, [comma - bracket.start - 1 for comma in bracket.commas]), tail
             )

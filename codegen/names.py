@@ -16,6 +16,7 @@ _TAKEN = frozenset(
         "Any",
         "math",
         "functional",
+        "kernels",
         "comm",
         "Comm",
         "p",

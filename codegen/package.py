@@ -6,7 +6,7 @@ import importlib.resources
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
@@ -19,6 +19,9 @@ from partc.memory import Account
 from partc.parts import Parts
 from partc.program import Program
 from partc.saving import most_saved
+
+if TYPE_CHECKING:
+    from partc.codegen.kernels import Kernel
 
 
 def render(
@@ -78,6 +81,7 @@ def files(
     rank_template = _template("rank.py.jinja")
     for rank in rank_codes(program):
         yield f"ranks/rank_{rank.rank:03d}.py", rank_template.render(rank=rank, ranks=ranks)
+    yield from _kernels(program)
     yield from _runtime()
 
 
@@ -181,6 +185,26 @@ def _count(shape: Sequence[int]) -> int:
     for size in shape:
         count *= size
     return count
+
+
+def kernel_module(kernel: Kernel) -> str:
+    """The text of one kernel's module."""
+    return formatted(_template("kernels/pointwise.py.jinja").render(kernel=kernel))
+
+
+def _kernels(program: Program) -> Iterator[tuple[str, str]]:
+    """What the stages call in place of several operations, where anything is fused."""
+    if not any(op.body for region in program.regions for graph in region.graphs for op in graph.ops):
+        return
+    from partc.codegen.kernels import kernels
+
+    names = []
+    for kernel in kernels(program):
+        names.append(kernel.name)
+        yield f"kernels/{kernel.name}.py", kernel_module(kernel)
+    functions = importlib.resources.files("partc.kernels").joinpath("functions.py")
+    yield "kernels/functions.py", functions.read_text(encoding="utf-8")
+    yield "kernels/__init__.py", _template("kernels/__init__.py.jinja").render(names=sorted(names))
 
 
 def _runtime() -> Iterator[tuple[str, str]]:

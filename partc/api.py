@@ -185,6 +185,7 @@ def compile(
     zero: str | int = 0,
     recompute: str = "none",
     casts: Sequence[str] = (),
+    kernels: str = "auto",
     loss: Callable[..., Any] | None = None,
     options: Mapping[str, Any] | None = None,
     on_phase: PhaseObserver = lambda phase: None,
@@ -197,7 +198,7 @@ def compile(
     `zero` is what data-parallel ranks hold in parts: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters
     too; `"3@dp_in"` names the axes. `recompute` is what backward makes again: none, selective, full, or a
     budget of saved bytes a rank such as 18GB. With `precision` bf16 or fp16, `casts` overrides what operations
-    compute in ("softmax=bf16").
+    compute in ("softmax=bf16"). `kernels` is auto, triton (fused operations, which need Triton) or aten.
     Raises PartcError for whatever is wrong with these.
     """
     checked = Options.checked(
@@ -211,6 +212,7 @@ def compile(
         zero=zero,
         recompute=recompute,
         casts=casts,
+        kernels=kernels,
     )
     done = compilation(model, batch, checked, loss=loss, model_options=options or {}, on_phase=on_phase)
     return package(done, on_phase=on_phase)

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 _KEPT = (
     "mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute", "casts",
+    "kernels",
 )  # fmt: skip
 
 
 # What a package's plan leaves out where nobody asked for it.
-_DEFAULTS = {"schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": ()}
+_DEFAULTS = {"schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten"}
 
 
 def options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
@@ -117,6 +118,13 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             show_default=True,
             help="what backward makes again: nothing; what is large and quickly made; all but regions' inputs; "
             "or what must be, so that a rank saves no more than 18GB",
+        ),
+        click.option(
+            "--kernels",
+            type=click.Choice(("auto", "triton", "aten")),
+            default="auto",
+            show_default=True,
+            help="Triton's, fused where one pass over memory does, or PyTorch's own; auto is Triton's where a GPU is",
         ),
         click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
     ]

@@ -40,6 +40,11 @@ def evaluate_program(program: Program, batch: Mapping[str, Tensor], parameters: 
 
 def results_of(op: Op, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What one operation defines."""
+    if op.body:
+        inside = dict(known)
+        for inner in op.body:
+            inside.update(results_of(inner, inside))
+        return {value.name: inside[value.name] for value in op.results}
     args = [_value(arg, known) for arg in op.args]
     attrs = {key: _value(arg, known) for key, arg in op.attrs}
     found = _COMPOSITES[op.name](*args, **attrs) if op.name in _COMPOSITES else _operator(op.name)(*args, **attrs)
@@ -102,6 +107,7 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "cross_entropy": _cross_entropy,
     "rms_norm": _rms_norm,
     "layer_norm": lambda x, shape, w, b, eps: F.layer_norm(x, shape, w, b, eps),
+    "dropout_backward": lambda grad, kept, p: grad * kept / (1 - p),
     "reshape": lambda x, sizes: x.reshape(sizes),
     "split": lambda x, sizes, dim: x.split(sizes, dim),
     "to": lambda x, dtype: x.to(dtype),

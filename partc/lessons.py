@@ -322,6 +322,7 @@ def stage_class(text: str, file: str, regions: Mapping[str, str], lessons: Lesso
     The module is what codegen has just made: nothing that a folder holds is run.
     """
     tree = ast.parse(text)
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.Import) and node.names[0].name in given)]
     functions: dict[str, Learnt] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "runtime":

@@ -17,6 +17,7 @@ from partc.saving import parse_bytes
 from partc.schedules import SCHEDULES, stage_ranks
 from partc.schedules.table import Table, read
 
+KERNELS = ("auto", "triton", "aten")
 RECOMPUTE = ("none", "selective", "full")
 LOW: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16"}
 TABLE = "schedule.csv"  # the file of a package that has the user's table
@@ -38,6 +39,7 @@ class Options:
     zero_axes: tuple[str, ...] = ()
     recompute: str = "none"
     casts: tuple[str, ...] = ()
+    kernels: str = "aten"  # settled: never auto
 
     @classmethod
     def checked(
@@ -53,6 +55,7 @@ class Options:
         zero: str | int = 0,
         recompute: str = "none",
         casts: Sequence[str] = (),
+        kernels: str = "auto",
     ) -> Options:
         """Raises PartcError P0004, P0101 to P0104, P0301 and P0404 to P0414."""
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
@@ -79,6 +82,8 @@ class Options:
             _cast(text)
         if casts and precision not in LOW:
             raise PartcError("P0414", f"--cast has no use with --precision {precision}", help="add --precision bf16")
+        if kernels not in KERNELS:
+            raise _unknown("kind of kernels", kernels, KERNELS)
         level, axes = _zero(str(zero), parsed)
         options = cls(
             mesh=parsed,
@@ -93,6 +98,7 @@ class Options:
             zero_axes=axes,
             recompute=recompute,
             casts=tuple(casts),
+            kernels=_settled(kernels),
         )
         _ = options.places  # raises what is wrong with the number of stages
         return options
@@ -123,6 +129,8 @@ class Options:
             found["zero"] = f"{self.zero}@{','.join(self.zero_axes)}"
         if self.recompute != "none":
             found["recompute"] = self.recompute
+        if self.kernels != "aten":
+            found["kernels"] = self.kernels
         return found if self.virtual_stages is None else found | {"virtual_stages": self.virtual_stages}
 
     @property
@@ -141,8 +149,18 @@ class Options:
             "zero": self.zero,
             "zero_axes": self.zero_axes,
             "recompute": self.recompute,
+            "kernels": self.kernels,
             **({"kind": self.schedule} if self.table is None else {"table": self.table}),
         }
+
+
+def _settled(kernels: str) -> str:
+    """Triton's where this machine has a GPU for them, unless one was asked for."""
+    if kernels != "auto":
+        return kernels
+    import torch
+
+    return "triton" if torch.cuda.is_available() else "aten"
 
 
 def _cast(text: str) -> tuple[str, Precision]:

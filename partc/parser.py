@@ -111,6 +111,9 @@ class _Reader:
         )
 
     def line(self, text: str) -> None:
+        if text.startswith("| "):
+            self._inner(text.removeprefix("| "))
+            return
         word = text.split(None, 1)[0].rstrip(":")
         readers: dict[str, Callable[[str], None]] = {
             "program": self._program, "input": self._input, "value": self._value, "parameter": self._parameter,
@@ -232,6 +235,15 @@ class _Reader:
         if not self._bodies or not self._bodies[-1].current:
             raise _Malformed("this stands in no graph")
         return self._bodies[-1].graphs[self._bodies[-1].current]
+
+    def _inner(self, text: str) -> None:
+        """A line of the body of the operation above."""
+        ops = self._here()[1]
+        if not ops:
+            raise _Malformed("this stands below no operation")
+        self._operation(text.strip())
+        inner = ops.pop()
+        ops[-1] = replace(ops[-1], body=(*ops[-1].body, inner))
 
     def _operation(self, text: str) -> None:
         code, _, comment = _split_comment(text)

@@ -84,9 +84,19 @@ def _graph(
     notes = [_notes(op, types, sources, sizes) for op in graph.ops]
     wide = min(max(map(len, left), default=0), 32)
     column = min(max((max(len(a), wide) + len(b) for a, b in zip(left, right, strict=True)), default=0), 96)
-    for names, expression, note in zip(left, right, notes, strict=True):
+    for op, names, expression, note in zip(graph.ops, left, right, notes, strict=True):
         yield f"    {f'{names:<{wide}} = {expression}':<{column + 3}}  # {note}".rstrip()
+        yield from (f"    | {line}" for line in _body(op, sources))
     yield f"    return {', '.join(map(written_name, graph.outputs))}".rstrip()
+
+
+def _body(op: Op, sources: bool) -> Iterator[str]:
+    """The operations that one kernel does, below the line that stands for them."""
+    left = [", ".join(written_name(value.name) for value in inner.results) for inner in op.body]
+    right = [print_operation(inner) for inner in op.body]
+    wide, column = (max(map(len, texts), default=0) for texts in (left, right))
+    for inner, names, expression in zip(op.body, left, right, strict=True):
+        yield f"{names:<{wide}} = {expression:<{column}}  # {_notes(inner, {}, sources, None)}".rstrip()
 
 
 def print_operation(op: Op) -> str:

@@ -95,7 +95,9 @@ class Op:
     """One operation: `results = name(*args, **attrs)`.
 
     `name` is a key of the rule table: an ATen packet name ("linear", "mul"), a composite
-    ("cross_entropy"), a collective ("all_gather") or a user's "mylib::op".
+    ("cross_entropy"), a collective ("all_gather") or a user's "mylib::op". One called "fused" is
+    a bracket around the operations in `body`, which one kernel does: its arguments are what they
+    read from outside, its results are those of theirs that others read.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Op:
     results: tuple[Value, ...] = ()
     choices: tuple[Choice, ...] = ()
     source: Source | None = None
+    body: tuple[Op, ...] = ()
 
     @property
     def result(self) -> Value:
@@ -120,7 +123,9 @@ class Op:
         """The same operation reading (and defining) values under other names."""
         results = tuple(replace(value, name=names.get(value.name, value.name)) for value in self.results)
         attrs = tuple((key, _renamed(arg, names)) for key, arg in self.attrs)
-        return replace(self, args=tuple(_renamed(arg, names) for arg in self.args), attrs=attrs, results=results)
+        args = tuple(_renamed(arg, names) for arg in self.args)
+        body = tuple(op.renamed(names) for op in self.body)
+        return replace(self, args=args, attrs=attrs, results=results, body=body)
 
 
 def _refs(args: tuple[Arg, ...]) -> Iterator[str]:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from partc.ledger import Ledger, counting
 from partc.lessons import Lessons, stage_class
 from partc.memory import Account, RankMemory
 from partc.mesh import PIPELINE_AXIS
-from partc.program import Program
+from partc.program import Program, TensorType
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm import Axis, Link, Pending
 from partc.runtime.data import local_batch
@@ -52,10 +53,9 @@ def _rank(
     with counting() as ledger:
         lessons.ledger = ledger
         comm = _QuietComm(ledger, program.mesh.sizes, place)
+        given = {"Parts": Parts, "kernels": _kernels(program)}
         classes = {
-            module.index: stage_class(
-                module.text, f"stages/stage_{module.index}.py", module.functions, lessons, {"Parts": Parts}
-            )
+            module.index: stage_class(module.text, f"stages/stage_{module.index}.py", module.functions, lessons, given)
             for module in modules
         }
         shards: dict[str, Shard] = {
@@ -113,6 +113,24 @@ def _rank(
 
 def _loss_dtype(program: Program) -> torch.dtype:
     return DTYPES[program.value_types()[program.loss].dtype]
+
+
+def _kernels(program: Program) -> SimpleNamespace:
+    """In place of kernels: functions that make as much memory as those do, and nothing else."""
+
+    def stand_in(made: Sequence[TensorType]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+        shapes = [(type.layout.local_shape(program.sizes), DTYPES[type.dtype]) for type in made]
+
+        def make(*given: Tensor) -> Tensor | tuple[Tensor, ...]:
+            found = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes)
+            return found if len(found) > 1 else found[0]
+
+        return make
+
+    fused = (op for region in program.regions for graph in region.graphs for op in graph.ops if op.body)
+    return SimpleNamespace(
+        **{str(dict(op.attrs)["kernel"]): stand_in([value.type for value in op.results]) for op in fused}
+    )
 
 
 @dataclass(frozen=True, slots=True)

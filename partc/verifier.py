@@ -170,6 +170,8 @@ def _graph(
         yield from unsound
         if not missing and not unsound:
             yield from _operation(where, op, types, sizes, facts)
+        if op.body:
+            yield from _body(where, op)
         for value in op.results:
             if value.name in types:
                 yield f"{where} makes {value.name} a second time"
@@ -177,6 +179,19 @@ def _graph(
     for name in graph.outputs:
         if name not in types:
             yield f"{place} returns {name}, which it doesn't make"
+
+
+def _body(where: str, op: Op) -> Iterator[str]:
+    """What a kernel does reads its arguments alone, and makes its results."""
+    known: dict[str, TensorType | None] = dict.fromkeys(op.refs())
+    for inner in op.body:
+        for name in inner.refs():
+            if name not in known:
+                yield f"{where} reads {name} inside, which is none of its arguments"
+        known.update((value.name, value.type) for value in inner.results)
+    for value in op.results:
+        if known.get(value.name) != value.type:
+            yield f"{where} makes {value.name}: {value.type}, and inside {known.get(value.name)}"
 
 
 def _operation(

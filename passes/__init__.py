@@ -155,6 +155,15 @@ PIPELINE: tuple[Pass, ...] = (
         options=("halves",),
     ),
     Pass(
+        name="fuse",
+        label="Fused",
+        does="operations that one kernel does in one pass over memory, where kernels are Triton's",
+        requires=("plain", "saved", "split"),
+        ensures=("fused",),
+        options=("kernels",),
+        optional=True,
+    ),
+    Pass(
         name="schedule",
         label="Scheduled",
         does="what every rank does, in order",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from partc.layout import Layout
 from partc.mesh import Mesh
+from partc.parser import parse
 from partc.program import Call, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
 
 
@@ -35,4 +36,21 @@ def tiny(mesh: str = "1") -> Program:
         parameters=(Parameter(name="w", type=w.type, trainable=True),),
         regions=(Region(name="main", params=(w,), forward=graph),),
         calls=(Call(name="main", region="main", params=("w",), args=("x",), results=("loss",)),),
+    )
+
+
+def fused_graph(body: str) -> Program:
+    """A program of one region, whose lines below its name are given; its inputs and loss are found there."""
+    params = [line.split()[1].rstrip(":") for line in body.splitlines() if line.strip().startswith("param ")]
+    inputs = [line.strip().removeprefix("input ") for line in body.splitlines() if line.strip().startswith("input ")]
+    names = [line.partition(":")[0] for line in inputs]
+    held = "".join(line.strip().replace("param", "parameter") + "\n" for line in body.splitlines() if "param " in line)
+    return parse(
+        "program one mesh tp=2 microbatches 1 loss loss\n"
+        + "".join(f"input {name}\n" for name in names)
+        + "".join(f"value {line}\n" for line in inputs)
+        + "value loss: f32[]\n"
+        + held
+        + f"call main = main({', '.join(names)}; {', '.join(params)}) -> loss\n"
+        + f"region main phase microbatch:\n{body}"
     )

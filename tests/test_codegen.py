@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -417,6 +418,12 @@ def test_long_lines_break_as_a_formatter_breaks_them(line: str, expected: str, t
     (tmp_path / "line.py").write_text(formatted(line))
     check = [sys.executable, "-m", "ruff", "format", "--check", "--line-length", "120", str(tmp_path)]
     assert subprocess.run(check, capture_output=True).returncode == 0
+
+
+def test_a_broken_line_means_the_same() -> None:
+    line = f"y = load({'x' * 60} + ({'a' * 30} + {'b' * 30}) * {'c' * 30}, mask={'m' * 20})\n"
+    assert len(line) > 120
+    assert ast.dump(ast.parse(formatted(line))) == ast.dump(ast.parse(line))
 
 
 def test_names_are_identifiers_and_never_shadow() -> None:

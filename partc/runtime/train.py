@@ -88,7 +88,9 @@ def main(argv: Sequence[str], root: Path) -> int:
     return job.exit_code if stopped else 0
 
 
-def _load_rank(number: int) -> Rank:
+def _load_rank(number: int, device: torch.device) -> Rank:
+    if device.type == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # what runs kernels, if stages import any, where there is no GPU
     module = importlib.import_module(f"ranks.rank_{number:03d}")
     stages = {stage: importlib.import_module(f"stages.stage_{stage}").Stage for stage in module.STAGES}
     return Rank(number, module, stages, parse_schedule(module.SCHEDULE))
@@ -101,7 +103,7 @@ def _train_virtual(job: Job) -> bool:
     together = Together(store, 0, 1)
     job = prepared(job, together, _say)
     world = World(job.world_size)
-    ranks = [_load_rank(number) for number in range(job.world_size)]
+    ranks = [_load_rank(number, torch.device("cpu")) for number in range(job.world_size)]
     model_file = load_model_file(job.root / "model.py")
     _materialise(job, model_file, ranks, torch.device("cpu"), together)
     batches: dict[int, dict[str, Tensor]] = {}
@@ -148,7 +150,7 @@ def _train_this_rank(job: Job) -> bool:
     interruption = None if job.save is None else Interruption(number, world_size)
     clock = Clock()
     with Watch(store, number, world_size, timeout=job.timeout, interruption=interruption, clock=clock):
-        rank = _load_rank(number)
+        rank = _load_rank(number, device)
         model_file = load_model_file(job.root / "model.py")
         clock.entering("the choice of its checkpoint")
         together = Together(store, number, world_size)

@@ -1,0 +1,252 @@
+"""What one kernel computes, as statements: from the elements of its results back to the memory that they come from.
+
+Every value is asked for at an index. An elementwise operation asks its operands at the same index, a view
+asks at another one, and what the kernel is given is loaded there. So views move nothing, and a value that is
+read at two indices is computed at both.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import sympy
+
+from partc.codegen.indexing import ZERO, Index, broadcast, through
+from partc.codegen.names import Names, identifier
+from partc.errors import InternalError
+from partc.layout import Sizes
+from partc.program import FLOATING, Arg, DType, Op, Ref, TensorType
+from partc.rules import kernels
+
+TRITON: Mapping[DType, str] = {
+    "f64": "tl.float64", "f32": "tl.float32", "bf16": "tl.bfloat16", "f16": "tl.float16", "i64": "tl.int64",
+    "i32": "tl.int32", "i16": "tl.int16", "i8": "tl.int8", "u8": "tl.uint8", "bool": "tl.int1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Where an element exists: `low <= index < high`, of an index below `size`."""
+
+    index: sympy.Expr
+    low: int
+    high: int
+    size: int
+
+
+Guards = tuple[Guard, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """`target` is the element of an argument at a place in its memory, as it is computed with."""
+
+    target: str
+    source: str
+    place: sympy.Expr
+    guards: Guards
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """`target` is an expression. Where there are `guards`, it has `{0}` for the first of them, and so on."""
+
+    target: str
+    text: str
+    guards: Guards = ()
+
+
+Statement = Load | Compute
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A value at an index: a variable or a number, and its type."""
+
+    text: str
+    dtype: DType
+    number: Arg = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """A tensor that the kernel is given; strides that are known at run time only are symbols."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    strides: tuple[sympy.Expr, ...]
+
+
+def computed_in(dtype: DType) -> DType:
+    """16 bits are computed with in fp32."""
+    return "f32" if dtype in ("bf16", "f16") else dtype
+
+
+def contiguous(shape: Sequence[int]) -> tuple[sympy.Expr, ...]:
+    """Strides of memory that follows the shape."""
+    found: list[sympy.Expr] = []
+    step = 1
+    for size in reversed(shape):
+        found.append(sympy.Integer(step))
+        step *= size
+    return tuple(reversed(found))
+
+
+@dataclass(slots=True, kw_only=True)
+class Lowering:
+    """The statements of one kernel, in order; each value once for every index that it is asked at."""
+
+    body: tuple[Op, ...]
+    arguments: Mapping[str, Argument]
+    types: Mapping[str, TensorType]
+    sizes: Sizes
+    names: Names
+    ranges: Mapping[sympy.Symbol, int]
+    rounding: bool = False  # after every operation, as PyTorch does: for tests that ask for equal bits
+    statements: list[Statement] = field(default_factory=list)
+    _known: dict[tuple[str, Index, Guards], Found] = field(default_factory=dict)
+    _makers: dict[str, tuple[Op, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for op in self.body:
+            self._makers.update((value.name, (op, number)) for number, value in enumerate(op.results))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.types[name].layout.local_shape(self.sizes)
+
+    def value(self, name: str, index: Index, guards: Guards = ()) -> Found:
+        """The variable that has this element of a value; with guards, only where they hold."""
+        for known in ((), guards):
+            if (name, index, known) in self._known:
+                return self._known[name, index, known]
+        found = self._loaded(name, index, guards) if name in self.arguments else self._made(name, index, guards)
+        self._known[name, index, guards] = found
+        return found
+
+    def _loaded(self, name: str, index: Index, guards: Guards) -> Found:
+        argument = self.arguments[name]
+        place = sum((part * stride for part, stride in zip(index, argument.strides, strict=True)), ZERO)
+        target = self.names.fresh(argument.name)
+        self.statements.append(
+            Load(target=target, source=argument.name, place=sympy.expand(place), guards=guards, dtype=argument.dtype)
+        )
+        return Found(target, computed_in(argument.dtype))
+
+    def _made(self, name: str, index: Index, guards: Guards) -> Found:
+        op, number = self._makers[name]
+        match kernels.kind(op):
+            case "constant":
+                return _constant(kernels.fill(op), computed_in(op.result.type.dtype))
+            case "view" if op.name == "cat":
+                return self._joined(op, index, guards)
+            case "view" if op.name == "slice_backward":
+                return self._padded(op, index, guards)
+            case "view":
+                source = next(op.refs())
+                inner = through(op, index, self.shape(source), self.shape(name), number, self.ranges)
+                return self.value(source, inner, guards)
+            case "pointwise":
+                return self._computed(op, index, guards)
+        raise InternalError(f"no kernel does {op.name}")
+
+    def _computed(self, op: Op, index: Index, guards: Guards) -> Found:
+        text = kernels.spelled(op)
+        assert text is not None
+        result = computed_in(op.result.type.dtype)
+        operands = [self._operand(arg, index, guards) for arg in op.args]
+        wanted = _computes(op, operands)
+        written = [
+            _as(found, "bool" if kernels.CONDITIONS.get(op.name) == place else wanted) if found else ""
+            for place, found in enumerate(operands)
+        ]
+        if text == "{0}" and not self.rounding:  # a cast
+            return Found(written[0], result)
+        dtype = op.result.type.dtype
+        text = text.format(*written)
+        if self.rounding and dtype != result:
+            text = f"({text}).to({TRITON[dtype]}).to({TRITON[result]})"
+        return Found(self._statement(op.result.name, text), result)
+
+    def _operand(self, arg: Arg, index: Index, guards: Guards) -> Found | None:
+        if isinstance(arg, Ref):
+            return self.value(arg.name, broadcast(index, self.shape(arg.name)), guards)
+        return _constant(arg, "f32") if isinstance(arg, int | float) else None
+
+    def _joined(self, op: Op, index: Index, guards: Guards) -> Found:
+        """Each part where it lies: one is chosen by the index."""
+        parts, dim = kernels.joined(op)
+        dim %= len(index)
+        start, size = 0, self.shape(op.result.name)[dim]
+        found: list[tuple[Guard, Found]] = []
+        for part in parts:
+            end = start + self.shape(part)[dim]
+            guard = Guard(index[dim], start, end, size)
+            inner = (*index[:dim], sympy.expand(index[dim] - start), *index[dim + 1 :])
+            if end > start:
+                found.append((guard, self.value(part, inner, (*guards, guard))))
+            start = end
+        dtype = computed_in(op.result.type.dtype)
+        text = _as(found[-1][1], dtype)
+        for number, (_, value) in reversed(list(enumerate(found[:-1]))):
+            text = f"tl.where({{{number}}}, {_as(value, dtype)}, {text})"
+        return Found(self._statement(op.result.name, text, tuple(guard for guard, _ in found[:-1])), dtype)
+
+    def _padded(self, op: Op, index: Index, guards: Guards) -> Found:
+        """The gradient of a slice: zero outside it."""
+        source = next(op.refs())
+        dim, start = kernels.padded(op)
+        dim %= len(index)
+        guard = Guard(index[dim], start, start + self.shape(source)[dim], self.shape(op.result.name)[dim])
+        if guard.low == 0 and guard.high == guard.size:
+            return self.value(source, index, guards)
+        inner = (*index[:dim], sympy.expand(index[dim] - start), *index[dim + 1 :])
+        value = self.value(source, inner, (*guards, guard))
+        return Found(self._statement(op.result.name, f"tl.where({{0}}, {value.text}, 0.0)", (guard,)), value.dtype)
+
+    def _statement(self, name: str, text: str, guards: Guards = ()) -> str:
+        target = self.names.fresh(identifier(name))
+        self.statements.append(Compute(target=target, text=text, guards=guards))
+        return target
+
+
+def _constant(number: Arg, dtype: DType) -> Found:
+    return Found(kernels.literal(number), dtype, number)
+
+
+def _computes(op: Op, operands: Sequence[Found | None]) -> DType:
+    """The type in which an operation computes: its result's; comparisons, in the widest of their operands'."""
+    result = computed_in(op.result.type.dtype)
+    if result != "bool" or op.name in kernels.LOGICAL:
+        return result
+    given = [found.dtype for found in operands if found is not None and found.number is None]
+    numbers = [found.number for found in operands if found is not None and found.number is not None]
+    if "f64" in given:
+        return "f64"
+    if any(dtype in FLOATING for dtype in given) or any(isinstance(number, float) for number in numbers):
+        return "f32"
+    return given[0] if len(set(given)) == 1 and given[0] != "bool" else "i64"
+
+
+def _as(found: Found, dtype: DType) -> str:
+    """The value in another type. A number takes the type of what it meets, unless fp32 can't hold it exactly."""
+    if found.number is not None:
+        number = float(found.number) if dtype in FLOATING and isinstance(found.number, int) else found.number
+        if dtype == "bool":
+            return repr(bool(number))
+        exact = not isinstance(number, float) or number != number or _in_32_bits(number) == number
+        return kernels.literal(number) if dtype != "f64" or exact else f"tl.full([], {number!r}, tl.float64)"
+    if found.dtype == dtype:
+        return found.text
+    return f"({found.text} != 0)" if dtype == "bool" else f"{found.text}.to({TRITON[dtype]})"
+
+
+def _in_32_bits(number: float) -> float:
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", number))[0]
+    except OverflowError:
+        return float("nan")
+    return rounded

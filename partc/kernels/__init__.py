@@ -1,0 +1,1 @@
+"""Triton source that packages carry as it is."""

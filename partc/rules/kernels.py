@@ -1,0 +1,187 @@
+"""How operations are written inside a Triton kernel: what has no line here is left to PyTorch.
+
+An elementwise operation is an expression of its operands, `{0}` for the first; what takes more than an
+expression is a function of partc/kernels/functions.py. Operands come in the type that the operation
+computes in (fp32 for 16 bits). Views, and what is made from numbers, are index expressions: they move nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from partc.program import ITEMSIZE, Arg, DTypeArg, Op, Ref
+
+Spelling = str | Callable[[Op], str | None]
+Kind = Literal["pointwise", "view", "constant"]
+
+# Results whose memory follows their shape, whatever the operands' does.
+CONTIGUOUS = frozenset(
+    {
+        "linear", "linear_grad_input", "linear_grad_weight", "matmul", "matmul_grad_left", "matmul_grad_right", "mm",
+        "bmm", "embedding", "embedding_shard", "fused",
+    }
+)  # fmt: skip
+VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "cat", "slice_backward", "alias"})
+CONSTANTS = frozenset({"full", "zeros", "ones", "scalar_tensor"})
+CONDITIONS: Mapping[str, int] = {"where": 0, "masked_fill": 1}  # an operand that is a bool
+LOGICAL = frozenset({"logical_and", "logical_or"})  # of bools, whatever they are given
+MOST_JOINED = 4  # parts of one `cat`: every element asks which one it is in
+
+
+def kind(op: Op) -> Kind | None:
+    """What the operation is to a kernel; None where no kernel does it."""
+    if op.name == "cat":
+        return "view" if len(joined(op)[0]) <= MOST_JOINED else None
+    if op.name in VIEWS:
+        stepped = op.name == "slice_backward" and op.args[5] != 1
+        return None if stepped or op.attrs else "view"
+    if op.name in CONSTANTS:
+        return "constant" if isinstance(fill(op), int | float) else None
+    return "pointwise" if spelled(op) is not None else None
+
+
+def spelled(op: Op) -> str | None:
+    """The expression of an elementwise operation; None where there is none for these arguments."""
+    spelling = POINTWISE.get(op.name)
+    if spelling is None or len(op.results) != 1:
+        return None
+    return spelling if isinstance(spelling, str) and not op.attrs else spelling(op) if callable(spelling) else None
+
+
+def fill(op: Op) -> Arg:
+    """The number that a constant is made of."""
+    return {"zeros": 0, "ones": 1}.get(op.name, op.args[-1])
+
+
+def joined(op: Op) -> tuple[tuple[str, ...], int]:
+    """The parts of a `cat`, and the dimension along which they follow each other."""
+    parts, dim = (*op.args, dict(op.attrs).get("dim", 0))[:2]
+    names = (part.name for part in parts if isinstance(part, Ref)) if isinstance(parts, tuple) else ()
+    return tuple(names), dim if isinstance(dim, int) else 0
+
+
+def padded(op: Op) -> tuple[int, int]:
+    """The dimension of a slice whose gradient this is, and where the slice starts."""
+    dim, start = op.args[2:4]
+    first = start if isinstance(start, int) else 0
+    at = dim if isinstance(dim, int) else 0
+    sizes = op.args[1]
+    whole = sizes[at] if isinstance(sizes, tuple) else 0
+    return at, first + whole if first < 0 and isinstance(whole, int) else first
+
+
+def literal(arg: Arg) -> str:
+    """A number as Triton source."""
+    if isinstance(arg, float) and not math.isfinite(arg):
+        return f'float("{arg}")'
+    return f"({arg!r})" if isinstance(arg, int | float) and not isinstance(arg, bool) and arg < 0 else repr(arg)
+
+
+def _scaled(symbol: str) -> Spelling:
+    """`x + alpha * y`."""
+
+    def write(op: Op) -> str | None:
+        attrs = dict(op.attrs)
+        alpha = attrs.pop("alpha", 1)
+        if attrs:
+            return None
+        return f"{{0}} {symbol} {{1}}" if alpha == 1 else f"{{0}} {symbol} {literal(alpha)} * {{1}}"
+
+    return write
+
+
+def _power(op: Op) -> str | None:
+    """Few exponents occur, and each has a form that is exact."""
+    exponent = op.args[1]
+    powers = {1: "{0}", 2: "{0} * {0}", 3: "{0} * {0} * {0}", -1: "1.0 / {0}", 0.5: "tl.sqrt({0})",
+              -0.5: "tl.rsqrt({0})"}  # fmt: skip
+    floating = op.result.type.dtype in ("f64", "f32", "bf16", "f16")
+    return powers.get(exponent) if isinstance(exponent, int | float) and floating else None
+
+
+def _clamped(op: Op) -> str | None:
+    low, high = (*op.args[1:], None, None)[:2]
+    if any(isinstance(bound, Ref) for bound in (low, high)) or op.attrs:
+        return None
+    above = "{0}" if low is None else "tl.where({0} < {1}, {1}, {0})"
+    return above if high is None else f"tl.where({above} > {{2}}, {{2}}, {above})"
+
+
+def _gelu(suffix: str) -> Spelling:
+    operands = "{0}, {1}" if suffix else "{0}"
+
+    def write(op: Op) -> str | None:
+        how = dict(op.attrs).get("approximate", "none")
+        return f"functions.gelu{'_tanh' if how == 'tanh' else ''}{suffix}({operands})"
+
+    return write
+
+
+def _dropout_backward(op: Op) -> str | None:
+    p = op.args[2]
+    return f"{{0}} * {{1}} * {literal(1 / (1 - p))}" if isinstance(p, float) and p < 1 else None
+
+
+def _comparison(symbol: str) -> Spelling:
+    return f"{{0}} {symbol} {{1}}"
+
+
+def _cast(op: Op) -> str | None:
+    """To the type that the result has, which its reader sees to."""
+    return "{0}" if isinstance(op.args[1], DTypeArg) and op.args[1].name in ITEMSIZE else None
+
+
+POINTWISE: Mapping[str, Spelling] = {
+    "add": _scaled("+"),
+    "sub": _scaled("-"),
+    "rsub": "{1} - {0}",
+    "mul": "{0} * {1}",
+    "div": lambda op: None if op.attrs else "{0} / {1}",
+    "neg": "-{0}",
+    "reciprocal": "1.0 / {0}",
+    "square": "{0} * {0}",
+    "abs": "tl.abs({0})",
+    "pow": _power,
+    "exp": "tl.exp({0})",
+    "exp2": "tl.exp2({0})",
+    "log": "tl.log({0})",
+    "log2": "tl.log2({0})",
+    "sqrt": "tl.sqrt({0})",
+    "rsqrt": "tl.rsqrt({0})",
+    "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})",
+    "erf": "tl.erf({0})",
+    "tanh": "functions.tanh({0})",
+    "sigmoid": "tl.sigmoid({0})",
+    "silu": "functions.silu({0})",
+    "gelu": _gelu(""),
+    "relu": "tl.where({0} < 0, 0.0, {0})",  # a NaN passes
+    "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "clamp": _clamped,
+    "where": "tl.where({0}, {1}, {2})",
+    "masked_fill": "tl.where({1}, {2}, {0})",
+    "to": _cast,
+    "eq": _comparison("=="),
+    "ne": _comparison("!="),
+    "lt": _comparison("<"),
+    "le": _comparison("<="),
+    "gt": _comparison(">"),
+    "ge": _comparison(">="),
+    "logical_and": "{0} & {1}",
+    "logical_or": "{0} | {1}",
+    "logical_not": "{0} == 0",
+    "bitwise_and": "{0} & {1}",
+    "bitwise_or": "{0} | {1}",
+    "__and__": "{0} & {1}",
+    "__or__": "{0} | {1}",
+    # derivatives: the gradient first
+    "silu_backward": "functions.silu_backward({0}, {1})",
+    "gelu_backward": _gelu("_backward"),
+    "tanh_backward": "{0} * (1.0 - {1} * {1})",
+    "sigmoid_backward": "{0} * {1} * (1.0 - {1})",
+    "threshold_backward": "tl.where({1} <= {2}, 0.0, {0})",
+    "dropout_backward": _dropout_backward,
+}

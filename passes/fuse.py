@@ -1,0 +1,36 @@
+"""Group operations that one kernel does in one pass over memory.
+
+    forward:                                     forward:
+      gate = linear(x, wg)                         gate = linear(x, wg)
+      a    = silu(gate)                            up   = linear(x, wu)
+      up   = linear(x, wu)                 ->      h    = fused(gate, up, kernel="silu_mul")
+      h    = mul(a, up)                            | a = silu(gate)
+      y    = linear(h, wd)                         | h = mul(a, up)
+      return y                                     y    = linear(h, wd)
+                                                   return y
+
+A kernel goes through the elements of its results, which all have one shape, and computes each from what
+it reads (partc.rules.kernels says which operations can be written so). Views inside a kernel are index
+expressions: those that lead to what it reads belong to it. Two groups become one where that saves time by
+the roofline: a kernel's launch, and the bytes of what they hand over or both read. What others read, or is
+saved, is still written. Nothing is grouped across a matrix product, attention or a collective: a group
+never waits for what depends on another part of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from partc.passes.fuse_groups import fused
+from partc.passes.fuse_names import named
+from partc.program import Program
+
+
+def fuse(program: Program, *, kernels: str = "aten") -> Program:
+    """Fuse what runs for every microbatch, if `kernels` are Triton's."""
+    if kernels != "triton":
+        return program
+    regions = tuple(
+        fused(region, program.sizes) if region.phase == "microbatch" else region for region in program.regions
+    )
+    return named(replace(program, regions=regions))

@@ -1,0 +1,220 @@
+"""Which operations of a graph one kernel does: neighbours are joined while that saves time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from partc.layout import Sizes
+from partc.program import Graph, Op, Ref, Region, Value
+from partc.roofline import H100
+from partc.rules import kernels
+
+MOST_TENSORS = 24  # that one kernel is given and makes
+MOST_OPS = 64
+
+
+def fused(region: Region, sizes: Sizes) -> Region:
+    """The region with its graphs' groups in place of their operations."""
+    backward, weight = region.backward, region.weight
+    params = {value.name: value for value in region.params}
+    return replace(
+        region,
+        forward=_fused(region.forward, params, region.saved, sizes),
+        backward=backward and _fused(backward, params, (), sizes),
+        weight=weight and _fused(weight, params, (), sizes),
+    )
+
+
+def _fused(graph: Graph, params: Mapping[str, Value], also: Collection[str], sizes: Sizes) -> Graph:
+    """`also` names values that are read besides the graph's outputs."""
+    work = _Work(graph, params, {*graph.outputs, *also}, sizes)
+    work.join()
+    return replace(graph, ops=work.ordered())
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Operations by index, what they read from outside through views, and what others read of theirs."""
+
+    members: frozenset[int]
+    reads: frozenset[str]
+    makes: frozenset[str]
+    bytes: int
+
+
+class _Work:
+    """One graph while its groups grow."""
+
+    def __init__(self, graph: Graph, params: Mapping[str, Value], kept: Collection[str], sizes: Sizes) -> None:
+        self.ops = graph.ops
+        values = {**params, **graph.definitions()}
+        self.shapes = {name: value.type.layout.local_shape(sizes) for name, value in values.items()}
+        self.bytes = {name: value.type.local_bytes(sizes) for name, value in values.items()}
+        self.kept = kept
+        self.makers = {value.name: index for index, op in enumerate(graph.ops) for value in op.results}
+        self.kinds = [self._kind(op) for op in graph.ops]
+        self.roots = [self._roots(op) for op in graph.ops]
+        self.readers: dict[str, set[int]] = {}
+        for index, kind in enumerate(self.kinds):
+            for name in self.roots[index] if kind not in ("view", "constant") else ():
+                self.readers.setdefault(name, set()).add(index)
+        self.outside = self._read_as_views()
+        self.groups = {index: self._group({index}) for index, kind in enumerate(self.kinds) if kind == "pointwise"}
+        self.place = {index: index for index in range(len(graph.ops))}  # operation -> its group's key, or its own
+
+    def _kind(self, op: Op) -> kernels.Kind | None:
+        empty = any(0 in self.shapes[name] for name in (*op.refs(), *(value.name for value in op.results)))
+        return None if empty else kernels.kind(op)
+
+    def _roots(self, op: Op) -> frozenset[str]:
+        """What an operation reads, seen through views; numbers are no values."""
+        found: set[str] = set()
+        todo = list(op.refs())
+        while todo:
+            name = todo.pop()
+            index = self.makers.get(name)
+            kind = None if index is None else self.kinds[index]
+            if kind == "view" and index is not None:
+                todo.extend(self.ops[index].refs())
+            elif kind != "constant":
+                found.add(name)
+        return frozenset(found)
+
+    def _read_as_views(self) -> set[str]:
+        """Values that are read, through views, by the graph's own outputs."""
+        found: set[str] = set()
+        for name in self.kept:
+            index = self.makers.get(name)
+            found |= {name} if index is None else {name, *self._through(index)}
+        return found
+
+    def _through(self, index: int) -> frozenset[str]:
+        return self.roots[index] if self.kinds[index] == "view" else frozenset()
+
+    def _group(self, members: Collection[int]) -> _Group:
+        made = {value.name for index in members for value in self.ops[index].results}
+        reads = frozenset(name for index in members for name in self.roots[index]) - made
+        makes = frozenset(
+            name for name in made if name in self.outside or not self.readers.get(name, set()) <= set(members)
+        )
+        return _Group(frozenset(members), reads, makes, sum(self.bytes[name] for name in (*reads, *makes)))
+
+    def join(self) -> None:
+        """Join the two groups that save most, again and again."""
+        refused: set[frozenset[int]] = set()
+        while True:
+            best: tuple[float, int, int] | None = None
+            for a, b in self._neighbours():
+                if frozenset((a, b)) in refused:
+                    continue
+                saved = self._saved(a, b)
+                if saved is None:
+                    refused.add(frozenset((a, b)))
+                elif best is None or saved > best[0]:
+                    best = (saved, a, b)
+            if best is None:
+                return
+            _, a, b = best
+            if not self._convex(a, b):
+                refused.add(frozenset((a, b)))
+                continue
+            self.groups[a] = self._group(self.groups[a].members | self.groups[b].members)
+            del self.groups[b]
+            self.place.update(dict.fromkeys(self.groups[a].members, a))
+            refused = {pair for pair in refused if a not in pair and b not in pair}
+
+    def _neighbours(self) -> Iterator[tuple[int, int]]:
+        """Groups of which one reads the other, or that read the same, in order."""
+        by_value: dict[str, list[int]] = {}
+        for key in sorted(self.groups):
+            for name in sorted(self.groups[key].reads | self.groups[key].makes):
+                by_value.setdefault(name, []).append(key)
+        pairs = {(a, b) for keys in by_value.values() for i, a in enumerate(keys) for b in keys[i + 1 :]}
+        return iter(sorted(pairs))
+
+    def _saved(self, a: int, b: int) -> float | None:
+        """Seconds that one kernel is faster than two; None where one can't do it, or isn't."""
+        one, two = self.groups[a], self.groups[b]
+        both = self._group(one.members | two.members)
+        shapes = {self.shapes[name] for name in both.makes}
+        if len(shapes) != 1 or len(both.members) > MOST_OPS or len(both.reads) + len(both.makes) > MOST_TENSORS:
+            return None
+        if not both.reads:
+            return None
+        saved = H100.start + (one.bytes + two.bytes - both.bytes) / H100.memory
+        return saved if saved > 0 else None
+
+    def _convex(self, a: int, b: int) -> bool:
+        """Whether nothing outside depends on one of two groups while the other depends on it."""
+        return not any(self._reaches(start, goal) for start, goal in ((a, b), (b, a)))
+
+    def _reaches(self, start: int, goal: int) -> bool:
+        """By way of at least one other operation or group."""
+        todo = [key for key in self._next(start) if key != goal]
+        seen = set(todo)
+        while todo:
+            for key in self._next(todo.pop()):
+                if key == goal:
+                    return True
+                if key not in seen and key != start:
+                    seen.add(key)
+                    todo.append(key)
+        return False
+
+    def _next(self, key: int) -> set[int]:
+        """The operations and groups that read what this one makes."""
+        makes = self.groups[key].makes if key in self.groups else {value.name for value in self.ops[key].results}
+        return {self.place[index] for name in makes for index in self.readers.get(name, ())} - {key}
+
+    def ordered(self) -> tuple[Op, ...]:
+        """The graph's operations with a bracket around each group of several, each right after what it needs."""
+        several = {key: group for key, group in self.groups.items() if len(group.members) > 1}
+        units: dict[int, Op] = {key: self._bracket(group) for key, group in several.items()}
+        inside = {index for group in several.values() for index in group.members}
+        units.update((index, op) for index, op in enumerate(self.ops) if index not in inside)
+        last = {key: max(several[key].members) if key in several else key for key in units}
+        made = {value.name: key for key, op in units.items() for value in op.results}
+        found: list[Op] = []
+        done: set[int] = set()
+
+        def emit(key: int) -> None:
+            if key in done:
+                return
+            done.add(key)
+            for name in units[key].refs():
+                if name in made:
+                    emit(made[name])
+            found.append(units[key])
+
+        for key in sorted(units, key=lambda key: last[key]):
+            emit(key)
+        return _read(found, self.kept)
+
+    def _bracket(self, group: _Group) -> Op:
+        """A group as one operation, with the views that lead to what it reads."""
+        chosen = set(group.members)
+        todo = [name for index in group.members for name in self.ops[index].refs()]
+        while todo:
+            index = self.makers.get(todo.pop())
+            if index is not None and index not in chosen and self.kinds[index] in ("view", "constant"):
+                chosen.add(index)
+                todo.extend(self.ops[index].refs())
+        body = tuple(self.ops[index] for index in sorted(chosen))
+        made = {value.name for op in body for value in op.results}
+        reads = dict.fromkeys(name for op in body for name in op.refs() if name not in made)
+        results = tuple(value for op in body for value in op.results if value.name in group.makes)
+        source = self.ops[max(group.members)].source
+        return Op(name="fused", args=tuple(map(Ref, reads)), results=results, source=source, body=body)
+
+
+def _read(ops: Iterable[Op], kept: Collection[str]) -> tuple[Op, ...]:
+    """Without views and constants that nobody reads any more."""
+    needed = set(kept)
+    found: list[Op] = []
+    for op in reversed(list(ops)):
+        if kernels.kind(op) in ("view", "constant") and needed.isdisjoint(value.name for value in op.results):
+            continue
+        needed.update(op.refs())
+        found.append(op)
+    return tuple(reversed(found))

@@ -1,0 +1,99 @@
+"""Names of kernels: what they do, and a number where two that differ do the same. Those that are alike share one."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from partc.layout import Sizes
+from partc.printer import written
+from partc.program import Arg, Graph, Op, Program, Ref, Region, TensorType
+from partc.rules import kernels
+from partc.strides import follows
+
+MOST_WORDS = 4
+_TAKEN = frozenset({"functions"})
+
+
+def named(program: Program) -> Program:
+    """Give every fused operation the name of its kernel, and say which arguments may be strided in memory."""
+    given: dict[tuple[object, ...], str] = {}
+
+    def region_named(region: Region) -> Region:
+        dense = follows(region)
+
+        def graph_named(graph: Graph) -> Graph:
+            types = {value.name: value.type for value in (*region.params, *graph.definitions().values())}
+            return replace(graph, ops=tuple(_named(op, types, dense, program.sizes, given) for op in graph.ops))
+
+        forward, backward, weight = region.forward, region.backward, region.weight
+        return replace(
+            region,
+            forward=graph_named(forward),
+            backward=backward and graph_named(backward),
+            weight=weight and graph_named(weight),
+        )
+
+    return replace(program, regions=tuple(map(region_named, program.regions)))
+
+
+def _named(
+    op: Op,
+    types: Mapping[str, TensorType],
+    dense: Collection[str],
+    sizes: Sizes,
+    given: dict[tuple[object, ...], str],
+) -> Op:
+    if not op.body:
+        return op
+    strided = tuple(place for place, name in enumerate(op.refs()) if name not in dense)
+    key = (strided, *_meaning(op, types, sizes))
+    if key not in given:
+        stem = _stem(op)
+        taken = _TAKEN | set(given.values())
+        numbered = (f"{stem}_{number}" for number in range(2, len(given) + 3))
+        given[key] = next(name for name in (stem, *numbered) if name not in taken)
+    return replace(op, attrs=(("kernel", given[key]), *((("strided", strided),) if strided else ())))
+
+
+def _meaning(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[object, ...]:
+    """Equal for operations that one kernel can do: shapes, types and what is done, values by number."""
+    number: dict[str, int] = {}
+
+    def known(name: str) -> int:
+        return number.setdefault(name, len(number))
+
+    def bare(arg: Arg) -> object:
+        if isinstance(arg, Ref):
+            return ("value", known(arg.name))
+        if isinstance(arg, tuple):
+            return tuple(map(bare, arg))
+        return written(arg)
+
+    def type_of(type: TensorType) -> object:
+        return type.dtype, type.layout.local_shape(sizes)
+
+    reads = tuple((known(name), type_of(types[name])) for name in op.refs())
+    steps = tuple(
+        (
+            step.name,
+            tuple(map(bare, step.args)),
+            tuple((key, bare(arg)) for key, arg in step.attrs),
+            tuple((known(value.name), type_of(value.type)) for value in step.results),
+        )
+        for step in op.body
+    )
+    return reads, steps, tuple(known(value.name) for value in op.results)
+
+
+def _stem(op: Op) -> str:
+    """The operations that compute, each word once: `silu_mul`."""
+    words = dict.fromkeys(
+        re.sub(r"\W+", "_", step.name).strip("_")
+        for step in op.body
+        if kernels.kind(step) not in ("view", "constant") and step.name != "to"
+    )
+    stem = "_".join(list(words)[:MOST_WORDS]) or "cast"
+    return f"{stem}_" if keyword.iskeyword(stem) else stem

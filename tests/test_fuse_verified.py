@@ -1,0 +1,42 @@
+"""Packages with Triton's kernels train as the single-device model does; on a CPU the kernels are interpreted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import partc
+from tests.zoo import MODELS
+
+SMALL = {"batch": 2, "seq": 4}
+
+
+def verified(name: str, folder: Path, **how: object) -> tuple[float, str]:
+    """The worst error, and the stages' text."""
+    model = MODELS[name]
+    options = {**model.options, **SMALL} if model.config else {**SMALL, "depth": 2}
+    package = partc.compile(model.source(folder), options=options, kernels="triton", **how)  # type: ignore[arg-type]
+    text = "".join(str(body) for path, body in package.files() if path.startswith("stages/"))
+    result = package.verify(steps=2)
+    assert result.ok
+    return result.worst.rel_err, text
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("gpt", "2x2"), ("gpt2", "1")])
+def test_packages_with_kernels_equal_the_single_device_model(tmp_path: Path, name: str, mesh: str) -> None:
+    error, text = verified(name, tmp_path, mesh=mesh, precision="fp64")
+    assert error < 1e-13
+    assert text.count("kernels.") >= 3
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_model_with_kernels(tmp_path: Path, name: str) -> None:
+    model = MODELS[name]
+    package = partc.compile(
+        model.source(tmp_path), options=model.options, kernels="triton", mesh="2x2", precision="fp64", microbatches=2
+    )
+    result = package.verify(steps=1)
+    assert result.ok
+    assert result.worst.rel_err < 1e-11

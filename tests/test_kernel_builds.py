@@ -1,0 +1,57 @@
+"""Kernels built ahead of time for GPUs: nothing spills, and memory is read 16 bytes at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.zoo import MODELS
+
+ROOT = Path(__file__).parent.parent
+LARGE = {
+    "gpt2": {"n_embd": 768, "n_head": 12, "n_layer": 1, "vocab_size": 50257, "n_positions": 1024},
+    "llama": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_hidden_layers": 1, "vocab_size": 128256, "max_position_embeddings": 2048,
+    },
+}  # fmt: skip
+
+
+def built(*arguments: str) -> list[dict[str, Any]]:
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernel_builds", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [pytest.param("gpt", marks=pytest.mark.matrix), "gpt2", "llama"])
+def test_nothing_spills(tmp_path: Path, model: str) -> None:
+    """Registers alone say nothing: a kernel far over its budget reports few, and spills thousands of bytes."""
+    if model == "gpt":
+        arguments = [str(ROOT / "examples" / "gpt.py"), "size=1b", "depth=1", "batch=4"]
+    else:
+        path = tmp_path / model / "config.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps(MODELS[model].config | LARGE[model]))
+        arguments = [f"hf:{path}", "batch=4", "seq=1024"]
+    found = built(*arguments)
+    assert {entry["sm"] for entry in found} == {80, 90}
+    assert [entry for entry in found if entry["spilled"]] == []
+    assert [entry for entry in found if entry["shared"] > 48 * 1024] == []
+    assert [entry for entry in found if entry["vector"] < 4] == []
+
+
+@pytest.mark.slow
+def test_the_gate_sees_what_spills() -> None:
+    found = built("control")
+    assert len(found) == 2
+    assert all(entry["spilled"] > 1000 for entry in found)

@@ -1,0 +1,101 @@
+"""Fused operations run as their kernels, in Triton's interpreter, which conftest has switched on."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from partc.codegen.kernels import Kernel, kernel
+from partc.codegen.package import kernel_module
+from partc.interpret import results_of
+from partc.layout import Sizes
+from partc.program import Graph, Op, TensorType
+
+FUNCTIONS = Path(__file__).parent.parent / "partc" / "kernels" / "functions.py"
+
+
+class Kernels:
+    """A folder of kernels, each loaded once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.package = f"kernels_{abs(hash(folder))}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "functions.py").write_text(FUNCTIONS.read_text())
+        self._loaded = 0
+        package = ModuleType(self.package)
+        package.__path__ = [str(folder)]
+        sys.modules[self.package] = package
+
+    def load(self, built: Kernel) -> Any:
+        """The function that launches a kernel."""
+        self._loaded += 1
+        name = f"{self.package}.loaded_{self._loaded}"
+        path = self.folder / f"loaded_{self._loaded}.py"
+        path.write_text(kernel_module(built))
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, built.name)
+
+    def run(
+        self, graph: Graph, values: Mapping[str, Tensor], params: Mapping[str, TensorType], sizes: Sizes, **how: bool
+    ) -> dict[str, Tensor]:
+        """Every value of a graph: what is fused by its kernel, the rest by PyTorch."""
+        types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
+        known = dict(values)
+        for op in graph.ops:
+            known.update(self.one(op, types, known, sizes, **how) if op.body else results_of(op, known))
+        return known
+
+    def one(
+        self, op: Op, types: Mapping[str, TensorType], known: Mapping[str, Tensor], sizes: Sizes, **how: bool
+    ) -> dict[str, Tensor]:
+        """What one fused operation makes."""
+        found = self.load(kernel(op, types, sizes, **how))(*(known[name] for name in op.refs()))
+        return dict(
+            zip((value.name for value in op.results), found if isinstance(found, tuple) else (found,), strict=True)
+        )
+
+
+@contextmanager
+def exact_bf16() -> Iterator[None]:
+    """The interpreter cuts bits off where hardware rounds to the nearest; with this, it rounds."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter.InterpreterBuilder.cast_impl
+
+    def cast(self: Any, source: Any, target: Any) -> Any:
+        pair = (source.dtype.scalar, target.scalar)
+        if pair == (tl.bfloat16, tl.float32):
+            data = (source.data.astype(np.uint32) << 16).view(np.float32)
+        elif pair == (tl.float32, tl.bfloat16):
+            whole = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16)
+            data = whole.view(torch.int16).numpy().view(np.uint16).reshape(source.data.shape)
+        else:
+            return original(self, source, target)
+        return interpreter.TensorHandle(data, target.scalar)
+
+    names = ("cast_impl", "create_fp_ext", "create_fp_trunc")
+    before = {name: getattr(interpreter.InterpreterBuilder, name) for name in names}
+    convert = interpreter.InterpreterBuilder.create_fp_to_fp
+    interpreter.InterpreterBuilder.create_fp_to_fp = lambda self, source, target, mode: cast(self, source, target)
+    for name in names:
+        setattr(interpreter.InterpreterBuilder, name, cast)
+    try:
+        yield
+    finally:
+        for name, was in before.items():
+            setattr(interpreter.InterpreterBuilder, name, was)
+        interpreter.InterpreterBuilder.create_fp_to_fp = convert

@@ -53,8 +53,7 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
                 help="a model file has model(**options) and batch(**options); partc explain P0203 shows one",
                 source=Source(file=str(path), line=1),
             )
-    takers = [functions[name] for name in ("model", "batch", "data") if callable(functions[name])]
-    converted = _converted(options, takers, path)
+    converted = _converted(options, [functions["model"], functions["batch"]], functions["data"], path)
     model, batch = (_applied(functions[name], converted, path) for name in ("model", "batch"))
     loss = functions["loss"] if callable(functions["loss"]) else None
     return ModelFile(name=path.stem, path=path, source=source, options=converted, model=model, batch=batch, loss=loss)
@@ -127,9 +126,11 @@ def is_machinery(filename: str) -> bool:
     return "torch" in parts or "partc" in parts[-3:] or filename.startswith("<") or "lib-dynload" in parts
 
 
-def _converted(options: Mapping[str, str], functions: list[Any], path: Path) -> dict[str, Option]:
+def _converted(options: Mapping[str, str], functions: list[Any], data: Any, path: Path) -> dict[str, Option]:
     known = {name: parameter for function in functions for name, parameter in _parameters(function).items()}
-    open_ended = any(_takes_any(function) for function in functions)
+    if callable(data):  # whose first parameter is the step
+        known = dict(list(_parameters(data).items())[1:]) | known
+    open_ended = any(_takes_any(function) for function in (*functions, *([data] if callable(data) else [])))
     found: dict[str, Option] = {}
     for name, text in options.items():
         if name not in known and not open_ended:

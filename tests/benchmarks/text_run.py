@@ -78,7 +78,9 @@ def main() -> int:
 def single_device(module: ModuleType, steps: int, lr: float, precision: str) -> list[float]:
     """The losses of a training loop as anyone would write it."""
     torch.manual_seed(0)
-    model = module.model().to(torch.float64 if precision == "fp64" else torch.float32)
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    model = module.model().to(dtype)
+    torch.set_default_dtype(dtype)  # of the rotations that the model makes on its way
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     losses = []
     for step in range(steps):
@@ -87,16 +89,26 @@ def single_device(module: ModuleType, steps: int, lr: float, precision: str) -> 
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    torch.set_default_dtype(torch.float32)
     return losses
 
 
 def cut_run(folder: Path, name: str, how: signal.Signals, steps: int, lr: float) -> tuple[list[float], int]:
     """The losses of a run that is cut half-way, and the step after which the second package went on."""
     log = folder / f"{name}.jsonl"
-    options = ["--steps", str(steps), "--lr", str(lr), "--save", str(folder / name), "--save-every", "20"]
+    options = [
+        "--steps",
+        str(steps),
+        "--lr",
+        str(lr),
+        "--save",
+        str(folder / name),
+        "--save-every",
+        str(max(1, steps // 15)),
+    ]
     options += ["--metrics", str(log), "--resume"]
     running = subprocess.Popen(command(folder / FIRST, options), env=local_environment(), stderr=subprocess.DEVNULL)
-    while running.poll() is None and lines(log) < steps // 2:
+    while running.poll() is None and (lines(log) < steps // 2 or not any((folder / name).glob("step_*"))):
         time.sleep(0.05)
     os.kill(ranks_of(running.pid)[-1], how)
     ended_well = running.wait(120) == 0

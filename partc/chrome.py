@@ -21,6 +21,11 @@ COMPUTE, COMMUNICATION = 0, 1  # threads of a process
 _THREADS = {COMPUTE: "compute", COMMUNICATION: "communication"}
 _PREDICTED = 1_000_000  # process ids of predicted ranks begin here
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d*)")
+# What collectives outside of the schedule's actions are for, where the name of their place doesn't say it.
+_OTHERS = {
+    ("the update", "all_reduce"): "the norm of the whole model's gradient",
+    ("the update", "all_gather"): "every rank keeps the updated parameters whole",
+}
 
 Event = dict[str, Any]
 
@@ -159,11 +164,13 @@ def _reasons(intervals: Sequence[Interval], forecast: Forecast) -> dict[int, str
     found: dict[int, str] = {}
     for name, indices in by_action.items():
         match = _ACTION.fullmatch(name)
+        found.update((index, _OTHERS.get((name, intervals[index].name), name)) for index in indices if not match)
         planned = [part for part in forecast.segments(int(match[1]), match[2]) if part.op] if match else []
         indices.sort(key=lambda index: intervals[index].posted)
         made = [(intervals[index].name, intervals[index].over) for index in indices]
-        if made == [(part.op, part.over) for part in planned]:
-            found.update((index, part.why) for index, part in zip(indices, planned, strict=True))
+        again = len(made) // len(planned) if planned else 0  # for each batch that a step accumulates
+        if made == [(part.op, part.over) for part in planned] * again:
+            found.update((index, part.why) for index, part in zip(indices, planned * again, strict=True))
     return found
 
 

@@ -102,6 +102,15 @@ class Terminal(io.StringIO):
         return True
 
 
+def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "m.jsonl", 4, io.StringIO())
+    log.step(0, float("nan"), 0.25, Updated(rate=0.1, norm=float("inf"), skipped=True), 1)
+    entry = json.loads(
+        (tmp_path / "m.jsonl").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+    )
+    assert entry["loss"] is None and entry["grad_norm"] is None and entry["skipped"] is True
+
+
 def test_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "90")
     for stream in (Terminal(), io.StringIO()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import time
@@ -54,7 +55,9 @@ class StepLog:
         entry |= {} if split is None else {name: round(value, 6) for name, value in split._asdict().items()}
         entry |= {"mfu": round(self._flops / seconds / self._peak, 6)} if self._peak else {}
         if self._file:
-            print(json.dumps(entry), file=self._file, flush=True)
+            # JSON has neither NaN nor infinity.
+            finite = {name: value if math.isfinite(value) else None for name, value in entry.items()}
+            print(json.dumps(finite, allow_nan=False), file=self._file, flush=True)
         if self._board is not None:
             for name, value in entry.items():
                 if name != "step":

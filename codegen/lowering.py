@@ -59,16 +59,26 @@ class Compute:
     guards: Guards = ()
 
 
-Statement = Load | Compute
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduce:
+    """`target` is the sum, or the largest, of a variable along each row."""
+
+    target: str
+    source: Found
+    how: str
+
+
+Statement = Load | Compute | Reduce
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A value at an index: a variable or a number, and its type."""
+    """A value at an index: a variable or a number, its type, and the loops that it differs over."""
 
     text: str
     dtype: DType
     number: Arg = None
+    over: frozenset[sympy.Symbol] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +116,10 @@ class Lowering:
     sizes: Sizes
     names: Names
     ranges: Mapping[sympy.Symbol, int]
+    columns: Index = ()  # of the dimensions that reductions go along
     rounding: bool = False  # after every operation, as PyTorch does: for tests that ask for equal bits
     statements: list[Statement] = field(default_factory=list)
+    over: dict[str, frozenset[sympy.Symbol]] = field(default_factory=dict)  # variable -> the loops it differs over
     _known: dict[tuple[str, Index, Guards], Found] = field(default_factory=dict)
     _makers: dict[str, tuple[Op, int]] = field(default_factory=dict)
 
@@ -125,6 +137,7 @@ class Lowering:
                 return self._known[name, index, known]
         found = self._loaded(name, index, guards) if name in self.arguments else self._made(name, index, guards)
         self._known[name, index, guards] = found
+        self.over[found.text] = found.over
         return found
 
     def _loaded(self, name: str, index: Index, guards: Guards) -> Found:
@@ -134,7 +147,8 @@ class Lowering:
         self.statements.append(
             Load(target=target, source=argument.name, place=sympy.expand(place), guards=guards, dtype=argument.dtype)
         )
-        return Found(target, computed_in(argument.dtype))
+        over = place.free_symbols.union(*(guard.index.free_symbols for guard in guards)) & set(self.ranges)
+        return Found(target, computed_in(argument.dtype), over=frozenset(over))
 
     def _made(self, name: str, index: Index, guards: Guards) -> Found:
         op, number = self._makers[name]
@@ -151,6 +165,8 @@ class Lowering:
                 return self.value(source, inner, guards)
             case "pointwise":
                 return self._computed(op, index, guards)
+            case "reduction":
+                return self._reduced(op, index)
         raise InternalError(f"no kernel does {op.name}")
 
     def _computed(self, op: Op, index: Index, guards: Guards) -> Found:
@@ -163,13 +179,24 @@ class Lowering:
             _as(found, "bool" if kernels.CONDITIONS.get(op.name) == place else wanted) if found else ""
             for place, found in enumerate(operands)
         ]
+        over = frozenset[sympy.Symbol]().union(*(found.over for found in operands if found is not None))
         if text == "{0}" and not self.rounding:  # a cast
-            return Found(written[0], result)
+            return Found(written[0], result, over=over)
         dtype = op.result.type.dtype
         text = text.format(*written)
         if self.rounding and dtype != result:
             text = f"({text}).to({TRITON[dtype]}).to({TRITON[result]})"
-        return Found(self._statement(op.result.name, text), result)
+        return Found(self._statement(op.result.name, text), result, over=over)
+
+    def _reduced(self, op: Op, index: Index) -> Found:
+        """Along the last dimensions: of the rows that the index has."""
+        name = next(op.refs())
+        first = len(self.shape(name)) - len(self.columns)
+        source = self.value(name, (*index[:first], *self.columns))
+        target = self.names.fresh(identifier(op.result.name))
+        self.statements.append(Reduce(target=target, source=source, how="max" if op.name == "amax" else "sum"))
+        along = frozenset().union(*(part.free_symbols for part in self.columns))
+        return Found(target, source.dtype, over=source.over - along)
 
     def _operand(self, arg: Arg, index: Index, guards: Guards) -> Found | None:
         if isinstance(arg, Ref):
@@ -190,10 +217,12 @@ class Lowering:
                 found.append((guard, self.value(part, inner, (*guards, guard))))
             start = end
         dtype = computed_in(op.result.type.dtype)
+        over = index[dim].free_symbols.union(*(value.over for _, value in found))
         text = _as(found[-1][1], dtype)
         for number, (_, value) in reversed(list(enumerate(found[:-1]))):
             text = f"tl.where({{{number}}}, {_as(value, dtype)}, {text})"
-        return Found(self._statement(op.result.name, text, tuple(guard for guard, _ in found[:-1])), dtype)
+        target = self._statement(op.result.name, text, tuple(guard for guard, _ in found[:-1]))
+        return Found(target, dtype, over=frozenset(over))
 
     def _padded(self, op: Op, index: Index, guards: Guards) -> Found:
         """The gradient of a slice: zero outside it."""
@@ -205,7 +234,8 @@ class Lowering:
             return self.value(source, index, guards)
         inner = (*index[:dim], sympy.expand(index[dim] - start), *index[dim + 1 :])
         value = self.value(source, inner, (*guards, guard))
-        return Found(self._statement(op.result.name, f"tl.where({{0}}, {value.text}, 0.0)", (guard,)), value.dtype)
+        target = self._statement(op.result.name, f"tl.where({{0}}, {value.text}, 0.0)", (guard,))
+        return Found(target, value.dtype, over=frozenset(value.over | index[dim].free_symbols))
 
     def _statement(self, name: str, text: str, guards: Guards = ()) -> str:
         target = self.names.fresh(identifier(name))

@@ -21,7 +21,7 @@ from partc.program import Program
 from partc.saving import most_saved
 
 if TYPE_CHECKING:
-    from partc.codegen.kernels import Kernel
+    from partc.codegen.kernel import Kernel
 
 
 def render(
@@ -189,7 +189,7 @@ def _count(shape: Sequence[int]) -> int:
 
 def kernel_module(kernel: Kernel) -> str:
     """The text of one kernel's module."""
-    return formatted(_template("kernels/pointwise.py.jinja").render(kernel=kernel))
+    return formatted(_template(f"kernels/{kernel.template}.py.jinja").render(kernel=kernel))
 
 
 def _kernels(program: Program) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import sympy
 
 from partc.codegen.indexing import FloorDiv, Modulo, Ranges
-from partc.codegen.lowering import Guard, Load, Statement
+from partc.codegen.lowering import Guard, Load, Reduce, Statement
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,8 @@ def _step(place: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr | None:
 
 def settled(statement: Statement, instead: Mapping[sympy.Symbol, sympy.Expr]) -> Statement:
     """The statement with other expressions in place of symbols."""
+    if isinstance(statement, Reduce):
+        return statement
     guards = tuple(replace(guard, index=guard.index.subs(instead)) for guard in statement.guards)
     if isinstance(statement, Load):
         return replace(statement, place=statement.place.subs(instead), guards=guards)

@@ -6,16 +6,21 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from partc.layout import Sizes
+from partc.passes.fuse_composites import in_fp32, spelled_out
+from partc.passes.fuse_forms import Form, columns, fits, form
+from partc.passes.fuse_names import stem
 from partc.program import Graph, Op, Ref, Region, Value
 from partc.roofline import H100
 from partc.rules import kernels
 
 MOST_TENSORS = 24  # that one kernel is given and makes
+MOST_ROWS = 14  # and that one is which holds whole rows of them
 MOST_OPS = 64
 
 
 def fused(region: Region, sizes: Sizes) -> Region:
     """The region with its graphs' groups in place of their operations."""
+    region = in_fp32(region)
     backward, weight = region.backward, region.weight
     params = {value.name: value for value in region.params}
     return replace(
@@ -41,6 +46,7 @@ class _Group:
     reads: frozenset[str]
     makes: frozenset[str]
     bytes: int
+    form: Form | None = None
 
 
 class _Work:
@@ -51,21 +57,32 @@ class _Work:
         values = {**params, **graph.definitions()}
         self.shapes = {name: value.type.layout.local_shape(sizes) for name, value in values.items()}
         self.bytes = {name: value.type.local_bytes(sizes) for name, value in values.items()}
+        self.types = {name: value.type for name, value in values.items()}
+        self.sizes = sizes
         self.kept = kept
         self.makers = {value.name: index for index, op in enumerate(graph.ops) for value in op.results}
-        self.kinds = [self._kind(op) for op in graph.ops]
+        self.forms = [self._form(op) for op in graph.ops]
+        self.kinds = [self._kind(op, form) for op, form in zip(graph.ops, self.forms, strict=True)]
+        self.columns = frozenset[str]().union(*map(columns, graph.ops, self.forms))
         self.roots = [self._roots(op) for op in graph.ops]
         self.readers: dict[str, set[int]] = {}
         for index, kind in enumerate(self.kinds):
             for name in self.roots[index] if kind not in ("view", "constant") else ():
                 self.readers.setdefault(name, set()).add(index)
         self.outside = self._read_as_views()
-        self.groups = {index: self._group({index}) for index, kind in enumerate(self.kinds) if kind == "pointwise"}
+        done = ("pointwise", "reduction", "composite")
+        self.groups = {index: self._group({index}) for index, kind in enumerate(self.kinds) if kind in done}
         self.place = {index: index for index in range(len(graph.ops))}  # operation -> its group's key, or its own
 
-    def _kind(self, op: Op) -> kernels.Kind | None:
+    def _form(self, op: Op) -> Form | None:
+        if kernels.kind(op) not in ("reduction", "composite"):
+            return None
+        return form(op, lambda name: self.shapes[name], lambda name: self.types[name].dtype)
+
+    def _kind(self, op: Op, form: Form | None) -> kernels.Kind | None:
         empty = any(0 in self.shapes[name] for name in (*op.refs(), *(value.name for value in op.results)))
-        return None if empty else kernels.kind(op)
+        kind = None if empty else kernels.kind(op)
+        return None if kind in ("reduction", "composite") and form is None else kind
 
     def _roots(self, op: Op) -> frozenset[str]:
         """What an operation reads, seen through views; numbers are no values."""
@@ -98,7 +115,9 @@ class _Work:
         makes = frozenset(
             name for name in made if name in self.outside or not self.readers.get(name, set()) <= set(members)
         )
-        return _Group(frozenset(members), reads, makes, sum(self.bytes[name] for name in (*reads, *makes)))
+        forms = [form for index in members if (form := self.forms[index]) is not None]
+        found = next((form for form in forms if form.whole), forms[0] if forms else None)
+        return _Group(frozenset(members), reads, makes, sum(self.bytes[name] for name in (*reads, *makes)), found)
 
     def join(self) -> None:
         """Join the two groups that save most, again and again."""
@@ -137,13 +156,33 @@ class _Work:
         """Seconds that one kernel is faster than two; None where one can't do it, or isn't."""
         one, two = self.groups[a], self.groups[b]
         both = self._group(one.members | two.members)
-        shapes = {self.shapes[name] for name in both.makes}
-        if len(shapes) != 1 or len(both.members) > MOST_OPS or len(both.reads) + len(both.makes) > MOST_TENSORS:
+        most = MOST_ROWS if both.form else MOST_TENSORS
+        if len(both.members) > MOST_OPS or len(both.reads) + len(both.makes) > most or not both.reads:
             return None
-        if not both.reads:
+        if not (self._rows(both, both.form) if both.form else self._elements(both)):
             return None
         saved = H100.start + (one.bytes + two.bytes - both.bytes) / H100.memory
         return saved if saved > 0 else None
+
+    def _elements(self, group: _Group) -> bool:
+        """Whether one goes through the elements of everything that a group makes."""
+        return len({self.shapes[name] for name in group.makes}) == 1
+
+    def _rows(self, group: _Group, form: Form) -> bool:
+        """Whether a group that sums can be done row by row: all is of rows, and no view turns them inside."""
+        inside = {value.name for index in group.members for value in self.ops[index].results}
+        for index in group.members:
+            own = self.forms[index]
+            if own is not None and own.with_(form) is None:
+                return False
+            op = self.ops[index]
+            made = [value.name for value in op.results if value.name not in self.columns]
+            if not all(fits(self.shapes[name], form) for name in made):
+                return False
+            direct = set(op.refs())
+            if (self.roots[index] & inside) - direct or direct & inside & self.columns:
+                return False
+        return True
 
     def _convex(self, a: int, b: int) -> bool:
         """Whether nothing outside depends on one of two groups while the other depends on it."""
@@ -169,7 +208,7 @@ class _Work:
 
     def ordered(self) -> tuple[Op, ...]:
         """The graph's operations with a bracket around each group of several, each right after what it needs."""
-        several = {key: group for key, group in self.groups.items() if len(group.members) > 1}
+        several = {key: group for key, group in self.groups.items() if self._is_worth(group)}
         units: dict[int, Op] = {key: self._bracket(group) for key, group in several.items()}
         inside = {index for group in several.values() for index in group.members}
         units.update((index, op) for index, op in enumerate(self.ops) if index not in inside)
@@ -191,6 +230,12 @@ class _Work:
             emit(key)
         return _read(found, self.kept)
 
+    def _is_worth(self, group: _Group) -> bool:
+        """Several operations are, and one that PyTorch does in several itself."""
+        if len(group.members) > 1:
+            return True
+        return group.form is not None and group.form.whole and self.kinds[min(group.members)] == "composite"
+
     def _bracket(self, group: _Group) -> Op:
         """A group as one operation, with the views that lead to what it reads."""
         chosen = set(group.members)
@@ -200,12 +245,21 @@ class _Work:
             if index is not None and index not in chosen and self.kinds[index] in ("view", "constant"):
                 chosen.add(index)
                 todo.extend(self.ops[index].refs())
-        body = tuple(self.ops[index] for index in sorted(chosen))
+        taken = set(self.shapes)
+        body = tuple(
+            step for index in sorted(chosen) for step in spelled_out(self.ops[index], self.types, self.sizes, taken)
+        )
         made = {value.name for op in body for value in op.results}
         reads = dict.fromkeys(name for op in body for name in op.refs() if name not in made)
-        results = tuple(value for op in body for value in op.results if value.name in group.makes)
+        results = tuple(
+            value for index in sorted(group.members) for value in self.ops[index].results if value.name in group.makes
+        )
         source = self.ops[max(group.members)].source
-        return Op(name="fused", args=tuple(map(Ref, reads)), results=results, source=source, body=body)
+        words = (("kernel", stem([self.ops[index] for index in sorted(group.members)])),)
+        along = (("along", group.form.along),) if group.form else ()
+        return Op(
+            name="fused", args=tuple(map(Ref, reads)), attrs=words + along, results=results, source=source, body=body
+        )
 
 
 def _read(ops: Iterable[Op], kept: Collection[str]) -> tuple[Op, ...]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from partc.layout import Sizes
 from partc.printer import written
 from partc.program import Arg, Graph, Op, Program, Ref, Region, TensorType
-from partc.rules import kernels
 from partc.strides import follows
 
 MOST_WORDS = 4
@@ -48,14 +47,16 @@ def _named(
 ) -> Op:
     if not op.body:
         return op
+    attrs = dict(op.attrs)
     strided = tuple(place for place, name in enumerate(op.refs()) if name not in dense)
     key = (strided, *_meaning(op, types, sizes))
     if key not in given:
-        stem = _stem(op)
+        wanted = str(attrs["kernel"])
         taken = _TAKEN | set(given.values())
-        numbered = (f"{stem}_{number}" for number in range(2, len(given) + 3))
-        given[key] = next(name for name in (stem, *numbered) if name not in taken)
-    return replace(op, attrs=(("kernel", given[key]), *((("strided", strided),) if strided else ())))
+        numbered = (f"{wanted}_{number}" for number in range(2, len(given) + 3))
+        given[key] = next(name for name in (wanted, *numbered) if name not in taken)
+    attrs["kernel"] = given[key]
+    return replace(op, attrs=(*attrs.items(), *((("strided", strided),) if strided else ())))
 
 
 def _meaning(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[object, ...]:
@@ -85,15 +86,11 @@ def _meaning(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[obj
         )
         for step in op.body
     )
-    return reads, steps, tuple(known(value.name) for value in op.results)
+    return op.attrs, reads, steps, tuple(known(value.name) for value in op.results)
 
 
-def _stem(op: Op) -> str:
-    """The operations that compute, each word once: `silu_mul`."""
-    words = dict.fromkeys(
-        re.sub(r"\W+", "_", step.name).strip("_")
-        for step in op.body
-        if kernels.kind(step) not in ("view", "constant") and step.name != "to"
-    )
-    stem = "_".join(list(words)[:MOST_WORDS]) or "cast"
-    return f"{stem}_" if keyword.iskeyword(stem) else stem
+def stem(ops: Sequence[Op]) -> str:
+    """What a kernel is called for: the operations that compute, each word once, as in `silu_mul`."""
+    words = dict.fromkeys(re.sub(r"\W+", "_", op.name).strip("_") for op in ops if op.name != "to")
+    found = "_".join(list(words)[:MOST_WORDS]) or "cast"
+    return f"{found}_" if keyword.iskeyword(found) else found

@@ -53,7 +53,8 @@ def build(
     for architecture in ARCHITECTURES:
         source = ASTSource(fn=function, signature=signature, constexprs=dict(constants), attrs=attrs)
         built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-        wide = {"vector": max(map(int, re.findall(r"ld\.global[\w.:]*\.v(\d)", built.asm["ptx"])), default=1)}
+        loads = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", built.asm["ptx"])
+        wide = {"bytes": max((int(count or 1) * int(bits) // 8 for count, bits in loads), default=0)}
         said = said_by_ptxas(built.asm["ptx"], architecture)
         yield {"kernel": function.__name__, "sm": architecture, "shared": built.metadata.shared, **said, **wide}
 

@@ -47,7 +47,7 @@ def test_nothing_spills(tmp_path: Path, model: str) -> None:
     assert {entry["sm"] for entry in found} == {80, 90}
     assert [entry for entry in found if entry["spilled"]] == []
     assert [entry for entry in found if entry["shared"] > 48 * 1024] == []
-    assert [entry for entry in found if entry["vector"] < 4] == []
+    assert [entry for entry in found if entry["bytes"] < 16] == []
 
 
 @pytest.mark.slow

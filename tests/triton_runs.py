@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from partc.codegen.kernels import Kernel, kernel
+from partc.codegen.kernel import Kernel
+from partc.codegen.kernels import kernel
 from partc.codegen.package import kernel_module
 from partc.interpret import results_of
 from partc.layout import Sizes

@@ -1,8 +1,10 @@
 """How operations are written inside a Triton kernel: what has no line here is left to PyTorch.
 
-An elementwise operation is an expression of its operands, `{0}` for the first; what takes more than an
-expression is a function of partc/kernels/functions.py. Operands come in the type that the operation
-computes in (fp32 for 16 bits). Views, and what is made from numbers, are index expressions: they move nothing.
+An elementwise operation is an expression of its operands, `{0}` for the first; what takes more than an expression
+is a function of partc/kernels/functions.py. Operands come in the type that the operation computes in (fp32 for 16
+bits). Views, and what is made from numbers, are index expressions: they move nothing. Reductions go along the last
+dimensions, within what one program holds, or along all others. Composites are made of all these
+(partc.passes.fuse_composites).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Literal
 from partc.program import ITEMSIZE, Arg, DTypeArg, Op, Ref
 
 Spelling = str | Callable[[Op], str | None]
-Kind = Literal["pointwise", "view", "constant"]
+Kind = Literal["pointwise", "view", "constant", "reduction", "composite"]
 
 # Results whose memory follows their shape, whatever the operands' does.
 CONTIGUOUS = frozenset(
@@ -27,6 +29,13 @@ VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "cat", "sli
 CONSTANTS = frozenset({"full", "zeros", "ones", "scalar_tensor"})
 CONDITIONS: Mapping[str, int] = {"where": 0, "masked_fill": 1}  # an operand that is a bool
 LOGICAL = frozenset({"logical_and", "logical_or"})  # of bools, whatever they are given
+REDUCTIONS = frozenset({"sum", "amax"})
+COMPOSITES = frozenset(
+    {
+        "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "softmax", "_softmax_backward_data",
+        "linear_grad_bias",
+    }
+)  # fmt: skip
 MOST_JOINED = 4  # parts of one `cat`: every element asks which one it is in
 
 
@@ -39,6 +48,10 @@ def kind(op: Op) -> Kind | None:
         return None if stepped or op.attrs else "view"
     if op.name in CONSTANTS:
         return "constant" if isinstance(fill(op), int | float) else None
+    if op.name in REDUCTIONS:
+        return "reduction"
+    if op.name in COMPOSITES:
+        return "composite"
     return "pointwise" if spelled(op) is not None else None
 
 

@@ -1,0 +1,271 @@
+"""Kernels that hold rows: sums along them, and down all of them, with elementwise operations in between.
+
+A program takes ROWS rows at a time. Where something sums along rows, it holds them whole, in one block of
+COLUMNS elements; else columns are dealt to programs too. What is summed down the columns is summed in each
+program over the rows it takes, and then over programs by PyTorch: in the same order on every GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+
+from partc.codegen.indexing import ZERO, Index, Ranges
+from partc.codegen.kernel import TORCH, WIDE, Draft, Kernel, Result, bounds, expressions, lines, stored
+from partc.codegen.lowering import TRITON, Found, Load, Reduce, Statement, computed_in, contiguous
+from partc.codegen.spaces import Variable, collapsed, settled, variables
+from partc.layout import Sizes
+from partc.program import DType, Op, TensorType
+
+TILE = 4096  # elements that a program holds at a time, unless a row has more
+PROGRAMS = 264  # that sum down columns: two for each processor of an H100
+NARROW = 128  # columns of a program where nothing sums along rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """How rows and columns are dealt to programs: so many of each at a time, so often, by so many programs."""
+
+    rows: int
+    columns: int
+    high: int
+    wide: int
+    programs: int
+    steps: int
+    across: int
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether some of a tile's rows aren't there."""
+        return self.high * self.programs * self.steps != self.rows
+
+    @property
+    def cuts_columns(self) -> bool:
+        return self.wide * self.across != self.columns
+
+    @property
+    def warps(self) -> int:
+        return max(4, min(16, self.high * self.wide // 512))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """Down all rows: `parts` are the sums of each program, `total` the variable in which one makes its own."""
+
+    result: Result
+    parts: str
+    total: str
+    dtype: str
+    shaped: bool  # the result has other dimensions than one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows(Kernel):
+    """`lines` are done for each tile; `before` them, what is the same for all."""
+
+    tiling: Tiling
+    long: bool  # places take 64 bits
+    before: tuple[str, ...]
+    sums: tuple[Sum, ...]
+
+    template = "rows"
+
+    @property
+    def written(self) -> list[Result]:
+        """The results that the kernel itself writes."""
+        summed = {total.result.name for total in self.sums}
+        return [result for result in self.results if result.name not in summed]
+
+    @property
+    def parameters(self) -> list[str]:
+        made = [*(f"{result.name}_ptr" for result in self.written), *(f"{total.parts}_ptr" for total in self.sums)]
+        return [*self.read, *made, "ROWS: tl.constexpr", "COLUMNS: tl.constexpr"]
+
+    @property
+    def returned(self) -> list[str]:
+        """In the results' order; what is summed, over programs."""
+        sums = {total.result.name: total for total in self.sums}
+        return [self._total(sums[result.name]) if result.name in sums else result.name for result in self.results]
+
+    @staticmethod
+    def _total(total: Sum) -> str:
+        shape = f".reshape({total.result.shape})" if total.shaped else ""
+        cast = f".to(torch.{total.result.dtype})" if total.dtype != total.result.dtype else ""
+        return f"{total.parts}.sum(0){shape}{cast}"
+
+
+def tiling(rows: int, columns: int, *, whole: bool, summing: bool) -> Tiling:
+    """Tiles of up to TILE elements: whole rows where something sums along them."""
+    wide = _power(columns) if whole else min(_power(columns), NARROW)
+    high = max(1, min(_power(rows), TILE // wide))
+    across = -(-columns // wide)
+    tiles = -(-rows // high)
+    programs = min(tiles, max(1, PROGRAMS // across)) if summing else tiles
+    return Tiling(
+        rows=rows, columns=columns, high=high, wide=wide, programs=programs, steps=-(-tiles // programs), across=across
+    )
+
+
+def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
+    """The kernel of a fused operation with reductions in it."""
+    draft = Draft.of(op, types, sizes)
+    inner = [step for step in op.body if step.name in ("sum", "amax")]
+    down = {step.result.name: next(step.refs()) for step in inner if step.args[2:] != (True,)}
+    shape = draft.types[next(inner[0].refs())].layout.local_shape(sizes)
+    first = len(shape) - int(str(dict(op.attrs)["along"]))
+    each = (variables(shape[:first], "r"), variables(shape[first:], "c"))
+    index: Index = tuple(ZERO if loop.size == 1 else loop.symbol for loops in each for loop in loops)
+    every = {loop.symbol: loop.size for loops in each for loop in loops}
+    own = ["row", "column", "in_rows", "in_columns", "inside", "program", "step", "ROWS", "COLUMNS"]
+    own += [f"{name}_{number}" for name in ("row", "column") for number in range(len(shape))]
+    lowering = draft.lowering(own, every, columns=index[first:])
+    statistic: Index = (*index[:first], *(ZERO for _ in index[first:]))
+    shapes = {name: type.layout.local_shape(sizes) for name, type in draft.types.items()}
+    per_row = {value.name for value in op.results if shapes[value.name] == _one(shape, first)}
+    made = [
+        lowering.value(down.get(value.name, value.name), statistic if value.name in per_row else index)
+        for value in op.results
+    ]
+    whole = len(down) < len(inner)
+    tiles = tiling(
+        math.prod(shape[:first]), math.prod(shape[first:]), whole=whole, summing=any(v.name in down for v in op.results)
+    )
+    statements, few, over = _collapsed(lowering.statements, each, lowering.over)
+    ranges = {loop.symbol: loop.size for loops in few for loop in loops}
+    text = _Text(tiles, ranges, over, frozenset(loop.symbol for loop in few[0]))
+    places = bounds(statements, ranges)
+    strided = None in places
+    before, body = [*_loops(few[1], statements, "column")], [*_loops(few[0], statements, "row")]
+    for statement in statements:
+        fixed = tiles.steps > 1 and not text.differs(statement.target, 0)
+        if isinstance(statement, Reduce):
+            written = text.reduced(statement)
+        else:
+            written = lines(statement, text.ranges, text.mask(statement), lowering.names)
+        (before if fixed else body).extend(written)
+    sums: list[Sum] = []
+    for value, found, result in zip(op.results, made, draft.results, strict=True):
+        if value.name in down:
+            total = lowering.names.fresh(f"{result.name}_total")
+            parts = draft.outside.fresh(f"{result.name}_parts")
+            dtype = computed_in(value.type.dtype)
+            sums.append(Sum(result=result, parts=parts, total=total, dtype=TORCH[dtype], shaped=len(result.shape) != 1))
+            body.append(text.down(total, found, dtype))
+        else:
+            body.append(text.store(result, found, value.type.dtype, each_row=value.name in per_row))
+    return Rows(
+        **draft.told(),  # type: ignore[arg-type]
+        tiling=tiles,
+        long=strided or max([tiles.rows * tiles.columns, *(place or 0 for place in places)]) >= WIDE,
+        before=tuple(before),
+        lines=tuple(body),
+        sums=tuple(sums),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """Lines that know which tiles have parts that aren't there, and which variables have rows and columns."""
+
+    tiling: Tiling
+    ranges: Ranges
+    over: Mapping[str, frozenset[int]]  # variable -> 0 where it differs from row to row, 1 where by columns
+    row_symbols: frozenset[sympy.Symbol]
+
+    def differs(self, variable: str, way: int) -> bool:
+        return way in self.over.get(variable, ())
+
+    def mask(self, statement: Statement) -> str:
+        """Which of what a load reads is there."""
+        if not isinstance(statement, Load):
+            return ""
+        symbols = set().union(*(expr.free_symbols for expr in expressions(statement))) & set(self.ranges)
+        by_row = self.tiling.cuts_rows and bool(symbols & self.row_symbols)
+        by_column = self.tiling.cuts_columns and bool(symbols - self.row_symbols)
+        return _masked(by_row, by_column)
+
+    def reduced(self, statement: Reduce) -> Iterator[str]:
+        """Along rows: what lies beyond their ends doesn't count."""
+        found = statement.source
+        nothing = "0.0" if statement.how == "sum" else 'float("-inf")'
+        text = found.text
+        if self.tiling.cuts_columns:
+            text = f"tl.where(in_columns, {text}, {nothing})"
+        elif self.tiling.wide > 1 and not self.differs(found.text, 1):
+            text = self._spread(found)
+        yield f"{statement.target} = tl.{statement.how}({text}, axis=1, keep_dims=True)"
+
+    def down(self, total: str, found: Found, dtype: DType) -> str:
+        """Down the rows of a tile."""
+        text = found.text
+        if self.tiling.cuts_rows:
+            text = f"tl.where(in_rows, {text}, 0.0)"
+        elif self.tiling.high > 1 and not self.differs(found.text, 0):
+            text = self._spread(found)
+        sign = "+=" if self.tiling.steps > 1 else "="
+        return f"{total} {sign} tl.sum({text}, axis=0, keep_dims=True)"
+
+    def store(self, result: Result, found: Found, dtype: DType, *, each_row: bool) -> str:
+        """An element for each of the tile, or one for each row."""
+        mask = _masked(self.tiling.cuts_rows, self.tiling.cuts_columns and not each_row)
+        place = "row" if each_row else f"row * {self.tiling.columns} + column"
+        return f"tl.store({result.name}_ptr + {place}, {stored(found, dtype)}{f', mask={mask}' if mask else ''})"
+
+    def _spread(self, found: Found) -> str:
+        return f"{found.text} + tl.zeros([ROWS, COLUMNS], {TRITON[found.dtype]})"
+
+
+def _masked(by_row: bool, by_column: bool) -> str:
+    return {(True, True): "inside", (True, False): "in_rows", (False, True): "in_columns"}.get((by_row, by_column), "")
+
+
+def _one(shape: tuple[int, ...], first: int) -> tuple[int, ...]:
+    """One number for each row."""
+    return (*shape[:first], *(1 for _ in shape[first:]))
+
+
+def _power(count: int) -> int:
+    """The smallest power of two that is no smaller."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+Loops = tuple[tuple[Variable, ...], tuple[Variable, ...]]  # of the rows, and of the columns
+
+
+def _collapsed(
+    statements: Sequence[Statement], each: Loops, over: Mapping[str, frozenset[sympy.Symbol]]
+) -> tuple[list[Statement], Loops, dict[str, frozenset[int]]]:
+    """The same with as few loops as do, and which way each variable differs."""
+    found = list(statements)
+    few: list[tuple[Variable, ...]] = []
+    for name, loops in zip(("row", "column"), each, strict=True):
+        real = [loop for loop in loops if loop.size > 1]
+        steps = contiguous([loop.size for loop in real])
+        place = sum((loop.symbol * step for loop, step in zip(real, steps, strict=True)), ZERO)
+        kept, instead = collapsed(real, [*(expr for item in found for expr in expressions(item)), place])
+        names = [name] if len(kept) == 1 else [f"{name}_{number}" for number in range(len(kept))]
+        new = tuple(
+            Variable(sympy.Symbol(text, integer=True, nonnegative=True), loop.size)
+            for text, loop in zip(names, kept, strict=True)
+        )
+        symbols = {old.symbol: now.symbol for old, now in zip(kept, new, strict=True)}
+        found = [settled(settled(item, instead), symbols) for item in found]
+        few.append(new)
+    way = {loop.symbol: number for number, loops in enumerate(each) for loop in loops}
+    ways = {name: frozenset(way[symbol] for symbol in symbols) for name, symbols in over.items()}
+    return found, (few[0], few[1]), ways
+
+
+def _loops(loops: Sequence[Variable], statements: Sequence[Statement], every: str) -> Iterator[str]:
+    """How several variables follow from the one that numbers rows, or columns."""
+    read = set().union(*(expr.free_symbols for statement in statements for expr in expressions(statement)))
+    inside = math.prod(loop.size for loop in loops)
+    for number, loop in enumerate(loops if len(loops) > 1 else ()):
+        inside //= loop.size
+        text = every if inside == 1 else f"{every} // {inside}"
+        text = text if number == 0 else f"{text} % {loop.size}"
+        if loop.symbol in read:
+            yield f"{loop.symbol} = {text}"

@@ -1,0 +1,198 @@
+"""Norms and softmaxes as what a kernel does: elementwise operations, and sums along rows and columns.
+
+    y, rstd = rms_norm(x, (4096,), w, 1e-05)   ->   y_square = mul(x, x)
+                                                    y_sum    = sum(y_square, (2,), True)
+                                                    y_mean   = mul(y_sum, 0.000244140625)
+                                                    y_var    = add(y_mean, 1e-05)
+                                                    rstd     = rsqrt(y_var)
+                                                    y_unit   = mul(x, rstd)
+                                                    y        = mul(y_unit, w)
+
+What is in between is in fp32 where the operands have 16 bits. Gradients are those of Zhang and Sennrich 2019,
+appendix A, for rms_norm, and of Ba, Kiros and Hinton 2016 for layer_norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from partc.layout import Layout, Sizes
+from partc.program import FLOATING, Arg, DType, Op, Ref, Region, TensorType, Value
+
+# Results beyond the first: numbers of a row, kept in fp32 where rows have 16 bits.
+STATISTICS = frozenset({"rms_norm", "layer_norm"})
+
+
+def spelled_out(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: Collection[str]) -> tuple[Op, ...]:
+    """The operations that a composite is made of; any other operation itself. `taken` names are others'."""
+    write = _COMPOSITES.get(op.name)
+    if write is None:
+        return (op,)
+    shown = op.results[0].name
+    writer = _Writer(op=op, types=types, sizes=sizes, stem=shown, taken=set(taken))
+    write(writer, *op.args)
+    return tuple(writer.ops)
+
+
+def in_fp32(region: Region) -> Region:
+    """The region with the statistics of its norms in fp32, as kernels write them."""
+    names = {
+        value.name
+        for graph in region.graphs
+        for op in graph.ops
+        if op.name in STATISTICS
+        for value in op.results[1:]
+        if value.type.dtype in ("bf16", "f16")
+    }
+
+    def retyped(value: Value) -> Value:
+        return replace(value, type=replace(value.type, dtype="f32")) if value.name in names else value
+
+    def graph_of(graph):  # type: ignore[no-untyped-def]
+        ops = tuple(replace(op, results=tuple(map(retyped, op.results))) for op in graph.ops)
+        return replace(graph, inputs=tuple(map(retyped, graph.inputs)), ops=ops)
+
+    return replace(
+        region,
+        forward=graph_of(region.forward),
+        backward=region.backward and graph_of(region.backward),
+        weight=region.weight and graph_of(region.weight),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Writer:
+    """Operations on rows: all but the last `along` dimensions of x number them."""
+
+    op: Op
+    types: Mapping[str, TensorType]
+    sizes: Sizes
+    stem: str
+    taken: set[str]
+    ops: list[Op] = field(default_factory=list)
+    known: dict[str, TensorType] = field(default_factory=dict)
+
+    def type_of(self, arg: Arg) -> TensorType:
+        assert isinstance(arg, Ref)
+        return self.known.get(arg.name) or self.types[arg.name]
+
+    def shape(self, arg: Arg) -> tuple[int, ...]:
+        return self.type_of(arg).layout.local_shape(self.sizes)
+
+    def do(self, name: str, *args: Arg, word: str = "", makes: Value | None = None) -> Ref:
+        """An elementwise operation."""
+        operands = [arg for arg in args if isinstance(arg, Ref)]
+        largest = max(operands, key=lambda arg: math.prod(self.shape(arg)))
+        return self._put(name, args, self.type_of(largest).layout, word, makes)
+
+    def sum(self, x: Ref, along: int, word: str, *, name: str = "sum") -> Ref:
+        """Along rows, dimensions kept."""
+        shape = self.shape(x)
+        first = len(shape) - along
+        kept = Layout.replicated((*shape[:first], *(1 for _ in range(along))))
+        return self._put(name, (x, tuple(range(first, len(shape))), True), kept, word, None)
+
+    def column(self, x: Ref, along: int, makes: Value) -> None:
+        """Down all rows."""
+        rows = tuple(range(len(self.shape(x)) - along))
+        self._put("sum", (x, rows, False), makes.type.layout, "", makes)
+
+    def mean(self, x: Ref, along: int, word: str) -> Ref:
+        shape = self.shape(x)
+        return self.do("mul", self.sum(x, along, f"{word}_sum"), 1 / math.prod(shape[len(shape) - along :]), word=word)
+
+    def _put(self, name: str, args: tuple[Arg, ...], layout: Layout, word: str, makes: Value | None) -> Ref:
+        if makes is None:
+            dtype = self.types[next(self.op.refs())].dtype
+            wide: DType = "f32" if dtype in ("bf16", "f16") or dtype not in FLOATING else dtype
+            makes = Value(name=self._fresh(f"{self.stem}_{word}"), type=TensorType(dtype=wide, layout=layout))
+        self.known[makes.name] = makes.type
+        self.ops.append(Op(name=name, args=args, results=(makes,), source=self.op.source))
+        return Ref(makes.name)
+
+    def _fresh(self, wanted: str) -> str:
+        name, count = wanted, 1
+        while name in self.taken:
+            name, count = f"{wanted}_{count}", count + 1
+        self.taken.add(name)
+        return name
+
+
+def _rms_norm(w: _Writer, x: Ref, shape: tuple[int, ...], weight: Arg, eps: Arg) -> None:
+    made, rstd = w.op.results
+    small = (
+        eps
+        if eps is not None
+        else {"f64": 2.0**-52, "bf16": 2.0**-7, "f16": 2.0**-10}.get(w.type_of(x).dtype, 2.0**-23)
+    )
+    var = w.do("add", w.mean(w.do("mul", x, x, word="square"), len(shape), "mean"), small, word="var")
+    unit = w.do("mul", x, w.do("rsqrt", var, makes=rstd), word="unit", makes=made if weight is None else None)
+    if weight is not None:
+        w.do("mul", unit, weight, makes=made)
+
+
+def _rms_norm_backward(w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], weight: Arg, rstd: Ref) -> None:
+    grad_x, grad_weight = w.op.results
+    unit = w.do("mul", x, rstd, word="unit")
+    scaled = grad if weight is None else w.do("mul", grad, weight, word="scaled")
+    along = w.mean(w.do("mul", scaled, unit, word="product"), len(shape), "along")
+    across = w.do("sub", scaled, w.do("mul", unit, along, word="part"), word="across")
+    w.do("mul", across, rstd, makes=grad_x)
+    if weight is not None:
+        w.column(w.do("mul", grad, unit, word="terms"), len(shape), grad_weight)
+
+
+def _layer_norm(w: _Writer, x: Ref, shape: tuple[int, ...], weight: Arg, bias: Arg, eps: Arg) -> None:
+    made, mean, rstd = w.op.results
+    average = w.do("mul", w.sum(x, len(shape), "sum"), 1 / math.prod(shape), makes=mean)
+    centered = w.do("sub", x, average, word="centered")
+    spread = w.mean(w.do("mul", centered, centered, word="square"), len(shape), "spread")
+    scale = w.do("rsqrt", w.do("add", spread, eps, word="var"), makes=rstd)
+    steps = [("mul", scale), *([("mul", weight)] if weight is not None else []), *([("add", bias)] if bias else [])]
+    for number, (name, other) in enumerate(steps):
+        last = number == len(steps) - 1
+        centered = w.do(name, centered, other, word=f"unit_{number}", makes=made if last else None)
+
+
+def _layer_norm_backward(
+    w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], weight: Arg, mean: Ref, rstd: Ref
+) -> None:
+    grad_x, grad_weight, grad_bias = w.op.results
+    along = len(shape)
+    unit = w.do("mul", w.do("sub", x, mean, word="centered"), rstd, word="unit")
+    scaled = grad if weight is None else w.do("mul", grad, weight, word="scaled")
+    level = w.mean(scaled, along, "level")
+    slope = w.mean(w.do("mul", scaled, unit, word="product"), along, "slope")
+    flat = w.do("sub", scaled, level, word="flat")
+    w.do("mul", w.do("sub", flat, w.do("mul", unit, slope, word="part"), word="across"), rstd, makes=grad_x)
+    if weight is not None:
+        w.column(w.do("mul", grad, unit, word="terms"), along, grad_weight)
+        w.column(grad, along, grad_bias)
+
+
+def _softmax(w: _Writer, x: Ref, dim: Arg) -> None:
+    most = w.sum(x, 1, "most", name="amax")
+    power = w.do("exp", w.do("sub", x, most, word="below"), word="power")
+    w.do("div", power, w.sum(power, 1, "total"), makes=w.op.result)
+
+
+def _softmax_backward(w: _Writer, grad: Ref, y: Ref, dim: Arg, dtype: Arg) -> None:
+    along = w.sum(w.do("mul", grad, y, word="product"), 1, "along")
+    w.do("mul", w.do("sub", grad, along, word="across"), y, makes=w.op.result)
+
+
+def _linear_grad_bias(w: _Writer, grad: Ref) -> None:
+    w.column(grad, 1, w.op.result)
+
+
+_COMPOSITES: Mapping[str, Callable[..., None]] = {
+    "rms_norm": _rms_norm,
+    "rms_norm_backward": _rms_norm_backward,
+    "layer_norm": _layer_norm,
+    "layer_norm_backward": _layer_norm_backward,
+    "softmax": _softmax,
+    "_softmax_backward_data": _softmax_backward,
+    "linear_grad_bias": _linear_grad_bias,
+}

@@ -1,0 +1,96 @@
+"""Over what a kernel goes: all elements of one shape, or rows and columns where it sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from partc.program import FLOATING, Arg, DType, Op
+
+Shape = tuple[int, ...]
+MOST_COLUMNS = 8192  # of a row that one program holds whole; with more, derivatives of norms spill
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Rows of a shape: the last `along` dimensions are their columns, held `whole` where something sums along them."""
+
+    shape: Shape
+    along: int
+    whole: bool
+
+    @property
+    def statistic(self) -> Shape:
+        """One number for each row."""
+        return (*self.shape[: len(self.shape) - self.along], *(1 for _ in range(self.along)))
+
+    @property
+    def column(self) -> Shape:
+        """One number for each column."""
+        return self.shape[len(self.shape) - self.along :]
+
+    def with_(self, other: Form) -> Form | None:
+        """What both can be done over."""
+        if (self.shape, self.along) != (other.shape, other.along):
+            return None
+        return self if self.whole else other
+
+
+def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DType]) -> Form | None:
+    """Of a reduction or a composite; None where no kernel does it."""
+    x = next(op.refs())
+    shape = shape_of(x)
+    if dtype_of(x) not in FLOATING:
+        return None
+    found: Form | None = None
+    match op.name:
+        case "rms_norm" | "layer_norm":
+            found = Form(shape, _count(op.args[1]), True)
+        case "rms_norm_backward" | "layer_norm_backward":
+            found = Form(shape, _count(op.args[2]), True)
+        case "softmax" | "_softmax_backward_data":
+            last = op.args[1 if op.name == "softmax" else 2] in (-1, len(shape) - 1)
+            plain = op.name != "softmax" or (len(op.args) == 2 and not op.attrs)
+            found = Form(shape, 1, True) if last and plain and shape else None
+        case "linear_grad_bias":
+            found = Form(shape, 1, False)
+        case "sum" | "amax":
+            found = _reduced(op, shape)
+    if found is None or found.along >= len(shape) or (found.whole and math.prod(found.column) > MOST_COLUMNS):
+        return None
+    return found
+
+
+def _reduced(op: Op, shape: Shape) -> Form | None:
+    """The last dimensions, kept; or, of sums, all dimensions but the last, dropped."""
+    dims, keep = (*op.args[1:], False)[:2]
+    if not isinstance(dims, tuple) or op.attrs:
+        return None
+    reduced = sorted(dim % len(shape) for dim in dims if isinstance(dim, int))
+    count = len(reduced)
+    if not reduced or count == len(shape):
+        return None
+    if reduced == list(range(len(shape) - count, len(shape))) and keep is True:
+        return Form(shape, count, True)
+    if reduced == list(range(count)) and keep is not True and op.name == "sum":
+        return Form(shape, len(shape) - count, False)
+    return None
+
+
+def columns(op: Op, form: Form | None) -> frozenset[str]:
+    """The results that are sums down all rows: nothing in the same kernel can read them."""
+    if form is None:
+        return frozenset()
+    if op.name in ("rms_norm_backward", "layer_norm_backward"):
+        return frozenset(value.name for value in op.results[1:])
+    return frozenset(value.name for value in op.results) if not form.whole else frozenset()
+
+
+def fits(shape: Shape, form: Form) -> bool:
+    """Whether a value of this shape is one for each element, or for each row."""
+    return shape in (form.shape, form.statistic)
+
+
+def _count(arg: Arg) -> int:
+    return len(arg) if isinstance(arg, tuple) else 1

@@ -1,0 +1,234 @@
+"""Kernels of rows in Triton's interpreter: norms, softmaxes, their derivatives and sums, against PyTorch in fp64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from partc.codegen import rows
+from partc.interpret import results_of
+from partc.operators import DTYPES
+from partc.passes.fuse import fuse
+from partc.program import DType, Graph, Op
+from partc.runtime import functional
+from tests.programs import op, value
+from tests.test_kernels import TOLERANCE, program_of, random
+from tests.triton_runs import Kernels, exact_bf16
+
+NORMS = {
+    "rms_norm": functional.rms_norm,
+    "rms_norm_backward": functional.rms_norm_backward,
+    "layer_norm": functional.layer_norm,
+    "layer_norm_backward": functional.layer_norm_backward,
+    "linear_grad_bias": functional.linear_grad_bias,
+}
+
+
+def plainly(graph: Graph, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every value of a graph, by the functions that packages without kernels call."""
+    known = dict(values)
+    for one in graph.ops:
+        if one.name in NORMS:
+            args = [known[arg.name] if hasattr(arg, "name") else arg for arg in one.args]
+            made = NORMS[one.name](*args)
+            made = made if isinstance(made, tuple) else (made,)
+            known.update(zip((item.name for item in one.results), made, strict=True))
+        else:
+            known.update(results_of(one, known))
+    return known
+
+
+def check(folder: Path, graph: Graph, *, dtype: DType, strided: bool = False, kernels: int = 1) -> None:
+    """What one kernel makes (or so many) against the same in fp64; sums down many rows lose a digit more."""
+    program = fuse(program_of(graph), kernels="triton")
+    after = program.regions[0].forward
+    assert sum(bool(item.body) for item in after.ops) == len(after.ops) == kernels
+    values = {item.name: random(item.type, seed) for seed, item in enumerate(graph.inputs)}
+    if strided:
+        values = {name: torch.stack([x, x], -1)[..., 0] for name, x in values.items()}
+    with exact_bf16():
+        made = Kernels(folder / "kernels").run(after, values, {}, {})
+    wanted = plainly(graph, {name: x.double() if x.is_floating_point() else x for name, x in values.items()})
+    types = {name: item.type for name, item in after.definitions().items()}
+    for name in graph.outputs:
+        found, right = made[name].double(), wanted[name]
+        assert made[name].dtype == DTYPES[types[name].dtype] and found.shape == right.shape, name
+        close = 4 * TOLERANCE[dtype]
+        torch.testing.assert_close(found, right, rtol=close, atol=close * max(1.0, float(right.abs().max())))
+
+
+def normed(name: str, shape: tuple[int, ...], along: int, dtype: DType, *, weight: bool = True) -> Graph:
+    """A norm of x + y and its derivative, which a model has apart, in one graph each."""
+    last, row = shape[len(shape) - along :], (*shape[: len(shape) - along], *(1 for _ in range(along)))
+    full = {item: value(item, *shape, dtype=dtype) for item in ("x", "y", "sum", "out", "grad", "back", "grad_x")}
+    of_row = {item: value(item, *row, dtype=dtype) for item in ("mean", "rstd")}
+    of_column = {item: value(item, *last, dtype=dtype) for item in ("w", "b", "grad_w", "grad_b")}
+    w, b = ("w", "b") if weight else (None, None)
+    ops = [op("add", "x", "y", makes=full["sum"])]
+    if name == "rms_norm":
+        forward = (full["out"], of_row["rstd"])
+        ops.append(many(op(name, "sum", last, w, 1e-5, makes=full["out"]), *forward))
+    elif name == "layer_norm":
+        forward = (full["out"], of_row["mean"], of_row["rstd"])
+        ops.append(many(op(name, "sum", last, w, b, 1e-5, makes=full["out"]), *forward))
+    elif name == "rms_norm_backward":
+        made = (full["grad_x"], of_column["grad_w"])
+        ops = [many(op(name, "grad", "x", last, w, "rstd", makes=full["grad_x"]), *made)]
+        ops.append(op("add", "grad_x", "y", makes=full["back"]))
+    else:
+        made = (full["grad_x"], of_column["grad_w"], of_column["grad_b"])
+        ops = [many(op(name, "grad", "x", last, w, "mean", "rstd", makes=full["grad_x"]), *made)]
+        ops.append(op("add", "grad_x", "y", makes=full["back"]))
+    made_names = {item.name for one in ops for item in one.results}
+    every = {**full, **of_row, **of_column}
+    read = dict.fromkeys(name for one in ops for name in one.refs() if name not in made_names)
+    outputs = [item.name for item in ops[-1].results]
+    outputs += [item.name for item in ops[0].results if item.name != "grad_x" and (weight or item.name == "sum")]
+    return Graph(inputs=tuple(every[name] for name in read), ops=tuple(ops), outputs=tuple(dict.fromkeys(outputs)))
+
+
+def many(one: Op, *results: object) -> Op:
+    return Op(name=one.name, args=one.args, attrs=one.attrs, results=results)  # type: ignore[arg-type]
+
+
+SHAPES = [((3, 5, 37), 1), ((2, 1, 64), 1), ((7, 4, 6), 2), ((130, 8), 1), ((1, 5), 1)]
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "rms_norm_backward", "layer_norm_backward"])
+@pytest.mark.parametrize(("shape", "along"), SHAPES)
+def test_norms_on_odd_shapes(tmp_path: Path, name: str, shape: tuple[int, ...], along: int) -> None:
+    check(tmp_path, normed(name, shape, along, "f32"), dtype="f32", strided=along == 2)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "rms_norm_backward", "layer_norm_backward"])
+@pytest.mark.parametrize("dtype", ["f64", "bf16", "f16"])
+def test_norms_in_every_type(tmp_path: Path, name: str, dtype: DType) -> None:
+    """Statistics are kept in fp32 where rows have 16 bits."""
+    check(tmp_path, normed(name, (4, 3, 24), 1, dtype), dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "rms_norm_backward", "layer_norm_backward"])
+def test_norms_without_weights(tmp_path: Path, name: str) -> None:
+    check(tmp_path, normed(name, (4, 24), 1, "f64", weight=False), dtype="f64")
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 37), (70, 16)])
+def test_sums_over_many_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    """Fewer programs than tiles: each sums several, and what is no row's is read once."""
+    monkeypatch.setattr(rows, "TILE", 64)
+    monkeypatch.setattr(rows, "PROGRAMS", 3)
+    for number, name in enumerate(("rms_norm_backward", "layer_norm_backward")):
+        check(tmp_path / str(number), normed(name, shape, 1, "f64"), dtype="f64")
+
+
+@pytest.mark.parametrize("programs", [264, 2])
+def test_a_bias_is_summed_where_its_gradient_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: int
+) -> None:
+    """No row is held whole: columns are dealt to programs. Rows that aren't there would count, were they not masked."""
+    monkeypatch.setattr(rows, "PROGRAMS", programs)
+    monkeypatch.setattr(rows, "TILE", 256)
+    shape = (3, 17, 200)
+    ops = (
+        op("sigmoid_backward", "g", "x", makes=value("part", *shape)),
+        op("sub", "part", 0.5, makes=value("back", *shape)),
+        op("linear_grad_bias", "back", makes=value("bias", 200)),
+    )
+    graph = Graph(inputs=(value("g", *shape), value("x", *shape)), ops=ops, outputs=("back", "bias"))
+    check(tmp_path, graph, dtype="f32")
+
+
+@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16"])
+def test_softmax_and_its_derivative(tmp_path: Path, dtype: DType) -> None:
+    shape = (3, 4, 19)
+    names = ("x", "y", "scaled", "weights", "g", "back", "out")
+    item = {name: value(name, *shape, dtype=dtype) for name in names}
+    forward = (op("mul", "x", 0.5, makes=item["scaled"]), op("softmax", "scaled", -1, makes=item["weights"]))
+    check(tmp_path / "f", Graph(inputs=(item["x"],), ops=forward, outputs=("weights",)), dtype=dtype)
+    backward = (
+        op("_softmax_backward_data", "g", "y", -1, None, makes=item["back"]),
+        op("mul", "back", 0.5, makes=item["out"]),
+    )
+    graph = Graph(inputs=(item["g"], item["y"]), ops=backward, outputs=("out",))
+    program = fuse(program_of(graph), kernels="triton").regions[0].forward
+    values = {name: random(item[name].type, seed).softmax(-1) for seed, name in enumerate(("g", "y"))}
+    with exact_bf16():
+        made = Kernels(tmp_path / "b").run(program, values, {}, {})["out"]
+    y, g = values["y"].double(), values["g"].double()
+    right = 0.5 * y * (g - (g * y).sum(-1, keepdim=True))
+    torch.testing.assert_close(made.double(), right, rtol=4 * TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_rows_that_attend_to_nothing_are_what_pytorch_says(tmp_path: Path) -> None:
+    x = torch.full((2, 5), -torch.inf)
+    x[0, 2] = 1.0
+    ops = (op("alias", "x", makes=value("a", 2, 5)), op("softmax", "a", -1, makes=value("y", 2, 5)))
+    graph = Graph(inputs=(value("x", 2, 5),), ops=ops, outputs=("y",))
+    made = Kernels(tmp_path / "k").run(fuse(program_of(graph), kernels="triton").regions[0].forward, {"x": x}, {}, {})
+    torch.testing.assert_close(made["y"], x.softmax(-1), equal_nan=True)
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[Graph, int]:
+    """Elementwise operations before, between and after norms, softmaxes and sums, on one shape."""
+    shape = draw(st.sampled_from([(3, 7), (2, 3, 16), (5, 33), (2, 40, 4)]))
+    known = ["x", "y"]
+    ops: list[Op] = []
+    for number in range(draw(st.integers(2, 8))):
+        made = value(f"v{number}", *shape, dtype="f64")
+        a, b = (draw(st.sampled_from(known)) for _ in range(2))
+        name = draw(st.sampled_from(["add", "mul", "sub", "tanh", "softmax", "rms_norm", "layer_norm", "sum"]))
+        rstd = value(f"r{number}", *shape[:-1], 1, dtype="f64")
+        if name in ("add", "mul", "sub"):
+            ops.append(op(name, a, b, makes=made))
+        elif name == "tanh":
+            ops.append(op(name, a, makes=made))
+        elif name == "softmax":
+            ops.append(op(name, a, -1, makes=made))
+        elif name == "rms_norm":
+            ops.append(many(op(name, a, shape[-1:], "w", 1e-5, makes=made), made, rstd))
+        elif name == "layer_norm":
+            mean = value(f"m{number}", *shape[:-1], 1, dtype="f64")
+            ops.append(many(op(name, a, shape[-1:], "w", None, 1e-5, makes=made), made, mean, rstd))
+        else:
+            total = value(f"t{number}", *shape[:-1], 1, dtype="f64")
+            ops.append(op("sum", a, (len(shape) - 1,), True, makes=total))
+            ops.append(op("mul", total.name, b, makes=made))
+        known.append(made.name)
+    outputs = draw(st.lists(st.sampled_from(known[2:]), min_size=1, max_size=3, unique=True))
+    inputs = (*(value(name, *shape, dtype="f64") for name in ("x", "y")), value("w", shape[-1], dtype="f64"))
+    needed: list[Op] = []
+    live = set(outputs)
+    for one in reversed(ops):
+        if live.intersection(item.name for item in one.results):
+            needed.append(one)
+            live.update(one.refs())
+    return Graph(inputs=inputs, ops=tuple(reversed(needed)), outputs=tuple(outputs)), draw(st.sampled_from([32, 4096]))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(drawn=chains())
+def test_random_chains_equal_pytorch(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Graph, int]) -> None:
+    graph, tile = drawn
+    values = {item.name: random(item.type, seed) for seed, item in enumerate(graph.inputs)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "TILE", tile)
+        after = fuse(program_of(graph), kernels="triton").regions[0].forward
+        folder = tmp_path_factory.mktemp("chain")
+        known = dict(values)
+        loaded = Kernels(folder)
+        types = {name: item.type for name, item in after.definitions().items()}
+        for one in after.ops:
+            known.update(loaded.one(one, types, known, {}) if one.body else plainly(_only(one), known))
+    right = plainly(graph, values)
+    for name in graph.outputs:
+        torch.testing.assert_close(known[name], right[name], rtol=1e-12, atol=1e-12)
+
+
+def _only(one: Op) -> Graph:
+    return Graph(inputs=(), ops=(one,), outputs=())

@@ -133,7 +133,7 @@ class _Builder:
             shared_note=self.weights.shared_note(),
             imports=frozenset(
                 name
-                for name in ("torch", "F", "functional", "kernels", "math", "Parts")
+                for name in ("torch", "F", "functional", "kernels", "math", "Parts", "ahead")
                 if re.search(rf"(?<![\w.]){name}[.(]", text)
             ),
         )

@@ -72,7 +72,20 @@ class Steps:
             if function is not None
         ]
         self.names = Names(
-            ("comm", "saved", "kept", "batch", "received", "gradients", "p", "g", "unit", "self", *self.functions)
+            (
+                "comm",
+                "saved",
+                "kept",
+                "batch",
+                "received",
+                "gradients",
+                "p",
+                "g",
+                "unit",
+                "whole",
+                "self",
+                *self.functions,
+            )
         )
         self.runs = builder.runs["microbatch"]
         self.wanted = self._wanted_names()
@@ -89,8 +102,19 @@ class Steps:
                     wanted[run.calls[-1].results[result]] = name
         return wanted
 
+    def _ahead(self, runs: Iterable[Run], kind: Kind) -> list[Line]:
+        """What the calls of a method gather, in their order."""
+        units: list[str] = []
+        for run in runs:
+            if self.b.parts.gathers(run.calls[0], kind):
+                table = self.b.attribute(run)
+                backwards = run.loop and kind in ("B", "I")
+                units.append(f"*reversed({table})" if backwards else f"*{table}" if run.loop else table)
+        note = "what each call reads is gathered while the one before it runs"
+        return [Line(code=f"whole = ahead({', '.join(units)})", notes=(note,))] if units else []
+
     def forward(self) -> list[Line]:
-        lines: list[Line] = []
+        lines = self._ahead(self.runs, "F")
         saves = any(self.b.codes[run.region.name].differentiated for run in self.runs)
         if saves:
             lines.append(Line(code="saved: list[Saved] = []"))
@@ -122,7 +146,8 @@ class Steps:
         tables = {"p": self.b.attribute(run), "g": self.b.attribute(run, "grad ")}
         over: dict[str, str] = {name: name for name in ("p", "g", "number") if name in function.passes}
         if parted and level == 3:
-            over = {"unit": "p", **{name: name for name in ("number",) if name in function.passes}}
+            unit_of = ("unit",) if "g" in function.passes else ()
+            over = {**dict.fromkeys(unit_of, "p"), **{name: name for name in ("number",) if name in function.passes}}
         elif parted:
             over = {"unit" if name == "g" else name: name for name in over}
         unit = "unit" if run.loop else tables["p" if level == 3 else "g"]
@@ -138,12 +163,12 @@ class Steps:
             opening = (Line(code=f"g = {unit}.zeros({fields})"),)
             moves = list(parts.after(call, kind))
             if moves:
-                note = f"{moved(moves)}: each rank keeps the sum for its part"
+                note = f"{moved(moves)}, until the next one starts: each rank keeps the sum for its part"
                 closing = (Line(code=f"{unit}.scatter(g)", notes=(note,)),)
             closing = (*closing, Line(code="del g"))
         return _Access(
             over=tuple((name, _counting(run) if of == "number" else tables[of]) for name, of in over.items()),
-            p=f"{unit}.gather()" if parts.gathers(call, kind) else names["p"],
+            p="next(whole)" if parts.gathers(call, kind) else names["p"],
             g=names["g"],
             notes=tuple(f"{moved([move])}: each rank holds a part" for move in parts.before(call, kind)),
             opening=opening,
@@ -195,9 +220,10 @@ class Steps:
     # -- backward -------------------------------------------------------------------------------
 
     def backward(self) -> list[Line]:
-        lines: list[Line] = [Line(code="kept: list[Saved] = []")] if self._split() else []
+        lines = self._ahead(reversed(self.runs), self._kind())
+        lines.extend([Line(code="kept: list[Saved] = []")] if self._split() else [])
         self.grads: dict[str, str] = {t.value: f'gradients["{t.value}"]' for t in self.b.sent if t.gradient}
-        taken = ("comm", "saved", "kept", "left", "gradients", "p", "g", "unit", "self")
+        taken = ("comm", "saved", "kept", "left", "gradients", "p", "g", "unit", "whole", "self")
         self.grad_names = Names((*taken, *self.functions))
         self.owed = self._owed()
         for run in reversed(self.runs):
@@ -211,7 +237,7 @@ class Steps:
 
     def weight(self) -> list[Line]:
         """The gradients of weights, from what the backward of the inputs kept: the last kept is the first used."""
-        lines: list[Line] = []
+        lines = self._ahead(self.runs, "W")
         for run in self.runs:
             function = self.b.codes[run.region.name].weight
             if function is None:

@@ -165,6 +165,8 @@ class Weights:
                 groups.setdefault(self.reductions.axes(parameter), []).append(parameter)
         lines = []
         moves = list(self.parts.scattered_at_end(self.index))
+        if self.program.zero >= 2 and any(self.parts.has_parts(run.calls[0]) for run in self.runs):
+            lines.append(Line(code="self.parts.settle()"))
         if moves:
             note = f"{moved(moves)}: each rank updates a part of the parameters"
             lines.append(Line(code="self.parts.scatter_sums()", notes=(note,)))

@@ -10,7 +10,7 @@ from typing import Literal
 from partc.errors import Source
 from partc.layout import Sizes
 from partc.mesh import PIPELINE_AXIS, Mesh
-from partc.parts import Kind, Move, Parts
+from partc.parts import Kind, Move, Parts, graph_of
 from partc.program import MOVING, Action, Call, Graph, Program, Region, Value
 
 
@@ -141,23 +141,24 @@ class _Place:
     def _compute(self, stage: int, kind: str) -> Iterator[Collective]:
         here = [call for call in self.program.calls if call.stage == stage]
         calls = [call for call in here if self.regions[call.region].phase == "microbatch"]
-        if kind == "F":
-            for call in calls:
-                yield from self._around(call, self.regions[call.region].forward, "F")
-        if kind in ("B", "I"):
-            for call in reversed(calls):
-                yield from self._around(call, self.regions[call.region].backward, "I" if kind == "I" else "B")
-        if kind in ("B", "W"):
-            for call in calls:
-                yield from self._around(call, self.regions[call.region].weight, "W")
+        runs: dict[str, tuple[tuple[Kind, list[Call]], ...]] = {
+            "F": (("F", calls),),
+            "I": (("I", calls[::-1]),),
+            "W": (("W", calls),),
+            "B": (("B", calls[::-1]), ("W", calls)),
+        }
+        for run, order in runs[kind]:
+            first, *others = self.parts.ahead(order, run)
+            yield from _parts(first, run)
+            for call, ahead in zip(order, others, strict=True):
+                yield from _parts(ahead, run)
+                region = self.regions[call.region]
+                yield from self._collectives(region, graph_of(region, run), run)
+                yield from _parts(self.parts.after(call, run), run)
 
-    def _around(self, call: Call, graph: Graph | None, kind: Kind) -> Iterator[Collective]:
-        if graph is not None:
-            yield from _parts(self.parts.before(call, kind), kind)
-            yield from self._collectives(self.regions[call.region], graph, kind)
-            yield from _parts(self.parts.after(call, kind), kind)
-
-    def _collectives(self, region: Region, graph: Graph, action: str) -> Iterator[Collective]:
+    def _collectives(self, region: Region, graph: Graph | None, action: str) -> Iterator[Collective]:
+        if graph is None:
+            return
         values: dict[str, Value] = {value.name: value for value in region.params} | graph.definitions()
         for op in graph.ops:
             if op.name in MOVING:

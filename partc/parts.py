@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -60,20 +60,31 @@ class Parts:
     def gathers(self, call: Call, kind: Kind) -> bool:
         """Whether a call gets whole parameters just for this run, to give them up again after it."""
         region = self._regions[call.region]
-        return self.program.zero == 3 and self.has_parts(call) and _reads(region, _graph(region, kind))
+        return self.program.zero == 3 and self.has_parts(call) and _reads(region, graph_of(region, kind))
 
     def scattered(self, call: Call, kind: Kind) -> tuple[str, ...]:
         """The region's parameters whose gradients are scattered right after this run."""
         if self.program.zero < 2 or kind == "F" or not self.has_parts(call):
             return ()
         region = self._regions[call.region]
-        graph = _graph(region, kind)
+        graph = graph_of(region, kind)
         made = set(graph.outputs) if graph is not None else set()
         return tuple(value.name for value in region.params if f"grad_{value.name}" in made)
 
     def before(self, call: Call, kind: Kind) -> Iterator[Move]:
+        """What has to have been gathered for it."""
         if self.gathers(call, kind):
             yield from self._moves("all_gather", call.params)
+
+    def ahead(self, calls: Sequence[Call], kind: Kind) -> tuple[tuple[Move, ...], ...]:
+        """What starts when a stage begins to run these calls, and then right before each: the next one's gather."""
+        started: list[tuple[Move, ...]] = [()] * (len(calls) + 1)
+        last = 0
+        for index, call in enumerate(calls):
+            if self.gathers(call, kind):
+                started[last] = tuple(self.before(call, kind))
+                last = index + 1
+        return tuple(started)
 
     def after(self, call: Call, kind: Kind) -> Iterator[Move]:
         region = self._regions[call.region]
@@ -132,7 +143,8 @@ class Parts:
             yield Move(op=op, axes=axes, dtype=dtype, size=size, ways=ways)
 
 
-def _graph(region: Region, kind: Kind) -> Graph | None:
+def graph_of(region: Region, kind: Kind) -> Graph | None:
+    """What a run of this kind is of: B is the whole backward pass, or its first half."""
     return {"F": region.forward, "B": region.backward, "I": region.backward, "W": region.weight}[kind]
 
 

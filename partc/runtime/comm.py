@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,26 +16,30 @@ from .random import Draw, stream
 from .torch_private import storage_key
 
 ReduceOp = Literal["sum", "max"]
+T = TypeVar("T")
+S = TypeVar("S")
 
 
-class Pending:
-    """A tensor that is on its way. What it is made from must not be written to before it is waited for."""
+class Pending(Generic[T]):
+    """Something on its way, a tensor mostly. What it is made from must not be written to before it is waited for."""
 
     __slots__ = ("_finish",)
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
+    def __init__(self, finish: Callable[[], T]) -> None:
         self._finish = finish
 
-    def wait(self) -> Tensor:
-        """The tensor, once it is there; called once."""
+    def wait(self) -> T:
+        """What comes, once it is there; called once."""
         return self._finish()
 
-    def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
+    def then(self, change: Callable[[T], S]) -> Pending[S]:
         """The same with something done to it on arrival."""
         return Pending(lambda: change(self._finish()))
 
 
-def timed(clock: Clock, kind: Kind, name: str, over: str, size: int, start: Callable[[], Pending]) -> Pending:
+def timed(
+    clock: Clock, kind: Kind, name: str, over: str, size: int, start: Callable[[], Pending[Tensor]]
+) -> Pending[Tensor]:
     """The same, with the clock told when it started and how long it was waited for."""
     posted = clock.mark()
     going = start()
@@ -49,7 +53,7 @@ def timed(clock: Clock, kind: Kind, name: str, over: str, size: int, start: Call
     return Pending(finish)
 
 
-def there(x: Tensor) -> Pending:
+def there(x: Tensor) -> Pending[Tensor]:
     """A tensor that need not come from anywhere."""
     return Pending(lambda: x)
 
@@ -94,12 +98,12 @@ class Axis:
             x, split_dim=split_dim, split_outer=split_outer, concat_dim=concat_dim, concat_outer=concat_outer
         ).wait()
 
-    def start_all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Pending:
+    def start_all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Pending[Tensor]:
         if self.size == 1:
             return there(x)
         return self._timed("all_reduce", self._all_reduce, x.clone(memory_format=torch.contiguous_format), op)
 
-    def start_all_reduce_(self, x: Tensor, op: ReduceOp = "sum") -> Pending:
+    def start_all_reduce_(self, x: Tensor, op: ReduceOp = "sum") -> Pending[Tensor]:
         """`x` has the sum when it is waited for, and nothing to be read before."""
         if self.size == 1:
             return there(x)
@@ -107,20 +111,20 @@ class Axis:
             return self._timed("all_reduce", self._all_reduce, x.contiguous(), op).then(x.copy_)
         return self._timed("all_reduce", self._all_reduce, x, op)
 
-    def start_all_gather(self, x: Tensor, *, dim: int, outer: int = 1) -> Pending:
+    def start_all_gather(self, x: Tensor, *, dim: int, outer: int = 1) -> Pending[Tensor]:
         if self.size == 1:
             return there(x)
         going = self._timed("all_gather", self._all_gather, x.contiguous())
         return going.then(lambda parts: join(parts, dim, outer))
 
-    def start_reduce_scatter(self, x: Tensor, *, dim: int, outer: int = 1) -> Pending:
+    def start_reduce_scatter(self, x: Tensor, *, dim: int, outer: int = 1) -> Pending[Tensor]:
         if self.size == 1:
             return there(x)
         return self._timed("reduce_scatter", self._reduce_scatter, split(x, self.size, dim, outer).contiguous())
 
     def start_all_to_all(
         self, x: Tensor, *, split_dim: int, split_outer: int = 1, concat_dim: int, concat_outer: int = 1
-    ) -> Pending:
+    ) -> Pending[Tensor]:
         if self.size == 1:
             return there(x)
         parts = split(x, self.size, split_dim, split_outer).contiguous()
@@ -151,24 +155,24 @@ class Axis:
         whole.select(dim + 1, self.rank).copy_(x.reshape(*before, outer, rest, *after))
         return whole.view(*before, x.shape[dim] * self.size, *after)
 
-    def _timed(self, name: str, start: Callable[..., Pending], x: Tensor, *rest: ReduceOp) -> Pending:
+    def _timed(self, name: str, start: Callable[..., Pending[Tensor]], x: Tensor, *rest: ReduceOp) -> Pending[Tensor]:
         if self.clock is None:
             return start(x, *rest)
         return timed(self.clock, "collective", name, self.name, x.nbytes, lambda: start(x, *rest))
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending:
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
         """Reduce a contiguous tensor in place."""
         raise NotImplementedError
 
-    def _all_gather(self, x: Tensor) -> Pending:
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         """[...] -> [size, ...], by rank."""
         raise NotImplementedError
 
-    def _reduce_scatter(self, x: Tensor) -> Pending:
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         """[size, ...] -> [...]: this rank's row of the sum."""
         raise NotImplementedError
 
-    def _all_to_all(self, x: Tensor) -> Pending:
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
         """[size, ...] -> [size, ...]: row i goes to rank i; row i of the result came from rank i."""
         raise NotImplementedError
 
@@ -237,7 +241,7 @@ class Comm:
         self._send(x, link)
         self.clock.end(begun, "send", "send", over, x.nbytes)
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending:
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending[Tensor]:
         """Be ready for the next tensor on a link that ends here."""
         size = math.prod(shape) * dtype.itemsize
         start = partial(self._recv, shape, dtype, link)
@@ -252,7 +256,7 @@ class Comm:
     def _send(self, x: Tensor, link: Link) -> None:
         raise NotImplementedError
 
-    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending:
+    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending[Tensor]:
         raise NotImplementedError
 
     def _drain(self) -> None:

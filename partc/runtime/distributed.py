@@ -74,23 +74,23 @@ class NcclAxis(Axis):
         super().__init__(rank, size)
         self.process_group = group
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending:
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         with _peers():
             return _arriving(self.process_group.allreduce([x], options), x)
 
-    def _all_gather(self, x: Tensor) -> Pending:
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         whole = x.new_empty((self.size, *x.shape))
         with _peers():
             return _arriving(all_gather_base(self.process_group, whole.view(-1), x.view(-1)), whole, x)
 
-    def _reduce_scatter(self, x: Tensor) -> Pending:
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         part = x.new_empty(x.shape[1:])
         with _peers():
             return _arriving(reduce_scatter_base(self.process_group, part.view(-1), x.view(-1)), part, x)
 
-    def _all_to_all(self, x: Tensor) -> Pending:
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
         result = torch.empty_like(x)
         with _peers():
             return _arriving(self.process_group.alltoall_base(_bytes(result), _bytes(x), [], []), result, x)
@@ -99,7 +99,7 @@ class NcclAxis(Axis):
 class GlooAxis(NcclAxis):
     """A group of CPUs. gloo's own all-gather and reduce-scatter take up to five times as long as these."""
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending:
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
         if x.numel() * x.element_size() * (self.size - 1) > _DIRECT:
             return super()._all_reduce(x, op)
 
@@ -108,7 +108,7 @@ class GlooAxis(NcclAxis):
 
         return self._all_gather(x).then(combined)
 
-    def _all_gather(self, x: Tensor) -> Pending:
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         whole = x.new_empty((self.size, *x.shape))
         group, mine = self.process_group, [_bytes(x)]
         whole[self.rank].copy_(x)
@@ -120,11 +120,11 @@ class GlooAxis(NcclAxis):
                 work.append(group.recv([_bytes(whole[source])], source, 0))
         return _arriving(work, whole, x)
 
-    def _reduce_scatter(self, x: Tensor) -> Pending:
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         return self._all_to_all(x).then(lambda rows: rows.sum(0))
 
 
-def _arriving(work: Any, x: Tensor, source: Tensor | None = None) -> Pending:
+def _arriving(work: Any, x: Tensor, source: Tensor | None = None) -> Pending[Tensor]:
     """What some work, or each of several, makes; `source` is held as long as it is read."""
     parts = work if isinstance(work, list) else [work]
     held = [source]
@@ -185,7 +185,7 @@ class DistributedComm(Comm):
         with _peers():
             self._posted.append((self._links[link].process_group.send([_bytes(x)], 1, 0), x))
 
-    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending:
+    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending[Tensor]:
         x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         with _peers():
             return _arriving(self._links[link].process_group.recv([_bytes(x)], 0, 0), x)

@@ -1,16 +1,23 @@
-"""Parameters that ranks hold in parts (ZeRO): gathered for the calls that read them, gradients scattered back."""
+"""Parameters that ranks hold in parts (ZeRO): gathered for the calls that read them, gradients scattered back.
+
+Both go on while a rank computes: a gather is started one call ahead, and a sum of gradients is added to a
+rank's part when the next one starts, or at the step's end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .comm import Axis, Comm, join, split
+from .comm import Axis, Comm, Pending, join, split
 from .layout import Shard, cutting
 
+T = TypeVar("T")
 Fields = Any  # the tuple class of a region's parameters, or one of it
 
 
@@ -34,28 +41,47 @@ class Parts:
         self._sums: dict[str, Tensor] = {}  # gradients of the whole, until `scatter_sums`
         self._keeping: list[tuple[str, ...]] = []
         self._summing: list[tuple[str, ...]] = []
+        self._going: list[Pending[None]] = []  # sums of gradients
 
     def unit(self, kind: Any, *names: str) -> Unit:
         return Unit(self, kind, names)
 
-    def gather(self, *names: str) -> list[Tensor]:
-        """The whole parameters, as calls read them."""
+    def gather(self, *names: str) -> Pending[list[Tensor]]:
+        """Start to gather the whole parameters, as calls read them."""
         whole = {name: self._held[name].to(self._shards[name].read_dtype) for name in names}
+        going = []
         for axis, together in self._together(whole):
-            parts = [whole[name] for name in together]
-            rows = axis.all_gather(torch.cat([part.reshape(-1) for part in parts]), dim=0).view(axis.size, -1)
-            columns = rows.split([part.numel() for part in parts], dim=1)
-            for name, part, column in zip(together, parts, columns, strict=True):
-                whole[name] = join(column.reshape(axis.size, *part.shape), *self._seams[name])
-        return [whole[name] for name in names]
+            shapes = [whole[name].shape for name in together]
+            flat = torch.cat([whole.pop(name).reshape(-1) for name in together])
+            going.append((axis.size, together, shapes, axis.start_all_gather(flat, dim=0)))
+
+        def finish() -> list[Tensor]:
+            while going:
+                ways, together, shapes, rows = going.pop(0)
+                columns = rows.wait().view(ways, -1).split([shape.numel() for shape in shapes], dim=1)
+                for name, shape, column in zip(together, shapes, columns, strict=True):
+                    whole[name] = join(column.reshape(ways, *shape), *self._seams[name])
+            return [whole[name] for name in names]
+
+        return Pending(finish)
 
     def scatter(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add to each rank's part the sum of what all ranks have for it in these gradients of whole parameters."""
+        """Start to add to each rank's part the sum of what all ranks have for it in these gradients of the whole."""
+        self.settle()
         for axis, together in self._together(gradients):
             rows = [split(gradients[name], axis.size, *self._seams[name]).reshape(axis.size, -1) for name in together]
-            mine = axis.reduce_scatter(torch.cat(rows, dim=1).view(-1), dim=0)
-            for name, part in zip(together, mine.split([row.shape[1] for row in rows]), strict=True):
-                self._gradients[name].add_(part.view(self._gradients[name].shape))
+            sizes = [row.shape[1] for row in rows]
+            sums = axis.start_reduce_scatter(torch.cat(rows, dim=1).view(-1), dim=0)
+            self._going.append(sums.then(partial(self._add, together, sizes)))
+
+    def settle(self) -> None:
+        """Wait for the sums that have been started."""
+        while self._going:
+            self._going.pop(0).wait()
+
+    def _add(self, names: Sequence[str], sizes: Sequence[int], sums: Tensor) -> None:
+        for name, part in zip(names, sums.split(list(sizes)), strict=True):
+            self._gradients[name].add_(part.view(self._gradients[name].shape))
 
     def zeros(self, *names: str) -> list[Tensor | None]:
         """Gradients of whole parameters to add to; what is held whole adds to its own; None for what is frozen."""
@@ -64,14 +90,15 @@ class Parts:
     def keep(self, *names: str) -> list[Tensor]:
         """The whole parameters, in tensors that `refresh` brings up to date."""
         new = tuple(name for name in names if name not in self._kept)
-        self._kept.update(zip(new, self.gather(*new), strict=True))
+        self._kept.update(zip(new, self.gather(*new).wait(), strict=True))
         self._keeping.append(new)
         return [self._kept[name] for name in names]
 
     def refresh(self) -> None:
         """After the optimizer's update."""
-        for names in self._keeping:
-            for name, now in zip(names, self.gather(*names), strict=True):
+        gathers = (partial(self.gather, *names) for names in self._keeping)
+        for names, whole in zip(self._keeping, _ahead(gathers), strict=True):
+            for name, now in zip(names, whole, strict=True):
                 if now is not self._kept[name]:
                     self._kept[name].copy_(now)
 
@@ -89,6 +116,7 @@ class Parts:
             for name in names:
                 if self._shards[name].gather:
                     self._sums[name].zero_()
+        self.settle()
 
     def _whole_gradient(self, name: str) -> Tensor:
         gradient, shard = self._gradients[name], self._shards[name]
@@ -117,9 +145,9 @@ class Unit:
         self._kind = kind
         self._names = names
 
-    def gather(self) -> Fields:
-        """The whole parameters, for as long as someone holds them."""
-        return self._kind(*self._parts.gather(*self._names))
+    def gather(self) -> Pending[Fields]:
+        """Start to gather the whole parameters."""
+        return self._parts.gather(*self._names).then(lambda whole: self._kind(*whole))
 
     def zeros(self, *fields: str) -> Fields:
         """Gradients of the whole parameters to add to; with `fields`, only of those."""
@@ -129,6 +157,23 @@ class Unit:
         return self._kind(*(made.get(name) for name in self._names))
 
     def scatter(self, gradients: Fields) -> None:
-        """Hand them to the ranks that hold the parts."""
+        """Start to hand them to the ranks that hold the parts."""
         named = zip(self._names, gradients, strict=True)
         self._parts.scatter({name: gradient for name, gradient in named if gradient is not None})
+
+
+def ahead(*units: Unit) -> Iterator[Fields]:
+    """The whole parameters of each in turn. The first gather starts at once, the others one unit ahead."""
+    return _ahead(iter([unit.gather for unit in units]))
+
+
+def _ahead(starts: Iterator[Callable[[], Pending[T]]]) -> Iterator[T]:
+    return _taken([start() for start in islice(starts, 1)], starts)
+
+
+def _taken(going: list[Pending[T]], starts: Iterator[Callable[[], Pending[T]]]) -> Iterator[T]:
+    # Nothing here keeps a hold of what was taken: it goes when the call that took it is over.
+    while going:
+        whole = [going.pop().wait()]
+        going += [start() for start in islice(starts, 1)]
+        yield whole.pop()

@@ -127,7 +127,7 @@ class VirtualAxis(Axis):
         self._name = name
         self._group = world.groups.setdefault((name, ranks), _Group())
 
-    def _meet(self, operation: str, x: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]) -> Pending:
+    def _meet(self, operation: str, x: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]) -> Pending[Tensor]:
         group, me = self._group, self._ranks[self.rank]
         signature = f"{operation} of {str(x.dtype).removeprefix('torch.')}{list(x.shape)} over {self._name}"
         number = group.begun[me] = group.begun.get(me, 0) + 1
@@ -154,20 +154,20 @@ class VirtualAxis(Axis):
 
         return Pending(finish)
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending:
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
         def combine(parts: list[Tensor]) -> list[Tensor]:
             total = _reduced(parts, op)
             return [total for _ in parts]
 
         return self._meet(f"all_reduce {op}", x, combine).then(x.copy_)
 
-    def _all_gather(self, x: Tensor) -> Pending:
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         return self._meet("all_gather", x, lambda parts: [torch.stack(parts) for _ in parts])
 
-    def _reduce_scatter(self, x: Tensor) -> Pending:
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         return self._meet("reduce_scatter", x, lambda parts: [row.clone() for row in _reduced(parts, "sum")])
 
-    def _all_to_all(self, x: Tensor) -> Pending:
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
         return self._meet(
             "all_to_all", x, lambda parts: [torch.stack([part[i] for part in parts]) for i in range(len(parts))]
         )
@@ -210,7 +210,7 @@ class VirtualComm(Comm):
         self._sent[link] += 1
         self._world.mail_arrived(peer, self._rank, link)
 
-    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending:
+    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending[Tensor]:
         peer, number = self._links[link], self._awaited[link]
         self._awaited[link] += 1
 

@@ -40,14 +40,25 @@ def moved_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> int:
             return operand * others // sizes[axis]
 
 
-def comment(op: Op, graph: Graph, types: Mapping[str, TensorType], sizes: Sizes, label: Callable[[Op], str]) -> str:
-    """One sentence without a full stop, or nothing for an operation that isn't a collective."""
+def comment(
+    op: Op,
+    graph: Graph,
+    types: Mapping[str, TensorType],
+    sizes: Sizes,
+    label: Callable[[Op], str],
+    *,
+    apart: bool = False,
+) -> str:
+    """One sentence without a full stop, or nothing for an operation that isn't a collective.
+
+    `apart` says that it is waited for later.
+    """
     attrs = dict(op.attrs)
     axis = attrs.get("axis")
     if op.name not in NAMES or not isinstance(axis, str) or sizes[axis] == 1:
         return ""
     size = readable_bytes(moved_bytes(op, types, sizes))
-    head = f"{NAMES[op.name]} {size} over {axis}"
+    head = f"{NAMES[op.name]} {size} over {axis}{', while what follows runs' * apart}"
     makers = _listed(label(maker) for maker in _makers(next(op.refs()), axis, graph, types))
     readers = _listed(label(reader) for reader in _readers(op.result.name, graph))
     needs = "need" if " and " in readers else "needs"

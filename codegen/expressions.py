@@ -27,6 +27,7 @@ class Operands:
     types: Mapping[str, TensorType]  # of the values in scope
     sizes: Sizes
     exclusive: bool = False  # nothing else reads its first operand, which may be overwritten
+    started: bool = False  # a collective that is waited for apart
 
     def shape(self, index: int) -> tuple[int, ...]:
         """The local shape of a tensor argument."""
@@ -147,14 +148,15 @@ def _collective(name: str) -> Emit:
 
     def emit(o: Operands) -> str:
         attrs = {key: value for key, value in o.attrs.items() if not (key in defaults and value == "1")}
-        return f"comm.{o.attrs['axis'].strip(chr(34))}.{name}({_arguments(o.args, (), attrs)})"
+        return f"comm.{_axis(o)}.{'start_' * o.started}{name}({_arguments(o.args, (), attrs)})"
 
     return emit
 
 
 def _all_reduce(o: Operands) -> str:
     op = (o.attrs["op"],) if o.attrs.get("op", '"sum"') != '"sum"' else ()
-    return f"comm.{_axis(o)}.all_reduce{'_' if o.exclusive else ''}({', '.join((*o.args, *op))})"
+    name = f"{'start_' * o.started}all_reduce{'_' * o.exclusive}"
+    return f"comm.{_axis(o)}.{name}({', '.join((*o.args, *op))})"
 
 
 def _aten(o: Operands) -> str:
@@ -280,6 +282,7 @@ _TABLE: Mapping[str, Emit] = {
     "bitwise_or": _infix("|"),
     "bitwise_not": _prefix("~"),
     "alias": lambda o: o.args[0],
+    "wait": lambda o: f"{o.args[0]}.wait()",
     # elementwise
     **{
         name: _method(name)

@@ -257,6 +257,7 @@ class _Writer:
         freed = deletions(
             replace(graph, ops=order), keep={*graph.outputs, *(v.name for v in borrowed)}, sizes=self.sizes
         )
+        started = {name for op in order if op.name == "wait" for name in op.refs()}
         inlined: dict[str, str] = {}
         bound = {value.name for value in graph.inputs}
         gone: list[str] = []
@@ -273,10 +274,11 @@ class _Writer:
                 attrs={key: written(value, write) for key, value in op.attrs},
                 types=types,
                 sizes=self.sizes,
+                started=any(value.name in started for value in op.results),
                 exclusive=bool(op.args) and isinstance(op.args[0], Ref) and op.args[0].name in fresh,
             )
-            said = (remade.get(op.results[0].name), collectives.comment(op, graph, types, self.sizes, self._label))
-            notes = tuple(filter(None, said))
+            comment = collectives.comment(op, graph, types, self.sizes, self._label, apart=operands.started)
+            notes = tuple(filter(None, (remade.get(op.results[0].name), comment)))
             statement = self._statement(op, operands, order, index, uses, graph, names, buffers, inlined, notes)
             lines.extend(statement)
             if any(" = " in line.code for line in statement):

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from partc.codegen.reductions import Reductions
 from partc.layout import Layout
 from partc.mesh import PIPELINE_AXIS
 from partc.program import Program
+from partc.reductions import Reductions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

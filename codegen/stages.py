@@ -48,6 +48,7 @@ class StageCode:
     split: bool  # backward is of the inputs alone, weight of the weights
     reduce: tuple[Line, ...]
     refresh: tuple[Line, ...]
+    buckets: tuple[str, ...]
     shared: tuple[Entry, ...]
     shared_note: str
     imports: frozenset[str]
@@ -75,6 +76,7 @@ class _Builder:
         every = [run for phase in self.runs.values() for run in phase]
         self.weights = Weights(program, index, every, self.codes, self.attributes)
         self.attribute = self.weights.attribute
+        self.starts = self.weights.starts
         self.parts = self.weights.parts
         self.parameters = self.weights.parameters
         self.places = {name: f'batch["{name}"]' for name in program.inputs}
@@ -129,11 +131,12 @@ class _Builder:
             split=self.split,
             reduce=tuple(self.weights.reduce()),
             refresh=tuple(self.weights.refresh()),
+            buckets=self.weights.buckets(),
             shared=self.weights.shared(),
             shared_note=self.weights.shared_note(),
             imports=frozenset(
                 name
-                for name in ("torch", "F", "functional", "kernels", "math", "Parts", "ahead")
+                for name in ("torch", "F", "functional", "kernels", "math", "Parts", "ahead", "Sums")
                 if re.search(rf"(?<![\w.]){name}[.(]", text)
             ),
         )
@@ -230,6 +233,8 @@ class _Builder:
 _STAGE_ATTRIBUTES = [
     "comm",
     "parts",
+    "sums",
+    "buckets",
     "refresh",
     "parameters",
     "gradients",

@@ -10,9 +10,9 @@ from partc.codegen.calls import Run
 from partc.codegen.collectives import local_bytes, moved, readable_bytes
 from partc.codegen.functions import Line, RegionCode
 from partc.codegen.names import Names, identifier
-from partc.codegen.reductions import Reductions
 from partc.parts import Parts
 from partc.program import Parameter, Program, Region
+from partc.reductions import Bucket, Reductions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +66,43 @@ class Weights:
                 lines.append(
                     Line(code=f"{self.attribute(run, 'grad ')} = {self._tensors(run, makers[1], 'gradients')}")
                 )
-        if any("self.parts." in line.code for line in lines):
+        parted = any("self.parts." in line.code for line in lines)
+        if parted:
             lines.insert(0, Line(code="self.parts = Parts(comm, self.parameters, parameters, gradients)"))
+        if self.reductions.buckets:
+            scattered = any(bucket.scattered for bucket in self.reductions.buckets)
+            parts = ", self.parts" if scattered else ""
+            lines.append(Line(code=f"self.sums = Sums(comm, self.parameters, gradients, self.buckets{parts})"))
         return lines
+
+    def starts(self, run: Run) -> str:
+        """What starts in a run of calls, as a comment; nothing where no bucket is complete."""
+        names = {call.name for call in run.calls}
+        here = [bucket for bucket in self.reductions.buckets if bucket.after in names]
+        words = []
+        for scattered in (False, True):
+            chosen = [bucket for bucket in here if bucket.scattered == scattered]
+            if scattered and chosen:
+                words.append(moved([move for each in chosen for move in self.parts.scattered_sums(each.parameters)]))
+            elif chosen:
+                size = sum(local_bytes(item.type, self.program.sizes) for each in chosen for item in each.parameters)
+                axes = dict.fromkeys(axis for bucket in chosen for axis in bucket.over)
+                words.append(f"all-reduce {readable_bytes(size)} over {' and '.join(axes)}")
+        return " and ".join(words)
+
+    def buckets(self) -> tuple[str, ...]:
+        """The Stage's table of what is summed while backward goes on."""
+        return tuple(map(self._bucket, self.reductions.buckets))
+
+    def _bucket(self, bucket: Bucket) -> str:
+        trained, reductions = self.reductions.trained, self.reductions
+        chosen = bucket.parameters
+        between = trained[trained.index(chosen[0]) : trained.index(chosen[-1]) + 1]
+        alike = [each for each in between if not reductions.sharers(each) and reductions.over(each) == bucket.over]
+        which = f'first="{chosen[0].name}", last="{chosen[-1].name}"'
+        if tuple(alike) != chosen:
+            which = f"names={strings(parameter.name for parameter in chosen)}"
+        return f'Bucket(after="{bucket.after}", over={strings(bucket.over)}, {which})'
 
     def attribute(self, run: Run, kind: str = "") -> str:
         """Loops over calls of one list, but of different regions, are numbered."""
@@ -113,7 +147,7 @@ class Weights:
             constant = _constant(run.region)
             numbers = run.numbers
             if numbers and table is not None and tables.setdefault(constant, table) == table:
-                entries.append(Repeated(constant=constant, prefix=run.prefix, numbers=_numbers(numbers)))
+                entries.append(Repeated(constant=constant, prefix=run.prefix, numbers=counted(numbers)))
                 seen.update(name for call in run.calls for name in call.params)
                 continue
             for name in dict.fromkeys(name for call in run.calls for name in call.params):
@@ -143,7 +177,7 @@ class Weights:
         if run.loop and numbers and self._table(run) is not None:
             key = f'f"{run.prefix}.{{i}}.{{name}}"'
             each = f"{cls}(*({take(key)} for name in {_constant(run.region)}))"
-            return f"[{each} for i in {_numbers(numbers)}]"
+            return f"[{each} for i in {counted(numbers)}]"
         quoted = [[take(f'"{name}"') for name in call.params] for call in run.calls]
         each_call = [f"{cls}({', '.join(items)})" for items in quoted]
         return f"[{', '.join(each_call)}]" if run.loop else each_call[0]
@@ -153,35 +187,39 @@ class Weights:
         close = ")" * maker.count("(")
         if run.loop and run.numbers and self._table(run) is not None:
             names = f'*(f"{run.prefix}.{{i}}.{{name}}" for name in {_constant(run.region)})'
-            return f"[{maker}{names}{close} for i in {_numbers(run.numbers)}]"
+            return f"[{maker}{names}{close} for i in {counted(run.numbers)}]"
         quoted = [", ".join(f'"{name}"' for name in call.params) for call in run.calls]
         each = [f"{maker}{names}{close}" for names in quoted]
         return f"[{', '.join(each)}]" if run.loop else each[0]
 
     def reduce(self) -> list[Line]:
-        groups: dict[tuple[str, ...], list[Parameter]] = {}
-        for parameter in self.reductions.trained:
-            if self.reductions.axes(parameter):
-                groups.setdefault(self.reductions.axes(parameter), []).append(parameter)
+        reductions = self.reductions
         lines = []
-        moves = list(self.parts.scattered_at_end(self.index))
-        if self.program.zero >= 2 and any(self.parts.has_parts(run.calls[0]) for run in self.runs):
+        if reductions.buckets:
+            lines.append(Line(code="self.sums.finish()"))
+        late = reductions.scattered
+        if late:
+            note = f"{moved(list(self.parts.scattered_sums(late)))}: each rank updates a part of the parameters"
+            names = ", ".join(f'"{parameter.name}"' for parameter in late)
+            lines.append(Line(code=f"self.parts.scatter_sums({names})", notes=(note,)))
+        if late or (self.program.zero >= 2 and any(self.parts.has_parts(run.calls[0]) for run in self.runs)):
             lines.append(Line(code="self.parts.settle()"))
-        if moves:
-            note = f"{moved(moves)}: each rank updates a part of the parameters"
-            lines.append(Line(code="self.parts.scatter_sums()", notes=(note,)))
-        for axes, parameters in groups.items():
+        for axes, parameters in reductions.left.items():
             size = readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in parameters))
             axis = f"self.comm.{axes[0]}" if len(axes) == 1 else f"self.comm.group({strings(axes)})"
-            names = (
-                "list(self.gradients.values())"
-                if len(parameters) == len(self.reductions.trained)
-                else "[self.gradients[name] for name, shard in self.parameters.items()"
-                f" if shard.reduce == {strings(axes)}]"
-            )
             note = f"all-reduce {size} over {' and '.join(axes)}: {_why_reduced(axes)}"
-            lines.append(Line(code=f"{axis}.reduce_gradients({names})", notes=(note,)))
+            lines.append(Line(code=f"{axis}.reduce_gradients({self._listed(parameters, axes)})", notes=(note,)))
         return lines
+
+    def _listed(self, parameters: list[Parameter], axes: tuple[str, ...]) -> str:
+        """These gradients, in the shortest words that say so."""
+        trained = self.reductions.trained
+        if len(parameters) == len(trained):
+            return "list(self.gradients.values())"
+        if len(parameters) == sum(self.reductions.axes(parameter) == axes for parameter in trained):
+            alike = f" if shard.reduce == {strings(axes)}"
+            return f"[self.gradients[name] for name, shard in self.parameters.items(){alike}]"
+        return f"[self.gradients[name] for name in {strings(parameter.name for parameter in parameters)}]"
 
     def refresh(self) -> list[Line]:
         moves = list(self.parts.gathered_at_end(self.index))
@@ -212,7 +250,8 @@ def _constant(region: Region) -> str:
     return identifier(region.name).upper()
 
 
-def _numbers(numbers: tuple[int, ...]) -> str:
+def counted(numbers: tuple[int, ...]) -> str:
+    """What a loop over these goes through."""
     if numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
         return f"range({numbers[0]}, {numbers[-1] + 1})" if numbers[0] else f"range({numbers[-1] + 1})"
     return str(numbers)

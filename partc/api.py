@@ -184,6 +184,7 @@ def compile(
     shard: Sequence[str] = (),
     zero: str | int = 0,
     recompute: str = "none",
+    bucket: str = "25MB",
     casts: Sequence[str] = (),
     kernels: str = "auto",
     loss: Callable[..., Any] | None = None,
@@ -211,6 +212,7 @@ def compile(
         shard=shard,
         zero=zero,
         recompute=recompute,
+        bucket=bucket,
         casts=casts,
         kernels=kernels,
     )

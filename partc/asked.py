@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 _KEPT = (
     "mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute", "casts",
-    "kernels",
+    "kernels", "bucket",
 )  # fmt: skip
 
 
 # What a package's plan leaves out where nobody asked for it.
-_DEFAULTS = {"schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten"}
+_DEFAULTS = {
+    "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten", "bucket": "25MB",
+}  # fmt: skip
 
 
 def options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
@@ -125,6 +127,13 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             default="auto",
             show_default=True,
             help="Triton's, fused where one pass over memory does, or PyTorch's own; auto is Triton's where a GPU is",
+        ),
+        click.option(
+            "--bucket",
+            metavar="BYTES",
+            default="25MB",
+            show_default=True,
+            help="gradients that are summed over ranks together, while backward goes on",
         ),
         click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
     ]

@@ -12,6 +12,7 @@ from partc.layout import Sizes
 from partc.mesh import PIPELINE_AXIS, Mesh
 from partc.parts import Kind, Move, Parts, graph_of
 from partc.program import MOVING, Action, Call, Graph, Program, Region, Value
+from partc.reductions import Reductions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,7 @@ class _Place:
         self.regions = {region.name: region for region in program.regions}
         self.types = program.value_types()
         self.owners = program.owners()
+        self.reductions = {stage: Reductions(program, stage) for stage in self.stages}
         self.parts = Parts(program)
 
     def run(self) -> Iterator[Event]:
@@ -109,17 +111,18 @@ class _Place:
         for phase in ("setup", "step"):
             for stage in self.stages:
                 yield from self._of_phase(stage, phase)
-        blocks: dict[tuple[int, str], tuple[Collective, ...]] = {}
+        blocks: dict[tuple[int, str, bool], tuple[Collective, ...]] = {}
+        last = {action.stage: action for action in self.program.schedule[self.place] if action.kind in ("B", "W")}
         waits: dict[tuple[int, bool, int | None], list[Transfer]] = {}
         for action in self.program.schedule[self.place]:
             if action.kind in ("F", "B", "I", "W"):
                 yield from waits.pop((action.stage, action.kind == "F", action.microbatch), ())
-                key = (action.stage, action.kind)
+                key = (action.stage, action.kind, action == last.get(action.stage))
                 if key not in blocks:
                     blocks[key] = tuple(self._compute(*key))
                 yield from (_during(event, action) for event in blocks[key])
             elif action.kind == "REDUCE_GRAD":
-                yield from _parts(self.parts.scattered_at_end(action.stage), str(action))
+                yield from _parts(self.parts.scattered_sums(self.reductions[action.stage].scattered), str(action))
                 yield from self._reductions(action.stage)
             else:
                 transfers = tuple(self._transfers(action))
@@ -138,7 +141,7 @@ class _Place:
             if call.stage == stage and region.phase == phase:
                 yield from self._collectives(region, region.forward, phase)
 
-    def _compute(self, stage: int, kind: str) -> Iterator[Collective]:
+    def _compute(self, stage: int, kind: str, last: bool) -> Iterator[Collective]:
         here = [call for call in self.program.calls if call.stage == stage]
         calls = [call for call in here if self.regions[call.region].phase == "microbatch"]
         runs: dict[str, tuple[tuple[Kind, list[Call]], ...]] = {
@@ -147,6 +150,7 @@ class _Place:
             "W": (("W", calls),),
             "B": (("B", calls[::-1]), ("W", calls)),
         }
+        final = "W" if any(self.regions[call.region].weight is not None for call in calls) else "B"
         for run, order in runs[kind]:
             first, *others = self.parts.ahead(order, run)
             yield from _parts(first, run)
@@ -155,6 +159,8 @@ class _Place:
                 region = self.regions[call.region]
                 yield from self._collectives(region, graph_of(region, run), run)
                 yield from _parts(self.parts.after(call, run), run)
+                if last and run == final and graph_of(region, run) is not None:
+                    yield from self._buckets(stage, call)
 
     def _collectives(self, region: Region, graph: Graph | None, action: str) -> Iterator[Collective]:
         if graph is None:
@@ -201,26 +207,21 @@ class _Place:
             )
 
     def _reductions(self, stage: int) -> Iterator[Collective]:
-        """An all-reduce for each set of axes over which gradients are sums, and each piece of memory.
-
-        Weights that several pipeline ranks share lie apart from the others, each by itself.
-        """
-        parameters = {parameter.name: parameter for parameter in self.program.parameters}
-        used = dict.fromkeys(name for call in self.program.calls if call.stage == stage for name in call.params)
-        mine = [parameters[name] for name in used if stage in self.owners[name]]
-        summed = [parameter for parameter in mine if parameter.trainable and parameter.reduce]
-        for axes in dict.fromkeys(parameter.reduce for parameter in summed):
-            runs: list[tuple[tuple[str, str], int]] = []
-            for parameter in (parameter for parameter in summed if parameter.reduce == axes):
-                shared = len(self.owners[parameter.name]) > 1
-                key = (parameter.type.dtype, parameter.name if shared else "")
-                size = math.prod(parameter.type.layout.local_shape(self.sizes))
-                if runs and runs[-1][0] == key:
-                    runs[-1] = (key, runs[-1][1] + size)
-                else:
-                    runs.append((key, size))
-            for (dtype, _), size in runs:
+        """An all-reduce for each set of axes over which gradients are sums, and each piece of memory."""
+        for axes, parameters in self.reductions[stage].left.items():
+            for dtype, size in self.reductions[stage].pieces(parameters):
                 yield Collective(op="all_reduce", axes=axes, shape=(size,), dtype=dtype, action=f"{stage}REDUCE_GRAD")
+
+    def _buckets(self, stage: int, call: Call) -> Iterator[Collective]:
+        """The sums that start after a call's last backward."""
+        for bucket in self.reductions[stage].buckets:
+            if bucket.after != call.name:
+                continue
+            if bucket.scattered:
+                yield from _parts(self.parts.scattered_sums(bucket.parameters), bucket.after)
+                continue
+            for dtype, size in self.reductions[stage].pieces(bucket.parameters):
+                yield Collective(op="all_reduce", axes=bucket.over, shape=(size,), dtype=dtype, action=bucket.after)
 
     def _shared(self) -> Iterator[Collective]:
         """One all-reduce for each set of pipeline coordinates that share weights, in the same order everywhere."""

@@ -20,6 +20,7 @@ from partc.schedules.table import Table, read
 KERNELS = ("auto", "triton", "aten")
 RECOMPUTE = ("none", "selective", "full")
 LOW: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16"}
+BUCKET = "25MB"  # of gradients that are summed together
 TABLE = "schedule.csv"  # the file of a package that has the user's table
 
 
@@ -40,6 +41,7 @@ class Options:
     recompute: str = "none"
     casts: tuple[str, ...] = ()
     kernels: str = "aten"  # settled: never auto
+    bucket: str = BUCKET
 
     @classmethod
     def checked(
@@ -56,6 +58,7 @@ class Options:
         recompute: str = "none",
         casts: Sequence[str] = (),
         kernels: str = "auto",
+        bucket: str = BUCKET,
     ) -> Options:
         """Raises PartcError P0004, P0101 to P0104, P0301 and P0404 to P0414."""
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
@@ -67,6 +70,8 @@ class Options:
             raise _unknown("precision", precision, PRECISIONS)
         if recompute not in RECOMPUTE and parse_bytes(recompute) is None:
             raise _unknown("recomputation", recompute, (*RECOMPUTE, "a budget such as 18GB"))
+        if parse_bytes(bucket) is None:
+            raise _unknown("size", bucket, ("25MB", "512KiB", "0B"))
         schedule, table = str(schedule), None
         if schedule.lower().endswith(".csv"):
             table = read(Path(schedule), ranks=parsed.axis(PIPELINE_AXIS), microbatches=microbatches)
@@ -99,6 +104,7 @@ class Options:
             recompute=recompute,
             casts=tuple(casts),
             kernels=_settled(kernels),
+            bucket=bucket,
         )
         _ = options.places  # raises what is wrong with the number of stages
         return options
@@ -131,6 +137,8 @@ class Options:
             found["recompute"] = self.recompute
         if self.kernels != "aten":
             found["kernels"] = self.kernels
+        if self.bucket != BUCKET:
+            found["bucket"] = self.bucket
         return found if self.virtual_stages is None else found | {"virtual_stages": self.virtual_stages}
 
     @property
@@ -150,6 +158,7 @@ class Options:
             "zero_axes": self.zero_axes,
             "recompute": self.recompute,
             "kernels": self.kernels,
+            "bucket": parse_bytes(self.bucket),
             **({"kind": self.schedule} if self.table is None else {"table": self.table}),
         }
 

@@ -155,7 +155,7 @@ class _Reader:
     def _parameter(self, text: str) -> None:
         pattern = (
             rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\((.*?)\))?(?: reduce\(([\w,]+)\))?"
-            r"(?: gather\(([\w,]+)\))?(?: holds\(([\d,]+)\))?"
+            rf"(?: gather\(([\w,]+)\))?(?: after\({_NAME}\))?(?: holds\(([\d,]+)\))?"
         )
         match = _matched(pattern, text)
         self._parts["parameters"].append(
@@ -166,7 +166,8 @@ class _Reader:
                 aliases=_names(match[4] or ""),
                 reduce=tuple(match[5].split(",")) if match[5] else (),
                 gather=tuple(match[6].split(",")) if match[6] else (),
-                holds=tuple(map(int, match[7].split(","))) if match[7] else (),
+                after=_name(match[7]) if match[7] else "",
+                holds=tuple(map(int, match[8].split(","))) if match[8] else (),
             )
         )
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from partc.program import ITEMSIZE, Call, DType, Graph, Parameter, Program, Region
+from partc.reductions import Reductions
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -91,11 +92,9 @@ class Parts:
         local = {value.name: name for value, name in zip(region.params, call.params, strict=True)}
         yield from self._moves("reduce_scatter", (local[name] for name in self.scattered(call, kind)))
 
-    def scattered_at_end(self, stage: int) -> Iterator[Move]:
-        """After a step's last microbatch: whole gradients that were summed until then."""
-        if self.program.zero == 1:
-            for names in self._units(stage):
-                yield from self._moves("reduce_scatter", names)
+    def scattered_sums(self, parameters: Iterable[Parameter]) -> Iterator[Move]:
+        """Whole gradients that were summed over a step's microbatches."""
+        yield from self._moves("reduce_scatter", (parameter.name for parameter in parameters))
 
     def gathered_at_end(self, stage: int) -> Iterator[Move]:
         """After the optimizer's update (and at the start): what every rank keeps whole."""
@@ -117,7 +116,10 @@ class Parts:
             for kind, graph, place in runs:
                 for move in (*self.before(call, kind), *self.after(call, kind)) if graph is not None else ():
                     yield call.name, f"{region.name}, {place}", move
-        for move in (*self.scattered_at_end(stage), *self.gathered_at_end(stage)):
+        reductions = Reductions(self.program, stage)
+        scattered = [bucket.parameters for bucket in reductions.buckets if bucket.scattered]
+        once = [move for parameters in (*scattered, reductions.scattered) for move in self.scattered_sums(parameters)]
+        for move in (*once, *self.gathered_at_end(stage)):
             yield "", f"each step, stage {stage}", move
 
     def _units(self, stage: int) -> Iterator[list[str]]:

@@ -149,9 +149,10 @@ def _parameter(parameter: Parameter) -> str:
     aliases = f" aliases({', '.join(map(written_name, parameter.aliases))})" if parameter.aliases else ""
     reduce = f" reduce({','.join(parameter.reduce)})" if parameter.reduce else ""
     gather = f" gather({','.join(parameter.gather)})" if parameter.gather else ""
+    after = f" after({written_name(parameter.after)})" if parameter.after else ""
     holds = f" holds({','.join(map(str, parameter.holds))})" if parameter.holds else ""
     kind = "parameter" if parameter.trainable else "constant"
-    return f"{kind} {written_name(parameter.name)}: {parameter.type}{aliases}{reduce}{gather}{holds}"
+    return f"{kind} {written_name(parameter.name)}: {parameter.type}{aliases}{reduce}{gather}{after}{holds}"
 
 
 def written(arg: Arg) -> str:

@@ -22,9 +22,10 @@ ITEMSIZE: Mapping[str, int] = {
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")  # what a package computes in
 # Operations that draw random numbers; the last argument says which one it is, counted through a call.
 RANDOM = frozenset({"dropout", "attention_dropout", "rand", "randn", "rand_like", "randn_like"})
-MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})  # between ranks
+# Between ranks. One whose result a `wait` reads is only started where it stands.
+MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 # Operations whose results may be another sight of their first operand's memory.
-VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias"})
+VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias", "wait"})
 FLOATING = frozenset({"f64", "f32", "bf16", "f16"})
 
 
@@ -60,9 +61,13 @@ class TensorType:
     def differentiable(self) -> bool:
         return self.dtype in FLOATING
 
+    def local_elements(self, sizes: Sizes) -> int:
+        """How many one rank holds of it."""
+        return math.prod(self.layout.local_shape(sizes))
+
     def local_bytes(self, sizes: Sizes) -> int:
         """What one rank holds of it."""
-        return math.prod(self.layout.local_shape(sizes)) * ITEMSIZE[self.dtype]
+        return self.local_elements(sizes) * ITEMSIZE[self.dtype]
 
     def __str__(self) -> str:
         return f"{self.dtype}{self.layout}"
@@ -218,6 +223,7 @@ class Parameter:
     aliases: tuple[str, ...] = ()  # other names of the same tensor (tied weights)
     reduce: tuple[str, ...] = ()  # mesh axes over which its gradient is summed once per step
     gather: tuple[str, ...] = ()  # mesh axes over which parts of it are gathered for the calls that read it
+    after: str = ""  # the call after whose last backward the sum of its gradient starts; else at the step's end
     holds: tuple[int, ...] = ()  # the model's own shape, where rows of zeros were added to it
 
 

@@ -30,7 +30,8 @@ from partc.runtime.distributed import DistributedComm, GlooAxis
 from partc.runtime.executor import Stage, gradient_buffers, parse_schedule, run_step
 from partc.runtime.layout import DTYPES, Shard
 from partc.runtime.optimizer import attach_gradients, make_optimizer
-from partc.runtime.parts import Parts
+from partc.runtime.parts import Parts, ahead
+from partc.runtime.sums import Bucket, Sums
 
 Sizes = Mapping[str, int]
 
@@ -53,7 +54,7 @@ def _rank(
     with counting() as ledger:
         lessons.ledger = ledger
         comm = _QuietComm(ledger, program.mesh.sizes, place)
-        given = {"Parts": Parts, "kernels": _kernels(program)}
+        given = {"Parts": Parts, "ahead": ahead, "Sums": Sums, "Bucket": Bucket, "kernels": _kernels(program)}
         classes = {
             module.index: stage_class(module.text, f"stages/stage_{module.index}.py", module.functions, lessons, given)
             for module in modules
@@ -253,7 +254,7 @@ class _QuietComm(DistributedComm):
         with self._ledger.making("communication", "sent"):
             super()._send(x, link)
 
-    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending:
+    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending[Tensor]:
         with self._ledger.making("communication", "received"):
             return super()._recv(shape, dtype, link)
 

@@ -164,6 +164,23 @@ PIPELINE: tuple[Pass, ...] = (
         optional=True,
     ),
     Pass(
+        name="overlap",
+        label="Overlapped",
+        does="collectives and the waits for them apart, with operations between",
+        requires=("plain", "split"),
+        ensures=("waits",),
+        optional=True,
+    ),
+    Pass(
+        name="bucket",
+        label="Bucketed",
+        does="gradients are summed over ranks in buckets, while backward goes on",
+        requires=("stages", "split"),
+        ensures=("buckets",),
+        options=("bucket",),
+        optional=True,
+    ),
+    Pass(
         name="schedule",
         label="Scheduled",
         does="what every rank does, in order",

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("partc", "partc.errors", "partc.entries"),
     ("partc.settings", "partc.mesh", "partc.layout", "partc.fuel", "partc.explain"),
     ("partc.program", "partc.pins", "partc.naming", "partc.schedules"),
+    ("partc.reductions",),
     (
         "partc.printer",
         "partc.simulate",

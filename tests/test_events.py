@@ -61,11 +61,14 @@ def _group(event: Collective) -> str:
     ("name", "mesh", "options"),
     [
         ("gpt", "2x2x2", {}),
-        ("gpt", "2x2x2", {"zero": 1}),
+        ("gpt", "2x2x2", {"bucket": "40KB"}),
+        ("gpt", "2x2x2", {"zero": 1, "bucket": "0B"}),
         ("gpt", "2x2x2", {"zero": 2, "precision": "bf16"}),
         ("gpt", "2x2x2", {"zero": 3, "schedule": "zero-bubble", "recompute": "full"}),
         ("gpt2", "pp=2,dp_out=2,dp_in=2", {"zero": "3@dp_in", "recompute": "selective"}),
         ("mixtral", "2x2x2", {"zero": 1, "schedule": "zbv"}),
+        ("gpt2", "2x2x1", {"schedule": "zbv", "bucket": "10KB"}),  # its tied weight has two stages of one rank
+        ("gpt2", "2x2x1", {"schedule": "zbv", "bucket": "10KB", "zero": 1}),
         ("resnet", "2", {"zero": 2, "precision": "bf16"}),  # norms' weights are read in fp32
         ("resnet", "2", {"zero": 3, "precision": "bf16"}),
     ],

@@ -194,6 +194,7 @@ class Comm:
         for name, axis in groups.items():
             axis.name, axis.clock = name, self.clock
         self.mb = Axis()  # microbatches: an axis in time, where only `take` and `put` make sense
+        self.last = True  # whether gradients are complete after this backward pass
         self.draws = 0  # random operations of a microbatch, where each one draws its own
         self.seed = 0
         self.step = 0

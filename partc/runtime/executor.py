@@ -194,9 +194,11 @@ def run_step(
     for stage in stages.values():
         stage.prepare(batch)
     step = Step(stages, comm, microbatches)
+    final = {action.stage: action for action in actions if last and action.kind in ("B", "W")}
     for action in actions:
         if last or action.kind != "REDUCE_GRAD":
             entering(str(action), "work")
+            comm.last = action == final.get(action.stage)
             step.run(action)
     entering("the sum of shared weights' gradients", "work")
     for ranks, gradients in _shared_gradients(stages).items() if last else ():

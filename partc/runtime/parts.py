@@ -40,7 +40,6 @@ class Parts:
         self._kept: dict[str, Tensor] = {}  # gathered, up to date after `refresh`
         self._sums: dict[str, Tensor] = {}  # gradients of the whole, until `scatter_sums`
         self._keeping: list[tuple[str, ...]] = []
-        self._summing: list[tuple[str, ...]] = []
         self._going: list[Pending[None]] = []  # sums of gradients
 
     def unit(self, kind: Any, *names: str) -> Unit:
@@ -104,19 +103,15 @@ class Parts:
 
     def sums(self, *names: str) -> list[Tensor | None]:
         """Gradients of the whole parameters, which `scatter_sums` scatters and clears."""
-        new = tuple(name for name in names if name not in self._sums and name in self._gradients)
+        new = [name for name in names if name not in self._sums and name in self._gradients]
         self._sums.update((name, self._whole_gradient(name)) for name in new)
-        self._summing.append(new)
         return [self._sums.get(name) for name in names]
 
-    def scatter_sums(self) -> None:
-        """After a step's last microbatch."""
-        for names in self._summing:
-            self.scatter({name: self._sums[name] for name in names})
-            for name in names:
-                if self._shards[name].gather:
-                    self._sums[name].zero_()
-        self.settle()
+    def scatter_sums(self, *names: str) -> None:
+        """After a step's last microbatch: start to scatter these."""
+        self.scatter({name: self._sums[name] for name in names})
+        for name in names:
+            self._sums[name].zero_()
 
     def _whole_gradient(self, name: str) -> Tensor:
         gradient, shard = self._gradients[name], self._shards[name]

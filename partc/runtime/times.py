@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .clock import Interval, machine
-from .comm import Comm, Link
+from .comm import Comm, Link, Pending
 from .job import Job
 from .layout import DTYPES
 from .peak import peak
@@ -164,12 +164,12 @@ class _Lateness:
         device = self._comm.device
         for link in self._out:
             self._comm.send(torch.tensor(said[link], dtype=torch.int64, device=device), link)
-        heard: dict[Link, Tensor] = {}
+        heard: dict[Link, Pending[Tensor]] = {}
         for link in self._in:
             count = 2 if intervals is None else len(_over(intervals, "recv", link))
-            heard[link] = self._comm.recv((count,), torch.int64, link).wait()
+            heard[link] = self._comm.recv((count,), torch.int64, link)
         self._comm.drain()
-        return {link: x.tolist() for link, x in heard.items()}
+        return {link: x.wait().tolist() for link, x in heard.items()}
 
 
 def _over(intervals: Sequence[Interval], kind: str, link: Link) -> list[Interval]:

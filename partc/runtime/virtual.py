@@ -105,7 +105,7 @@ class _Meeting:
     """One collective of a group: what each has brought, what each takes away, who waits for it."""
 
     operation: str
-    brought: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # with the tensor's version
+    brought: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # with a hash of its contents
     results: dict[int, Tensor] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
 
@@ -134,7 +134,7 @@ class VirtualAxis(Axis):
         meeting = group.meetings.setdefault(number, _Meeting(signature))
         if meeting.operation != signature:
             raise RuntimeError(f"ranks {self._ranks} disagree: {meeting.operation} meets {signature}")
-        meeting.brought[me] = x, x._version
+        meeting.brought[me] = x, _hash(x)
         if len(meeting.brought) == self.size:
             for rank in meeting.waiting:
                 self._world.wake(rank)
@@ -145,7 +145,7 @@ class VirtualAxis(Axis):
                 self._world.wait(me, signature)
             if not meeting.results:
                 del group.meetings[number]
-                if any(tensor._version != version for tensor, version in meeting.brought.values()):
+                if any(not torch.equal(_hash(tensor), was) for tensor, was in meeting.brought.values()):
                     raise RuntimeError(f"what was brought to {signature} has changed on its way")
                 # In rank order, whoever came last: sums are the same on every run.
                 results = combine([meeting.brought[rank][0] for rank in self._ranks])
@@ -171,6 +171,11 @@ class VirtualAxis(Axis):
         return self._meet(
             "all_to_all", x, lambda parts: [torch.stack([part[i] for part in parts]) for i in range(len(parts))]
         )
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Of its bits."""
+    return torch.hash_tensor(x) if x.numel() else x
 
 
 def _reduced(parts: list[Tensor], op: ReduceOp) -> Tensor:

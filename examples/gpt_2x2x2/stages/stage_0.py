@@ -10,6 +10,7 @@ import torch
 from runtime import functional
 from runtime.comm import Comm
 from runtime.layout import Received, Shard
+from runtime.sums import Bucket, Sums
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -184,27 +185,29 @@ def block_backward(
     # all-gather 8.0 KiB over tp: mlp and linear_grad_weight need all of dim 1
     grad_mlp_down_full = comm.tp.all_gather(grad_y, dim=1)  # f32[16@dp,mb, 32, 64]
     grad_mlp_hidden = grad_mlp_down_full @ p.mlp_down_weight  # f32[16@dp,mb, 32, 176@tp]
-    functional.linear_add_grad_weight(
-        g.mlp_down_weight, grad_mlp_down_full, mlp_hidden
-    )  # f32[64, 176@tp] partial(dp,mb)
-    del mlp_hidden, grad_mlp_down_full
     grad_mlp_up = grad_mlp_hidden * mlp_silu  # f32[16@dp,mb, 32, 176@tp]
     del mlp_silu
     grad_mlp_silu = grad_mlp_hidden * mlp_up  # f32[16@dp,mb, 32, 176@tp]
     del mlp_up, grad_mlp_hidden
     grad_norm2_full_1 = grad_mlp_up @ p.mlp_up_weight  # f32[2, 32, 64]
-    functional.linear_add_grad_weight(g.mlp_up_weight, grad_mlp_up, norm2_full)  # f32[176@tp, 64] partial(dp,mb)
-    del grad_mlp_up
     grad_mlp_gate = torch.ops.aten.silu_backward(grad_mlp_silu, mlp_gate)  # f32[16@dp,mb, 32, 176@tp]
     del mlp_gate, grad_mlp_silu
     grad_norm2_full_2 = grad_mlp_gate @ p.mlp_gate_weight  # f32[2, 32, 64]
-    functional.linear_add_grad_weight(g.mlp_gate_weight, grad_mlp_gate, norm2_full)  # f32[176@tp, 64] partial(dp,mb)
-    del norm2_full, grad_mlp_gate
     grad_norm2_full = grad_norm2_full_1 + grad_norm2_full_2  # f32[16@dp,mb, 32, 64] partial(tp)
     del grad_norm2_full_1, grad_norm2_full_2
-    # reduce-scatter 8.0 KiB over tp: each rank has a part of the sum in mlp.gate and keeps its share of dim 1
-    grad_norm2 = comm.tp.reduce_scatter(grad_norm2_full, dim=1)  # f32[16@dp,mb, 32@tp, 64]
+    # reduce-scatter 8.0 KiB over tp, while what follows runs: each rank has a part of the sum in mlp.gate and keeps its
+    # share of dim 1
+    grad_norm2_coming = comm.tp.start_reduce_scatter(grad_norm2_full, dim=1)  # f32[16@dp,mb, 32@tp, 64]
     del grad_norm2_full
+    functional.linear_add_grad_weight(
+        g.mlp_down_weight, grad_mlp_down_full, mlp_hidden
+    )  # f32[64, 176@tp] partial(dp,mb)
+    del mlp_hidden, grad_mlp_down_full
+    functional.linear_add_grad_weight(g.mlp_up_weight, grad_mlp_up, norm2_full)  # f32[176@tp, 64] partial(dp,mb)
+    del grad_mlp_up
+    functional.linear_add_grad_weight(g.mlp_gate_weight, grad_mlp_gate, norm2_full)  # f32[176@tp, 64] partial(dp,mb)
+    del norm2_full, grad_mlp_gate
+    grad_norm2 = grad_norm2_coming.wait()  # f32[16@dp,mb, 32@tp, 64]
     grad_x_2_1, grad_norm2_weight = functional.rms_norm_backward(
         grad_norm2, x_2, (64,), p.norm2_weight, norm2_rstd
     )  # f32[2, 16, 64]
@@ -214,8 +217,6 @@ def block_backward(
     grad_attn_wo_full = comm.tp.all_gather(grad_x_2, dim=1)  # f32[16@dp,mb, 32, 64]
     grad_attn_merged = grad_attn_wo_full @ p.attn_wo_weight  # f32[16@dp,mb, 32, 64@tp]
     grad_attn_heads = grad_attn_merged.reshape(2, 32, 2, 16).transpose(1, 2)  # f32[16@dp,mb, 4@tp, 32, 16]
-    functional.linear_add_grad_weight(g.attn_wo_weight, grad_attn_wo_full, attn_merged)  # f32[64, 64@tp] partial(dp,mb)
-    del grad_attn_wo_full
     grad_attn_q_2, grad_attn_k_2, grad_attn_v = functional.attention_backward(
         grad_attn_heads, attn_q_2, attn_k_2, attn_v, mask=None, out=attn_heads, lse=attn_heads_lse, is_causal=True
     )  # f32[16@dp,mb, 4@tp, 32, 16]
@@ -237,17 +238,21 @@ def block_backward(
     grad_attn_wq = grad_attn_q.transpose(1, 2).reshape(2, 32, 32)  # f32[16@dp,mb, 32, 64@tp]
     grad_attn_wv = grad_attn_v.transpose(1, 2).reshape(2, 32, 16)  # f32[16@dp,mb, 32, 32@tp]
     grad_norm1_full_1 = grad_attn_wv @ p.attn_wv_weight  # f32[2, 32, 64]
-    functional.linear_add_grad_weight(g.attn_wv_weight, grad_attn_wv, norm1_full)  # f32[32@tp, 64] partial(dp,mb)
     grad_norm1_full_2 = grad_attn_wk @ p.attn_wk_weight  # f32[2, 32, 64]
-    functional.linear_add_grad_weight(g.attn_wk_weight, grad_attn_wk, norm1_full)  # f32[32@tp, 64] partial(dp,mb)
     grad_norm1_full_3 = grad_norm1_full_1 + grad_norm1_full_2  # f32[2, 32, 64]
     del grad_norm1_full_1, grad_norm1_full_2
     grad_norm1_full_4 = grad_attn_wq @ p.attn_wq_weight  # f32[2, 32, 64]
+    grad_norm1_full = grad_norm1_full_3 + grad_norm1_full_4  # f32[16@dp,mb, 32, 64] partial(tp)
+    # reduce-scatter 8.0 KiB over tp, while what follows runs: each rank has a part of the sum in attn.wq and keeps its
+    # share of dim 1
+    grad_norm1_coming = comm.tp.start_reduce_scatter(grad_norm1_full, dim=1)  # f32[16@dp,mb, 32@tp, 64]
+    functional.linear_add_grad_weight(g.attn_wo_weight, grad_attn_wo_full, attn_merged)  # f32[64, 64@tp] partial(dp,mb)
+    del grad_attn_wo_full
+    functional.linear_add_grad_weight(g.attn_wv_weight, grad_attn_wv, norm1_full)  # f32[32@tp, 64] partial(dp,mb)
+    functional.linear_add_grad_weight(g.attn_wk_weight, grad_attn_wk, norm1_full)  # f32[32@tp, 64] partial(dp,mb)
     functional.linear_add_grad_weight(g.attn_wq_weight, grad_attn_wq, norm1_full)  # f32[64@tp, 64] partial(dp,mb)
     del norm1_full
-    grad_norm1_full = grad_norm1_full_3 + grad_norm1_full_4  # f32[16@dp,mb, 32, 64] partial(tp)
-    # reduce-scatter 8.0 KiB over tp: each rank has a part of the sum in attn.wq and keeps its share of dim 1
-    grad_norm1 = comm.tp.reduce_scatter(grad_norm1_full, dim=1)  # f32[16@dp,mb, 32@tp, 64]
+    grad_norm1 = grad_norm1_coming.wait()  # f32[16@dp,mb, 32@tp, 64]
     grad_x_1, grad_norm1_weight = functional.rms_norm_backward(
         grad_norm1, x, (64,), p.norm1_weight, norm1_rstd
     )  # f32[2, 16, 64]
@@ -289,6 +294,11 @@ class Stage:
 
     loss: str | None = None
     loss_partial: tuple[str, ...] = ()
+    # Gradients that are summed together, each bucket as soon as the last microbatch has been back through `after`.
+    buckets = (
+        Bucket(after="embed", over=("dp",), first="embed.weight", last="blocks.1.mlp.down.weight"),
+        Bucket(after="embed", over=("dp", "tp"), first="blocks.0.norm1.weight", last="blocks.1.norm2.weight"),
+    )
     shared: dict[tuple[int, ...], tuple[str, ...]] = {}
 
     def __init__(self, comm: Comm, parameters: Values, gradients: Values) -> None:
@@ -298,6 +308,7 @@ class Stage:
         self.grad_embed = EmbedParams(gradients["embed.weight"])
         self.blocks = [BlockParams(*(parameters[f"blocks.{i}.{name}"] for name in BLOCK)) for i in range(2)]
         self.grad_blocks = [BlockParams(*(gradients[f"blocks.{i}.{name}"] for name in BLOCK)) for i in range(2)]
+        self.sums = Sums(comm, self.parameters, gradients, self.buckets)
 
     def setup(self) -> None:
         """Constants, made once."""
@@ -322,18 +333,13 @@ class Stage:
         for p, g in zip(reversed(self.blocks), reversed(self.grad_blocks), strict=True):
             grad_x = block_backward(self.comm, p, g, grad_x, saved.pop())
         embed_backward(self.comm, self.grad_embed, grad_x, saved.pop())
+        # all-reduce 213.0 KiB over dp and tp, which starts once the last microbatch has been through
+        self.sums.start("embed")
         return {}
 
     def reduce_gradients(self) -> None:
         """After the last microbatch: sum what ranks computed parts of."""
-        # all-reduce 212.0 KiB over dp: each of its ranks saw another part of the batch
-        self.comm.dp.reduce_gradients(
-            [self.gradients[name] for name, shard in self.parameters.items() if shard.reduce == ("dp",)]
-        )
-        # all-reduce 1.0 KiB over dp and tp: each of their ranks made another part of these gradients
-        self.comm.group(("dp", "tp")).reduce_gradients(
-            [self.gradients[name] for name, shard in self.parameters.items() if shard.reduce == ("dp", "tp")]
-        )
+        self.sums.finish()
 
     def refresh(self) -> None:
         """After the optimizer's update: what every rank keeps whole."""

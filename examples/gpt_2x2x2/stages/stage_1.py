@@ -10,6 +10,7 @@ import torch
 from runtime import functional
 from runtime.comm import Comm
 from runtime.layout import Received, Shard
+from runtime.sums import Bucket, Sums
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -167,27 +168,29 @@ def block_backward(
     # all-gather 8.0 KiB over tp: mlp and linear_grad_weight need all of dim 1
     grad_mlp_down_full = comm.tp.all_gather(grad_y, dim=1)  # f32[16@dp,mb, 32, 64]
     grad_mlp_hidden = grad_mlp_down_full @ p.mlp_down_weight  # f32[16@dp,mb, 32, 176@tp]
-    functional.linear_add_grad_weight(
-        g.mlp_down_weight, grad_mlp_down_full, mlp_hidden
-    )  # f32[64, 176@tp] partial(dp,mb)
-    del mlp_hidden, grad_mlp_down_full
     grad_mlp_up = grad_mlp_hidden * mlp_silu  # f32[16@dp,mb, 32, 176@tp]
     del mlp_silu
     grad_mlp_silu = grad_mlp_hidden * mlp_up  # f32[16@dp,mb, 32, 176@tp]
     del mlp_up, grad_mlp_hidden
     grad_norm2_full_1 = grad_mlp_up @ p.mlp_up_weight  # f32[2, 32, 64]
-    functional.linear_add_grad_weight(g.mlp_up_weight, grad_mlp_up, norm2_full)  # f32[176@tp, 64] partial(dp,mb)
-    del grad_mlp_up
     grad_mlp_gate = torch.ops.aten.silu_backward(grad_mlp_silu, mlp_gate)  # f32[16@dp,mb, 32, 176@tp]
     del mlp_gate, grad_mlp_silu
     grad_norm2_full_2 = grad_mlp_gate @ p.mlp_gate_weight  # f32[2, 32, 64]
-    functional.linear_add_grad_weight(g.mlp_gate_weight, grad_mlp_gate, norm2_full)  # f32[176@tp, 64] partial(dp,mb)
-    del norm2_full, grad_mlp_gate
     grad_norm2_full = grad_norm2_full_1 + grad_norm2_full_2  # f32[16@dp,mb, 32, 64] partial(tp)
     del grad_norm2_full_1, grad_norm2_full_2
-    # reduce-scatter 8.0 KiB over tp: each rank has a part of the sum in mlp.gate and keeps its share of dim 1
-    grad_norm2 = comm.tp.reduce_scatter(grad_norm2_full, dim=1)  # f32[16@dp,mb, 32@tp, 64]
+    # reduce-scatter 8.0 KiB over tp, while what follows runs: each rank has a part of the sum in mlp.gate and keeps its
+    # share of dim 1
+    grad_norm2_coming = comm.tp.start_reduce_scatter(grad_norm2_full, dim=1)  # f32[16@dp,mb, 32@tp, 64]
     del grad_norm2_full
+    functional.linear_add_grad_weight(
+        g.mlp_down_weight, grad_mlp_down_full, mlp_hidden
+    )  # f32[64, 176@tp] partial(dp,mb)
+    del mlp_hidden, grad_mlp_down_full
+    functional.linear_add_grad_weight(g.mlp_up_weight, grad_mlp_up, norm2_full)  # f32[176@tp, 64] partial(dp,mb)
+    del grad_mlp_up
+    functional.linear_add_grad_weight(g.mlp_gate_weight, grad_mlp_gate, norm2_full)  # f32[176@tp, 64] partial(dp,mb)
+    del norm2_full, grad_mlp_gate
+    grad_norm2 = grad_norm2_coming.wait()  # f32[16@dp,mb, 32@tp, 64]
     grad_x_2_1, grad_norm2_weight = functional.rms_norm_backward(
         grad_norm2, x_2, (64,), p.norm2_weight, norm2_rstd
     )  # f32[2, 16, 64]
@@ -197,8 +200,6 @@ def block_backward(
     grad_attn_wo_full = comm.tp.all_gather(grad_x_2, dim=1)  # f32[16@dp,mb, 32, 64]
     grad_attn_merged = grad_attn_wo_full @ p.attn_wo_weight  # f32[16@dp,mb, 32, 64@tp]
     grad_attn_heads = grad_attn_merged.reshape(2, 32, 2, 16).transpose(1, 2)  # f32[16@dp,mb, 4@tp, 32, 16]
-    functional.linear_add_grad_weight(g.attn_wo_weight, grad_attn_wo_full, attn_merged)  # f32[64, 64@tp] partial(dp,mb)
-    del grad_attn_wo_full
     grad_attn_q_2, grad_attn_k_2, grad_attn_v = functional.attention_backward(
         grad_attn_heads, attn_q_2, attn_k_2, attn_v, mask=None, out=attn_heads, lse=attn_heads_lse, is_causal=True
     )  # f32[16@dp,mb, 4@tp, 32, 16]
@@ -220,17 +221,21 @@ def block_backward(
     grad_attn_wq = grad_attn_q.transpose(1, 2).reshape(2, 32, 32)  # f32[16@dp,mb, 32, 64@tp]
     grad_attn_wv = grad_attn_v.transpose(1, 2).reshape(2, 32, 16)  # f32[16@dp,mb, 32, 32@tp]
     grad_norm1_full_1 = grad_attn_wv @ p.attn_wv_weight  # f32[2, 32, 64]
-    functional.linear_add_grad_weight(g.attn_wv_weight, grad_attn_wv, norm1_full)  # f32[32@tp, 64] partial(dp,mb)
     grad_norm1_full_2 = grad_attn_wk @ p.attn_wk_weight  # f32[2, 32, 64]
-    functional.linear_add_grad_weight(g.attn_wk_weight, grad_attn_wk, norm1_full)  # f32[32@tp, 64] partial(dp,mb)
     grad_norm1_full_3 = grad_norm1_full_1 + grad_norm1_full_2  # f32[2, 32, 64]
     del grad_norm1_full_1, grad_norm1_full_2
     grad_norm1_full_4 = grad_attn_wq @ p.attn_wq_weight  # f32[2, 32, 64]
+    grad_norm1_full = grad_norm1_full_3 + grad_norm1_full_4  # f32[16@dp,mb, 32, 64] partial(tp)
+    # reduce-scatter 8.0 KiB over tp, while what follows runs: each rank has a part of the sum in attn.wq and keeps its
+    # share of dim 1
+    grad_norm1_coming = comm.tp.start_reduce_scatter(grad_norm1_full, dim=1)  # f32[16@dp,mb, 32@tp, 64]
+    functional.linear_add_grad_weight(g.attn_wo_weight, grad_attn_wo_full, attn_merged)  # f32[64, 64@tp] partial(dp,mb)
+    del grad_attn_wo_full
+    functional.linear_add_grad_weight(g.attn_wv_weight, grad_attn_wv, norm1_full)  # f32[32@tp, 64] partial(dp,mb)
+    functional.linear_add_grad_weight(g.attn_wk_weight, grad_attn_wk, norm1_full)  # f32[32@tp, 64] partial(dp,mb)
     functional.linear_add_grad_weight(g.attn_wq_weight, grad_attn_wq, norm1_full)  # f32[64@tp, 64] partial(dp,mb)
     del norm1_full
-    grad_norm1_full = grad_norm1_full_3 + grad_norm1_full_4  # f32[16@dp,mb, 32, 64] partial(tp)
-    # reduce-scatter 8.0 KiB over tp: each rank has a part of the sum in attn.wq and keeps its share of dim 1
-    grad_norm1 = comm.tp.reduce_scatter(grad_norm1_full, dim=1)  # f32[16@dp,mb, 32@tp, 64]
+    grad_norm1 = grad_norm1_coming.wait()  # f32[16@dp,mb, 32@tp, 64]
     grad_x_1, grad_norm1_weight = functional.rms_norm_backward(
         grad_norm1, x, (64,), p.norm1_weight, norm1_rstd
     )  # f32[2, 16, 64]
@@ -258,15 +263,17 @@ def head_forward(
     del norm
     logits = F.linear(norm_full, p.head_weight)  # f32[16@dp,mb, 32, 256@tp]
     nll_max_partial = functional.shard_max(logits)  # f32[2, 32]
-    # all-reduce 256 B over tp: the largest of every rank's, for sum_exp and log_sum_exp
-    nll_max = comm.tp.all_reduce_(nll_max_partial, "max")  # f32[2, 32]
+    # all-reduce 256 B over tp, while what follows runs: the largest of every rank's, for sum_exp and log_sum_exp
+    nll_max_coming = comm.tp.start_all_reduce_(nll_max_partial, "max")  # f32[2, 32]
+    nll_picked_partial = functional.pick(logits, labels, offset=comm.tp.rank * 128)  # f32[2, 32] partial(tp)
+    nll_max = nll_max_coming.wait()  # f32[2, 32]
     nll_sums_partial = functional.sum_exp(logits, nll_max)  # f32[2, 32] partial(tp)
     # all-reduce 256 B over tp: each rank has a part of the sum in sum_exp
     nll_sums = comm.tp.all_reduce_(nll_sums_partial)  # f32[2, 32]
-    nll_picked_partial = functional.pick(logits, labels, offset=comm.tp.rank * 128)  # f32[2, 32] partial(tp)
-    # all-reduce 256 B over tp: each rank has a part of the sum in pick
-    nll_picked = comm.tp.all_reduce_(nll_picked_partial)  # f32[2, 32]
+    # all-reduce 256 B over tp, while what follows runs: each rank has a part of the sum in pick
+    nll_picked_coming = comm.tp.start_all_reduce_(nll_picked_partial)  # f32[2, 32]
     nll_lse = functional.log_sum_exp(nll_max, nll_sums)  # f32[2, 32]
+    nll_picked = nll_picked_coming.wait()  # f32[2, 32]
     nll = functional.cross_entropy_rows(nll_lse, nll_picked, labels)  # f32[16@dp,mb, 32]
     nll_sum = nll.sum(dim=(0, 1))  # f32[] partial(dp,mb)
     loss = nll_sum / count  # f32[] partial(dp,mb)
@@ -290,10 +297,13 @@ def head_backward(
     )  # f32[16@dp,mb, 32, 256@tp]
     del logits
     grad_norm_full = grad_logits @ p.head_weight  # f32[16@dp,mb, 32, 64] partial(tp)
+    # reduce-scatter 8.0 KiB over tp, while what follows runs: each rank has a part of the sum in linear_grad_input and
+    # keeps its share of dim 1
+    grad_norm_coming = comm.tp.start_reduce_scatter(grad_norm_full, dim=1)  # f32[16@dp,mb, 32@tp, 64]
+    del grad_norm_full
     functional.linear_add_grad_weight(g.head_weight, grad_logits, norm_full)  # f32[256@tp, 64] partial(dp,mb)
     del grad_logits
-    # reduce-scatter 8.0 KiB over tp: each rank has a part of the sum in linear_grad_input and keeps its share of dim 1
-    grad_norm = comm.tp.reduce_scatter(grad_norm_full, dim=1)  # f32[16@dp,mb, 32@tp, 64]
+    grad_norm = grad_norm_coming.wait()  # f32[16@dp,mb, 32@tp, 64]
     grad_x, grad_norm_weight = functional.rms_norm_backward(
         grad_norm, x, (64,), p.norm_weight, norm_rstd
     )  # f32[16@dp,mb, 32@tp, 64]
@@ -333,6 +343,11 @@ class Stage:
 
     loss: str | None = "loss"
     loss_partial: tuple[str, ...] = ("dp",)
+    # Gradients that are summed together, each bucket as soon as the last microbatch has been back through `after`.
+    buckets = (
+        Bucket(after="blocks.2", over=("dp", "tp"), first="blocks.2.norm1.weight", last="norm.weight"),
+        Bucket(after="blocks.2", over=("dp",), first="blocks.2.attn.wq.weight", last="head.weight"),
+    )
     shared: dict[tuple[int, ...], tuple[str, ...]] = {}
 
     def __init__(self, comm: Comm, parameters: Values, gradients: Values) -> None:
@@ -342,6 +357,7 @@ class Stage:
         self.grad_blocks = [BlockParams(*(gradients[f"blocks.{i}.{name}"] for name in BLOCK)) for i in range(2, 4)]
         self.head = HeadParams(parameters["norm.weight"], parameters["head.weight"])
         self.grad_head = HeadParams(gradients["norm.weight"], gradients["head.weight"])
+        self.sums = Sums(comm, self.parameters, gradients, self.buckets)
 
     def setup(self) -> None:
         """Constants, made once."""
@@ -366,20 +382,15 @@ class Stage:
         """From the gradients of what was sent to those of what was received."""
         grad_loss = torch.ones((), dtype=torch.float32, device=self.comm.device)
         grad_x = head_backward(self.comm, self.head, self.grad_head, grad_loss, saved.pop())
-        for p, g in zip(reversed(self.blocks), reversed(self.grad_blocks), strict=True):
+        for i, p, g in zip(reversed(range(2, 4)), reversed(self.blocks), reversed(self.grad_blocks), strict=True):
             grad_x = block_backward(self.comm, p, g, grad_x, saved.pop())
+            # all-reduce 213.2 KiB over dp and tp, which starts once the last microbatch has been through
+            self.sums.start(f"blocks.{i}")
         return {"y_2": grad_x}
 
     def reduce_gradients(self) -> None:
         """After the last microbatch: sum what ranks computed parts of."""
-        # all-reduce 1.2 KiB over dp and tp: each of their ranks made another part of these gradients
-        self.comm.group(("dp", "tp")).reduce_gradients(
-            [self.gradients[name] for name, shard in self.parameters.items() if shard.reduce == ("dp", "tp")]
-        )
-        # all-reduce 212.0 KiB over dp: each of its ranks saw another part of the batch
-        self.comm.dp.reduce_gradients(
-            [self.gradients[name] for name, shard in self.parameters.items() if shard.reduce == ("dp",)]
-        )
+        self.sums.finish()
 
     def refresh(self) -> None:
         """After the optimizer's update: what every rank keeps whole."""

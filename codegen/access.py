@@ -1,0 +1,138 @@
+"""How calls get at parameters and gradients: what loops go over, what is gathered, summed and scattered around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from partc.codegen.calls import Run
+from partc.codegen.collectives import moved
+from partc.codegen.functions import Function, Line, RegionCode
+from partc.codegen.names import identifier
+from partc.codegen.weights import counted, strings
+from partc.parts import Kind, Parts
+from partc.program import Call, Parameter, Phase, Program, TensorType, Transfer
+
+
+class Stage(Protocol):
+    """What is known of the stage whose methods are written."""
+
+    program: Program
+    parts: Parts
+    parameters: Mapping[str, Parameter]
+    calls: list[Call]
+    runs: dict[Phase, list[Run]]
+    types: dict[str, TensorType]
+    codes: dict[str, RegionCode]
+    places: dict[str, str]
+    sent: list[Transfer]
+    received: list[Transfer]
+    split: bool
+
+    def attribute(self, run: Run, kind: str = "") -> str: ...
+    def starts(self, run: Run) -> str: ...
+    def arguments(
+        self, function: Function, run: Run, args: Iterable[str], comm: str, p: str = "", g: str = ""
+    ) -> str: ...
+    def placed(self, names: Iterable[str]) -> list[str]: ...
+    def makes(self, name: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """How a run of calls gets at parameters and gradients: what a loop goes over, and what surrounds each call."""
+
+    over: tuple[tuple[str, str], ...]  # variable -> the list it runs through
+    p: str
+    g: str
+    notes: tuple[str, ...]
+    opening: tuple[Line, ...]
+    closing: tuple[Line, ...]
+
+
+def _counting(run: Run) -> str:
+    """The numbers of the calls' first random operations."""
+    numbers = [call.random or 0 for call in run.calls]
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    even = step > 0 and numbers == list(range(numbers[0], numbers[-1] + 1, step))
+    return f"range({numbers[0]}, {numbers[-1] + step}, {step})" if even else str(tuple(numbers))
+
+
+def _name(run: Run) -> str:
+    """A call's name, in a loop or alone."""
+    if not run.loop:
+        return f'"{run.prefix}"'
+    return f'f"{run.prefix}.{{i}}"' if run.numbers else "name"
+
+
+def _names(run: Run) -> tuple[str, str]:
+    """A variable for it, and what that runs through."""
+    return ("i", counted(run.numbers)) if run.numbers else ("name", strings(call.name for call in run.calls))
+
+
+def access(builder: Stage, run: Run, function: Function, kind: Kind) -> Access:
+    """Where ranks hold parts, parameters are gathered and gradients scattered around the call."""
+    parts, call, level = builder.parts, run.calls[0], builder.program.zero
+    parted = level >= 2 and parts.has_parts(call)
+    tables = {"p": builder.attribute(run), "g": builder.attribute(run, "grad ")}
+    over: dict[str, str] = {name: name for name in ("p", "g", "number") if name in function.passes}
+    if parted and level == 3:
+        unit_of = ("unit",) if "g" in function.passes else ()
+        over = {**dict.fromkeys(unit_of, "p"), **{name: name for name in ("number",) if name in function.passes}}
+    elif parted:
+        over = {"unit" if name == "g" else name: name for name in over}
+    unit = "unit" if run.loop else tables["p" if level == 3 else "g"]
+    names = {"p": "p", "g": "g"} if run.loop else {"p": "", "g": ""}
+    opening: tuple[Line, ...] = ()
+    closing: tuple[Line, ...] = ()
+    scattered = parts.scattered(call, kind)
+    if parted and "g" in function.passes:
+        names["g"] = "g"
+        trained = [name for name in call.params if builder.parameters[name].trainable]
+        some = (identifier(name) for name in scattered) if len(scattered) < len(trained) else ()
+        fields = ", ".join(f'"{name}"' for name in some)
+        opening = (Line(code=f"g = {unit}.zeros({fields})"),)
+        moves = list(parts.after(call, kind))
+        if moves:
+            note = f"{moved(moves)}, until the next one starts: each rank keeps the sum for its part"
+            closing = (Line(code=f"{unit}.scatter(g)", notes=(note,)),)
+        closing = (*closing, Line(code="del g"))
+    lists = [(name, _counting(run) if of == "number" else tables[of]) for name, of in over.items()]
+    if kind == ("W" if builder.split else "B") and builder.starts(run):
+        note = f"{builder.starts(run)}, which starts once the last microbatch has been through"
+        closing = (*closing, Line(code=f"self.sums.start({_name(run)})", notes=(note,)))
+        lists = [*([_names(run)] if run.loop else []), *lists]
+    return Access(
+        over=tuple(lists),
+        p="next(whole)" if parts.gathers(call, kind) else names["p"],
+        g=names["g"],
+        notes=tuple(f"{moved([move])}: each rank holds a part" for move in parts.before(call, kind)),
+        opening=opening,
+        closing=closing,
+    )
+
+
+def over(run: Run, way: Access, *, backwards: bool = False) -> str:
+    """A loop over a run's calls, with what the function takes of their parameters and gradients."""
+    lists = [f"reversed({table})" if backwards else table for _, table in way.over]
+    if not lists:
+        return f"for _ in range({len(run.calls)}):"
+    through = f"zip({', '.join(lists)}, strict=True)" if len(lists) > 1 else lists[0]
+    return f"for {', '.join(name for name, _ in way.over)} in {through}:"
+
+
+def ahead(builder: Stage, runs: Iterable[Run], kind: Kind) -> list[Line]:
+    """What the calls of a method gather, in their order."""
+    units: list[str] = []
+    for run in runs:
+        if builder.parts.gathers(run.calls[0], kind):
+            table = builder.attribute(run)
+            backwards = run.loop and kind in ("B", "I")
+            units.append(f"*reversed({table})" if backwards else f"*{table}" if run.loop else table)
+    note = "what each call reads is gathered while the one before it runs"
+    return [Line(code=f"whole = ahead({', '.join(units)})", notes=(note,))] if units else []
+
+
+def indented(lines: Iterable[Line], indent: str) -> Iterator[Line]:
+    return (replace(line, indent=indent) for line in lines)

@@ -1,0 +1,83 @@
+"""Decide when the sums of gradients over ranks start: while backward goes on, in buckets of a size.
+
+    parameter embed.weight: f32[256, 64] reduce(dp)  ->  parameter embed.weight: f32[256, 64] reduce(dp) after(embed)
+    parameter blocks.0.w: f32[64, 64] reduce(dp)         parameter blocks.0.w: f32[64, 64] reduce(dp) after(embed)
+    parameter blocks.1.w: f32[64, 64] reduce(dp)         parameter blocks.1.w: f32[64, 64] reduce(dp) after(blocks.1)
+    parameter head.weight: f32[256, 64] reduce(dp)       parameter head.weight: f32[256, 64] reduce(dp) after(blocks.1)
+
+A gradient is complete when the last microbatch has been through the backward of the last call that uses its
+parameter. Those that are summed over the same axes wait for each other until they make up a bucket, whose sum starts
+right after the call that completes it (Li et al. 2020, PyTorch Distributed, section 3.2.3) and is waited for at the
+step's end. With ZeRO 1 the same is done for what is scattered. What several stages use is summed at the step's end;
+what ZeRO 2 and 3 scatter leaves after every microbatch anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from partc.layout import Sizes
+from partc.program import Call, Graph, Parameter, Program, Value
+
+BUCKET = 25_000_000  # bytes of gradients that are summed together, at least
+
+
+def bucket(program: Program, *, bucket: int = BUCKET) -> Program:
+    """Set the call `after` whose backward the sum of each parameter's gradient starts."""
+    if program.zero > 1:
+        return program
+    after = {name: call for stage in range(program.stages) for name, call in _of_stage(program, stage, bucket)}
+    parameters = (replace(parameter, after=after.get(parameter.name, "")) for parameter in program.parameters)
+    return replace(program, parameters=tuple(parameters))
+
+
+def _of_stage(program: Program, stage: int, bucket: int) -> Iterator[tuple[str, str]]:
+    """The parameters that one stage alone uses, each with the call that completes its bucket."""
+    parameters = {parameter.name: parameter for parameter in program.parameters}
+    holders = program.holders()
+    waiting: dict[tuple[object, ...], list[str]] = {}
+    call = ""
+    for call, names in _completed(program, stage):
+        for name in names:
+            key = _together(parameters[name], program.sizes)
+            if key and holders[name] == (stage,):
+                waiting.setdefault(key, []).append(name)
+        for key, found in list(waiting.items()):
+            if sum(parameters[name].type.local_bytes(program.sizes) for name in found) >= bucket:
+                yield from ((name, call) for name in waiting.pop(key))
+    yield from ((name, call) for names in waiting.values() for name in names)
+
+
+def _together(parameter: Parameter, sizes: Sizes) -> tuple[object, ...]:
+    """What is alike of all in one bucket; nothing for a gradient that is not summed over ranks."""
+    over = parameter.gather or tuple(axis for axis in parameter.reduce if sizes[axis] > 1)
+    return (bool(parameter.gather), over, parameter.type.dtype) if parameter.trainable and over else ()
+
+
+def _completed(program: Program, stage: int) -> Iterator[tuple[str, list[str]]]:
+    """Calls in the order of their backward passes, each with the parameters that it is the last to add a gradient to.
+
+    Where gradients of weights are made apart, all others have been made before the first of them.
+    """
+    regions = {region.name: region for region in program.regions}
+    calls = [call for call in program.calls if call.stage == stage]
+    split = any(regions[call.region].weight is not None for call in calls)
+    makers: dict[str, str] = {}
+    order: list[str] = []
+    for call in calls[::-1]:
+        graph = regions[call.region].backward
+        order.extend([call.name] if graph is not None and not split else [])
+        makers.update(dict.fromkeys(_gradients(call, graph, regions[call.region].params), "" if split else call.name))
+    for call in calls if split else ():
+        graph = regions[call.region].weight
+        order.extend([call.name] if graph is not None else [])
+        makers.update(dict.fromkeys(_gradients(call, graph, regions[call.region].params), call.name))
+    for index, name in enumerate(order):
+        yield name, [made for made, maker in makers.items() if maker == name or (index == 0 and not maker)]
+
+
+def _gradients(call: Call, graph: Graph | None, params: tuple[Value, ...]) -> list[str]:
+    """The parameters that this graph makes gradients of."""
+    made = set(graph.outputs) if graph is not None else set()
+    return [name for value, name in zip(params, call.params, strict=True) if f"grad_{value.name}" in made]

@@ -1,0 +1,130 @@
+"""Let operations run while a collective is under way that they have nothing to do with.
+
+    x_full = all_gather(x, dim=1, axis="tp")                        x_coming = all_gather(x, dim=1, axis="tp")
+    grad_v = linear_grad_weight(grad_y, a)             ->           grad_v = linear_grad_weight(grad_y, a)
+    grad_w = linear_grad_weight(grad_h, x_full)                     x_full = wait(x_coming)
+    b = gelu(h)                                                     grad_w = linear_grad_weight(grad_h, x_full)
+                                                                    b = gelu(h)
+
+What a `wait` reads is only started where its collective stands. Earlier operations that it doesn't need (gradients of
+weights, mostly) are put behind it, and later ones brought forward, as many as take as long as it does and no more: what
+waits keeps others alive. Times are those of a named machine (partc.roofline). Collectives keep their order; one that
+nothing can run beside stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from partc.layout import Sizes
+from partc.naming import unique
+from partc.program import MOVING, Graph, Op, Program, Ref, Region, TensorType
+from partc.roofline import seconds
+
+
+def overlap(program: Program) -> Program:
+    """Put collectives and the waits for them apart, in every graph of every region."""
+    return replace(program, regions=tuple(_region(region, program.sizes) for region in program.regions))
+
+
+def _region(region: Region, sizes: Sizes) -> Region:
+    params = {value.name: value.type for value in region.params}
+    return replace(
+        region,
+        forward=_graph(region.forward, params, sizes),
+        backward=region.backward and _graph(region.backward, params, sizes),
+        weight=region.weight and _graph(region.weight, params, sizes),
+    )
+
+
+def _graph(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Graph:
+    moving = [op for op in graph.ops if op.name in MOVING and sizes[str(dict(op.attrs)["axis"])] > 1]
+    if not moving:
+        return graph
+    types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
+    line = _Line(list(graph.ops), {id(op): seconds(op, types, sizes) for op in graph.ops})
+    taken = {*types}
+    for op in moving:
+        wait = line.hidden(op)
+        if wait is None:
+            continue
+        coming = replace(op.result, name=unique(f"{op.result.name}_coming", taken))
+        line.ops[line.at(op)] = replace(op, results=(coming,))
+        line.ops.insert(wait, Op(name="wait", args=(Ref(coming.name),), results=op.results, source=op.source))
+    return replace(graph, ops=tuple(line.ops))
+
+
+@dataclass(slots=True)
+class _Line:
+    """The operations in the order that is being made, and how long each takes."""
+
+    ops: list[Op]
+    times: Mapping[int, float]
+
+    def at(self, op: Op) -> int:
+        return next(index for index, other in enumerate(self.ops) if other is op)
+
+    def hidden(self, op: Op) -> int | None:
+        """Bring operations between a collective and its first reader; returns the reader's place, or None."""
+        left = self._delayed(op)
+        start = self.at(op)
+        reader = self._reader(start, op.result.name)
+        if left > 0:
+            between = sum(map(self._time, self.ops[start + 1 : reader]))
+            reader += self._brought_forward(reader, op.result.name, self.times[id(op)] - between)
+        return reader if any(map(self._time, self.ops[start + 1 : reader])) else None
+
+    def _time(self, op: Op) -> float:
+        """Of computing: collectives, and the waits for them, don't keep anybody busy."""
+        return 0.0 if op.name in MOVING else self.times.get(id(op), 0.0)
+
+    def _delayed(self, op: Op) -> float:
+        """Move earlier operations that a collective doesn't need behind it, until they hide it; returns what is left.
+
+        Not from beyond another collective, nor from beside it.
+        """
+        left, place = self.times[id(op)], self.at(op)
+        needed = {*op.refs()}
+        chosen: list[int] = []
+        for index in range(place - 1, -1, -1):
+            before = self.ops[index]
+            if left <= 0 or before.name in MOVING or before.name == "wait":
+                break
+            if self._time(before) and needed.isdisjoint(value.name for value in before.results):
+                chosen.append(index)
+                left -= self._time(before)
+            else:
+                needed.update(before.refs())
+        moved = [self.ops[index] for index in reversed(chosen)]
+        self.ops[place + 1 : place + 1] = moved
+        for index in chosen:
+            del self.ops[index]
+        return left
+
+    def _reader(self, start: int, name: str) -> int:
+        readers = (index for index in range(start + 1, len(self.ops)) if name in self.ops[index].refs())
+        return next(readers, len(self.ops))
+
+    def _brought_forward(self, reader: int, name: str, left: float) -> int:
+        """Move later operations that don't depend on `name` in front of its reader; returns how many."""
+        late = {name}
+        chosen: list[int] = []
+        needed: list[int] = []  # of those that take no time, such as views, only what a chosen one reads
+        for index in range(reader, len(self.ops)):
+            op = self.ops[index]
+            if op.name in MOVING or op.name == "wait" or not late.isdisjoint(op.refs()):
+                late.update(value.name for value in op.results)
+            elif self._time(op):
+                chosen.extend((*needed, index))
+                needed.clear()
+                left -= self._time(op)
+                if left <= 0:
+                    break
+            else:
+                needed.append(index)
+        moved = [self.ops[index] for index in chosen]
+        for index in reversed(chosen):
+            del self.ops[index]
+        self.ops[reader:reader] = moved
+        return len(moved)

@@ -142,18 +142,18 @@ def main() -> int:
 
 
 def proved(wanted: list[Run], workers: int) -> Iterator[Row]:
-    """A row for each run. Those of one model go to one worker, for they share the single device's run."""
-    by_model = [[run for run in wanted if run.model == name] for name in dict.fromkeys(run.model for run in wanted)]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool,
-    ):
-        for group in pool.map(_group, by_model, [folder] * len(by_model)):
+    """A row for each run, as groups of them end that share the single device's run."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in wanted:
+        groups.setdefault((run.model, run.zero[0]), []).append(run)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for group in pool.map(_group, groups.values()):
             yield from group
 
 
-def _group(group: list[Run], folder: str) -> list[Row]:
-    return [row(run, folder) for run in group]
+def _group(group: list[Run]) -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        return [row(run, folder) for run in group]
 
 
 if __name__ == "__main__":

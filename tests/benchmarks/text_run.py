@@ -186,7 +186,7 @@ def picture(losses: list[float], plain: list[float], resumed: int) -> str:
         text(LEFT, 352, f"their difference, at most {most:.1e}", "start"),
         text(WIDTH - GAP, low + 36, "step", "end"),
     ]
-    style = "text{font:13px sans-serif;fill:#333}polyline{fill:none}"
+    style = "text{font:13px sans-serif;fill:#333}polyline{fill:none;stroke-linejoin:round}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">'
     return "\n".join(
         [head, f"<style>{style}</style>", '<rect width="100%" height="100%" fill="white"/>', *body, "</svg>\n"]

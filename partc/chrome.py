@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from partc.forecast import Forecast, Scale, Segment
+from partc.forecast import Forecast, Scale
+from partc.laid import Laid
 from partc.measured import Measured
 from partc.mesh import PIPELINE_AXIS, Mesh
 from partc.runtime.clock import Interval
@@ -25,6 +27,8 @@ _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d
 _OTHERS = {
     ("the update", "all_reduce"): "the norm of the whole model's gradient",
     ("the update", "all_gather"): "every rank keeps the updated parameters whole",
+    ("the loss's reduction", "all_reduce"): "the loss of the whole batch",
+    ("the sum of shared weights' gradients", "all_reduce"): "stages that share weights sum their gradients",
 }
 
 Event = dict[str, Any]
@@ -74,8 +78,9 @@ def predicted_split(forecast: Forecast) -> tuple[float, Split]:
 def calibrated(forecast: Forecast, measured: Measured, mesh: Mesh) -> Forecast:
     """The forecast with computation and communication each as long in total as it was on this machine.
 
-    A collective takes as long as the rank that came last has waited in it. Of transfers those count
-    whose receiver was there before the sender. So no waiting for others is taken for slowness.
+    A collective takes as long as the rank that came last has waited in it, where it was waited for soon
+    after it was started. Of transfers those count whose receiver was there before the sender. So no
+    waiting for others is taken for slowness.
     """
     work = sum(
         (1 if each.kind == "work" else -1) * (each.end - each.start)
@@ -84,20 +89,22 @@ def calibrated(forecast: Forecast, measured: Measured, mesh: Mesh) -> Forecast:
         for each in step
         if each.kind != "aside"
     )
-    together: dict[tuple[object, ...], list[int]] = {}
+    together: dict[tuple[object, ...], list[Interval]] = {}
     for rank, steps in enumerate(measured.ranks):
         for step, intervals in steps.items():
             for key, each in _collectives(intervals):
                 group = _group(mesh, rank, each.over)
-                together.setdefault((step, *key, group), []).append(each.end - each.start)
+                together.setdefault((step, *key, group), []).append(each)
     awaited = [(sent, got) for _, _, sent, got in measured.messages if got.start < sent.start < got.end]
     ranks = mesh.size // len(forecast.places) * len(measured.steps)  # of one pipeline coordinate, in all steps
-    plain = [segment for place in forecast.places for span in place for segment in span.segments]
-    compute = ranks * sum(segment.seconds for segment in plain if not segment.op)
-    moving = sum(min(times) * len(times) for times in together.values())
-    moving += sum(got.end - sent.start for sent, got in awaited)
-    communication = ranks * sum(segment.seconds for segment in plain if segment.op)
-    communication += sum(forecast.transfer(int(sent.over.split()[1])) for sent, _ in awaited)
+    compute = ranks * sum(span.laid.compute for place in forecast.places for span in place)
+    moving = sum(got.end - sent.start for sent, got in awaited)
+    communication = sum(forecast.transfer(int(sent.over.split()[1])) for sent, _ in awaited)
+    for times in together.values():
+        last = min(times, key=lambda each: each.end - each.start)
+        if last.start - last.posted <= last.end - last.start:  # else it may have been there long before
+            moving += last.end - last.start
+            communication += forecast.collective(last.name, last.over, last.bytes)
     return forecast.scaled(
         Scale(
             compute=work / 1e9 / compute if compute else 1.0,
@@ -127,7 +134,11 @@ def _measured(measured: Measured, forecast: Forecast | None, mesh: Mesh | None) 
         place = "" if mesh is None else f" ({', '.join(f'{axis} {at}' for axis, at in mesh.coordinate(rank).items())})"
         yield from _names(rank, f"rank {rank}{place}", 2 * rank + 1)
         for step, intervals in steps.items():
-            reasons = {} if forecast is None else _reasons(intervals, forecast)
+            reasons = (
+                {}
+                if forecast is None
+                else _reasons(intervals, forecast, forecast.program.mesh.coordinate(rank).get(PIPELINE_AXIS, 0))
+            )
             for index, each in enumerate(intervals):
                 yield _slice(each, rank, first, step, reasons.get(index, ""))
     for number, (sender, receiver, sent, got) in enumerate(measured.messages):
@@ -155,22 +166,25 @@ def _slice(each: Interval, rank: int, first: int, step: int, why: str) -> Event:
     return _complete(name, each.kind, rank, thread, (each.start - first) / 1e3, (each.end - each.start) / 1e3, args)
 
 
-def _reasons(intervals: Sequence[Interval], forecast: Forecast) -> dict[int, str]:
-    """What collectives are for, where an action has as many of them, alike, as the plan says."""
-    by_action: dict[str, list[int]] = {}
+def _reasons(intervals: Sequence[Interval], forecast: Forecast, place: int) -> dict[int, str]:
+    """What collectives are for, where an action starts as many of them, alike, as the plan says."""
+    places = sorted((each.start, each.name) for each in intervals if each.kind in ("work", "aside"))
+    by_action: dict[tuple[float, str], list[int]] = {}
     for index, each in enumerate(intervals):
         if each.kind == "collective":
-            by_action.setdefault(each.within, []).append(index)
+            at = bisect_right(places, each.posted, key=lambda place: place[0]) - 1
+            by_action.setdefault(places[max(0, at)], []).append(index)
     found: dict[int, str] = {}
-    for name, indices in by_action.items():
+    for (_, name), indices in by_action.items():
         match = _ACTION.fullmatch(name)
         found.update((index, _OTHERS.get((name, intervals[index].name), name)) for index in indices if not match)
-        planned = [part for part in forecast.segments(int(match[1]), match[2]) if part.op] if match else []
         indices.sort(key=lambda index: intervals[index].posted)
         made = [(intervals[index].name, intervals[index].over) for index in indices]
-        again = len(made) // len(planned) if planned else 0  # for each batch that a step accumulates
-        if made == [(part.op, part.over) for part in planned] * again:
-            found.update((index, part.why) for index, part in zip(indices, planned * again, strict=True))
+        plans = [forecast.once(place)] if name == "prepare" else []
+        plans += [forecast.laid(int(match[1]), match[2], last=last) for last in (False, True)] if match else []
+        for planned in (plan.collectives for plan in plans):
+            if made == [(part.op, part.over) for part in planned]:
+                found.update((index, part.why) for index, part in zip(indices, planned, strict=True))
     return found
 
 
@@ -181,9 +195,9 @@ def _predicted(forecast: Forecast, begin: float) -> Iterator[Event]:
         process = _PREDICTED + place
         for span in spans:
             args = {"predicted": True}
-            start, length = begin + span.start * 1e6, (span.end - span.start) * 1e6
+            start, length = begin + span.start * 1e6, span.laid.seconds * 1e6
             yield _complete(span.name, "work", process, COMPUTE, start, length, args)
-            yield from _moves(span.segments, span.name, process, start)
+            yield from _moves(span.laid, span.name, process, start)
             drawn[span.name] = process, start, start + length
     for number, (stage, source, target) in enumerate(forecast.arrivals()):
         (process, _, at), (other, arrival, _) = drawn[source], drawn[target]
@@ -192,16 +206,15 @@ def _predicted(forecast: Forecast, begin: float) -> Iterator[Event]:
         yield from _flow(f"predicted {begin:.3f} {number}", (process, COMMUNICATION, at), (other, COMPUTE, arrival))
 
 
-def _moves(segments: Sequence[Segment], within: str, process: int, start: float) -> Iterator[Event]:
-    for segment in segments:
-        length = segment.seconds * 1e6
+def _moves(laid: Laid, within: str, process: int, start: float) -> Iterator[Event]:
+    for piece in laid.pieces:
+        segment = piece.segment
         if segment.op:
             args = {
                 "predicted": True, "axis": segment.over, "bytes": segment.bytes, "within": within, "why": segment.why,
             }  # fmt: skip
-            name = f"{segment.op} {segment.over}"
-            yield _complete(name, "collective", process, COMMUNICATION, start, length, args)
-        start += length
+            at, length = start + piece.start * 1e6, segment.seconds * 1e6
+            yield _complete(f"{segment.op} {segment.over}", "collective", process, COMMUNICATION, at, length, args)
 
 
 def _predicted_names(forecast: Forecast, beside: bool) -> Iterator[Event]:

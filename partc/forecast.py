@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
-from partc.codegen.collectives import NAMES, comment
+from partc.codegen.collectives import comment
 from partc.events import Collective, Transfer, events
+from partc.laid import Laid, Layout, Segment
 from partc.mesh import PIPELINE_AXIS
-from partc.parts import Kind, Move, Parts
+from partc.parts import Kind, Move, Parts, graph_of
 from partc.program import ITEMSIZE, MOVING, Action, Call, Graph, Op, Program, TensorType
+from partc.reductions import Reductions
 from partc.reshard import cost
 from partc.roofline import H100, Machine, seconds
 from partc.simulate import Durations, Timeline, timeline
 
 # Bytes that AdamW reads and writes for each one of a parameter, its gradient and two moments: 4 and 3 times.
 _UPDATE = 7
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """A part of an action: computation, or a collective (`op`) over some axes with what it is for."""
-
-    seconds: float
-    op: str = ""
-    over: str = ""
-    bytes: int = 0  # of a rank's operand
-    why: str = ""
+_MOST_AT_ONCE = 16  # collectives of one call: one for each element type and set of axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +37,11 @@ class Span:
 
     name: str
     start: float
-    end: float
-    segments: tuple[Segment, ...] = ()
+    laid: Laid
+
+    @property
+    def end(self) -> float:
+        return self.start + self.laid.seconds
 
 
 @dataclass(frozen=True)
@@ -57,9 +52,12 @@ class Forecast:
     machine: Machine = H100
     scale: Scale = Scale()
 
-    def segments(self, stage: int, kind: str) -> tuple[Segment, ...]:
-        """Of one run of a stage's action: F, B, I, W or REDUCE_GRAD."""
-        return self._segments[stage, kind]
+    def laid(self, stage: int, kind: str, *, last: bool = False) -> Laid:
+        """One run of a stage's action: F, B, I, W or REDUCE_GRAD; with `last`, the backward before the update."""
+        key = stage, kind, last
+        if key not in self._laid:
+            self._laid[key] = self._reduction(stage) if kind == "REDUCE_GRAD" else self._action(stage, kind, last)
+        return self._laid[key]
 
     def transfer(self, stage: int) -> float:
         """Seconds until what a stage has sent to the next ones has arrived, values or gradients."""
@@ -74,7 +72,7 @@ class Forecast:
     @cached_property
     def timeline(self) -> Timeline:
         def total(stage: int, kind: str) -> float:
-            return sum(segment.seconds for segment in self.segments(stage, kind))
+            return self.laid(stage, kind).seconds
 
         durations = [
             Durations(
@@ -100,93 +98,130 @@ class Forecast:
 
     def _place(self, place: int) -> Iterator[Span]:
         """Ranks of a pipeline begin together, and wait for nobody after their last action."""
-        each = [sum(segment.seconds for segment in self._once(other)) for other in range(len(self.timeline.ranks))]
-        begin = max(each)
-        if each[place]:
-            yield Span(name="prepare", start=0.0, end=each[place], segments=tuple(self._once(place)))
+        each = [self.once(other) for other in range(len(self.timeline.ranks))]
+        begin = max(laid.seconds for laid in each)
+        if each[place].seconds:
+            yield Span(name="prepare", start=0.0, laid=each[place])
+        played = self.timeline.ranks[place]
+        final = {span.compute.stage: span for span in played if span.compute.kind in ("B", "W")}
         spans = [
             Span(
                 name=str(span.compute),
                 start=begin + span.start,
-                end=begin + span.end,
-                segments=self.segments(span.compute.stage, span.compute.kind),
+                laid=self.laid(span.compute.stage, span.compute.kind, last=final.get(span.compute.stage) == span),
             )
-            for span in self.timeline.ranks[place]
+            for span in played
         ]
         spans += [
-            Span(
-                name=f"{stage}REDUCE_GRAD",
-                start=begin + start,
-                end=begin + end,
-                segments=self.segments(stage, "REDUCE_GRAD"),
-            )
+            Span(name=f"{stage}REDUCE_GRAD", start=begin + start, laid=self.laid(stage, "REDUCE_GRAD"))
             for stage, start, end in self.timeline.reductions[place]
             if end > start
         ]
         yield from sorted(spans, key=lambda span: span.start)
         now = max((span.end for span in spans), default=begin)
-        for name, segments in (("the end of the step", self._tail(place)), ("the update", self._update(place))):
-            length = sum(segment.seconds for segment in segments)
-            if length:
-                yield Span(name=name, start=now, end=now + length, segments=tuple(segments))
-            now += length
+        for name, laid in (("the end of the step", self._tail(place)), ("the update", self._update(place))):
+            if laid.seconds:
+                yield Span(name=name, start=now, laid=laid)
+            now += laid.seconds
 
     @cached_property
-    def _segments(self) -> dict[tuple[int, str], tuple[Segment, ...]]:
-        found = {
-            (stage, kind): tuple(self._of_runs(stage, self._runs(stage, kind)))
-            for stage in range(self.program.stages)
-            for kind in ("F", "B", "I", "W")
+    def _laid(self) -> dict[tuple[int, str, bool], Laid]:
+        return {}
+
+    def _action(self, stage: int, kind: str, last: bool) -> Laid:
+        regions = {region.name: region for region in self.program.regions}
+        here = [call for call in self.program.calls if call.stage == stage]
+        calls = [call for call in here if regions[call.region].phase == "microbatch"]
+        runs: dict[str, tuple[tuple[Kind, list[Call]], ...]] = {
+            "F": (("F", calls),),
+            "I": (("I", calls[::-1]),),
+            "W": (("W", calls),),
+            "B": (("B", calls[::-1]), ("W", calls)),
         }
-        for stage in range(self.program.stages):
-            name = str(Action(stage=stage, kind="REDUCE_GRAD"))
-            found[stage, "REDUCE_GRAD"] = tuple(self._of_events(self.program.place(stage), {name}, "gradients"))
+        final = "W" if any(regions[call.region].weight is not None for call in calls) else "B"
+        buckets = self._buckets(stage) if last else {}
+        layout = Layout()
+        for run, order in runs[kind]:
+            first, *others = self._parts.ahead(order, run)
+            self._start(layout, "gather", first, "the first call needs its parameters whole")
+            for call, ahead in zip(order, others, strict=True):
+                if self._parts.gathers(call, run):
+                    self._wait(layout, "gather")
+                self._start(layout, "gather", ahead, f"the call after {call.name} needs its parameters whole")
+                graph = graph_of(regions[call.region], run)
+                if graph is not None:
+                    self._run(layout, call, graph)
+                scattered = tuple(self._parts.after(call, run))
+                if scattered:
+                    self._wait(layout, "scatter")
+                    why = f"{call.name}: each rank keeps its part of the gradients"
+                    self._start(layout, "scatter", scattered, why)
+                if run == final and graph is not None:
+                    for index, segment in enumerate(buckets.get(call.name, ())):
+                        layout.start((call.name, index), segment)
+        return layout.laid()
+
+    def _start(self, layout: Layout, what: str, moves: Iterable[Move], why: str) -> None:
+        for index, move in enumerate(moves):
+            layout.start((what, index), self._move(move, why))
+
+    def _wait(self, layout: Layout, what: str) -> None:
+        for index in range(_MOST_AT_ONCE):
+            layout.wait((what, index))
+
+    def _reduction(self, stage: int) -> Laid:
+        """What the last backward has started ends first; then what starts at the step's end."""
+        layout = Layout()
+        layout.now = max(self.laid(stage, kind, last=True).carried for kind in ("B", "W"))
+        name = str(Action(stage=stage, kind="REDUCE_GRAD"))
+        layout.whole(self._of_events(self.program.place(stage), {name}, "gradients are summed"))
+        return layout.laid()
+
+    def _buckets(self, stage: int) -> dict[str, list[Segment]]:
+        """By the call after whose last backward their sums start."""
+        reductions, found = Reductions(self.program, stage), dict[str, list[Segment]]()
+        for bucket in reductions.buckets:
+            why = f"gradients that are complete after {bucket.after}"
+            if bucket.scattered:
+                moves = self._parts.scattered_sums(bucket.parameters)
+                segments = [self._move(move, why) for move in moves]
+            else:
+                ways = math.prod(self.program.sizes[axis] for axis in bucket.over)
+                segments = [
+                    self._moving("all_reduce", ",".join(bucket.over), ways, size * ITEMSIZE[dtype], why)
+                    for dtype, size in reductions.pieces(bucket.parameters)
+                ]
+            found.setdefault(bucket.after, []).extend(segments)
         return found
 
-    def _runs(self, stage: int, kind: str) -> Iterator[tuple[Call, Graph, Kind]]:
-        """The graphs that an action runs, in order."""
-        regions = {region.name: region for region in self.program.regions}
-        calls = [
-            call for call in self.program.calls if call.stage == stage and regions[call.region].phase == "microbatch"
-        ]
-        steps: list[tuple[Iterable[Call], Literal["forward", "backward", "weight"], Kind]] = []
-        if kind == "F":
-            steps.append((calls, "forward", "F"))
-        if kind in ("B", "I"):
-            steps.append((reversed(calls), "backward", "I" if kind == "I" else "B"))
-        if kind in ("B", "W"):
-            steps.append((calls, "weight", "W"))
-        for each, name, run in steps:
-            for call in each:
-                graph: Graph | None = getattr(regions[call.region], name)
-                if graph is not None:
-                    yield call, graph, run
+    def _run(self, layout: Layout, call: Call, graph: Graph) -> None:
+        """A call's operations; the names of their results are the call's own."""
+        for name, segment, awaited in self._of_graph(call.region, graph):
+            if awaited:
+                layout.wait((call.name, awaited))
+            elif segment.op:
+                layout.start((call.name, name), replace(segment, why=f"{call.name}: {segment.why}"))
+            else:
+                layout.work(segment.seconds)
 
-    def _of_runs(self, stage: int, runs: Iterable[tuple[Call, Graph, Kind]]) -> Iterator[Segment]:
-        for call, graph, kind in runs:
-            for move in self._parts.before(call, kind):
-                yield self._move(move, f"{call.name} needs its parameters whole")
-            for segment in self._of_graph(call.region, graph):
-                yield replace(segment, why=f"{call.name}: {segment.why}") if segment.op else segment
-            for move in self._parts.after(call, kind):
-                yield self._move(move, f"each rank keeps its part of {call.name}'s gradients")
-
-    def _of_graph(self, region: str, graph: Graph) -> Iterator[Segment]:
-        """Computations between two collectives are one segment."""
+    def _of_graph(self, region: str, graph: Graph) -> tuple[tuple[str, Segment, str], ...]:
+        """Result, segment, and what is waited for instead; computations between two collectives are one segment."""
         key = region, id(graph)
         if key not in self._graphs:
             self._graphs[key] = tuple(self._new_graph(region, graph))
-        yield from self._graphs[key]
+        return self._graphs[key]
 
     @cached_property
-    def _graphs(self) -> dict[tuple[str, int], tuple[Segment, ...]]:
+    def _graphs(self) -> dict[tuple[str, int], tuple[tuple[str, Segment, str], ...]]:
         return {}
 
-    def _new_graph(self, region: str, graph: Graph) -> Iterator[Segment]:
+    def _new_graph(self, region: str, graph: Graph) -> Iterator[tuple[str, Segment, str]]:
         sizes = self.program.sizes
         types = {value.name: value.type for value in self.program.region(region).params}
         types.update((name, value.type) for name, value in graph.definitions().items())
         module = next(call.name for call in self.program.calls if call.region == region)
+        awaited = {next(op.refs()) for op in graph.ops if op.name == "wait"}
+        nothing = Segment(seconds=0.0)
 
         def label(op: Op) -> str:
             place = op.source.module if op.source else ""
@@ -196,47 +231,56 @@ class Forecast:
         for op in graph.ops:
             axis = dict(op.attrs).get("axis")
             takes = seconds(op, types, sizes, self.machine)
-            if op.name not in MOVING or op.name not in NAMES or not isinstance(axis, str):
+            moves = op.name in MOVING and isinstance(axis, str)
+            if (not moves and op.name != "wait") or (isinstance(axis, str) and sizes[axis] == 1):
                 work += takes
-            elif sizes[axis] > 1:
-                if work:
-                    yield Segment(seconds=self.scale.compute * work)
-                    work = 0.0
-                yield Segment(
-                    seconds=self.scale.communication * takes,
-                    op=op.name,
-                    over=axis,
-                    bytes=types[next(op.refs())].local_bytes(sizes),
-                    why=comment(op, graph, types, sizes, label).partition(": ")[2],
-                )
+                continue
+            if work:
+                yield "", Segment(seconds=self.scale.compute * work), ""
+                work = 0.0
+            if op.name == "wait":
+                yield "", nothing, next(op.refs())
+                continue
+            made = op.results[0].name
+            segment = Segment(
+                seconds=self.scale.communication * takes,
+                op=op.name,
+                over=str(axis),
+                bytes=types[next(op.refs())].local_bytes(sizes),
+                why=comment(op, graph, types, sizes, label).partition(": ")[2],
+            )
+            yield made, segment, ""
+            if made not in awaited:
+                yield "", nothing, made
         if work:
-            yield Segment(seconds=self.scale.compute * work)
+            yield "", Segment(seconds=self.scale.compute * work), ""
 
-    def _once(self, place: int) -> list[Segment]:
+    def once(self, place: int) -> Laid:
         """What the step decides from its whole batch."""
         regions = {region.name: region for region in self.program.regions}
-        return [
-            segment
-            for call in self.program.calls
-            if regions[call.region].phase == "step" and self.program.place(call.stage) == place
-            for segment in self._of_graph(call.region, regions[call.region].forward)
-        ]
+        layout = Layout()
+        for call in self.program.calls:
+            if regions[call.region].phase == "step" and self.program.place(call.stage) == place:
+                self._run(layout, call, regions[call.region].forward)
+        return layout.laid()
 
-    def _tail(self, place: int) -> list[Segment]:
-        return [
-            *self._of_events(place, {"shared weights"}, "stages that share weights sum their gradients"),
-            *self._of_events(place, {"loss"}, "the loss of the whole batch"),
-        ]
+    def _tail(self, place: int) -> Laid:
+        layout = Layout()
+        layout.whole(self._of_events(place, {"shared weights"}, "stages that share weights sum their gradients"))
+        layout.whole(self._of_events(place, {"loss"}, "the loss of the whole batch"))
+        return layout.laid()
 
-    def _update(self, place: int) -> list[Segment]:
+    def _update(self, place: int) -> Laid:
         """AdamW is bound by memory; then what every rank keeps whole is gathered."""
         size = sum(
             parameter.type.local_bytes(self.program.sizes)
             for parameter in self.program.parameters
             if parameter.trainable and place in map(self.program.place, self._holders.get(parameter.name, ()))
         )
-        work = Segment(seconds=self.scale.compute * (self.machine.start + _UPDATE * size / self.machine.memory))
-        return [work, *self._of_events(place, {"update"}, "every rank keeps the updated parameters whole")]
+        layout = Layout()
+        layout.work(self.scale.compute * (self.machine.start + _UPDATE * size / self.machine.memory))
+        layout.whole(self._of_events(place, {"update"}, "every rank keeps the updated parameters whole"))
+        return layout.laid()
 
     def _of_events(self, place: int, actions: set[str], why: str) -> list[Segment]:
         return [
@@ -257,6 +301,12 @@ class Forecast:
     def _move(self, move: Move, why: str) -> Segment:
         size = move.size * ITEMSIZE[move.dtype] // (move.ways if move.op == "all_gather" else 1)
         return self._moving(move.op, ",".join(move.axes), move.ways, size, why)
+
+    def collective(self, op: str, over: str, size: int) -> float:
+        """Seconds of one, of `size` bytes of each rank, over axes ("dp,tp") or pipeline ranks ("pp 0,2")."""
+        axes, _, ranks = over.partition(" ")
+        ways = len(ranks.split(",")) if ranks else math.prod(self.program.sizes[axis] for axis in axes.split(","))
+        return self._moving(op, over, ways, size, "").seconds
 
     def _moving(self, op: str, over: str, ways: int, size: int, why: str) -> Segment:
         takes = self.machine.meeting + cost(op, ways, size) / self.machine.link if ways > 1 else 0.0
@@ -300,8 +350,8 @@ class Forecast:
         for spans in self.places:
             now = 0.0
             for span in spans:
-                compute += sum(segment.seconds for segment in span.segments if not segment.op)
-                exposed += sum(segment.seconds for segment in span.segments if segment.op)
+                compute += span.laid.compute
+                exposed += span.laid.seconds - span.laid.compute
                 exposed += min(span.start - now, transfers.get(span.name, 0.0))
                 now = span.end
         count = len(self.places)

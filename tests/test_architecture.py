@@ -64,6 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "partc.accounting",
         "partc.forecast",
+        "partc.laid",
         "partc.work",
         "partc.coverage",
         "partc.output",

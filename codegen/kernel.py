@@ -24,8 +24,8 @@ from partc.codegen.lowering import (
 from partc.codegen.names import Names
 from partc.codegen.spaces import condition, joined, terms
 from partc.layout import Sizes
-from partc.printer import print_operation
-from partc.program import VIEWS, DType, Op, TensorType
+from partc.printer import fused_bytes, print_operation
+from partc.program import DType, Op, TensorType
 
 WIDE = 2**31  # from here on, places take 64 bits
 _LONG = 96  # characters of an expression that stands in one line
@@ -133,11 +133,12 @@ class Draft:
 
     def told(self) -> dict[str, object]:
         """The fields of a Kernel that don't depend on its template."""
+        together, apart = fused_bytes(self.op, self.types, self.sizes)
         return {
             "name": kernel_name(self.op),
             "operations": tuple(map(_told, self.op.body)),
-            "moved": readable_bytes(_bytes(self.op, self.types, self.sizes)),
-            "apart": readable_bytes(sum(_bytes(step, self.types, self.sizes) for step in self.op.body)),
+            "moved": readable_bytes(together),
+            "apart": readable_bytes(apart),
             "arguments": tuple(self.arguments.values()),
             "results": self.results,
         }
@@ -220,14 +221,6 @@ def _both(conditions: Sequence[str]) -> str:
 
 def _upcast(dtype: DType) -> str:
     return ".to(tl.float32)" if computed_in(dtype) != dtype else ""
-
-
-def _bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> int:
-    """What an operation reads and writes; a view by itself nothing."""
-    if op.name in VIEWS:
-        return 0
-    values = [*(types[name] for name in dict.fromkeys(op.refs())), *(value.type for value in op.results)]
-    return sum(type.local_bytes(sizes) for type in values)
 
 
 def _told(op: Op) -> str:

@@ -17,7 +17,21 @@ import re
 from collections.abc import Iterator, Mapping
 
 from partc.layout import Sizes
-from partc.program import ITEMSIZE, Arg, Choice, DTypeArg, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
+from partc.program import (
+    ITEMSIZE,
+    VIEWS,
+    Arg,
+    Choice,
+    DTypeArg,
+    Graph,
+    Op,
+    Parameter,
+    Program,
+    Ref,
+    Region,
+    TensorType,
+    Value,
+)
 from partc.reshard import cost
 
 NAME = re.compile(r"[A-Za-z_0-9][\w.]*")
@@ -112,6 +126,9 @@ def _notes(op: Op, types: Mapping[str, TensorType], sources: bool, sizes: Sizes 
         parts.append(f"{{{' '.join(map(_choice, op.choices))}}}")
     if sizes is not None and op.name in COLLECTIVES:
         parts.append(collective_bytes(op, types, sizes))
+    if sizes is not None and op.body:
+        together, apart = fused_bytes(op, types, sizes)
+        parts.append(f"{readable(together)} in place of {readable(apart)}")
     if sources and op.source is not None:
         parts.append(f"at {op.source.file}:{op.source.line} {op.source.module}".rstrip())
     return " | ".join(part for part in parts if part)
@@ -125,6 +142,17 @@ def collective_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> s
     size = math.prod(operand.layout.local_shape(sizes)) * ITEMSIZE[operand.dtype]
     sent = cost(op.name, sizes[axis], size)
     return f"{readable(sent)} over {axis}" if sent else ""
+
+
+def fused_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[int, int]:
+    """What one kernel reads and writes for several operations, and what they would one by one; a view nothing."""
+    inner = {**types, **{value.name: value.type for step in op.body for value in step.results}}
+
+    def moved(step: Op) -> int:
+        values = [*(inner[name] for name in dict.fromkeys(step.refs())), *(value.type for value in step.results)]
+        return 0 if step.name in VIEWS else sum(type.local_bytes(sizes) for type in values)
+
+    return moved(op), sum(map(moved, op.body))
 
 
 def readable(size: float) -> str:

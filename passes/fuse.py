@@ -14,8 +14,9 @@ it reads (partc.rules.kernels says which operations can be written so). Views in
 expressions: those that lead to what it reads belong to it. A kernel with norms, softmaxes or sums in it goes
 through rows: it may make an element, a number for each row, and sums down all of them (partc.passes.fuse_forms).
 Two groups become one where that saves time by the roofline: a kernel's launch, and the bytes of what they
-hand over or both read. What others read, or is saved, is still written. Nothing is grouped across a matrix
-product, attention or a collective: a group never waits for what depends on another part of it.
+hand over or both read. What others read, or is saved, is still written; what backward kernels can
+make from what they read anyway is saved no more (partc.passes.fuse_saved). Nothing is grouped across a
+matrix product, attention or a collective: a group never waits for what depends on another part of it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import replace
 
 from partc.passes.fuse_groups import fused
 from partc.passes.fuse_names import named
+from partc.passes.fuse_saved import lean
 from partc.program import Program
 
 
@@ -32,6 +34,6 @@ def fuse(program: Program, *, kernels: str = "aten") -> Program:
     if kernels != "triton":
         return program
     regions = tuple(
-        fused(region, program.sizes) if region.phase == "microbatch" else region for region in program.regions
+        fused(lean(region), program.sizes) if region.phase == "microbatch" else region for region in program.regions
     )
     return named(replace(program, regions=regions))

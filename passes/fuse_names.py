@@ -10,7 +10,7 @@ from dataclasses import replace
 from partc.layout import Sizes
 from partc.printer import written
 from partc.program import Arg, Graph, Op, Program, Ref, Region, TensorType
-from partc.strides import follows
+from partc.strides import dense
 
 MOST_WORDS = 4
 _TAKEN = frozenset({"functions"})
@@ -19,13 +19,14 @@ _TAKEN = frozenset({"functions"})
 def named(program: Program) -> Program:
     """Give every fused operation the name of its kernel, and say which arguments may be strided in memory."""
     given: dict[tuple[object, ...], str] = {}
+    known = dense(program)
 
     def region_named(region: Region) -> Region:
-        dense = follows(region)
-
         def graph_named(graph: Graph) -> Graph:
             types = {value.name: value.type for value in (*region.params, *graph.definitions().values())}
-            return replace(graph, ops=tuple(_named(op, types, dense, program.sizes, given) for op in graph.ops))
+            return replace(
+                graph, ops=tuple(_named(op, types, known[region.name], program.sizes, given) for op in graph.ops)
+            )
 
         forward, backward, weight = region.forward, region.backward, region.weight
         return replace(

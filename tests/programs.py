@@ -41,10 +41,11 @@ def tiny(mesh: str = "1") -> Program:
 
 def fused_graph(body: str) -> Program:
     """A program of one region, whose lines below its name are given; its inputs and loss are found there."""
-    params = [line.split()[1].rstrip(":") for line in body.splitlines() if line.strip().startswith("param ")]
-    inputs = [line.strip().removeprefix("input ") for line in body.splitlines() if line.strip().startswith("input ")]
+    forward = body.partition("backward:")[0].splitlines()
+    params = [line.split()[1].rstrip(":") for line in forward if line.strip().startswith("param ")]
+    inputs = [line.strip().removeprefix("input ") for line in forward if line.strip().startswith("input ")]
     names = [line.partition(":")[0] for line in inputs]
-    held = "".join(line.strip().replace("param", "parameter") + "\n" for line in body.splitlines() if "param " in line)
+    held = "".join(line.strip().replace("param", "parameter") + "\n" for line in forward if "param " in line)
     return parse(
         "program one mesh tp=2 microbatches 1 loss loss\n"
         + "".join(f"input {name}\n" for name in names)

@@ -10,6 +10,7 @@ from partc.parser import parse
 from partc.passes.fuse import fuse
 from partc.printer import print_program, print_region
 from partc.program import Program
+from partc.strides import dense
 from partc.verifier import faults_of
 from tests.programs import fused_graph
 
@@ -75,6 +76,37 @@ TURNED = """
     e = add(a, d)  # f32[4, 6]
     loss = sum(e, (0, 1), False)  # f32[]
     return loss
+"""
+REMADE = """
+  param w: f32[6, 6]
+  param n: f32[6]
+  forward:
+    input x: f32[4, 6]
+    p = linear(x, w)  # f32[4, 6]
+    a = silu(p)  # f32[4, 6]
+    b = tanh(p)  # f32[4, 6]
+    h = mul(a, b)  # f32[4, 6]
+    q = add(h, x)  # f32[4, 6]
+    y, r = rms_norm(q, (6,), n, 1e-05)  # f32[4, 6] ; f32[4, 1]
+    loss = linear(y, b)  # f32[]
+    return loss
+  saved a, b, p, q, r
+  backward:
+    input grad_loss: f32[]
+    input a: f32[4, 6]
+    input b: f32[4, 6]
+    input p: f32[4, 6]
+    input q: f32[4, 6]
+    input r: f32[4, 1]
+    grad_y = linear_grad_input(grad_loss, b)  # f32[4, 6]
+    grad_q, grad_n = rms_norm_backward(grad_y, q, (6,), n, r)  # f32[4, 6] ; f32[6]
+    grad_b = mul(grad_q, a)  # f32[4, 6]
+    grad_a = mul(grad_q, b)  # f32[4, 6]
+    grad_s = silu_backward(grad_a, p)  # f32[4, 6]
+    grad_t = tanh_backward(grad_b, b)  # f32[4, 6]
+    grad_p = add(grad_s, grad_t)  # f32[4, 6]
+    grad_x = linear_grad_input(grad_p, w)  # f32[4, 6]
+    return grad_x, grad_n
 """
 
 
@@ -163,6 +195,89 @@ def test_kernels_that_are_alike_share_a_name() -> None:
         {"kernel": "mul_exp_2"},
         {"kernel": "mul_exp_2"},
     ]
+
+
+def test_what_backward_kernels_make_again_is_not_saved() -> None:
+    """a is read by kernels alone and made of p; b is read by a product too, and q is made of what isn't saved."""
+    assert_expected_inline(shown(REMADE), """\
+region main phase microbatch:
+  param w: f32[6, 6]
+  param n: f32[6]
+  forward:
+    input x: f32[4, 6]
+    p          = linear(x, w)                                                       # f32[4, 6]
+    b, q, y, r = fused(p, x, n, kernel="silu_tanh_mul_add", along=1, strided=(1,))  # f32[4, 6] ; f32[4, 6] ; f32[4, 6] ; f32[4, 1]
+    | a          = silu(p)                               # f32[4, 6]
+    | b          = tanh(p)                               # f32[4, 6]
+    | h          = mul(a, b)                             # f32[4, 6]
+    | q          = add(h, x)                             # f32[4, 6]
+    | y_square   = mul(q, q)                             # f32[4, 6]
+    | y_mean_sum = sum(y_square, (1,), True)             # f32[4, 1]
+    | y_mean     = mul(y_mean_sum, 0.16666666666666666)  # f32[4, 1]
+    | y_var      = add(y_mean, 1e-05)                    # f32[4, 1]
+    | r          = rsqrt(y_var)                          # f32[4, 1]
+    | y_unit     = mul(q, r)                             # f32[4, 6]
+    | y          = mul(y_unit, n)                        # f32[4, 6]
+    loss       = linear(y, b)                                                       # f32[]
+    return loss
+  saved b, p, q, r
+  backward:
+    input grad_loss: f32[]
+    input b: f32[4, 6]
+    input p: f32[4, 6]
+    input q: f32[4, 6]
+    input r: f32[4, 1]
+    grad_y         = linear_grad_input(grad_loss, b)                                                     # f32[4, 6]
+    grad_n, grad_p = fused(p, q, r, grad_y, n, b, kernel="silu_rms_norm_backward_mul_silu_backward", along=1)  # f32[6] ; f32[4, 6]
+    | a                = silu(p)                                     # f32[4, 6]
+    | grad_q_unit      = mul(q, r)                                   # f32[4, 6]
+    | grad_q_scaled    = mul(grad_y, n)                              # f32[4, 6]
+    | grad_q_product   = mul(grad_q_scaled, grad_q_unit)             # f32[4, 6]
+    | grad_q_along_sum = sum(grad_q_product, (1,), True)             # f32[4, 1]
+    | grad_q_along     = mul(grad_q_along_sum, 0.16666666666666666)  # f32[4, 1]
+    | grad_q_part      = mul(grad_q_unit, grad_q_along)              # f32[4, 6]
+    | grad_q_across    = sub(grad_q_scaled, grad_q_part)             # f32[4, 6]
+    | grad_q           = mul(grad_q_across, r)                       # f32[4, 6]
+    | grad_q_terms     = mul(grad_y, grad_q_unit)                    # f32[4, 6]
+    | grad_n           = sum(grad_q_terms, (0,), False)              # f32[6]
+    | grad_b           = mul(grad_q, a)                              # f32[4, 6]
+    | grad_a           = mul(grad_q, b)                              # f32[4, 6]
+    | grad_s           = silu_backward(grad_a, p)                    # f32[4, 6]
+    | grad_t           = tanh_backward(grad_b, b)                    # f32[4, 6]
+    | grad_p           = add(grad_s, grad_t)                         # f32[4, 6]
+    grad_x         = linear_grad_input(grad_p, w)                                                        # f32[4, 6]
+    return grad_x, grad_n
+""")
+
+
+def test_memory_is_dense_until_somebody_turns_it() -> None:
+    """The second call reads what the first returns; a region that returns a view makes it strided for its readers."""
+    text = """
+program two mesh 1 microbatches 1 loss loss
+input x
+value x: f32[4, 4]
+value h: f32[4, 4]
+value loss: f32[4, 4]
+parameter w: f32[4, 4]
+call first = first(x; w) -> h
+call second = second(h; ) -> loss
+region first phase microbatch:
+  param w: f32[4, 4]
+  forward:
+    input x: f32[4, 4]
+    a = exp(x)  # f32[4, 4]
+    b = linear(a, w)  # f32[4, 4]
+    c = permute(b, (1, 0))  # f32[4, 4]
+    return {}
+region second phase microbatch:
+  forward:
+    input h: f32[4, 4]
+    d = exp(h)  # f32[4, 4]
+    return d
+"""
+    straight, turned = (dense(parse(text.format(name))) for name in ("b", "c"))
+    assert straight == {"first": {"w", "b"}, "second": {"h", "d"}}
+    assert turned == {"first": {"w", "b"}, "second": set()}
 
 
 def test_a_fused_program_computes_the_same() -> None:

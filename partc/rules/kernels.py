@@ -22,7 +22,7 @@ Kind = Literal["pointwise", "view", "constant", "reduction", "composite"]
 CONTIGUOUS = frozenset(
     {
         "linear", "linear_grad_input", "linear_grad_weight", "matmul", "matmul_grad_left", "matmul_grad_right", "mm",
-        "bmm", "embedding", "embedding_shard", "fused",
+        "bmm", "embedding", "embedding_shard", "fused", "outer", "linear_grad_bias",
     }
 )  # fmt: skip
 VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "cat", "slice_backward", "alias"})

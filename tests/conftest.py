@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["TRITON_INTERPRET"] = "1"  # read while Triton is imported; what compiles kernels is a process of its own
+# Read while Triton is imported: kernels are interpreted, unless tests.gpu runs them. What builds them is another process.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 for name in ("PARTC_DEBUG", "PARTC_FUEL", "PARTC_DISABLE"):
     os.environ.pop(name, None)

@@ -199,7 +199,9 @@ def test_kernels_that_are_alike_share_a_name() -> None:
 
 def test_what_backward_kernels_make_again_is_not_saved() -> None:
     """a is read by kernels alone and made of p; b is read by a product too, and q is made of what isn't saved."""
-    assert_expected_inline(shown(REMADE), """\
+    assert_expected_inline(
+        shown(REMADE),
+        """\
 region main phase microbatch:
   param w: f32[6, 6]
   param n: f32[6]
@@ -247,7 +249,8 @@ region main phase microbatch:
     | grad_p           = add(grad_s, grad_t)                         # f32[4, 6]
     grad_x         = linear_grad_input(grad_p, w)                                                        # f32[4, 6]
     return grad_x, grad_n
-""")
+""",
+    )
 
 
 def test_memory_is_dense_until_somebody_turns_it() -> None:

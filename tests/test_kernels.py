@@ -15,7 +15,7 @@ from partc.layout import Layout
 from partc.mesh import Mesh
 from partc.operators import DTYPES
 from partc.passes.fuse import fuse
-from partc.program import DType, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.program import Call, DType, Graph, Op, Program, Ref, Region, TensorType, Value
 from tests.programs import fused_graph, op, value
 from tests.triton_runs import Kernels, exact_bf16
 
@@ -28,8 +28,17 @@ def kernels(tmp_path: Path) -> Kernels:
     return Kernels(tmp_path / "kernels")
 
 
-def program_of(graph: Graph) -> Program:
-    return Program(name="one", mesh=Mesh.parse("1"), regions=(Region(name="main", params=(), forward=graph),))
+def program_of(graph: Graph, *, dense: bool = False) -> Program:
+    """One region, whose inputs may be strided in memory: they are the batch's."""
+    names = tuple(item.name for item in graph.inputs)
+    call = Call(name="main", region="main", params=(), args=names, results=tuple(f"{x}_out" for x in graph.outputs))
+    return Program(
+        name="one",
+        mesh=Mesh.parse("1"),
+        inputs=() if dense else names,
+        regions=(Region(name="main", params=(), forward=graph),),
+        calls=(call,),
+    )
 
 
 def random(type: TensorType, seed: int = 0) -> Tensor:

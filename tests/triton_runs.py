@@ -1,8 +1,9 @@
-"""Fused operations run as their kernels, in Triton's interpreter, which conftest has switched on."""
+"""Fused operations run as their kernels: in Triton's interpreter, or with TRITON_INTERPRET=0 on a GPU."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from partc.interpret import results_of
 from partc.layout import Sizes
 from partc.program import Graph, Op, TensorType
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FUNCTIONS = Path(__file__).parent.parent / "partc" / "kernels" / "functions.py"
 
 
@@ -63,15 +65,25 @@ class Kernels:
         self, op: Op, types: Mapping[str, TensorType], known: Mapping[str, Tensor], sizes: Sizes, **how: bool
     ) -> dict[str, Tensor]:
         """What one fused operation makes."""
-        found = self.load(kernel(op, types, sizes, **how))(*(known[name] for name in op.refs()))
-        return dict(
-            zip((value.name for value in op.results), found if isinstance(found, tuple) else (found,), strict=True)
-        )
+        found = self.load(kernel(op, types, sizes, **how))(*(_there(known[name]) for name in op.refs()))
+        made = found if isinstance(found, tuple) else (found,)
+        return {value.name: x.cpu() for value, x in zip(op.results, made, strict=True)}
+
+
+def _there(x: Tensor) -> Tensor:
+    """Where kernels run, in memory of the same layout."""
+    if INTERPRETED:
+        return x
+    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).cuda()
+    return whole.as_strided(x.size(), x.stride(), x.storage_offset())
 
 
 @contextmanager
 def exact_bf16() -> Iterator[None]:
     """The interpreter cuts bits off where hardware rounds to the nearest; with this, it rounds."""
+    if not INTERPRETED:
+        yield
+        return
     from triton import language as tl
     from triton.runtime import interpreter
 

@@ -1,0 +1,79 @@
+"""Bytes a second of emitted kernels at 4096 x 8192 in bf16, against a copy of as many bytes in the same run."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from partc.codegen.kernels import kernel
+from partc.operators import DTYPES
+from partc.passes.fuse import fuse
+from partc.printer import fused_bytes
+from partc.program import Graph, TensorType
+from tests.programs import op, value
+from tests.test_kernel_rows import normed
+from tests.test_kernels import program_of
+from tests.triton_runs import Kernels
+
+SHAPE = (4096, 8192)
+LEAST = 0.9  # of a copy's bytes a second
+
+
+def graphs() -> dict[str, Graph]:
+    """What a transformer has of them."""
+    item = {name: value(name, *SHAPE, dtype="bf16") for name in ("a", "b", "c", "x", "y", "z")}
+    bias = value("bias", SHAPE[1], dtype="bf16")
+
+    def graph(inputs: str, outputs: str, *ops: Any) -> Graph:
+        return Graph(inputs=tuple(item[name] for name in inputs), ops=ops, outputs=tuple(outputs.split()))
+
+    return {
+        "silu, mul": graph("ab", "y", op("silu", "a", makes=item["x"]), op("mul", "x", "b", makes=item["y"])),
+        "add, add": graph("abc", "y", op("add", "a", "b", makes=item["x"]), op("add", "x", "c", makes=item["y"])),
+        "mul, silu_backward": graph(
+            "abc", "x z", op("mul", "a", "b", makes=item["x"]), op("silu_backward", "x", "c", makes=item["z"])
+        ),
+        "gelu_backward, bias": graph(
+            "ab", "x bias", op("gelu_backward", "a", "b", makes=item["x"]), op("linear_grad_bias", "x", makes=bias)
+        ),
+        "mul, softmax": graph("a", "y", op("mul", "a", 0.5, makes=item["x"]), op("softmax", "x", -1, makes=item["y"])),
+        **{
+            name: normed(name, SHAPE, 1, "bf16")
+            for name in ("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward")
+        },
+    }
+
+
+def table() -> bool:
+    """Print it; whether every kernel is fast enough."""
+    from triton.testing import do_bench
+
+    shown = Table("kernel", "bytes", "µs", "GB/s", "of a copy", title="Kernels at 4096 x 8192 in bf16")
+    good = True
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = Kernels(Path(folder) / "kernels")
+        for name, graph in graphs().items():
+            after = fuse(program_of(graph, dense=True), kernels="triton").regions[0].forward
+            (fused,) = after.ops
+            types = {key: found.type for key, found in after.definitions().items()}
+            launch = loaded.load(kernel(fused, types, {}))
+            inputs = [_made(types[key]) for key in fused.refs()]
+            size, _ = fused_bytes(fused, types, {})
+            source = torch.empty(size // 2, dtype=torch.uint8, device="cuda")
+            target = torch.empty_like(source)
+            copied = float(do_bench(lambda s=source, t=target: t.copy_(s), return_mode="median"))
+            took = float(do_bench(lambda f=launch, x=inputs: f(*x), return_mode="median"))
+            share = copied / took
+            good = good and share >= LEAST
+            shown.add_row(name, f"{size:,}", f"{1e3 * took:.1f}", f"{size / took / 1e6:.0f}", f"{share:.0%}")
+    Console(width=120).print(shown)
+    return good
+
+
+def _made(type: TensorType) -> torch.Tensor:
+    return torch.randn(type.shape, device="cuda").to(DTYPES[type.dtype])

@@ -1,0 +1,54 @@
+"""One peer of the package, in a process of its own: `peer.py NAME config.json BATCH SEQ WARM STEPS OUT.json`.
+
+All train the model of the configuration with autocast to bf16 and fused AdamW on parameters in fp32, as the package
+does. `liger` is eager with Liger's kernels in place of the model's, fused cross-entropy included.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def main(peer: str, path: str, batch: int, seq: int, warm: int, steps: int, out: str) -> None:
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    config = AutoConfig.from_pretrained(path)
+    if peer == "liger":
+        from liger_kernel.transformers import apply_liger_kernel_to_gpt2, apply_liger_kernel_to_llama
+
+        {"llama": apply_liger_kernel_to_llama, "gpt2": apply_liger_kernel_to_gpt2}[config.model_type]()
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    run = model
+    if peer in ("compile", "max-autotune"):
+        run = torch.compile(model, mode="default" if peer == "compile" else peer)
+    ids = torch.randint(config.vocab_size, (batch, seq), device="cuda")
+    seconds = []
+    for step in range(warm + steps):
+        torch.cuda.synchronize()
+        if step == warm:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = run(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    taken = sorted(seconds[warm:])
+    found = {"speed": batch * seq / taken[len(taken) // 2], "peak": torch.cuda.max_memory_allocated()}
+    Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    name, path, *numbers, out = sys.argv[1:]
+    batch, seq, warm, steps = map(int, numbers)
+    main(name, path, batch, seq, warm, steps, out)

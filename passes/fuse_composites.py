@@ -15,23 +15,24 @@ appendix A, for rms_norm, and of Ba, Kiros and Hinton 2016 for layer_norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from partc.layout import Layout, Sizes
+from partc.naming import unique
 from partc.program import FLOATING, Arg, DType, Op, Ref, Region, TensorType, Value
 
 # Results beyond the first: numbers of a row, kept in fp32 where rows have 16 bits.
 STATISTICS = frozenset({"rms_norm", "layer_norm"})
 
 
-def spelled_out(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: Collection[str]) -> tuple[Op, ...]:
-    """The operations that a composite is made of; any other operation itself. `taken` names are others'."""
+def spelled_out(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]) -> tuple[Op, ...]:
+    """The operations that a composite is made of; any other operation itself. Their names join those that are taken."""
     write = _COMPOSITES.get(op.name)
     if write is None:
         return (op,)
     shown = op.results[0].name
-    writer = _Writer(op=op, types=types, sizes=sizes, stem=shown, taken=set(taken))
+    writer = _Writer(op=op, types=types, sizes=sizes, stem=shown, taken=taken)
     write(writer, *op.args)
     return tuple(writer.ops)
 
@@ -107,17 +108,10 @@ class _Writer:
         if makes is None:
             dtype = self.types[next(self.op.refs())].dtype
             wide: DType = "f32" if dtype in ("bf16", "f16") or dtype not in FLOATING else dtype
-            makes = Value(name=self._fresh(f"{self.stem}_{word}"), type=TensorType(dtype=wide, layout=layout))
+            makes = Value(name=unique(f"{self.stem}_{word}", self.taken), type=TensorType(dtype=wide, layout=layout))
         self.known[makes.name] = makes.type
         self.ops.append(Op(name=name, args=args, results=(makes,), source=self.op.source))
         return Ref(makes.name)
-
-    def _fresh(self, wanted: str) -> str:
-        name, count = wanted, 1
-        while name in self.taken:
-            name, count = f"{wanted}_{count}", count + 1
-        self.taken.add(name)
-        return name
 
 
 def _rms_norm(w: _Writer, x: Ref, shape: tuple[int, ...], weight: Arg, eps: Arg) -> None:

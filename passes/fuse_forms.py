@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from partc.program import FLOATING, Arg, DType, Op
+from partc.rules.rule import argument
 
 Shape = tuple[int, ...]
 MOST_COLUMNS = 8192  # of a row that one program holds whole; with more, derivatives of norms spill
@@ -64,7 +65,7 @@ def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DTy
 
 def _reduced(op: Op, shape: Shape) -> Form | None:
     """The last dimensions, kept; or, of sums, all dimensions but the last, dropped."""
-    dims, keep = (*op.args[1:], False)[:2]
+    dims, keep = argument(op, 1, "dim"), argument(op, 2, "keepdim", False)
     if not isinstance(dims, tuple) or op.attrs:
         return None
     reduced = sorted(dim % len(shape) for dim in dims if isinstance(dim, int))

@@ -1,7 +1,7 @@
 """Counts the memory behind tensors that have none: every storage from the operation that makes it to its end.
 
-Tensors are torch's fake ones: they have shapes and storages, which live as long as someone refers to them, and no
-bytes. So whoever runs code on them learns what it would hold and when, from Python's own rules.
+Tensors are those of the device meta: they have shapes and storages, which live as long as someone refers to them, and
+no bytes. So whoever runs code on them learns what it would hold and when, from Python's own rules.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from partc.memory import Moment, Place, RankMemory, together
 from partc.runtime.torch_private import storage_key, tree_flatten
-from partc.torch_private import FakeTensorMode, TorchDispatchMode
+from partc.torch_private import TorchDispatchMode
 
 
 class Block:
@@ -104,6 +105,9 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.native_layer_norm.default:
+            # Its kernel for CPUs keeps means and deviations in the bits of its operand, others in 32.
+            result = (result[0], *(x.to(args[0].dtype) for x in result[1:]))
         if not self._muted:
             for x in tree_flatten(result)[0]:
                 if isinstance(x, Tensor) and storage_key(x) not in self._found:
@@ -122,6 +126,12 @@ class Ledger(TorchDispatchMode):
         if self.heard is not None:
             self.heard.append(Event("+", block, self.line, op))
         self._reaches(self.now, op, self.line)
+
+    def holds(self, bytes: int) -> Owned:
+        """Memory that nobody computes with: it is there as long as what this returns."""
+        block = Block(bytes, self.category, self.name)
+        self.add(block)
+        return Owned(self, block)
 
     def ends(self, block: Block) -> None:
         self.now -= block.bytes
@@ -225,8 +235,24 @@ class Ledger(TorchDispatchMode):
             yield Moment(action=self._actions[entered], peak=peak, after=now)
 
 
+class _Even(TorchFunctionMode):
+    """Where the batch decides which rows an expert gets, every one gets as many: its numbers are not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.searchsorted:
+            self._rows = args[0].numel()
+        if func is Tensor.tolist and args[0].is_meta:
+            count = args[0].numel()
+            return [self._rows * (index + 1) // count for index in range(count)]
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def counting() -> Iterator[Ledger]:
-    """Operations in here are on tensors without memory, and counted."""
-    with FakeTensorMode(), Ledger() as ledger, torch.no_grad():
+    """Operations in here, on tensors of the meta device, are counted."""
+    with _Even(), Ledger() as ledger, torch.no_grad():
         yield ledger

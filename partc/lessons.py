@@ -37,10 +37,10 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """A result that is one of the arguments' tensors, by its number."""
+    """A result that is one of the arguments' tensors, by its number; `sight` is another one of it, if any."""
 
     number: int
-    sight: Sight
+    sight: Sight | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,9 @@ class Lessons:
         places: dict[int, int] = {}
         leaves = list(_leaves(arguments))
         same = tuple(places.setdefault(self._memory(leaf), len(places)) for leaf in leaves)
-        return Call(self, function, (function.text, tuple(map(_sight, leaves)), same), same)
+        # What a function does to memory doesn't depend on where in theirs its arguments begin.
+        seen = tuple(_sight(leaf)[:3] for leaf in leaves)
+        return Call(self, function, (function.text, seen, same), same)
 
     def _memory(self, leaf: Leaf | Tensor) -> int:
         """The identity of what is behind a tensor."""
@@ -128,9 +130,7 @@ class Call:
         def returned(item: Any) -> Leaf | Tensor:
             if isinstance(item, _New):
                 return Leaf(owners[item.number], item.sight)
-            leaf = passed[item.number]
-            assert leaf is not None
-            return Leaf(leaf.owner if isinstance(leaf, Leaf) else leaf, item.sight)
+            return _passed(passed[item.number], item.sight)
 
         return self._handed(lesson.result, returned)
 
@@ -149,9 +149,9 @@ class Call:
                 numbered = tuple(number for number, other in enumerate(self._same) if other == group)
                 alone = len(numbered) == 1
                 made = (
-                    torch.empty_strided(shape, stride, dtype=dtype)
+                    torch.empty_strided(shape, stride, dtype=dtype, device="meta")
                     if alone
-                    else torch.empty(self._bytes(leaf), dtype=torch.uint8)
+                    else torch.empty(self._bytes(leaf), dtype=torch.uint8, device="meta")
                 )
                 key = storage_key(made)
                 self._ledger.watch(made, Block(0, "", ""), lambda: self._dropped(key, numbered))
@@ -196,7 +196,8 @@ class Call:
                 raise InternalError(f"{self._function.name} returns {x!r}")
             stood = self._stood.get(storage_key(x))
             if stood is not None:
-                return _Argument(stood, sight(x))
+                own = self._held[stood]
+                return _Argument(stood, None if own is not None and _sight(own) == sight(x) else sight(x))
             block = self._ledger.block(x)
             if block is None:
                 raise InternalError(f"{self._function.name} returns what it did not make")
@@ -210,9 +211,7 @@ class Call:
             item = known(x)
             if isinstance(item, _New):
                 return Leaf(x, item.sight) if isinstance(x, Tensor) else x
-            leaf = passed[item.number]
-            assert leaf is not None
-            return Leaf(leaf.owner if isinstance(leaf, Leaf) else leaf, item.sight)
+            return _passed(passed[item.number], item.sight)
 
         handed = self._handed(result, returned)
         lesson.blocks = [(block.bytes, block.category, block.name) for block in numbers]
@@ -249,10 +248,18 @@ class Call:
             if isinstance(leaf.owner, Tensor):
                 return leaf.owner if sight(leaf.owner) == leaf.sight else _seen(leaf.owner, leaf.sight)
             owner = leaf.owner
-            base = torch.empty(owner.block.bytes, dtype=torch.uint8)
+            base = torch.empty(owner.block.bytes, dtype=torch.uint8, device="meta")
             kept = [owner]
             self._ledger.watch(base, owner.block, kept.clear)
             return _seen(base, leaf.sight)
+
+
+def _passed(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:
+    """An argument that is a result, seen otherwise if a sight is given."""
+    assert leaf is not None
+    if sight is None:
+        return leaf
+    return Leaf(leaf.owner if isinstance(leaf, Leaf) else leaf, sight)
 
 
 def _seen(x: Tensor, sight: Sight) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from partc.codegen.package import StageModule, stage_modules
-from partc.ledger import Ledger, counting
+from partc.ledger import Ledger, Owned, counting
 from partc.lessons import Lessons, stage_class
 from partc.memory import Account, RankMemory
 from partc.mesh import PIPELINE_AXIS
@@ -34,6 +34,7 @@ from partc.runtime.parts import Parts, ahead
 from partc.runtime.sums import Bucket, Sums
 
 Sizes = Mapping[str, int]
+META = torch.device("meta")
 
 
 def rehearse(program: Program, *, optimizer: str = "adamw", modules: Sequence[StageModule] | None = None) -> Account:
@@ -66,7 +67,7 @@ def _rank(
         parameters: dict[str, Tensor] = {}
         for name, shard in shards.items():
             with ledger.making("parameters", name):
-                parameters[name] = torch.empty(shard.local_shape(program.mesh.sizes), dtype=shard.dtype)
+                parameters[name] = torch.empty(shard.local_shape(program.mesh.sizes), dtype=shard.dtype, device=META)
         with ledger.making("gradients", "gradients"):
             gradients, buffers = gradient_buffers(shards, parameters)
         with ledger.making("copies", "copies"):
@@ -75,10 +76,10 @@ def _rank(
                 for number, stage in classes.items()
             }
         attach_gradients(parameters, gradients)
-        states: list[Tensor] = []
+        states: list[Owned] = []
         for name in gradients:
             with ledger.making("optimizer", name):
-                states.extend(state.of(parameters[name]) for state in kept)
+                states.extend(ledger.holds(state.bytes(parameters[name])) for state in kept)
         comm.draws = program.draws if program.repeated else 0
         with ledger.making("constants", "constants"):
             for stage in stages.values():
@@ -88,13 +89,17 @@ def _rank(
 
         def cut() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
             with ledger.making("batch", "batch"):
-                whole = {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in inputs.items()}
-                return local_batch(
-                    whole, inputs, program.mesh.sizes, comm.coordinate, program.microbatches, torch.device("cpu")
-                )
+                whole = {
+                    name: torch.empty(shard.shape, dtype=shard.dtype, device=META) for name, shard in inputs.items()
+                }
+                return local_batch(whole, inputs, program.mesh.sizes, comm.coordinate, program.microbatches, META)
 
         batch, microbatches = cut()
-        loss = torch.empty((), dtype=_loss_dtype(program)) if any(stage.loss for stage in stages.values()) else None
+        loss = (
+            torch.empty((), dtype=_loss_dtype(program), device=META)
+            if any(stage.loss for stage in stages.values())
+            else None
+        )
         for stage in stages.values():
             stage.prepare(batch)
         ledger.starts()
@@ -136,14 +141,13 @@ def _kernels(program: Program) -> SimpleNamespace:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A tensor that an optimizer keeps for each parameter: like it, or of a shape of its own."""
+    """A tensor that an optimizer keeps for each parameter: like it, or of a size of its own."""
 
     like: bool
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    size: int  # of its own
 
-    def of(self, parameter: Tensor) -> Tensor:
-        return torch.empty_like(parameter) if self.like else torch.empty(self.shape, dtype=self.dtype)
+    def bytes(self, parameter: Tensor) -> int:
+        return parameter.nbytes if self.like else self.size
 
 
 def _kept_by(optimizer: str) -> tuple[_State, ...]:
@@ -153,7 +157,7 @@ def _kept_by(optimizer: str) -> tuple[_State, ...]:
     made = make_optimizer(optimizer, {"": parameter}, 0.0)
     made.step()
     kept = (x for x in made.state[parameter].values() if isinstance(x, Tensor))
-    return tuple(_State(x.shape == parameter.shape, tuple(x.shape), x.dtype) for x in kept)
+    return tuple(_State(x.shape == parameter.shape, x.nbytes) for x in kept)
 
 
 class _Turns:
@@ -240,7 +244,7 @@ class _QuietComm(DistributedComm):
     clock: _Clock
 
     def __init__(self, ledger: Ledger, sizes: Sizes, place: int) -> None:
-        self.device = torch.device("cpu")
+        self.device = META
         self.coordinate = {name: place if name == PIPELINE_AXIS else 0 for name in sizes}
         self._ledger = ledger
         self._posted = []

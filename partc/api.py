@@ -14,7 +14,7 @@ from partc.accounting import ReplicatedOp, communication, replicated_ops
 from partc.coverage import Coverage, coverage
 from partc.errors import PartcError
 from partc.memory import Account
-from partc.mesh import Mesh
+from partc.mesh import PIPELINE_AXIS, Mesh
 from partc.options import TABLE, Options
 from partc.output import write
 from partc.printer import readable
@@ -158,6 +158,7 @@ class Compilation:
     phases: Mapping[str, float]
     extra: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # where the package differs from the whole batch on one device
+    again: Callable[[Options], Program] | None = None  # the same model with other options
 
     @property
     def program(self) -> Program:
@@ -188,6 +189,7 @@ def compile(
     casts: Sequence[str] = (),
     kernels: str = "auto",
     loss: Callable[..., Any] | None = None,
+    memory_limit: str | None = None,
     options: Mapping[str, Any] | None = None,
     on_phase: PhaseObserver = lambda phase: None,
 ) -> Package:
@@ -198,7 +200,8 @@ def compile(
     and optionally `loss(model, batch)`. `schedule` is a name or the path of a CSV file.
     `zero` is what data-parallel ranks hold in parts: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters
     too; `"3@dp_in"` names the axes. `recompute` is what backward makes again: none, selective, full, or a
-    budget of saved bytes a rank such as 18GB. With `precision` bf16 or fp16, `casts` overrides what operations
+    budget of all bytes that a rank holds, such as 18GB. A rank that holds more than `memory_limit` ("80GB") is an
+    error, which says what would help. With `precision` bf16 or fp16, `casts` overrides what operations
     compute in ("softmax=bf16"). `kernels` is auto, triton (fused operations, which need Triton) or aten.
     Raises PartcError for whatever is wrong with these.
     """
@@ -215,6 +218,7 @@ def compile(
         bucket=bucket,
         casts=casts,
         kernels=kernels,
+        memory_limit=memory_limit,
     )
     done = compilation(model, batch, checked, loss=loss, model_options=options or {}, on_phase=on_phase)
     return package(done, on_phase=on_phase)
@@ -267,7 +271,9 @@ def compilation(
         done(Phase(label=step.label, seconds=step.seconds, note=_note(step)))
 
     def lowered(program: Program) -> tuple[passes.Step, ...]:
-        return passes.run(program, options.for_passes, until=until, verify=verify_program, observe=stepped)
+        if options.budget is None or (until is not None and until in passes.before("recompute")):
+            return passes.run(program, options.for_passes, until=until, verify=verify_program, observe=stepped)
+        return _within_budget(program, options, until, stepped)
 
     origin = traced(repeated=False)
     warnings: tuple[str, ...] = ()
@@ -288,12 +294,35 @@ def compilation(
         options=options,
         phases=phases,
         extra=origin.extra,
+        again=lambda other: compilation(model, batch, other, loss=loss, model_options=model_options).program,
     )
 
 
+def _within_budget(
+    program: Program, options: Options, until: str | None, observe: passes.Observer
+) -> tuple[passes.Step, ...]:
+    """The passes, with so much recomputation that ranks hold no more than the budget: each is told of once."""
+    from partc.fitting import within
+
+    last = passes.before("recompute")[-1]
+    first = passes.run(program, options.for_passes, until=last, verify=verify_program, observe=observe)
+    start = first[-1].program
+
+    def choose(besides: Sequence[int]) -> tuple[passes.Step, ...]:
+        return passes.run(start, options.for_passes | {"overhead": besides}, behind=last, verify=verify_program)
+
+    assert options.budget is not None
+    rest = within(options.budget, options.mesh.axis(PIPELINE_AXIS), choose)
+    wanted = rest if until is None else rest[: 1 + [step.name for step in rest].index(until)]
+    for step in wanted:
+        observe(step)
+    return (*first, *wanted)
+
+
 def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) -> Package:
-    """The package of a compilation that has run to its end."""
+    """The package of a compilation that has run to its end. Raises PartcError P0416 if a rank holds too much."""
     from partc.codegen.package import stage_modules
+    from partc.fitting import check_limit
     from partc.rehearsal import rehearse
 
     phases = dict(done.phases)
@@ -308,6 +337,8 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
     start = time.perf_counter()
     memory = rehearse(done.program, modules=modules)
     ended("Rehearsed", start, f"a rank holds {readable(memory.worst.peak)} at most")
+    if done.options.memory_limit is not None and done.again is not None:
+        check_limit(memory, done.options.memory_limit, done.options, done.again)
     return Package(
         modules=modules,
         memory=memory,

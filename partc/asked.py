@@ -45,7 +45,8 @@ def options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
             if given[name] < 1:
                 raise PartcError("P0004", f"--{name} {given[name]} is out of range", help="give 1 or more")
             _define(definitions, name, str(given[name]))
-    return Options.checked(**{name: given[name] for name in _KEPT}), definitions
+    limit = given.get("memory_limit")
+    return Options.checked(memory_limit=limit, **{name: given[name] for name in _KEPT}), definitions
 
 
 def _define(definitions: dict[str, str], name: str, value: str) -> None:
@@ -119,7 +120,7 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             default="none",
             show_default=True,
             help="what backward makes again: nothing; what is large and quickly made; all but regions' inputs; "
-            "or what must be, so that a rank saves no more than 18GB",
+            "or what must be, so that a rank holds no more than 18GB",
         ),
         click.option(
             "--kernels",

@@ -52,6 +52,7 @@ cli.add_command(trace_command)
 @click.argument("model")
 @asked.compile_options(required=True)
 @click.option("-o", "--output", type=Path, default=Path("build"), show_default=True, help="folder of the package")
+@click.option("--memory-limit", metavar="BYTES", help="fail if a rank holds more than 80GB, and say what would help")
 @click.option(
     "--dump-after", metavar="PASS|all", multiple=True, help="write the program after a pass, beside the output"
 )

@@ -284,10 +284,17 @@ CATALOGUE: Mapping[str, Entry] = {
     ),
     "P0415": Entry(
         "a budget that recomputation cannot meet",
-        "--recompute 18GB makes again what takes the least time, so that no rank saves more than that at one time for "
-        "its backward passes, all microbatches in flight together. At the least a rank saves the inputs of its "
-        "regions. Less takes smaller microbatches (more of them), another schedule (1f1b holds fewer than gpipe) or "
-        "more ranks to share them.",
+        "--recompute 18GB makes again what takes the least time, so that no rank holds more than that at one time: "
+        "parameters, gradients and the optimizer's state, the batch, what is saved for backward passes, and whatever "
+        "passes (`partc memory` lists it). At the least a rank saves the inputs of its regions. Less takes smaller "
+        "microbatches (more of them), another schedule (1f1b holds fewer than gpipe), --zero, or more ranks to share "
+        "what they hold.",
+    ),
+    "P0416": Entry(
+        "a rank needs more memory than --memory-limit allows",
+        "The account of a step, as `partc memory` shows it, is more than that on some rank. The message says of what, "
+        "and lists options that lower it, each compiled and accounted for, and all that go together. The account is "
+        "of tensors: CUDA, NCCL and kernels' work spaces take some on top, so leave them a few percent.",
     ),
     **PACKAGES,
 }

@@ -88,9 +88,8 @@ class Account:
     def __str__(self) -> str:
         """The rank that holds most: how much, of what, and where."""
         worst = self.worst
-        parts = ", ".join(f"{readable(size)} {name}" for name, size in sorted(worst.categories.items(), key=_by_size))
         rank = f"pipeline rank {worst.place}, " if len(self.ranks) > 1 else ""
-        return f"{readable(worst.peak)} ({rank}at {worst.at.action}): {parts}"
+        return f"{readable(worst.peak)} ({rank}at {worst.at.action}): {consists(worst)}"
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -112,8 +111,10 @@ class Account:
             ) from error
 
 
-def _by_size(item: tuple[str, int]) -> int:
-    return -item[1]
+def consists(rank: RankMemory) -> str:
+    """What a rank's peak is made of, the most first."""
+    parts = sorted(rank.categories.items(), key=lambda item: -item[1])
+    return ", ".join(f"{readable(size)} {name}" for name, size in parts)
 
 
 def _rank(document: Mapping[str, Any]) -> RankMemory:

@@ -42,6 +42,7 @@ class Options:
     casts: tuple[str, ...] = ()
     kernels: str = "aten"  # settled: never auto
     bucket: str = BUCKET
+    memory_limit: int | None = None  # bytes that a rank may hold
 
     @classmethod
     def checked(
@@ -59,6 +60,7 @@ class Options:
         casts: Sequence[str] = (),
         kernels: str = "auto",
         bucket: str = BUCKET,
+        memory_limit: str | None = None,
     ) -> Options:
         """Raises PartcError P0004, P0101 to P0104, P0301 and P0404 to P0414."""
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
@@ -87,6 +89,8 @@ class Options:
             _cast(text)
         if casts and precision not in LOW:
             raise PartcError("P0414", f"--cast has no use with --precision {precision}", help="add --precision bf16")
+        if memory_limit is not None and parse_bytes(memory_limit) is None:
+            raise PartcError("P0004", f"--memory-limit {memory_limit} is no size", help="for example 80GB or 64GiB")
         if kernels not in KERNELS:
             raise _unknown("kind of kernels", kernels, KERNELS)
         level, axes = _zero(str(zero), parsed)
@@ -105,6 +109,7 @@ class Options:
             casts=tuple(casts),
             kernels=_settled(kernels),
             bucket=bucket,
+            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
         )
         _ = options.places  # raises what is wrong with the number of stages
         return options
@@ -118,6 +123,11 @@ class Options:
         ranks = self.mesh.axis(PIPELINE_AXIS)
         each = kind.stages_per_rank if self.virtual_stages is None else self.virtual_stages
         return stage_ranks(kind, ranks, ranks * each)
+
+    @property
+    def budget(self) -> int | None:
+        """The bytes that a rank may hold, where recomputation has to see to it."""
+        return parse_bytes(self.recompute)
 
     @property
     def split_backward(self) -> bool:

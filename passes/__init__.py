@@ -143,7 +143,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="what backward makes again, in place of what forward would save for it",
         requires=("plain",),
         ensures=("saved",),
-        options=("recompute", "kind", "table"),
+        options=("recompute", "kind", "table", "overhead"),
         optional=True,
     ),
     Pass(
@@ -219,12 +219,14 @@ def run(
     options: Mapping[str, Any],
     *,
     until: str | None = None,
+    behind: str | None = None,
     verify: Callable[[Program, frozenset[str], str], None] | None = None,
     observe: Observer = lambda step: None,
 ) -> tuple[Step, ...]:
     """Run the passes in order, up to and including `until`; every step is told to `observe` as it ends.
 
-    `verify(program, facts, name)` runs after each pass. Raises PartcError P0604 for a pass that
+    `behind` names a pass that has left the program as it is given: those after it run. `verify(program, facts, name)`
+    runs after each pass. Raises PartcError P0604 for a pass that
     doesn't exist, P0702 for one that can't be left out.
     """
     if until == FIRST:
@@ -233,7 +235,10 @@ def run(
     fuel.refill()
     facts = {"traced"}
     steps: list[Step] = []
-    for entry in up_to(until):
+    done = 0 if behind is None else 1 + NAMES.index(behind)
+    for entry in PIPELINE[:done]:
+        facts.update(entry.ensures)
+    for entry in up_to(until)[done:]:
         if entry.name in skipped:
             tell(PASSES, f"{entry.name:<14} disabled")
             facts.update(entry.ensures)
@@ -262,6 +267,11 @@ def run(
 def up_to(name: str | None) -> tuple[Pass, ...]:
     """The passes up to and including a named one; all of them for None."""
     return PIPELINE if name is None else PIPELINE[: NAMES.index(known(name)) + 1]
+
+
+def before(name: str) -> tuple[str, ...]:
+    """The names of what runs before a pass, the trace included."""
+    return (FIRST, *NAMES[: NAMES.index(name)])
 
 
 def known(name: str) -> str:

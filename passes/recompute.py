@@ -54,8 +54,9 @@ def recompute(
 ) -> Program:
     """Rewrite the backward pass of every region whose calls run for each microbatch.
 
-    A budget is of every pipeline rank, less what `overhead` says that it holds besides. How many microbatches are in
-    flight is the schedule's, `kind` or `table`. Raises PartcError P0415 for a budget that cannot be met.
+    A budget is of every pipeline rank, less what `overhead` says that it holds besides: whoever knows that also knows
+    whether a rank with too little room, which then saves the least, has enough. How many microbatches are in flight is
+    the schedule's, `kind` or `table`. Raises PartcError P0415 for a budget of saved values alone that cannot be met.
     """
     if recompute == "none":
         return program
@@ -76,7 +77,7 @@ def recompute(
     ranks = program.mesh.axis(PIPELINE_AXIS)
     rows = table.rows if table else compute_order(SCHEDULES[kind], ranks, program.microbatches, program.stages)
     room = [budget - (overhead[rank] if overhead else 0) for rank in range(ranks)]
-    dealt = deal(program, frontiers, [flights(row) for row in rows], room)
+    dealt = deal(program, frontiers, [flights(row) for row in rows], room, reach=not overhead)
 
     def body(region: Region, point: int) -> Region:
         return remade(region, frontiers[region.name][point].saved | held[region.name])

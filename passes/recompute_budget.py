@@ -31,17 +31,25 @@ Dealt = dict[Slot, dict[int, int]]  # how many calls take each point, by its pla
 
 
 def deal(
-    program: Program, frontiers: Mapping[str, Sequence[Point]], flights: Sequence[Sequence[Flight]], room: Sequence[int]
+    program: Program,
+    frontiers: Mapping[str, Sequence[Point]],
+    flights: Sequence[Sequence[Flight]],
+    room: Sequence[int],
+    *,
+    reach: bool = True,
 ) -> Dealt:
     """The points that the calls of every stage take; `room` has the bytes of each pipeline rank.
 
-    Raises PartcError P0415 where even the points that save least are too many.
+    Where even the points that save least are too many: raises PartcError P0415, or takes these if not `reach`.
     """
     counts: dict[Slot, int] = {}
     for call in program.calls:
         if call.region in frontiers:
             counts[call.stage, call.region] = counts.get((call.stage, call.region), 0) + 1
-    _check_reach(counts, frontiers, flights, room)
+    least = _least(counts, frontiers, flights)
+    if reach:
+        _check_reach(least, room)
+    room = [max(have, need) for have, need in zip(room, least, strict=True)]
     found: Dealt = {}
     known: dict[object, list[dict[int, int]]] = {}  # ranks in the same situation have the same answer
     for rank, mixes in enumerate(flights):
@@ -56,13 +64,11 @@ def deal(
     return found
 
 
-def _check_reach(
-    counts: Mapping[Slot, int],
-    frontiers: Mapping[str, Sequence[Point]],
-    flights: Sequence[Sequence[Flight]],
-    room: Sequence[int],
-) -> None:
-    least = [
+def _least(
+    counts: Mapping[Slot, int], frontiers: Mapping[str, Sequence[Point]], flights: Sequence[Sequence[Flight]]
+) -> list[int]:
+    """What every rank saves if all its calls take the point that saves least."""
+    return [
         max(
             (
                 sum(
@@ -75,6 +81,9 @@ def _check_reach(
         )
         for mixes in flights
     ]
+
+
+def _check_reach(least: Sequence[int], room: Sequence[int]) -> None:
     over = [size - bytes for size, bytes in zip(least, room, strict=True)]
     if max(over, default=0) > 0:
         rank = over.index(max(over))

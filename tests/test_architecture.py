@@ -71,6 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "partc.options",
         "partc.lessons",
         "partc.rehearsal",
+        "partc.fitting",
     ),
     ("partc.launch", "partc.reference", "partc.sampling", "partc.verify", "partc.doctor", "partc.export"),
     ("partc.api", "partc.comparison", "partc.drawing", "partc.report", "partc.memory_table"),

@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import weakref
@@ -34,15 +33,15 @@ class Meter(TorchDispatchMode):
         self.peaks: list[int] = []  # of each step
         self.counts = True
         self._living: dict[int, weakref.ref[Any]] = {}
-        self.log: list[tuple[int, str]] = []
+        self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.counts:
-            self.take(result, str(func))
+            self.take(result)
         return result
 
-    def take(self, tensors: Any, op: str = "") -> None:
+    def take(self, tensors: Any) -> None:
         """Count these from now on, if they aren't counted yet."""
         for x in tree_leaves(tensors):
             if isinstance(x, torch.Tensor):
@@ -50,28 +49,26 @@ class Meter(TorchDispatchMode):
                 key, size = storage._cdata, storage.nbytes()
                 if key not in self._living:
 
-                    def ended(_: Any, key: int = key, size: int = size) -> None:
+                    def ended(_: Any, key: int = key) -> None:
                         del self._living[key]
-                        self.bytes -= size
+                        self.bytes -= self._sizes.pop(key)
 
                     self._living[key] = weakref.ref(storage, ended)
+                    self._sizes[key] = size
                     self.bytes += size
-                    if self.bytes > self.peak:
-                        self.peak = self.bytes
-                        if os.environ.get("METER_LOG"):
-                            frame = sys._getframe(2)
-                            while frame and "site-packages" in frame.f_code.co_filename:
-                                frame = frame.f_back
-                            where = []
-                            while frame and len(where) < 4:
-                                where.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
-                                frame = frame.f_back
-                            self.log.append((self.bytes, f"{op} {' < '.join(where)}"))
+                    self.peak = max(self.peak, self.bytes)
+
+    def resized(self, storage: Any, before: int, after: int) -> None:
+        """A storage that counts has another size from now on."""
+        key = storage._cdata
+        if key in self._living:
+            self._sizes[key] = after
+            self.bytes += after - before
+            self.peak = max(self.peak, self.bytes)
 
     def next_step(self) -> None:
         self.peaks.append(self.peak)
         self.peak = self.bytes
-        self.log.append((self.bytes, "step"))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -101,13 +98,13 @@ def metered(train: Any, meter: Meter) -> None:
 
 
 def later(peaks: Sequence[int], arguments: Sequence[str]) -> int:
-    """Of what each batch took at most, the median of those after the first step.
+    """Of what batches took at most, the least of those after the second step.
 
-    gloo's threads may hold what they have sent for a moment longer, and a step whose gradients overflow makes no
-    optimizer state.
+    gloo's threads may hold what they have sent until the machine lets them run again: in some step they do not. A
+    first step whose gradients overflow makes no optimizer state.
     """
     each = int(arguments[arguments.index("--accumulate") + 1]) if "--accumulate" in arguments else 1
-    return statistics.median_low(peaks[1 + each :])
+    return min(peaks[1 + 2 * each :])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,12 +115,22 @@ def main(argv: Sequence[str]) -> int:
     metered(train, meter)
     status: int = train.main(rest, Path(package))
     path = Path(report) / f"meter_{int(os.environ.get('RANK', '0')):03d}.json"
-    path.write_text(json.dumps({"peaks": meter.peaks, "log": meter.log}))
+    path.write_text(json.dumps({"peaks": meter.peaks}))
     return status
 
 
-def measured(package: Path, ranks: int, arguments: Sequence[str] = (), *, steps: int = 4) -> list[int]:
+def measured(package: Path, ranks: int, arguments: Sequence[str] = (), *, steps: int = 5) -> list[int]:
     """The most bytes that each rank held in a step after the first."""
+    launched([__file__, str(package), str(package.parent), "--steps", str(steps), *arguments], ranks)
+    found = []
+    for rank in range(ranks):
+        peaks = json.loads((package.parent / f"meter_{rank:03d}.json").read_text())["peaks"]
+        found.append(later(peaks, arguments))
+    return found
+
+
+def launched(command: Sequence[str], ranks: int, *, timeout: float = 240) -> None:
+    """Run a Python file on so many processes that find each other, to their end."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     shared: Mapping[str, str] = {
@@ -131,10 +138,9 @@ def measured(package: Path, ranks: int, arguments: Sequence[str] = (), *, steps:
         "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
     }  # fmt: skip
-    command = [sys.executable, __file__, str(package), str(package.parent), "--steps", str(steps), *arguments]
     processes = [
         subprocess.Popen(
-            command,
+            [sys.executable, *command],
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -142,14 +148,13 @@ def measured(package: Path, ranks: int, arguments: Sequence[str] = (), *, steps:
         )
         for rank in range(ranks)
     ]
-    for process in processes:
-        _, said = process.communicate(timeout=240)
-        assert process.returncode == 0, said
-    found = []
-    for rank in range(ranks):
-        peaks = json.loads((package.parent / f"meter_{rank:03d}.json").read_text())["peaks"]
-        found.append(later(peaks, arguments))
-    return found
+    try:
+        for process in processes:
+            _, said = process.communicate(timeout=timeout)
+            assert process.returncode == 0, said
+    finally:
+        for process in processes:
+            process.kill()
 
 
 if __name__ == "__main__":

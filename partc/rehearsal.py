@@ -247,7 +247,7 @@ class _QuietComm(DistributedComm):
         self.device = META
         self.coordinate = {name: place if name == PIPELINE_AXIS else 0 for name in sizes}
         self._ledger = ledger
-        self._posted = []
+        self._posted = {}
         self._link = _QuietAxis(ledger, 0, 2)
         axes = {name: _QuietAxis(ledger, self.coordinate[name], size) for name, size in sizes.items()}
         super(DistributedComm, self).__init__(axes, {}, _Clock())

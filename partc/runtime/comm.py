@@ -248,6 +248,9 @@ class Comm:
         start = partial(self._recv, shape, dtype, link)
         return timed(self.clock, "recv", "recv", f"link {link[0]} {link[1]}", size, start)
 
+    def taken(self, link: Link, microbatch: int) -> None:
+        """Let go of what was sent over a link for a microbatch, once its other end has told that it has it."""
+
     def drain(self) -> None:
         """Wait until everything posted has left: once, at a step's end."""
         begun = self.clock.begin("drain", "all links")

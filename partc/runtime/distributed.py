@@ -161,7 +161,7 @@ class DistributedComm(Comm):
         self._store = store
         self._world_size = world_size
         self._barriers = 0
-        self._posted: list[tuple[Any, Tensor]] = []
+        self._posted: dict[tuple[Link, int], list[tuple[Any, Tensor]]] = {}  # by link and microbatch
         wanted = [(ranks, name) for name, ranks in groups.items()]
         for (source, target), peer in links.items():
             wanted.append(((rank, peer) if source in stages else (peer, rank), f"link {source} {target}"))
@@ -183,18 +183,22 @@ class DistributedComm(Comm):
         x = x.contiguous()
         # The tensor is kept until the transfer has ended: nothing else may hold it by then.
         with _peers():
-            self._posted.append((self._links[link].process_group.send([_bytes(x)], 1, 0), x))
+            work = self._links[link].process_group.send([_bytes(x)], 1, 0)
+        self._posted.setdefault((link, self.mb.rank), []).append((work, x))
 
     def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending[Tensor]:
         x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         with _peers():
             return _arriving(self._links[link].process_group.recv([_bytes(x)], 0, 0), x)
 
-    def _drain(self) -> None:
+    def taken(self, link: Link, microbatch: int) -> None:
         with _peers():
-            for work, _ in self._posted:
+            for work, _ in self._posted.pop((link, microbatch), ()):
                 work.wait()
-        self._posted.clear()
+
+    def _drain(self) -> None:
+        for link, microbatch in tuple(self._posted):
+            self.taken(link, microbatch)
 
     def barrier(self) -> None:
         self._barriers += 1

@@ -142,8 +142,12 @@ class Step:
         self._hand_back(stage, slot, gradients)
 
     def _returned(self, slot: Slot) -> dict[str, Tensor]:
-        for name, gradient in self.returning.pop(slot, ()):
+        returning = self.returning.pop(slot, ())
+        for name, gradient in returning:
             self._add(slot, name, gradient.wait())
+        # Who returns the gradients of a microbatch has had all that was sent to it for that.
+        for target in {target for name, _ in returning for target in self.stages[slot[0]].gradients_from[name]}:
+            self.comm.taken((slot[0], target), slot[1])
         return self.incoming.pop(slot, {})
 
     def _w(self, stage: SplitStage, slot: Slot) -> None:

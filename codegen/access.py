@@ -31,7 +31,8 @@ class Stage(Protocol):
     split: bool
 
     def attribute(self, run: Run, kind: str = "") -> str: ...
-    def starts(self, run: Run) -> str: ...
+    def starts(self, run: Run) -> bool: ...
+    def started(self, run: Run) -> str: ...
     def arguments(
         self, function: Function, run: Run, args: Iterable[str], comm: str, p: str = "", g: str = ""
     ) -> str: ...
@@ -100,8 +101,9 @@ def access(builder: Stage, run: Run, function: Function, kind: Kind) -> Access:
         closing = (*closing, Line(code="del g"))
     lists = [(name, _counting(run) if of == "number" else tables[of]) for name, of in over.items()]
     if kind == ("W" if builder.split else "B") and builder.starts(run):
-        note = f"{builder.starts(run)}, which starts once the last microbatch has been through"
-        closing = (*closing, Line(code=f"self.sums.start({_name(run)})", notes=(note,)))
+        started = builder.started(run)
+        said = (f"{started}, which starts once the last microbatch has been through",) if started else ()
+        closing = (*closing, Line(code=f"self.sums.start({_name(run)})", notes=said))
         lists = [*([_names(run)] if run.loop else []), *lists]
     return Access(
         over=tuple(lists),

@@ -76,7 +76,7 @@ class _Builder:
         every = [run for phase in self.runs.values() for run in phase]
         self.weights = Weights(program, index, every, self.codes, self.attributes)
         self.attribute = self.weights.attribute
-        self.starts = self.weights.starts
+        self.starts, self.started = self.weights.starts, self.weights.started
         self.parts = self.weights.parts
         self.parameters = self.weights.parameters
         self.places = {name: f'batch["{name}"]' for name in program.inputs}

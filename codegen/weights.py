@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,26 +68,44 @@ class Weights:
                 )
         parted = any("self.parts." in line.code for line in lines)
         if parted:
-            lines.insert(0, Line(code="self.parts = Parts(comm, self.parameters, parameters, gradients)"))
+            wire = f', wire="{self.program.wire}"' if self.program.wire else ""
+            lines.insert(0, Line(code=f"self.parts = Parts(comm, self.parameters, parameters, gradients{wire})"))
         if self.reductions.buckets:
-            scattered = any(bucket.scattered for bucket in self.reductions.buckets)
-            parts = ", self.parts" if scattered else ""
-            lines.append(Line(code=f"self.sums = Sums(comm, self.parameters, gradients, self.buckets{parts})"))
+            lines.append(Line(code=f"self.sums = Sums({', '.join(self._summed(parted))})"))
         return lines
 
-    def starts(self, run: Run) -> str:
-        """What starts in a run of calls, as a comment; nothing where no bucket is complete."""
-        names = {call.name for call in run.calls}
+    def _summed(self, parted: bool) -> Iterator[str]:
+        """What sums are made of."""
+        yield from ("comm", "self.parameters", "gradients", "self.buckets", *(["self.parts"] if parted else []))
+        if self.program.near:
+            yield f"near={strings(self.program.near)}"
+        if self.program.wire:
+            yield f'wire="{self.program.wire}"'
+        if self.program.compress:
+            yield f'compress="{self.program.compress}"'
+
+    def starts(self, run: Run) -> bool:
+        """Whether sums are started, or go on from inside nodes to between them, in a run of calls."""
+        early = [bucket for bucket in self.reductions.buckets if bucket.after]
+        both = any(not bucket.scattered and all(self.reductions.levels(bucket.over)) for bucket in early)
+        return bool(early) and (both or any(bucket.after == call.name for bucket in early for call in run.calls))
+
+    def started(self, run: Run) -> str:
+        """What starts there, as a comment."""
+        return self._words(call.name for call in run.calls)
+
+    def _words(self, after: Iterable[str]) -> str:
+        """`all-reduce 8.0 KiB over dp and reduce-scatter …`: what is summed after these calls."""
+        names = set(after)
         here = [bucket for bucket in self.reductions.buckets if bucket.after in names]
         words = []
-        for scattered in (False, True):
-            chosen = [bucket for bucket in here if bucket.scattered == scattered]
-            if scattered and chosen:
-                words.append(moved([move for each in chosen for move in self.parts.scattered_sums(each.parameters)]))
-            elif chosen:
-                size = sum(local_bytes(item.type, self.program.sizes) for each in chosen for item in each.parameters)
-                axes = dict.fromkeys(axis for bucket in chosen for axis in bucket.over)
-                words.append(f"all-reduce {readable_bytes(size)} over {' and '.join(axes)}")
+        for scattered, over in dict.fromkeys((bucket.scattered, bucket.over) for bucket in here):
+            alike = [bucket for bucket in here if (bucket.scattered, bucket.over) == (scattered, over)]
+            if scattered:
+                words.append(moved([move for each in alike for move in self.parts.scattered_sums(each.parameters)]))
+                continue
+            size = sum(local_bytes(item.type, self.program.sizes) for each in alike for item in each.parameters)
+            words.append(f"all-reduce {readable_bytes(size)} over {','.join(over)}")
         return " and ".join(words)
 
     def buckets(self) -> tuple[str, ...]:
@@ -98,11 +116,14 @@ class Weights:
         trained, reductions = self.reductions.trained, self.reductions
         chosen = bucket.parameters
         between = trained[trained.index(chosen[0]) : trained.index(chosen[-1]) + 1]
-        alike = [each for each in between if not reductions.sharers(each) and reductions.over(each) == bucket.over]
+        over = lambda item: item.gather if bucket.scattered else reductions.axes(item)  # noqa: E731
+        alike = [each for each in between if not reductions.sharers(each) and over(each) == bucket.over]
         which = f'first="{chosen[0].name}", last="{chosen[-1].name}"'
         if tuple(alike) != chosen:
             which = f"names={strings(parameter.name for parameter in chosen)}"
-        return f'Bucket(after="{bucket.after}", over={strings(bucket.over)}, {which})'
+        after = f'after="{bucket.after}", ' if bucket.after else ""
+        scatter = ", scatter=True" if bucket.scattered else ""
+        return f"Bucket({after}over={strings(bucket.over)}, {which}{scatter})"
 
     def attribute(self, run: Run, kind: str = "") -> str:
         """Loops over calls of one list, but of different regions, are numbered."""
@@ -193,33 +214,13 @@ class Weights:
         return f"[{', '.join(each)}]" if run.loop else each[0]
 
     def reduce(self) -> list[Line]:
-        reductions = self.reductions
-        lines = []
-        if reductions.buckets:
-            lines.append(Line(code="self.sums.finish()"))
-        late = reductions.scattered
-        if late:
-            note = f"{moved(list(self.parts.scattered_sums(late)))}: each rank updates a part of the parameters"
-            names = ", ".join(f'"{parameter.name}"' for parameter in late)
-            lines.append(Line(code=f"self.parts.scatter_sums({names})", notes=(note,)))
-        if late or (self.program.zero >= 2 and any(self.parts.has_parts(run.calls[0]) for run in self.runs)):
-            lines.append(Line(code="self.parts.settle()"))
-        for axes, parameters in reductions.left.items():
-            size = readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in parameters))
-            axis = f"self.comm.{axes[0]}" if len(axes) == 1 else f"self.comm.group({strings(axes)})"
-            note = f"all-reduce {size} over {' and '.join(axes)}: {_why_reduced(axes)}"
-            lines.append(Line(code=f"{axis}.reduce_gradients({self._listed(parameters, axes)})", notes=(note,)))
-        return lines
-
-    def _listed(self, parameters: list[Parameter], axes: tuple[str, ...]) -> str:
-        """These gradients, in the shortest words that say so."""
-        trained = self.reductions.trained
-        if len(parameters) == len(trained):
-            return "list(self.gradients.values())"
-        if len(parameters) == sum(self.reductions.axes(parameter) == axes for parameter in trained):
-            alike = f" if shard.reduce == {strings(axes)}"
-            return f"[self.gradients[name] for name, shard in self.parameters.items(){alike}]"
-        return f"[self.gradients[name] for name in {strings(parameter.name for parameter in parameters)}]"
+        if self.reductions.buckets:
+            late = self._words([""])
+            notes = (f"{late}, with what has been started",) if late else ()
+            return [Line(code="self.sums.finish()", notes=notes)]
+        if self.program.zero >= 2 and any(self.parts.has_parts(run.calls[0]) for run in self.runs):
+            return [Line(code="self.parts.settle()")]
+        return []
 
     def refresh(self) -> list[Line]:
         moves = list(self.parts.gathered_at_end(self.index))
@@ -238,12 +239,6 @@ class Weights:
         """What their sum moves, for a comment."""
         weights = [parameter for parameters in self.reductions.shared().values() for parameter in parameters]
         return readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in weights))
-
-
-def _why_reduced(axes: tuple[str, ...]) -> str:
-    if axes == ("dp",):
-        return "each of its ranks saw another part of the batch"
-    return f"each of {'its' if len(axes) == 1 else 'their'} ranks made another part of these gradients"
 
 
 def _constant(region: Region) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from partc.errors import Source
 from partc.mesh import PIPELINE_AXIS, TIME_AXIS
 from partc.parts import Parts
 from partc.program import Graph, Op, Program, Region, TensorType
+from partc.reductions import Reductions
 from partc.rules import flops, resolve
 from partc.sharding import axis_order, choice_on
 
@@ -70,20 +72,16 @@ def _types(region: Region, graph: Graph) -> dict[str, TensorType]:
 
 def _reductions(program: Program, stage: int) -> Iterator[tuple[str, int]]:
     """Gradients, once per step: over the axes where ranks hold copies, and over the stages that share a weight."""
-    owners = program.owners()
-    for parameter in program.parameters:
-        stages = owners.get(parameter.name, ())
-        if not parameter.trainable or stage not in stages:
-            continue
-        size = local_bytes(parameter.type, program.sizes)
-        axes = [axis for axis in parameter.reduce if program.sizes[axis] > 1]
-        ways = 1
-        for axis in axes:
-            ways *= program.sizes[axis]
-        if ways > 1:
-            yield ",".join(axes), 2 * size * (ways - 1) // ways
-        if len(stages) > 1:
-            yield PIPELINE_AXIS, 2 * size * (len(stages) - 1) // len(stages)
+    reductions = Reductions(program, stage)
+    for bucket in reductions.buckets:
+        for dtype, size in reductions.pieces(bucket.parameters) if not bucket.scattered else ():
+            for part in reductions.sums(dtype, size, bucket.over):
+                yield ",".join(part.axes), part.received(math.prod(program.sizes[axis] for axis in part.axes))
+    for parameter in reductions.trained:
+        sharers = reductions.sharers(parameter)
+        if sharers:
+            size = local_bytes(parameter.type, program.sizes)
+            yield PIPELINE_AXIS, 2 * size * (len(sharers) - 1) // len(sharers)
 
 
 def _parts(program: Program, stage: int) -> Iterator[tuple[str, int]]:

@@ -186,6 +186,9 @@ def compile(
     zero: str | int = 0,
     recompute: str = "none",
     bucket: str = "25MB",
+    nodes: int | None = None,
+    grad_reduce: str = "fp32",
+    compress_grads: str = "none",
     casts: Sequence[str] = (),
     kernels: str = "auto",
     loss: Callable[..., Any] | None = None,
@@ -202,7 +205,10 @@ def compile(
     too; `"3@dp_in"` names the axes. `recompute` is what backward makes again: none, selective, full, or a
     budget of all bytes that a rank holds, such as 18GB. A rank that holds more than `memory_limit` ("80GB") is an
     error, which says what would help. With `precision` bf16 or fp16, `casts` overrides what operations
-    compute in ("softmax=bf16"). `kernels` is auto, triton (fused operations, which need Triton) or aten.
+    compute in ("softmax=bf16"). `bucket` is how many bytes of gradients are summed over ranks together;
+    `nodes` how many ranks share one, so that sums go inside nodes and then across; `grad_reduce` what sums
+    are made in, fp32 or bf16; `compress_grads` what crosses nodes: none, bf16 or int8, with error feedback.
+    `kernels` is auto, triton (fused operations, which need Triton) or aten.
     Raises PartcError for whatever is wrong with these.
     """
     checked = Options.checked(
@@ -216,6 +222,9 @@ def compile(
         zero=zero,
         recompute=recompute,
         bucket=bucket,
+        nodes=nodes,
+        grad_reduce=grad_reduce,
+        compress_grads=compress_grads,
         casts=casts,
         kernels=kernels,
         memory_limit=memory_limit,

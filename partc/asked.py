@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 _KEPT = (
     "mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute", "casts",
-    "kernels", "bucket",
+    "kernels", "bucket", "nodes", "grad_reduce", "compress_grads",
 )  # fmt: skip
 
 
 # What a package's plan leaves out where nobody asked for it.
 _DEFAULTS = {
     "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten", "bucket": "25MB",
+    "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
 }  # fmt: skip
 
 
@@ -135,6 +136,23 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             default="25MB",
             show_default=True,
             help="gradients that are summed over ranks together, while backward goes on",
+        ),
+        click.option(
+            "--nodes", type=int, metavar="N", help="ranks that share a node: sums go inside nodes, then across"
+        ),
+        click.option(
+            "--grad-reduce",
+            type=click.Choice(("fp32", "bf16")),
+            default="fp32",
+            show_default=True,
+            help="what gradients are summed over ranks in",
+        ),
+        click.option(
+            "--compress-grads",
+            type=click.Choice(("none", "bf16", "int8")),
+            default="none",
+            show_default=True,
+            help="what gradients cross nodes in (all ranks, without --nodes), with error feedback",
         ),
         click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
     ]

@@ -12,7 +12,7 @@ from partc.layout import Sizes
 from partc.mesh import PIPELINE_AXIS, Mesh
 from partc.parts import Kind, Move, Parts, graph_of
 from partc.program import MOVING, Action, Call, Graph, Program, Region, Value
-from partc.reductions import Reductions
+from partc.reductions import Reductions, Sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +104,8 @@ class _Place:
         self.owners = program.owners()
         self.reductions = {stage: Reductions(program, stage) for stage in self.stages}
         self.parts = Parts(program)
+        # Of sums that have been started, whether they are inside nodes, and what is to come.
+        self.going: dict[int, list[tuple[bool, tuple[Sum, ...]]]] = {}
 
     def run(self) -> Iterator[Event]:
         for stage in self.stages:
@@ -122,8 +124,7 @@ class _Place:
                     blocks[key] = tuple(self._compute(*key))
                 yield from (_during(event, action) for event in blocks[key])
             elif action.kind == "REDUCE_GRAD":
-                yield from _parts(self.parts.scattered_sums(self.reductions[action.stage].scattered), str(action))
-                yield from self._reductions(action.stage)
+                yield from (_during(event, action) for event in self._reductions(action.stage))
             else:
                 transfers = tuple(self._transfers(action))
                 yield from transfers
@@ -160,7 +161,7 @@ class _Place:
                 yield from self._collectives(region, graph_of(region, run), run)
                 yield from _parts(self.parts.after(call, run), run)
                 if last and run == final and graph_of(region, run) is not None:
-                    yield from self._buckets(stage, call)
+                    yield from self._buckets(stage, call.name)
 
     def _collectives(self, region: Region, graph: Graph | None, action: str) -> Iterator[Collective]:
         if graph is None:
@@ -207,21 +208,32 @@ class _Place:
             )
 
     def _reductions(self, stage: int) -> Iterator[Collective]:
-        """An all-reduce for each set of axes over which gradients are sums, and each piece of memory."""
-        for axes, parameters in self.reductions[stage].left.items():
-            for dtype, size in self.reductions[stage].pieces(parameters):
-                yield Collective(op="all_reduce", axes=axes, shape=(size,), dtype=dtype, action=f"{stage}REDUCE_GRAD")
+        """What is left of the sums that have been started, then those that haven't."""
+        yield from self._rest(stage)
+        yield from self._buckets(stage, "")
+        yield from self._rest(stage)
 
-    def _buckets(self, stage: int, call: Call) -> Iterator[Collective]:
-        """The sums that start after a call's last backward."""
-        for bucket in self.reductions[stage].buckets:
-            if bucket.after != call.name:
+    def _rest(self, stage: int) -> Iterator[Collective]:
+        for _, sums in self.going.pop(stage, []):
+            yield from map(_collective, sums)
+
+    def _buckets(self, stage: int, after: str) -> Iterator[Collective]:
+        """The sums that start after a call's last backward; those inside nodes go on to what lies between."""
+        reductions, going = self.reductions[stage], self.going.setdefault(stage, [])
+        for index, (inside, sums) in enumerate(going):
+            if inside and after:
+                yield _collective(sums[0])
+                going[index] = False, sums[1:]
+        for bucket in reductions.buckets:
+            if bucket.after != after:
                 continue
             if bucket.scattered:
-                yield from _parts(self.parts.scattered_sums(bucket.parameters), bucket.after)
+                yield from _parts(self.parts.scattered_sums(bucket.parameters), after)
                 continue
-            for dtype, size in self.reductions[stage].pieces(bucket.parameters):
-                yield Collective(op="all_reduce", axes=bucket.over, shape=(size,), dtype=dtype, action=bucket.after)
+            for dtype, size in reductions.pieces(bucket.parameters):
+                first, *others = reductions.sums(dtype, size, bucket.over)
+                yield _collective(first)
+                going.append((all(reductions.levels(bucket.over)), tuple(others)))
 
     def _shared(self) -> Iterator[Collective]:
         """One all-reduce for each set of pipeline coordinates that share weights, in the same order everywhere."""
@@ -249,6 +261,10 @@ def _parts(moves: Iterable[Move], action: str) -> Iterator[Collective]:
     for move in moves:
         size = move.size // move.ways if move.op == "all_gather" else move.size
         yield Collective(op=move.op, axes=move.axes, shape=(size,), dtype=move.dtype, action=action)
+
+
+def _collective(sum: Sum) -> Collective:
+    return Collective(op=sum.op, axes=sum.axes, shape=(sum.size,), dtype=sum.dtype)
 
 
 def _during(event: Collective, action: Action) -> Collective:

@@ -56,6 +56,12 @@ CATALOGUE: Mapping[str, Entry] = {
         "an axis size that cannot be",
         "Every axis has one size, 1 or larger. An axis of size 1 may as well be left out.",
     ),
+    "P0105": Entry(
+        "nodes that do not fit the mesh",
+        "--nodes says how many consecutive ranks share a node. The mesh is made of whole nodes (or one node holds it "
+        "all), and an axis of the batch that goes over several nodes is cut in two, dp_out between nodes and dp_in "
+        "inside them: the part inside must divide it.",
+    ),
     "P0201": Entry(
         "there is no such model file",
         "MODEL is the path of a Python file, or hf:PATH/config.json for a Hugging Face configuration.",
@@ -295,6 +301,12 @@ CATALOGUE: Mapping[str, Entry] = {
         "The account of a step, as `partc memory` shows it, is more than that on some rank. The message says of what, "
         "and lists options that lower it, each compiled and accounted for, and all that go together. The account is "
         "of tensors: CUDA, NCCL and kernels' work spaces take some on top, so leave them a few percent.",
+    ),
+    "P0417": Entry(
+        "compressed gradients that are scattered",
+        "--compress-grads is for sums: what a rank leaves out it remembers, for every gradient that it sums. ZeRO "
+        "scatters gradients instead, and remembering would take the memory that it saves. Let it spread over the "
+        "ranks of a node alone, --nodes 8 --zero 2@dp_in: then what crosses nodes is a sum, of parts.",
     ),
     **PACKAGES,
 }

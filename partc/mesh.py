@@ -111,6 +111,42 @@ class Mesh:
             members = [{**place, name: index} for place in members for index in range(self.axis(name))]
         return tuple(self.rank(place) for place in members)
 
+    def inside(self, count: int) -> tuple[str, ...]:
+        """The axes whose ranks share a node of `count` ranks, those of size 1 left out."""
+        found: list[str] = []
+        stride = 1
+        for name, size in reversed(self.axes):
+            stride *= size
+            if size > 1 and stride <= count:
+                found.append(name)
+        return tuple(reversed(found))
+
+    def cut_at(self, count: int) -> Mesh:
+        """The mesh with an axis of the batch that goes over nodes of `count` ranks in two: dp_out and dp_in.
+
+        Raises PartcError P0105 where nodes don't hold whole rows of ranks.
+        """
+        if count < 1 or (self.size % count and count % self.size):
+            raise PartcError(
+                "P0105", f"{self.size} ranks do not fill nodes of {count}", help="give a divisor of the mesh's size"
+            )
+        axes: list[tuple[str, int]] = []
+        stride = 1
+        for name, size in reversed(self.axes):
+            here, stride = count // stride, stride * size
+            if not 1 < here < size or not is_batch_axis(name):
+                axes.append((name, size))
+                continue
+            if size % here:
+                raise PartcError(
+                    "P0105",
+                    f"nodes of {count} ranks cut axis {name} of size {size} after {here}, which does not divide it",
+                    help="choose sizes whose products are whole nodes",
+                )
+            part = "_" if name == BATCH_AXIS else ""
+            axes += [(f"{name}{part}in", here), (f"{name}{part}out", size // here)]
+        return Mesh._checked(tuple(reversed(axes)), str(self))
+
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)
 

@@ -20,6 +20,8 @@ from partc.schedules.table import Table, read
 KERNELS = ("auto", "triton", "aten")
 RECOMPUTE = ("none", "selective", "full")
 LOW: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16"}
+SUMS = ("fp32", "bf16")
+COMPRESSIONS = ("none", "bf16", "int8")
 BUCKET = "25MB"  # of gradients that are summed together
 TABLE = "schedule.csv"  # the file of a package that has the user's table
 
@@ -43,6 +45,9 @@ class Options:
     kernels: str = "aten"  # settled: never auto
     bucket: str = BUCKET
     memory_limit: int | None = None  # bytes that a rank may hold
+    nodes: int | None = None
+    grad_reduce: str = "fp32"
+    compress_grads: str = "none"
 
     @classmethod
     def checked(
@@ -61,9 +66,14 @@ class Options:
         kernels: str = "auto",
         bucket: str = BUCKET,
         memory_limit: str | None = None,
+        nodes: int | None = None,
+        grad_reduce: str = "fp32",
+        compress_grads: str = "none",
     ) -> Options:
-        """Raises PartcError P0004, P0101 to P0104, P0301 and P0404 to P0414."""
+        """Raises PartcError P0004, P0101 to P0105, P0301, P0404 to P0414 and P0417."""
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
+        if nodes is not None:
+            parsed = parsed.cut_at(nodes)
         if microbatches < 1:
             raise PartcError("P0405", f"there cannot be {microbatches} microbatches", help="give 1 or more")
         if not 0 <= seed < 2**32:
@@ -93,7 +103,18 @@ class Options:
             raise PartcError("P0004", f"--memory-limit {memory_limit} is no size", help="for example 80GB or 64GiB")
         if kernels not in KERNELS:
             raise _unknown("kind of kernels", kernels, KERNELS)
+        if grad_reduce not in SUMS:
+            raise _unknown("type for sums of gradients", grad_reduce, SUMS)
+        if compress_grads not in COMPRESSIONS:
+            raise _unknown("compression", compress_grads, COMPRESSIONS)
         level, axes = _zero(str(zero), parsed)
+        slow = [axis for axis in axes if nodes is None or axis not in parsed.inside(nodes)]
+        if level and compress_grads != "none" and slow:
+            raise PartcError(
+                "P0417",
+                f"--compress-grads does not reach gradients that --zero {level} scatters over {slow[0]}",
+                help="spread over the ranks of a node: --nodes N and --zero 2@dp_in",
+            )
         options = cls(
             mesh=parsed,
             microbatches=microbatches,
@@ -110,6 +131,9 @@ class Options:
             kernels=_settled(kernels),
             bucket=bucket,
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+            nodes=nodes,
+            grad_reduce=grad_reduce,
+            compress_grads=compress_grads,
         )
         _ = options.places  # raises what is wrong with the number of stages
         return options
@@ -149,6 +173,12 @@ class Options:
             found["kernels"] = self.kernels
         if self.bucket != BUCKET:
             found["bucket"] = self.bucket
+        if self.nodes is not None:
+            found["nodes"] = self.nodes
+        if self.grad_reduce != "fp32":
+            found["grad_reduce"] = self.grad_reduce
+        if self.compress_grads != "none":
+            found["compress_grads"] = self.compress_grads
         return found if self.virtual_stages is None else found | {"virtual_stages": self.virtual_stages}
 
     @property
@@ -169,6 +199,9 @@ class Options:
             "recompute": self.recompute,
             "kernels": self.kernels,
             "bucket": parse_bytes(self.bucket),
+            "near": () if self.nodes is None else self.mesh.inside(self.nodes),
+            "wire": "" if self.grad_reduce == "fp32" else self.grad_reduce,
+            "compress": "" if self.compress_grads == "none" else self.compress_grads,
             **({"kind": self.schedule} if self.table is None else {"table": self.table}),
         }
 

@@ -132,7 +132,9 @@ class _Reader:
 
     def _program(self, text: str) -> None:
         match = _matched(
-            rf"program {_NAME} mesh (\S+) microbatches (\d+) loss {_NAME}(?: draws (\d+))?(?: zero (\d))?", text
+            rf"program {_NAME} mesh (\S+) microbatches (\d+) loss {_NAME}(?: draws (\d+))?(?: zero (\d))?"
+            r"(?: near ([\w,]+))?(?: wire (\w+))?(?: compress (\w+))?",
+            text,
         )
         self._head = Program(
             name=_name(match[1]),
@@ -141,6 +143,9 @@ class _Reader:
             loss=_name(match[4]),
             draws=int(match[5] or 0),
             zero=int(match[6] or 0),
+            near=tuple(match[7].split(",")) if match[7] else (),
+            wire=match[8] or "",
+            compress=match[9] or "",
         )
 
     def _input(self, text: str) -> None:

@@ -118,7 +118,7 @@ class Parts:
                     yield call.name, f"{region.name}, {place}", move
         reductions = Reductions(self.program, stage)
         scattered = [bucket.parameters for bucket in reductions.buckets if bucket.scattered]
-        once = [move for parameters in (*scattered, reductions.scattered) for move in self.scattered_sums(parameters)]
+        once = [move for parameters in scattered for move in self.scattered_sums(parameters)]
         for move in (*once, *self.gathered_at_end(stage)):
             yield "", f"each step, stage {stage}", move
 
@@ -137,7 +137,8 @@ class Parts:
         sizes: dict[tuple[str, tuple[str, ...]], int] = {}
         for parameter in (self.parameters[name] for name in names if name in self.parameters):
             whole = parameter.type.layout.without(*parameter.gather).local_shape(self.program.sizes)
-            key = (self.read[parameter.name] if op == "all_gather" else parameter.type.dtype, parameter.gather)
+            summed = self.program.wire or parameter.type.dtype
+            key = (self.read[parameter.name] if op == "all_gather" else summed, parameter.gather)
             if parameter.gather and (op == "all_gather" or parameter.trainable):
                 sizes[key] = sizes.get(key, 0) + math.prod(whole)
         for (dtype, axes), size in sizes.items():

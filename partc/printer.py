@@ -46,6 +46,9 @@ def print_program(program: Program, *, sources: bool = False) -> str:
         f"program {written_name(program.name)} mesh {program.mesh} microbatches {program.microbatches}"
         f" loss {written_name(program.loss)}{f' draws {program.draws}' if program.draws else ''}"
         f"{f' zero {program.zero}' if program.zero else ''}"
+        f"{' near ' if program.near else ''}{','.join(program.near)}"
+        f"{f' wire {program.wire}' if program.wire else ''}"
+        f"{f' compress {program.compress}' if program.compress else ''}"
     ]
     lines += [f"input {written_name(name)}" for name in program.inputs]
     lines += [f"value {_declared(value)}" for value in program.values]

@@ -268,6 +268,9 @@ class Program:
     step: shapes are then those of one microbatch, and statistics and losses those of accumulated gradients.
     `zero` says what is kept in parts where parameters are gathered: what the optimizer holds (1), gradients
     too (2), parameters too (3).
+    `near` names the axes whose ranks share a node, if others don't: sums of gradients go over both in turn.
+    `wire` is what they travel in, "" for their own type; `compress` is what crosses nodes (everything, if `near`
+    is empty): bf16 or int8, with error feedback.
     `draws` counts the random operations of a step, in the order in which one device runs them.
     `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
     `schedule` holds one list of actions per coordinate on that axis.
@@ -284,6 +287,9 @@ class Program:
     loss: str = "loss"
     draws: int = 0
     zero: int = 0
+    near: tuple[str, ...] = ()
+    wire: str = ""
+    compress: str = ""
     updates: tuple[tuple[str, str], ...] = ()
     repeated: bool = False
     transfers: tuple[Transfer, ...] = ()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from partc.program import Parameter, Program
+from partc.program import ITEMSIZE, Parameter, Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,27 @@ class Bucket:
     over: tuple[str, ...]
     scattered: bool
     parameters: tuple[Parameter, ...]  # in order of use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """A collective that is a sum of gradients, or part of one: of `size` elements that each rank brings."""
+
+    op: str
+    axes: tuple[str, ...]
+    dtype: str
+    size: int
+
+    def received(self, ways: int) -> int:
+        """Bytes that one rank receives, by ring algorithms."""
+        whole = self.size * ITEMSIZE[self.dtype]
+        match self.op:
+            case "all_reduce":
+                return 2 * whole * (ways - 1) // ways
+            case "all_gather":
+                return whole * (ways - 1)
+            case _:
+                return whole * (ways - 1) // ways
 
 
 @dataclass(frozen=True)
@@ -50,30 +72,56 @@ class Reductions:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """In the order in which their sums start, where several start after one call."""
-        found: dict[tuple[str, tuple[str, ...], bool, str], list[Parameter]] = {}
+        """All that is scattered or summed once per step: scattered first, where several start at one time.
+
+        With ZeRO 1 every stage scatters what it has summed itself.
+        """
+        found: dict[tuple[bool, str, tuple[str, ...], str], list[Parameter]] = {}
         for parameter in self.trained:
-            if parameter.after:
-                key = (parameter.after, self.over(parameter), bool(parameter.gather), parameter.type.dtype)
-                found.setdefault(key, []).append(parameter)
+            scattered = self.program.zero == 1 and bool(parameter.gather)
+            if scattered:
+                found.setdefault((True, parameter.after, parameter.gather, parameter.type.dtype), []).append(parameter)
+            if self.axes(parameter):
+                after = "" if scattered else parameter.after
+                found.setdefault((False, after, self.axes(parameter), parameter.type.dtype), []).append(parameter)
         return tuple(
             Bucket(after=after, over=over, scattered=scattered, parameters=tuple(parameters))
-            for (after, over, scattered, _), parameters in found.items()
+            for (scattered, after, over, _), parameters in sorted(found.items(), key=lambda item: not item[0][0])
         )
 
-    @cached_property
-    def scattered(self) -> tuple[Parameter, ...]:
-        """What is scattered at the step's end: by every stage what it has summed."""
-        return tuple(item for item in self.trained if self.program.zero == 1 and item.gather and not item.after)
+    def levels(self, over: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes inside nodes and those between them."""
+        near = self.program.near
+        return tuple(axis for axis in over if axis in near), tuple(axis for axis in over if axis not in near)
 
-    @cached_property
-    def left(self) -> Mapping[tuple[str, ...], list[Parameter]]:
-        """What is summed at the step's end, by axes."""
-        found: dict[tuple[str, ...], list[Parameter]] = {}
-        for parameter in self.trained:
-            if self.axes(parameter) and (parameter.gather or not parameter.after):
-                found.setdefault(self.axes(parameter), []).append(parameter)
-        return found
+    def sums(self, dtype: str, size: int, over: tuple[str, ...]) -> tuple[Sum, ...]:
+        """What the sum of a piece of memory over some axes consists of, one after the other."""
+        near, far = self.levels(over)
+        wire, compress = self.program.wire or dtype, self.program.compress
+        if not far or not (near or compress):
+            return (Sum(op="all_reduce", axes=over, dtype=wire, size=size),)
+        found: list[Sum] = []
+        if near:
+            ways = self._ways(near)
+            size = -(-size // ways) * ways
+            found.append(Sum(op="reduce_scatter", axes=near, dtype=wire, size=size))
+            size //= ways
+        if compress:
+            from partc.runtime.compression import room
+
+            ways = self._ways(far)
+            each = room(compress, -(-size // ways))
+            kind = "bf16" if compress == "bf16" else "u8"
+            found.append(Sum(op="all_to_all", axes=far, dtype=kind, size=ways * each))
+            found.append(Sum(op="all_gather", axes=far, dtype=kind, size=each))
+        else:
+            found.append(Sum(op="all_reduce", axes=far, dtype=wire, size=size))
+        if near:
+            found.append(Sum(op="all_gather", axes=near, dtype=wire, size=size))
+        return tuple(found)
+
+    def _ways(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.program.sizes[axis] for axis in axes)
 
     def pieces(self, parameters: Collection[Parameter]) -> list[tuple[str, int]]:
         """Element type and length of each piece of memory that their gradients make up.
@@ -112,8 +160,9 @@ class Reductions:
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Axes whose ranks talk to each other: each that the mesh has, and those summed over together."""
         single = ((name,) for name, size in self.program.mesh.axes if size > 1)
-        summed = (self.axes(parameter) for parameter in self.trained)
-        return tuple(dict.fromkeys((*single, *(axes for axes in summed if axes))))
+        summed = [self.axes(parameter) for parameter in self.trained]
+        levels = (level for axes in summed for level in (axes, *self.levels(axes)))
+        return tuple(dict.fromkeys((*single, *(axes for axes in levels if axes))))
 
     def shared(self) -> dict[tuple[int, ...], list[Parameter]]:
         """The weights that each set of pipeline coordinates shares."""

@@ -23,8 +23,11 @@ from partc.program import Call, Graph, Parameter, Program, Value
 BUCKET = 25_000_000  # bytes of gradients that are summed together, at least
 
 
-def bucket(program: Program, *, bucket: int = BUCKET) -> Program:
-    """Set the call `after` whose backward the sum of each parameter's gradient starts."""
+def bucket(
+    program: Program, *, bucket: int = BUCKET, near: tuple[str, ...] = (), wire: str = "", compress: str = ""
+) -> Program:
+    """Set the call `after` whose backward the sum of each parameter's gradient starts, and how sums are made."""
+    program = replace(program, near=near, wire=wire, compress=compress)
     if program.zero > 1:
         return program
     after = {name: call for stage in range(program.stages) for name, call in _of_stage(program, stage, bucket)}

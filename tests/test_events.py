@@ -35,7 +35,7 @@ except SystemExit as stop:
     assert not stop.code
 json.dump(found, open(out, "w"))
 """
-DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "i64": "int64", "f16": "float16"}
+DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "i64": "int64", "f16": "float16", "u8": "uint8"}
 
 
 def done(package: Path, out: Path) -> dict[str, list[list[Any]]]:
@@ -69,6 +69,9 @@ def _group(event: Collective) -> str:
         ("mixtral", "2x2x2", {"zero": 1, "schedule": "zbv"}),
         ("gpt2", "2x2x1", {"schedule": "zbv", "bucket": "10KB"}),  # its tied weight has two stages of one rank
         ("gpt2", "2x2x1", {"schedule": "zbv", "bucket": "10KB", "zero": 1}),
+        ("gpt", "1x4x2", {"nodes": 4, "bucket": "40KB"}),
+        ("gpt", "2x4x1", {"nodes": 2, "bucket": "40KB", "compress_grads": "int8"}),
+        ("gpt", "1x4x1", {"nodes": 2, "zero": "2@dp_in", "compress_grads": "bf16", "grad_reduce": "bf16"}),
         ("resnet", "2", {"zero": 2, "precision": "bf16"}),  # norms' weights are read in fp32
         ("resnet", "2", {"zero": 3, "precision": "bf16"}),
     ],

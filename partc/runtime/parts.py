@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .comm import Axis, Comm, Pending, join, split
-from .layout import Shard, cutting
+from .layout import DTYPES, Shard, cutting
 
 T = TypeVar("T")
 Fields = Any  # the tuple class of a region's parameters, or one of it
@@ -24,13 +24,21 @@ Fields = Any  # the tuple class of a region's parameters, or one of it
 class Parts:
     """The parameters of a stage: this rank's parts of some, the whole of others.
 
-    What is gathered or scattered by one call of a method travels in one collective for each dtype.
+    What is gathered or scattered by one call of a method travels in one collective for each dtype; gradients
+    in `wire`, if that is given.
     """
 
     def __init__(
-        self, comm: Comm, shards: Mapping[str, Shard], held: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+        self,
+        comm: Comm,
+        shards: Mapping[str, Shard],
+        held: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        *,
+        wire: str = "",
     ) -> None:
         self._comm = comm
+        self._wire = DTYPES[wire] if wire else None
         self._shards = shards
         self._held = held
         self._gradients = gradients
@@ -70,7 +78,8 @@ class Parts:
         for axis, together in self._together(gradients):
             rows = [split(gradients[name], axis.size, *self._seams[name]).reshape(axis.size, -1) for name in together]
             sizes = [row.shape[1] for row in rows]
-            sums = axis.start_reduce_scatter(torch.cat(rows, dim=1).view(-1), dim=0)
+            flat = torch.cat(rows, dim=1).view(-1)
+            sums = axis.start_reduce_scatter(flat.to(self._wire or flat.dtype), dim=0)
             self._going.append(sums.then(partial(self._add, together, sizes)))
 
     def settle(self) -> None:

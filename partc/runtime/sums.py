@@ -1,30 +1,39 @@
-"""Gradients summed over ranks, in buckets: each starts while backward goes on, and is waited for at the step's end."""
+"""Gradients summed over ranks, in buckets: most start while backward goes on, and are waited for at the step's end.
+
+Where some ranks share a node and others don't, a sum goes over both in turn: each rank of a node gets a part of the
+node's sum, which is summed with the same parts of other nodes, and put together again. So only a part crosses nodes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from .comm import Comm, Pending, runs
-from .layout import Shard
+from .compression import Compressed
+from .layout import DTYPES, Shard
 from .parts import Parts
+
+Sum = Generator[Pending[Tensor], Tensor, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Gradients that are complete after the last backward of the call `after`, and summed over the same axes.
 
-    Those of a stage's parameters from `first` to `last`, or those of `names`.
+    Those of a stage's parameters from `first` to `last`, or those of `names`. With no call to come after,
+    they are summed at the step's end.
     """
 
-    after: str
     over: tuple[str, ...]
+    after: str = ""
     first: str = ""
     last: str = ""
     names: tuple[str, ...] = ()
+    scatter: bool = False  # each rank keeps the sum of a part
 
     def among(self, shards: Mapping[str, Shard]) -> tuple[str, ...]:
         """Its parameters, in the order of the stage's table."""
@@ -32,16 +41,18 @@ class Bucket:
             return self.names
         table = list(shards)
         between = table[table.index(self.first) : table.index(self.last) + 1]
-        return tuple(name for name in between if shards[name].trainable and _over(shards[name]) == self.over)
+        return tuple(name for name in between if shards[name].trainable and self._over(shards[name]) == self.over)
 
-
-def _over(shard: Shard) -> tuple[str, ...]:
-    """What a gradient is scattered over, or else summed over; nothing for one that waits for other ranks."""
-    return () if shard.shared else shard.gather or shard.reduce
+    def _over(self, shard: Shard) -> tuple[str, ...]:
+        return () if shard.shared else shard.gather if self.scatter else shard.reduce
 
 
 class Sums:
-    """The buckets of a stage. What ranks hold in parts is scattered; its whole gradient is then `parts`' own."""
+    """The buckets of a stage. What is scattered are `parts`' own gradients, of whole parameters.
+
+    `near` are the axes whose ranks share a node, where others don't; `wire` is what sums travel and are made in, if
+    not as gradients are; `compress` what travels between nodes, or everywhere if `near` is empty.
+    """
 
     def __init__(
         self,
@@ -50,32 +61,89 @@ class Sums:
         gradients: Mapping[str, Tensor],
         buckets: Sequence[Bucket],
         parts: Parts | None = None,
+        *,
+        near: tuple[str, ...] = (),
+        wire: str = "",
+        compress: str = "",
     ) -> None:
         self._comm = comm
         self._gradients = gradients
         self._parts = parts
-        self._buckets: dict[str, list[tuple[Bucket, tuple[str, ...], bool]]] = {}
+        self._near, self._wire, self._compress = near, wire, compress
+        self._buckets: dict[str, list[tuple[Bucket, tuple[str, ...]]]] = {}
         for bucket in buckets:
-            names = bucket.among(shards)
-            scattered = bool(shards[names[0]].gather)
-            self._buckets.setdefault(bucket.after, []).append((bucket, names, scattered))
-        self._going: list[Pending[Any]] = []
+            self._buckets.setdefault(bucket.after, []).append((bucket, bucket.among(shards)))
+        self._going: list[_Going] = []
+        self._compressed: dict[tuple[str, int], Compressed] = {}  # by a bucket's first gradient, and piece of memory
 
     def start(self, call: str) -> None:
         """After the backward of a call: if it was the last before the update, start what is complete."""
         if not self._comm.last:
             return
-        for bucket, names, scattered in self._buckets.get(call, ()):
-            if scattered and self._parts is not None:
-                self._parts.scatter_sums(*names)
-                continue
-            axis = self._comm.group(bucket.over)
-            for run in runs([self._gradients[name] for name in names]):
-                self._going.append(axis.start_all_reduce_(run))
+        for going in self._going:
+            if going.inside:  # a node; what crosses nodes is not waited for here
+                going.advance()
+        self._begin(call)
 
     def finish(self) -> None:
-        """Wait for all that has been started."""
-        while self._going:
-            self._going.pop(0).wait()
+        """Wait for all that has been started, and sum the rest."""
+        self._complete()
+        self._begin("")
+        self._complete()
+
+    def _complete(self) -> None:
         if self._parts is not None:
             self._parts.settle()
+        while self._going:
+            if not self._going[0].advance():
+                del self._going[0]
+
+    def _begin(self, call: str) -> None:
+        for bucket, names in self._buckets.get(call, ()):
+            if bucket.scatter and self._parts is not None:
+                self._parts.scatter_sums(*names)
+                if not call:  # what is summed next may be what each rank keeps of these
+                    self._parts.settle()
+                continue
+            near = tuple(axis for axis in bucket.over if axis in self._near)
+            far = tuple(axis for axis in bucket.over if axis not in self._near)
+            for index, run in enumerate(runs([self._gradients[name] for name in names])):
+                self._going.append(_Going(self._sum(run, near, far, (names[0], index)), inside=bool(near and far)))
+
+    def _sum(self, run: Tensor, near: tuple[str, ...], far: tuple[str, ...], piece: tuple[str, int]) -> Sum:
+        x = run.to(DTYPES[self._wire]) if self._wire else run
+        if not far or not (near or self._compress):
+            total = yield self._comm.group(near or far).start_all_reduce_(x)
+            if x is not run:
+                run.copy_(total)
+            return
+        if near:
+            node = self._comm.group(near)
+            x = yield node.start_reduce_scatter(torch.nn.functional.pad(x, (0, -x.numel() % node.size)), dim=0)
+        if self._compress:
+            if piece not in self._compressed:
+                self._compressed[piece] = Compressed(self._compress, self._comm.group(far))
+            x = yield from self._compressed[piece].sum(x)
+        else:
+            x = yield self._comm.group(far).start_all_reduce_(x)
+        if near:
+            x = yield node.start_all_gather(x, dim=0)
+        run.copy_(x[: run.numel()])
+
+
+class _Going:
+    """A sum that has been started, and how to go on once its first part is there."""
+
+    def __init__(self, sum: Sum, *, inside: bool) -> None:
+        self._sum = sum
+        self._pending: Pending[Tensor] = next(sum)
+        self.inside = inside  # whether what is waited for stays in a node
+
+    def advance(self) -> bool:
+        """Wait, and start what comes next; whether there is something."""
+        self.inside = False
+        try:
+            self._pending = self._sum.send(self._pending.wait())
+        except StopIteration:
+            return False
+        return True

@@ -1,0 +1,70 @@
+"""Sums of gradients in fewer bits: each rank sends what a short number can hold, and remembers what it left out.
+
+What is left out is added the next time (error feedback: Seide et al. 2014, 1-Bit Stochastic Gradient Descent, section
+3.2; Karimireddy et al. 2019, Error Feedback Fixes SignSGD, algorithm 1), by the ranks that send parts of a gradient and
+again by the one that sends their sum (Tang et al. 2021, 1-bit Adam, section 4.1). Sums themselves are in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from .comm import Axis, Pending
+
+BLOCK = 256  # numbers of int8 that share a scale
+
+
+def room(kind: str, size: int) -> int:
+    """How many elements travel for `size` numbers: bf16 as they are; int8 in whole blocks, bytes with their scales."""
+    return size if kind == "bf16" else -(-size // BLOCK) * (BLOCK + 4)
+
+
+def encode(kind: str, x: Tensor) -> Tensor:
+    """[ways, size] of fp32 -> [ways, room(kind, size)] of what travels."""
+    if kind == "bf16":
+        return x.to(torch.bfloat16)
+    ways, size = x.shape
+    blocks = torch.nn.functional.pad(x, (0, -size % BLOCK)).view(ways, -1, BLOCK)
+    scales = blocks.abs().amax(2, keepdim=True) / 127
+    numbers = (blocks / torch.where(scales == 0, 1.0, scales)).round().to(torch.int8)
+    return torch.cat([numbers.view(torch.uint8).flatten(1), scales.view(torch.uint8).flatten(1)], 1)
+
+
+def decode(kind: str, x: Tensor, size: int) -> Tensor:
+    """The way back."""
+    if kind == "bf16":
+        return x.float()
+    count = -(-size // BLOCK)
+    numbers, scales = x.split([count * BLOCK, count * 4], 1)
+    blocks = numbers.contiguous().view(torch.int8).view(len(x), count, BLOCK)
+    found: Tensor = blocks * scales.contiguous().view(torch.float32).unsqueeze(2)
+    return found.flatten(1)[:, :size]
+
+
+class Compressed:
+    """The sums of one piece of memory, step after step."""
+
+    def __init__(self, kind: str, axis: Axis) -> None:
+        self._kind, self._axis = kind, axis
+        self._sent: Tensor | None = None  # [ways, size]: what this rank has left out of its gradients
+        self._summed: Tensor | None = None  # [1, size]: and of its part of the sum
+
+    def sum(self, x: Tensor) -> Generator[Pending[Tensor], Tensor, Tensor]:
+        """The sum of a flat tensor over the group. Yields what has to be waited for; all ranks send it the same."""
+        kind, axis = self._kind, self._axis
+        rows = torch.nn.functional.pad(x.float(), (0, -x.numel() % axis.size)).view(axis.size, -1)
+        size = rows.shape[1]
+        coded, self._sent = self._coded(rows, self._sent)
+        parts = yield axis.start_all_to_all(coded.flatten(), split_dim=0, concat_dim=0)
+        mine = decode(kind, parts.view(axis.size, -1), size).sum(0, keepdim=True)
+        coded, self._summed = self._coded(mine, self._summed)
+        whole = yield axis.start_all_gather(coded.flatten(), dim=0)
+        return decode(kind, whole.view(axis.size, -1), size).reshape(-1)[: x.numel()].to(x.dtype)
+
+    def _coded(self, x: Tensor, error: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = x if error is None else x + error
+        coded = encode(self._kind, x)
+        return coded, x - decode(self._kind, coded, x.shape[1])

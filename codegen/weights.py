@@ -109,8 +109,11 @@ class Weights:
         return " and ".join(words)
 
     def buckets(self) -> tuple[str, ...]:
-        """The Stage's table of what is summed while backward goes on."""
-        return tuple(map(self._bucket, self.reductions.buckets))
+        """The lines of the Stage's table of what is summed, and when."""
+        entries = [self._bucket(bucket) for bucket in self.reductions.buckets]
+        if len(entries) == 1 and len(line := f"buckets = ({entries[0]},)") <= 116:
+            return (line,)
+        return ("buckets = (", *(f"    {entry}," for entry in entries), ")") if entries else ()
 
     def _bucket(self, bucket: Bucket) -> str:
         trained, reductions = self.reductions.trained, self.reductions

@@ -24,7 +24,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("partc", "partc.errors", "partc.entries"),
     ("partc.settings", "partc.mesh", "partc.layout", "partc.fuel", "partc.explain"),
     ("partc.program", "partc.pins", "partc.naming", "partc.schedules"),
-    ("partc.reductions",),
     (
         "partc.printer",
         "partc.simulate",
@@ -34,9 +33,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "partc.verifier",
         "partc.torch_private",
         "partc.runtime",
-        "partc.parts",
         "partc.kernels",
     ),
+    ("partc.reductions",),
+    ("partc.parts",),
     (
         "partc.saving",
         "partc.memory",

@@ -294,7 +294,7 @@ class Stage:
 
     loss: str | None = None
     loss_partial: tuple[str, ...] = ()
-    # Gradients that are summed together, each bucket as soon as the last microbatch has been back through `after`.
+    # Gradients that are summed together, each bucket once the last microbatch has been back through `after`.
     buckets = (
         Bucket(after="embed", over=("dp",), first="embed.weight", last="blocks.1.mlp.down.weight"),
         Bucket(after="embed", over=("dp", "tp"), first="blocks.0.norm1.weight", last="blocks.1.norm2.weight"),

@@ -343,7 +343,7 @@ class Stage:
 
     loss: str | None = "loss"
     loss_partial: tuple[str, ...] = ("dp",)
-    # Gradients that are summed together, each bucket as soon as the last microbatch has been back through `after`.
+    # Gradients that are summed together, each bucket once the last microbatch has been back through `after`.
     buckets = (
         Bucket(after="blocks.2", over=("dp", "tp"), first="blocks.2.norm1.weight", last="norm.weight"),
         Bucket(after="blocks.2", over=("dp",), first="blocks.2.attn.wq.weight", last="head.weight"),

@@ -22,6 +22,7 @@ from partc.program import Program
 from partc.saving import most_saved
 from partc.settings import EMITTED, tell
 from partc.verifier import verify_program
+from partc.wording import counted, coupled, note, sentence, size
 from partc.work import model_flops
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Package:
             options=self.model_options,
             seed=self.options.seed,
             precision=self.options.precision,
-            report=[*self.warnings, *self._padding(), *(_sentence(item) for item in self.replicated_ops)],
+            report=[*self.warnings, *self._padding(), *(sentence(item) for item in self.replicated_ops)],
             command=self.options.command,
             flops=self.flops,
             modules=self.modules or None,
@@ -271,13 +272,13 @@ def compilation(
             batches=batches,
             precision=options.precision,
         )
-        done(Phase(label="Traced", seconds=time.perf_counter() - start, note=_size(found.program)))
+        done(Phase(label="Traced", seconds=time.perf_counter() - start, note=size(found.program)))
         observe(passes.Step(name=passes.FIRST, label="Traced", program=found.program, seconds=0.0))
         return found
 
     def stepped(step: passes.Step) -> None:
         observe(step)
-        done(Phase(label=step.label, seconds=step.seconds, note=_note(step)))
+        done(Phase(label=step.label, seconds=step.seconds, note=note(step)))
 
     def lowered(program: Program) -> tuple[passes.Step, ...]:
         if options.budget is None or (until is not None and until in passes.before("recompute")):
@@ -291,7 +292,7 @@ def compilation(
     except PartcError as error:
         if error.code != "P0402":
             raise
-        warnings = (_coupled(error, options.microbatches),)
+        warnings = (coupled(error, options.microbatches),)
         origin = traced(repeated=True)
         steps = lowered(origin.program)
     return Compilation(
@@ -362,48 +363,3 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
         extra=done.extra,
         warnings=done.warnings,
     )
-
-
-def _coupled(error: PartcError, microbatches: int) -> str:
-    """What it means that an operation needs the whole batch, in a sentence."""
-    where = f"{error.source}: " if error.source else ""
-    return (
-        f"{where}{error.cause}. Each of the {microbatches} microbatches is a batch of its own: statistics are "
-        "those of a microbatch, the loss is the mean of theirs, as where one device accumulates gradients (P0402)."
-    )
-
-
-def _size(program: Program) -> str:
-    ops = sum(len(region.forward.ops) for region in program.regions)
-    return f"{ops:,} operations, {len(program.parameters):,} parameters and buffers"
-
-
-def _note(step: passes.Step) -> str:
-    """What a pass's line says besides its time."""
-    program = step.program
-    match step.name:
-        case "outline":
-            return f"{counted(len(program.regions), 'region')}, {counted(len(program.calls), 'call')}"
-        case "partition":
-            found = [op.name for region in program.regions for op in region.forward.ops]
-            kinds = ("all_reduce", "all_gather", "unshard", "reduce_scatter", "all_to_all")
-            return ", ".join(f"{found.count(kind)} {kind}" for kind in kinds if kind in found)
-        case "stages":
-            return f"{counted(program.stages, 'stage')}, {counted(len(program.transfers), 'transfer')}"
-        case "schedule":
-            return f"{max(map(len, program.schedule), default=0)} actions a rank"
-        case "check":
-            return f"{program.mesh.size:,} ranks: communication matches, nothing can deadlock"
-        case _:
-            return ""
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 stage`, `2 stages`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _sentence(item: ReplicatedOp) -> str:
-    """For the package's README: what is computed more than once."""
-    why = "is repeated" if item.rule else "has no rule and is repeated"
-    return f"`{item.place}` ({item.op}) {why} on every rank of {item.axis}: {item.flops:,} operations a step."

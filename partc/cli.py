@@ -80,8 +80,8 @@ def compile_command(model: str, output: Path, dump_after: tuple[str, ...], as_js
 
 
 def _print_report(report: Mapping[str, Any]) -> None:
-    from partc.api import counted
     from partc.codegen.collectives import readable_bytes
+    from partc.wording import counted
 
     moved = ", ".join(f"{readable_bytes(size)} over {axis}" for axis, size in report["communication"].items() if size)
     counts = {"rank": report["ranks"], "stage": report["stages"], "region": len(report["regions"])}

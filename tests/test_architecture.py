@@ -74,7 +74,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "partc.fitting",
     ),
     ("partc.launch", "partc.reference", "partc.sampling", "partc.verify", "partc.doctor", "partc.export"),
-    ("partc.api", "partc.comparison", "partc.drawing", "partc.report", "partc.memory_table"),
+    ("partc.api", "partc.wording", "partc.comparison", "partc.drawing", "partc.report", "partc.memory_table"),
     ("partc.measured", "partc.chrome"),
     ("partc.inspection", "partc.dump", "partc.console", "partc.asked"),
     ("partc.tracing",),

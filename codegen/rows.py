@@ -19,6 +19,7 @@ from partc.codegen.lowering import TRITON, Found, Load, Reduce, Statement, compu
 from partc.codegen.spaces import Variable, collapsed, settled, variables
 from partc.layout import Sizes
 from partc.program import DType, Op, TensorType
+from partc.rules.rule import integers
 
 TILE = 4096  # elements that a program holds at a time, unless a row has more
 PROGRAMS = 264  # that sum down columns: two for each processor of an H100
@@ -109,13 +110,43 @@ def tiling(rows: int, columns: int, *, whole: bool, summing: bool) -> Tiling:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Reductions:
+    """Of a fused operation: the shape that has its rows, of which the first dimensions number them."""
+
+    shape: tuple[int, ...]
+    first: int
+    down: Mapping[str, str]  # result that sums down all rows -> what it sums
+    tiling: Tiling
+
+    @classmethod
+    def of(cls, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> _Reductions:
+        inner = [step for step in op.body if step.name in ("sum", "amax")]
+        down = {step.result.name: next(step.refs()) for step in inner if 0 in integers(step.args[1])}
+        known = {**types, **{value.name: value.type for step in op.body for value in step.results}}
+        shape = known[next(inner[0].refs())].layout.local_shape(sizes)
+        first = len(shape) - int(str(dict(op.attrs)["along"]))
+        tiles = tiling(
+            math.prod(shape[:first]),
+            math.prod(shape[first:]),
+            whole=len(down) < len(inner),
+            summing=any(value.name in down for value in op.results),
+        )
+        return cls(shape, first, down, tiles)
+
+
+def parts(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[tuple[int, int], DType]]:
+    """Shapes and types of what a launch holds besides its results: what programs sum down their rows."""
+    found = _Reductions.of(op, types, sizes)
+    shape = (found.tiling.programs, found.tiling.columns)
+    return [(shape, computed_in(value.type.dtype)) for value in op.results if value.name in found.down]
+
+
 def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     """The kernel of a fused operation with reductions in it."""
     draft = Draft.of(op, types, sizes)
-    inner = [step for step in op.body if step.name in ("sum", "amax")]
-    down = {step.result.name: next(step.refs()) for step in inner if step.args[2:] != (True,)}
-    shape = draft.types[next(inner[0].refs())].layout.local_shape(sizes)
-    first = len(shape) - int(str(dict(op.attrs)["along"]))
+    sums_of = _Reductions.of(op, types, sizes)
+    shape, first, down, tiles = sums_of.shape, sums_of.first, sums_of.down, sums_of.tiling
     each = (variables(shape[:first], "r"), variables(shape[first:], "c"))
     index: Index = tuple(ZERO if loop.size == 1 else loop.symbol for loops in each for loop in loops)
     every = {loop.symbol: loop.size for loops in each for loop in loops}
@@ -124,15 +155,11 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     lowering = draft.lowering(own, every, columns=index[first:])
     statistic: Index = (*index[:first], *(ZERO for _ in index[first:]))
     shapes = {name: type.layout.local_shape(sizes) for name, type in draft.types.items()}
-    per_row = {value.name for value in op.results if shapes[value.name] == _one(shape, first)}
+    per_row = {v.name for v in op.results if v.name not in down and shapes[v.name] == _one(shape, first)}
     made = [
         lowering.value(down.get(value.name, value.name), statistic if value.name in per_row else index)
         for value in op.results
     ]
-    whole = len(down) < len(inner)
-    tiles = tiling(
-        math.prod(shape[:first]), math.prod(shape[first:]), whole=whole, summing=any(v.name in down for v in op.results)
-    )
     statements, few, over = _collapsed(lowering.statements, each, lowering.over)
     ranges = {loop.symbol: loop.size for loops in few for loop in loops}
     text = _Text(tiles, ranges, over, frozenset(loop.symbol for loop in few[0]))

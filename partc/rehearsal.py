@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from partc.codegen.package import StageModule, stage_modules
+from partc.codegen.rows import parts
 from partc.ledger import Ledger, Owned, counting
 from partc.lessons import Lessons, stage_class
 from partc.memory import Account, RankMemory
 from partc.mesh import PIPELINE_AXIS
-from partc.program import Program, TensorType
+from partc.program import Op, Program, TensorType
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm import Axis, Link, Pending
 from partc.runtime.data import local_batch
@@ -124,19 +125,26 @@ def _loss_dtype(program: Program) -> torch.dtype:
 def _kernels(program: Program) -> SimpleNamespace:
     """In place of kernels: functions that make as much memory as those do, and nothing else."""
 
-    def stand_in(made: Sequence[TensorType]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-        shapes = [(type.layout.local_shape(program.sizes), DTYPES[type.dtype]) for type in made]
+    def stand_in(op: Op, types: Mapping[str, TensorType]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+        shapes = [(value.type.layout.local_shape(program.sizes), DTYPES[value.type.dtype]) for value in op.results]
+        passing = parts(op, types, program.sizes) if "along" in dict(op.attrs) else []
 
         def make(*given: Tensor) -> Tensor | tuple[Tensor, ...]:
+            held = [torch.empty(shape, dtype=DTYPES[dtype]) for shape, dtype in passing]
             found = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes)
+            del held
             return found if len(found) > 1 else found[0]
 
         return make
 
-    fused = (op for region in program.regions for graph in region.graphs for op in graph.ops if op.body)
-    return SimpleNamespace(
-        **{str(dict(op.attrs)["kernel"]): stand_in([value.type for value in op.results]) for op in fused}
-    )
+    found: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {}
+    for region in program.regions:
+        for graph in region.graphs:
+            types = {value.name: value.type for value in (*region.params, *graph.definitions().values())}
+            for op in graph.ops:
+                if op.body:
+                    found.setdefault(str(dict(op.attrs)["kernel"]), stand_in(op, types))
+    return SimpleNamespace(**found)
 
 
 @dataclass(frozen=True, slots=True)

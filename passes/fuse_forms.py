@@ -64,7 +64,7 @@ def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DTy
 
 
 def _reduced(op: Op, shape: Shape) -> Form | None:
-    """The last dimensions, kept; or, of sums, all dimensions but the last, dropped."""
+    """The last dimensions, kept; or, of sums, all dimensions but the last."""
     dims, keep = argument(op, 1, "dim"), argument(op, 2, "keepdim", False)
     if not isinstance(dims, tuple) or op.attrs:
         return None
@@ -74,7 +74,7 @@ def _reduced(op: Op, shape: Shape) -> Form | None:
         return None
     if reduced == list(range(len(shape) - count, len(shape))) and keep is True:
         return Form(shape, count, True)
-    if reduced == list(range(count)) and keep is not True and op.name == "sum":
+    if reduced == list(range(count)) and op.name == "sum":
         return Form(shape, len(shape) - count, False)
     return None
 

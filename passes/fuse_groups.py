@@ -208,9 +208,10 @@ class _Work:
 
     def ordered(self) -> tuple[Op, ...]:
         """The graph's operations with a bracket around each group of several, each right after what it needs."""
-        several = {key: group for key, group in self.groups.items() if self._is_worth(group)}
-        units: dict[int, Op] = {key: self._bracket(group) for key, group in several.items()}
-        inside = {index for group in several.values() for index in group.members}
+        tails = {key: self._tail(group) for key, group in self.groups.items()}
+        several = {key: group for key, group in self.groups.items() if tails[key] or self._is_worth(group)}
+        units: dict[int, Op] = {key: self._bracket(group, tails[key]) for key, group in several.items()}
+        inside = {index for key, group in several.items() for index in (*group.members, *tails[key])}
         units.update((index, op) for index, op in enumerate(self.ops) if index not in inside)
         last = {key: max(several[key].members) if key in several else key for key in units}
         made = {value.name: key for key, op in units.items() for value in op.results}
@@ -236,9 +237,26 @@ class _Work:
             return True
         return group.form is not None and group.form.whole and self.kinds[min(group.members)] == "composite"
 
-    def _bracket(self, group: _Group) -> Op:
-        """A group as one operation, with the views that lead to what it reads."""
-        chosen = set(group.members)
+    def _tail(self, group: _Group) -> tuple[int, ...]:
+        """A permutation and a reshape, where nothing else reads what a group makes: it writes in their order."""
+        name, found = next(iter(group.makes), ""), list[int]()
+        for kind in ("permute", "reshape"):
+            readers = [index for index, op in enumerate(self.ops) if name in op.refs()]
+            only = len(group.makes) == 1 and name not in self.kept and len(readers) == 1 and group.form is None
+            if not only or self.ops[readers[0]].name != kind:
+                return ()
+            found.append(readers[0])
+            name = self.ops[readers[0]].result.name
+        # Another kernel reads through these views by itself: what it reads has to be there.
+        return (
+            ()
+            if any(kind for op, kind in zip(self.ops, self.kinds, strict=True) if name in op.refs())
+            else tuple(found)
+        )
+
+    def _bracket(self, group: _Group, tail: Collection[int] = ()) -> Op:
+        """A group as one operation, with the views that lead to what it reads, and those that end it."""
+        chosen = {*group.members, *tail}
         todo = [name for index in group.members for name in self.ops[index].refs()]
         while todo:
             index = self.makers.get(todo.pop())
@@ -251,9 +269,8 @@ class _Work:
         )
         made = {value.name for op in body for value in op.results}
         reads = dict.fromkeys(name for op in body for name in op.refs() if name not in made)
-        results = tuple(
-            value for index in sorted(group.members) for value in self.ops[index].results if value.name in group.makes
-        )
+        makes = {self.ops[max(tail)].result.name} if tail else group.makes
+        results = tuple(value for index in sorted(chosen) for value in self.ops[index].results if value.name in makes)
         source = self.ops[max(group.members)].source
         words = (("kernel", stem([self.ops[index] for index in sorted(group.members)])),)
         along = (("along", group.form.along),) if group.form else ()

@@ -108,6 +108,17 @@ REMADE = """
     grad_x = linear_grad_input(grad_p, w)  # f32[4, 6]
     return grad_x, grad_n
 """
+MERGED = """
+  param w: f32[6, 12]
+  forward:
+    input x: f32[2, 3, 4, 4]
+    a = mul(x, 2.0)  # f32[2, 3, 4, 4]
+    b = permute(a, (0, 2, 1, 3))  # f32[2, 4, 3, 4]
+    c = reshape(b, (2, 4, 12))  # f32[2, 4, 12]
+    y = linear(c, w)  # f32[2, 4, 6]
+    loss = sum(y, (0, 1, 2), False)  # f32[]
+    return loss
+"""
 
 
 def shown(body: str) -> str:
@@ -251,6 +262,47 @@ region main phase microbatch:
     return grad_x, grad_n
 """,
     )
+
+
+def test_what_is_turned_and_merged_is_written_so() -> None:
+    """A reshape of a permutation copies: a kernel writes in that order at once."""
+    assert_expected_inline(
+        shown(MERGED),
+        """\
+region main phase microbatch:
+  param w: f32[6, 12]
+  forward:
+    input x: f32[2, 3, 4, 4]
+    c    = fused(x, kernel="mul", strided=(0,))  # f32[2, 4, 12]
+    | a = mul(x, 2.0)               # f32[2, 3, 4, 4]
+    | b = permute(a, (0, 2, 1, 3))  # f32[2, 4, 3, 4]
+    | c = reshape(b, (2, 4, 12))    # f32[2, 4, 12]
+    y    = linear(c, w)                          # f32[2, 4, 6]
+    loss = sum(y, (0, 1, 2), False)              # f32[]
+    return loss
+""",
+    )
+    graphs = [item.regions[0].forward for item in (fused_graph(MERGED), fuse(fused_graph(MERGED), kernels="triton"))]
+    values = {"x": torch.randn(2, 3, 4, 4), "w": torch.randn(6, 12)}
+    first, second = (evaluate(graph, values)["loss"] for graph in graphs)
+    assert torch.equal(first, second)
+
+
+def test_views_that_another_kernel_reads_through_stay_its_own() -> None:
+    """A reshape that another kernel reads through is not the end of the first: there is one kernel, from x on."""
+    more = MERGED.replace(
+        "y = linear(c, w)  # f32[2, 4, 6]", "d = cat((c, c), 1)  # f32[2, 8, 12]\n    y = exp(d)  # f32[2, 8, 12]"
+    )
+    more = more.replace(
+        "loss = sum(y, (0, 1, 2), False)  # f32[]",
+        "z = mul(y, y)  # f32[2, 8, 12]\n    loss = sum(z, (0, 1, 2), False)  # f32[]",
+    )
+    before = fused_graph(more)
+    after = fuse(before, kernels="triton")
+    assert kernels_of(after) == [{"kernel": "mul_exp", "strided": (0,)}]
+    values = {"x": torch.randn(2, 3, 4, 4)}
+    first, second = (evaluate(item.regions[0].forward, values)["loss"] for item in (before, after))
+    assert torch.equal(first, second)
 
 
 def test_memory_is_dense_until_somebody_turns_it() -> None:

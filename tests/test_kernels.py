@@ -203,9 +203,18 @@ PADDED = """
     loss = mul(f, 2.0)  # f32[2, 3, 3]
     return loss
 """
+MERGED = """
+  forward:
+    input x: f32[2, 3, 5, 4]
+    input y: f32[5, 4]
+    s = add(x, y)  # f32[2, 3, 5, 4]
+    t = permute(s, (0, 2, 1, 3))  # f32[2, 5, 3, 4]
+    loss = reshape(t, (10, 12))  # f32[10, 12]
+    return loss
+"""
 
 
-@pytest.mark.parametrize("text", [ROTATED, PADDED])
+@pytest.mark.parametrize("text", [ROTATED, PADDED, MERGED])
 @pytest.mark.parametrize("memory", ["dense", "transposed", "strided", "broadcast"])
 def test_views_and_any_memory(kernels: Kernels, text: str, memory: str) -> None:
     graph = fused_graph(text).regions[0].forward

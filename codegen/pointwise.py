@@ -44,13 +44,14 @@ class Pointwise(Kernel):
 def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding: bool = False) -> Pointwise:
     """The kernel of a fused operation whose results all have one shape."""
     draft = Draft.of(op, types, sizes)
-    shape = draft.results[0].shape
+    names = [_shaped(value.name, op) for value in op.results]
+    shape = draft.types[names[0]].layout.local_shape(sizes)
     count = math.prod(shape)
     loops = variables(shape, "i")
     index = tuple(ZERO if loop.size == 1 else loop.symbol for loop in loops)
     own = ["index", "mask", "BLOCK", *(f"x{number}" for number in range(len(shape)))]
     lowering = draft.lowering(own, {loop.symbol: loop.size for loop in loops}, rounding=rounding)
-    made = [lowering.value(value.name, index) for value in op.results]
+    made = [lowering.value(name, index) for name in names]
     statements, few = _collapsed(lowering.statements, [loop for loop in loops if loop.size > 1])
     ranges = {loop.symbol: loop.size for loop in few}
     places = bounds(statements, ranges)
@@ -69,6 +70,14 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
         wide=wide or (None in places and len(few) == 1),
         lines=tuple(written),
     )
+
+
+def _shaped(name: str, op: Op) -> str:
+    """A single result before reshapes at its end, which leave its elements in their order: its loops are simpler."""
+    made = {step.result.name: step for step in op.body if step.name == "reshape"}
+    while name in made and len(op.results) == 1:
+        name = next(made[name].refs())
+    return name
 
 
 def _collapsed(

@@ -130,8 +130,8 @@ def _kernels(program: Program) -> SimpleNamespace:
         passing = parts(op, types, program.sizes) if "along" in dict(op.attrs) else []
 
         def make(*given: Tensor) -> Tensor | tuple[Tensor, ...]:
-            held = [torch.empty(shape, dtype=DTYPES[dtype]) for shape, dtype in passing]
-            found = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes)
+            held = [torch.empty(shape, dtype=DTYPES[dtype], device=META) for shape, dtype in passing]
+            found = tuple(torch.empty(shape, dtype=dtype, device=META) for shape, dtype in shapes)
             del held
             return found if len(found) > 1 else found[0]
 

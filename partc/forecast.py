@@ -13,7 +13,7 @@ from partc.laid import Laid, Layout, Segment
 from partc.mesh import PIPELINE_AXIS
 from partc.parts import Kind, Move, Parts, graph_of
 from partc.program import ITEMSIZE, MOVING, Action, Call, Graph, Op, Program, TensorType
-from partc.reductions import Reductions
+from partc.reductions import Reductions, Sum
 from partc.reshard import cost
 from partc.roofline import H100, Machine, seconds
 from partc.simulate import Durations, Timeline, timeline
@@ -141,6 +141,7 @@ class Forecast:
         final = "W" if any(regions[call.region].weight is not None for call in calls) else "B"
         buckets = self._buckets(stage) if last else {}
         layout = Layout()
+        inside: list[tuple[object, list[Segment]]] = []
         for run, order in runs[kind]:
             first, *others = self._parts.ahead(order, run)
             self._start(layout, "gather", first, "the first call needs its parameters whole")
@@ -157,8 +158,15 @@ class Forecast:
                     why = f"{call.name}: each rank keeps its part of the gradients"
                     self._start(layout, "scatter", scattered, why)
                 if run == final and graph is not None:
-                    for index, segment in enumerate(buckets.get(call.name, ())):
-                        layout.start((call.name, index), segment)
+                    # What was summed inside nodes goes on between them.
+                    for key, levels in inside:
+                        layout.wait(key)
+                        layout.start((key, 1), levels[1])
+                    inside = []
+                    for index, levels in enumerate(buckets.get(call.name, ())):
+                        layout.start((call.name, index), levels[0])
+                        if len(levels) > 2:
+                            inside.append(((call.name, index), levels))
         return layout.laid()
 
     def _start(self, layout: Layout, what: str, moves: Iterable[Move], why: str) -> None:
@@ -177,22 +185,23 @@ class Forecast:
         layout.whole(self._of_events(self.program.place(stage), {name}, "gradients are summed"))
         return layout.laid()
 
-    def _buckets(self, stage: int) -> dict[str, list[Segment]]:
-        """By the call after whose last backward their sums start."""
-        reductions, found = Reductions(self.program, stage), dict[str, list[Segment]]()
+    def _buckets(self, stage: int) -> dict[str, list[list[Segment]]]:
+        """By the call after whose last backward they start: what each sum consists of, one after the other."""
+        reductions, found = Reductions(self.program, stage), dict[str, list[list[Segment]]]()
         for bucket in reductions.buckets:
             why = f"gradients that are complete after {bucket.after}"
+            sums = found.setdefault(bucket.after, [])
             if bucket.scattered:
-                moves = self._parts.scattered_sums(bucket.parameters)
-                segments = [self._move(move, why) for move in moves]
-            else:
-                ways = math.prod(self.program.sizes[axis] for axis in bucket.over)
-                segments = [
-                    self._moving("all_reduce", ",".join(bucket.over), ways, size * ITEMSIZE[dtype], why)
-                    for dtype, size in reductions.pieces(bucket.parameters)
-                ]
-            found.setdefault(bucket.after, []).extend(segments)
+                sums.extend([self._move(move, why)] for move in self._parts.scattered_sums(bucket.parameters))
+                continue
+            for dtype, size in reductions.pieces(bucket.parameters):
+                levels = reductions.sums(dtype, size, bucket.over)
+                sums.append([self._level(level, why) for level in levels])
         return found
+
+    def _level(self, part: Sum, why: str) -> Segment:
+        size = part.size * ITEMSIZE[part.dtype]
+        return self._moving(part.op, ",".join(part.axes), self._ways(part.axes), size, why)
 
     def _run(self, layout: Layout, call: Call, graph: Graph) -> None:
         """A call's operations; the names of their results are the call's own."""
@@ -305,8 +314,11 @@ class Forecast:
     def collective(self, op: str, over: str, size: int) -> float:
         """Seconds of one, of `size` bytes of each rank, over axes ("dp,tp") or pipeline ranks ("pp 0,2")."""
         axes, _, ranks = over.partition(" ")
-        ways = len(ranks.split(",")) if ranks else math.prod(self.program.sizes[axis] for axis in axes.split(","))
+        ways = len(ranks.split(",")) if ranks else self._ways(axes.split(","))
         return self._moving(op, over, ways, size, "").seconds
+
+    def _ways(self, axes: Iterable[str]) -> int:
+        return math.prod(self.program.sizes[axis] for axis in axes)
 
     def _moving(self, op: str, over: str, ways: int, size: int, why: str) -> Segment:
         takes = self.machine.meeting + cost(op, ways, size) / self.machine.link if ways > 1 else 0.0

@@ -24,6 +24,7 @@ from partc.printer import readable
 MOST_ALIVE = 16  # things that are listed
 MOST_PLACES = 16  # pipeline ranks
 HEIGHT = 8
+SHORT = {"parameters": "params", "temporaries": "temps", "communication": "comm"}  # where columns stand side by side
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
@@ -58,7 +59,7 @@ def _ranks(account: Account, mesh: Mesh) -> object:
     for name in ("ranks", "stages"):
         table.add_column(name)
     for name in ("peak", *shown):
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(SHORT.get(name, name), justify="right", overflow="fold")
     listed = account.ranks if len(account.ranks) <= MOST_PLACES else (account.worst,)
     for rank in listed:
         sizes = (readable(rank.categories[name]) if name in rank.categories else "" for name in shown)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +57,7 @@ def _rank(
     with counting() as ledger:
         lessons.ledger = ledger
         comm = _QuietComm(ledger, program.mesh.sizes, place)
-        given = {"Parts": Parts, "ahead": ahead, "Sums": Sums, "Bucket": Bucket, "kernels": _kernels(program)}
+        given = {"Parts": _NamedParts, "ahead": ahead, "Sums": Sums, "Bucket": Bucket, "kernels": _kernels(program)}
         classes = {
             module.index: stage_class(module.text, f"stages/stage_{module.index}.py", module.functions, lessons, given)
             for module in modules
@@ -220,7 +221,7 @@ def _communicating(name: str) -> Callable[..., Any]:
     method = getattr(GlooAxis, name)
 
     def run(self: _QuietAxis, *args: Any, **kwargs: Any) -> Any:
-        with self._ledger.making("communication"):
+        with self._ledger.making("communication", name.removeprefix("start_")):
             return method(self, *args, **kwargs)
 
     return run
@@ -230,6 +231,32 @@ for _name in ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "all_
     setattr(_QuietAxis, _name, _communicating(_name))
     setattr(_QuietAxis, f"start_{_name}", _communicating(f"start_{_name}"))
 _QuietAxis.reduce_gradients = _communicating("reduce_gradients")  # type: ignore[method-assign]
+
+
+class _NamedParts(Parts):
+    """Says what it makes: whole parameters and whole gradients."""
+
+    def gather(self, *names: str) -> Pending[list[Tensor]]:
+        with self._named("copies", "gathered parameters"):
+            going = super().gather(*names)
+
+        def finish() -> list[Tensor]:
+            with self._named("copies", "gathered parameters"):
+                return going.wait()
+
+        return Pending(finish)
+
+    def zeros(self, *names: str) -> list[Tensor | None]:
+        with self._named("gradients", "whole gradients"):
+            return super().zeros(*names)
+
+    def scatter(self, gradients: Mapping[str, Tensor]) -> None:
+        with self._named("communication", "scattered gradients"):
+            super().scatter(gradients)
+
+    def _named(self, category: str, name: str) -> AbstractContextManager[None]:
+        assert isinstance(self._comm, _QuietComm)
+        return self._comm.ledger.making(category, name)
 
 
 class _Groups(dict[str, Axis]):
@@ -254,7 +281,7 @@ class _QuietComm(DistributedComm):
     def __init__(self, ledger: Ledger, sizes: Sizes, place: int) -> None:
         self.device = META
         self.coordinate = {name: place if name == PIPELINE_AXIS else 0 for name in sizes}
-        self._ledger = ledger
+        self.ledger = ledger
         self._posted = {}
         self._link = _QuietAxis(ledger, 0, 2)
         axes = {name: _QuietAxis(ledger, self.coordinate[name], size) for name, size in sizes.items()}
@@ -263,11 +290,11 @@ class _QuietComm(DistributedComm):
         self._links = _Links(self._link)
 
     def _send(self, x: Tensor, link: Link) -> None:
-        with self._ledger.making("communication", "sent"):
+        with self.ledger.making("communication", "sent"):
             super()._send(x, link)
 
     def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending[Tensor]:
-        with self._ledger.making("communication", "received"):
+        with self.ledger.making("communication", "received"):
             return super()._recv(shape, dtype, link)
 
 

@@ -1,9 +1,9 @@
 """A step of the emitted package against torch's own parallelism: `python tests/benchmarks/step_time.py`.
 
 The model is examples/gpt.py's at a size where computation matters on a CPU. Both sides of a case are two
-processes of one thread over gloo. They take turns, a round of steps each, so that whatever else the machine
+processes (or `--ranks`) of one thread over gloo. They take turns, a round of steps each, so that whatever else the machine
 does meets both; a side that waits does nothing. Times leave out making the batch, and the first round.
-CPU time is that of both ranks together: what is left of the difference on a machine with other work to do.
+CPU time is that of all ranks together: what is left of the difference on a machine with other work to do.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ SIZE = """
 CONFIGS["bench"] = Config(width=512, depth=5, heads=8, kv_heads=4, hidden=1408, vocabulary=4096)
 """
 OPTIONS = ("size=bench", "batch=8", "seq=256")
-RANKS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     peer: str  # as workers/peers.py knows it
     what: str
-    mesh: str
+    axis: str
     microbatches: int = 1
     zero: int = 0
 
 
 CASES = (
-    Case(peer="ddp", what="DDP", mesh="dp=2"),
-    Case(peer="ddp", what="DDP", mesh="dp=2", zero=1),
-    Case(peer="fsdp2", what="FSDP2, kept for backward", mesh="dp=2", zero=2),
-    Case(peer="fsdp3", what="FSDP2", mesh="dp=2", zero=3),
-    Case(peer="tp", what="DTensor", mesh="tp=2"),
-    Case(peer="sp", what="DTensor, sequence-parallel", mesh="tp=2"),
-    Case(peer="pp", what="Schedule1F1B", mesh="pp=2", microbatches=4),
+    Case(peer="ddp", what="DDP", axis="dp"),
+    Case(peer="ddp", what="DDP", axis="dp", zero=1),
+    Case(peer="fsdp2", what="FSDP2, kept for backward", axis="dp", zero=2),
+    Case(peer="fsdp3", what="FSDP2", axis="dp", zero=3),
+    Case(peer="tp", what="DTensor", axis="tp"),
+    Case(peer="sp", what="DTensor, sequence-parallel", axis="tp"),
+    Case(peer="pp", what="Schedule1F1B", axis="pp", microbatches=4),
 )
 
 
@@ -64,17 +63,19 @@ class Measured:
 
 
 class Side:
-    """Two processes that wait between rounds."""
+    """Processes that wait between rounds."""
 
-    def __init__(self, worker: str, side: str, package: Path, report: Path, rounds: int, steps: int) -> None:
-        self.report, self.steps = report, steps
+    def __init__(
+        self, worker: str, side: str, package: Path, report: Path, ranks: int, rounds: int, steps: int
+    ) -> None:
+        self.report, self.ranks, self.steps = report, ranks, steps
         self.cpu: list[float] = []  # seconds of all ranks at the start of each round
         command = [sys.executable, str(HERE / "workers" / worker), side, str(package), str(report)]
         command += [str(rounds), str(steps)]
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         shared = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        shared |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         self.processes = [
             subprocess.Popen(
                 command,
@@ -84,7 +85,7 @@ class Side:
                 stderr=(report.parent / f"{report.name}.{rank}.log").open("w"),
                 text=True,
             )
-            for rank in range(RANKS)
+            for rank in range(ranks)
         ]
 
     def wait(self) -> None:
@@ -95,7 +96,7 @@ class Side:
             while not (line := process.stdout.readline()).startswith("ready "):
                 if not line:
                     self.stop()
-                    logs = (self.report.parent / f"{self.report.name}.{rank}.log" for rank in range(RANKS))
+                    logs = (self.report.parent / f"{self.report.name}.{rank}.log" for rank in range(self.ranks))
                     raise SystemExit("\n".join(log.read_text()[-3000:] for log in logs))
             self.cpu[-1] += float(line.split()[1])
 
@@ -108,7 +109,7 @@ class Side:
     def finish(self) -> Measured:
         for process in self.processes:
             process.communicate()
-        reports = [json.loads((self.report / f"rank_{rank:03d}.json").read_text()) for rank in range(RANKS)]
+        reports = [json.loads((self.report / f"rank_{rank:03d}.json").read_text()) for rank in range(self.ranks)]
         totals = [_rounds(report["step_seconds"], self.steps) for report in reports]
         steps = [max(times) for times in zip(*(report["step_seconds"] for report in reports), strict=True)]
         return Measured(
@@ -129,17 +130,17 @@ def _rounds(seconds: list[float], steps: int) -> list[float]:
     return [sum(seconds[start : start + steps]) for start in range(0, len(seconds), steps)]
 
 
-def measure(case: Case, folder: Path, rounds: int, steps: int) -> tuple[Measured, Measured]:
+def measure(case: Case, folder: Path, ranks: int, rounds: int, steps: int) -> tuple[Measured, Measured]:
     """The package's and the peer's, in turns; the losses of both have to agree."""
     model, package = folder / "gpt.py", folder / case.peer / "build"
     model.write_text(EXAMPLE.read_text() + SIZE)
     options = [word for option in OPTIONS for word in ("-D", option)]
-    command = [sys.executable, "-m", "partc", "compile", str(model), "--mesh", case.mesh, *options]
+    command = [sys.executable, "-m", "partc", "compile", str(model), "--mesh", f"{case.axis}={ranks}", *options]
     command += ["--microbatches", str(case.microbatches), "--zero", str(case.zero), "-o", str(package)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     turns = rounds + 1
-    ours = Side("package.py", "package", package, package.parent / "ours", turns, steps)
-    theirs = Side("peers.py", case.peer, package, package.parent / "theirs", turns, steps)
+    ours = Side("package.py", "package", package, package.parent / "ours", ranks, turns, steps)
+    theirs = Side("peers.py", case.peer, package, package.parent / "theirs", ranks, turns, steps)
     try:
         ours.wait()
         theirs.wait()
@@ -161,10 +162,10 @@ def measure(case: Case, folder: Path, rounds: int, steps: int) -> tuple[Measured
     return found
 
 
-def row(case: Case, ours: Measured, theirs: Measured) -> str:
+def row(case: Case, ranks: int, ours: Measured, theirs: Measured) -> str:
     ratios = sorted(mine / other for mine, other in zip(ours.rounds, theirs.rounds, strict=True))
     return (
-        f"| {case.mesh}{f', ZeRO {case.zero}' if case.zero else ''} | {case.what} | {statistics.median(ours.rounds):.0f} | {statistics.median(theirs.rounds):.0f} "
+        f"| {case.axis}={ranks}{f', ZeRO {case.zero}' if case.zero else ''} | {case.what} | {statistics.median(ours.rounds):.0f} | {statistics.median(theirs.rounds):.0f} "
         f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {ours.fastest / theirs.fastest:.2f} "
         f"| {ours.cpu:.0f} | {theirs.cpu:.0f} | {ours.cpu / theirs.cpu:.2f} | {ours.mib} | {theirs.mib} |"
     )
@@ -173,6 +174,7 @@ def row(case: Case, ours: Measured, theirs: Measured) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(case.peer for case in CASES)}; all by default")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of each side")
     parser.add_argument("--rounds", type=int, default=7, help="after the first, at least 2")
     parser.add_argument("--steps", type=int, default=3, help="in each round")
     arguments = parser.parse_args()
@@ -184,7 +186,8 @@ def main() -> None:
     for case in CASES:
         if not arguments.cases or case.peer in arguments.cases:
             with tempfile.TemporaryDirectory() as folder:
-                print(row(case, *measure(case, Path(folder), arguments.rounds, arguments.steps)), flush=True)
+                found = measure(case, Path(folder), arguments.ranks, arguments.rounds, arguments.steps)
+                print(row(case, arguments.ranks, *found), flush=True)
 
 
 if __name__ == "__main__":

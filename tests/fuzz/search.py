@@ -62,6 +62,8 @@ class Case:
     shard: tuple[str, ...]
     zero: int = 0
     recompute: str = "none"
+    bucket: str = "25MB"
+    nodes: int | None = None
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -102,11 +104,14 @@ def cases(draw: st.DrawFn) -> Case:
         schedule=schedule,
         shard=draw(st.sampled_from(pins)),
         zero=draw(st.sampled_from((0, 0, 1, 2, 3))),
-        recompute=draw(st.sampled_from(("none", "selective", "full", "4KB", "16KB"))),
+        recompute=draw(st.sampled_from(("none", "selective", "full", "50KB", "200KB"))),
+        bucket=draw(st.sampled_from(("25MB", "0B", "500B"))),
+        nodes=draw(st.sampled_from((None, None, 2, 4))),
     )
 
 
-REFUSALS = ("P0302", "P0303", "P0304", "P0403", "P0415")  # pins and budgets that can't be met, more stages than calls
+# Nodes that don't fit, pins and budgets that can't be met, more stages than calls.
+REFUSALS = ("P0105", "P0302", "P0303", "P0304", "P0403", "P0415")
 
 
 def run(case: Case) -> str:
@@ -131,6 +136,8 @@ def run(case: Case) -> str:
             precision="fp64",
             zero=case.zero,
             recompute=case.recompute,
+            bucket=case.bucket,
+            nodes=case.nodes,
         )
     except PartcError as error:
         assert error.code in REFUSALS, f"{error}"

@@ -92,6 +92,22 @@ def test_what_a_step_leaves_out_the_next_ones_make_up_for(kind: str) -> None:
     _world(work, {"dp": 4})
 
 
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_an_overflow_is_seen_and_leaves_nothing_behind(kind: str) -> None:
+    """And what is left out of scaled gradients is that part of unscaled ones."""
+
+    def work(comm: VirtualComm, number: int) -> None:
+        x = torch.linspace(-1, 1, 300)
+        sound, shaken = (Compressed(kind, comm.group(("dp",))) for _ in range(2))
+        first = _ran(sound.sum(x)), _ran(shaken.sum(x * 1024, 1024.0)) / 1024
+        assert torch.equal(*first)
+        spoilt = _ran(shaken.sum(torch.full((300,), torch.inf if number else 1.0)))
+        assert not spoilt.isfinite().all()
+        assert _ran(shaken.sum(x)).isfinite().all()
+
+    _world(work, {"dp": 2})
+
+
 def _ran(sum: Any) -> Tensor:
     pending = next(sum)
     while True:

@@ -52,19 +52,23 @@ class Compressed:
         self._sent: Tensor | None = None  # [ways, size]: what this rank has left out of its gradients
         self._summed: Tensor | None = None  # [1, size]: and of its part of the sum
 
-    def sum(self, x: Tensor) -> Generator[Pending[Tensor], Tensor, Tensor]:
-        """The sum of a flat tensor over the group. Yields what has to be waited for; all ranks send it the same."""
+    def sum(self, x: Tensor, scale: float = 1.0) -> Generator[Pending[Tensor], Tensor, Tensor]:
+        """The sum of a flat tensor over the group: yields what has to be waited for, and wants what that brings.
+
+        `scale` is that of this step's gradients.
+        """
         kind, axis = self._kind, self._axis
         rows = torch.nn.functional.pad(x.float(), (0, -x.numel() % axis.size)).view(axis.size, -1)
         size = rows.shape[1]
-        coded, self._sent = self._coded(rows, self._sent)
+        coded, self._sent = self._coded(rows, self._sent, scale)
         parts = yield axis.start_all_to_all(coded.flatten(), split_dim=0, concat_dim=0)
         mine = decode(kind, parts.view(axis.size, -1), size).sum(0, keepdim=True)
-        coded, self._summed = self._coded(mine, self._summed)
+        coded, self._summed = self._coded(mine, self._summed, scale)
         whole = yield axis.start_all_gather(coded.flatten(), dim=0)
         return decode(kind, whole.view(axis.size, -1), size).reshape(-1)[: x.numel()].to(x.dtype)
 
-    def _coded(self, x: Tensor, error: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = x if error is None else x + error
+    def _coded(self, x: Tensor, error: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        x = x if error is None else x + error * scale
         coded = encode(self._kind, x)
-        return coded, x - decode(self._kind, coded, x.shape[1])
+        left = (x - decode(self._kind, coded, x.shape[1])) / scale
+        return coded, left.nan_to_num_(0, 0, 0)  # a step whose gradients overflow is skipped, and leaves nothing

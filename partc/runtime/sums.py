@@ -123,7 +123,7 @@ class Sums:
         if self._compress:
             if piece not in self._compressed:
                 self._compressed[piece] = Compressed(self._compress, self._comm.group(far))
-            x = yield from self._compressed[piece].sum(x)
+            x = yield from self._compressed[piece].sum(x, self._comm.scale)
         else:
             x = yield self._comm.group(far).start_all_reduce_(x)
         if near:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from partc.errors import Source
+from partc.errors import InternalError, Source
 from partc.layout import Sizes
 from partc.mesh import PIPELINE_AXIS, Mesh
 from partc.parts import Kind, Move, Parts, graph_of
@@ -104,6 +104,8 @@ class _Place:
         self.owners = program.owners()
         self.reductions = {stage: Reductions(program, stage) for stage in self.stages}
         self.parts = Parts(program)
+        self.halves = any(region.weight is not None for region in program.regions)
+        self.begun: set[tuple[int, str]] = set()
         # Of sums that have been started, whether they are inside nodes, and what is to come.
         self.going: dict[int, list[tuple[bool, tuple[Sum, ...]]]] = {}
 
@@ -131,6 +133,12 @@ class _Place:
                 if action.kind in ("RECV_F", "RECV_B"):
                     reader = (action.stage, action.kind == "RECV_F", action.microbatch)
                     waits[reader] = [replace(transfer, kind="wait") for transfer in transfers]
+        for stage, reductions in self.reductions.items():
+            for bucket in reductions.buckets:
+                if (stage, bucket.after) not in self.begun:
+                    raise InternalError(
+                        f"stage {stage} never sums its gradients that are complete after {bucket.after}"
+                    )
         yield from self._shared()
         yield from self._loss()
         for stage in self.stages:
@@ -151,7 +159,7 @@ class _Place:
             "W": (("W", calls),),
             "B": (("B", calls[::-1]), ("W", calls)),
         }
-        final = "W" if any(self.regions[call.region].weight is not None for call in calls) else "B"
+        final = "W" if self.halves else "B"
         for run, order in runs[kind]:
             first, *others = self.parts.ahead(order, run)
             yield from _parts(first, run)
@@ -220,6 +228,7 @@ class _Place:
     def _buckets(self, stage: int, after: str) -> Iterator[Collective]:
         """The sums that start after a call's last backward; those inside nodes go on to what lies between."""
         reductions, going = self.reductions[stage], self.going.setdefault(stage, [])
+        self.begun.add((stage, after))
         for index, (inside, sums) in enumerate(going):
             if inside and after:
                 yield _collective(sums[0])

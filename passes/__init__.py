@@ -177,7 +177,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="gradients are summed over ranks in buckets, while backward goes on",
         requires=("stages", "split"),
         ensures=("buckets",),
-        options=("bucket", "near", "wire", "compress"),
+        options=("bucket", "halves", "near", "wire", "compress"),
     ),
     Pass(
         name="schedule",

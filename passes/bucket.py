@@ -24,24 +24,33 @@ BUCKET = 25_000_000  # bytes of gradients that are summed together, at least
 
 
 def bucket(
-    program: Program, *, bucket: int = BUCKET, near: tuple[str, ...] = (), wire: str = "", compress: str = ""
+    program: Program,
+    *,
+    bucket: int = BUCKET,
+    halves: bool = False,
+    near: tuple[str, ...] = (),
+    wire: str = "",
+    compress: str = "",
 ) -> Program:
-    """Set the call `after` whose backward the sum of each parameter's gradient starts, and how sums are made."""
+    """Set the call `after` whose backward the sum of each parameter's gradient starts, and how sums are made.
+
+    With `halves` backward passes run as two: gradients are complete after the second.
+    """
     program = replace(program, near=near, wire=wire, compress=compress)
     if program.zero > 1:
         return program
-    after = {name: call for stage in range(program.stages) for name, call in _of_stage(program, stage, bucket)}
+    after = {name: call for stage in range(program.stages) for name, call in _of_stage(program, stage, bucket, halves)}
     parameters = (replace(parameter, after=after.get(parameter.name, "")) for parameter in program.parameters)
     return replace(program, parameters=tuple(parameters))
 
 
-def _of_stage(program: Program, stage: int, bucket: int) -> Iterator[tuple[str, str]]:
+def _of_stage(program: Program, stage: int, bucket: int, halves: bool) -> Iterator[tuple[str, str]]:
     """The parameters that one stage alone uses, each with the call that completes its bucket."""
     parameters = {parameter.name: parameter for parameter in program.parameters}
     holders = program.holders()
     waiting: dict[tuple[object, ...], list[str]] = {}
     call = ""
-    for call, names in _completed(program, stage):
+    for call, names in _completed(program, stage, halves):
         for name in names:
             key = _together(parameters[name], program.sizes)
             if key and holders[name] == (stage,):
@@ -58,14 +67,13 @@ def _together(parameter: Parameter, sizes: Sizes) -> tuple[object, ...]:
     return (bool(parameter.gather), over, parameter.type.dtype) if parameter.trainable and over else ()
 
 
-def _completed(program: Program, stage: int) -> Iterator[tuple[str, list[str]]]:
+def _completed(program: Program, stage: int, split: bool) -> Iterator[tuple[str, list[str]]]:
     """Calls in the order of their backward passes, each with the parameters that it is the last to add a gradient to.
 
     Where gradients of weights are made apart, all others have been made before the first of them.
     """
     regions = {region.name: region for region in program.regions}
     calls = [call for call in program.calls if call.stage == stage]
-    split = any(regions[call.region].weight is not None for call in calls)
     makers: dict[str, str] = {}
     order: list[str] = []
     for call in calls[::-1]:

@@ -26,7 +26,11 @@ def peaks(package: partc.Package) -> list[int]:
 
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [("1", {}), ("pp=2", {"microbatches": 4}), ("pp=2", {"microbatches": 4, "schedule": "zbv"})],
+    [
+        ("1", {}),
+        pytest.param("pp=2", {"microbatches": 4}, marks=pytest.mark.matrix),
+        pytest.param("pp=2", {"microbatches": 4, "schedule": "zbv"}, marks=pytest.mark.matrix),
+    ],
 )
 def test_no_rank_holds_more_than_a_budget(mesh: str, options: dict[str, Any]) -> None:
     most, least = (max(peaks(compiled(mesh, recompute=kind, **options))) for kind in ("none", "full"))
@@ -57,6 +61,7 @@ def test_a_limit_is_kept_or_refused_with_what_would_help() -> None:
         assert max(peaks(compiled("2", memory_limit=f"{held - 1}B", **{name: helps[name]}))) < held
 
 
+@pytest.mark.matrix
 def test_options_that_only_fit_together() -> None:
     alone = min(max(peaks(compiled("2", zero=3))), max(peaks(compiled("2", recompute="full"))))
     with pytest.raises(PartcError, match="P0416") as error:

@@ -69,19 +69,18 @@ def test_parameters_in_parts_are_there_for_what_is_made_again(shared: Path, tmp_
     assert result.ok, result.worst
 
 
-@pytest.mark.parametrize("schedule", ["zero-bubble", pytest.param("interleaved", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("schedule", ["interleaved", pytest.param("zero-bubble", marks=pytest.mark.matrix)])
 def test_blocks_that_differ_in_what_they_save(schedule: str, shared: Path, tmp_path: Path) -> None:
     """Two loops over one list of blocks in a stage, each with its random numbers."""
     model = Path(__file__).parent / "models" / "noisy.py"
+    sizes = {"depth": 12, "batch": 32}
     given: dict[str, Any] = {"mesh": "2x2x2", "schedule": schedule, "microbatches": 4, "precision": "fp64"}
-    most, least = (
-        max(held(partc.compile(model, recompute=kind, options={"depth": 8}, **given))) for kind in ("none", "full")
-    )
+    most, least = (max(held(partc.compile(model, recompute=kind, options=sizes, **given))) for kind in ("none", "full"))
     budget = (most + 2 * least) // 3
-    package = partc.compile(model, recompute=f"{budget}B", options={"depth": 8}, **given)
+    package = partc.compile(model, recompute=f"{budget}B", options=sizes, **given)
     called = [call.region for call in package.program.calls if call.stage == 0 and call.name.startswith("blocks.")]
-    assert len(set(called)) == 2 or schedule != "zero-bubble"
-    assert least < max(held(package)) <= budget
+    assert len(set(called)) == 2 or schedule != "interleaved"
+    assert max(held(package)) <= budget
     package.write(tmp_path / "build")
     result = verify(tmp_path / "build", steps=2, virtual=True, reference=shared / "deep_noisy_run")
     assert result.ok and result.worst.rel_err < 1e-11, result.worst

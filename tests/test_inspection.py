@@ -66,7 +66,7 @@ def test_provenance_names_passes(capsys: pytest.CaptureFixture[str]) -> None:
     made = {name: entry for entry, name in (line.split() for line in lines)}
     assert all(name.startswith("block.") for name in made)
     assert made["block.hidden"] == "outline"
-    assert set(made.values()) == {"outline", "partition", "differentiate"}
+    assert set(made.values()) == {"outline", "partition", "differentiate", "overlap"}
 
 
 def test_explain_says_what_else_would_have_cost(capsys: pytest.CaptureFixture[str]) -> None:

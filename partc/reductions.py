@@ -158,11 +158,13 @@ class Reductions:
         return tuple(sorted(map(self.program.place, owners)))
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """Axes whose ranks talk to each other: each that the mesh has, and those summed over together."""
+        """Axes whose ranks talk to each other: each that the mesh has, and those summed or gathered over together."""
         single = ((name,) for name, size in self.program.mesh.axes if size > 1)
         summed = [self.axes(parameter) for parameter in self.trained]
         levels = (level for axes in summed for level in (axes, *self.levels(axes)))
-        return tuple(dict.fromkeys((*single, *(axes for axes in levels if axes))))
+        here = {name for call in self.program.calls if call.stage == self.stage for name in call.params}
+        gathered = (parameter.gather for parameter in self.program.parameters if parameter.name in here)
+        return tuple(dict.fromkeys((*single, *(axes for axes in (*levels, *gathered) if axes))))
 
     def shared(self) -> dict[tuple[int, ...], list[Parameter]]:
         """The weights that each set of pipeline coordinates shares."""

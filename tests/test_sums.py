@@ -158,6 +158,8 @@ def test_wrong_sums(mesh: str, options: dict[str, Any], code: str) -> None:
     ("mesh", "options", "exact"),
     [
         ("1x4x2", {"nodes": 4, "bucket": "40KB", "precision": "fp64"}, True),
+        ("4", {"nodes": 2, "zero": 1, "precision": "fp64"}, True),
+        ("dp_out=2,dp_in=2", {"zero": 3, "precision": "fp64"}, True),
         ("1x4x1", {"nodes": 2, "bucket": "40KB", "compress_grads": "int8"}, False),
         ("1x4x1", {"nodes": 2, "zero": "3@dp_in", "compress_grads": "bf16", "grad_reduce": "bf16"}, False),
     ],

@@ -56,13 +56,17 @@ def smallest(expr: sympy.Expr) -> int:
     return int(expr.as_coeff_Add()[0])
 
 
+def _stays_below(expr: sympy.Expr, by: int, ranges: Ranges) -> bool:
+    bound = largest(expr, ranges)
+    return smallest(expr) >= 0 and bound is not None and bound < by
+
+
 def floor_divide(expr: sympy.Expr, by: int, ranges: Ranges) -> sympy.Expr:
     """expr // by: what is a multiple of `by` divides by itself, what stays below it vanishes."""
     if by == 1:
         return expr
     whole, rest = _parts(expr, by)
-    bound = largest(rest, ranges)
-    if smallest(rest) >= 0 and bound is not None and bound < by:
+    if _stays_below(rest, by, ranges):
         return whole
     if isinstance(rest, FloorDiv):  # x // a // b
         return whole + floor_divide(rest.args[0], int(rest.args[1]) * by, ranges)
@@ -74,8 +78,7 @@ def modulo(expr: sympy.Expr, by: int, ranges: Ranges) -> sympy.Expr:
     if by == 1:
         return ZERO
     _, rest = _parts(expr, by)
-    bound = largest(rest, ranges)
-    if smallest(rest) >= 0 and bound is not None and bound < by:
+    if _stays_below(rest, by, ranges):
         return rest
     if isinstance(rest, Modulo) and int(rest.args[1]) % by == 0:  # x % ab % b
         return modulo(rest.args[0], by, ranges)

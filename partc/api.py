@@ -15,7 +15,7 @@ from partc.coverage import Coverage, coverage
 from partc.errors import PartcError
 from partc.memory import Account
 from partc.mesh import PIPELINE_AXIS, Mesh
-from partc.options import TABLE, Options
+from partc.options import BUCKET, TABLE, Options
 from partc.output import write
 from partc.printer import readable
 from partc.program import Program
@@ -186,7 +186,7 @@ def compile(
     shard: Sequence[str] = (),
     zero: str | int = 0,
     recompute: str = "none",
-    bucket: str = "25MB",
+    bucket: str = BUCKET,
     nodes: int | None = None,
     grad_reduce: str = "fp32",
     compress_grads: str = "none",

@@ -10,8 +10,8 @@ from typing import Literal
 from partc.errors import InternalError, Source
 from partc.layout import Sizes
 from partc.mesh import PIPELINE_AXIS, Mesh
-from partc.parts import Kind, Move, Parts, graph_of
-from partc.program import MOVING, Action, Call, Graph, Program, Region, Value
+from partc.parts import Move, Parts, graph_of
+from partc.program import MOVING, Action, Graph, Program, Region, Value
 from partc.reductions import Reductions, Sum
 
 
@@ -104,7 +104,6 @@ class _Place:
         self.owners = program.owners()
         self.reductions = {stage: Reductions(program, stage) for stage in self.stages}
         self.parts = Parts(program)
-        self.halves = any(region.weight is not None for region in program.regions)
         self.begun: set[tuple[int, str]] = set()
         # Of sums that have been started, whether they are inside nodes, and what is to come.
         self.going: dict[int, list[tuple[bool, tuple[Sum, ...]]]] = {}
@@ -151,16 +150,7 @@ class _Place:
                 yield from self._collectives(region, region.forward, phase)
 
     def _compute(self, stage: int, kind: str, last: bool) -> Iterator[Collective]:
-        here = [call for call in self.program.calls if call.stage == stage]
-        calls = [call for call in here if self.regions[call.region].phase == "microbatch"]
-        runs: dict[str, tuple[tuple[Kind, list[Call]], ...]] = {
-            "F": (("F", calls),),
-            "I": (("I", calls[::-1]),),
-            "W": (("W", calls),),
-            "B": (("B", calls[::-1]), ("W", calls)),
-        }
-        final = "W" if self.halves else "B"
-        for run, order in runs[kind]:
+        for run, order in self.parts.runs(stage, kind):
             first, *others = self.parts.ahead(order, run)
             yield from _parts(first, run)
             for call, ahead in zip(order, others, strict=True):
@@ -168,7 +158,7 @@ class _Place:
                 region = self.regions[call.region]
                 yield from self._collectives(region, graph_of(region, run), run)
                 yield from _parts(self.parts.after(call, run), run)
-                if last and run == final and graph_of(region, run) is not None:
+                if last and run == self.parts.completing and graph_of(region, run) is not None:
                     yield from self._buckets(stage, call.name)
 
     def _collectives(self, region: Region, graph: Graph | None, action: str) -> Iterator[Collective]:

@@ -11,7 +11,7 @@ from partc.codegen.collectives import comment
 from partc.events import Collective, Transfer, events
 from partc.laid import Laid, Layout, Segment
 from partc.mesh import PIPELINE_AXIS
-from partc.parts import Kind, Move, Parts, graph_of
+from partc.parts import Move, Parts, graph_of
 from partc.program import ITEMSIZE, MOVING, Action, Call, Graph, Op, Program, TensorType
 from partc.reductions import Reductions, Sum
 from partc.reshard import cost
@@ -130,19 +130,10 @@ class Forecast:
 
     def _action(self, stage: int, kind: str, last: bool) -> Laid:
         regions = {region.name: region for region in self.program.regions}
-        here = [call for call in self.program.calls if call.stage == stage]
-        calls = [call for call in here if regions[call.region].phase == "microbatch"]
-        runs: dict[str, tuple[tuple[Kind, list[Call]], ...]] = {
-            "F": (("F", calls),),
-            "I": (("I", calls[::-1]),),
-            "W": (("W", calls),),
-            "B": (("B", calls[::-1]), ("W", calls)),
-        }
-        final = "W" if any(regions[call.region].weight is not None for call in calls) else "B"
         buckets = self._buckets(stage) if last else {}
         layout = Layout()
         inside: list[tuple[object, list[Segment]]] = []
-        for run, order in runs[kind]:
+        for run, order in self._parts.runs(stage, kind):
             first, *others = self._parts.ahead(order, run)
             self._start(layout, "gather", first, "the first call needs its parameters whole")
             for call, ahead in zip(order, others, strict=True):
@@ -157,7 +148,7 @@ class Forecast:
                     self._wait(layout, "scatter")
                     why = f"{call.name}: each rank keeps its part of the gradients"
                     self._start(layout, "scatter", scattered, why)
-                if run == final and graph is not None:
+                if run == self._parts.completing and graph is not None:
                     # What was summed inside nodes goes on between them.
                     for key, levels in inside:
                         layout.wait(key)

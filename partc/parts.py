@@ -72,6 +72,23 @@ class Parts:
         made = set(graph.outputs) if graph is not None else set()
         return tuple(value.name for value in region.params if f"grad_{value.name}" in made)
 
+    def runs(self, stage: int, kind: str) -> tuple[tuple[Kind, list[Call]], ...]:
+        """What an action of a stage consists of: runs of its calls, in their order."""
+        calls = [call for call in self.program.calls if call.stage == stage]
+        calls = [call for call in calls if self._regions[call.region].phase == "microbatch"]
+        found: dict[str, tuple[tuple[Kind, list[Call]], ...]] = {
+            "F": (("F", calls),),
+            "I": (("I", calls[::-1]),),
+            "W": (("W", calls),),
+            "B": (("B", calls[::-1]), ("W", calls)),
+        }
+        return found[kind]
+
+    @cached_property
+    def completing(self) -> Kind:
+        """The run that gradients of parameters are complete after: the second half, where backward has two."""
+        return "W" if any(region.weight is not None for region in self.program.regions) else "B"
+
     def before(self, call: Call, kind: Kind) -> Iterator[Move]:
         """What has to have been gathered for it."""
         if self.gathers(call, kind):

@@ -66,10 +66,6 @@ class Reductions:
             return ()
         return tuple(axis for axis in parameter.reduce if self.program.sizes[axis] > 1)
 
-    def over(self, parameter: Parameter) -> tuple[str, ...]:
-        """What a bucket goes over: the axes that are scattered over, else those that are summed over."""
-        return parameter.gather or self.axes(parameter)
-
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """All that is scattered or summed once per step: scattered first, where several start at one time.

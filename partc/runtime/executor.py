@@ -83,9 +83,8 @@ class Step:
         self.sent: dict[Slot, dict[str, Tensor]] = {}  # from F to SEND_F
         self.saved: dict[Slot, Any] = {}  # from F to B or I
         self.kept: dict[Slot, Any] = {}  # from I to W
-        self.returning: dict[
-            Slot, list[tuple[str, Pending[Tensor]]]
-        ] = {}  # gradients of sent values, from RECV_B to B or I
+        # Gradients of sent values, from RECV_B to B or I.
+        self.returning: dict[Slot, list[tuple[str, Pending[Tensor]]]] = {}
         self.incoming: dict[Slot, dict[str, Tensor]] = {}  # those of values handed to a stage here
         self.outgoing: dict[Slot, dict[str, Tensor]] = {}  # gradients of received values, from B or I to SEND_B
         self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}

@@ -7,17 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from partc.codegen import collectives
-from partc.codegen.expressions import (
-    Operands,
-    accumulation,
-    expression,
-    is_atom,
-    is_chained,
-    returns_more,
-    written,
-)
-from partc.codegen.lifetimes import deletions, shares_memory
+from partc.codegen.expressions import accumulation, expression, is_atom, is_chained, returns_more
+from partc.codegen.lifetimes import deletions, overwritten, shares_memory
 from partc.codegen.names import Names, class_name, identifier
+from partc.codegen.operands import Operands, written
 from partc.codegen.remade import remarks
 from partc.codegen.views import without_idle_views
 from partc.layout import Sizes
@@ -278,7 +271,8 @@ class _Writer:
                 exclusive=bool(op.args) and isinstance(op.args[0], Ref) and op.args[0].name in fresh,
             )
             comment = collectives.comment(op, graph, types, self.sizes, self._label, apart=operands.started)
-            notes = tuple(filter(None, (remade.get(op.results[0].name), comment)))
+            over = [f"written over {written(op.args[place], write)}" for place in overwritten(op).values()]
+            notes = tuple(filter(None, (remade.get(op.results[0].name), comment, *over)))
             statement = self._statement(op, operands, order, index, uses, graph, names, buffers, inlined, notes)
             lines.extend(statement)
             if any(" = " in line.code for line in statement):

@@ -9,6 +9,7 @@ import sympy
 
 from partc.codegen.collectives import readable_bytes
 from partc.codegen.indexing import ZERO, Ranges, largest
+from partc.codegen.lifetimes import overwritten
 from partc.codegen.lowering import (
     TRITON,
     Argument,
@@ -22,10 +23,11 @@ from partc.codegen.lowering import (
     contiguous,
 )
 from partc.codegen.names import Names
-from partc.codegen.spaces import condition, joined, terms
+from partc.codegen.spaces import condition, joined, terms, written
 from partc.layout import Sizes
 from partc.printer import fused_bytes, print_operation
 from partc.program import DType, Op, TensorType
+from partc.rules import kernels
 
 WIDE = 2**31  # from here on, places take 64 bits
 _LONG = 96  # characters of an expression that stands in one line
@@ -37,11 +39,12 @@ TORCH: Mapping[DType, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A tensor that the kernel makes; its dtype is torch's name for it."""
+    """A tensor that the kernel makes; its dtype is torch's name for it. It may be written `over` an argument."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    over: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class Kernel:
     moved: str
     apart: str
     arguments: tuple[Argument, ...]
+    numbers: tuple[str, ...]  # that it is told at launch
     results: tuple[Result, ...]
     lines: tuple[str, ...]
 
@@ -66,20 +70,29 @@ class Kernel:
     @property
     def read(self) -> list[str]:
         """The kernel's parameters for what it is given."""
-        return [name for item in self.arguments for name in (f"{item.name}_ptr", *map(str, symbols(item).values()))]
+        read = (name for item in self.arguments for name in (f"{item.name}_ptr", *map(str, symbols(item).values())))
+        return [*read, *self.numbers]
 
     @property
     def given(self) -> list[str]:
         """For these parameters, what the launch has."""
-        return [
+        given = (
             text
             for item in self.arguments
             for text in (item.name, *(f"{item.name}.stride({dim})" for dim in symbols(item)))
-        ]
+        )
+        return [*given, *self.numbers]
+
+    def memory(self, result: Result) -> str:
+        """Where a result is written."""
+        if result.over:
+            return f"{result.over}  # which nobody reads any more"
+        return f"torch.empty({result.shape}, dtype=torch.{result.dtype}, device={self.arguments[0].name}.device)"
 
     @property
     def signature(self) -> str:
-        return ", ".join(f"{argument.name}: Tensor" for argument in self.arguments)
+        tensors = (f"{argument.name}: Tensor" for argument in self.arguments)
+        return ", ".join((*tensors, *(f"{name}: int" for name in self.numbers)))
 
     @property
     def returns(self) -> str:
@@ -102,15 +115,22 @@ class Draft:
     def of(cls, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Draft:
         every = {name: types[name] for name in op.refs()}
         every.update((value.name, value.type) for step in op.body for value in step.results)
-        outside = Names(("torch", "triton", "tl"))
+        outside = Names(("torch", "triton", "tl", *kernels.told(op.body)))
         strided = dict(op.attrs).get("strided", ())
         arguments = {
             name: _argument(outside[name], every[name], sizes, isinstance(strided, tuple) and place in strided)
             for place, name in enumerate(op.refs())
         }
+        over = overwritten(op)
+        names = {number: item.name for number, item in enumerate(arguments.values())}
         results = tuple(
-            Result(name=outside[value.name], shape=value.type.layout.local_shape(sizes), dtype=TORCH[value.type.dtype])
-            for value in op.results
+            Result(
+                name=outside[value.name],
+                shape=value.type.layout.local_shape(sizes),
+                dtype=TORCH[value.type.dtype],
+                over=names.get(over.get(number, -1), ""),
+            )
+            for number, value in enumerate(op.results)
         )
         return cls(op=op, types=every, sizes=sizes, outside=outside, arguments=arguments, results=results)
 
@@ -120,7 +140,7 @@ class Draft:
             f"{name}_ptr" for name in (*(x.name for x in self.arguments.values()), *(r.name for r in self.results))
         ]
         given = [str(step) for item in self.arguments.values() for step in symbols(item).values()]
-        names = Names(("tl", "functions", *own, *pointers, *given))
+        names = Names(("tl", "functions", *own, *pointers, *given, *kernels.told(self.op.body)))
         return Lowering(
             body=self.op.body,
             arguments=self.arguments,
@@ -140,6 +160,7 @@ class Draft:
             "moved": readable_bytes(together),
             "apart": readable_bytes(apart),
             "arguments": tuple(self.arguments.values()),
+            "numbers": tuple(kernels.told(self.op.body)),
             "results": self.results,
         }
 
@@ -168,8 +189,7 @@ def expressions(statement: Statement) -> Iterator[sympy.Expr]:
     if isinstance(statement, Reduce):
         return
     yield from (guard.index for guard in statement.guards)
-    if isinstance(statement, Load):
-        yield statement.place
+    yield from (statement.place,) if isinstance(statement, Load) else statement.places
 
 
 def bounds(statements: Sequence[Statement], ranges: Ranges) -> list[int | None]:
@@ -181,7 +201,8 @@ def lines(statement: Load | Compute, ranges: Ranges, mask: str, names: Names) ->
     """A statement as lines; `mask` says which elements there are, where not all are."""
     conditions = [condition(guard, ranges) for guard in statement.guards]
     if isinstance(statement, Compute):
-        yield f"{statement.target} = {statement.text.format(*conditions) if conditions else statement.text}"
+        parts = [*conditions, *(written(place, ranges) for place in statement.places)]
+        yield f"{statement.target} = {statement.text.format(*parts) if parts else statement.text}"
         return
     moving = bool(statement.place.free_symbols & set(ranges))
     both = _both([mask, *conditions]) if moving else ""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from partc.codegen.cross_entropy import cross_entropy
 from partc.codegen.kernel import Kernel, kernel_name
 from partc.codegen.pointwise import pointwise
 from partc.codegen.rows import rows
 from partc.layout import Sizes
 from partc.program import Op, Program, TensorType
+from partc.rules.kernels import STREAMED
 
 
 def kernels(program: Program) -> Iterator[Kernel]:
@@ -25,6 +27,8 @@ def kernels(program: Program) -> Iterator[Kernel]:
 
 def kernel(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding: bool = False) -> Kernel:
     """Of a fused operation; `rounding` after every elementwise operation is for tests."""
+    if any(step.name in STREAMED for step in op.body):
+        return cross_entropy(op, types, sizes)
     if "along" in dict(op.attrs):
         return rows(op, types, sizes)
     return pointwise(op, types, sizes, rounding=rounding)

@@ -28,6 +28,12 @@ def shares_memory(op: Op) -> bool:
     return op.name in VIEWS or op.name == "to"
 
 
+def overwritten(op: Op) -> dict[int, int]:
+    """Numbers of results that are written over arguments -> those of the arguments."""
+    over = dict(op.attrs).get("over")
+    return {int(str(over[1])): int(str(over[0]))} if isinstance(over, tuple) else {}
+
+
 def deletions(graph: Graph, keep: Collection[str], sizes: Sizes) -> dict[int, tuple[str, ...]]:
     """Index of an operation -> values to delete right after it: as few as bring the peak to its lowest.
 

@@ -25,6 +25,9 @@ TRITON: Mapping[DType, str] = {
     "i32": "tl.int32", "i16": "tl.int16", "i8": "tl.int8", "u8": "tl.uint8", "bool": "tl.int1",
 }  # fmt: skip
 
+# Numbers of a row that is streamed: the variables of the template.
+STREAMS: Mapping[str, str] = {"shard_max": "largest", "sum_exp": "sums", "pick": "picked", "smooth_sum": "logits_sum"}
+
 
 @dataclass(frozen=True, slots=True)
 class Guard:
@@ -52,11 +55,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """`target` is an expression. Where there are `guards`, it has `{0}` for the first of them, and so on."""
+    """`target` is an expression. It has `{0}` for the first of its `guards`, and so on; then come its `places`."""
 
     target: str
     text: str
     guards: Guards = ()
+    places: tuple[sympy.Expr, ...] = ()  # indices that it computes with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +171,11 @@ class Lowering:
                 return self._computed(op, index, guards)
             case "reduction":
                 return self._reduced(op, index)
+            case "streamed":  # which the template makes
+                over = frozenset().union(*(part.free_symbols for part in index))
+                return Found(STREAMS[op.name], computed_in(op.result.type.dtype), over=over)
+            case "composite" if op.name == "cross_entropy_backward":
+                return self._logits_gradient(op, index, guards)
         raise InternalError(f"no kernel does {op.name}")
 
     def _computed(self, op: Op, index: Index, guards: Guards) -> Found:
@@ -176,8 +185,7 @@ class Lowering:
         operands = [self._operand(arg, index, guards) for arg in op.args]
         wanted = _computes(op, operands)
         written = [
-            _as(found, "bool" if kernels.CONDITIONS.get(op.name) == place else wanted) if found else ""
-            for place, found in enumerate(operands)
+            _as(found, _read_as(op, place, found, wanted)) if found else "" for place, found in enumerate(operands)
         ]
         over = frozenset[sympy.Symbol]().union(*(found.over for found in operands if found is not None))
         if text == "{0}" and not self.rounding:  # a cast
@@ -187,6 +195,27 @@ class Lowering:
         if self.rounding and dtype != result:
             text = f"({text}).to({TRITON[dtype]}).to({TRITON[result]})"
         return Found(self._statement(op.result.name, text), result, over=over)
+
+    def _logits_gradient(self, op: Op, index: Index, guards: Guards) -> Found:
+        """Of a cross-entropy: each row's numbers, and whether the column is the label's."""
+        _, logits, _, _, _, ignore, smoothing = op.args
+        assert isinstance(logits, Ref)
+        dtype = computed_in(op.result.type.dtype)
+        grad, x, labels, lse = (
+            self.value(name, index if name == logits.name else index[:-1], guards) for name in list(op.refs())[:4]
+        )
+        given = ", ".join(_as(found, dtype) for found in (grad, x, lse))
+        classes = self.shape(logits.name)[-1]
+        first = f" - {kernels.ranked(op)}_rank * {classes}" if kernels.ranked(op) else ""
+        hit = f"{labels.text} == {kernels.literal(ignore)}, {labels.text}{first} == {{0}}"
+        text = f"functions.cross_entropy_backward({given}, {hit})"
+        if smoothing:
+            whole = self.types[logits.name].shape[-1]
+            more = ", ".join(_as(_constant(number, dtype), dtype) for number in (smoothing, whole))
+            text = f"functions.smooth_cross_entropy_backward({given}, {hit}, {more})"
+        target = self._statement(op.result.name, text, places=index[-1:])
+        over = frozenset().union(index[-1].free_symbols, *(found.over for found in (grad, x, labels, lse)))
+        return Found(target, dtype, over=over)
 
     def _reduced(self, op: Op, index: Index) -> Found:
         """Along the last dimensions: of the rows that the index has."""
@@ -237,10 +266,19 @@ class Lowering:
         target = self._statement(op.result.name, f"tl.where({{0}}, {value.text}, 0.0)", (guard,))
         return Found(target, value.dtype, over=frozenset(value.over | index[dim].free_symbols))
 
-    def _statement(self, name: str, text: str, guards: Guards = ()) -> str:
+    def _statement(self, name: str, text: str, guards: Guards = (), places: tuple[sympy.Expr, ...] = ()) -> str:
         target = self.names.fresh(identifier(name))
-        self.statements.append(Compute(target=target, text=text, guards=guards))
+        self.statements.append(Compute(target=target, text=text, guards=guards, places=places))
         return target
+
+
+def _read_as(op: Op, place: int, found: Found, wanted: DType) -> DType:
+    """The type that an operand is asked for in, where the operation computes in `wanted`."""
+    if kernels.CONDITIONS.get(op.name) == place:
+        return "bool"
+    if place in kernels.LABELS.get(op.name, ()):
+        return "i64" if found.number is not None else found.dtype
+    return wanted
 
 
 def _constant(number: Arg, dtype: DType) -> Found:

@@ -23,7 +23,8 @@ from partc.rules.rule import integers
 
 TILE = 4096  # elements that a program holds at a time, unless a row has more
 PROGRAMS = 264  # that sum down columns: two for each processor of an H100
-NARROW = 128  # columns of a program where nothing sums along rows
+NARROW = 128  # columns of a program that sums down them, where nothing sums along rows
+WIDEST = 1024  # and of one that sums neither way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ class Rows(Kernel):
 
 def tiling(rows: int, columns: int, *, whole: bool, summing: bool) -> Tiling:
     """Tiles of up to TILE elements: whole rows where something sums along them."""
-    wide = _power(columns) if whole else min(_power(columns), NARROW)
+    wide = _power(columns) if whole else min(_power(columns), NARROW if summing else WIDEST)
     high = max(1, min(_power(rows), TILE // wide))
     across = -(-columns // wide)
     tiles = -(-rows // high)
@@ -122,17 +123,19 @@ class _Reductions:
     @classmethod
     def of(cls, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> _Reductions:
         inner = [step for step in op.body if step.name in ("sum", "amax")]
+        losses = [step for step in op.body if step.name == "cross_entropy_backward"]
         down = {step.result.name: next(step.refs()) for step in inner if 0 in integers(step.args[1])}
         known = {**types, **{value.name: value.type for step in op.body for value in step.results}}
-        shape = known[next(inner[0].refs())].layout.local_shape(sizes)
-        first = len(shape) - int(str(dict(op.attrs)["along"]))
+        first = losses[0].result.name if losses else next(inner[0].refs())
+        shape = known[first].layout.local_shape(sizes)
+        number = len(shape) - int(str(dict(op.attrs)["along"]))
         tiles = tiling(
-            math.prod(shape[:first]),
-            math.prod(shape[first:]),
+            math.prod(shape[:number]),
+            math.prod(shape[number:]),
             whole=len(down) < len(inner),
             summing=any(value.name in down for value in op.results),
         )
-        return cls(shape, first, down, tiles)
+        return cls(shape, number, down, tiles)
 
 
 def parts(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[tuple[int, int], DType]]:
@@ -160,12 +163,12 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
         lowering.value(down.get(value.name, value.name), statistic if value.name in per_row else index)
         for value in op.results
     ]
-    statements, few, over = _collapsed(lowering.statements, each, lowering.over)
+    statements, few, over = collapsed_rows(lowering.statements, each, lowering.over)
     ranges = {loop.symbol: loop.size for loops in few for loop in loops}
     text = _Text(tiles, ranges, over, frozenset(loop.symbol for loop in few[0]))
     places = bounds(statements, ranges)
     strided = None in places
-    before, body = [*_loops(few[1], statements, "column")], [*_loops(few[0], statements, "row")]
+    before, body = [*row_loops(few[1], statements, "column")], [*row_loops(few[0], statements, "row")]
     for statement in statements:
         fixed = tiles.steps > 1 and not text.differs(statement.target, 0)
         if isinstance(statement, Reduce):
@@ -262,7 +265,7 @@ def _power(count: int) -> int:
 Loops = tuple[tuple[Variable, ...], tuple[Variable, ...]]  # of the rows, and of the columns
 
 
-def _collapsed(
+def collapsed_rows(
     statements: Sequence[Statement], each: Loops, over: Mapping[str, frozenset[sympy.Symbol]]
 ) -> tuple[list[Statement], Loops, dict[str, frozenset[int]]]:
     """The same with as few loops as do, and which way each variable differs."""
@@ -282,11 +285,11 @@ def _collapsed(
         found = [settled(settled(item, instead), symbols) for item in found]
         few.append(new)
     way = {loop.symbol: number for number, loops in enumerate(each) for loop in loops}
-    ways = {name: frozenset(way[symbol] for symbol in symbols) for name, symbols in over.items()}
+    ways = {name: frozenset(way[symbol] for symbol in symbols if symbol in way) for name, symbols in over.items()}
     return found, (few[0], few[1]), ways
 
 
-def _loops(loops: Sequence[Variable], statements: Sequence[Statement], every: str) -> Iterator[str]:
+def row_loops(loops: Sequence[Variable], statements: Sequence[Statement], every: str) -> Iterator[str]:
     """How several variables follow from the one that numbers rows, or columns."""
     read = set().union(*(expr.free_symbols for statement in statements for expr in expressions(statement)))
     inside = math.prod(loop.size for loop in loops)

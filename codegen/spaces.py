@@ -68,7 +68,7 @@ def settled(statement: Statement, instead: Mapping[sympy.Symbol, sympy.Expr]) ->
     guards = tuple(replace(guard, index=guard.index.subs(instead)) for guard in statement.guards)
     if isinstance(statement, Load):
         return replace(statement, place=statement.place.subs(instead), guards=guards)
-    return replace(statement, guards=guards)
+    return replace(statement, guards=guards, places=tuple(place.subs(instead) for place in statement.places))
 
 
 def written(expr: sympy.Expr, ranges: Ranges) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partc.codegen.lifetimes import overwritten
 from partc.codegen.package import StageModule, stage_modules
 from partc.codegen.rows import parts
 from partc.ledger import Ledger, Owned, counting
@@ -129,10 +130,14 @@ def _kernels(program: Program) -> SimpleNamespace:
     def stand_in(op: Op, types: Mapping[str, TensorType]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
         shapes = [(value.type.layout.local_shape(program.sizes), DTYPES[value.type.dtype]) for value in op.results]
         passing = parts(op, types, program.sizes) if "along" in dict(op.attrs) else []
+        over = overwritten(op)
 
         def make(*given: Tensor) -> Tensor | tuple[Tensor, ...]:
             held = [torch.empty(shape, dtype=DTYPES[dtype], device=META) for shape, dtype in passing]
-            found = tuple(torch.empty(shape, dtype=dtype, device=META) for shape, dtype in shapes)
+            found = tuple(
+                given[over[number]] if number in over else torch.empty(shape, dtype=dtype, device=META)
+                for number, (shape, dtype) in enumerate(shapes)
+            )
             del held
             return found if len(found) > 1 else found[0]
 

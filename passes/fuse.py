@@ -24,8 +24,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from partc.passes.fuse_cross_entropy import streamed
 from partc.passes.fuse_groups import fused
 from partc.passes.fuse_names import named
+from partc.passes.fuse_over import over
 from partc.passes.fuse_saved import lean
 from partc.program import Program
 
@@ -35,6 +37,9 @@ def fuse(program: Program, *, kernels: str = "aten") -> Program:
     if kernels != "triton":
         return program
     regions = tuple(
-        fused(lean(region), program.sizes) if region.phase == "microbatch" else region for region in program.regions
+        fused(streamed(lean(region, program.sizes), program.sizes), program.sizes)
+        if region.phase == "microbatch"
+        else region
+        for region in program.regions
     )
-    return named(replace(program, regions=regions))
+    return named(over(replace(program, regions=regions)))

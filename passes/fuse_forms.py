@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from partc.program import FLOATING, Arg, DType, Op
+from partc.program import FLOATING, Arg, DType, Op, Ref
 from partc.rules.rule import argument
 
 Shape = tuple[int, ...]
@@ -54,6 +54,10 @@ def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DTy
             last = op.args[1 if op.name == "softmax" else 2] in (-1, len(shape) - 1)
             plain = op.name != "softmax" or (len(op.args) == 2 and not op.attrs)
             found = Form(shape, 1, True) if last and plain and shape else None
+        case "cross_entropy_backward":
+            logits = op.args[1]
+            found = Form(shape_of(logits.name), 1, False) if isinstance(logits, Ref) else None
+            shape = found.shape if found else ()
         case "linear_grad_bias":
             found = Form(shape, 1, False)
         case "sum" | "amax":
@@ -85,7 +89,9 @@ def columns(op: Op, form: Form | None) -> frozenset[str]:
         return frozenset()
     if op.name in ("rms_norm_backward", "layer_norm_backward"):
         return frozenset(value.name for value in op.results[1:])
-    return frozenset(value.name for value in op.results) if not form.whole else frozenset()
+    if form.whole or op.name == "cross_entropy_backward":
+        return frozenset()
+    return frozenset(value.name for value in op.results)
 
 
 def fits(shape: Shape, form: Form) -> bool:

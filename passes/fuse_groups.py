@@ -235,7 +235,9 @@ class _Work:
         """Several operations are, and one that PyTorch does in several itself."""
         if len(group.members) > 1:
             return True
-        return group.form is not None and group.form.whole and self.kinds[min(group.members)] == "composite"
+        (index,) = group.members
+        alone = group.form is not None and (group.form.whole or self.ops[index].name == "cross_entropy_backward")
+        return alone and self.kinds[index] == "composite"
 
     def _tail(self, group: _Group) -> tuple[int, ...]:
         """A permutation and a reshape, where nothing else reads what a group makes: it writes in their order."""

@@ -9,19 +9,22 @@
                                                    a = silu(gate)
       grad_up = mul(grad_h, a)                     grad_up = mul(grad_h, a)
 
-Only elementwise operations on what is saved in any case, and only where all readers are in kernels too: then it
-costs a few operations in registers, and neither memory nor a pass over it.
+Only elementwise operations, on what is saved in any case or takes fewer bytes (logits before a cast to fp32), and
+only where all readers are in kernels too: then it costs a few operations in registers, and neither memory nor a pass
+over it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from partc.layout import Sizes
 from partc.program import Graph, Op, Region
 from partc.rules import kernels
 
 
-def lean(region: Region) -> Region:
+def lean(region: Region, sizes: Sizes) -> Region:
     """The region saving less; what its backward pass makes is the same."""
     backward = region.backward
     if backward is None:
@@ -31,20 +34,45 @@ def lean(region: Region) -> Region:
     given = {value.name for value in region.forward.inputs}
     made = {value.name for op in backward.ops for value in op.results}
     there = set(region.saved) | params
-    again: list[Op] = []
+    values = {value.name: value for value in region.params} | region.forward.definitions()
+    again: dict[str, Op] = {}
+    more: dict[str, None] = {}
     for op in region.forward.ops:
         name = op.results[0].name if len(op.results) == 1 else ""
-        if name not in region.saved or name in given | made or makers[name] is not op:
+        if name not in region.saved or name in given | made:
             continue
-        if kernels.kind(op) == "pointwise" and set(op.refs()) <= there and _read_by_kernels(name, backward):
-            again.append(op)
-    left = {op.result.name for op in again}
+        if kernels.kind(op) != "pointwise" or not _read_by_kernels(name, backward):
+            continue
+        steps = _steps(name, makers, there | given | set(more))
+        new = (
+            {item for step in steps for item in step.refs()} - {step.result.name for step in steps} - there - set(more)
+        )
+        taken = {step.result.name for step in steps} & made
+        if not taken and sum(values[item].type.local_bytes(sizes) for item in new) < values[name].type.local_bytes(
+            sizes
+        ):
+            more.update(dict.fromkeys(sorted(new)))
+            again.update((step.result.name, step) for step in steps)
     graph = replace(
         backward,
-        inputs=tuple(value for value in backward.inputs if value.name not in left),
-        ops=(*again, *backward.ops),
+        inputs=(
+            *(value for value in backward.inputs if value.name not in again),
+            *(values[name] for name in more),
+        ),
+        ops=(*(op for op in region.forward.ops if any(op is step for step in again.values())), *backward.ops),
     )
-    return replace(region, saved=tuple(name for name in region.saved if name not in left), backward=graph)
+    return replace(region, saved=(*(name for name in region.saved if name not in again), *more), backward=graph)
+
+
+def _steps(name: str, makers: Mapping[str, Op], there: Collection[str]) -> list[Op]:
+    """The elementwise operations that make a value, back to what is there or made otherwise."""
+    found = [makers[name]]
+    for op in found:
+        for other in op.refs():
+            maker = makers.get(other)
+            if other not in there and maker is not None and kernels.kind(maker) == "pointwise" and maker not in found:
+                found.append(maker)
+    return found
 
 
 def _read_by_kernels(name: str, graph: Graph) -> bool:
@@ -55,6 +83,6 @@ def _read_by_kernels(name: str, graph: Graph) -> bool:
             continue
         if kernels.kind(op) == "view":
             seen.update(value.name for value in op.results)
-        elif kernels.kind(op) != "pointwise":
+        elif kernels.kind(op) != "pointwise" and (op.name, kernels.kind(op)) != ("cross_entropy_backward", "composite"):
             return False
     return seen.isdisjoint(graph.outputs)

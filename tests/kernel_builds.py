@@ -132,7 +132,8 @@ def builds(model: str, options: dict[str, str], *, precision: str, mesh: str) ->
             for name, item in list(launcher.__globals__.items()):
                 if isinstance(item, JITFunction):
                     launcher.__globals__[name] = Recorder(item, found)
-            launcher(*(torch.empty(item.shape, dtype=DTYPES[item.dtype], device="meta") for item in kernel.arguments))
+            tensors = (torch.empty(item.shape, dtype=DTYPES[item.dtype], device="meta") for item in kernel.arguments)
+            launcher(*tensors, *(3 for _ in kernel.numbers))
     return found
 
 

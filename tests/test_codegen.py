@@ -15,10 +15,11 @@ import pytest
 
 from partc.codegen.calls import runs
 from partc.codegen.collectives import comment
-from partc.codegen.expressions import Operands, expression
+from partc.codegen.expressions import expression
 from partc.codegen.formatting import formatted
 from partc.codegen.lifetimes import deletions
 from partc.codegen.names import Names, class_name, identifier
+from partc.codegen.operands import Operands
 from partc.codegen.package import files, render, stage_module
 from partc.codegen.views import without_idle_views
 from partc.errors import Source
@@ -457,7 +458,7 @@ SIZES = {"dp": 2, "tp": 2, "mb": 2}
     ],
 )  # fmt: skip
 def test_operations_are_written_as_a_person_would(written: str, operation: Op) -> None:
-    from partc.codegen.expressions import written as argument
+    from partc.codegen.operands import written as argument
 
     operands = Operands(
         op=operation,

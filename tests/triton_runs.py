@@ -64,8 +64,10 @@ class Kernels:
     def one(
         self, op: Op, types: Mapping[str, TensorType], known: Mapping[str, Tensor], sizes: Sizes, **how: bool
     ) -> dict[str, Tensor]:
-        """What one fused operation makes."""
-        found = self.load(kernel(op, types, sizes, **how))(*(_there(known[name]) for name in op.refs()))
+        """What one fused operation makes. `known` may have numbers too, that its kernel is told: 0 otherwise."""
+        built = kernel(op, types, sizes, **how)
+        numbers = (int(known.get(name, 0)) for name in built.numbers)
+        found = self.load(built)(*(_there(known[name]) for name in op.refs()), *numbers)
         made = found if isinstance(found, tuple) else (found,)
         return {value.name: x.cpu() for value, x in zip(op.results, made, strict=True)}
 

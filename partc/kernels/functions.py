@@ -49,3 +49,37 @@ def gelu_tanh_backward(grad, x):
     bent = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
     slope = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
     return grad * (0.5 * (1.0 + bent) + 0.5 * x * (1.0 - bent * bent) * slope)
+
+
+@triton.jit
+def streamed(x, most, total):
+    """The largest of all x so far, and the sum of exponentials below it: one exponential for each x."""
+    apart = tl.exp(-tl.abs(x - most))
+    total = tl.where(x > most, total * apart + 1.0, total + apart)
+    return tl.maximum(most, x), total
+
+
+@triton.jit
+def row_loss(lse, picked, ignored):
+    return tl.where(ignored, 0.0, lse - picked)
+
+
+@triton.jit
+def smooth_row_loss(lse, picked, ignored, smoothing, logits, classes):
+    """Szegedy et al. 2016, Rethinking the Inception architecture, section 7; `logits` is the sum of a row's."""
+    loss = (lse - picked) * (1.0 - smoothing) + (lse * classes - logits) * (smoothing / classes)
+    return tl.where(ignored, 0.0, loss)
+
+
+@triton.jit
+def cross_entropy_backward(grad, x, lse, ignored, is_label):
+    """The row's gradient times softmax - one-hot."""
+    grad = tl.where(ignored, 0.0, grad)
+    return grad * tl.exp(x - lse) - tl.where(is_label, grad, 0.0)
+
+
+@triton.jit
+def smooth_cross_entropy_backward(grad, x, lse, ignored, is_label, smoothing, classes):
+    grad = tl.where(ignored, 0.0, grad)
+    hit = tl.where(is_label, grad * (1.0 - smoothing), 0.0)
+    return grad * tl.exp(x - lse) - hit - grad * (smoothing / classes)

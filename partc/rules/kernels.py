@@ -10,13 +10,13 @@ dimensions, within what one program holds, or along all others. Composites are m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from partc.program import ITEMSIZE, Arg, DTypeArg, Op, Ref
 
 Spelling = str | Callable[[Op], str | None]
-Kind = Literal["pointwise", "view", "constant", "reduction", "composite"]
+Kind = Literal["pointwise", "view", "constant", "reduction", "composite", "streamed"]
 
 # Results whose memory follows their shape, whatever the operands' does.
 CONTIGUOUS = frozenset(
@@ -29,13 +29,15 @@ VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "cat", "sli
 CONSTANTS = frozenset({"full", "zeros", "ones", "scalar_tensor"})
 CONDITIONS: Mapping[str, int] = {"where": 0, "masked_fill": 1}  # an operand that is a bool
 LOGICAL = frozenset({"logical_and", "logical_or"})  # of bools, whatever they are given
+LABELS: Mapping[str, tuple[int, ...]] = {"cross_entropy_rows": (2, 4)}  # operands that stay integers
 REDUCTIONS = frozenset({"sum", "amax"})
 COMPOSITES = frozenset(
     {
         "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "softmax", "_softmax_backward_data",
-        "linear_grad_bias",
+        "linear_grad_bias", "cross_entropy_backward",
     }
 )  # fmt: skip
+STREAMED = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})  # numbers of rows of any length, read once
 MOST_JOINED = 4  # parts of one `cat`: every element asks which one it is in
 
 
@@ -50,8 +52,10 @@ def kind(op: Op) -> Kind | None:
         return "constant" if isinstance(fill(op), int | float) else None
     if op.name in REDUCTIONS:
         return "reduction"
+    if op.name in STREAMED:
+        return "streamed"
     if op.name in COMPOSITES:
-        return "composite"
+        return None if op.name == "cross_entropy_backward" and op.args[4] is not None else "composite"
     return "pointwise" if spelled(op) is not None else None
 
 
@@ -73,6 +77,17 @@ def joined(op: Op) -> tuple[tuple[str, ...], int]:
     parts, dim = (*op.args, dict(op.attrs).get("dim", 0))[:2]
     names = (part.name for part in parts if isinstance(part, Ref)) if isinstance(parts, tuple) else ()
     return tuple(names), dim if isinstance(dim, int) else 0
+
+
+def ranked(op: Op) -> str:
+    """The axis over which the classes of an operation are cut; its kernel is told which part is here."""
+    axis = dict(op.attrs).get("axis") if op.name in ("pick", "cross_entropy_backward") else None
+    return axis if isinstance(axis, str) else ""
+
+
+def told(body: Iterable[Op]) -> dict[str, Op]:
+    """What a kernel is told at each launch besides its tensors: parameters, and an operation that needs each."""
+    return {f"{ranked(op)}_rank": op for op in body if ranked(op)}
 
 
 def padded(op: Op) -> tuple[int, int]:
@@ -137,6 +152,15 @@ def _dropout_backward(op: Op) -> str | None:
     return f"{{0}} * {{1}} * {literal(1 / (1 - p))}" if isinstance(p, float) and p < 1 else None
 
 
+def _row_losses(op: Op) -> str | None:
+    """Of lse, the label's logit, labels, class weights, what is ignored, smoothing, sums of logits, classes."""
+    if op.args[3] is not None:
+        return None
+    if op.args[5]:
+        return "functions.smooth_row_loss({0}, {1}, {2} == {4}, {5}, {6}, {7})"
+    return "functions.row_loss({0}, {1}, {2} == {4})"
+
+
 def _comparison(symbol: str) -> Spelling:
     return f"{{0}} {symbol} {{1}}"
 
@@ -190,6 +214,9 @@ POINTWISE: Mapping[str, Spelling] = {
     "bitwise_or": "{0} | {1}",
     "__and__": "{0} & {1}",
     "__or__": "{0} | {1}",
+    # of rows
+    "log_sum_exp": "{0} + tl.log({1})",
+    "cross_entropy_rows": _row_losses,
     # derivatives: the gradient first
     "silu_backward": "functions.silu_backward({0}, {1})",
     "gelu_backward": _gelu("_backward"),

@@ -1,0 +1,62 @@
+"""An operation with its arguments as Python source: what its line is written from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from partc.layout import Sizes
+from partc.program import Arg, DType, DTypeArg, Op, Ref, TensorType
+
+DTYPES: Mapping[DType, str] = {
+    "f64": "torch.float64", "f32": "torch.float32", "bf16": "torch.bfloat16", "f16": "torch.float16",
+    "i64": "torch.int64", "i32": "torch.int32", "i16": "torch.int16", "i8": "torch.int8", "u8": "torch.uint8",
+    "bool": "torch.bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operands:
+    """An operation's arguments, written out, and what its emitter may ask about them."""
+
+    op: Op
+    args: tuple[str, ...]
+    attrs: Mapping[str, str]
+    types: Mapping[str, TensorType]  # of the values in scope
+    sizes: Sizes
+    exclusive: bool = False  # nothing else reads its first operand, which may be overwritten
+    started: bool = False  # a collective that is waited for apart
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """The local shape of a tensor argument."""
+        arg = self.op.args[index]
+        return self.types[arg.name].layout.local_shape(self.sizes) if isinstance(arg, Ref) else ()
+
+    def whole(self, index: int) -> tuple[int, ...]:
+        """The global shape of a tensor argument."""
+        arg = self.op.args[index]
+        return self.types[arg.name].shape if isinstance(arg, Ref) else ()
+
+    def flat(self, index: int) -> str:
+        """A tensor argument seen as a matrix: every dimension but the last in one."""
+        return self.args[index] if len(self.shape(index)) == 2 else f"{self.args[index]}.flatten(0, -2)"
+
+
+Emit = Callable[[Operands], str]
+
+
+def written(arg: Arg, name: Callable[[str], str]) -> str:
+    """An argument as Python source; `name` gives the identifiers of values."""
+    match arg:
+        case Ref():
+            return name(arg.name)
+        case DTypeArg():
+            return DTYPES[arg.name]
+        case tuple():
+            return f"({', '.join(written(item, name) for item in arg)}{',' if len(arg) == 1 else ''})"
+        case float() if not math.isfinite(arg):
+            return "math.nan" if math.isnan(arg) else "math.inf" if arg > 0 else "-math.inf"
+        case str():
+            return '"{}"'.format(arg.replace("\\", "\\\\").replace('"', '\\"'))
+    return repr(arg)

@@ -87,6 +87,7 @@ def cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Cros
     made = [lowering.value(value.name, rows) for value in op.results]
     statements, few, over = collapsed_rows(lowering.statements, each, lowering.over)
     ranges = {loop.symbol: loop.size for loops in few for loop in loops} | {place: classes}
+    ranges[sympy.Symbol("row", integer=True, nonnegative=True)] = math.prod(shape[:-1])
     step = min(STEP, 1 << (classes - 1).bit_length())
 
     def text(part: Sequence[Statement], mask: str = "") -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from partc.codegen.operands import DTYPES, Emit, Operands
 from partc.layout import Layout, SubDim
-from partc.program import Ref
+from partc.program import Op, Ref
 from partc.rules import kernels
 
 
@@ -172,8 +172,15 @@ def _cross_entropy_rows(o: Operands) -> str:
 def _fused(o: Operands) -> str:
     """One kernel for several operations."""
     name = o.attrs["kernel"].strip('"')
-    told = (f"comm.{kernels.ranked(op)}.rank" for op in kernels.told(o.op.body).values())
+    told = (_told(op, o) for op in kernels.told(o.op.body).values())
     return f"kernels.{name}({', '.join((*o.args, *told))})"
+
+
+def _told(op: Op, o: Operands) -> str:
+    """What a kernel is told at launch: which part of the classes is here, or where its random numbers start."""
+    if kernels.ranked(op):
+        return f"comm.{kernels.ranked(op)}.rank"
+    return _draw(str(op.args[1]), o, op.result.type.layout.dims, "counter")
 
 
 def _dropout(o: Operands) -> str:
@@ -195,11 +202,11 @@ def _random(kind: str) -> Emit:
     return emit
 
 
-def _draw(number: str, o: Operands, dims: tuple[tuple[SubDim, ...], ...]) -> str:
+def _draw(number: str, o: Operands, dims: tuple[tuple[SubDim, ...], ...], what: str = "draw") -> str:
     """Numbers for a tensor: which operation it is, counted from the call's first, and which part is here."""
     small = [axis for axis, size in o.sizes.items() if size == 1]
     layout = str(Layout(dims).without(*small))[1:-1]
-    return f'comm.draw(number{f" + {number}" if number != "0" else ""}, "{layout}")'
+    return f'comm.{what}(number{f" + {number}" if number != "0" else ""}, "{layout}")'
 
 
 def _axis(o: Operands) -> str:
@@ -315,6 +322,8 @@ _TABLE: Mapping[str, Emit] = {
     # random numbers
     "dropout": _dropout,
     "dropout_backward": _function("functional.dropout_backward"),
+    "drop": _function("functional.dropout_backward"),
+    "drawn": lambda o: f"{_draw(o.args[1], o, o.op.result.type.layout.dims)}.below({1 - float(o.args[0])!r})",
     "attention_dropout": _attention_dropout,
     "attention_dropout_backward": _function("functional.attention_dropout_backward"),
     "rand": _random("uniform"),

@@ -223,7 +223,7 @@ class _Writer:
             )
             if _reads(code, argument.name)
         ]
-        if "comm.draw(number" in code:
+        if re.search(r"comm\.(draw|counter)\(number", code):
             common.append(Argument(name="number", type="int"))
         tensors = (Argument(name=names[v.name], type="Tensor", layout=str(v.type)) for v in inputs)
         return (*common, *tensors)

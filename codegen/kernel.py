@@ -68,6 +68,12 @@ class Kernel:
         return any("functions." in line for line in self.lines)
 
     @property
+    def decorated(self) -> str:
+        """Arguments of triton.jit: counters differ at each launch."""
+        counters = ", ".join(f'"{name}"' for name in self.numbers if name.startswith("counter"))
+        return f"(do_not_specialize=[{counters}])" if counters else ""
+
+    @property
     def read(self) -> list[str]:
         """The kernel's parameters for what it is given."""
         read = (name for item in self.arguments for name in (f"{item.name}_ptr", *map(str, symbols(item).values())))
@@ -193,8 +199,13 @@ def expressions(statement: Statement) -> Iterator[sympy.Expr]:
 
 
 def bounds(statements: Sequence[Statement], ranges: Ranges) -> list[int | None]:
-    """The largest place that each load reads; None where its strides are known at run time only."""
-    return [largest(statement.place, ranges) for statement in statements if isinstance(statement, Load)]
+    """The largest place that each load reads, or that is computed with; None where a stride is not known before."""
+    places = (
+        (statement.place,) if isinstance(statement, Load) else statement.places
+        for statement in statements
+        if not isinstance(statement, Reduce)
+    )
+    return [largest(place, ranges) for several in places for place in several]
 
 
 def lines(statement: Load | Compute, ranges: Ranges, mask: str, names: Names) -> Iterator[str]:

@@ -7,13 +7,14 @@ read at two indices is computed at both.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
 
-from partc.codegen.indexing import ZERO, Index, broadcast, through
+from partc.codegen.indexing import ZERO, Index, broadcast, through, unflattened
 from partc.codegen.names import Names, identifier
 from partc.errors import InternalError
 from partc.layout import Sizes
@@ -157,6 +158,8 @@ class Lowering:
     def _made(self, name: str, index: Index, guards: Guards) -> Found:
         op, number = self._makers[name]
         match kernels.kind(op):
+            case "constant" if op.name == "drawn":
+                return self._drawn(op, index)
             case "constant":
                 return _constant(kernels.fill(op), computed_in(op.result.type.dtype))
             case "view" if op.name == "cat":
@@ -195,6 +198,23 @@ class Lowering:
         if self.rounding and dtype != result:
             text = f"({text}).to({TRITON[dtype]}).to({TRITON[result]})"
         return Found(self._statement(op.result.name, text), result, over=over)
+
+    def _drawn(self, op: Op, index: Index) -> Found:
+        """Which elements a dropout keeps: by their places in the whole tensor, counted from the first one here."""
+        place: sympy.Expr = ZERO
+        for part, dim in zip(index, op.result.type.layout.dims, strict=True):
+            here = [sub.size // math.prod(self.sizes[axis] for axis in sub.axes) for sub in dim]
+            for step, sub in zip(unflattened(part, here, self.ranges), dim, strict=True):
+                place = place * sub.size + step
+        p = op.args[0]
+        assert isinstance(p, float)
+        counter = next(name for name, other in kernels.told(self.body).items() if other is op)
+        place = sympy.expand(place)
+        moving = "{0}" if place.free_symbols else "tl.full([], {0}, tl.int64)"
+        below = math.ceil((1 - p) * (1 << 53))
+        text = f"functions.kept({counter}, {moving}, {below})"
+        over = frozenset(place.free_symbols & set(self.ranges))
+        return Found(self._statement(op.result.name, text, places=(place,)), "bool", over=over)
 
     def _logits_gradient(self, op: Op, index: Index, guards: Guards) -> Found:
         """Of a cross-entropy: each row's numbers, and whether the column is the label's."""

@@ -11,7 +11,7 @@ import sympy
 from partc.codegen.indexing import ZERO
 from partc.codegen.kernel import WIDE, Draft, Kernel, bounds, expressions, lines, stored
 from partc.codegen.lowering import Reduce, Statement, contiguous
-from partc.codegen.spaces import Variable, collapsed, settled, variables
+from partc.codegen.spaces import Variable, collapsed, folded, settled, variables
 from partc.layout import Sizes
 from partc.program import Op, TensorType
 
@@ -53,7 +53,9 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
     lowering = draft.lowering(own, {loop.symbol: loop.size for loop in loops}, rounding=rounding)
     made = [lowering.value(name, index) for name in names]
     statements, few = _collapsed(lowering.statements, [loop for loop in loops if loop.size > 1])
-    ranges = {loop.symbol: loop.size for loop in few}
+    whole = sympy.Symbol("index", integer=True, nonnegative=True)
+    statements = [folded(statement, few, whole) for statement in statements]
+    ranges = {loop.symbol: loop.size for loop in few} | {whole: count}
     places = bounds(statements, ranges)
     mask = "mask" if count % BLOCK else ""
     written = [*_loops(few, statements, strided=None in places)]

@@ -16,14 +16,14 @@ import sympy
 from partc.codegen.indexing import ZERO, Index, Ranges
 from partc.codegen.kernel import TORCH, WIDE, Draft, Kernel, Result, bounds, expressions, lines, stored
 from partc.codegen.lowering import TRITON, Found, Load, Reduce, Statement, computed_in, contiguous
-from partc.codegen.spaces import Variable, collapsed, settled, variables
+from partc.codegen.spaces import Variable, collapsed, folded, settled, variables
 from partc.layout import Sizes
 from partc.program import DType, Op, TensorType
 from partc.rules.rule import integers
 
 TILE = 4096  # elements that a program holds at a time, unless a row has more
 PROGRAMS = 264  # that sum down columns: two for each processor of an H100
-NARROW = 128  # columns of a program that sums down them, where nothing sums along rows
+NARROW = 128  # columns of a program that sums down many rows, where nothing sums along them
 WIDEST = 1024  # and of one that sums neither way
 
 
@@ -101,7 +101,8 @@ class Rows(Kernel):
 
 def tiling(rows: int, columns: int, *, whole: bool, summing: bool) -> Tiling:
     """Tiles of up to TILE elements: whole rows where something sums along them."""
-    wide = _power(columns) if whole else min(_power(columns), NARROW if summing else WIDEST)
+    few = max(NARROW, TILE // _power(rows)) if summing else WIDEST
+    wide = _power(columns) if whole else min(_power(columns), few)
     high = max(1, min(_power(rows), TILE // wide))
     across = -(-columns // wide)
     tiles = -(-rows // high)
@@ -164,8 +165,10 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
         for value in op.results
     ]
     statements, few, over = collapsed_rows(lowering.statements, each, lowering.over)
+    row, column = (sympy.Symbol(name, integer=True, nonnegative=True) for name in ("row", "column"))
     ranges = {loop.symbol: loop.size for loops in few for loop in loops}
-    text = _Text(tiles, ranges, over, frozenset(loop.symbol for loop in few[0]))
+    ranges |= {row: tiles.rows, column: tiles.columns}
+    text = _Text(tiles, ranges, over, frozenset((row, *(loop.symbol for loop in few[0]))))
     places = bounds(statements, ranges)
     strided = None in places
     before, body = [*row_loops(few[1], statements, "column")], [*row_loops(few[0], statements, "row")]
@@ -282,7 +285,8 @@ def collapsed_rows(
             for text, loop in zip(names, kept, strict=True)
         )
         symbols = {old.symbol: now.symbol for old, now in zip(kept, new, strict=True)}
-        found = [settled(settled(item, instead), symbols) for item in found]
+        whole = sympy.Symbol(name, integer=True, nonnegative=True)
+        found = [folded(settled(settled(item, instead), symbols), new, whole) for item in found]
         few.append(new)
     way = {loop.symbol: number for number, loops in enumerate(each) for loop in loops}
     ways = {name: frozenset(way[symbol] for symbol in symbols if symbol in way) for name, symbols in over.items()}

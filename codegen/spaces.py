@@ -71,6 +71,20 @@ def settled(statement: Statement, instead: Mapping[sympy.Symbol, sympy.Expr]) ->
     return replace(statement, guards=guards, places=tuple(place.subs(instead) for place in statement.places))
 
 
+def folded(statement: Statement, loops: Sequence[Variable], whole: sympy.Symbol) -> Statement:
+    """The statement with one variable, that numbers all rounds of several loops, where a place steps as it does."""
+    if isinstance(statement, Reduce) or len(loops) < 2:
+        return statement
+
+    def one(expr: sympy.Expr) -> sympy.Expr:
+        few, instead = collapsed(loops, [expr])
+        return expr.subs(instead).subs(few[0].symbol, whole) if len(few) == 1 else expr
+
+    if isinstance(statement, Load):
+        return replace(statement, place=one(statement.place))
+    return replace(statement, places=tuple(map(one, statement.places)))
+
+
 def written(expr: sympy.Expr, ranges: Ranges) -> str:
     """An index as source."""
     if isinstance(expr, sympy.Add):

@@ -108,6 +108,7 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "layer_norm": lambda x, shape, w, b, eps: F.layer_norm(x, shape, w, b, eps),
     "dropout_backward": lambda grad, kept, p: grad * kept / (1 - p),
+    "drop": lambda x, kept, p: x * kept / (1 - p),
     "reshape": lambda x, sizes: x.reshape(sizes),
     "split": lambda x, sizes, dim: x.split(sizes, dim),
     "to": lambda x, dtype: x.to(dtype),

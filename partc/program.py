@@ -21,7 +21,7 @@ ITEMSIZE: Mapping[str, int] = {
 }  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")  # what a package computes in
 # Operations that draw random numbers; the last argument says which one it is, counted through a call.
-RANDOM = frozenset({"dropout", "attention_dropout", "rand", "randn", "rand_like", "randn_like"})
+RANDOM = frozenset({"dropout", "attention_dropout", "rand", "randn", "rand_like", "randn_like", "drawn"})
 # Between ranks. One whose result a `wait` reads is only started where it stands.
 MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 # Operations whose results may be another sight of their first operand's memory.

@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from partc.passes.fuse_cross_entropy import streamed
+from partc.passes.fuse_dropout import redrawn
 from partc.passes.fuse_groups import fused
 from partc.passes.fuse_names import named
 from partc.passes.fuse_over import over
@@ -37,7 +38,7 @@ def fuse(program: Program, *, kernels: str = "aten") -> Program:
     if kernels != "triton":
         return program
     regions = tuple(
-        fused(streamed(lean(region, program.sizes), program.sizes), program.sizes)
+        fused(streamed(lean(redrawn(region), program.sizes), program.sizes), program.sizes)
         if region.phase == "microbatch"
         else region
         for region in program.regions

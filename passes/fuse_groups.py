@@ -236,6 +236,9 @@ class _Work:
         if len(group.members) > 1:
             return True
         (index,) = group.members
+        made = (self.makers.get(name) for name in self.ops[index].refs())
+        if any(maker is not None and self.ops[maker].name == "drawn" for maker in made):
+            return True
         alone = group.form is not None and (group.form.whole or self.ops[index].name == "cross_entropy_backward")
         return alone and self.kinds[index] == "composite"
 

@@ -81,7 +81,8 @@ def _meaning(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[obj
     steps = tuple(
         (
             step.name,
-            tuple(map(bare, step.args)),
+            # A kernel is told which numbers it draws; their places follow from the layout.
+            tuple(map(bare, step.args)) if step.name != "drawn" else (step.args[0], str(step.result.type.layout)),
             tuple((key, bare(arg)) for key, arg in step.attrs),
             tuple((known(value.name), type_of(value.type)) for value in step.results),
         )

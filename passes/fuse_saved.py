@@ -43,9 +43,13 @@ def lean(region: Region, sizes: Sizes) -> Region:
             continue
         if kernels.kind(op) != "pointwise" or not _read_by_kernels(name, backward):
             continue
-        steps = _steps(name, makers, there | given | set(more))
+        steps = _steps(name, makers, there | given | made | set(more))
         new = (
-            {item for step in steps for item in step.refs()} - {step.result.name for step in steps} - there - set(more)
+            {item for step in steps for item in step.refs()}
+            - {step.result.name for step in steps}
+            - there
+            - made
+            - set(more)
         )
         taken = {step.result.name for step in steps} & made
         if not taken and sum(values[item].type.local_bytes(sizes) for item in new) < values[name].type.local_bytes(
@@ -65,12 +69,14 @@ def lean(region: Region, sizes: Sizes) -> Region:
 
 
 def _steps(name: str, makers: Mapping[str, Op], there: Collection[str]) -> list[Op]:
-    """The elementwise operations that make a value, back to what is there or made otherwise."""
+    """The elementwise operations that make a value, back to what is there or made otherwise; masks are drawn again."""
     found = [makers[name]]
     for op in found:
         for other in op.refs():
             maker = makers.get(other)
-            if other not in there and maker is not None and kernels.kind(maker) == "pointwise" and maker not in found:
+            if other in there or maker is None or maker in found:
+                continue
+            if kernels.kind(maker) in ("pointwise", "constant"):
                 found.append(maker)
     return found
 

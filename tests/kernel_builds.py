@@ -81,7 +81,7 @@ class Recorder:
             elif arg == 1:
                 constants[parameter] = 1
             else:
-                types[parameter] = "i32"
+                types[parameter] = "i32" if arg < 2**31 else "i64"
                 aligned += [parameter] if arg % 16 == 0 else []
         self.found.extend(build(self.function, types, constants, aligned, options))
 
@@ -133,7 +133,7 @@ def builds(model: str, options: dict[str, str], *, precision: str, mesh: str) ->
                 if isinstance(item, JITFunction):
                     launcher.__globals__[name] = Recorder(item, found)
             tensors = (torch.empty(item.shape, dtype=DTYPES[item.dtype], device="meta") for item in kernel.arguments)
-            launcher(*tensors, *(3 for _ in kernel.numbers))
+            launcher(*tensors, *(3 if name.endswith("_rank") else 2**40 + 1 for name in kernel.numbers))
     return found
 
 

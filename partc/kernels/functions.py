@@ -1,4 +1,4 @@
-"""Functions that kernels are written with. Arguments are fp32 or fp64, and so are results."""
+"""Functions that kernels are written with. Numbers are fp32 or fp64, places in tensors integers."""
 
 import triton
 import triton.language as tl
@@ -49,6 +49,19 @@ def gelu_tanh_backward(grad, x):
     bent = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
     slope = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
     return grad * (0.5 * (1.0 + bent) + 0.5 * x * (1.0 - bent * bent) * slope)
+
+
+@triton.jit
+def kept(counter, index, below):
+    """Whether an element's upper 53 bits are below this; SplitMix64, in signed words, as in runtime/random.py.
+
+    `counter` is the word of the first element here, `index` says how far behind it another is in the whole tensor.
+    """
+    word = counter + index.to(tl.int64) * -7046029254386353131
+    word = (word ^ ((word >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    word = (word ^ ((word >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    word = word ^ ((word >> 31) & 0x1FFFFFFFF)
+    return ((word >> 11) & 0x1FFFFFFFFFFFFF) < below
 
 
 @triton.jit

@@ -48,6 +48,8 @@ def kind(op: Op) -> Kind | None:
     if op.name in VIEWS:
         stepped = op.name == "slice_backward" and op.args[5] != 1
         return None if stepped or op.attrs else "view"
+    if op.name == "drawn":
+        return "constant"
     if op.name in CONSTANTS:
         return "constant" if isinstance(fill(op), int | float) else None
     if op.name in REDUCTIONS:
@@ -87,7 +89,9 @@ def ranked(op: Op) -> str:
 
 def told(body: Iterable[Op]) -> dict[str, Op]:
     """What a kernel is told at each launch besides its tensors: parameters, and an operation that needs each."""
-    return {f"{ranked(op)}_rank": op for op in body if ranked(op)}
+    found = {f"{ranked(op)}_rank": op for op in body if ranked(op)}
+    drawn = (op for op in body if op.name == "drawn")
+    return found | {f"counter_{number}": op for number, op in enumerate(drawn)}
 
 
 def padded(op: Op) -> tuple[int, int]:
@@ -224,4 +228,5 @@ POINTWISE: Mapping[str, Spelling] = {
     "sigmoid_backward": "{0} * {1} * (1.0 - {1})",
     "threshold_backward": "tl.where({1} <= {2}, 0.0, {0})",
     "dropout_backward": _dropout_backward,
+    "drop": _dropout_backward,
 }

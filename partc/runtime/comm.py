@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .clock import Clock, Kind
 from .layout import parse_dims
-from .random import Draw, stream
+from .random import Draw, stream, word
 from .torch_private import storage_key
 
 ReduceOp = Literal["sum", "max"]
@@ -234,6 +234,17 @@ class Comm:
             places.append((index, math.prod(size for size, _ in dim)))
         start = stream(self.seed, self.step, number + self.mb.rank * self.draws)
         return Draw(start, tuple(places), tuple(size for _, size in places), self.device)
+
+    def counter(self, number: int, layout: str) -> int:
+        """For kernels that draw by themselves: the generator's word for the first element here, before it is mixed."""
+        first = 0
+        for size, axes in (factor for dim in parse_dims(f"[{layout}]") for factor in dim):
+            ways, place = 1, 0
+            for name in axes:
+                axis = self.group((name,))
+                ways, place = ways * axis.size, place * axis.size + axis.rank
+            first = first * size + place * (size // ways)
+        return word(stream(self.seed, self.step, number + self.mb.rank * self.draws), first)
 
     def send(self, x: Tensor, link: Link) -> None:
         """Post `x` on a link that starts here; never waits for it."""

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -102,6 +103,7 @@ def short_name(dtype: torch.dtype) -> str:
     return next((short for short, each in DTYPES.items() if each == dtype), str(dtype))
 
 
+@cache
 def parse_dims(text: str) -> Dims:
     """Read `[16@dp,mb, 3 · 4096@tp]`; marks after the bracket (`partial(tp)`) say nothing about the cut."""
     inside = text[text.index("[") + 1 : text.index("]")]

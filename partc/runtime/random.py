@@ -40,6 +40,11 @@ def stream(seed: int, step: int, number: int) -> int:
     return state
 
 
+def word(start: int, index: int) -> int:
+    """What an element's output is mixed from, as i64."""
+    return _signed((start + (index + 1) * GOLDEN) % _WORD)
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
     """Numbers for one tensor: its stream, and along each dimension which of the whole's elements are here."""

@@ -23,11 +23,12 @@ def verified(name: str, folder: Path, **how: object) -> tuple[float, str]:
     return result.worst.rel_err, text
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("gpt", "2x2"), ("gpt2", "1")])
+@pytest.mark.parametrize(("name", "mesh"), [("gpt", "2x2"), ("gpt2_dropout", "1x2")])
 def test_packages_with_kernels_equal_the_single_device_model(tmp_path: Path, name: str, mesh: str) -> None:
     error, text = verified(name, tmp_path, mesh=mesh, precision="fp64")
     assert error < 1e-13
     assert text.count("kernels.") >= 3
+    assert "functional.dropout" not in text and text.count("comm.counter(") == (6 if "dropout" in name else 0)
 
 
 @pytest.mark.matrix

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
-import partc
 from partc.mesh import Mesh
 from partc.parser import parse
 from partc.passes.fuse import fuse
@@ -21,7 +19,6 @@ from partc.verifier import faults_of
 from tests.programs import fused_graph
 from tests.test_kernels import kernels
 from tests.triton_runs import Kernels
-from tests.zoo import MODELS
 
 __all__ = ["kernels"]
 
@@ -111,17 +108,3 @@ def test_masks_are_those_of_the_runtime(kernels: Kernels, layout: str, dims: int
         assert torch.equal(made != 0, kept.expand(x.shape))
         assert not kept.all() and kept.any()
         torch.testing.assert_close(made, right * 2.0, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("precision", ["fp64", pytest.param("bf16", marks=pytest.mark.matrix)])
-def test_packages_draw_the_same_in_kernels_and_without(tmp_path: Path, precision: str) -> None:
-    """Dropped are the same elements: both equal the single device."""
-    model = MODELS["gpt2_dropout"]
-    options = {**model.options, "batch": 2, "seq": 4}
-    source = model.source(tmp_path)
-    package = partc.compile(source, options=options, kernels="triton", mesh="1x2", precision=precision)
-    text = "".join(str(body) for path, body in package.files() if path.startswith("stages/"))
-    assert text.count("comm.counter(") >= 4 and "functional.dropout" not in text
-    result = package.verify(steps=1)
-    assert result.ok
-    assert result.worst.rel_err < (1e-13 if precision == "fp64" else 0.1)

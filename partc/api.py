@@ -14,12 +14,12 @@ from partc.accounting import ReplicatedOp, communication, replicated_ops
 from partc.coverage import Coverage, coverage
 from partc.errors import PartcError
 from partc.memory import Account
-from partc.mesh import PIPELINE_AXIS, Mesh
+from partc.mesh import Mesh
 from partc.options import BUCKET, TABLE, Options
 from partc.output import write
 from partc.printer import readable
 from partc.program import Program
-from partc.saving import most_saved
+from partc.saving import Time, most_saved
 from partc.settings import EMITTED, tell
 from partc.verifier import verify_program
 from partc.wording import counted, coupled, note, sentence, size
@@ -313,16 +313,20 @@ def _within_budget(
 ) -> tuple[passes.Step, ...]:
     """The passes, with so much recomputation that ranks hold no more than the budget: each is told of once."""
     from partc.fitting import within
+    from partc.passes.recompute import frontiers_of
 
     last = passes.before("recompute")[-1]
     first = passes.run(program, options.for_passes, until=last, verify=verify_program, observe=observe)
     start = first[-1].program
 
-    def choose(besides: Sequence[int]) -> tuple[passes.Step, ...]:
-        return passes.run(start, options.for_passes | {"overhead": besides}, behind=last, verify=verify_program)
+    frontiers = frontiers_of(start)
+
+    def choose(times: Sequence[Sequence[Time]]) -> tuple[passes.Step, ...]:
+        known = {"times": times, "frontiers": frontiers}
+        return passes.run(start, options.for_passes | known, behind=last, verify=verify_program)
 
     assert options.budget is not None
-    rest = within(options.budget, options.mesh.axis(PIPELINE_AXIS), choose)
+    rest = within(options.budget, start, choose)
     wanted = rest if until is None else rest[: 1 + [step.name for step in rest].index(until)]
     for step in wanted:
         observe(step)

@@ -1,13 +1,13 @@
 """Make a program fit the memory that there is: a budget of recomputation, and what would help where a limit is passed.
 
 A budget (`--recompute 18GB`) is of all that a rank holds at one time, not of saved activations alone. What it holds
-besides them is known once a step has been rehearsed, and changes a little with what is recomputed: so the choice is
-made again with what was found, until every rank fits.
+besides them is known once a step has been rehearsed, and changes with what is recomputed. So the choice is made as if
+everything new took as little as what is known, rehearsed, and made again with what was found: the first that fits is
+one of the least recomputation.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,51 +15,71 @@ from typing import Any
 from partc.errors import PartcError
 from partc.memory import Account, RankMemory, consists
 from partc.mesh import PIPELINE_AXIS, is_batch_axis
+from partc.observed import observed
 from partc.options import Options
 from partc.passes import Step
 from partc.printer import readable
 from partc.program import Program
-from partc.rehearsal import rehearse
-from partc.saving import most_saved
+from partc.rehearsal import rehearse, rehearsed
+from partc.saving import Time, written
 
-ATTEMPTS = 8
-Chosen = Callable[[Sequence[int]], tuple[Step, ...]]  # what ranks hold besides saved activations -> the passes' steps
+ATTEMPTS, FURTHER = 12, 4  # programs that are tried until one fits, and then to find a quicker one
+Chosen = Callable[[Sequence[Sequence[Time]]], tuple[Step, ...]]  # times of each pipeline rank -> the passes' steps
 
 
-def within(budget: int, ranks: int, choose: Chosen) -> tuple[Step, ...]:
+def within(budget: int, start: Program, choose: Chosen, *, further: int = FURTHER) -> tuple[Step, ...]:
     """The steps with the least recomputation for which no rank of the pipeline holds more than `budget` bytes.
 
-    Raises PartcError P0415 if even the least that can be saved is too much.
+    `start` is the program before it is decided what calls save. Everything is saved at first, and as little as can be
+    next; then what would fit if the times of all that was tried were those of any choice, until something does.
+    `further` attempts look for something quicker, as if no more were held at any time than was ever found: where none
+    is left, there is none. Raises PartcError P0415 if nothing that was tried fits.
     """
-    besides = [0] * ranks
-    enough: tuple[list[int], tuple[Step, ...]] | None = None
-    short = list(besides)
-    before: Program | None = None
+    tries = _Tries(budget, start, choose)
+    fits = tries.next(lambda time: time)
+    if fits is not None:
+        return fits
+    least = tries.next(lambda time: replace(time, given=frozenset(), besides=budget))
     for _ in range(ATTEMPTS):
-        steps = choose(besides)
-        program = steps[-1].program
-        account = rehearse(program)
-        over = [rank.peak - budget for rank in account.ranks]
-        if max(over) <= 0:
-            enough = (besides, steps)
-        elif enough is None and before is not None and program.regions == before.regions:
-            raise _too_little(budget, account)
-        elif enough is None:
-            saved = most_saved(program)
-            least = [rank.peak - size for rank, size in zip(account.ranks, saved, strict=True)]
-            short, before = besides, program
-            # With room for as much less as was too much, something less is saved, if there is anything.
-            besides = [now if more <= 0 else found for now, more, found in zip(besides, over, least, strict=True)]
-            continue
-        else:
-            short = besides
-        between = [(high + low) // 2 for high, low in zip(enough[0], short, strict=True)]
-        if besides == [0] * ranks or between == short or max(map(abs, over)) < budget // 100:
+        fits = tries.next(lambda time: replace(time, given=frozenset()))
+        if fits is not None or tries.ended:
             break
-        besides = between
-    if enough is None:
-        raise _too_little(budget, account)
-    return enough[1]
+    for _ in range(further):
+        quicker = tries.next(lambda time: time)
+        if quicker is not None:
+            return quicker
+        if tries.ended:
+            break
+    if fits is None and least is None:
+        raise _too_little(budget, min(tries.accounts, key=lambda account: account.worst.peak))
+    return fits or least or ()
+
+
+class _Tries:
+    """Programs that have been made and rehearsed, and the times that were found."""
+
+    def __init__(self, budget: int, start: Program, choose: Chosen) -> None:
+        self._budget, self._start, self._choose = budget, start, choose
+        self._times: list[tuple[Time, ...]] = [()] * start.mesh.axis(PIPELINE_AXIS)
+        self._seen: list[Program] = []
+        self.accounts: list[Account] = []
+        self.ended = False  # whether the last one had been tried before
+
+    def next(self, each: Callable[[Time], Time]) -> tuple[Step, ...] | None:
+        """The passes' steps with what is chosen if these are the times, where it is new and fits."""
+        steps = self._choose([tuple(map(each, times)) for times in self._times])
+        chosen, program = steps[0].program, steps[-1].program
+        self.ended = any(chosen.regions == other.regions and chosen.calls == other.calls for other in self._seen)
+        if self.ended:
+            return None
+        account, peaks = rehearsed(program)
+        self._seen.append(chosen)
+        self.accounts.append(account)
+        self._times = [
+            (*known, *observed(self._start, chosen, schedule, found))
+            for known, schedule, found in zip(self._times, program.schedule, peaks, strict=True)
+        ]
+        return steps if account.worst.peak <= self._budget else None
 
 
 def _too_little(budget: int, account: Account) -> PartcError:
@@ -68,13 +88,8 @@ def _too_little(budget: int, account: Account) -> PartcError:
         "P0415",
         f"pipeline rank {worst.place} holds {worst.peak:,} bytes at least, {readable(worst.peak - budget)} more than "
         f"the budget: {consists(worst)}",
-        help=f"give --recompute {rounded(worst.peak)} or more, smaller microbatches, or --zero",
+        help=f"give --recompute {written(worst.peak)} or more, smaller microbatches, or --zero",
     )
-
-
-def rounded(bytes: int) -> str:
-    """No fewer, as the option takes them."""
-    return f"{bytes}B" if bytes < 10**7 else f"{math.ceil(bytes / 1e6)}MB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

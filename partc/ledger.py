@@ -96,6 +96,7 @@ class Ledger(TorchDispatchMode):
         self.now = 0
         self.peak = -1
         self.at = Place(action="")
+        self.peaks: dict[tuple[str, str], int] = {}  # the most in every action and call
         self._found: dict[int, tuple[object, Block]] = {}  # by storage
         self._tape: list[Entry] = []
         self._end = 0  # of the tape, at the peak
@@ -145,6 +146,9 @@ class Ledger(TorchDispatchMode):
         self._reaches(self.now + surge.bytes, surge.op, surge.line)
 
     def _reaches(self, bytes: int, op: str, line: str) -> None:
+        here = self.action, self.call
+        if bytes > self.peaks.get(here, -1):
+            self.peaks[here] = bytes
         if bytes > self.peak:
             self.peak, self._end = bytes, len(self._tape)
             self.at = Place(action=self.action, call=self.call, line=line, op=op)
@@ -192,6 +196,7 @@ class Ledger(TorchDispatchMode):
     def starts(self) -> None:
         """The step begins: what was there before is there, and what was held at most before does not matter."""
         self.peak = -1
+        self.peaks.clear()
         self._reaches(self.now, "", "")
 
     def rank(self, place: int, stages: tuple[int, ...]) -> RankMemory:

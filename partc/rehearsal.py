@@ -25,6 +25,7 @@ from partc.ledger import Ledger, Owned, counting
 from partc.lessons import Lessons, stage_class
 from partc.memory import Account, RankMemory
 from partc.mesh import PIPELINE_AXIS
+from partc.observed import Peaks
 from partc.program import Op, Program, TensorType
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm import Axis, Link, Pending
@@ -42,6 +43,13 @@ META = torch.device("meta")
 
 def rehearse(program: Program, *, optimizer: str = "adamw", modules: Sequence[StageModule] | None = None) -> Account:
     """The account of a scheduled program, in a step after the first. `modules` are its stages', if made already."""
+    return rehearsed(program, optimizer=optimizer, modules=modules)[0]
+
+
+def rehearsed(
+    program: Program, *, optimizer: str = "adamw", modules: Sequence[StageModule] | None = None
+) -> tuple[Account, tuple[Peaks, ...]]:
+    """And the most that each pipeline rank holds in every action and call."""
     modules = stage_modules(program) if modules is None else modules
     lessons = Lessons()
     kept = _kept_by(optimizer)
@@ -49,12 +57,12 @@ def rehearse(program: Program, *, optimizer: str = "adamw", modules: Sequence[St
         _rank(program, place, [modules[stage] for stage in program.stages_at(place)], lessons, kept)
         for place in range(program.mesh.axis(PIPELINE_AXIS))
     ]
-    return Account(optimizer=optimizer, ranks=tuple(ranks))
+    return Account(optimizer=optimizer, ranks=tuple(rank for rank, _ in ranks)), tuple(peaks for _, peaks in ranks)
 
 
 def _rank(
     program: Program, place: int, modules: Sequence[StageModule], lessons: Lessons, kept: Sequence[_State]
-) -> RankMemory:
+) -> tuple[RankMemory, Peaks]:
     with counting() as ledger:
         lessons.ledger = ledger
         comm = _QuietComm(ledger, program.mesh.sizes, place)
@@ -117,7 +125,7 @@ def _rank(
         comm.clock.entering("the step's end")
         found = ledger.rank(place, tuple(classes))
         del loss, states
-        return found
+        return found, ledger.peaks
 
 
 def _loss_dtype(program: Program) -> torch.dtype:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 from partc.layout import Sizes
@@ -11,6 +13,26 @@ from partc.program import VIEWS, Action, Graph, Program, Ref, Region
 from partc.schedules import Compute
 
 Flight = tuple[tuple[int, int], ...]  # stages, and how many microbatches of each are in flight at one time
+Slot = tuple[int, str]  # a stage and a region that it calls
+
+
+Saving = tuple[Slot, int]  # calls of a slot, and how many bytes each of them saves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Time:
+    """A time in a rank's step: the microbatches that have saved all that they save, and what is held besides.
+
+    `inside` are the calls that a further microbatch is in: what it has saved up to the last of them is held too.
+    `given` is what all calls save for `besides` to be held, where no less than the least of times that are alike is
+    held with any other choice; if empty, it is held whatever they do, and with calls that save something else as much
+    as lies between.
+    """
+
+    flight: Flight
+    inside: Saving | None = None
+    besides: int = 0
+    given: frozenset[Saving] = frozenset()
 
 
 _UNITS = {
@@ -23,6 +45,11 @@ def parse_bytes(text: str) -> int | None:
     """The bytes of `18GB`, `1.5GiB` or `64KiB`; None for anything else."""
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]?i?B)", text, flags=re.ASCII | re.IGNORECASE)
     return int(Fraction(found[1]) * _UNITS[found[2].upper()]) if found and found[2].upper() in _UNITS else None
+
+
+def written(bytes: int) -> str:
+    """No fewer bytes, as options take them."""
+    return f"{bytes}B" if bytes < 10**7 else f"{math.ceil(bytes / 1e6)}MB"
 
 
 def held_inputs(program: Program) -> dict[str, frozenset[str]]:

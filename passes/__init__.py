@@ -143,7 +143,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="what backward makes again, in place of what forward would save for it",
         requires=("plain",),
         ensures=("saved",),
-        options=("recompute", "kind", "table", "overhead"),
+        options=("recompute", "kind", "table", "times", "frontiers"),
         optional=True,
     ),
     Pass(

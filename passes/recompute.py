@@ -25,17 +25,17 @@ that reads a buffer which the forward pass changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from partc.layout import Sizes
 from partc.mesh import PIPELINE_AXIS
-from partc.passes.recompute_budget import deal, varied
-from partc.passes.recompute_choice import Choice, frontier, least
+from partc.passes.recompute_budget import check_reach, deal, varied
+from partc.passes.recompute_choice import Choice, Point, frontier, least
 from partc.program import VIEWS, Graph, Op, Program, Region
 from partc.roofline import seconds
 from partc.rules import is_cheap
-from partc.saving import flights, held_inputs, memory_of, parse_bytes
+from partc.saving import Time, flights, held_inputs, memory_of, parse_bytes
 from partc.schedules import SCHEDULES, compute_order
 from partc.schedules.table import Table
 
@@ -50,39 +50,56 @@ def recompute(
     recompute: str = "none",
     kind: str = "1f1b",
     table: Table | None = None,
-    overhead: Sequence[int] = (),
+    times: Sequence[Sequence[Time]] | None = None,
+    frontiers: Mapping[str, Sequence[Point]] | None = None,
 ) -> Program:
     """Rewrite the backward pass of every region whose calls run for each microbatch.
 
-    A budget is of every pipeline rank, less what `overhead` says that it holds besides: whoever knows that also knows
-    whether a rank with too little room, which then saves the least, has enough. How many microbatches are in flight is
-    the schedule's, `kind` or `table`. Raises PartcError P0415 for a budget of saved values alone that cannot be met.
+    A budget is of every pipeline rank, at `times` of its step: whoever knows them also knows whether what comes nearest
+    is enough. Without them it is of saved values alone, with as many microbatches in flight as the schedule, `kind` or
+    `table`, has; raises PartcError P0415 if such a one cannot be met. `frontiers` are the program's, if made already.
     """
     if recompute == "none":
         return program
     budget = parse_bytes(recompute)
-    changed = _changed_buffers(program)
     held = held_inputs(program)
-    chosen = [region for region in program.regions if region.backward is not None and region.phase == "microbatch"]
-    fixed = {region.name: _fixed(region, changed.get(region.name, frozenset())) for region in chosen}
     if budget is None:
         done = {
-            region.name: remade(region, _kept(region, recompute, held[region.name], fixed[region.name], program.sizes))
-            for region in chosen
+            region.name: remade(region, _kept(region, recompute, held[region.name], fixed, program.sizes))
+            for region, fixed in _chosen(program)
         }
         return replace(program, regions=tuple(done.get(region.name, region) for region in program.regions))
-    frontiers = {
-        region.name: frontier(timed(region, held[region.name], fixed[region.name], program.sizes)) for region in chosen
-    }
-    ranks = program.mesh.axis(PIPELINE_AXIS)
-    rows = table.rows if table else compute_order(SCHEDULES[kind], ranks, program.microbatches, program.stages)
-    room = [budget - (overhead[rank] if overhead else 0) for rank in range(ranks)]
-    dealt = deal(program, frontiers, [flights(row) for row in rows], room, reach=not overhead)
+    points = frontiers_of(program) if frontiers is None else frontiers
+    if times is None:
+        ranks = program.mesh.axis(PIPELINE_AXIS)
+        rows = table.rows if table else compute_order(SCHEDULES[kind], ranks, program.microbatches, program.stages)
+        saving = [[Time(flight=flight) for flight in flights(row)] for row in rows]
+        dealt = deal(program, points, saving, budget)
+        check_reach(program, points, dealt, saving, budget)
+    else:
+        dealt = deal(program, points, times, budget)
 
     def body(region: Region, point: int) -> Region:
-        return remade(region, frontiers[region.name][point].saved | held[region.name])
+        return remade(region, points[region.name][point].saved | held[region.name])
 
     return varied(program, dealt, body)
+
+
+def frontiers_of(program: Program) -> dict[str, tuple[Point, ...]]:
+    """Of every region whose calls run for each microbatch, what may be saved."""
+    held = held_inputs(program)
+    return {
+        region.name: frontier(timed(region, held[region.name], fixed, program.sizes))
+        for region, fixed in _chosen(program)
+    }
+
+
+def _chosen(program: Program) -> Iterator[tuple[Region, frozenset[str]]]:
+    """The regions that there is something to decide for, and what they cannot make again."""
+    changed = _changed_buffers(program)
+    for region in program.regions:
+        if region.backward is not None and region.phase == "microbatch":
+            yield region, _fixed(region, changed.get(region.name, frozenset()))
 
 
 def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> frozenset[str]:

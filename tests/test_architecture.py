@@ -59,6 +59,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "partc.trace",
         "partc.origin",
     ),
+    ("partc.observed",),
     ("partc.passes",),
     ("partc.templates", "partc.codegen"),
     (

@@ -39,7 +39,7 @@ CASES = (
     Case(mesh="dp=2", flags="--zero 3", peer="fsdp3", what="FSDP2"),
     Case(mesh="dp=2", flags="--zero 3 --recompute selective"),
     Case(mesh="dp=2", flags="--zero 3 --recompute full"),
-    Case(mesh="dp=2", flags="--recompute 600MB"),
+    Case(mesh="dp=2", flags="--recompute 400MB"),
     Case(mesh="dp=2", flags="--precision bf16"),
     Case(mesh="dp=2", flags="--precision bf16 --zero 3"),
     Case(mesh="dp=2", flags="--microbatches 4", arguments=("--accumulate", "2", "--clip", "1.0")),

@@ -348,6 +348,9 @@ _ACCUMULATE: Mapping[str, Callable[[str, Operands], str]] = {
         f"functional.expert_matmul_add_grad_weight({', '.join((g, *o.args[:3]))})"
     ),
     "matmul_grad_right": lambda g, o: f"{g}.addmm_({o.flat(1)}.mT, {o.flat(0)})",
+    "fused": lambda g, o: (
+        f"{_fused(o)[:-1]}, into={g})" if o.op.body[0].name in kernels.TABLES else f"{g}.add_({_fused(o)})"
+    ),
     "embedding_dense_backward": lambda g, o: (
         f"functional.embedding_add_grad({g}, {_arguments((*o.args[:2], o.args[3]), ('', '', 'padding_idx=-1'), {})})"
     ),

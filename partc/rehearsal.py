@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partc.codegen.kernels import held_beside
 from partc.codegen.lifetimes import overwritten
 from partc.codegen.package import StageModule, stage_modules
-from partc.codegen.rows import parts
 from partc.ledger import Ledger, Owned, counting
 from partc.lessons import Lessons, stage_class
 from partc.memory import Account, RankMemory
 from partc.mesh import PIPELINE_AXIS
 from partc.observed import Peaks
-from partc.program import Op, Program, TensorType
+from partc.program import DType, Op, Program, TensorType
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm import Axis, Link, Pending
 from partc.runtime.data import local_batch
@@ -137,11 +137,13 @@ def _kernels(program: Program) -> SimpleNamespace:
 
     def stand_in(op: Op, types: Mapping[str, TensorType]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
         shapes = [(value.type.layout.local_shape(program.sizes), DTYPES[value.type.dtype]) for value in op.results]
-        passing = parts(op, types, program.sizes) if "along" in dict(op.attrs) else []
+        passing: list[tuple[tuple[int, ...], DType]] = [*held_beside(op, types, program.sizes)]
         over = overwritten(op)
 
-        def make(*given: Tensor) -> Tensor | tuple[Tensor, ...]:
+        def make(*given: Tensor, into: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
             held = [torch.empty(shape, dtype=DTYPES[dtype], device=META) for shape, dtype in passing]
+            if into is not None:
+                return into
             found = tuple(
                 given[over[number]] if number in over else torch.empty(shape, dtype=dtype, device=META)
                 for number, (shape, dtype) in enumerate(shapes)

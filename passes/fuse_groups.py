@@ -213,6 +213,7 @@ class _Work:
         units: dict[int, Op] = {key: self._bracket(group, tails[key]) for key, group in several.items()}
         inside = {index for key, group in several.items() for index in (*group.members, *tails[key])}
         units.update((index, op) for index, op in enumerate(self.ops) if index not in inside)
+        units.update((key, tabled(op, self.shapes)) for key, op in units.items() if op.name in kernels.TABLES)
         last = {key: max(several[key].members) if key in several else key for key in units}
         made = {value.name: key for key, op in units.items() for value in op.results}
         found: list[Op] = []
@@ -282,6 +283,22 @@ class _Work:
         return Op(
             name="fused", args=tuple(map(Ref, reads)), attrs=words + along, results=results, source=source, body=body
         )
+
+
+def tabled(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> Op:
+    """The gradient of a table as a kernel of its own, which sorts what was looked up."""
+    grad, ids, *more = op.args
+    scaled = op.name == "embedding_dense_backward" and len(more) > 2 and more[2]
+    if scaled or not all(isinstance(arg, Ref) and 0 not in shapes[arg.name] for arg in (grad, ids)):
+        return op
+    return Op(
+        name="fused",
+        args=(grad, ids),
+        attrs=(("kernel", "embedding_grad"),),
+        results=op.results,
+        source=op.source,
+        body=(op,),
+    )
 
 
 def _read(ops: Iterable[Op], kept: Collection[str]) -> tuple[Op, ...]:

@@ -28,6 +28,7 @@ def test_packages_with_kernels_equal_the_single_device_model(tmp_path: Path, nam
     error, text = verified(name, tmp_path, mesh=mesh, precision="fp64")
     assert error < 1e-13
     assert text.count("kernels.") >= 3
+    assert "kernels.embedding_grad" in text and "functional.embedding_shard_add_grad" not in text
     assert "functional.dropout" not in text and text.count("comm.counter(") == (6 if "dropout" in name else 0)
 
 

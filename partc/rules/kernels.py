@@ -38,6 +38,10 @@ COMPOSITES = frozenset(
     }
 )  # fmt: skip
 STREAMED = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})  # numbers of rows of any length, read once
+TABLES = frozenset(
+    {"embedding_dense_backward", "embedding_shard_backward"}
+)  # gradients of them, by kernels of their own
+_RANKED = frozenset({"pick", "cross_entropy_backward", "embedding_shard_backward"})
 MOST_JOINED = 4  # parts of one `cat`: every element asks which one it is in
 
 
@@ -82,8 +86,8 @@ def joined(op: Op) -> tuple[tuple[str, ...], int]:
 
 
 def ranked(op: Op) -> str:
-    """The axis over which the classes of an operation are cut; its kernel is told which part is here."""
-    axis = dict(op.attrs).get("axis") if op.name in ("pick", "cross_entropy_backward") else None
+    """The axis over which the classes, or the table, of an operation are cut; its kernel is told which part is here."""
+    axis = dict(op.attrs).get("axis") if op.name in _RANKED else None
     return axis if isinstance(axis, str) else ""
 
 

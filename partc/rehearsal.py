@@ -91,6 +91,10 @@ def _rank(
         for name in gradients:
             with ledger.making("optimizer", name):
                 states.extend(ledger.holds(state.bytes(parameters[name])) for state in kept)
+        with ledger.making("communication", "left out of compressed sums"):
+            for sums in (stage.sums for stage in stages.values() if program.compress and hasattr(stage, "sums")):
+                for compressed in sums.compressed.values():
+                    compressed.restore(*(torch.empty(count, device=META) for count in compressed.numbers))
         comm.draws = program.draws if program.repeated else 0
         with ledger.making("constants", "constants"):
             for stage in stages.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,28 @@ def test_loss_scales_and_the_rest_of_an_update_go_on(tmp_path: Path, mesh: str) 
     trained(package, "--steps", 4, "--resume", half, "--record", tmp_path / "two", "--save", tmp_path / "rest")
     same_records(tmp_path / "one", tmp_path / "two", 3)
     assert torch.equal(*(whole(tmp_path / place / "step_00000004")["loss_scale"] for place in ("full", "rest")))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [("2x2x2", {"compress_grads": "bf16", "bucket": "1KB"}), ("dp=4", {"compress_grads": "int8", "nodes": 2})],
+)
+def test_what_compressed_sums_left_out_goes_on(tmp_path: Path, mesh: str, options: dict[str, Any]) -> None:
+    package = build(tmp_path, mesh, precision="fp32", **options)
+    save = ("--save", tmp_path / "full", "--save-every", 2)
+    trained(package, "--steps", 4, *save, "--record", tmp_path / "one")
+    half = tmp_path / "full" / "step_00000002"
+    left = {name: x for name, x in whole(half).items() if name.startswith("left_out/")}
+    assert left and all(x.any(1).all() for x in left.values()), "every rank has its own row"
+    said = trained(package, "--steps", 4, "--resume", half, "--record", tmp_path / "two", "--save", tmp_path / "rest")
+    assert "dropped" not in said
+    for step in (2, 3):
+        same_records(tmp_path / "one", tmp_path / "two", step)
+    ends = [whole(tmp_path / place / "step_00000004") for place in ("full", "rest")]
+    assert ends[0].keys() == ends[1].keys() and all(torch.equal(x, ends[1][name]) for name, x in ends[0].items())
+    for other, given in (("dp=2", {"compress_grads": "bf16"}), ("tp=2", {})):
+        said = trained(build(tmp_path, other, precision="fp32", **given), "--steps", 3, "--resume", half)
+        assert said.count("what compressed sums of gradients had left out is dropped") == 1
 
 
 def test_only_the_newest_are_kept(folder: Path, tmp_path: Path) -> None:

@@ -79,11 +79,11 @@ def test_what_a_step_leaves_out_the_next_ones_make_up_for(kind: str) -> None:
     exact = given.double().sum(1)
 
     def work(comm: VirtualComm, number: int) -> None:
-        compressed = Compressed(kind, comm.group(("dp",)))
+        compressed = Compressed(kind, comm.group(("dp",)), size)
         arrived, alone = [], []
         for step in range(steps):
             arrived.append(_ran(compressed.sum(given[step, number])).double())
-            alone.append(_ran(Compressed(kind, comm.group(("dp",))).sum(given[step, number])).double())
+            alone.append(_ran(Compressed(kind, comm.group(("dp",)), size).sum(given[step, number])).double())
         one = (alone[0] - exact[0]).norm()
         assert 0 < one < 0.02 * exact[0].norm()
         assert (torch.stack(arrived).sum(0) - exact.sum(0)).norm() < 2 * one
@@ -98,7 +98,7 @@ def test_an_overflow_is_seen_and_leaves_nothing_behind(kind: str) -> None:
 
     def work(comm: VirtualComm, number: int) -> None:
         x = torch.linspace(-1, 1, 300)
-        sound, shaken = (Compressed(kind, comm.group(("dp",))) for _ in range(2))
+        sound, shaken = (Compressed(kind, comm.group(("dp",)), 300) for _ in range(2))
         first = _ran(sound.sum(x)), _ran(shaken.sum(x * 1024, 1024.0)) / 1024
         assert torch.equal(*first)
         spoilt = _ran(shaken.sum(torch.full((300,), torch.inf if number else 1.0)))

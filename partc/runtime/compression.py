@@ -45,12 +45,31 @@ def decode(kind: str, x: Tensor, size: int) -> Tensor:
 
 
 class Compressed:
-    """The sums of one piece of memory, step after step."""
+    """The sums of one piece of memory, of so many numbers, step after step."""
 
-    def __init__(self, kind: str, axis: Axis) -> None:
+    def __init__(self, kind: str, axis: Axis, numbers: int) -> None:
         self._kind, self._axis = kind, axis
+        self._size = -(-numbers // axis.size)
         self._sent: Tensor | None = None  # [ways, size]: what this rank has left out of its gradients
         self._summed: Tensor | None = None  # [1, size]: and of its part of the sum
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """How many `restore` takes."""
+        return self._axis.size * self._size, self._size
+
+    @property
+    def left_out(self) -> dict[str, Tensor]:
+        """What the next sum adds; nothing before the first."""
+        found = {"sent": self._sent, "summed": self._summed}
+        return {name: x.view(-1) for name, x in found.items() if x is not None}
+
+    def restore(self, sent: Tensor, summed: Tensor) -> bool:
+        """Go on with these; False if they are of another piece of memory."""
+        if (sent.numel(), summed.numel()) != self.numbers:
+            return False
+        self._sent, self._summed = sent.view(-1, self._size), summed.view(1, -1)
+        return True
 
     def sum(self, x: Tensor, scale: float = 1.0) -> Generator[Pending[Tensor], Tensor, Tensor]:
         """The sum of a flat tensor over the group: yields what has to be waited for, and wants what that brings.
@@ -59,7 +78,7 @@ class Compressed:
         """
         kind, axis = self._kind, self._axis
         rows = torch.nn.functional.pad(x.float(), (0, -x.numel() % axis.size)).view(axis.size, -1)
-        size = rows.shape[1]
+        size = self._size
         coded, self._sent = self._coded(rows, self._sent, scale)
         parts = yield axis.start_all_to_all(coded.flatten(), split_dim=0, concat_dim=0)
         mine = decode(kind, parts.view(axis.size, -1), size).sum(0, keepdim=True)

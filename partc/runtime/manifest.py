@@ -26,7 +26,8 @@ from .errors import UsageError
 
 FORMAT = 1
 NAME = "manifest.json"
-LOSS_SCALE = "loss_scale"  # the one tensor that is of no parameter: its value, and the updates since it changed
+LOSS_SCALE = "loss_scale"  # a tensor that is of no parameter: its value, and the updates since it changed
+LEFT_OUT = "left_out/"  # before the names of what each rank's compressed sums of gradients have left out
 _PREFIX = "step_"
 
 

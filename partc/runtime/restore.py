@@ -13,7 +13,7 @@ from torch import Tensor
 from .boxes import Box, pieces
 from .errors import UsageError
 from .layout import Shard, short_name
-from .manifest import LOSS_SCALE, Manifest, changed_file, checkpoints, damaged, read, step_of
+from .manifest import LEFT_OUT, LOSS_SCALE, Manifest, changed_file, checkpoints, damaged, read, step_of
 from .tensors import TensorFile
 from .together import Together
 
@@ -43,15 +43,16 @@ class Checkpoint:
             found = f"{short_name(getattr(torch, saved.dtype))}{list(saved.shape)}"
             if found != wanted:
                 raise self._foreign(f"its {name!r} is {found}, here it is {wanted}")
-        states = {name.partition("/")[0] + "/" for name in self.tensors if "/" in name}
+        states = {name.partition("/")[0] + "/" for name in self.tensors if "/" in name} - {LEFT_OUT}
         known = {name for parameter in plan["parameters"] for name in (parameter, *(s + parameter for s in states))}
         for name in self.tensors:
-            if name not in known and name != LOSS_SCALE:
+            if name not in known and name != LOSS_SCALE and not name.startswith(LEFT_OUT):
                 raise self._foreign(f"it has {name!r}, which is unknown here")
 
     def states(self, name: str) -> list[str]:
         """What the optimizer kept of a parameter: `exp_avg`, ..."""
-        return [key.removesuffix(f"/{name}") for key in self.tensors if key.endswith(f"/{name}")]
+        kept = (key for key in self.tensors if not key.startswith(LEFT_OUT))
+        return [key.removesuffix(f"/{name}") for key in kept if key.endswith(f"/{name}")]
 
     def part(self, name: str, shard: Shard, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
         """A rank's part of a tensor under any layout; rows that the model doesn't have are zeros."""

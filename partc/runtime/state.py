@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .boxes import PIPELINE
 from .checkpoint import Held
-from .layout import Shard
-from .manifest import LOSS_SCALE
+from .compression import Compressed
+from .layout import Shard, parse_mesh
+from .manifest import LEFT_OUT, LOSS_SCALE
 from .restore import Checkpoint
 from .update import LossScale
 
@@ -43,6 +46,56 @@ def restore_scale(scale: LossScale, checkpoint: Checkpoint) -> None:
     """Where the checkpoint was made in other bits, the scale starts anew."""
     if LOSS_SCALE in checkpoint.tensors:
         scale.restore(checkpoint.part(LOSS_SCALE, Shard("f64[2]"), {}, {}))
+
+
+def left_out(stages: Mapping[int, Any], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> dict[str, Held]:
+    """What compressed sums of gradients have left out: of each rank its own, a row of a tensor."""
+    return {
+        _row_name(first, piece, kind, coordinate): Held(
+            _row(x.numel(), sizes), x.view(1, -1), (coordinate.get(PIPELINE, 0),)
+        )
+        for (first, piece), compressed in _compressed(stages)
+        for kind, x in compressed.left_out.items()
+    }
+
+
+def restore_left_out(
+    stages: Mapping[int, Any], checkpoint: Checkpoint, sizes: Mapping[str, int], coordinate: Mapping[str, int]
+) -> bool:
+    """Have compressed sums go on with it; False if something is dropped, as on another mesh."""
+    same = parse_mesh(checkpoint.run["mesh"]) == sizes
+    restored = []
+    for (first, piece), compressed in _compressed(stages):
+        names = [_row_name(first, piece, kind, coordinate) for kind in ("sent", "summed")]
+        found = [checkpoint.tensors.get(name) for name in names] if same else []
+        if not found or None in found:
+            restored.append(False)
+            continue
+        sent, summed = (
+            checkpoint.part(name, _row(saved.shape[1], sizes), sizes, coordinate)
+            for name, saved in zip(names, found, strict=True)
+            if saved is not None
+        )
+        restored.append(compressed.restore(sent, summed))
+    here = (name for name in checkpoint.tensors if name.startswith(LEFT_OUT))
+    mine = any(name.endswith(f".{PIPELINE}{coordinate.get(PIPELINE, 0)}") for name in here)
+    return all(restored) and (bool(restored) or not mine)
+
+
+def _compressed(stages: Mapping[int, Any]) -> Iterator[tuple[tuple[str, int], Compressed]]:
+    for stage in stages.values():
+        if hasattr(stage, "sums"):
+            yield from stage.sums.compressed.items()
+
+
+def _row_name(first: str, piece: int, kind: str, coordinate: Mapping[str, int]) -> str:
+    return f"{LEFT_OUT}{first}/{piece}.{kind}.{PIPELINE}{coordinate.get(PIPELINE, 0)}"
+
+
+def _row(size: int, sizes: Mapping[str, int]) -> Shard:
+    """Of a tensor with a row for every rank at one coordinate on the pipeline axis."""
+    axes = [name for name, ways in sizes.items() if name != PIPELINE and ways > 1]
+    return Shard(f"f32[{math.prod(sizes[name] for name in axes)}@{','.join(axes)}, {size}]")
 
 
 def restore_optimizer(

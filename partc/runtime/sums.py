@@ -6,7 +6,7 @@ node's sum, which is summed with the same parts of other nodes, and put together
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +74,22 @@ class Sums:
         for bucket in buckets:
             self._buckets.setdefault(bucket.after, []).append((bucket, bucket.among(shards)))
         self._going: list[_Going] = []
-        self._compressed: dict[tuple[str, int], Compressed] = {}  # by a bucket's first gradient, and piece of memory
+        self.compressed = dict(self._compressing()) if compress else {}
+
+    def _compressing(self) -> Iterator[tuple[tuple[str, int], Compressed]]:
+        """By a bucket's first gradient, and piece of memory."""
+        for bucket, names in (each for found in self._buckets.values() for each in found):
+            near, far = self._split(bucket)
+            for index, run in enumerate(runs([self._gradients[name] for name in names])):
+                if far and not bucket.scatter:
+                    ways = self._comm.group(near).size if near else 1
+                    group = self._comm.group(far)
+                    yield (names[0], index), Compressed(self._compress, group, -(-run.numel() // ways))
+
+    def _split(self, bucket: Bucket) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes whose ranks share a node, and the others."""
+        near = tuple(axis for axis in bucket.over if axis in self._near)
+        return near, tuple(axis for axis in bucket.over if axis not in self._near)
 
     def start(self, call: str) -> None:
         """After the backward of a call: if it was the last before the update, start what is complete."""
@@ -105,8 +120,7 @@ class Sums:
                 if not call:  # what is summed next may be what each rank keeps of these
                     self._parts.settle()
                 continue
-            near = tuple(axis for axis in bucket.over if axis in self._near)
-            far = tuple(axis for axis in bucket.over if axis not in self._near)
+            near, far = self._split(bucket)
             for index, run in enumerate(runs([self._gradients[name] for name in names])):
                 self._going.append(_Going(self._sum(run, near, far, (names[0], index)), inside=bool(near and far)))
 
@@ -121,9 +135,7 @@ class Sums:
             node = self._comm.group(near)
             x = yield node.start_reduce_scatter(torch.nn.functional.pad(x, (0, -x.numel() % node.size)), dim=0)
         if self._compress:
-            if piece not in self._compressed:
-                self._compressed[piece] = Compressed(self._compress, self._comm.group(far))
-            x = yield from self._compressed[piece].sum(x, self._comm.scale)
+            x = yield from self.compressed[piece].sum(x, self._comm.scale)
         else:
             x = yield self._comm.group(far).start_all_reduce_(x)
         if near:

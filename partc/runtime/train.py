@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from . import nans
-from .checkpoint import Place, Saver
+from .checkpoint import Held, Place, Saver
 from .clock import Clock
 from .comm import Comm
 from .data import global_batch, load_model_file, local_batch
@@ -36,7 +36,7 @@ from .layout import DTYPES, Shard, tokens_per_step
 from .log import StepLog
 from .memory import keep_freed_memory, peak_bytes
 from .optimizer import attach_gradients, make_optimizer
-from .state import restore_optimizer, restore_scale, state
+from .state import left_out, restore_left_out, restore_optimizer, restore_scale, state
 from .tensors import save
 from .times import Times
 from .together import Together
@@ -276,7 +276,16 @@ def _train(
                 restore_optimizer(optimizer, optimized, job.checkpoint, job.sizes, rank.module.COORDINATE)
             if scale is not None:
                 restore_scale(scale, job.checkpoint)
+            if not restore_left_out(stages, job.checkpoint, job.sizes, rank.module.COORDINATE) and rank.number == 0:
+                _say(
+                    "what compressed sums of gradients had left out is dropped: it is of another mesh, or of other sums"
+                )
             job.checkpoint.close()
+
+        def kept() -> dict[str, Held]:
+            saved = state(held, optimized, optimizer, job.plan, scale)
+            return saved | left_out(stages, job.sizes, rank.module.COORDINATE)
+
         update = Update(
             optimizer,
             buffers,
@@ -343,10 +352,10 @@ def _train(
             rank.done = step + 1
             if saver is not None and job.saves_after(step + 1):
                 clock.entering("saving")
-                saver.save(step + 1, state(held, optimized, optimizer, job.plan, scale))
+                saver.save(step + 1, kept())
     times.close()
     if saver is not None and rank.done not in (saver.saved, job.start):
-        saver.save(rank.done, state(held, optimized, optimizer, job.plan, scale))
+        saver.save(rank.done, kept())
     if saver is not None:
         clock.entering("the writing of the last checkpoint")
         saver.wait()

@@ -13,6 +13,7 @@ from partc.program import PRECISIONS
 from partc.schedules import SCHEDULES
 
 if TYPE_CHECKING:
+    from partc.formulas import Formulas
     from partc.memory import Account
     from partc.mesh import Mesh
     from partc.options import Options
@@ -117,11 +118,11 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         ),
         click.option(
             "--recompute",
-            metavar="none|selective|full|BYTES",
+            metavar="none|selective|full|OPS|BYTES",
             default="none",
             show_default=True,
             help="what backward makes again: nothing; what is large and quickly made; all but regions' inputs; "
-            "or what must be, so that a rank holds no more than 18GB",
+            "operations by name (softmax,all_gather); or what must be, so that a rank holds no more than 18GB",
         ),
         click.option(
             "--kernels",
@@ -185,6 +186,15 @@ def memory(name: str, given: Mapping[str, Any], optimizer: str | None) -> tuple[
 
     program = compilation(model, None, wanted, model_options=definitions).program
     return rehearse(program, optimizer=optimizer or "adamw"), wanted.mesh
+
+
+def formulas(name: str, given: Mapping[str, Any]) -> Formulas:
+    """What a model's calls, or a package's, hold and move, in the names of their sizes."""
+    from partc.api import compilation
+    from partc.formulas import formulas as of
+
+    model, wanted, definitions = target(name, given)
+    return of(compilation(model, None, wanted, model_options=definitions).program)
 
 
 def place(mesh: Mesh, rank: int) -> int:

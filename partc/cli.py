@@ -149,12 +149,38 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool) ->
 @asked.compile_options(required=False)
 @click.option("--rank", type=int, metavar="N", help="of this rank; of the one that holds most by default")
 @click.option("--optimizer", type=click.Choice(("adamw", "sgd")), help="of a model; a package's account is of adamw")
+@click.option("--symbolic", is_flag=True, help="formulas in batch, sequence, widths and axes, region by region")
+@click.option("--region", metavar="NAME", help="with --symbolic, of this region alone")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
-def memory_command(target: str, rank: int | None, optimizer: str | None, as_json: bool, **given: Any) -> None:
+def memory_command(
+    target: str,
+    rank: int | None,
+    optimizer: str | None,
+    symbolic: bool,
+    region: str | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Account for the memory of a training step: parameters, gradients, optimizer, activations, what passes.
 
     A package's account is what compile has put down; a model is compiled for it.
     """
+    width = shutil.get_terminal_size((120, 24)).columns
+    if symbolic:
+        from partc import formula_table
+
+        if rank is not None or optimizer is not None:
+            raise PartcError(
+                "P0004", "--symbolic speaks of regions and all ranks", help="leave out --rank, --optimizer"
+            )
+        found = asked.formulas(target, given)
+        if as_json:
+            print(json.dumps(formula_table.document(found, region=region)))
+        else:
+            click.echo(formula_table.page(found, region=region, width=width), nl=False)
+        return
+    if region is not None:
+        raise PartcError("P0004", "--region goes with --symbolic", help="add it, or leave --region out")
     from partc.memory_table import page
 
     account, mesh = asked.memory(target, given, optimizer)
@@ -162,7 +188,7 @@ def memory_command(target: str, rank: int | None, optimizer: str | None, as_json
         print(json.dumps(account.document()))
         return
     place = None if rank is None else asked.place(mesh, rank)
-    click.echo(page(account, mesh, place=place, width=shutil.get_terminal_size((120, 24)).columns), nl=False)
+    click.echo(page(account, mesh, place=place, width=width), nl=False)
 
 
 @cli.command("run", short_help="Train a package on this machine.")

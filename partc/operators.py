@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from partc.program import DType
+from partc.runtime.attention import row_dtype
 from partc.torch_private import below_autograd
 
 Shapes = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -260,7 +261,8 @@ def _attention_shapes(
 ) -> tuple[Tensor, Tensor]:
     b, h, s, _ = q.shape
     # Attention kernels write [b, s, h, e] and return it transposed, so that heads merge without a copy.
-    return q.new_empty([b, s, h, v.shape[-1]]).transpose(1, 2), q.new_empty([b, h, s])
+    rows = q.new_empty([b, h, s], dtype=row_dtype(q))
+    return q.new_empty([b, s, h, v.shape[-1]]).transpose(1, 2), rows
 
 
 _define_marks()

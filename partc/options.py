@@ -11,8 +11,8 @@ from typing import Any
 from partc.errors import PartcError
 from partc.mesh import PIPELINE_AXIS, Mesh, is_batch_axis
 from partc.pins import Pin
-from partc.program import PRECISIONS, DType
-from partc.rules import Precision, operations
+from partc.program import MOVING, PRECISIONS, DType
+from partc.rules import LOWERED, Precision, operations
 from partc.saving import parse_bytes
 from partc.schedules import SCHEDULES, stage_ranks
 from partc.schedules.table import Table, read
@@ -80,8 +80,9 @@ class Options:
             raise PartcError("P0004", f"--seed {seed} is out of range", help="give one from 0 to 4294967295")
         if precision not in PRECISIONS:
             raise _unknown("precision", precision, PRECISIONS)
-        if recompute not in RECOMPUTE and parse_bytes(recompute) is None:
-            raise _unknown("recomputation", recompute, (*RECOMPUTE, "a budget such as 18GB"))
+        known = {*operations(), *LOWERED, *MOVING}
+        if recompute not in RECOMPUTE and parse_bytes(recompute) is None and not known.issuperset(recompute.split(",")):
+            raise _unknown("recomputation", recompute, (*RECOMPUTE, "a budget such as 18GB", "names of operations"))
         if parse_bytes(bucket) is None:
             raise _unknown("size", bucket, ("25MB", "512KiB", "0B"))
         schedule, table = str(schedule), None

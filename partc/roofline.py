@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from partc.layout import Layout, Sizes
 from partc.program import ITEMSIZE, MOVING, VIEWS, DType, Op, TensorType
 from partc.reshard import cost
-from partc.rules import flops, resolve
+from partc.rules import flops, resolve_lowered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +46,10 @@ def _local(type: TensorType, sizes: Sizes) -> TensorType:
 
 
 def _flops(op: Op, shapes: Mapping[str, TensorType], results: list[TensorType]) -> float:
-    """Of its matrix products. Results beyond the first are statistics, which no rule speaks of."""
+    """Of its matrix products."""
     if op.name == "convolution":
         weight = shapes[list(op.refs())[1]].shape
         return 2.0 * math.prod(results[0].shape) * math.prod(weight[1:])
-    first = replace(op, results=(replace(op.results[0], type=results[0]),))
-    rule = resolve(first, shapes)
-    return float(flops(first, rule)) if rule is not None else 0.0
+    made = tuple(replace(value, type=type) for value, type in zip(op.results, results, strict=True))
+    rule = resolve_lowered(replace(op, results=made), shapes)
+    return float(flops(op, rule)) if rule is not None else 0.0

@@ -9,10 +9,11 @@
 
 The operation table says for each operation whether it computes in few bits (`low`), in fp32 (`high`), or as
 its widest operand does (`any`); whoever compiles can say otherwise by name. So does torch's autocast, which the
-table follows; unlike it, norms take and give few bits and sum in fp32 inside. What goes from call to call is in
-few bits, but for single numbers. A parameter is read in few bits where some operation wants it so; what the
-optimizer holds, and gradients summed over microbatches, stay fp32 (Micikevicius et al. 2018, Mixed Precision
-Training, sections 3.1 and 3.3). Constants, and what is made once per step, stay as they are.
+table follows; unlike it, norms take and give few bits and sum in fp32 inside. A bias is added in what its product
+is made in, as one operation of both would. What goes from call to call is in few bits, but for single numbers. A
+parameter is read in few bits where some operation wants it so; what the optimizer holds, and gradients summed over
+microbatches, stay fp32 (Micikevicius et al. 2018, Mixed Precision Training, sections 3.1 and 3.3).
+Constants, and what is made once per step, stay as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import replace
 from partc.errors import Source
 from partc.naming import unique
 from partc.program import FLOATING, VIEWS, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
-from partc.rules import Precision, precision_of
+from partc.rules import Precision, is_matmul, precision_of
 
 _WIDE: DType = "f32"
 _VIEWS = VIEWS | {"cat", "repeat", "detach"}
@@ -83,8 +84,8 @@ class _Mixed:
             for value, low in zip(region.params, lows, strict=True)
         )
         writer = _Writer(self.low, (*inputs, *params), {*region.forward.definitions(), *(v.name for v in params)})
-        for op in region.forward.ops:
-            writer.operation(op, self._wanted(op))
+        for op, wanted in self._wanted(region):
+            writer.operation(op, wanted)
         outputs = tuple(
             name if name in kept else writer.as_dtype(name, self.low if self._travels(writer.types[name]) else _WIDE)
             for name in region.forward.outputs
@@ -92,8 +93,19 @@ class _Mixed:
         forward = replace(region.forward, inputs=inputs, ops=tuple(writer.ops), outputs=outputs)
         return replace(region, params=params, forward=forward)
 
-    def _wanted(self, op: Op) -> Precision:
-        return self.casts.get(op.name) or precision_of(op.name)
+    def _wanted(self, region: Region) -> Iterator[tuple[Op, Precision]]:
+        """Every operation of a region, and what it computes in."""
+        vectors = {value.name for value in region.params if len(value.type.shape) == 1}
+        products: set[str] = set()
+        for op in region.forward.ops:
+            wanted = self.casts.get(op.name) or precision_of(op.name)
+            reads = [arg.name for arg in op.args if isinstance(arg, Ref)]
+            if is_matmul(op) and wanted == "low":
+                products.update(value.name for value in op.results)
+            elif op.name == "add" and op.name not in self.casts and len(reads) == 2:
+                bias = any(a in products and b in vectors for a, b in (reads, reads[::-1]))
+                wanted = "low" if bias else wanted
+            yield op, wanted
 
     def _travels(self, type: TensorType) -> bool:
         """Whether what a call hands on is an activation, and not a loss or a count."""
@@ -106,11 +118,11 @@ class _Mixed:
             return
         names = dict(zip((value.name for value in region.params), call.params, strict=True))
         views = {value.name: value.name for value in region.params if value.type.dtype == _WIDE}
-        for op in region.forward.ops:
+        for op, wanted in self._wanted(region):
             read = [views[name] for name in op.refs() if name in views]
             if op.name in _VIEWS and read:
                 views.update((result.name, read[0]) for result in op.results)
-            elif self._wanted(op) == "low":
+            elif wanted == "low":
                 yield from (names[name] for name in read)
 
 

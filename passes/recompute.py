@@ -15,8 +15,11 @@
 `none` saves what the backward pass reads. `full` saves a region's inputs alone. `selective` makes
 again what is large and quickly made (Korthikanti et al. 2022, Reducing Activation Recomputation):
 norms, activations, dropouts, the scores of attention that is spelled out; never a product with a
-weight, a lookup, fused attention or a collective. What it saves is a minimum cut. A budget, such as
-`18GB`, is met on every rank with the least time of recomputation: see recompute_budget.
+weight, a lookup, fused attention or a sum over ranks. What a gather makes large it saves in parts and
+gathers again (ibid., section 4.2.2), if that is worth the time on the link. What it saves is a
+minimum cut. Operations by name, such as `softmax,all_gather`, are made again wherever that saves bytes, and
+no others but views. A budget, such as `18GB`, is met on every rank with the least time of recomputation:
+see recompute_budget.
 
 An operation that is done again stands right before the first that needs it, so that what it makes
 lives shortly. Random operations count by number and draw the same again. Nothing is made again
@@ -33,7 +36,7 @@ from partc.mesh import PIPELINE_AXIS
 from partc.passes.recompute_budget import check_reach, deal, varied
 from partc.passes.recompute_choice import Choice, Point, frontier, least
 from partc.program import VIEWS, Graph, Op, Program, Region
-from partc.roofline import seconds
+from partc.roofline import H100, seconds
 from partc.rules import is_cheap
 from partc.saving import Time, flights, held_inputs, memory_of, parse_bytes
 from partc.schedules import SCHEDULES, compute_order
@@ -107,13 +110,21 @@ def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str]
     inputs = {value.name for value in region.forward.inputs}
     if kind == "full":
         return frozenset(inputs | fixed)
+    if kind != "selective":
+        named = {*kind.split(","), *VIEWS}
+        again = [op for op in _repeatable(region, fixed) if op.name in named]
+        wanted = choice(region, again, lambda op: int(op.name not in VIEWS), held, sizes)
+        return least(wanted, worth=len(again) + 1) | held  # a byte less is worth all of them
+    types = {value.name: value.type for value in region.params}
+    types.update((name, value.type) for name, value in region.forward.definitions().items())
     activations = dependents(region.forward.ops, inputs)
-    size = {value.name: value.type.local_bytes(sizes) for value in region.params}
-    size.update((name, value.type.local_bytes(sizes)) for name, value in region.forward.definitions().items())
-    cheap = [op for op in _repeatable(region, fixed) if is_cheap(op, activations)]
+    cheap = [op for op in _repeatable(region, fixed) if op.name == "all_gather" or is_cheap(op, activations)]
 
     def moved(op: Op) -> int:
-        return 1 if op.name in VIEWS else sum(size[name] for name in (*op.refs(), *(v.name for v in op.results)))
+        if op.name == "all_gather":
+            return round(seconds(op, types, sizes) * H100.memory)
+        read = (types[name].local_bytes(sizes) for name in op.refs())
+        return 1 if op.name in VIEWS else sum(read) + sum(value.type.local_bytes(sizes) for value in op.results)
 
     return least(choice(region, cheap, moved, held, sizes), worth=WORTH) | held
 

@@ -83,6 +83,13 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: boo
     return scores.softmax(-1) @ v
 
 
+def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> Any:
+    _, _, causal, scale = rest
+    with torch.enable_grad():
+        given = [x.detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(_attention(*given, mask, causal, scale), given, grad)
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "reshape": torch.reshape,
     "permute": torch.permute,
@@ -94,7 +101,14 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "to": lambda x, dtype: x.to(dtype),
     "sum": lambda x, dims=None, keepdim=False: x.sum(dims or list(range(x.dim())), keepdim),
     "linear": F.linear,
+    "linear_grad_input": lambda g, w: g @ w,
+    "linear_grad_weight": lambda g, x: g.flatten(0, -2).T @ x.flatten(0, -2),
+    "linear_grad_bias": lambda g: g.flatten(0, -2).sum(0),
+    "matmul_grad_left": lambda g, b: g @ b.mT,
+    "matmul_grad_right": lambda g, a, flat: a.flatten(0, -2).T @ g.flatten(0, -2) if flat else a.mT @ g,
+    "expert_matmul_grad_rows": lambda g, experts, w: torch.einsum("so,sio->si", g, w[experts]),
     "attention": _attention,
+    "attention_backward": _attention_backward,
     "expert_matmul": lambda x, experts, w: torch.einsum("si,sio->so", x, w[experts]),
     "embedding": lambda w, ids: F.embedding(ids, w),
     "cross_entropy": _cross_entropy,
@@ -204,6 +218,12 @@ def product_cases() -> list[Case]:
     found += [case("matmul", normal(*a), normal(*b)) for a, b in (
         ((2, 6, 12), (12, 6)), ((3, 1, 4, 6), (2, 6, 9)), ((6,), (6,)), ((4, 6), (6,)), ((6,), (2, 6, 3)),
     )]  # fmt: skip
+    found += [case("linear_grad_input", normal(6, 12, 18), normal(18, 4))]
+    found += [case("linear_grad_bias", normal(6, 12, 18))]
+    found += [case("linear_grad_weight", normal(6, 12, 18), normal(6, 12, 4))]
+    found += [case("matmul_grad_left", normal(6, 12, 18), b) for b in (normal(6, 4, 18), normal(4, 18))]
+    found += [case("matmul_grad_right", normal(6, 12, 18), normal(6, 12, 4), flat) for flat in (True, False)]
+    found += [case("expert_matmul_grad_rows", normal(12, 18), torch.arange(12) % 3, normal(4, 6, 18))]
     found += [case("expert_matmul", normal(12, 6), torch.arange(12) % 3, normal(4, 6, 18))]
     found += [case("mm", normal(6, 4), normal(4, 6)), case("bmm", normal(6, 4, 3), normal(6, 3, 4))]
     found += [
@@ -223,6 +243,8 @@ def product_cases() -> list[Case]:
         case("attention", q, k, v, normal(4, 4), False, None),
         case("attention", q, k, v, normal(6, 4, 4), False, None),
     ]
+    out, lse = normal(2, 6, 4, 6), normal(2, 6, 4)
+    found += [case("attention_backward", out, q, k, v, None, out, lse, causal, None) for causal in (True, False)]
     image, filters = normal(2, 6, 5, 7), normal(12, 6, 3, 2)
     found += [case("conv2d", image, filters, normal(12), [2, 1]), case("conv2d", image, filters)]
     found += [

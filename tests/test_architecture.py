@@ -49,7 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "partc.operators",
         "partc.assignment",
     ),
-    ("partc.placing", "partc.joint", "partc.interpret"),
+    ("partc.placing", "partc.joint", "partc.interpret", "partc.symbols", "partc.size_names", "partc.formulas"),
     (
         "partc.modelfile",
         "partc.sources",
@@ -76,6 +76,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("partc.launch", "partc.reference", "partc.sampling", "partc.verify", "partc.doctor", "partc.export"),
     ("partc.api", "partc.wording", "partc.comparison", "partc.drawing", "partc.report", "partc.memory_table"),
+    ("partc.formula_table",),
     ("partc.measured", "partc.chrome"),
     ("partc.inspection", "partc.dump", "partc.console", "partc.asked"),
     ("partc.tracing",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from partc.errors import InternalError, PartcError
@@ -17,6 +18,7 @@ from partc.rules.rule import Dims, Factor, OpRule
 from partc.rules.table import LOWERED, TABLE, Precision, register
 
 __all__ = [
+    "LOWERED",
     "Cuts",
     "Factor",
     "OpRule",
@@ -34,8 +36,10 @@ __all__ = [
     "propagate_cuts",
     "register",
     "resolve",
+    "resolve_lowered",
 ]
 
+_CAUSAL = {"attention": 4, "attention_dropout": 4, "attention_backward": 7}  # which argument says so
 PARTIAL = "partial"  # Choice.factor "partial0": a Partial value passes through the first linear group
 
 
@@ -55,6 +59,25 @@ def resolve(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
             help="correct the rule, or its slots (the positions of its tensor arguments)",
             source=op.source,
         ) from None
+
+
+def resolve_lowered(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
+    """The same of what compiling made of operations, by the row that speaks for each.
+
+    Where results beyond the first are statistics, a rule is of the first alone.
+    """
+    named = op if op.name in TABLE else replace(op, name=LOWERED.get(op.name, op.name))
+    ranks = [len(types[name].shape) for name in op.refs()]
+    for results in (op.results, op.results[:1]):
+        try:
+            rule = resolve(replace(named, results=results), types)
+        except (PartcError, ValueError, IndexError, ZeroDivisionError):
+            continue  # its arguments are not those of this row, or of other shapes
+        if rule is None or [len(dims) for dims in rule.operands] != ranks:
+            continue
+        if [len(dims) for dims in rule.results] == [len(value.type.shape) for value in results]:
+            return rule
+    return None
 
 
 def choices(
@@ -155,7 +178,8 @@ def _cut(dims: Dims, rule: OpRule, choice: Choice) -> Shard:
 
 def flops(op: Op, rule: OpRule) -> int:
     """Floating-point operations of the matrix products in it, over the whole shapes; 0 for other operations."""
-    causal = op.name in ("attention", "attention_dropout") and len(op.args) > 4 and op.args[4] is True
+    place = _CAUSAL.get(op.name)
+    causal = place is not None and len(op.args) > place and op.args[place] is True
     return rule.flops // 2 if causal else rule.flops
 
 

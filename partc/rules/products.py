@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from partc.program import Op, TensorType
 from partc.rules.rule import Dims, OpRule, argument, integers, is_ref, make
 from partc.rules.shapes import Types, broadcast_dims, dim_index, named_dims
@@ -69,6 +71,38 @@ def matmul(op: Op, types: Types) -> OpRule:
     if len(b) > 1:
         sizes["t"], result = b[-1], (*result, ("t",))
     return make([(left, types[0]), (right, types[1])], [result], sizes, linear=[(0,), (1,)], work=[tuple(sizes)])
+
+
+def matmul_grad_left(op: Op, types: Types) -> OpRule:
+    """matmul_grad_left(g, b): g [*batch, s, t], b [*batch, k, t] -> [*batch, s, k]."""
+    g, b = types[0].shape, types[1].shape
+    whole, names, sizes = _batched(g)
+    sizes.update({"s": g[-2], "t": g[-1], "k": b[-2]})
+    operands: list[tuple[Dims, TensorType]] = [
+        ((*names, ("s",), ("t",)), types[0]),
+        ((*broadcast_dims(b[:-2], whole), ("k",), ("t",)), types[1]),
+    ]
+    return make(operands, [(*names, ("s",), ("k",))], sizes, linear=[(0,), (1,)], work=[tuple(sizes)])
+
+
+def matmul_grad_right(op: Op, types: Types) -> OpRule:
+    """matmul_grad_right(g, a, flat): g [*batch, s, t], a [*batch, s, k] -> [*batch, k, t]; all of `s`, if flat."""
+    g, a = types[0].shape, types[1].shape
+    whole, names, sizes = _batched(g)
+    sizes.update({"s": g[-2], "t": g[-1], "k": a[-1]})
+    left = broadcast_dims(a[:-2], whole)
+    operands: list[tuple[Dims, TensorType]] = [
+        ((*names, ("s",), ("t",)), types[0]),
+        ((*left, ("s",), ("k",)), types[1]),
+    ]
+    result: Dims = (("k",), ("t",)) if argument(op, 2, "flat") is True else (*left, ("k",), ("t",))
+    return make(operands, [result], sizes, linear=[(0,), (1,)], work=[tuple(sizes)])
+
+
+def _batched(shape: Sequence[int]) -> tuple[Sequence[int], Dims, dict[str, int]]:
+    """All dimensions but the last two, one factor each."""
+    names, sizes = named_dims(shape[:-2])
+    return shape[:-2], names, sizes
 
 
 def einsum(op: Op, types: Types) -> OpRule | None:

@@ -42,7 +42,13 @@ class OpRule:
     combined: tuple[str, ...] = ()
     sharded: tuple[tuple[str, str], ...] = ()  # factor -> the operation to run where it is cut
     integral: tuple[int, ...] = ()
-    flops: int = 0
+    work: tuple[tuple[str, ...], ...] = ()  # one product of factors per matrix product in the operation
+
+    @property
+    def flops(self) -> int:
+        """Of its matrix products, over the whole shapes."""
+        sizes = {factor.name: factor.size for factor in self.factors}
+        return sum(2 * math.prod(sizes[name] for name in product) for product in self.work)
 
     def factor(self, name: str) -> Factor:
         return next(factor for factor in self.factors if factor.name == name)
@@ -88,7 +94,7 @@ def make(
         combined=tuple(combined),
         sharded=tuple(sorted((sharded or {}).items())),
         integral=tuple(index for index, (_, type) in enumerate(operands) if type.dtype not in FLOATING),
-        flops=sum(2 * math.prod(sizes[name] for name in product) for product in work),
+        work=tuple(tuple(name for name in product if name in names) for product in work),
     )
 
 

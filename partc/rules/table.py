@@ -184,6 +184,21 @@ rule("outer", "x[i], y[j] -> [i j]", linear="x|y")
 build("matmul mm bmm mv", products.matmul, matmul=True)
 build("einsum", products.einsum, matmul=True)
 build("conv1d conv2d conv3d", products.convolution, matmul=True, heavy=True)
+# What differentiating makes of products
+rule("linear_grad_input", "g[*b o], w[o i] -> [*b i]", linear="g|w", work="*")
+rule("linear_grad_weight", "g[*b o], x[*b i] -> [o i]", linear="g|x", work="*")
+rule("linear_grad_bias", "g[*b o] -> [o]", linear="g")
+build("matmul_grad_left", products.matmul_grad_left, matmul=True)
+build("matmul_grad_right", products.matmul_grad_right, matmul=True)
+rule(
+    "attention_backward",
+    "grad[b (g r) s e], q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t], out[b (g r) s e], lse[b (g r) s] "
+    "-> [b (g r) s d], [b g t d], [b g t e]",
+    blocked="r s t d e",
+    work="b g r s t d + b g r s t d + b g r s t d + b g r s t e + b g r s t e",  # the scores are made again
+    heavy=True,
+)
+rule("expert_matmul_grad_rows", "g[s o], experts[s], w[e i o] -> [s i]", blocked="e", work="s i o", heavy=True)
 
 # Random numbers: every element's own, wherever it is drawn
 build("dropout", shapes.unary_linear)

@@ -203,10 +203,10 @@ def compile(
     an nn.Module or a function that builds one, with `batch`, one global batch as a dict of tensors,
     and optionally `loss(model, batch)`. `schedule` is a name or the path of a CSV file.
     `zero` is what data-parallel ranks hold in parts: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters
-    too; `"3@dp_in"` names the axes. `recompute` is what backward makes again: none, selective, full,
-    operations by name ("softmax,all_gather"), or a budget of all bytes that a rank holds, such as 18GB. A rank that holds more than `memory_limit` ("80GB") is an
-    error, which says what would help. With `precision` bf16 or fp16, `casts` overrides what operations
-    compute in ("softmax=bf16"). `bucket` is how many bytes of gradients are summed over ranks together;
+    too; `"3@dp_in"` names the axes. `recompute` is what backward makes again: none, selective, full, operations by
+    name ("softmax,all_gather"), or a budget of all bytes that a rank holds, such as 18GB. A rank that holds more than
+    `memory_limit` ("80GB") is an error, which says what would help. With `precision` bf16 or fp16, `casts` overrides
+    what operations compute in ("softmax=bf16"). `bucket` is how many bytes of gradients are summed over ranks together;
     `nodes` how many ranks share one, so that sums go inside nodes and then across; `grad_reduce` what sums
     are made in, fp32 or bf16; `compress_grads` what crosses nodes: none, bf16 or int8, with error feedback.
     `kernels` is auto, triton (fused operations, which need Triton) or aten.

@@ -63,8 +63,8 @@ class _Streams:
     def graph(self) -> Graph:
         """The graph with every stream of logits in one kernel."""
         instead: dict[int, tuple[Op, ...]] = {}
-        for name in dict.fromkeys(next(op.refs()) for op in self.original.ops if op.name in kernels.STREAMED):
-            instead.update(self._stream(name))
+        for name, pieces in self._losses():
+            instead.update(self._stream(name, pieces))
         ops = [step for op in self.original.ops for step in instead.get(id(op), (op,))]
         return replace(self.original, ops=tuple(self._read(ops)))
 
@@ -93,10 +93,20 @@ class _Streams:
         rows = (Ref(lse.name), Ref(picked.name), labels, weight, ignore, smoothing, last, classes)
         yield Op(name="cross_entropy_rows", args=rows, results=(nll,), source=op.source)
 
-    def _stream(self, name: str) -> Iterator[tuple[int, tuple[Op, ...]]]:
+    def _losses(self) -> Iterator[tuple[str, list[Op]]]:
+        """Logits, with the operations of one kernel: one of each, where several losses read the same logits."""
+        found: dict[str, list[list[Op]]] = {}
+        for op in self.original.ops:
+            if op.name in kernels.STREAMED:
+                losses = found.setdefault(next(op.refs()), [[]])
+                if any(other.name == op.name for other in losses[-1]):
+                    losses.append([])
+                losses[-1].append(op)
+        return ((name, pieces) for name, losses in found.items() for pieces in losses)
+
+    def _stream(self, name: str, pieces: list[Op]) -> Iterator[tuple[int, tuple[Op, ...]]]:
         """What stands in place of the operations on some logits."""
         shape = self.types[name].layout.local_shape(self.sizes)
-        pieces = [op for op in self.readers[name] if op.name in kernels.STREAMED and next(op.refs()) == name]
         weighed = any(op.name == "smooth_sum" and op.args[1] is not None for op in pieces)
         if weighed or len(shape) < 2 or 0 in shape or self.types[name].dtype not in FLOATING:
             return
@@ -107,9 +117,6 @@ class _Streams:
         body += self._epilogue({value.name for op in body for value in op.results})
         inside = {id(op) for op in (*pieces, *body)}
         made = {value.name: value for op in body for value in op.results}
-        reads = dict.fromkeys(item for op in body for item in op.refs() if item not in made)
-        if any(item in self.makers and self.place[id(self.makers[item])] > first for item in reads):
-            return  # labels that are made between the pieces
         outside = [
             *(op for op in self.original.ops if id(op) not in inside),
             *(op for ops in after.values() for op in ops),
@@ -117,16 +124,20 @@ class _Streams:
         read = {item for op in outside for item in op.refs()} | set(self.kept)
         still = {value.name for op in prologue for value in op.results}
         results = tuple(value for item, value in made.items() if item in read and item not in still)
+        done = _needed(body, {value.name for value in results})
+        reads = dict.fromkeys(item for op in done for item in op.refs() if item not in made)
+        if not results or any(item in self.makers and self.place[id(self.makers[item])] > first for item in reads):
+            return  # labels that are made between the pieces
         kernel = Op(
             name="fused",
             args=tuple(map(Ref, reads)),
             attrs=(("kernel", "cross_entropy"),),
             results=results,
             source=pieces[0].source,
-            body=tuple(body),
+            body=tuple(done),
         )
         for op in (*pieces, *body):
-            if id(op) in self.place and op not in prologue:
+            if id(op) in self.place and not any(op is other for other in prologue):
                 yield id(op), after.get(id(op), ())
         start = self.original.ops[first]
         yield id(start), (kernel, *after.get(id(start), ()))
@@ -194,7 +205,7 @@ class _Streams:
         return found
 
     def _read(self, ops: list[Op]) -> list[Op]:
-        """Without what only the kernels read, who do it themselves."""
+        """Without what only kernels read, which do it themselves."""
         needed = set(self.kept)
         found: list[Op] = []
         for op in reversed(ops):
@@ -202,3 +213,14 @@ class _Streams:
                 needed.update(op.refs())
                 found.append(op)
         return found[::-1]
+
+
+def _needed(ops: list[Op], wanted: set[str]) -> list[Op]:
+    """Those that lead to something wanted, in order."""
+    needed = set(wanted)
+    found: list[Op] = []
+    for op in reversed(ops):
+        if not needed.isdisjoint(value.name for value in op.results):
+            needed.update(op.refs())
+            found.append(op)
+    return found[::-1]

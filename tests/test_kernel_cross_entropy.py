@@ -227,3 +227,19 @@ def test_class_weights_are_left_to_pytorch() -> None:
     text = text.replace("input labels", "input w: f32[6]\n    input labels").replace("labels, None", "labels, w")
     ops = fuse(fused_graph(text), kernels="triton").regions[0].forward.ops
     assert [op.name for op in ops] == ["neg", "cross_entropy", "linear"]
+
+
+def test_two_losses_of_the_same_logits_are_two_kernels(kernels: Kernels) -> None:
+    text = WHOLE.format(dtype="f32", classes=6, smoothing=0.0, wide="f32", cast="wide = neg(x)  # f32[2, 5, 6]")
+    text = text.replace("input labels", "input others: i64[2, 5]\n    input labels")
+    second = "more, top = cross_entropy(wide, others, None, -100, 0.5)  # f32[2, 5] ; f32[2, 5]\n    loss ="
+    text = text.replace("loss =", second).replace("saved nll, lse", "saved nll, lse, more")
+    region = fused_graph(text).regions[0]
+    graph = replace(region.forward, ops=region.forward.ops[:-1], outputs=region.saved)
+    after = fuse(program_of(graph), kernels="triton").regions[0].forward
+    assert [op.name for op in after.ops].count("fused") == 2
+    x, labels = rows(2, 5, 6, dtype="f32"), labels_of(2, 5, classes=6)
+    made = kernels.run(after, {"x": x, "labels": labels, "others": 5 - labels.clamp(0)}, {}, {})
+    for name, target, smoothing in (("nll", labels, 0.0), ("more", 5 - labels.clamp(0), 0.5)):
+        right = F.cross_entropy(-x.flatten(0, 1), target.flatten(), label_smoothing=smoothing, reduction="none")
+        torch.testing.assert_close(made[name].flatten(), right, rtol=1e-5, atol=1e-5)

@@ -52,6 +52,7 @@ class StageCode:
     shared: tuple[Entry, ...]
     shared_note: str
     imports: frozenset[str]
+    compiled: frozenset[str]  # functions that torch.compile makes kernels of
 
 
 def stage_code(program: Program, index: int) -> StageCode:
@@ -107,6 +108,13 @@ class _Builder:
         lines = [*init, *setup, *prepare, *forward, *backward, *weight, *self.weights.reduce()]
         text = "\n".join(line.code for _, functions in units for f in functions for line in f.lines)
         text += "\n".join(line.code for line in lines)
+        compiled = {
+            function.name
+            for run in (self.runs["microbatch"] if self.program.compiled else ())
+            for code in (self.codes[run.region.name],)
+            for function in (code.forward, code.backward, code.weight)
+            if function
+        }
         loss = self.program.loss if self.makes(self.program.loss) else ""
         partial = self.types[self.program.loss].layout.partial if loss else ()
         return StageCode(
@@ -134,6 +142,7 @@ class _Builder:
             buckets=self.weights.buckets(),
             shared=self.weights.shared(),
             shared_note=self.weights.shared_note(),
+            compiled=frozenset(compiled),
             imports=frozenset(
                 name
                 for name in ("torch", "F", "functional", "kernels", "math", "Parts", "ahead", "Sums")

@@ -209,7 +209,7 @@ def compile(
     what operations compute in ("softmax=bf16"). `bucket` is how many bytes of gradients are summed over ranks together;
     `nodes` how many ranks share one, so that sums go inside nodes and then across; `grad_reduce` what sums
     are made in, fp32 or bf16; `compress_grads` what crosses nodes: none, bf16 or int8, with error feedback.
-    `kernels` is auto, triton (fused operations, which need Triton) or aten.
+    `kernels` is auto, triton (fused operations, which need Triton), aten, or inductor (torch.compile).
     Raises PartcError for whatever is wrong with these.
     """
     checked = Options.checked(

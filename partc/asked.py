@@ -126,10 +126,11 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         ),
         click.option(
             "--kernels",
-            type=click.Choice(("auto", "triton", "aten")),
+            type=click.Choice(("auto", "triton", "aten", "inductor")),
             default="auto",
             show_default=True,
-            help="Triton's, fused where one pass over memory does, or PyTorch's own; auto is Triton's where a GPU is",
+            help="Triton's, fused where one pass over memory does, PyTorch's own, or what torch.compile makes of "
+            "regions; auto is Triton's where a GPU is",
         ),
         click.option(
             "--bucket",

@@ -329,7 +329,12 @@ def stage_class(text: str, file: str, regions: Mapping[str, str], lessons: Lesso
     The module is what codegen has just made: nothing that a folder holds is run.
     """
     tree = ast.parse(text)
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.Import) and node.names[0].name in given)]
+    tree.body = [
+        node
+        for node in tree.body
+        if not (isinstance(node, ast.Import) and node.names[0].name in given)
+        and not (isinstance(node, ast.ImportFrom) and node.module == "runtime.compiled")
+    ]
     functions: dict[str, Learnt] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "runtime":
@@ -340,6 +345,7 @@ def stage_class(text: str, file: str, regions: Mapping[str, str], lessons: Lesso
             )
             region = regions.get(node.name, node.name)
             functions[node.name] = Learnt(name=node.name, region=region, text=source, file=file)
+            node.decorator_list = []  # what is compiled holds what it is made of, or less
             _instrument(node)
     names: dict[str, Any] = {"__name__": f"partc.rehearsed.{file}", "_lessons": lessons, "_functions": functions}
     exec(compile(ast.fix_missing_locations(tree), file, "exec"), names)

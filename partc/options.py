@@ -17,7 +17,7 @@ from partc.saving import parse_bytes
 from partc.schedules import SCHEDULES, stage_ranks
 from partc.schedules.table import Table, read
 
-KERNELS = ("auto", "triton", "aten")
+KERNELS = ("auto", "triton", "aten", "inductor")
 RECOMPUTE = ("none", "selective", "full")
 LOW: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16"}
 SUMS = ("fp32", "bf16")

@@ -133,7 +133,7 @@ class _Reader:
     def _program(self, text: str) -> None:
         match = _matched(
             rf"program {_NAME} mesh (\S+) microbatches (\d+) loss {_NAME}(?: draws (\d+))?(?: zero (\d))?"
-            r"(?: near ([\w,]+))?(?: wire (\w+))?(?: compress (\w+))?",
+            r"(?: near ([\w,]+))?(?: wire (\w+))?(?: compress (\w+))?( compiled)?",
             text,
         )
         self._head = Program(
@@ -146,6 +146,7 @@ class _Reader:
             near=tuple(match[7].split(",")) if match[7] else (),
             wire=match[8] or "",
             compress=match[9] or "",
+            compiled=bool(match[10]),
         )
 
     def _input(self, text: str) -> None:

@@ -34,9 +34,9 @@ from partc.program import Program
 
 
 def fuse(program: Program, *, kernels: str = "aten") -> Program:
-    """Fuse what runs for every microbatch, if `kernels` are Triton's."""
+    """Fuse what runs for every microbatch, if `kernels` are Triton's; leave that to torch.compile, if inductor's."""
     if kernels != "triton":
-        return program
+        return replace(program, compiled=kernels == "inductor")
     regions = tuple(
         fused(streamed(lean(redrawn(region), program.sizes), program.sizes), program.sizes)
         if region.phase == "microbatch"

@@ -22,6 +22,7 @@ __all__ = [
     "clone_store",
     "lone_store",
     "process_group",
+    "recompile_limit",
     "reduce_scatter_base",
     "storage_key",
     "tree_flatten",
@@ -68,3 +69,11 @@ def without_modes() -> AbstractContextManager[Any]:
 def storage_key(x: Tensor) -> int:
     """The identity of the memory behind a tensor, real or fake."""
     return int(x.untyped_storage()._cdata)
+
+
+def recompile_limit(most: int) -> None:
+    """How many variants of a function torch.compile makes before it gives up."""
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(most, dynamo.recompile_limit)
+    dynamo.accumulated_recompile_limit = max(most, dynamo.accumulated_recompile_limit)

@@ -1,0 +1,41 @@
+"""`--kernels inductor`: regions' functions through torch.compile, and the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import partc
+from partc.parser import parse
+from partc.printer import print_program
+from tests.zoo import EXAMPLES, MODELS
+
+
+def test_functions_of_microbatches_are_compiled_and_others_not() -> None:
+    package = partc.compile(str(EXAMPLES / "gpt.py"), mesh="2x1x2", microbatches=2, kernels="inductor")
+    assert parse(print_program(package.program)).compiled
+    stage = dict(package.files())["stages/stage_0.py"]
+    assert isinstance(stage, str)
+    assert "from runtime.compiled import compiled\n" in stage
+    for name, marked in (("block_forward", True), ("block_backward", True), ("rotary", False)):
+        assert (f"@compiled\ndef {name}(" in stage) == marked
+    assert "kernels" not in {path.split("/")[0] for path, _ in package.files()}
+    assert package.memory is not None
+
+
+@pytest.mark.parametrize("mesh", ["2"])
+def test_compiled_regions_equal_one_device(mesh: str) -> None:
+    package = partc.compile(str(EXAMPLES / "mlp.py"), mesh=mesh, microbatches=2, precision="fp64", kernels="inductor")
+    assert package.verify(steps=2).ok
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", ["1x1x2", "2x2x1"])
+@pytest.mark.parametrize("name", ["gpt", "gpt2_dropout", "resnet"])
+def test_families_compiled_equal_one_device(name: str, mesh: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    package = partc.compile(
+        model.source(tmp_path), mesh=mesh, microbatches=2, precision="fp64", kernels="inductor", options=model.options
+    )
+    assert package.verify(steps=2).ok

@@ -126,13 +126,13 @@ class GlooAxis(NcclAxis):
 
 def _arriving(work: Any, x: Tensor, source: Tensor | None = None) -> Pending[Tensor]:
     """What some work, or each of several, makes; `source` is held as long as it is read."""
-    parts = work if isinstance(work, list) else [work]
+    parts = list(work) if isinstance(work, list) else [work]
     held = [source]
 
     def finish() -> Tensor:
         with _peers():
-            for part in parts:
-                part.wait()
+            while parts:  # a work holds what it moves for as long as it is known
+                parts.pop().wait()
         held.clear()
         return x
 

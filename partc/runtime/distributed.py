@@ -110,18 +110,39 @@ class GlooAxis(NcclAxis):
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         whole = x.new_empty((self.size, *x.shape))
-        group, mine = self.process_group, [_bytes(x)]
-        whole[self.rank].copy_(x)
+        whole[self.rank].copy_(x)  # what is sent, so that nothing else has to be held
+        group, mine = self.process_group, [_bytes(whole[self.rank])]
         with _peers():
             work = []
             for distance in range(1, self.size):
                 target, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
                 work.append(group.send(mine, target, 0))
                 work.append(group.recv([_bytes(whole[source])], source, 0))
-        return _arriving(work, whole, x)
+        return _arriving(work, whole)
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
-        return self._all_to_all(x).then(lambda rows: rows.sum(0))
+        """Each rank receives the others' rows alone."""
+        received = x.new_empty((self.size - 1, *x.shape[1:]))
+        group = self.process_group
+        with _peers():
+            work = []
+            for distance in range(1, self.size):
+                target, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+                work.append(group.send([x[target]], target, 0))
+                work.append(group.recv([received[distance - 1]], source, 0))
+        mine = [x[self.rank]]
+
+        def summed(rows: Tensor) -> Tensor:
+            """By rank, and in no fewer bits than fp32."""
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            places = [(self.rank - source) % self.size for source in range(self.size)]
+            first, second, *others = ((rows[place - 1] if place else mine.pop()).to(wide) for place in places)
+            total = first + second
+            for row in others:
+                total += row
+            return total.to(rows.dtype)
+
+        return _arriving(work, received, x).then(summed)
 
 
 def _arriving(work: Any, x: Tensor, source: Tensor | None = None) -> Pending[Tensor]:

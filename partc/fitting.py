@@ -72,12 +72,12 @@ class _Tries:
         self.ended = any(chosen.regions == other.regions and chosen.calls == other.calls for other in self._seen)
         if self.ended:
             return None
-        account, peaks = rehearsed(program)
+        account, ledgers = rehearsed(program)
         self._seen.append(chosen)
         self.accounts.append(account)
         self._times = [
-            (*known, *observed(self._start, chosen, schedule, found))
-            for known, schedule, found in zip(self._times, program.schedule, peaks, strict=True)
+            (*known, *observed(self._start, chosen, schedule, ledger.peaks))
+            for known, schedule, ledger in zip(self._times, program.schedule, ledgers, strict=True)
         ]
         return steps if account.worst.peak <= self._budget else None
 

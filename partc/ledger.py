@@ -7,7 +7,8 @@ no bytes. So whoever runs code on them learns what it would hold and when, from 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -199,7 +200,7 @@ class Ledger(TorchDispatchMode):
         self.peaks.clear()
         self._reaches(self.now, "", "")
 
-    def rank(self, place: int, stages: tuple[int, ...]) -> RankMemory:
+    def rank(self, place: int, stages: tuple[int, ...], host: int) -> RankMemory:
         """What was found, since `starts`."""
         alive, surged = self._alive()
         return RankMemory(
@@ -209,7 +210,33 @@ class Ledger(TorchDispatchMode):
             at=self.at,
             alive=together((block.category, block.name, block.bytes) for block in (*alive, *surged)),
             timeline=tuple(self._moments()),
+            host=host,
         )
+
+    def kinds(self) -> Iterator[tuple[str, Mapping[str, int]]]:
+        """Of each action, its most bytes by category."""
+        now: Counter[str] = Counter()
+        total = most = 0
+        found: Mapping[str, int] = {}
+        names = iter(self._actions)
+        action = ""
+        for kind, what in self._tape:
+            if kind == "+" and isinstance(what, Block):
+                now[what.category] += what.bytes
+                total += what.bytes
+            elif kind == "-" and isinstance(what, Block):
+                now[what.category] -= what.bytes
+                total -= what.bytes
+            passing = what.alive if isinstance(what, Surge) else ()
+            here = total + (what.bytes if isinstance(what, Surge) else 0)
+            if kind == ".":
+                if action:
+                    yield action, found
+                action, most = next(names), -1
+            if here > most:
+                most, found = here, now + Counter(_by_category(passing))
+        if action:
+            yield action, found
 
     def _alive(self) -> tuple[list[Block], tuple[Block, ...]]:
         alive: dict[Block, None] = {}
@@ -238,6 +265,13 @@ class Ledger(TorchDispatchMode):
                 peak = max(peak, now)
         if entered >= 0:
             yield Moment(action=self._actions[entered], peak=peak, after=now)
+
+
+def _by_category(blocks: Iterable[Block]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for block in blocks:
+        found[block.category] = found.get(block.category, 0) + block.bytes
+    return found
 
 
 class _Even(TorchFunctionMode):

@@ -63,6 +63,7 @@ class RankMemory:
     at: Place
     alive: tuple[Held, ...]  # at the peak, the largest first
     timeline: tuple[Moment, ...]
+    host: int = 0  # that `train.py --save` holds besides, in host memory: a copy of what this rank writes
 
     @property
     def categories(self) -> dict[str, int]:

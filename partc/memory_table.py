@@ -47,7 +47,9 @@ def page(account: Account, mesh: Mesh, *, place: int | None = None, width: int =
     console.print()
     for line in chart(rank.timeline, width=max(width, 60)):
         console.print(line, no_wrap=True, crop=True)
-    console.print(f"\nin steps after the first, with {account.optimizer}; train.py --save adds a copy in host memory")
+    if rank.host:
+        console.print(f"\ncheckpoint: {readable(rank.host)} more in host memory, with train.py --save", soft_wrap=True)
+    console.print(f"\nin steps after the first, with {account.optimizer}")
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 

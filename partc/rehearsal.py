@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -25,8 +25,8 @@ from partc.ledger import Ledger, Owned, counting
 from partc.lessons import Lessons, stage_class
 from partc.memory import Account, RankMemory
 from partc.mesh import PIPELINE_AXIS
-from partc.observed import Peaks
 from partc.program import DType, Op, Program, TensorType
+from partc.runtime.boxes import pieces, speaks
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm import Axis, Link, Pending
 from partc.runtime.data import local_batch
@@ -39,6 +39,7 @@ from partc.runtime.sums import Bucket, Sums
 
 Sizes = Mapping[str, int]
 META = torch.device("meta")
+MOST_COUNTED = 64  # ranks at one place of which each is looked at
 
 
 def rehearse(program: Program, *, optimizer: str = "adamw", modules: Sequence[StageModule] | None = None) -> Account:
@@ -48,8 +49,8 @@ def rehearse(program: Program, *, optimizer: str = "adamw", modules: Sequence[St
 
 def rehearsed(
     program: Program, *, optimizer: str = "adamw", modules: Sequence[StageModule] | None = None
-) -> tuple[Account, tuple[Peaks, ...]]:
-    """And the most that each pipeline rank holds in every action and call."""
+) -> tuple[Account, tuple[Ledger, ...]]:
+    """And what was counted of each pipeline rank."""
     modules = stage_modules(program) if modules is None else modules
     lessons = Lessons()
     kept = _kept_by(optimizer)
@@ -57,12 +58,12 @@ def rehearsed(
         _rank(program, place, [modules[stage] for stage in program.stages_at(place)], lessons, kept)
         for place in range(program.mesh.axis(PIPELINE_AXIS))
     ]
-    return Account(optimizer=optimizer, ranks=tuple(rank for rank, _ in ranks)), tuple(peaks for _, peaks in ranks)
+    return Account(optimizer=optimizer, ranks=tuple(rank for rank, _ in ranks)), tuple(ledger for _, ledger in ranks)
 
 
 def _rank(
     program: Program, place: int, modules: Sequence[StageModule], lessons: Lessons, kept: Sequence[_State]
-) -> tuple[RankMemory, Peaks]:
+) -> tuple[RankMemory, Ledger]:
     with counting() as ledger:
         lessons.ledger = ledger
         comm = _QuietComm(ledger, program.mesh.sizes, place)
@@ -127,9 +128,42 @@ def _rank(
         for stage in stages.values():
             stage.refresh()
         comm.clock.entering("the step's end")
-        found = ledger.rank(place, tuple(classes))
+        found = ledger.rank(place, tuple(classes), _copied(program, place, shards, gradients, kept))
         del loss, states
-        return found, ledger.peaks
+        return found, ledger
+
+
+def _copied(
+    program: Program, place: int, shards: Mapping[str, Shard], trained: Collection[str], kept: Sequence[_State]
+) -> int:
+    """The bytes that a rank writes into a checkpoint, of equal copies one: the most of all ranks at this place.
+
+    Of large meshes, no fewer: all that each of them has.
+    """
+    sizes = program.mesh.sizes
+    ranks = [
+        sizes_of
+        for rank in range(program.mesh.size)
+        if (sizes_of := program.mesh.coordinate(rank)).get(PIPELINE_AXIS, 0) == place
+    ]
+    holders = {name: sorted({program.place(stage) for stage in stages}) for name, stages in program.holders().items()}
+    few = len(ranks) <= MOST_COUNTED
+    found = []
+    for coordinate in ranks if few else ranks[:1]:
+        total = 0
+        for name, shard in shards.items():
+            whole = [(name, shard.dims, shard.dtype.itemsize)]
+            for state in kept if name in trained else ():
+                cut = shard.dims if state.like else ()
+                whole.append((f"{state.name}/{name}", cut, shard.dtype.itemsize if state.like else state.size))
+            for tensor, dims, each in whole:
+                if not few or speaks(tensor, dims, sizes, coordinate, holders[name]):
+                    shape = (shard.holds or shard.shape) if dims else ()
+                    total += each * sum(
+                        math.prod(piece.whole.sizes) for piece in pieces(dims, shape, sizes, coordinate)
+                    )
+        found.append(total)
+    return max(found)
 
 
 def _loss_dtype(program: Program) -> torch.dtype:
@@ -171,6 +205,7 @@ def _kernels(program: Program) -> SimpleNamespace:
 class _State:
     """A tensor that an optimizer keeps for each parameter: like it, or of a size of its own."""
 
+    name: str
     like: bool
     size: int  # of its own
 
@@ -184,8 +219,8 @@ def _kept_by(optimizer: str) -> tuple[_State, ...]:
     parameter.grad = torch.zeros(2)
     made = make_optimizer(optimizer, {"": parameter}, 0.0)
     made.step()
-    kept = (x for x in made.state[parameter].values() if isinstance(x, Tensor))
-    return tuple(_State(x.shape == parameter.shape, x.nbytes) for x in kept)
+    kept = ((name, x) for name, x in made.state[parameter].items() if isinstance(x, Tensor))
+    return tuple(_State(name, x.shape == parameter.shape, x.nbytes) for name, x in kept)
 
 
 class _Turns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,13 @@ import jinja2
 from partc.accounting import communication
 from partc.comparison import candidates, figures
 from partc.drawing import bars, draw
+from partc.memory import Account
 from partc.mesh import PIPELINE_AXIS
 from partc.printer import readable
 from partc.program import Call, Program
+from partc.rehearsal import rehearsed
 from partc.simulate import Timeline, timeline
+from partc.stacking import stacked
 
 MOST_RANKS = 512  # that are drawn; a larger mesh says how many are not
 MOST_MICROBATCHES = 64
@@ -55,6 +58,7 @@ def page(program: Program) -> str:
         bubble=f"{step.bubble:.0%}",
         most_microbatches=MOST_MICROBATCHES,
         schedules=_schedules(program),
+        memory=stacked(*_memory(program)),
     )
 
 
@@ -128,6 +132,12 @@ def _schedules(program: Program) -> list[Mapping[str, Any]]:
         {"schedule": item, "figures": figures(item), "lines": bars(item.timeline, longest) if drawn else ()}
         for item in found
     ]
+
+
+def _memory(program: Program) -> tuple[Account, Sequence[tuple[str, Mapping[str, int]]]]:
+    """The account, and of each action of the rank that holds most what it is."""
+    account, ledgers = rehearsed(program)
+    return account, list(ledgers[account.worst.place].kinds())
 
 
 def _held(program: Program, place: int) -> str:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import partc
 from partc.memory import CATEGORIES, Account
 from partc.memory_table import chart, page
 from partc.mesh import PIPELINE_AXIS, Mesh
 from partc.rehearsal import rehearse
-from tests.durable import imported_from
+from partc.runtime.manifest import read
+from tests.durable import imported_from, trained
 from tests.meter import Meter, later, measured, metered
 from tests.zoo import MODELS
 
@@ -107,6 +110,23 @@ def test_other_models_hold_what_is_predicted(name: str, mesh: str, options: dict
 @pytest.mark.processes
 def test_ranks_that_share_tensors_hold_what_is_predicted(tmp_path: Path) -> None:
     on_processes(tmp_path, GPT, "tp=2", microbatches=2)
+
+
+@pytest.mark.parametrize(("mesh", "options"), [("2x2x2", {}), ("1x4x1", {"zero": 3}), ("2", {"precision": "bf16"})])
+def test_a_checkpoint_has_as_many_bytes_of_a_rank_as_are_said(
+    mesh: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    package = partc.compile(GPT, mesh=mesh, microbatches=4, **options)
+    assert package.memory is not None
+    trained(package.write(tmp_path / "b"), "--steps", 1, "--save", tmp_path / "save")
+    held: dict[int, int] = {}
+    for saved in read(tmp_path / "save" / "step_00000001").tensors.values():
+        for file, box in saved.boxes:
+            size = getattr(torch, saved.dtype).itemsize * math.prod(box.sizes)
+            held[int(file[5:8])] = held.get(int(file[5:8]), 0) + size
+    for rank in package.memory.ranks:
+        mine = [each for each in held if package.program.mesh.coordinate(each).get(PIPELINE_AXIS, 0) == rank.place]
+        assert max(held[each] for each in mine) == rank.host
 
 
 def account_of(mesh: str = "2x2x2", **options: Any) -> Account:

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 import partc
+from partc.rehearsal import rehearsed
 from partc.report import page, write_html
 from partc.schedules import SCHEDULES
 from partc.simulate import timeline
+from partc.stacking import HEIGHT, MOST_STACKS, stacked
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -39,6 +41,21 @@ def test_page_shows_calls_graphs_mesh_schedule_and_parameters(program) -> None:
     # Forwards and backwards; some of the latter in halves, and of twice as many stages.
     assert len(re.findall(r'<span class="F( second)?"', compared)) == (3 * 1 + 3 * 2) * 2 * program.microbatches
     assert "all_gather 32.0 KiB over tp" in text or "over tp" in text
+
+
+def test_memory_is_drawn_from_the_account(program: partc.Program) -> None:
+    """Stacks of kinds, as high as what the account says of each action."""
+    account, ledgers = rehearsed(program)
+    worst = account.worst
+    kinds = list(ledgers[worst.place].kinds())
+    assert [(action, sum(sizes.values())) for action, sizes in kinds] == [(m.action, m.peak) for m in worst.timeline]
+    assert max((sizes for _, sizes in kinds), key=lambda sizes: sum(sizes.values())) == worst.categories
+    picture = stacked(account, kinds)
+    for stack, moment in zip(picture.stacks, worst.timeline, strict=True):
+        assert sum(layer.height for layer in stack.layers) == pytest.approx(HEIGHT * moment.peak / worst.peak, abs=0.1)
+    drawn = page(program).split('id="memory"')[1].split('id="parameters"')[0]
+    assert drawn.count("<rect ") == sum(len(stack.layers) for stack in picture.stacks)
+    assert len(stacked(account, kinds * 40).stacks) <= MOST_STACKS
 
 
 def test_page_needs_no_network_and_is_the_same_twice(program) -> None:

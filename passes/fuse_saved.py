@@ -22,6 +22,7 @@ from dataclasses import replace
 from partc.layout import Sizes
 from partc.program import Graph, Op, Region
 from partc.rules import kernels
+from partc.saving import memory_of
 
 
 def lean(region: Region, sizes: Sizes) -> Region:
@@ -33,8 +34,11 @@ def lean(region: Region, sizes: Sizes) -> Region:
     params = {value.name for value in region.params}
     given = {value.name for value in region.forward.inputs}
     made = {value.name for op in backward.ops for value in op.results}
-    there = set(region.saved) | params
+    drawn = [op for op in backward.ops if op.name == "drawn"]
+    there = set(region.saved) | params | {op.result.name for op in drawn}
     values = {value.name: value for value in region.params} | region.forward.definitions()
+    memory = memory_of(region.forward)
+    alive = {memory[name] for name in region.forward.outputs if name in memory}  # whoever reads these may save them
     again: dict[str, Op] = {}
     more: dict[str, None] = {}
     for op in region.forward.ops:
@@ -44,17 +48,11 @@ def lean(region: Region, sizes: Sizes) -> Region:
         if kernels.kind(op) != "pointwise" or not _read_by_kernels(name, backward):
             continue
         steps = _steps(name, makers, there | given | made | set(more))
-        new = (
-            {item for step in steps for item in step.refs()}
-            - {step.result.name for step in steps}
-            - there
-            - made
-            - set(more)
-        )
-        taken = {step.result.name for step in steps} & made
-        if not taken and sum(values[item].type.local_bytes(sizes) for item in new) < values[name].type.local_bytes(
-            sizes
-        ):
+        own = {step.result.name for step in steps}
+        new = {item for step in steps for item in step.refs()} - own - there - set(more)
+        size = sum(values[item].type.local_bytes(sizes) for item in new)
+        fewer = size < values[name].type.local_bytes(sizes) and memory[name] not in alive
+        if made.isdisjoint(own | new) and (fewer or not new):
             more.update(dict.fromkeys(sorted(new)))
             again.update((step.result.name, step) for step in steps)
     graph = replace(
@@ -63,7 +61,11 @@ def lean(region: Region, sizes: Sizes) -> Region:
             *(value for value in backward.inputs if value.name not in again),
             *(values[name] for name in more),
         ),
-        ops=(*(op for op in region.forward.ops if any(op is step for step in again.values())), *backward.ops),
+        ops=(
+            *drawn,
+            *(op for op in region.forward.ops if any(op is step for step in again.values())),
+            *(op for op in backward.ops if op.name != "drawn"),
+        ),
     )
     return replace(region, saved=(*(name for name in region.saved if name not in again), *more), backward=graph)
 

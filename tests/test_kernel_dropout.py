@@ -108,3 +108,36 @@ def test_masks_are_those_of_the_runtime(kernels: Kernels, layout: str, dims: int
         assert torch.equal(made != 0, kept.expand(x.shape))
         assert not kept.all() and kept.any()
         torch.testing.assert_close(made, right * 2.0, rtol=1e-6, atol=0)
+
+
+def test_what_was_dropped_is_made_again_from_fewer_bits() -> None:
+    """The mask is drawn once in backward, before what reads it there: also what forward would save after dropping."""
+    text = """
+  param w: bf16[6, 6]
+  forward:
+    input x: bf16[4, 6]
+    h = linear(x, w)  # bf16[4, 6]
+    wide = to(h, <f32>)  # f32[4, 6]
+    y, kept = dropout(wide, 0.25, 2, 3)  # f32[4, 6] ; bool[4, 6]
+    z = mul(y, y)  # f32[4, 6]
+    loss = sum(z, (0, 1), False)  # f32[]
+    return loss
+  saved y, kept
+  backward:
+    input grad_loss: f32[]
+    input y: f32[4, 6]
+    input kept: bool[4, 6]
+    grad_z = expand(grad_loss, (4, 6))  # f32[4, 6]
+    grad_y = mul(grad_z, y)  # f32[4, 6]
+    grad_wide = dropout_backward(grad_y, kept, 0.25)  # f32[4, 6]
+    grad_h = to(grad_wide, <bf16>)  # bf16[4, 6]
+    grad_x = linear_grad_input(grad_h, w)  # bf16[4, 6]
+    return grad_x
+"""
+    after = fuse(fused_graph(text), kernels="triton")
+    assert not list(faults_of(after, {"local"}))
+    region = after.regions[0]
+    assert region.saved == ("h",) and region.backward is not None
+    assert [op.name for op in region.backward.ops] == ["fused", "linear_grad_input"]
+    kernel = [op.name for op in region.backward.ops[0].body]
+    assert sorted(kernel) == sorted(["drawn", "to", "drop", "expand", "mul", "dropout_backward", "to"])

@@ -15,7 +15,7 @@ from partc.program import DType
 from partc.runtime import functional
 from tests.programs import fused_graph
 from tests.test_kernels import TOLERANCE, kernels
-from tests.triton_runs import Kernels, exact_bf16
+from tests.triton_runs import Kernels, exact_bf16, there
 
 __all__ = ["kernels"]
 
@@ -79,10 +79,10 @@ def test_rows_are_added_to_those_of_the_table(
     torch.testing.assert_close(alone.double(), right, rtol=tolerance, atol=tolerance)
     wide = torch.float64 if dtype == "f64" else torch.float32
     launch = kernels.load(kernel(op, types, {"tp": 2, "mb": 1}))
-    into, again = (torch.ones(20, width, dtype=wide) for _ in range(2))
+    into, again = (there(torch.ones(20, width, dtype=wide)) for _ in range(2))
     with exact_bf16():
         for made in (into, again):
-            assert launch(grad, ids, rank, into=made) is made
+            assert launch(there(grad), there(ids), rank, into=made) is made
     assert torch.equal(into, again)
     tolerance = 10 * TOLERANCE["f64" if dtype == "f64" else "f32"]
-    torch.testing.assert_close(into.double(), right + 1, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(into.cpu().double(), right + 1, rtol=tolerance, atol=tolerance)

@@ -67,12 +67,12 @@ class Kernels:
         """What one fused operation makes. `known` may have numbers too, that its kernel is told: 0 otherwise."""
         built = kernel(op, types, sizes, **how)
         numbers = (int(known.get(name, 0)) for name in built.numbers)
-        found = self.load(built)(*(_there(known[name]) for name in op.refs()), *numbers)
+        found = self.load(built)(*(there(known[name]) for name in op.refs()), *numbers)
         made = found if isinstance(found, tuple) else (found,)
         return {value.name: x.cpu() for value, x in zip(op.results, made, strict=True)}
 
 
-def _there(x: Tensor) -> Tensor:
+def there(x: Tensor) -> Tensor:
     """Where kernels run, in memory of the same layout."""
     if INTERPRETED:
         return x

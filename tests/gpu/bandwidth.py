@@ -14,7 +14,7 @@ from partc.codegen.kernels import kernel
 from partc.operators import DTYPES
 from partc.passes.fuse import fuse
 from partc.printer import fused_bytes
-from partc.program import Graph, TensorType
+from partc.program import DTypeArg, Graph, Op, Ref, TensorType
 from tests.programs import op, value
 from tests.test_kernel_rows import normed
 from tests.test_kernels import program_of
@@ -42,11 +42,42 @@ def graphs() -> dict[str, Graph]:
             "ab", "x bias", op("gelu_backward", "a", "b", makes=item["x"]), op("linear_grad_bias", "x", makes=bias)
         ),
         "mul, softmax": graph("a", "y", op("mul", "a", 0.5, makes=item["x"]), op("softmax", "x", -1, makes=item["y"])),
+        "dropout, add, rms_norm": dropped(),
+        "cross_entropy": losses(),
+        "cross_entropy_backward": gradients(),
         **{
             name: normed(name, SHAPE, 1, "bf16")
             for name in ("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward")
         },
     }
+
+
+def dropped() -> Graph:
+    """A residual stream's dropout and norm, which is written too."""
+    a, b, y, z, n = (value(name, *SHAPE, dtype="bf16") for name in "abyzn")
+    kept, weight = value("kept", *SHAPE, dtype="bool"), value("weight", SHAPE[1], dtype="bf16")
+    rstd = value("rstd", SHAPE[0], 1)
+    drop = Op(name="dropout", args=(Ref("a"), 0.1, 2, 0), results=(y, kept))
+    norm = Op(name="rms_norm", args=(Ref("z"), SHAPE[1:], Ref("weight"), 1e-5), results=(n, rstd))
+    return Graph(inputs=(a, b, weight), ops=(drop, op("add", "y", "b", makes=z), norm), outputs=("z", "n"))
+
+
+def losses() -> Graph:
+    """Of logits in bf16."""
+    x, wide, labels = value("x", *SHAPE, dtype="bf16"), value("wide", *SHAPE), value("labels", SHAPE[0], dtype="i64")
+    rows = (value("nll", SHAPE[0]), value("lse", SHAPE[0]))
+    loss = Op(name="cross_entropy", args=(Ref("wide"), Ref("labels"), None, -100, 0.0), results=rows)
+    return Graph(inputs=(x, labels), ops=(op("to", "x", DTypeArg("f32"), makes=wide), loss), outputs=("nll", "lse"))
+
+
+def gradients() -> Graph:
+    """Of the same."""
+    x, y = (value(name, *SHAPE, dtype="bf16") for name in "xy")
+    wide, made = (value(name, *SHAPE) for name in ("wide", "made"))
+    grad, lse, labels = value("grad", SHAPE[0]), value("lse", SHAPE[0]), value("labels", SHAPE[0], dtype="i64")
+    back = op("cross_entropy_backward", "grad", "wide", "labels", "lse", None, -100, 0.0, makes=made)
+    ops = (op("to", "x", DTypeArg("f32"), makes=wide), back, op("to", "made", DTypeArg("bf16"), makes=y))
+    return Graph(inputs=(x, grad, lse, labels), ops=ops, outputs=("y",))
 
 
 def table() -> bool:
@@ -61,8 +92,9 @@ def table() -> bool:
             after = fuse(program_of(graph, dense=True), kernels="triton").regions[0].forward
             (fused,) = after.ops
             types = {key: found.type for key, found in after.definitions().items()}
-            launch = loaded.load(kernel(fused, types, {}))
-            inputs = [_made(types[key]) for key in fused.refs()]
+            built = kernel(fused, types, {})
+            launch = loaded.load(built)
+            inputs = [*(_made(types[key]) for key in fused.refs()), *(2**40 + 1 for _ in built.numbers)]
             size, _ = fused_bytes(fused, types, {})
             source = torch.empty(size // 2, dtype=torch.uint8, device="cuda")
             target = torch.empty_like(source)
@@ -76,4 +108,6 @@ def table() -> bool:
 
 
 def _made(type: TensorType) -> torch.Tensor:
+    if type.dtype == "i64":
+        return torch.randint(0, SHAPE[1], type.shape, device="cuda")
     return torch.randn(type.shape, device="cuda").to(DTYPES[type.dtype])

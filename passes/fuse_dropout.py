@@ -15,7 +15,7 @@ where it needs it: a mask is no tensor any more. What other operations read of i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from partc.layout import Layout
@@ -24,21 +24,38 @@ from partc.rules import kernels
 
 
 def redrawn(region: Region) -> Region:
-    """The region with masks drawn by operations of their own."""
+    """The region with masks drawn by operations of their own, in every graph that reads them."""
     forward = _split(region.forward)
-    if region.backward is None:
+    backward = region.backward and _split(region.backward)
+    weight = region.weight and _split(region.weight)
+    if backward is None:
         return replace(region, forward=forward)
-    backward = _split(region.backward)
-    drawn = {op.result.name: op for op in forward.ops if op.name == "drawn"}
-    again = [op for name, op in drawn.items() if name in region.saved and _read_by_kernels(name, backward)]
-    left = {op.result.name for op in again}
-    backward = replace(
-        backward,
-        inputs=tuple(value for value in backward.inputs if value.name not in left),
-        ops=(*again, *backward.ops),
+    drawn = {op.result.name: op for graph in (backward, forward) for op in graph.ops if op.name == "drawn"}
+    count = len(backward.outputs) - len(region.kept)
+    results = {*backward.outputs[:count], *(weight.outputs if weight else ())}
+    left = {
+        name: op
+        for name, op in drawn.items()
+        if name not in results and all(_read_by_kernels(name, graph) for graph in (backward, weight) if graph)
+    }
+    kept = tuple(name for name in region.kept if name not in left)
+    return replace(
+        region,
+        forward=forward,
+        backward=_drawing(replace(backward, outputs=(*backward.outputs[:count], *kept)), left, drawn),
+        weight=weight and _drawing(weight, left, drawn),
+        saved=tuple(name for name in region.saved if name not in left),
+        kept=kept,
     )
-    saved = tuple(name for name in region.saved if name not in left)
-    return replace(region, forward=forward, backward=backward, saved=saved)
+
+
+def _drawing(graph: Graph, again: Mapping[str, Op], drawn: Mapping[str, Op]) -> Graph:
+    """The graph with some masks drawn where they came in; the others come in as they are drawn elsewhere."""
+    inputs = tuple(
+        drawn[value.name].result if value.name in drawn else value for value in graph.inputs if value.name not in again
+    )
+    first = tuple(again[value.name] for value in graph.inputs if value.name in again)
+    return replace(graph, inputs=inputs, ops=(*first, *graph.ops))
 
 
 def _split(graph: Graph) -> Graph:
@@ -62,5 +79,4 @@ def _steps(op: Op) -> Iterator[Op]:
 
 def _read_by_kernels(name: str, graph: Graph) -> bool:
     """Whether nothing but elementwise operations reads a mask."""
-    readers = [op for op in graph.ops if name in op.refs()]
-    return name not in graph.outputs and all(kernels.kind(op) == "pointwise" for op in readers)
+    return all(kernels.kind(op) == "pointwise" for op in graph.ops if name in op.refs())

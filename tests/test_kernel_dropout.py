@@ -141,3 +141,43 @@ def test_what_was_dropped_is_made_again_from_fewer_bits() -> None:
     assert [op.name for op in region.backward.ops] == ["fused", "linear_grad_input"]
     kernel = [op.name for op in region.backward.ops[0].body]
     assert sorted(kernel) == sorted(["drawn", "to", "drop", "expand", "mul", "dropout_backward", "to"])
+
+
+HALVES = """
+  param w: f32[6, 6]
+  forward:
+    input x: f32[4@dp, 6]
+    y, kept = dropout(x, 0.25, 2, 3)  # f32[4@dp, 6] ; bool[2, 6]
+    z = linear(y, w)  # f32[4@dp, 6]
+    loss = sum(z, (0, 1), False)  # f32[]
+    return loss
+  saved kept
+  backward:
+    input grad_loss: f32[4@dp, 6]
+    input kept: bool[2, 6]
+    grad_x = linear_grad_input(grad_loss, w)  # f32[4@dp, 6]
+    return grad_x, kept, grad_loss
+  kept kept, grad_loss
+  weight:
+    input kept: bool[2, 6]
+    input grad_loss: f32[4@dp, 6]
+    grad_y = dropout_backward(grad_loss, kept, 0.25)  # f32[4@dp, 6]
+    grad_w = linear_grad_weight(grad_y, grad_loss)  # f32[6, 6]
+    return grad_w
+"""
+
+
+def test_halves_of_a_backward_draw_by_themselves() -> None:
+    """A mask that one half would hand to the other; one that more than kernels read is handed on as it is drawn."""
+    program = replace(fused_graph(HALVES), mesh=Mesh(axes=(("dp", 2), ("tp", 2))))
+    after = fuse(program, kernels="triton")
+    assert not list(faults_of(after, {"local"}))
+    region = after.regions[0]
+    assert region.saved == () and region.kept == ("grad_loss",) and region.weight is not None
+    assert [op.name for op in region.weight.ops[0].body] == ["drawn", "dropout_backward"]
+    handed = HALVES.replace("grad_w = linear_grad_weight(grad_y,", "grad_w = linear_grad_weight(kept,")
+    after = fuse(replace(fused_graph(handed), mesh=program.mesh), kernels="triton")
+    assert not list(faults_of(after, {"local"}))
+    region = after.regions[0]
+    assert region.saved == ("kept",) and region.weight is not None and "kept" in region.kept
+    assert str(region.weight.definitions()["kept"].type) == "bool[4@dp, 6]"

@@ -55,7 +55,8 @@ def _marked(op: Op, place: int, graph: Graph, own: Collection[str], sizes: Sizes
     if not any(step.name == "cross_entropy_backward" for step in op.body):
         return op
     memory = memory_of(graph)
-    later = {memory.get(name, name) for other in graph.ops[place + 1 :] for name in other.refs()}
+    read = [*(name for other in graph.ops[place + 1 :] for name in other.refs()), *graph.outputs]
+    later = {memory.get(name, name) for name in read}
     values = graph.definitions()
     for number, arg in enumerate(op.args):
         if not isinstance(arg, Ref) or arg.name not in own or arg.name in later:

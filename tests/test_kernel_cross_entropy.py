@@ -212,9 +212,20 @@ def test_logits_are_read_once_and_their_gradient_is_written_over_them() -> None:
         taken="\n    input x: bf16[3, 32]",
         also="both = linear_grad_weight(grad_x, x)  # bf16[32, 32]\n    grad_h = linear_grad_input(both, w)  # bf16[3, 4]",
     )
-    region = fuse(fused_graph(twice), kernels="triton").regions[0]
-    assert region.backward is not None
-    assert "over" not in dict(_kernel(region.backward).attrs)
+    handed = text.format(
+        more=", x",
+        taken="\n    input x: bf16[3, 32]",
+        also="grad_h = linear_grad_input(grad_x, w)  # bf16[3, 4]",
+    ).replace("return grad_h", "return grad_h, x, grad_x\n  kept x, grad_x\n  weight:")
+    handed += """    input x: bf16[3, 32]
+    input grad_x: bf16[3, 32]
+    grad_w = linear_grad_weight(grad_x, x)  # bf16[32, 32]
+    return grad_w
+"""
+    for read in (twice, handed):
+        region = fuse(fused_graph(read), kernels="triton").regions[0]
+        assert region.backward is not None
+        assert "over" not in dict(_kernel(region.backward).attrs)
 
 
 def _kernel(graph: Graph) -> Op:

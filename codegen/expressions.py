@@ -319,6 +319,7 @@ _TABLE: Mapping[str, Emit] = {
     "log_sum_exp": _function("functional.log_sum_exp"),
     "cross_entropy_rows": _cross_entropy_rows,
     "cross_entropy_backward": _cross_entropy_backward,
+    "clone": lambda o: f"{o.args[0]}.clone()",
     # random numbers
     "dropout": _dropout,
     "dropout_backward": _function("functional.dropout_backward"),

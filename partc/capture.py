@@ -39,6 +39,19 @@ class _Step(nn.Module):
         self._loss = loss
 
     def forward(self, **batch: Any) -> Tensor:
+        stores = [module._buffers for module in self.modules()]
+        held = [(store, name, buffer) for store in stores for name, buffer in store.items()]
+        loss = self._forward(batch)
+        for store, name, buffer in held:
+            now = store[name]
+            if buffer is not None and now is not None and now is not buffer:
+                # Another tensor under a buffer's name is its next value, which an export would drop.
+                with torch.no_grad():
+                    buffer.copy_(now)
+                store[name] = buffer
+        return loss
+
+    def _forward(self, batch: Mapping[str, Any]) -> Tensor:
         out = self.model(**batch) if self._loss is None else self._loss(self.model, batch)
         found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
         if not isinstance(found, Tensor):

@@ -70,6 +70,17 @@ def held_inputs(program: Program) -> dict[str, frozenset[str]]:
     return found
 
 
+def changed_buffers(program: Program) -> dict[str, frozenset[str]]:
+    """Per region, the parameters whose value is another one when the backward pass runs."""
+    updated = {buffer for buffer, _ in program.updates}
+    params = {region.name: region.params for region in program.regions}
+    found: dict[str, frozenset[str]] = {}
+    for call in program.calls:
+        local = {value.name for name, value in zip(call.params, params[call.region], strict=True) if name in updated}
+        found[call.region] = found.get(call.region, frozenset()) | local
+    return found
+
+
 def memory_of(graph: Graph) -> dict[str, str]:
     """Every value by name, with the one that it may be another sight of; parameters stand for themselves."""
     found = {value.name: value.name for value in graph.inputs}

@@ -10,7 +10,8 @@
 The local forward, collectives included, runs once through torch's AOT autograd on fake tensors.
 Marks around every value name it, and its gradient, in the traced graph, so that both graphs keep
 the model's own names and layouts. What does not depend on an incoming gradient and is read by the
-backward graph is saved, unless a view or a constant makes it again for nothing.
+backward graph is saved, unless a view or a constant makes it again for nothing. A buffer that the model
+changes is saved too, as it was.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from partc import joint, operators
 from partc.errors import InternalError
 from partc.gradients import gradient_inputs, reached, trainable_params
 from partc.layout import Sizes
+from partc.naming import unique
 from partc.program import Arg, DTypeArg, Op, Program, Ref, Region
+from partc.saving import changed_buffers
 from partc.torch_private import FakeTensorMode, aot_export_joint_simple
 
 
@@ -34,8 +37,12 @@ def differentiate(program: Program) -> Program:
     """Give every region that a gradient passes through its backward graph."""
     needs = gradient_inputs(program)
     trainable = trainable_params(program)
+    changed = changed_buffers(program)
     regions = tuple(
-        _differentiate_region(region, needs[region.name], trainable[region.name], program.sizes)
+        _with_copies(
+            _differentiate_region(region, needs[region.name], trainable[region.name], program.sizes),
+            changed.get(region.name, frozenset()),
+        )
         for region in program.regions
     )
     return replace(program, regions=regions)
@@ -47,6 +54,30 @@ def _differentiate_region(region: Region, inputs: frozenset[str], params: frozen
     if not live.intersection(region.forward.outputs):
         return region
     return joint.split(_trace_joint(region, roots, live, sizes), region, roots, live, sizes)
+
+
+def _with_copies(region: Region, changed: frozenset[str]) -> Region:
+    """Backward reads buffers as they were before forward changed them, in this microbatch or in later ones."""
+    if region.backward is None:
+        return region
+    read = {name for op in region.backward.ops for name in op.refs()} & changed
+    taken = {*region.forward.definitions(), *region.backward.definitions(), *(value.name for value in region.params)}
+    before = {name: unique(f"{name}_before", taken) for name in sorted(read)}
+    copies = tuple(
+        Op(name="clone", args=(Ref(value.name),), results=(replace(value, name=before[value.name]),))
+        for value in region.params
+        if value.name in before
+    )
+    kept = tuple(op.result for op in copies)
+    forward, backward = region.forward, region.backward
+    return replace(
+        region,
+        forward=replace(forward, ops=(*copies, *forward.ops)),
+        saved=(*region.saved, *(value.name for value in kept)),
+        backward=replace(
+            backward, inputs=(*backward.inputs, *kept), ops=tuple(op.renamed(before) for op in backward.ops)
+        ),
+    )
 
 
 def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: Sizes) -> fx.GraphModule:

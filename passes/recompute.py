@@ -38,7 +38,7 @@ from partc.passes.recompute_choice import Choice, Point, frontier, least
 from partc.program import VIEWS, Graph, Op, Program, Region
 from partc.roofline import H100, seconds
 from partc.rules import is_cheap
-from partc.saving import Time, flights, held_inputs, memory_of, parse_bytes
+from partc.saving import Time, changed_buffers, flights, held_inputs, memory_of, parse_bytes
 from partc.schedules import SCHEDULES, compute_order
 from partc.schedules.table import Table
 
@@ -99,7 +99,7 @@ def frontiers_of(program: Program) -> dict[str, tuple[Point, ...]]:
 
 def _chosen(program: Program) -> Iterator[tuple[Region, frozenset[str]]]:
     """The regions that there is something to decide for, and what they cannot make again."""
-    changed = _changed_buffers(program)
+    changed = changed_buffers(program)
     for region in program.regions:
         if region.backward is not None and region.phase == "microbatch":
             yield region, _fixed(region, changed.get(region.name, frozenset()))
@@ -228,17 +228,6 @@ def dependents(ops: Iterable[Op], roots: Iterable[str]) -> set[str]:
     for op in ops:
         if any(name in found for name in op.refs()):
             found.update(value.name for value in op.results)
-    return found
-
-
-def _changed_buffers(program: Program) -> dict[str, frozenset[str]]:
-    """Per region, the parameters whose value is another one when the backward pass runs."""
-    updated = {buffer for buffer, _ in program.updates}
-    params = {region.name: region.params for region in program.regions}
-    found: dict[str, frozenset[str]] = {}
-    for call in program.calls:
-        local = {value.name for name, value in zip(call.params, params[call.region], strict=True) if name in updated}
-        found[call.region] = found.get(call.region, frozenset()) | local
     return found
 
 

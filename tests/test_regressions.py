@@ -234,3 +234,27 @@ def statistics() -> nn.Module:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_what_is_detached_sends_no_gradient_back(schedule: str) -> None:
     _equal(statistics, _batch(), "pp=4", microbatches=2, schedule=schedule)
+
+
+class Fading(nn.Module):
+    """A buffer that backward reads has another value by then; it gets it by assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("scale", torch.full((6,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x) * self.scale
+        self.scale = self.scale * 0.5
+        return self.down(h).square().mean()
+
+
+def fading() -> nn.Module:
+    return Fading()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("mesh", "microbatches"), [("2", 2), ("pp=2", 2)])
+def test_backward_reads_buffers_as_they_were(mesh: str, microbatches: int, recompute: str) -> None:
+    _equal(fading, _batch(), mesh, microbatches=microbatches, recompute=recompute)

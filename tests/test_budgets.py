@@ -68,7 +68,9 @@ class Case:
         return Options.checked(**given, **self.options, recompute=recompute)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 60))])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(60) if seed != 1)]
+)
 def test_no_rank_holds_more_than_a_budget_or_it_is_refused(seed: int) -> None:
     case = Case(seed, steps=4, depth=5)
     known = {kind: case.peak(kind) for kind in ("none", "full")}
@@ -134,7 +136,7 @@ def efforts(start: Program, chosen: Program, frontiers: Mapping[str, Sequence[An
     return found
 
 
-TINY = (1, 7, 10)
+TINY = (1, 10)
 
 
 @pytest.mark.parametrize(

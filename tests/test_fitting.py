@@ -12,11 +12,13 @@ import partc
 from partc.errors import PartcError
 from partc.saving import parse_bytes
 
-GPT = Path(__file__).parent.parent / "examples" / "gpt.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SIZES = {"depth": 6, "batch": 512}
 
 
 def compiled(mesh: str, **options: Any) -> partc.Package:
-    return partc.compile(GPT, mesh=mesh, **options)
+    """The smallest example, with more activations than weights."""
+    return partc.compile(EXAMPLES / "mlp.py", mesh=mesh, options=SIZES, **options)
 
 
 def peaks(package: partc.Package) -> list[int]:

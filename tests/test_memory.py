@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,9 @@ def test_a_checkpoint_has_as_many_bytes_of_a_rank_as_are_said(
         assert max(held[each] for each in mine) == rank.host
 
 
-def account_of(mesh: str = "2x2x2", **options: Any) -> Account:
-    package = partc.compile(GPT, mesh=mesh, **{"microbatches": 4, **options})
+@cache
+def account_of(**options: Any) -> Account:
+    package = partc.compile(GPT, mesh="2x2x2", **{"microbatches": 4, **options})
     assert package.memory is not None
     return package.memory
 

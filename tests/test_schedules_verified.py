@@ -16,12 +16,7 @@ GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
 NEW = [name for name in SCHEDULES if name not in ("gpipe", "1f1b")]  # test_models has those two
 
 # What `make test` runs; `make models` runs the rest too.
-ALWAYS = {
-    *(("pp=2", name, 3) for name in NEW),
-    *(("pp=4", name, 5) for name in NEW),
-    ("2x2x2", "zero-bubble", 2),
-    ("2x2x2", "zbv", 2),
-}  # fmt: skip
+ALWAYS = {*(("pp=4", name, 5) for name in NEW), ("2x2x2", "zbv", 2)}
 
 
 def _cases() -> list[object]:
@@ -62,16 +57,20 @@ def test_every_schedule(mesh: str, name: str, microbatches: int, shared: Path, t
 
 
 @pytest.mark.parametrize(
-    ("name", "virtual_stages", "mesh"),
+    ("model", "name", "virtual_stages", "mesh"),
     [
-        ("interleaved", 3, "pp=2"),
-        ("interleaved", 2, "2x2x2"),
-        ("zero-bubble", 3, "pp=2"),
-        ("zbv", None, "pp=3"),
-        ("dualpipe-v", None, "pp=3"),
+        ("crossing", "interleaved", 2, "2x2x2"),
+        ("crossing", "zero-bubble", 3, "pp=2"),
+        ("skips", "interleaved", 3, "pp=2"),
+        ("skips", "dualpipe-v", None, "pp=3"),
+        pytest.param("crossing", "interleaved", 3, "pp=2", marks=pytest.mark.matrix),
+        pytest.param("crossing", "zbv", None, "pp=3", marks=pytest.mark.matrix),
+        pytest.param("crossing", "dualpipe-v", None, "pp=3", marks=pytest.mark.matrix),
+        pytest.param("skips", "interleaved", 2, "2x2x2", marks=pytest.mark.matrix),
+        pytest.param("skips", "zero-bubble", 3, "pp=2", marks=pytest.mark.matrix),
+        pytest.param("skips", "zbv", None, "pp=3", marks=pytest.mark.matrix),
     ],
 )
-@pytest.mark.parametrize("model", ["crossing", "skips"])
 def test_values_that_skip_stages(
     model: str, name: str, virtual_stages: int | None, mesh: str, shared: Path, tmp_path: Path
 ) -> None:
@@ -84,7 +83,7 @@ def test_values_that_skip_stages(
     assert program.stages == program.mesh.axis("pp") * (virtual_stages or 2)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(2, 12))])
 def test_random_tables(seed: int, shared: Path, tmp_path: Path) -> None:
     """Random stages on random ranks, in a random order that can run."""
     rng = random.Random(seed)
@@ -104,7 +103,10 @@ def test_random_tables(seed: int, shared: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["interleaved", "zero-bubble", "zbv", "dualpipe-v"])
+@pytest.mark.parametrize(
+    "name",
+    ["zero-bubble", "dualpipe-v", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("interleaved", "zbv"))],
+)
 def test_real_processes(name: str, tmp_path: Path) -> None:
     options = {"depth": 4, "seq": 8, "batch": 8}
     package = partc.compile(GPT, mesh="pp=2", schedule=name, microbatches=4, precision="fp64", options=options)

@@ -169,7 +169,8 @@ def _changes(options: Options, limit: int) -> Iterator[tuple[str, Mapping[str, A
     for kind in kinds[1 + kinds.index(options.recompute) :] if options.recompute in kinds else ():
         yield f"--recompute {kind}", {"recompute": kind}
     if options.recompute in kinds[:2]:
-        yield f"--recompute {limit}B", {"recompute": f"{limit}B"}
+        budget = written(limit, fewer=True)
+        yield f"--recompute {budget}", {"recompute": budget}
     for times in (2, 4):
         if options.table is None:
             count = options.microbatches * times

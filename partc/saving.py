@@ -47,9 +47,11 @@ def parse_bytes(text: str) -> int | None:
     return int(Fraction(found[1]) * _UNITS[found[2].upper()]) if found and found[2].upper() in _UNITS else None
 
 
-def written(bytes: int) -> str:
-    """No fewer bytes, as options take them."""
-    return f"{bytes}B" if bytes < 10**7 else f"{math.ceil(bytes / 1e6)}MB"
+def written(bytes: int, *, fewer: bool = False) -> str:
+    """As options take them, of a few digits: no fewer bytes, or no more."""
+    if bytes < 10**7:
+        return f"{bytes}B"
+    return f"{bytes // 10**6 if fewer else math.ceil(bytes / 1e6)}MB"
 
 
 def held_inputs(program: Program) -> dict[str, frozenset[str]]:

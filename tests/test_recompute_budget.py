@@ -18,7 +18,7 @@ from partc.passes.recompute_choice import Point, frontier
 from partc.printer import print_program
 from partc.program import Call, Program, Value
 from partc.roofline import H100, seconds
-from partc.saving import Time, flights, held_inputs, parse_bytes, saved_bytes, stage_bytes
+from partc.saving import Time, flights, held_inputs, parse_bytes, saved_bytes, stage_bytes, written
 from partc.schedules import SCHEDULES, compute_order
 from partc.schedules.table import Table
 from partc.schedules.table import parse as parse_table
@@ -92,6 +92,12 @@ def program() -> Program:
 )  # fmt: skip
 def test_bytes_as_they_are_written(text: str, size: int | None) -> None:
     assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("size", [0, 9_999_999, 10**7 + 1, 80 * 10**9 + 5, 10**13])
+def test_bytes_are_written_as_they_are_read(size: int) -> None:
+    fewer, more = parse_bytes(written(size, fewer=True)), parse_bytes(written(size))
+    assert fewer is not None and more is not None and fewer <= size <= more <= fewer + 10**6
 
 
 # -- exhaustive searches ----------------------------------------------------------------------------

@@ -96,6 +96,11 @@ PACKAGES: Mapping[str, Entry] = {
         "carries the Python files that the model file imports, not what these read: put data where every rank finds "
         "it, and name it with an option (`-D text=/data/book.txt`) or in an environment variable.",
     ),
+    "P0531": Entry(
+        "Triton is not installed",
+        "The package has kernels in Triton (`--kernels triton`). PyTorch for CUDA brings it; elsewhere `pip install "
+        "triton`, with which they run on CPUs too, slowly, to be checked. `--kernels aten` needs nothing.",
+    ),
     "P0601": Entry(
         "the output folder is not partc's",
         "partc replaces a package that it wrote, and an empty folder, and nothing else. Give another folder "

@@ -253,14 +253,24 @@ class Dimensions:
         self, region: str, op: Op, rule: OpRule | None, given: Mapping[str, TensorType], index: int, type: TensorType
     ) -> Iterator[tuple[SubDim, ...]]:
         """How operands are cut where they carry what a result's dimension does, as one rank sees them."""
+        sizes = self.program.sizes
         for place, name in enumerate(op.refs()):
-            shape, whole = given[name].shape, self.types[region, name]
+            whole = self.types[region, name].layout
             if rule is not None and len(rule.results[0]) == len(type.shape):
+                lengths = {factor.name: factor.size for factor in rule.factors}
+                parts: dict[str, tuple[SubDim, ...]] = {}
+                for names, dim in zip(rule.operands[place], whole.dims, strict=True):
+                    parts.update(_dealt(names, dim, lengths, sizes))
                 carried = rule.results[0][index]
-                same = [dim for dim, names in enumerate(rule.operands[place]) if names and names == carried]
+                found = tuple(sub for factor in carried for sub in parts.get(factor, ()))
+                same = [found] if all(factor in parts for factor in carried) else []
             else:
-                same = [index] if index < len(shape) and abs(len(shape) - len(type.shape)) <= 1 else []
-            yield from (whole.layout.dims[d] for d in same if shape[d] == type.shape[index] != whole.shape[d])
+                near = index < len(whole.dims) and abs(len(whole.dims) - len(type.shape)) <= 1
+                same = [whole.dims[index]] if near else []
+            for dim in same:
+                (length,), (every,) = (Layout((dim,)).local_shape(sizes), Layout((dim,)).shape)
+                if dim and length == type.shape[index] != every:
+                    yield dim
 
     def _as_others(self, key: Key, others: Sequence[Key]) -> None:
         """Where no rule speaks of a result: it is as operands that are as large, but for one dimension."""
@@ -291,3 +301,19 @@ def _chance(rule: OpRule) -> frozenset[str]:
     }
     single = any(names == ("u",) for dims in (*rule.operands, *rule.results) for names in dims)
     return frozenset({"u", *pieces}) if pieces and not single else frozenset()
+
+
+def _dealt(
+    names: Sequence[str], dim: Sequence[SubDim], lengths: Mapping[str, int], sizes: Mapping[str, int]
+) -> dict[str, tuple[SubDim, ...]]:
+    """The sub-dimensions of a dimension that each factor is, on one rank; of factors that are whole ones."""
+    found: dict[str, tuple[SubDim, ...]] = {}
+    left = list(dim)
+    for name in names:
+        taken: list[SubDim] = []
+        while left and Layout((tuple(taken),)).local_shape(sizes)[0] < lengths[name]:
+            taken.append(left.pop(0))
+        if Layout((tuple(taken),)).local_shape(sizes)[0] != lengths[name]:
+            break
+        found[name] = tuple(taken)
+    return found

@@ -22,6 +22,7 @@ from partc.runtime.times import Split, Times
 from partc.runtime.trace import wanted_steps
 from partc.runtime.update import Updated
 from partc.runtime.virtual import VirtualComm, World
+from tests.zoo import EXAMPLES
 
 LINKS = {(0, 1): 1, (1, 0): 1}, {(0, 1): 0, (1, 0): 0}
 # Microseconds. Rank 1 waits from 0; its peer sends at 40, and what is sent takes 10. Then rank 0 waits
@@ -163,6 +164,13 @@ def test_what_cannot_be_asked_for(built: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UsageError, match="P0529") as raised:
         parse(["--tensorboard", "runs"], built)
     assert raised.value.alike and "pip install tensorboard" in str(raised.value)
+
+
+def test_kernels_need_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partc.compile(str(EXAMPLES / "mlp.py"), mesh="1", kernels="triton").write(tmp_path / "build")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="P0531"):
+        parse([], tmp_path / "build")
 
 
 def test_tensorboard_has_every_number(built: Path, tmp_path: Path) -> None:

@@ -178,6 +178,9 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         raise UsageError("P0521", "--trace-steps has no --trace", "name a folder: --trace DIR", alike=True)
     if arguments["tensorboard"] is not None and importlib.util.find_spec("tensorboard") is None:
         raise UsageError("P0529", "TensorBoard is not installed", "pip install tensorboard", alike=True)
+    if (root / "kernels").is_dir() and importlib.util.find_spec("triton") is None:
+        help = "pip install triton, or compile with --kernels aten"
+        raise UsageError("P0531", "the package's kernels need Triton, which is not installed", help, alike=True)
     resume = arguments.pop("resume")
     if resume == "" and arguments["save"] is None:
         raise UsageError("P0521", "--resume has no folder", "name one, or add --save DIR to continue there", alike=True)

@@ -105,8 +105,9 @@ def _ids() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "schedule"),
     [
-        ("2", 1, "1f1b"), ("2x2", 2, "1f1b"), ("2x2x2", 4, "zero-bubble"), ("pp=2,dp=2", 4, "zbv"),
-        ("pp=2,dp=2", 4, "interleaved"), ("dp_out=2,dp_in=2,tp=2", 2, "1f1b"),
+        ("2", 1, "1f1b"), ("2x2x2", 4, "zero-bubble"), ("pp=2,dp=2", 4, "zbv"), ("dp_out=2,dp_in=2,tp=2", 2, "1f1b"),
+        pytest.param("2x2", 2, "1f1b", marks=pytest.mark.matrix),
+        pytest.param("pp=2,dp=2", 4, "interleaved", marks=pytest.mark.matrix),
     ],
 )  # fmt: skip
 def test_parts_train_like_the_whole(level: str, mesh: str, microbatches: int, schedule: str) -> None:
@@ -118,7 +119,9 @@ def test_parts_train_like_the_whole(level: str, mesh: str, microbatches: int, sc
     assert result.ok, result.worst
 
 
-@pytest.mark.parametrize("axes", ["dp_in", "dp_out", "dp_out,dp_in"])
+@pytest.mark.parametrize(
+    "axes", ["dp_in", *(pytest.param(axes, marks=pytest.mark.matrix) for axes in ("dp_out", "dp_out,dp_in"))]
+)
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_hybrid_sharding(axes: str, level: int) -> None:
     package = partc.compile(
@@ -131,9 +134,16 @@ def test_hybrid_sharding(axes: str, level: int) -> None:
     assert result.ok, result.worst
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
+IN_PARTS = {("gpt", "2x2x2", "1f1b"): (1, 3), ("noisy", "2x2", "1f1b"): (2,), ("mixtral", "2x2x2", "zbv"): (3,)}
+
+
 @pytest.mark.parametrize(
-    ("name", "mesh", "schedule"), [("gpt", "2x2x2", "1f1b"), ("noisy", "2x2", "1f1b"), ("mixtral", "2x2x2", "zbv")]
+    ("name", "mesh", "schedule", "level"),
+    [
+        pytest.param(*case, level, marks=() if level in always else (pytest.mark.matrix,))
+        for case, always in IN_PARTS.items()
+        for level in (1, 2, 3)
+    ],
 )
 def test_families_in_parts(name: str, mesh: str, schedule: str, level: int, tmp_path: Path) -> None:
     model = MODELS[name]

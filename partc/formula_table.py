@@ -30,6 +30,9 @@ def page(found: Formulas, *, region: str | None = None, width: int = 120) -> str
     out = io.StringIO()
     console = Console(file=out, width=max(width, 100), highlight=False, markup=False, emoji=False)
     console.print(_grid((item.name, f"{item.value:,}", _meaning(found, item)) for item in found.names))
+    if found.unnamed:
+        numbers = ", ".join(map(str, found.unnamed))
+        console.print(f"\nsizes without a name, which formulas have as numbers: {numbers}", soft_wrap=True)
     for one in chosen(found, region):
         calls = f"{one.calls} call{'s' * (one.calls != 1)}"
         console.print(f"\n{one.name}: {calls}, each on one rank and for one microbatch\n", soft_wrap=True)
@@ -48,6 +51,7 @@ def document(found: Formulas, *, region: str | None = None) -> dict[str, Any]:
     return {
         "names": {item.name: {"value": item.value, "meaning": item.meaning} for item in found.names},
         "proportions": {name: str(formula) for name, formula in found.proportions.items()},
+        "unnamed": list(found.unnamed),
         "regions": {
             one.name: {
                 "calls": one.calls,

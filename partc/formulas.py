@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from partc.mesh import PIPELINE_AXIS
 from partc.program import ITEMSIZE, MOVING, Graph, Op, Program, Region
-from partc.reshard import cost
 from partc.saving import flights, held_inputs, memory_of
 from partc.size_names import Named, Names
 from partc.symbols import Dimensions
@@ -77,6 +76,7 @@ class Formulas:
 
     names: tuple[Named, ...]
     proportions: Mapping[str, Expr]  # names that are in fixed proportion to others in this model
+    unnamed: tuple[int, ...]  # sizes that stay numbers
     regions: tuple[RegionFormulas, ...]
     ranks: tuple[RankFormulas, ...]
 
@@ -97,7 +97,13 @@ def formulas(program: Program) -> Formulas:
     found = _Writer(program, dimensions, names)
     regions = tuple(found.region(region) for region in program.regions if region.phase == "microbatch")
     ranks = tuple(found.rank(place) for place in range(program.mesh.axis(PIPELINE_AXIS)))
-    return Formulas(names=names.named(), proportions=names.proportions(), regions=regions, ranks=ranks)
+    return Formulas(
+        names=names.named(),
+        proportions=names.proportions(),
+        unnamed=tuple(sorted(names.unnamed)),
+        regions=regions,
+        ranks=ranks,
+    )
 
 
 class _Writer:
@@ -186,15 +192,12 @@ class _Writer:
         return Pass(name=name, working=self._working(region, graph), moved=moved, flops=work)
 
     def _moved(self, region: Region, op: Op, axis: str) -> Expr:
-        """`reshard.cost` is linear in the operand's bytes, and in those of the number of ranks, or its inverse."""
+        """Bytes that a rank receives: `reshard.cost`, without rounding."""
         from sympy import Symbol
 
         n = Symbol(axis, positive=True, integer=True)
-        each = self._bytes(region, next(op.refs()))
-        many = 1 << 20
-        if cost(op.name, 2, many) == many:
-            return each * (n - 1) * (1 if cost(op.name, 4, many) == 3 * many else 2 / n)
-        return each * (n - 1) / n
+        share = self._bytes(region, next(op.refs())) * (n - 1)
+        return share if op.name == "all_gather" else (2 if op.name == "all_reduce" else 1) * share / n
 
     def _working(self, region: Region, graph: Graph) -> Expr:
         """The most that is alive at one time of what the pass makes and does not hand on."""

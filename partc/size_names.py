@@ -58,6 +58,7 @@ class Names:
 
     def __init__(self, dimensions: Dimensions) -> None:
         self.dimensions = dimensions
+        self.unnamed: set[int] = set()  # sizes that formulas have as numbers, larger ones
         self._of: dict[int, Any] = {}  # a size that nothing cuts -> its formula
         self._named: dict[str, Named] = {}
         self._widths: list[str] = []
@@ -126,7 +127,10 @@ class Names:
         return found
 
     def _formula(self, size: int) -> Any:
-        return self._of.get(size, self.dimensions.sizes.value[size])
+        value = self.dimensions.sizes.value[size]
+        if size not in self._of and value > FEW:
+            self.unnamed.add(value)
+        return self._of.get(size, value)
 
     def _symbol(self, name: str) -> Any:
         from sympy import Symbol

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.fuzz.search import Case, cases, run
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_programs_equal_their_single_device_models(case: Case) -> None:
     run(case)

@@ -236,8 +236,7 @@ class _Writer:
         `buffers` names the gradient buffers that values are added to; `borrowed` values are the
         caller's to free.
         """
-        types = {value.name: value.type for value in self.region.params}
-        types.update((name, value.type) for name, value in graph.definitions().items())
+        types = self.region.types(graph)
         uses = _use_counts(graph)
         order = _views_first(graph)
         remade = remarks(replace(graph, ops=order), self.region, self.sizes)

@@ -108,8 +108,7 @@ def _region(region: Region, program: Program) -> dict[str, Any]:
 
 def _collectives(graph: Graph, region: Region, program: Program) -> list[dict[str, Any]]:
     """Communication of one run of the graph, in order; bytes are what one rank receives."""
-    types = {value.name: value.type for value in region.params}
-    types.update((name, value.type) for name, value in graph.definitions().items())
+    types = region.types(graph)
     return [
         {"op": op.name, "axis": dict(op.attrs)["axis"], "bytes": moved_bytes(op, types, program.sizes)}
         for op in graph.ops

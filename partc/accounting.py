@@ -10,7 +10,7 @@ from partc.codegen.collectives import local_bytes, moved_bytes
 from partc.errors import Source
 from partc.mesh import PIPELINE_AXIS, TIME_AXIS
 from partc.parts import Parts
-from partc.program import Graph, Op, Program, Region, TensorType
+from partc.program import Op, Program, Region, TensorType
 from partc.reductions import Reductions
 from partc.rules import flops, resolve
 from partc.sharding import axis_order, choice_on
@@ -57,17 +57,11 @@ def _collectives(program: Program, stage: int) -> Iterator[tuple[str, int]]:
 
 def _region_bytes(region: Region, program: Program) -> Iterator[tuple[str, int]]:
     for graph in region.graphs:
-        types = _types(region, graph)
+        types = region.types(graph)
         for op in graph.ops:
             size = moved_bytes(op, types, program.sizes)
             if size:
                 yield str(dict(op.attrs)["axis"]), size
-
-
-def _types(region: Region, graph: Graph) -> dict[str, TensorType]:
-    types = {value.name: value.type for value in region.params}
-    types.update((name, value.type) for name, value in graph.definitions().items())
-    return types
 
 
 def _reductions(program: Program, stage: int) -> Iterator[tuple[str, int]]:
@@ -106,7 +100,7 @@ def replicated_ops(program: Program) -> tuple[ReplicatedOp, ...]:
     """
     found: list[ReplicatedOp] = []
     for region in program.regions:
-        types = _types(region, region.forward)
+        types = region.types(region.forward)
         calls = sum(call.region == region.name for call in program.calls)
         for op in region.forward.ops:
             found.extend(_repeated(op, region, types, program, calls))

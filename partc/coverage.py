@@ -59,8 +59,7 @@ def missing(program: Program) -> tuple[Missing, ...]:
 
 def _operations(program: Program) -> Iterator[tuple[Op, dict[str, TensorType], int]]:
     for region in program.regions:
-        types = {value.name: value.type for value in region.params}
-        types.update((name, value.type) for name, value in region.forward.definitions().items())
+        types = region.types(region.forward)
         calls = sum(call.region == region.name for call in program.calls)
         if region.phase != "setup":
             yield from ((op, types, calls) for op in region.forward.ops if op.results and any(True for _ in op.refs()))

@@ -59,8 +59,7 @@ class Bar:
 
 def draw(region: Region, graph: Graph, sizes: Sizes) -> Drawing:
     """Operations in layers: each below everything it reads; each layer ordered by what it hangs on."""
-    types = {**{value.name: value.type for value in region.params}}
-    types.update((name, value.type) for name, value in graph.definitions().items())
+    types = region.types(graph)
     makers: dict[str, int] = {value.name: index for index, value in enumerate(graph.inputs)}
     nodes: list[tuple[str, Op | None]] = [(value.name, None) for value in graph.inputs]
     edges: list[tuple[int, int, str]] = []

@@ -217,8 +217,7 @@ class Forecast:
 
     def _new_graph(self, region: str, graph: Graph) -> Iterator[tuple[str, Segment, str]]:
         sizes = self.program.sizes
-        types = {value.name: value.type for value in self.program.region(region).params}
-        types.update((name, value.type) for name, value in graph.definitions().items())
+        types = self.program.region(region).types(graph)
         module = next(call.name for call in self.program.calls if call.region == region)
         awaited = {next(op.refs()) for op in graph.ops if op.name == "wait"}
         nothing = Segment(seconds=0.0)

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from partc.errors import PartcError
 from partc.formulas import Formulas, RegionFormulas
 from partc.printer import readable
-from partc.size_names import Named
+from partc.size_names import Named, evaluated, symbol
 
 if TYPE_CHECKING:
     from sympy import Expr
 
 ORDER = "abshdegv"
+OF_RANKS = ("parameters", "gradients", "optimizer", "saved")
 Row = tuple[str, str, str]
 
 
@@ -41,8 +42,7 @@ def page(found: Formulas, *, region: str | None = None, width: int = 120) -> str
         for rank in found.ranks:
             which = f"each rank at place {rank.place} of the pipeline" if len(found.ranks) > 1 else "each rank"
             console.print(f"\n{which}: what lasts, and what it saves of all microbatches in flight\n", soft_wrap=True)
-            rows = ("parameters", "gradients", "optimizer", "saved")
-            console.print(_grid(_row(found, name, getattr(rank, name)) for name in rows))
+            console.print(_grid(_row(found, name, getattr(rank, name)) for name in OF_RANKS))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
@@ -69,10 +69,7 @@ def document(found: Formulas, *, region: str | None = None) -> dict[str, Any]:
             }
             for one in chosen(found, region)
         },
-        "ranks": [
-            {name: _entry(found, getattr(rank, name)) for name in ("parameters", "gradients", "optimizer", "saved")}
-            for rank in found.ranks
-        ],
+        "ranks": [{name: _entry(found, getattr(rank, name)) for name in OF_RANKS} for rank in found.ranks],
     }
 
 
@@ -89,18 +86,18 @@ def chosen(found: Formulas, region: str | None) -> Sequence[RegionFormulas]:
 
 def arranged(found: Formulas, formula: Expr) -> str:
     """A sum as a product of what its terms have in common, and of h if one has nothing more, with the rest of each."""
-    from sympy import Integer, Symbol, cancel
+    from sympy import Integer, cancel
 
-    shares = [symbol for symbol in formula.free_symbols if formula.subs(symbol, 1) == 0]
-    for symbol in shares:  # a ring's ranks receive from all but themselves
-        formula = cancel(formula / (symbol - 1))
+    shares = [axis for axis in formula.free_symbols if formula.subs(axis, 1) == 0]
+    for axis in shares:  # a ring's ranks receive from all but themselves
+        formula = cancel(formula / (axis - 1))
     terms = [term.as_coeff_Mul() for term in formula.expand().as_ordered_terms()]
     common: Any = Integer(1)
-    for symbol in formula.free_symbols:
-        powers = [term.as_powers_dict().get(symbol, 0) for _, term in terms]
+    for each in formula.free_symbols:
+        powers = [term.as_powers_dict().get(each, 0) for _, term in terms]
         if min(powers) > 0 or max(powers) < 0:
-            common *= symbol ** (min(powers) if min(powers) > 0 else max(powers))
-    h = Symbol("h", positive=True, integer=True)
+            common *= each ** (min(powers) if min(powers) > 0 else max(powers))
+    h = symbol("h")
     if any(term / common == h for _, term in terms):
         common *= h
     if len(terms) == 1:
@@ -109,7 +106,7 @@ def arranged(found: Formulas, formula: Expr) -> str:
     top, bottom = (_product(part) for part in common.as_numer_denom())
     factors = [top] if top != "1" or len(terms) == 1 else []
     factors += [f"({' + '.join(map(_text, inner)).replace('+ -', '- ')})"] if len(terms) > 1 else []
-    factors += [f"({symbol} - 1)" for symbol in sorted(shares, key=str)]
+    factors += [f"({axis} - 1)" for axis in sorted(shares, key=str)]
     if factors[0] == "1" and len(factors) > 1:
         del factors[0]
     whole = "·".join(factors) if len(factors) > 1 or bottom != "1" else factors[0].strip("()")
@@ -117,8 +114,7 @@ def arranged(found: Formulas, formula: Expr) -> str:
 
 
 def _size(found: Formulas, term: Expr) -> float:
-    given = {item.name: item.value for item in found.names}
-    return float(term.subs({symbol: given[str(symbol)] for symbol in term.free_symbols}))
+    return float(evaluated(term, {item.name: item.value for item in found.names}))
 
 
 def _text(term: Expr) -> str:
@@ -130,7 +126,7 @@ def _text(term: Expr) -> str:
 def _product(term: Expr) -> str:
     """Letters in the order in which the field writes them."""
     count, rest = term.as_coeff_Mul()
-    powers = {str(symbol): int(power) for symbol, power in rest.as_powers_dict().items() if symbol.is_Symbol}
+    powers = {str(base): int(power) for base, power in rest.as_powers_dict().items() if base.is_Symbol}
     ordered = sorted(powers, key=lambda name: (len(name) > 1, ORDER.find(name) % len(ORDER), name))
     parts = [name + _power(powers[name]) for name in ordered]
     return "·".join(([str(count)] if count != 1 or not parts else []) + parts)

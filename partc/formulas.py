@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from partc.mesh import PIPELINE_AXIS
-from partc.program import ITEMSIZE, MOVING, Graph, Op, Program, Region
-from partc.saving import flights, held_inputs, memory_of
-from partc.size_names import Named, Names
+from partc.program import ITEMSIZE, MOVING, Graph, Op, Parameter, Program, Region
+from partc.saving import flights, held_inputs, memory_of, saved_values
+from partc.size_names import Named, Names, evaluated, symbol
 from partc.symbols import Dimensions
 
 if TYPE_CHECKING:
@@ -83,11 +83,11 @@ class Formulas:
     def at(self, formula: Expr, **sizes: int) -> int:
         """What a formula comes to at the model's own sizes, but for those that are given."""
         given = {named.name: named.value for named in self.names} | sizes
-        return int(formula.subs({symbol: given[str(symbol)] for symbol in formula.free_symbols}))
+        return int(evaluated(formula, given))
 
     def in_proportion(self, formula: Expr) -> Expr:
         """The same formula for models of these proportions."""
-        return formula.subs({symbol: self.proportions.get(str(symbol), symbol) for symbol in formula.free_symbols})
+        return formula.subs({each: self.proportions.get(str(each), each) for each in formula.free_symbols})
 
 
 def formulas(program: Program) -> Formulas:
@@ -96,7 +96,8 @@ def formulas(program: Program) -> Formulas:
     names = Names(dimensions)
     found = _Writer(program, dimensions, names)
     regions = tuple(found.region(region) for region in program.regions if region.phase == "microbatch")
-    ranks = tuple(found.rank(place) for place in range(program.mesh.axis(PIPELINE_AXIS)))
+    saved = {region.name: region.saved_bytes for region in regions}
+    ranks = tuple(found.rank(place, saved) for place in range(program.mesh.axis(PIPELINE_AXIS)))
     return Formulas(
         names=names.named(),
         proportions=names.proportions(),
@@ -114,7 +115,7 @@ class _Writer:
         self.held = held_inputs(program)
 
     def region(self, region: Region) -> RegionFormulas:
-        saved = sorted(self._saved(region), key=lambda name: -self._number(region, name))
+        saved = sorted(saved_values(region, self.held[region.name]), key=lambda name: -self._number(region, name))
         graphs = zip(("forward", "backward", "weight gradients"), region.graphs, strict=False)
         return RegionFormulas(
             name=region.name,
@@ -124,55 +125,44 @@ class _Writer:
             passes=tuple(self._pass(name, region, graph) for name, graph in graphs),
         )
 
-    def rank(self, place: int) -> RankFormulas:
+    def rank(self, place: int, saved: Mapping[str, Expr]) -> RankFormulas:
+        """`saved` has the bytes that a call of each region saves."""
         stages = self.program.stages_at(place)
         regions = {region.name: region for region in self.program.regions}
         each: dict[int, Expr] = {stage: _zero() for stage in stages}
-        read: dict[str, tuple[Region, str]] = {}
+        read: dict[str, tuple[str, str]] = {}  # parameters -> a region that reads them, and its name for them
         for call in self.program.calls:
             region = regions[call.region]
             if call.stage in each:
-                if region.phase == "microbatch":
-                    each[call.stage] += self._saved_bytes(region)
+                each[call.stage] += saved.get(call.region, 0)
                 values = (value.name for value in region.params)
-                read.update((full, (region, name)) for full, name in zip(call.params, values, strict=True))
+                read.update((full, (region.name, name)) for full, name in zip(call.params, values, strict=True))
         mixes = flights(self.program.schedule[place]) if self.program.schedule else ()
         most = [_total(count * each[stage] for stage, count in mix) for mix in mixes]
-        kept = {name: self._kept(name, *read[name]) for name in read}
-        trained = {item.name: item for item in self.program.parameters if item.trainable and item.name in kept}
-        whole = {name: self.names.elements(*_key(read[name])) for name in trained}
+        here = {item.name: item for item in self.program.parameters if item.name in read}
+        kept = {name: self._kept(item, *read[name]) for name, item in here.items()}
+        trained = {name: item for name, item in here.items() if item.trainable}
+        whole = {name: self.names.elements(*read[name]) for name in trained}
         gradients = _total(
             (kept[name] if self.program.zero >= 2 and item.gather else whole[name]) * ITEMSIZE[item.type.dtype]
             for name, item in trained.items()
         )
-        types = {item.name: item.type.dtype for item in self.program.parameters}
         return RankFormulas(
             place=place,
-            parameters=_total(kept[name] * ITEMSIZE[types[name]] for name in kept),
+            parameters=_total(kept[name] * ITEMSIZE[item.type.dtype] for name, item in here.items()),
             gradients=gradients,
-            optimizer=_total(ADAMW * kept[name] * ITEMSIZE[types[name]] for name in trained),
+            optimizer=_total(ADAMW * kept[name] * ITEMSIZE[item.type.dtype] for name, item in trained.items()),
             saved=max(most, key=self.names.number, default=_zero()),
         )
 
-    def _kept(self, full: str, region: Region, name: str) -> Expr:
+    def _kept(self, parameter: Parameter, region: str, name: str) -> Expr:
         """How much of a parameter a rank keeps: axes may cut it that don't cut what calls read."""
-        from sympy import Symbol
-
-        read = self.dimensions.types[region.name, name].layout.sharded_axes
-        more = [axis for axis in self.program.parameter(full).type.layout.sharded_axes if axis not in read]
-        found = self.names.elements(region.name, name)
+        read = self.dimensions.types[region, name].layout.sharded_axes
+        more = [axis for axis in parameter.type.layout.sharded_axes if axis not in read]
+        found = self.names.elements(region, name)
         for axis in more:
-            found /= Symbol(axis, positive=True, integer=True)
+            found /= symbol(axis)
         return found
-
-    def _saved(self, region: Region) -> list[str]:
-        memory = memory_of(region.forward)
-        owners = dict.fromkeys(memory[name] for name in region.saved)
-        values = region.forward.definitions()
-        return [name for name in owners if name not in self.held[region.name] and name in values]
-
-    def _saved_bytes(self, region: Region) -> Expr:
-        return _total(self._bytes(region, name) for name in self._saved(region))
 
     def _bytes(self, region: Region, name: str) -> Expr:
         return self.names.bytes(region.name, name)
@@ -193,9 +183,7 @@ class _Writer:
 
     def _moved(self, region: Region, op: Op, axis: str) -> Expr:
         """Bytes that a rank receives: `reshard.cost`, without rounding."""
-        from sympy import Symbol
-
-        n = Symbol(axis, positive=True, integer=True)
+        n = symbol(axis)
         share = self._bytes(region, next(op.refs())) * (n - 1)
         return share if op.name == "all_gather" else (2 if op.name == "all_reduce" else 1) * share / n
 
@@ -221,10 +209,6 @@ class _Writer:
                 most, worst = sum(alive.values()), frozenset(alive)
             alive = {name: size for name, size in alive.items() if ends[name] > index}
         return _total(self._bytes(region, name) for name in sorted(worst))
-
-
-def _key(place: tuple[Region, str]) -> tuple[str, str]:
-    return place[0].name, place[1]
 
 
 def _all(ops: Iterable[Op]) -> Iterator[Op]:

@@ -69,6 +69,10 @@ class TensorType:
         """What one rank holds of it."""
         return self.local_elements(sizes) * ITEMSIZE[self.dtype]
 
+    def local(self, sizes: Sizes) -> TensorType:
+        """What one rank holds, as a type of its own."""
+        return replace(self, layout=Layout.replicated(self.layout.local_shape(sizes)))
+
     def __str__(self) -> str:
         return f"{self.dtype}{self.layout}"
 
@@ -195,6 +199,12 @@ class Region:
     def graphs(self) -> tuple[Graph, ...]:
         """All that there are: forward, backward, weight."""
         return tuple(graph for graph in (self.forward, self.backward, self.weight) if graph is not None)
+
+    def types(self, graph: Graph) -> dict[str, TensorType]:
+        """Of all that one of its graphs names: parameters, inputs and results."""
+        found = {value.name: value.type for value in self.params}
+        found.update((name, value.type) for name, value in graph.definitions().items())
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from partc.layout import Layout, Sizes
+from partc.layout import Sizes
 from partc.program import ITEMSIZE, MOVING, VIEWS, DType, Op, TensorType
 from partc.reshard import cost
 from partc.rules import flops, resolve_lowered
@@ -34,15 +34,11 @@ def seconds(op: Op, types: Mapping[str, TensorType], sizes: Sizes, machine: Mach
     if op.name in MOVING and isinstance(axis, str):
         moved = cost(op.name, sizes[axis], types[next(op.refs())].local_bytes(sizes))
         return machine.meeting + moved / machine.link if sizes[axis] > 1 else 0.0
-    shapes = {name: _local(types[name], sizes) for name in op.refs()}
-    results = [_local(value.type, sizes) for value in op.results]
+    shapes = {name: types[name].local(sizes) for name in op.refs()}
+    results = [value.type.local(sizes) for value in op.results]
     traffic = sum(math.prod(type.shape) * ITEMSIZE[type.dtype] for type in (*shapes.values(), *results))
     work = _flops(op, shapes, results) / machine.flops.get(results[0].dtype, machine.flops["f32"]) if results else 0.0
     return machine.start + max(traffic / machine.memory, work)
-
-
-def _local(type: TensorType, sizes: Sizes) -> TensorType:
-    return replace(type, layout=Layout.replicated(type.layout.local_shape(sizes)))
 
 
 def _flops(op: Op, shapes: Mapping[str, TensorType], results: list[TensorType]) -> float:

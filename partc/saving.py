@@ -92,12 +92,21 @@ def memory_of(graph: Graph) -> dict[str, str]:
     return found
 
 
-def saved_bytes(region: Region, held: frozenset[str], sizes: Sizes) -> int:
-    """What one call saves for its backward pass, besides parameters and inputs that are `held` anyway."""
+def saved_values(region: Region, held: frozenset[str]) -> tuple[str, ...]:
+    """What one call saves for its backward pass, besides parameters and inputs that are `held` anyway.
+
+    Of views of one value, that value.
+    """
     values = region.forward.definitions()
     memory = memory_of(region.forward)
-    owners = {memory[name] for name in region.saved} - held
-    return sum(values[name].type.local_bytes(sizes) for name in owners if name in values)
+    owners = dict.fromkeys(memory[name] for name in region.saved)
+    return tuple(name for name in owners if name in values and name not in held)
+
+
+def saved_bytes(region: Region, held: frozenset[str], sizes: Sizes) -> int:
+    """And the bytes of it."""
+    values = region.forward.definitions()
+    return sum(values[name].type.local_bytes(sizes) for name in saved_values(region, held))
 
 
 def stage_bytes(program: Program) -> tuple[int, ...]:

@@ -53,6 +53,18 @@ class Named:
     meaning: str
 
 
+def symbol(name: str) -> Any:
+    """What formulas have for a size or for the ranks of an axis."""
+    from sympy import Symbol
+
+    return Symbol(name, positive=True, integer=True)
+
+
+def evaluated(formula: Expr, sizes: Mapping[str, int]) -> Any:
+    """The number that a formula comes to."""
+    return formula.subs({each: sizes[str(each)] for each in formula.free_symbols})
+
+
 class Names:
     """Formulas for the sizes of a program's values. Sizes that no name is found for stay numbers."""
 
@@ -86,7 +98,7 @@ class Names:
                 found *= self._formula(size)
             for piece in dim:
                 for axis in piece.axes:
-                    found /= self._symbol(axis)
+                    found /= symbol(axis)
         return found
 
     def bytes(self, region: str, name: str) -> Expr:
@@ -100,12 +112,12 @@ class Names:
         for size in self.dimensions.sizes.parts(product.sizes):
             found *= self._formula(size)
         for axis in sorted(product.axes):
-            found /= self._symbol(axis)
+            found /= symbol(axis)
         return found
 
     def number(self, formula: Expr) -> int:
         """What it comes to in this program."""
-        return int(formula.subs({symbol: self._named[str(symbol)].value for symbol in formula.free_symbols}))
+        return int(evaluated(formula, {name: named.value for name, named in self._named.items()}))
 
     def proportions(self) -> Mapping[str, Expr]:
         """Names that others determine, if the model keeps its proportions as it grows."""
@@ -119,11 +131,11 @@ class Names:
             heads = self._named["a"].value if "a" in self._named else 0
             if name in self._heads:
                 if heads * value == h:
-                    found[name] = self._symbol("h") / self._symbol("a")
+                    found[name] = symbol("h") / symbol("a")
             elif "v" in self._named and value == self._named["v"].value:
-                found[name] = self._symbol("v")
+                found[name] = symbol("v")
             elif ratio.numerator <= MOST_TIMES and ratio.denominator <= MOST_PARTS:
-                found[name] = self._symbol("h") * ratio.numerator / ratio.denominator
+                found[name] = symbol("h") * ratio.numerator / ratio.denominator
         return found
 
     def _formula(self, size: int) -> Any:
@@ -131,11 +143,6 @@ class Names:
         if size not in self._of and value > FEW:
             self.unnamed.add(value)
         return self._of.get(size, value)
-
-    def _symbol(self, name: str) -> Any:
-        from sympy import Symbol
-
-        return Symbol(name, positive=True, integer=True)
 
     def _name(
         self, sizes: Sequence[int], wanted: str, meaning: str, *, width: bool = False, product: bool = True
@@ -146,7 +153,7 @@ class Names:
         size = max(left, key=lambda size: self.dimensions.sizes.value[size])
         others = math.prod(self.dimensions.sizes.value[other] for other in left if other != size and product)
         self._of.update((other, self.dimensions.sizes.value[other]) for other in left)
-        self._of[size] = self._symbol(name) / others
+        self._of[size] = symbol(name) / others
         value = self.dimensions.sizes.value[size] * others
         self._named[name] = Named(name=name, value=value, meaning=meaning)
         if width:
@@ -166,7 +173,7 @@ class Names:
         if whole:
             self._name(whole, "b", "examples of a microbatch on a rank")
             each = self._named.pop("b")
-            self._of = {size: formula * math.prod(map(self._symbol, ranks)) for size, formula in self._of.items()}
+            self._of = {size: formula * math.prod(map(symbol, ranks)) for size, formula in self._of.items()}
             value = each.value // math.prod(sizes[axis] for axis in ranks)
             self._named["b"] = Named(name="b", value=value, meaning=each.meaning)
 
@@ -208,7 +215,7 @@ class Names:
             if self._unnamed(whole):
                 keys = self._named.pop("a")
                 value = keys.value * math.prod(self.dimensions.sizes.value[part] for part in whole)
-                a, g = self._symbol("a"), self._symbol("g")
+                a, g = symbol("a"), symbol("g")
                 self._of = {part: getattr(f, "subs", lambda *_, f=f: f)(a, g) for part, f in self._of.items()}
                 self._name(whole, "a", "heads")
                 self._of = {part: f / g if part in whole and a in f.free_symbols else f for part, f in self._of.items()}
@@ -232,7 +239,7 @@ class Names:
 
     def _inside_heads(self) -> None:
         """A parameter's dimension that holds heads holds their size too."""
-        a, g = self._symbol("a"), self._symbol("g")
+        a, g = symbol("a"), symbol("g")
         for region in self.dimensions.program.regions:
             for value in region.params:
                 for dim in self.dimensions.dims[region.name, value.name]:

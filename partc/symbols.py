@@ -106,7 +106,7 @@ class Product:
 
 
 class Dimensions:
-    """The sizes of every value of a program, as `lowered` by any number of passes."""
+    """The sizes of every value of a program, whatever passes have run."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -153,9 +153,9 @@ class Dimensions:
     def _declare(self, region: str, value: Value) -> None:
         """A value under its own type, unless it is there already: what backward reads, forward has made."""
         key = region, value.name
-        if key in self.dims and self.types[key].shape == value.type.shape:
-            return
-        if key in self.dims and value.type.layout.local_shape(self.program.sizes) == self._local(key).shape:
+        sizes = self.program.sizes
+        known = self.types.get(key)
+        if known and (known.shape == value.type.shape or known.local(sizes).shape == value.type.local(sizes).shape):
             return
         self.types[key] = value.type
         self.dims[key] = tuple(
@@ -164,10 +164,6 @@ class Dimensions:
         of = self.dims.get((region, value.name.removeprefix("grad_")), ())
         if len(of) == len(self.dims[key]):
             self._match(self.dims[key], of)  # a gradient is as large as what it is of
-
-    def _local(self, key: Key) -> TensorType:
-        type = self.types[key]
-        return replace(type, layout=Layout.replicated(type.layout.local_shape(self.program.sizes)))
 
     def _operation(self, region: str, op: Op) -> None:
         operands = [(region, name) for name in op.refs()]
@@ -224,12 +220,9 @@ class Dimensions:
         lengths = [[self._size(dim) for dim in dims] for dims in (*given, made)]
         for index, length in enumerate(lengths[-1]):
             before = [each[index] for each in lengths[:-1]]
-            along = op.name == "cat" and sum(before) == length
-            if (
-                before[0] != length
-                and (along or op.name != "cat")
-                and (op.name != "slice" or before[0] <= length + SHORT)
-            ):
+            across = op.name == "cat" and sum(before) != length
+            part = op.name == "slice" and before[0] > length + SHORT
+            if before[0] != length and not across and not part:
                 whole, *parts = (tuple(piece.size for piece in dims[index]) for dims in (made, *given))
                 self.sums.append(Sum(whole=whole, parts=tuple(parts), more=length - sum(before)))
 
@@ -242,7 +235,7 @@ class Dimensions:
         """A result's type, with its dimensions cut as the operands' are where it was given as one rank has it."""
         if type.layout.sharded_axes or not type.shape:
             return type
-        given = {name: self._local((region, name)) for name in op.refs()}
+        given = {name: self.types[region, name].local(self.program.sizes) for name in op.refs()}
         rule = resolve_lowered(replace(op, results=(Value(name="", type=type),)), given)
         dims = tuple(
             next(self._cuts(region, op, rule, given, index, type), dim) for index, dim in enumerate(type.layout.dims)

@@ -37,8 +37,7 @@ def model_flops(program: Program) -> int:
 def _of_region(region: Region, call: Call, trained: set[str]) -> tuple[int, tuple[bool, ...]]:
     """Its work, and which results have a gradient; `trained` holds the program's values that have one."""
     graph: Graph = region.forward
-    types = {value.name: value.type for value in region.params}
-    types.update((name, value.type) for name, value in graph.definitions().items())
+    types = region.types(graph)
     given = zip((*region.params, *graph.inputs), (*call.params, *call.args), strict=True)
     learning = {value.name for value, name in given if name in trained}
     total = 0

@@ -115,8 +115,7 @@ def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str]
         again = [op for op in _repeatable(region, fixed) if op.name in named]
         wanted = choice(region, again, lambda op: int(op.name not in VIEWS), held, sizes)
         return least(wanted, worth=len(again) + 1) | held  # a byte less is worth all of them
-    types = {value.name: value.type for value in region.params}
-    types.update((name, value.type) for name, value in region.forward.definitions().items())
+    types = region.types(region.forward)
     activations = dependents(region.forward.ops, inputs)
     cheap = [op for op in _repeatable(region, fixed) if op.name == "all_gather" or is_cheap(op, activations)]
 
@@ -131,8 +130,7 @@ def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str]
 
 def timed(region: Region, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> Choice:
     """The choice in which every operation may be done again, for its time in nanoseconds."""
-    types = {value.name: value.type for value in region.params}
-    types.update((name, value.type) for name, value in region.forward.definitions().items())
+    types = region.types(region.forward)
 
     def nanoseconds(op: Op) -> int:
         return round(1e9 * seconds(op, types, sizes))

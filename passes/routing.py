@@ -31,9 +31,7 @@ _ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 
 def unsorted_experts(region: Region) -> Region:
     """Rewrite every sort by expert whose whole way to its inverse is understood; leave all others."""
-    types = {value.name: value.type for value in region.params} | {
-        name: value.type for name, value in region.forward.definitions().items()
-    }
+    types = region.types(region.forward)
     graph = region.forward
     for op in region.forward.ops:
         if op.name == "sort" and len(op.results) == 2 and len(op.results[0].type.shape) == 1:

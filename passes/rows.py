@@ -31,9 +31,7 @@ _NORMS = frozenset({"layer_norm", "rms_norm"})
 
 def plain_rows(region: Region) -> Region:
     """Sink reshapes that flatten leading dimensions below the operations that work row by row."""
-    types = {value.name: value.type for value in region.params} | {
-        name: value.type for name, value in region.forward.definitions().items()
-    }
+    types = region.types(region.forward)
     whole: dict[str, str] = {}  # flattened value -> what it is a reshape of
     ops: list[Op] = []
     for op in region.forward.ops:

@@ -96,15 +96,9 @@ def _rebuilt(region: Region, ops: list[Op], same: Mapping[str, str]) -> Region:
     return replace(region, forward=Graph(inputs=region.forward.inputs, ops=tuple(ops), outputs=outputs))
 
 
-def _types(region: Region) -> dict[str, TensorType]:
-    return {value.name: value.type for value in region.params} | {
-        name: value.type for name, value in region.forward.definitions().items()
-    }
-
-
 def _plain_indexing(region: Region) -> Region:
     """x[arange(n)[:, None], arange(m)[None, :]] is x, with dimensions of one element between."""
-    types = _types(region)
+    types = region.types(region.forward)
     counting: dict[str, int] = {}  # values that count 0, 1, … along one dimension: how far
     ops = []
     for op in region.forward.ops:
@@ -184,7 +178,7 @@ def _whole(name: str, like: TensorType, shape: tuple[int, ...]) -> Value:
 
 def _one_row(region: Region) -> Region:
     """Values equal along their first dimension keep one row where every reader broadcasts."""
-    types = _types(region)
+    types = region.types(region.forward)
     small: dict[str, str] = {}  # value -> its one row
     ops: list[Op] = []
 
@@ -265,7 +259,7 @@ def _unshadowed(ops: list[Op]) -> list[Op]:
 
 def _grouped_heads(region: Region) -> Region:
     """Attention takes grouped keys and values: undo the copies for each query head."""
-    types = _types(region)
+    types = region.types(region.forward)
     made = {value.name: op for op in region.forward.ops for value in op.results}
     ops = []
     for op in region.forward.ops:
@@ -298,7 +292,7 @@ def _ungrouped(arg: Arg, made: Mapping[str, Op], types: Mapping[str, TensorType]
 
 def _norms(region: Region) -> Region:
     """w · x · rsqrt(mean(x²) + eps), written out, is rms_norm(x, w)."""
-    types = _types(region)
+    types = region.types(region.forward)
     made = {value.name: op for op in region.forward.ops for value in op.results}
     ops = []
     for op in region.forward.ops:
@@ -342,7 +336,7 @@ def _mean_square(name: str, x: str, made: Mapping[str, Op]) -> float | None:
 
 def _short_chains(region: Region) -> Region:
     """A reshape of a reshape reads what the first one read; one that gives the shape that was there is dropped."""
-    types = _types(region)
+    types = region.types(region.forward)
     made: dict[str, Op] = {}
     same: dict[str, str] = {}
     ops = []

@@ -51,9 +51,7 @@ def stages(program: Program, *, places: tuple[int, ...] = ()) -> Program:
 
 def _work(region: Region) -> float:
     """Floating-point operations of a call's forward pass; a little for anything else, so that none is free."""
-    types = {value.name: value.type for value in region.params} | {
-        name: value.type for name, value in region.forward.definitions().items()
-    }
+    types = region.types(region.forward)
     total = 1.0
     for op in region.forward.ops:
         rule = resolve(op, types) if all(name in types for name in op.refs()) else None

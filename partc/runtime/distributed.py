@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,26 +110,23 @@ class GlooAxis(NcclAxis):
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         whole = x.new_empty((self.size, *x.shape))
-        whole[self.rank].copy_(x)  # what is sent, so that nothing else has to be held
-        group, mine = self.process_group, [_bytes(whole[self.rank])]
+        mine = whole[self.rank].copy_(x)  # what is sent, so that nothing else has to be held
+        return _arriving(self._exchange(lambda target: mine, lambda source: whole[source]), whole)
+
+    def _exchange(self, to: Callable[[int], Tensor], into: Callable[[int], Tensor]) -> list[Any]:
+        """Send each other rank its tensor, and receive one from each."""
+        group, work = self.process_group, []
         with _peers():
-            work = []
             for distance in range(1, self.size):
                 target, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-                work.append(group.send(mine, target, 0))
-                work.append(group.recv([_bytes(whole[source])], source, 0))
-        return _arriving(work, whole)
+                work.append(group.send([_bytes(to(target))], target, 0))
+                work.append(group.recv([_bytes(into(source))], source, 0))
+        return work
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         """Each rank receives the others' rows alone."""
         received = x.new_empty((self.size - 1, *x.shape[1:]))
-        group = self.process_group
-        with _peers():
-            work = []
-            for distance in range(1, self.size):
-                target, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-                work.append(group.send([x[target]], target, 0))
-                work.append(group.recv([received[distance - 1]], source, 0))
+        work = self._exchange(lambda target: x[target], lambda source: received[(self.rank - source) % self.size - 1])
         mine = [x[self.rank]]
 
         def summed(rows: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from partc.saving import most_saved
 
 if TYPE_CHECKING:
     from partc.codegen.kernel import Kernel
+    from partc.codegen.written import Written
 
 
 def render(
@@ -81,7 +82,7 @@ def files(
     rank_template = _template("rank.py.jinja")
     for rank in rank_codes(program):
         yield f"ranks/rank_{rank.rank:03d}.py", rank_template.render(rank=rank, ranks=ranks)
-    yield from _kernels(program)
+    yield from _kernels(program, plan["command"].get("kernels") == "triton")
     yield from _runtime()
 
 
@@ -187,19 +188,21 @@ def _count(shape: Sequence[int]) -> int:
     return count
 
 
-def kernel_module(kernel: Kernel) -> str:
+def kernel_module(kernel: Kernel | Written) -> str:
     """The text of one kernel's module."""
     return formatted(_template(f"kernels/{kernel.template}.py.jinja").render(kernel=kernel))
 
 
-def _kernels(program: Program) -> Iterator[tuple[str, str]]:
-    """What the stages call in place of several operations, where anything is fused."""
-    if not any(op.body for region in program.regions for graph in region.graphs for op in graph.ops):
+def _kernels(program: Program, triton: bool) -> Iterator[tuple[str, str]]:
+    """What the stages call in place of several operations, where anything is fused; and what updates parameters."""
+    fused = any(op.body for region in program.regions for graph in region.graphs for op in graph.ops)
+    if not fused and not triton:
         return
     from partc.codegen.kernels import kernels
+    from partc.codegen.written import written
 
     names = []
-    for kernel in kernels(program):
+    for kernel in (*kernels(program), *(written(program) if triton else ())):
         names.append(kernel.name)
         yield f"kernels/{kernel.name}.py", kernel_module(kernel)
     functions = importlib.resources.files("partc.kernels").joinpath("functions.py")

@@ -121,7 +121,7 @@ def _rank(
         ledger.starts()
         comm.clock.entering("data")
         batch, microbatches = cut()
-        for buffer in buffers:
+        for buffer in buffers.values():
             buffer.zero_()
         loss = run_step(stages, comm, actions, batch, microbatches)
         comm.clock.entering("the update")

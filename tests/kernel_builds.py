@@ -6,6 +6,7 @@ with Triton's kernels, builds every one, and prints a list of JSON: registers, b
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +111,36 @@ def control() -> list[Built]:
         return list(build(function, {"x_ptr": "*fp32"}, {"SIZE": 8192}, ["x_ptr"], {"num_warps": 1}))
 
 
+def recorded(launcher: Any, found: list[Built]) -> Any:
+    """A launcher whose kernels are built in place of being launched."""
+    from triton.runtime.jit import JITFunction
+
+    for name, item in list(launcher.__globals__.items()):
+        if isinstance(item, JITFunction) and f"{name}[" in inspect.getsource(launcher):
+            launcher.__globals__[name] = Recorder(item, found)
+    return launcher
+
+
+def launches(name: str, x: Any) -> Iterator[tuple[Any, ...]]:
+    """What a written kernel is launched with, for as much flat memory as x."""
+    import torch
+
+    rates = x.new_empty(3, 3)
+    first, starts = (torch.empty(14, dtype=dtype, device="meta") for dtype in (torch.int32, torch.int64))
+    if name == "adamw":
+        yield x, x, x, x, x.new_empty(()), rates
+        yield x, x, x, x, x.new_empty(()), rates, first, starts
+    if name == "squares":
+        yield (x,)
+
+
 def builds(model: str, options: dict[str, str], *, precision: str, mesh: str) -> list[Built]:
     """Every kernel of a compiled model, launched on tensors without memory."""
     import torch
-    from triton.runtime.jit import JITFunction
 
     from partc.api import compilation
     from partc.codegen.kernels import kernels
+    from partc.codegen.written import written
     from partc.operators import DTYPES
     from partc.options import Options
     from tests.triton_runs import Kernels
@@ -128,12 +153,14 @@ def builds(model: str, options: dict[str, str], *, precision: str, mesh: str) ->
     with tempfile.TemporaryDirectory() as folder:
         loader = Kernels(Path(folder))
         for kernel in kernels(program):
-            launcher = loader.load(kernel)
-            for name, item in list(launcher.__globals__.items()):
-                if isinstance(item, JITFunction):
-                    launcher.__globals__[name] = Recorder(item, found)
+            launcher = recorded(loader.load(kernel), found)
             tensors = (torch.empty(item.shape, dtype=DTYPES[item.dtype], device="meta") for item in kernel.arguments)
             launcher(*tensors, *(3 if name.endswith("_rank") else 2**40 + 1 for name in kernel.numbers))
+        for each in written(program):
+            launcher = recorded(loader.load(replace(each, interpreted=each.block)), found)
+            for dtype in DTYPES["f32"], DTYPES["f64"]:
+                for tensors in launches(each.name, torch.empty(12345, dtype=dtype, device="meta")):
+                    launcher(*tensors)
     return found
 
 

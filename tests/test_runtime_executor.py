@@ -172,7 +172,8 @@ def test_gradients_reduced_alike_lie_together() -> None:
     parameters = {name: torch.ones(shard.shape) for name, shard in shards.items()}
     gradients, buffers = gradient_buffers(shards, parameters)
     assert list(gradients) == ["a", "b", "c", "tied"]
-    assert sorted(buffer.numel() for buffer in buffers) == [4, 4, 8]
+    assert sorted(buffer.numel() for buffer in buffers.values()) == [4, 4, 8]
+    assert list(buffers) == [("a", "c"), ("b",), ("tied",)]
     assert gradients["c"].data_ptr() == gradients["a"].data_ptr() + 12
     assert all(gradients[name].shape == parameters[name].shape for name in gradients)
 

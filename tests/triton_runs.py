@@ -18,6 +18,7 @@ from torch import Tensor
 from partc.codegen.kernel import Kernel
 from partc.codegen.kernels import kernel
 from partc.codegen.package import kernel_module
+from partc.codegen.written import Written
 from partc.interpret import results_of
 from partc.layout import Sizes
 from partc.program import Graph, Op, TensorType
@@ -39,7 +40,7 @@ class Kernels:
         package.__path__ = [str(folder)]
         sys.modules[self.package] = package
 
-    def load(self, built: Kernel) -> Any:
+    def load(self, built: Kernel | Written) -> Any:
         """The function that launches a kernel."""
         self._loaded += 1
         name = f"{self.package}.loaded_{self._loaded}"

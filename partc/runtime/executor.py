@@ -227,8 +227,8 @@ def _shared_gradients(stages: Mapping[int, Stage]) -> dict[tuple[int, ...], list
 
 def gradient_buffers(
     shards: Mapping[str, Shard], parameters: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """A zeroed gradient for every trainable parameter, and the buffers behind them.
+) -> tuple[dict[str, Tensor], dict[tuple[str, ...], Tensor]]:
+    """A zeroed gradient for every trainable parameter, and the buffers behind them by whose gradients these hold.
 
     Gradients that are reduced over the same axes stand in one buffer, so that one collective moves them.
     """
@@ -239,10 +239,15 @@ def gradient_buffers(
             alone = name if shard.shared else None
             together.setdefault((shard.reduce, parameters[name].dtype, alone), []).append(name)
     gradients: dict[str, Tensor] = {}
-    buffers = []
+    buffers = {}
     for names in together.values():
         buffer = parameters[names[0]].new_zeros(sum(parameters[name].numel() for name in names))
-        buffers.append(buffer)
-        for name, piece in zip(names, torch.split(buffer, [parameters[name].numel() for name in names]), strict=True):
-            gradients[name] = piece.view(parameters[name].shape)
+        buffers[tuple(names)] = buffer
+        gradients |= pieces_of(buffer, names, parameters)
     return {name: gradients[name] for name in shards if name in gradients}, buffers
+
+
+def pieces_of(buffer: Tensor, names: Sequence[str], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A buffer cut into what has these parameters' shapes, one after the other."""
+    cut = torch.split(buffer, [parameters[name].numel() for name in names])
+    return {name: piece.view(parameters[name].shape) for name, piece in zip(names, cut, strict=True)}

@@ -1,14 +1,48 @@
-"""torch's own optimizers on this rank's shards: both are elementwise, so shards need no communication."""
+"""Optimizers on this rank's shards: all are elementwise, so shards need no communication."""
 
 from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+class Optimizer(Protocol):
+    """What an update asks of one."""
+
+    def step(self, rate: float) -> None:
+        """Update the parameters from their gradients."""
+
+    def kept(self, name: str) -> Mapping[str, Tensor]:
+        """What it keeps of a parameter, by torch's names."""
+
+    def restore(self, name: str, key: str, value: Tensor) -> None:
+        """Go on with what was kept."""
+
+
+class TorchOptimizer:
+    """One of torch's; it reads parameters' `.grad`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+
+    def step(self, rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+
+    def kept(self, name: str) -> Mapping[str, Tensor]:
+        found: Mapping[str, Tensor] = self._optimizer.state.get(self._parameters[name], {})
+        return found
+
+    def restore(self, name: str, key: str, value: Tensor) -> None:
+        parameter = self._parameters[name]
+        self._optimizer.state[parameter][key] = value.to(parameter.device)
 
 
 def make_optimizer(
@@ -32,8 +66,13 @@ def make_optimizer(
     return optimizer
 
 
-def _groups(parameters: Mapping[str, Tensor], decay: float | None, spared: Sequence[str]) -> Iterator[dict[str, Any]]:
-    free = {name for name in parameters if any(fnmatch.fnmatchcase(name, pattern) for pattern in spared)}
+def spared(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """The names that match one of the patterns."""
+    return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def _groups(parameters: Mapping[str, Tensor], decay: float | None, no_decay: Sequence[str]) -> Iterator[dict[str, Any]]:
+    free = spared(parameters, no_decay)
     kept = [x for name, x in parameters.items() if name not in free]
     if kept:
         yield {"params": kept} | ({} if decay is None else {"weight_decay": decay})

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .boxes import PIPELINE
@@ -14,6 +13,7 @@ from .checkpoint import Held
 from .compression import Compressed
 from .layout import Shard, parse_mesh
 from .manifest import LEFT_OUT, LOSS_SCALE
+from .optimizer import Optimizer
 from .restore import Checkpoint
 from .update import LossScale
 
@@ -23,7 +23,7 @@ Owned = Mapping[str, tuple[Shard, Tensor]]  # by parameter: how the tensor is cu
 def state(
     parameters: Owned,
     trained: Owned,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizer | None,
     plan: Mapping[str, Any],
     scale: LossScale | None = None,
 ) -> dict[str, Held]:
@@ -34,7 +34,7 @@ def state(
     found = {name: Held(shard, tensor, holders(plan, name)) for name, (shard, tensor) in parameters.items()}
     for name, (shard, tensor) in trained.items() if optimizer is not None else ():
         assert optimizer is not None
-        for key, value in optimizer.state.get(tensor, {}).items():
+        for key, value in optimizer.kept(name).items():
             cut = shard if value.dim() or not tensor.dim() else _SCALAR
             found[f"{key}/{name}"] = Held(cut, value, holders(plan, name))
     if scale is not None:
@@ -99,7 +99,7 @@ def _row(size: int, sizes: Mapping[str, int]) -> Shard:
 
 
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     trained: Owned,
     checkpoint: Checkpoint,
     sizes: Mapping[str, int],
@@ -111,7 +111,7 @@ def restore_optimizer(
             whole = checkpoint.tensors[f"{key}/{name}"].shape
             cut = shard if whole or not tensor.dim() else _SCALAR
             part = checkpoint.part(f"{key}/{name}", cut, sizes, coordinate)
-            optimizer.state[tensor][key] = part.to(tensor.device)
+            optimizer.restore(name, key, part)
 
 
 def holders(plan: Mapping[str, Any], name: str) -> tuple[int, ...]:

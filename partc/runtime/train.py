@@ -35,13 +35,12 @@ from .job import Job, parse, prepared
 from .layout import DTYPES, Shard, tokens_per_step
 from .log import StepLog
 from .memory import keep_freed_memory, peak_bytes
-from .optimizer import attach_gradients, make_optimizer
 from .state import left_out, restore_left_out, restore_optimizer, restore_scale, state
 from .tensors import save
 from .times import Times
 from .together import Together
 from .torch_private import lone_store
-from .update import LossScale, Rate, Update
+from .update import LossScale, Rate, Update, updating
 from .watch import Watch
 
 
@@ -53,6 +52,7 @@ class Rank:
     module: ModuleType
     stage_classes: dict[int, type[Any]]
     actions: tuple[Action, ...]
+    kernels: ModuleType | None = None
     parameters: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -88,12 +88,13 @@ def main(argv: Sequence[str], root: Path) -> int:
     return job.exit_code if stopped else 0
 
 
-def _load_rank(number: int, device: torch.device) -> Rank:
+def _load_rank(number: int, device: torch.device, root: Path) -> Rank:
     if device.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # what runs kernels, if stages import any, where there is no GPU
+        os.environ["TRITON_INTERPRET"] = "1"  # what runs kernels, if there are any, without a GPU
     module = importlib.import_module(f"ranks.rank_{number:03d}")
     stages = {stage: importlib.import_module(f"stages.stage_{stage}").Stage for stage in module.STAGES}
-    return Rank(number, module, stages, parse_schedule(module.SCHEDULE))
+    kernels = importlib.import_module("kernels") if (root / "kernels").is_dir() else None
+    return Rank(number, module, stages, parse_schedule(module.SCHEDULE), kernels)
 
 
 def _train_virtual(job: Job) -> bool:
@@ -103,7 +104,7 @@ def _train_virtual(job: Job) -> bool:
     together = Together(store, 0, 1)
     job = prepared(job, together, _say)
     world = World(job.world_size)
-    ranks = [_load_rank(number, torch.device("cpu")) for number in range(job.world_size)]
+    ranks = [_load_rank(number, torch.device("cpu"), job.root) for number in range(job.world_size)]
     model_file = load_model_file(job.root / "model.py")
     _materialise(job, model_file, ranks, torch.device("cpu"), together)
     batches: dict[int, dict[str, Tensor]] = {}
@@ -150,7 +151,7 @@ def _train_this_rank(job: Job) -> bool:
     interruption = None if job.save is None else Interruption(number, world_size)
     clock = Clock()
     with Watch(store, number, world_size, timeout=job.timeout, interruption=interruption, clock=clock):
-        rank = _load_rank(number, device)
+        rank = _load_rank(number, device, job.root)
         model_file = load_model_file(job.root / "model.py")
         clock.entering("the choice of its checkpoint")
         together = Together(store, number, world_size)
@@ -258,16 +259,20 @@ def _train(
     rank.done = job.start
     with torch.no_grad():
         gradients, buffers = gradient_buffers(rank.shards, rank.parameters)
+        optimizer, scaled = updating(
+            job.optimizer,
+            rank.parameters,
+            gradients,
+            buffers,
+            rank.kernels,
+            lr=job.lr,
+            weight_decay=job.weight_decay,
+            no_decay=job.no_decay,
+        )
         stages: dict[int, Stage] = {
             number: stage(comm, rank.parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
             for number, stage in rank.stage_classes.items()
         }
-        trained = attach_gradients(rank.parameters, gradients)
-        optimizer = None
-        if trained:
-            optimizer = make_optimizer(
-                job.optimizer, trained, job.lr, weight_decay=job.weight_decay, no_decay=job.no_decay
-            )
         scale = LossScale() if job.plan["precision"] == "fp16" else None
         held = {name: (shard, rank.parameters[name]) for name, shard in rank.shards.items()}
         optimized = {name: held[name] for name in gradients}
@@ -288,8 +293,8 @@ def _train(
 
         update = Update(
             optimizer,
-            buffers,
-            {name: (rank.shards[name], gradient) for name, gradient in gradients.items()},
+            scaled,
+            {name: rank.shards[name] for name in gradients},
             comm,
             job.sizes,
             Rate(base=job.lr, warmup=job.warmup, decline=job.lr_schedule, least=job.min_lr, steps=job.steps),
@@ -318,7 +323,7 @@ def _train(
                 clock.entering("clearing gradients", "work")
                 started = time.perf_counter()
                 if index == 0:
-                    for buffer in buffers:
+                    for buffer in buffers.values():
                         buffer.zero_()
                 last = index == job.accumulate - 1
                 run = partial(run_step, stages, comm, rank.actions, batch, microbatches, last=last)
@@ -336,7 +341,7 @@ def _train(
             started = time.perf_counter()
             update.unscale(job.accumulate)
             if job.record:
-                recorded = {f"gradient/{name}": x.clone() for name, x in gradients.items()}
+                recorded = {f"gradient/{name}": scaled.copy(name) for name in gradients}
             updated = update.step(step)
             for stage in stages.values():
                 stage.refresh()

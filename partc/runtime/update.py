@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .comm import Comm
+from .flat import Buffers, FlatAdamW
+from .gradients import Gradients, Scaled
 from .layout import Shard, cutting
+from .optimizer import Optimizer, TorchOptimizer, attach_gradients, make_optimizer, spared
 
 Decline = Literal["constant", "linear", "cosine"]
 
@@ -75,7 +79,7 @@ class Updated:
     """What an update was."""
 
     rate: float
-    norm: float | None  # of all gradients, before clipping; None where nobody asked
+    norm: float | None  # of all gradients, before clipping; None where the host didn't ask
     skipped: bool = False
 
 
@@ -84,9 +88,9 @@ class Update:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer | None,
-        buffers: Sequence[Tensor],
-        gradients: Mapping[str, tuple[Shard, Tensor]],
+        optimizer: Optimizer | None,
+        gradients: Gradients,
+        shards: Mapping[str, Shard],
         comm: Comm,
         sizes: Mapping[str, int],
         rate: Rate,
@@ -96,57 +100,75 @@ class Update:
         norms: bool = False,
     ) -> None:
         self._optimizer = optimizer
-        self._buffers = buffers
-        self._groups = tuple(_by_copies(gradients, sizes))
+        self._gradients = gradients
+        self._groups = tuple(_by_copies(shards, sizes))
         self._axes = tuple(axis for axis, size in sizes.items() if size > 1)
         self._comm = comm
         self._rate = rate
         self._clip = clip
         self._scale = scale
-        self._norms = norms or clip is not None or scale is not None
+        self._told = norms or scale is not None  # whether the host wants to know the norm
 
     def unscale(self, batches: int = 1) -> None:
         """Make gradients that were summed over some batches, of a scaled loss, those of the mean loss."""
-        divisor = batches * (1.0 if self._scale is None else self._scale.value)
-        if divisor != 1:
-            for buffer in self._buffers:
-                buffer.div_(divisor)
+        self._gradients.begin(batches * (1.0 if self._scale is None else self._scale.value))
 
     def step(self, step: int) -> Updated:
         """Update the parameters."""
-        norm = self._norm() if self._norms else None
+        norm = self._norm() if self._told or self._clip is not None else None
+        told = float(norm) if self._told and norm is not None else None
         rate = self._rate.at(step)
-        if self._scale is not None and norm is not None:
-            self._scale.after(math.isfinite(norm))
-            if not math.isfinite(norm):
-                return Updated(rate=rate, norm=norm, skipped=True)
-        if self._clip is not None and norm is not None and norm > self._clip:
-            for buffer in self._buffers:
-                buffer.mul_(self._clip / (norm + 1e-6))
+        if self._scale is not None and told is not None:
+            self._scale.after(math.isfinite(told))
+            if not math.isfinite(told):
+                return Updated(rate=rate, norm=told, skipped=True)
+        if self._clip is not None and norm is not None:
+            self._gradients.clip(norm, self._clip)
         if self._optimizer is not None:
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
-        return Updated(rate=rate, norm=norm)
+            self._optimizer.step(rate)
+        return Updated(rate=rate, norm=told)
 
-    def _norm(self) -> float:
+    def _norm(self) -> Tensor:
         """The norm of the whole model's gradient: every element once, whoever holds copies of it."""
         total = torch.zeros((), dtype=torch.float64, device=self._comm.device)
-        for copies, gradients in self._groups:
-            for gradient in gradients:
-                total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square() / copies
+        for copies, names in self._groups:
+            total += self._gradients.squares(names) / copies
         for name in self._axes:
             total = self._comm.group((name,)).all_reduce(total)
-        return float(total.sqrt())
+        return total.sqrt()
 
 
-def _by_copies(
-    gradients: Mapping[str, tuple[Shard, Tensor]], sizes: Mapping[str, int]
-) -> Iterator[tuple[int, list[Tensor]]]:
-    """Gradients by how many ranks hold the same part."""
-    found: dict[int, list[Tensor]] = {}
-    for shard, gradient in gradients.values():
+def updating(
+    name: str,
+    parameters: MutableMapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    buffers: Buffers,
+    kernels: ModuleType | None,
+    *,
+    lr: float,
+    weight_decay: float | None,
+    no_decay: Sequence[str],
+) -> tuple[Optimizer | None, Gradients]:
+    """The optimizer of a rank's parameters, if it trains any, and what scales their gradients.
+
+    Where the package has a kernel for it, `parameters` move into flat memory.
+    """
+    if not gradients:
+        return None, Gradients((), {})
+    if name == "adamw" and hasattr(kernels, "adamw") and kernels is not None:
+        scaled = Scaled(list(buffers.values()), gradients, kernels.squares)
+        free = spared(gradients, no_decay)
+        return FlatAdamW(kernels.adamw, parameters, buffers, scaled, weight_decay=weight_decay, spared=free), scaled
+    trained = attach_gradients(parameters, gradients)
+    optimizer = make_optimizer(name, trained, lr, weight_decay=weight_decay, no_decay=no_decay)
+    return TorchOptimizer(optimizer, trained), Gradients(list(buffers.values()), gradients)
+
+
+def _by_copies(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Iterator[tuple[int, list[str]]]:
+    """Parameters by how many ranks hold the same part."""
+    found: dict[int, list[str]] = {}
+    for name, shard in shards.items():
         cut = cutting(shard.dims)
         equal = math.prod(size for axis, size in sizes.items() if axis not in cut and axis != "pp")
-        found.setdefault(equal * max(1, len(shard.shared)), []).append(gradient)
+        found.setdefault(equal * max(1, len(shard.shared)), []).append(name)
     yield from found.items()

@@ -1,0 +1,151 @@
+"""AdamW by the package's own kernel: one pass over all that a rank trains, in flat memory.
+
+Parameters and moments stand as gradients do (executor.gradient_buffers): there is one launch for each buffer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .executor import pieces_of
+from .gradients import Scaled
+
+BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01  # torch.optim.AdamW's
+GRANULE = 1024  # numbers that share an entry of the table of stretches: the least block of the kernel
+Buffers = Mapping[tuple[str, ...], Tensor]  # flat memory, by the parameters that stand in it
+
+
+def _moved(parameters: MutableMapping[str, Tensor], names: Sequence[str], like: Tensor) -> Tensor:
+    """Parameters one after the other, in memory that is returned."""
+    flat = torch.empty_like(like)
+    for name, view in pieces_of(flat, names, parameters).items():
+        parameters[name] = view.copy_(parameters[name])
+    return flat
+
+
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    """A buffer of each kind, of the same parameters."""
+
+    names: tuple[str, ...]
+    gradient: Tensor
+    parameter: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Segments:
+    """Stretches of a buffer whose parameters decay alike and have had as many steps.
+
+    `first` has the number of the stretch that each granule of the buffer begins in, and at its end the last one's.
+    Both are None where there is one stretch alone.
+    """
+
+    decays: tuple[float, ...]
+    ages: tuple[float, ...]  # steps, beyond those of the buffer's first parameter
+    starts: Tensor | None
+    first: Tensor | None
+
+
+class FlatAdamW:
+    """torch.optim.AdamW's step with its defaults, by `launch`: the package's kernel, `kernels.adamw`.
+
+    Trains the parameters that stand in `buffers` of gradients, and moves them into memory alike. Those in `spared`
+    have no weight decay.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[..., None],
+        parameters: MutableMapping[str, Tensor],
+        buffers: Buffers,
+        gradients: Scaled,
+        *,
+        weight_decay: float | None = None,
+        spared: Collection[str] = (),
+    ) -> None:
+        self._launch = launch
+        self._gradients = gradients
+        self._decay = DECAY if weight_decay is None else weight_decay
+        self._spared = frozenset(spared)
+        self._sizes = {name: parameters[name].numel() for names in buffers for name in names}
+        self._flats = [
+            _Flat(names, buffer, _moved(parameters, names, buffer), torch.zeros_like(buffer), torch.zeros_like(buffer))
+            for names, buffer in buffers.items()
+        ]
+        self._moments: dict[str, dict[str, Tensor]] = {name: {} for name in self._sizes}
+        for each in self._flats:
+            for key, buffer in (("exp_avg", each.exp_avg), ("exp_avg_sq", each.exp_avg_sq)):
+                for name, piece in pieces_of(buffer, each.names, parameters).items():
+                    self._moments[name][key] = piece
+        # Of every parameter, as checkpoints have them; on the host, which computes with them.
+        self._steps = torch.zeros(len(self._sizes))
+        self._step_of = dict(zip(self._sizes, self._steps.unbind(), strict=True))
+        self._segments: list[_Segments] | None = None
+
+    def kept(self, name: str) -> Mapping[str, Tensor]:
+        """What is kept of a parameter, as torch's optimizer calls it."""
+        return {"step": self._step_of[name], **self._moments[name]}
+
+    def restore(self, name: str, key: str, value: Tensor) -> None:
+        """Go on with what was kept."""
+        self.kept(name)[key].copy_(value)
+        self._segments = None
+
+    def step(self, rate: float) -> None:
+        """Update every parameter."""
+        if self._segments is None:
+            self._segments = [self._cut(each) for each in self._flats]
+        self._steps += 1
+        factor = self._gradients.taken()
+        for each, segments in zip(self._flats, self._segments, strict=True):
+            if not each.parameter.numel():
+                continue
+            first = float(self._step_of[each.names[0]])
+            rows = [
+                (1 - rate * decay, rate / (1 - BETAS[0] ** (first + age)), (1 - BETAS[1] ** (first + age)) ** 0.5)
+                for decay, age in zip(segments.decays, segments.ages, strict=True)
+            ]
+            dtype = torch.float64 if each.parameter.dtype == torch.float64 else torch.float32
+            self._launch(
+                each.gradient,
+                each.parameter,
+                each.exp_avg,
+                each.exp_avg_sq,
+                factor.to(dtype),
+                _sent(rows, dtype, each.parameter.device),
+                segments.first,
+                segments.starts,
+            )
+
+    def _cut(self, each: _Flat) -> _Segments:
+        """A buffer's stretches, by what holds for the parameters in it."""
+        begun = float(self._step_of[each.names[0]])
+        kinds, starts, at = [], [], 0
+        for kind, names in itertools.groupby(each.names, lambda name: self._kind(name, begun)):
+            kinds.append(kind)
+            starts.append(at)
+            at += sum(self._sizes[name] for name in names)
+        decays, ages = zip(*kinds, strict=True)
+        if len(kinds) == 1:
+            return _Segments(decays, ages, None, None)
+        bounds = torch.tensor(starts)
+        granules = torch.arange(-(-at // GRANULE) + 1) * GRANULE
+        first = torch.searchsorted(bounds, granules.clamp(max=at - 1), right=True, out_int32=True) - 1
+        device = each.parameter.device
+        return _Segments(decays, ages, bounds.to(device), first.to(device))
+
+    def _kind(self, name: str, begun: float) -> tuple[float, float]:
+        return 0.0 if name in self._spared else self._decay, float(self._step_of[name]) - begun
+
+
+def _sent(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host on the device, without waiting for it."""
+    there = torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda")
+    return there.to(device, non_blocking=True)

@@ -1,0 +1,187 @@
+"""The package's AdamW against torch's, over steps: what is clipped, scaled, decays or not, and stands anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from partc.codegen.written import Written
+from partc.runtime.comm import Comm
+from partc.runtime.executor import gradient_buffers
+from partc.runtime.layout import Shard
+from partc.runtime.optimizer import TorchOptimizer
+from partc.runtime.update import LossScale, Rate, Update, updating
+from partc.verify import verify
+from tests.durable import build, losses, same_records, trained
+from tests.triton_runs import Kernels, exact_bf16, there
+
+DTYPE: Mapping[str, torch.dtype] = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
+SHAPES = {"norm.weight": (7,), "up.weight": (33, 65), "up.bias": (33,), "empty": (0, 4), "down.weight": (64, 48)}
+
+
+@pytest.fixture(scope="module", params=[1024, 4096])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Of several blocks each, the last of them not whole."""
+    folder = Kernels(tmp_path_factory.mktemp("kernels"))
+    blocks = {"block": request.param, "interpreted": request.param}
+    written = (Written(name=name, each="", **blocks) for name in ("adamw", "squares"))
+    return SimpleNamespace(**{built.name: folder.load(built) for built in written})
+
+
+class Trained:
+    """Parameters of one rank under one of both optimizers."""
+
+    def __init__(self, shards: Mapping[str, Shard], kernels: Any, *, wide: bool = False, **how: Any) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.parameters = {
+            name: there(torch.randn(shard.shape, generator=generator).to(shard.dtype)) for name, shard in shards.items()
+        }
+        if wide:
+            self.parameters = {name: x.double() for name, x in self.parameters.items()}
+        self.gradients, self.buffers = gradient_buffers(shards, self.parameters)
+        settings = {"lr": 0.1, "weight_decay": None, "no_decay": ()} | {
+            key: how.pop(key) for key in ("weight_decay", "no_decay") if key in how
+        }
+        self.optimizer, scaled = updating("adamw", self.parameters, self.gradients, self.buffers, kernels, **settings)
+        comm = Comm({}, {})
+        comm.device = there(torch.zeros(1)).device
+        rate = Rate(base=0.1, warmup=2)
+        self.update = Update(
+            self.optimizer, scaled, {name: shards[name] for name in self.gradients}, comm, {}, rate, **how
+        )
+
+    def step(self, number: int, gradients: Mapping[str, Tensor], batches: int = 1) -> Any:
+        for name, x in gradients.items():
+            self.gradients[name].copy_(x)
+        with torch.no_grad(), exact_bf16():
+            self.update.unscale(batches)
+            return self.update.step(number)
+
+    def kept(self, name: str) -> Mapping[str, Tensor]:
+        assert self.optimizer is not None
+        return self.optimizer.kept(name)
+
+
+def both(dtype: str, kernels: Any, **how: Any) -> tuple[Trained, Trained]:
+    shards = {name: Shard(f"{dtype}{list(shape)}") for name, shape in SHAPES.items()}
+    shards["frozen"] = Shard(f"{dtype}[3]", trainable=False)
+    return Trained(shards, kernels, **how), Trained(shards, None, wide=dtype != "f64", **how)
+
+
+def drawn(number: int, scale: float) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return {name: torch.randn(shape, generator=generator) * scale for name, shape in SHAPES.items()}
+
+
+def same(mine: Trained, theirs: Trained, tolerance: float) -> None:
+    for name, x in mine.parameters.items():
+        torch.testing.assert_close(x.double(), theirs.parameters[name].double(), rtol=tolerance, atol=tolerance)
+    for name in mine.gradients:
+        found, right = mine.kept(name), theirs.kept(name)
+        assert found.keys() == right.keys()
+        for key, x in found.items():
+            assert x.shape == right[key].shape
+            torch.testing.assert_close(x.double().cpu(), right[key].double().cpu(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("f64", 1e-14), ("f32", 2e-6), ("bf16", 0.02)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"clip": 0.5, "norms": True},
+        {"clip": 1e4, "weight_decay": 0.3, "no_decay": ("*.bias", "norm*")},
+        {"weight_decay": 0.3, "no_decay": ("*",), "clip": 0.1},
+    ],
+    ids=["plain", "clipped", "groups", "none decays"],
+)
+def test_steps_are_torchs(kernels: SimpleNamespace, dtype: str, tolerance: float, how: dict[str, Any]) -> None:
+    mine, theirs = both(dtype, kernels, **how)
+    assert not isinstance(mine.optimizer, TorchOptimizer) and isinstance(theirs.optimizer, TorchOptimizer)
+    for number in range(4):
+        found, right = (each.step(number, drawn(number, 1 + number), batches=3) for each in (mine, theirs))
+        assert found.rate == right.rate and (found.norm is None) == (right.norm is None)
+        if found.norm is not None:
+            assert found.norm == pytest.approx(right.norm, rel=1e-2 if dtype == "bf16" else 1e-6)
+    same(mine, theirs, tolerance)
+
+
+def test_parameters_stand_as_their_gradients_do(kernels: SimpleNamespace) -> None:
+    mine, _ = both("f32", kernels)
+    assert len(mine.buffers) == 1
+    first = mine.parameters["norm.weight"]
+    for name, gradient in mine.gradients.items():
+        x = mine.parameters[name]
+        assert x.shape == gradient.shape and x.is_contiguous()
+        assert x.storage_offset() == gradient.storage_offset()
+        assert x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+    assert mine.parameters["frozen"].untyped_storage().nbytes() == 12
+
+
+def test_overflows_are_skipped(kernels: SimpleNamespace) -> None:
+    """Of a scaled loss: an infinite gradient changes nothing but the scale."""
+    mine, theirs = (x for x in both("f32", kernels))
+    scales = []
+    for each in (mine, theirs):
+        each.update._scale = scale = LossScale()
+        each.update._told = True
+        scales.append(scale)
+    for number in range(3):
+        for each, scale in zip((mine, theirs), scales, strict=True):
+            gradients = drawn(number, scale.value)
+            if number == 1:
+                gradients["down.weight"][5, 6] = float("inf")
+            before = {name: x.clone() for name, x in each.parameters.items()}
+            assert each.step(number, gradients).skipped == (number == 1)
+            still = all(torch.equal(before[name], x) for name, x in each.parameters.items())
+            assert still == (number == 1)
+    assert scales[0].value == scales[1].value == LossScale().value / 2
+    same(mine, theirs, 2e-6)
+
+
+def test_what_was_kept_goes_on(kernels: SimpleNamespace) -> None:
+    """From torch's state, where some parameters have had fewer steps than others: each has its own correction."""
+    mine, theirs = both("f64", kernels, no_decay=("up.bias",))
+    for name in SHAPES:
+        if name != "up.weight":
+            assert mine.optimizer is not None and theirs.optimizer is not None
+            generator = torch.Generator().manual_seed(1)
+            for optimizer in (mine.optimizer, theirs.optimizer):
+                generator.manual_seed(1)
+                for key, value in _state(SHAPES[name], generator, 30.0 if "down" in name else 7.0).items():
+                    optimizer.restore(name, key, value)
+    for number in range(2):
+        for each in (mine, theirs):
+            each.step(number, drawn(number, 1.0))
+    same(mine, theirs, 1e-14)
+    assert [float(mine.kept(name)["step"]) for name in SHAPES] == [9, 2, 9, 9, 32]
+
+
+def _state(shape: tuple[int, ...], generator: torch.Generator, steps: float) -> dict[str, Tensor]:
+    moments = (torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    return {"step": torch.tensor(steps), **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
+
+
+@pytest.mark.parametrize("mesh", ["2x2 zero 1", pytest.param("pp=2,dp=2", marks=pytest.mark.matrix)])
+def test_packages_update_with_it(mesh: str, tmp_path: Path) -> None:
+    """As the single-device model does; a continued run has the same bits, and PyTorch's kernels go on from it too."""
+    package = build(tmp_path / "triton", mesh, kernels="triton")
+    result = verify(package, steps=2, virtual=True, optimizer="adamw", lr=0.01, clip=0.05, accumulate=2)
+    assert result.ok and result.worst.rel_err < 1e-11
+    how = ("--clip", 0.05, "--weight-decay", 0.1, "--no-decay", "*.bias")
+    trained(package, "--steps", 3, "--record", tmp_path / "whole", *how)
+    trained(package, "--steps", 1, "--save", tmp_path / "save", *how)
+    trained(package, "--steps", 3, "--resume", tmp_path / "save", "--record", tmp_path / "parts")
+    same_records(tmp_path / "whole", tmp_path / "parts", 2)
+    other = build(tmp_path / "aten", "2")
+    logs = [tmp_path / "mine.jsonl", tmp_path / "theirs.jsonl"]
+    for log, on in zip(logs, (package, other), strict=True):
+        trained(on, "--steps", 3, "--resume", tmp_path / "save", "--metrics", log)
+    mine, theirs = map(losses, logs)
+    assert mine == pytest.approx(theirs, rel=1e-12)

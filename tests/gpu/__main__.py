@@ -45,7 +45,10 @@ def main(parts: tuple[str, ...], steps: int) -> None:
 def correctness() -> bool:
     """The kernels' own tests, with the GPU in the interpreter's place."""
     print("\n# Kernels against PyTorch in fp64", flush=True)
-    names = ("kernels", "kernel_rows", "kernel_cross_entropy", "kernel_dropout", "kernel_embedding", "kernel_places")
+    names = (
+        *("kernels", "kernel_rows", "kernel_cross_entropy", "kernel_dropout", "kernel_embedding", "kernel_places"),
+        "kernel_adamw",
+    )
     tests = [f"tests/test_{name}.py" for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *tests]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "0"}).returncode == 0

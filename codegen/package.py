@@ -82,7 +82,7 @@ def files(
     rank_template = _template("rank.py.jinja")
     for rank in rank_codes(program):
         yield f"ranks/rank_{rank.rank:03d}.py", rank_template.render(rank=rank, ranks=ranks)
-    yield from _kernels(program, plan["command"].get("kernels") == "triton")
+    yield from _kernels(program)
     yield from _runtime()
 
 
@@ -193,21 +193,23 @@ def kernel_module(kernel: Kernel | Written) -> str:
     return formatted(_template(f"kernels/{kernel.template}.py.jinja").render(kernel=kernel))
 
 
-def _kernels(program: Program, triton: bool) -> Iterator[tuple[str, str]]:
-    """What the stages call in place of several operations, where anything is fused; and what updates parameters."""
-    fused = any(op.body for region in program.regions for graph in region.graphs for op in graph.ops)
-    if not fused and not triton:
+def _kernels(program: Program) -> Iterator[tuple[str, str]]:
+    """What the stages call in place of several operations; and what updates parameters and sends their gradients."""
+    if not program.fused:
         return
     from partc.codegen.kernels import kernels
     from partc.codegen.written import written
 
-    names = []
-    for kernel in (*kernels(program), *(written(program) if triton else ())):
-        names.append(kernel.name)
+    fused = tuple(kernels(program))
+    others = tuple(written(program))
+    every: list[Kernel | Written] = [*fused, *others]
+    for kernel in every:
         yield f"kernels/{kernel.name}.py", kernel_module(kernel)
     functions = importlib.resources.files("partc.kernels").joinpath("functions.py")
     yield "kernels/functions.py", functions.read_text(encoding="utf-8")
-    yield "kernels/__init__.py", _template("kernels/__init__.py.jinja").render(names=sorted(names))
+    names = sorted([*(kernel.name for kernel in fused), *(each.name for each in others if each.alone)])
+    modules = [each.name for each in others if not each.alone]
+    yield "kernels/__init__.py", _template("kernels/__init__.py.jinja").render(names=names, modules=modules)
 
 
 def _runtime() -> Iterator[tuple[str, str]]:

@@ -82,7 +82,8 @@ class Weights:
         if self.program.wire:
             yield f'wire="{self.program.wire}"'
         if self.program.compress:
-            yield f'compress="{self.program.compress}"'
+            compress = self.program.compress
+            yield f"compress=kernels.{compress}" if self.program.fused else f'compress="{compress}"'
 
     def starts(self, run: Run) -> bool:
         """Whether sums are started, or go on from inside nodes to between them, in a run of calls."""

@@ -1,4 +1,4 @@
-"""Kernels that don't depend on a model's operations: what packages update parameters with."""
+"""Kernels that don't depend on a model's operations: what packages update parameters and send gradients with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from partc.codegen.collectives import readable_bytes
 from partc.program import ITEMSIZE, Program
+from partc.runtime import compression
 from partc.runtime.flat import BETAS, EPS, GRANULE
 
 INTERPRETED = 1 << 16  # numbers of a block where kernels are interpreted, each program at some cost
@@ -14,25 +15,45 @@ INTERPRETED = 1 << 16  # numbers of a block where kernels are interpreted, each 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A kernel that a package has whatever its model is."""
+    """A module of kernels that a package has whatever its model is.
+
+    `block` is how many numbers a program has; `alone`, whether the module is called for one function of its name.
+    """
 
     name: str
-    each: str  # bytes that are moved for one number
+    each: str = ""  # bytes that are moved for one number
     moved: str = ""  # in a step, by the rank with most
-    betas: tuple[float, float] = BETAS
-    eps: float = EPS
-    block: int = GRANULE
-    granule: int = GRANULE
+    block: int = 4 * GRANULE
     interpreted: int = INTERPRETED
     warps: int = 4
+    alone: bool = True
+
+    # Of AdamW.
+    betas = BETAS
+    eps = EPS
+    granule = GRANULE
+    # Of int8: a block's numbers, a byte each, and its scale.
+    numbers = compression.BLOCK
+    bytes = compression.room("int8", compression.BLOCK)
+    words = bytes // 4
+    numbers_words = numbers // 4
 
     @property
     def template(self) -> str:
         return self.name
 
+    @property
+    def rows(self) -> int:
+        """Blocks of int8 of a program."""
+        return self.block // self.numbers
+
+    @property
+    def interpreted_rows(self) -> int:
+        return self.interpreted // self.numbers
+
 
 def written(program: Program) -> Iterator[Written]:
-    """Those of a package that trains something."""
+    """Those of a package, if it trains something."""
     trained = [parameter for parameter in program.parameters if parameter.trainable]
     sizes = sorted({ITEMSIZE[parameter.type.dtype] for parameter in trained})
     if not sizes:
@@ -41,8 +62,10 @@ def written(program: Program) -> Iterator[Written]:
         sum(7 * parameter.type.local_bytes(program.sizes) for parameter in trained if parameter.name in names)
         for names in _places(program)
     )
-    yield Written(name="adamw", each=_each([7 * size for size in sizes]), moved=readable_bytes(moved))
+    yield Written(name="adamw", block=GRANULE, each=_each([7 * size for size in sizes]), moved=readable_bytes(moved))
     yield Written(name="squares", each=_each(sizes))
+    if program.compress:
+        yield Written(name=program.compress, alone=False)
 
 
 def _places(program: Program) -> Iterator[set[str]]:

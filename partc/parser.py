@@ -133,7 +133,7 @@ class _Reader:
     def _program(self, text: str) -> None:
         match = _matched(
             rf"program {_NAME} mesh (\S+) microbatches (\d+) loss {_NAME}(?: draws (\d+))?(?: zero (\d))?"
-            r"(?: near ([\w,]+))?(?: wire (\w+))?(?: compress (\w+))?( compiled)?",
+            r"(?: near ([\w,]+))?(?: wire (\w+))?(?: compress (\w+))?( compiled)?( fused)?",
             text,
         )
         self._head = Program(
@@ -147,6 +147,7 @@ class _Reader:
             wire=match[8] or "",
             compress=match[9] or "",
             compiled=bool(match[10]),
+            fused=bool(match[11]),
         )
 
     def _input(self, text: str) -> None:

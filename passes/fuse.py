@@ -43,4 +43,4 @@ def fuse(program: Program, *, kernels: str = "aten") -> Program:
         else region
         for region in program.regions
     )
-    return named(over(replace(program, regions=regions)))
+    return named(over(replace(program, regions=regions, fused=True)))

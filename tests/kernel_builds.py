@@ -80,6 +80,8 @@ class Recorder:
             if isinstance(arg, torch.Tensor):
                 types[parameter] = f"*{TYPES[str(arg.dtype).removeprefix('torch.')]}"
                 aligned.append(parameter)
+            elif isinstance(arg, float):
+                types[parameter] = "fp32"
             elif arg == 1:
                 constants[parameter] = 1
             else:
@@ -111,27 +113,35 @@ def control() -> list[Built]:
         return list(build(function, {"x_ptr": "*fp32"}, {"SIZE": 8192}, ["x_ptr"], {"num_warps": 1}))
 
 
-def recorded(launcher: Any, found: list[Built]) -> Any:
-    """A launcher whose kernels are built in place of being launched."""
+def record(module: dict[str, Any], found: list[Built]) -> None:
+    """Have a module's launchers build their kernels in place of launching them."""
     from triton.runtime.jit import JITFunction
 
-    for name, item in list(launcher.__globals__.items()):
-        if isinstance(item, JITFunction) and f"{name}[" in inspect.getsource(launcher):
-            launcher.__globals__[name] = Recorder(item, found)
-    return launcher
+    launchers = "".join(inspect.getsource(item) for item in module.values() if inspect.isfunction(item))
+    for name, item in list(module.items()):
+        if isinstance(item, JITFunction) and f"{name}[" in launchers:
+            module[name] = Recorder(item, found)
 
 
-def launches(name: str, x: Any) -> Iterator[tuple[Any, ...]]:
-    """What a written kernel is launched with, for as much flat memory as x."""
+def launch(module: dict[str, Any], name: str) -> None:
+    """What a written kernel is launched with: flat memory of a size that does not divide."""
     import torch
 
-    rates = x.new_empty(3, 3)
-    first, starts = (torch.empty(14, dtype=dtype, device="meta") for dtype in (torch.int32, torch.int64))
-    if name == "adamw":
-        yield x, x, x, x, x.new_empty(()), rates
-        yield x, x, x, x, x.new_empty(()), rates, first, starts
-    if name == "squares":
-        yield (x,)
+    empty = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
+    if name in ("int8", "bf16"):
+        rows = empty(4, 16384, dtype=torch.float32)
+        coded, left = module["encode"](rows, None, 1.0)
+        module["encode"](rows, left, 2.0)
+        module["decode"](coded, 16384)
+        module["decode_sum"](coded, 16384)
+    for dtype in (torch.float32, torch.float64) if name in ("adamw", "squares") else ():
+        x = empty(12345, dtype=dtype)
+        if name == "squares":
+            module[name](x)
+            continue
+        rates, factor = empty(3, 3, dtype=dtype), empty(dtype=dtype)
+        module[name](x, x, x, x, factor, rates)
+        module[name](x, x, x, x, factor, rates, empty(14, dtype=torch.int32), empty(3, dtype=torch.int64))
 
 
 def builds(model: str, options: dict[str, str], *, precision: str, mesh: str) -> list[Built]:
@@ -140,7 +150,7 @@ def builds(model: str, options: dict[str, str], *, precision: str, mesh: str) ->
 
     from partc.api import compilation
     from partc.codegen.kernels import kernels
-    from partc.codegen.written import written
+    from partc.codegen.written import Written, written
     from partc.operators import DTYPES
     from partc.options import Options
     from tests.triton_runs import Kernels
@@ -153,14 +163,15 @@ def builds(model: str, options: dict[str, str], *, precision: str, mesh: str) ->
     with tempfile.TemporaryDirectory() as folder:
         loader = Kernels(Path(folder))
         for kernel in kernels(program):
-            launcher = recorded(loader.load(kernel), found)
+            launcher = loader.load(kernel)
+            record(launcher.__globals__, found)
             tensors = (torch.empty(item.shape, dtype=DTYPES[item.dtype], device="meta") for item in kernel.arguments)
             launcher(*tensors, *(3 if name.endswith("_rank") else 2**40 + 1 for name in kernel.numbers))
-        for each in written(program):
-            launcher = recorded(loader.load(replace(each, interpreted=each.block)), found)
-            for dtype in DTYPES["f32"], DTYPES["f64"]:
-                for tensors in launches(each.name, torch.empty(12345, dtype=dtype, device="meta")):
-                    launcher(*tensors)
+        for each in (*written(program), *(Written(name=name, alone=False) for name in ("int8", "bf16"))):
+            loaded = loader.load(replace(each, interpreted=each.block))
+            module = loaded.__globals__ if each.alone else vars(loaded)
+            record(module, found)
+            launch(module, each.name)
     return found
 
 

@@ -41,7 +41,7 @@ class Kernels:
         sys.modules[self.package] = package
 
     def load(self, built: Kernel | Written) -> Any:
-        """The function that launches a kernel."""
+        """The function that launches a kernel; of several, their module."""
         self._loaded += 1
         name = f"{self.package}.loaded_{self._loaded}"
         path = self.folder / f"loaded_{self._loaded}.py"
@@ -50,7 +50,7 @@ class Kernels:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        return getattr(module, built.name)
+        return getattr(module, built.name) if isinstance(built, Kernel) or built.alone else module
 
     def run(
         self, graph: Graph, values: Mapping[str, Tensor], params: Mapping[str, TensorType], sizes: Sizes, **how: bool

@@ -8,6 +8,7 @@ again by the one that sends their sum (Tang et al. 2021, 1-bit Adam, section 4.1
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,9 +29,9 @@ def encode(kind: str, x: Tensor) -> Tensor:
         return x.to(torch.bfloat16)
     ways, size = x.shape
     blocks = torch.nn.functional.pad(x, (0, -size % BLOCK)).view(ways, -1, BLOCK)
-    scales = blocks.abs().amax(2, keepdim=True) / 127
-    numbers = (blocks / torch.where(scales == 0, 1.0, scales)).round().to(torch.int8)
-    return torch.cat([numbers.view(torch.uint8).flatten(1), scales.view(torch.uint8).flatten(1)], 1)
+    scales = blocks.abs().amax(2) / 127
+    numbers = (blocks / torch.where(scales == 0, 1.0, scales).unsqueeze(2)).round().to(torch.int8)
+    return torch.cat([numbers.view(torch.uint8).flatten(1), scales.view(torch.uint8)], 1)
 
 
 def decode(kind: str, x: Tensor, size: int) -> Tensor:
@@ -40,15 +41,55 @@ def decode(kind: str, x: Tensor, size: int) -> Tensor:
     count = -(-size // BLOCK)
     numbers, scales = x.split([count * BLOCK, count * 4], 1)
     blocks = numbers.contiguous().view(torch.int8).view(len(x), count, BLOCK)
-    found: Tensor = blocks * scales.contiguous().view(torch.float32).unsqueeze(2)
+    found: Tensor = blocks * scales.contiguous().view(len(x), count, 4).view(torch.float32)
     return found.flatten(1)[:, :size]
+
+
+class Codec(Protocol):
+    """What makes few bits of gradients, and the way back: the package's kernels, or PyTorch's."""
+
+    def encode(self, x: Tensor, left: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        """[ways, size] of what travels, with what was left out before; and what is left out now, unscaled.
+
+        The tensor of what was left out before may be the one of what is left out now.
+        """
+
+    def decode(self, coded: Tensor, size: int) -> Tensor:
+        """[ways, size] in fp32."""
+
+    def decode_sum(self, coded: Tensor, size: int) -> Tensor:
+        """The sum over the ways, [size]."""
+
+
+class TorchCodec:
+    """By PyTorch's kernels."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def encode(self, x: Tensor, left: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        x = x if left is None else x + left * scale
+        coded = encode(self.kind, x)
+        out = (x - decode(self.kind, coded, x.shape[1])) / scale
+        return coded, out.nan_to_num_(0, 0, 0)  # a step whose gradients overflow is skipped, and leaves nothing
+
+    def decode(self, coded: Tensor, size: int) -> Tensor:
+        return decode(self.kind, coded, size)
+
+    def decode_sum(self, coded: Tensor, size: int) -> Tensor:
+        return decode(self.kind, coded, size).sum(0)
+
+
+def codec(compress: str | Codec) -> Codec:
+    """That of a kind, by name, where the package has none."""
+    return TorchCodec(compress) if isinstance(compress, str) else compress
 
 
 class Compressed:
     """The sums of one piece of memory, of so many numbers, step after step."""
 
-    def __init__(self, kind: str, axis: Axis, numbers: int) -> None:
-        self._kind, self._axis = kind, axis
+    def __init__(self, kind: str | Codec, axis: Axis, numbers: int) -> None:
+        self._codec, self._axis = codec(kind), axis
         self._size = -(-numbers // axis.size)
         self._sent: Tensor | None = None  # [ways, size]: what this rank has left out of its gradients
         self._summed: Tensor | None = None  # [1, size]: and of its part of the sum
@@ -76,18 +117,17 @@ class Compressed:
 
         `scale` is that of this step's gradients.
         """
-        kind, axis = self._kind, self._axis
-        rows = torch.nn.functional.pad(x.float(), (0, -x.numel() % axis.size)).view(axis.size, -1)
+        codec, axis = self._codec, self._axis
+        rows = padded(x.float(), axis.size).view(axis.size, -1)
         size = self._size
-        coded, self._sent = self._coded(rows, self._sent, scale)
+        coded, self._sent = codec.encode(rows, self._sent, scale)
         parts = yield axis.start_all_to_all(coded.flatten(), split_dim=0, concat_dim=0)
-        mine = decode(kind, parts.view(axis.size, -1), size).sum(0, keepdim=True)
-        coded, self._summed = self._coded(mine, self._summed, scale)
+        mine = codec.decode_sum(parts.view(axis.size, -1), size).view(1, -1)
+        coded, self._summed = codec.encode(mine, self._summed, scale)
         whole = yield axis.start_all_gather(coded.flatten(), dim=0)
-        return decode(kind, whole.view(axis.size, -1), size).reshape(-1)[: x.numel()].to(x.dtype)
+        return codec.decode(whole.view(axis.size, -1), size).reshape(-1)[: x.numel()].to(x.dtype)
 
-    def _coded(self, x: Tensor, error: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-        x = x if error is None else x + error * scale
-        coded = encode(self._kind, x)
-        left = (x - decode(self._kind, coded, x.shape[1])) / scale
-        return coded, left.nan_to_num_(0, 0, 0)  # a step whose gradients overflow is skipped, and leaves nothing
+
+def padded(x: Tensor, ways: int) -> Tensor:
+    """Flat, with zeros at its end where its size does not divide."""
+    return x if x.numel() % ways == 0 else torch.nn.functional.pad(x, (0, -x.numel() % ways))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .comm import Comm, Pending, runs
-from .compression import Compressed
+from .compression import Codec, Compressed
 from .layout import DTYPES, Shard
 from .parts import Parts
 
@@ -64,7 +64,7 @@ class Sums:
         *,
         near: tuple[str, ...] = (),
         wire: str = "",
-        compress: str = "",
+        compress: str | Codec = "",
     ) -> None:
         self._comm = comm
         self._gradients = gradients

@@ -47,7 +47,7 @@ def correctness() -> bool:
     print("\n# Kernels against PyTorch in fp64", flush=True)
     names = (
         *("kernels", "kernel_rows", "kernel_cross_entropy", "kernel_dropout", "kernel_embedding", "kernel_places"),
-        "kernel_adamw",
+        *("kernel_adamw", "kernel_compression"),
     )
     tests = [f"tests/test_{name}.py" for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *tests]

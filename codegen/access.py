@@ -9,7 +9,6 @@ from typing import Protocol
 from partc.codegen.calls import Run
 from partc.codegen.collectives import moved
 from partc.codegen.functions import Function, Line, RegionCode
-from partc.codegen.names import identifier
 from partc.codegen.weights import counted, strings
 from partc.parts import Kind, Parts
 from partc.program import Call, Parameter, Phase, Program, TensorType, Transfer
@@ -48,7 +47,6 @@ class Access:
     p: str
     g: str
     notes: tuple[str, ...]
-    opening: tuple[Line, ...]
     closing: tuple[Line, ...]
 
 
@@ -79,26 +77,17 @@ def access(builder: Stage, run: Run, function: Function, kind: Kind) -> Access:
     tables = {"p": builder.attribute(run), "g": builder.attribute(run, "grad ")}
     over: dict[str, str] = {name: name for name in ("p", "g", "number") if name in function.passes}
     if parted and level == 3:
-        unit_of = ("unit",) if "g" in function.passes else ()
+        unit_of = ("unit",) if function.gives else ()
         over = {**dict.fromkeys(unit_of, "p"), **{name: name for name in ("number",) if name in function.passes}}
-    elif parted:
-        over = {"unit" if name == "g" else name: name for name in over}
+    elif parted and function.gives:
+        over = {**over, "unit": "g"}
     unit = "unit" if run.loop else tables["p" if level == 3 else "g"]
     names = {"p": "p", "g": "g"} if run.loop else {"p": "", "g": ""}
-    opening: tuple[Line, ...] = ()
     closing: tuple[Line, ...] = ()
-    scattered = parts.scattered(call, kind)
-    if parted and "g" in function.passes:
-        names["g"] = "g"
-        trained = [name for name in call.params if builder.parameters[name].trainable]
-        some = (identifier(name) for name in scattered) if len(scattered) < len(trained) else ()
-        fields = ", ".join(f'"{name}"' for name in some)
-        opening = (Line(code=f"g = {unit}.zeros({fields})"),)
+    if function.gives:
         moves = list(parts.after(call, kind))
-        if moves:
-            note = f"{moved(moves)}, until the next one starts: each rank keeps the sum for its part"
-            closing = (Line(code=f"{unit}.scatter(g)", notes=(note,)),)
-        closing = (*closing, Line(code="del g"))
+        note = f"{moved(moves)}, until the next one starts: each rank keeps the sum for its part" if moves else ""
+        closing = (Line(code=f"{unit}.scatter(g)", notes=(note,) if note else ()), Line(code="del g"))
     lists = [(name, _counting(run) if of == "number" else tables[of]) for name, of in over.items()]
     if kind == ("W" if builder.split else "B") and builder.starts(run):
         started = builder.started(run)
@@ -110,7 +99,6 @@ def access(builder: Stage, run: Run, function: Function, kind: Kind) -> Access:
         p="next(whole)" if parts.gathers(call, kind) else names["p"],
         g=names["g"],
         notes=tuple(f"{moved([move])}: each rank holds a part" for move in parts.before(call, kind)),
-        opening=opening,
         closing=closing,
     )
 

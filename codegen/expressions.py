@@ -306,6 +306,9 @@ _TABLE: Mapping[str, Emit] = {
     ),
     "embedding": _function("torch.embedding"),
     "embedding_shard": _at_rank("functional.embedding_shard"),
+    "embedding_dense_backward": lambda o: (
+        f"functional.embedding_grad({_arguments(o.args[:4], ('', '', '', 'padding_idx=-1'), {})})"
+    ),
     "embedding_shard_backward": lambda o: (
         f"functional.embedding_shard_grad({', '.join((*o.args[:3], f'comm.{_axis(o)}.rank', *o.args[3:4]))})"
     ),

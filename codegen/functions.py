@@ -45,6 +45,7 @@ class Function:
     arguments: tuple[Argument, ...]
     returns: str
     lines: tuple[Line, ...]
+    gives: bool = False  # whether it returns gradients of parameters, after those of inputs
 
     @property
     def passes(self) -> frozenset[str]:
@@ -70,18 +71,25 @@ class RegionCode:
 
 
 def region_code(
-    region: Region, sizes: Sizes, prefix: str, doc: str, updates: Mapping[int, str] | None = None
+    region: Region,
+    sizes: Sizes,
+    prefix: str,
+    doc: str,
+    updates: Mapping[int, str] | None = None,
+    *,
+    gives: bool = False,
 ) -> RegionCode:
     """`prefix` is the module path that sources of this region's operations share ("blocks.0").
 
     `updates` gives, for outputs that are buffers' next values, the buffers: they are stored, not returned.
+    Gradients of parameters are added to those there are or, with `gives`, returned.
     """
     name = identifier(region.name)
     title = class_name(region.name)
     fields = Names()
     for value in region.params:
         fields[value.name]
-    writer = _Writer(region=region, sizes=sizes, fields=fields, prefix=prefix, updates=updates or {})
+    writer = _Writer(region=region, sizes=sizes, fields=fields, prefix=prefix, updates=updates or {}, gives=gives)
     saves = region.backward is not None
     forward = without_idle_views(
         replace(region.forward, outputs=(*region.forward.outputs, *(region.saved if saves else ()))), sizes
@@ -116,6 +124,7 @@ class _Writer:
     fields: Names
     prefix: str
     updates: Mapping[int, str]
+    gives: bool
 
     def forward(self, graph: Graph, name: str, doc: str, params_class: str) -> Function:
         names = self._scope()
@@ -146,7 +155,7 @@ class _Writer:
     def backward(self, graph: Graph, name: str, params_class: str) -> Function:
         original = graph.outputs
         graph = without_idle_views(graph, self.sizes)
-        buffers = self._buffers(original, graph)
+        buffers, given = self._gradients(original, graph)
         names = self._scope()
         inputs = [value for value in graph.inputs if value.name not in self._params]
         grads = [value for value in inputs if value.name not in self.region.saved]
@@ -157,12 +166,17 @@ class _Writer:
         gradients = (f"grad_{value.name}" for value in self.region.forward.inputs)
         wanted = [made[name] for name in gradients if name in made]
         kept = graph.outputs[count:]
-        lines = self._body(replace(graph, outputs=(*wanted, *kept)), names, buffers, borrowed=grads)
+        outputs = (*wanted, *given.values(), *kept)
+        lines = self._body(replace(graph, outputs=outputs), names, buffers, borrowed=grads)
         unpacked = [names[saved] for saved in self.region.saved]
         arguments = [Argument(name="saved", type="Saved")] if unpacked else []
         lines = _unpacked("saved", unpacked, lines)
         results = [names[output] for output in wanted]
         types = ["Tensor"] * len(results)
+        if given:
+            lines.append(self._given(given, names, params_class))
+            results.append("g")
+            types.append(params_class)
         if self.region.kept:
             results.append(_tuple([names[name] for name in kept]))
             types.append("Saved")
@@ -176,6 +190,7 @@ class _Writer:
             arguments=(*self._arguments(lines, params_class, grads, names), *arguments),
             returns=returns,
             lines=tuple(lines),
+            gives=bool(given),
         )
 
     def weight(self, graph: Graph, name: str, params_class: str) -> Function:
@@ -185,19 +200,31 @@ class _Writer:
         names = self._scope()
         for value in graph.inputs:
             names[value.name]
-        body = self._body(replace(graph, outputs=()), names, self._buffers(original, graph), borrowed=())
+        buffers, given = self._gradients(original, graph)
+        body = self._body(replace(graph, outputs=tuple(given.values())), names, buffers, borrowed=())
         lines = _unpacked("kept", [names[value.name] for value in graph.inputs], body)
+        if given:
+            lines.extend((self._given(given, names, params_class), Line(code="return g")))
         arguments = (*self._arguments(lines, params_class, (), names), Argument(name="kept", type="Saved"))
-        return Function(name=name, doc="", arguments=arguments, returns="None", lines=tuple(lines))
+        returns = params_class if given else "None"
+        return Function(name=name, doc="", arguments=arguments, returns=returns, lines=tuple(lines), gives=bool(given))
 
-    def _buffers(self, original: tuple[str, ...], graph: Graph) -> dict[str, list[str]]:
-        """The gradient buffers that each value is added to."""
-        gradients = {f"grad_{value.name}": f"g.{self.fields[value.name]}" for value in self.region.params}
+    def _gradients(self, original: tuple[str, ...], graph: Graph) -> tuple[dict[str, list[str]], dict[str, str]]:
+        """The buffers that each value is added to; or the values that are parameters' gradients, to be returned."""
+        params = {f"grad_{value.name}": value.name for value in self.region.params}
         buffers: dict[str, list[str]] = {}
+        given: dict[str, str] = {}
         for output, made in zip(original, graph.outputs, strict=True):
-            if output in gradients:
-                buffers.setdefault(made, []).append(gradients[output])
-        return buffers
+            if output in params and self.gives:
+                given[params[output]] = made
+            elif output in params:
+                buffers.setdefault(made, []).append(f"g.{self.fields[params[output]]}")
+        return buffers, given
+
+    def _given(self, given: Mapping[str, str], names: Names, params_class: str) -> Line:
+        """All gradients that a function made of its parameters; None for others, made elsewhere or by nobody."""
+        values = (names[given[value.name]] if value.name in given else "None" for value in self.region.params)
+        return Line(code=f"g = {params_class}({', '.join(values)})")
 
     @property
     def _params(self) -> frozenset[str]:
@@ -221,7 +248,7 @@ class _Writer:
                 Argument(name="p", type=params_class),
                 Argument(name="g", type=params_class),
             )
-            if _reads(code, argument.name)
+            if _reads(code, argument.name) and not (self.gives and argument.name == "g")
         ]
         if re.search(r"comm\.(draw|counter)\(number", code):
             common.append(Argument(name="number", type="int"))

@@ -13,6 +13,7 @@ from partc.codegen.steps import Steps
 from partc.codegen.weights import Entry, Repeated, Weights, strings
 from partc.layout import SubDim
 from partc.mesh import TIME_AXIS
+from partc.parts import Parts
 from partc.program import Phase, Program
 
 
@@ -72,13 +73,13 @@ class _Builder:
             for phase in ("setup", "step", "microbatch")
         }
         self.types = program.value_types()
+        self.parts = Parts(program)
         self.codes = self._region_codes()
         self.attributes = Names(_STAGE_ATTRIBUTES)
         every = [run for phase in self.runs.values() for run in phase]
-        self.weights = Weights(program, index, every, self.codes, self.attributes)
+        self.weights = Weights(program, index, every, self.codes, self.attributes, self.parts)
         self.attribute = self.weights.attribute
         self.starts, self.started = self.weights.starts, self.weights.started
-        self.parts = self.weights.parts
         self.parameters = self.weights.parameters
         self.places = {name: f'batch["{name}"]' for name in program.inputs}
         # A schedule may ask for the halves of a stage that has no weights.
@@ -161,7 +162,12 @@ class _Builder:
                 what = _listed(map(self._title, same)) if region.params else _PHASES[region.phase]
                 prefix = next(call.name for call in self.program.calls if call.region == region.name)
                 codes[region.name] = region_code(
-                    region, self.program.sizes, prefix, f"{what}{place_of(region)}.", self._updated(run)
+                    region,
+                    self.program.sizes,
+                    prefix,
+                    f"{what}{place_of(region)}.",
+                    self._updated(run),
+                    gives=self.program.zero >= 2 and self.parts.has_parts(run.calls[0]),
                 )
         return codes
 

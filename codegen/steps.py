@@ -152,8 +152,9 @@ class Steps:
             way = access(self.b, run, function, "W")
             lines.extend([Line(code=over(run, way))] if run.loop else [])
             arguments = self.b.arguments(function, run, (), "self.comm", p=way.p, g=way.g)
-            code = f"{function.name}({', '.join(filter(None, (arguments, 'kept.pop()')))})"
-            around = (*way.opening, Line(code=code, notes=way.notes), *way.closing)
+            given = "g = " if function.gives else ""
+            code = f"{given}{function.name}({', '.join(filter(None, (arguments, 'kept.pop()')))})"
+            around = (Line(code=code, notes=way.notes), *way.closing)
             lines.extend(indented(around, "    " if run.loop else ""))
         return lines
 
@@ -285,13 +286,12 @@ class Steps:
             drop = []
         else:
             drop = [Line(code=f"{indent}saved.pop()")]
-        used = [] if all(target == "_" for target in targets) else targets
-        hand: tuple[Line, ...] = ()
-        if code.weight is not None:
-            used, hand = [*targets, "left"], (Line(code="kept.append(left)"),)
+        more = [*(["g"] if function.gives else []), *(["left"] if code.weight is not None else [])]
+        used = [] if all(target == "_" for target in targets) and not more else [*targets, *more]
+        hand = (Line(code="kept.append(left)"),) if code.weight is not None else ()
         assigned = f"{', '.join(used)} = " if used else ""
         line = Line(code=f"{assigned}{function.name}({', '.join(values)})", notes=way.notes)
-        return [*drop, *indented((*way.opening, line, *hand, *way.closing), indent)]
+        return [*drop, *indented((line, *hand, *way.closing), indent)]
 
     def _kind(self) -> Kind:
         return "I" if self._split() else "B"

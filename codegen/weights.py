@@ -41,10 +41,7 @@ class Weights:
     runs: Sequence[Run]
     codes: Mapping[str, RegionCode]
     attributes: Names
-
-    @cached_property
-    def parts(self) -> Parts:
-        return Parts(self.program)
+    parts: Parts
 
     @cached_property
     def reductions(self) -> Reductions:

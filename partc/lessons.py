@@ -220,28 +220,37 @@ class Call:
         return handed
 
     def _handed(self, result: Any, returned: Callable[[Any], Leaf | Tensor]) -> Any:
-        """Tensors for the caller to compute with; those in tuples of a result are saved, and wait."""
+        """Tensors for the caller to compute with; those in plain tuples of a result are saved, and wait."""
         self._ledger.call = self._ledger.line = ""
-        if isinstance(result, tuple):
-            return tuple(
-                self._saved(item, returned) if isinstance(item, tuple) else self._tensor(item, returned)
-                for item in result
-            )
-        return None if result is None else self._tensor(result, returned)
+
+        def handed(item: Any) -> Any:
+            if hasattr(item, "_fields"):
+                return _mapped(item, lambda x: self._tensor(x, returned, "gradients"))
+            return self._saved(item, returned) if isinstance(item, tuple) else self._tensor(item, returned)
+
+        if isinstance(result, tuple) and not hasattr(result, "_fields"):
+            return tuple(map(handed, result))
+        return None if result is None else handed(result)
 
     def _saved(self, items: tuple[Any, ...], returned: Callable[[Any], Leaf | Tensor]) -> Any:
         def waiting(item: Any) -> Leaf | Tensor:
             leaf = returned(item)
-            owner = leaf.owner if isinstance(leaf, Leaf) else leaf
-            block = owner.block if isinstance(owner, Owned) else self._ledger.block(owner)
-            if block is not None and block.category in ("temporaries", "communication"):
-                block.category = "activations"
+            self._outlives(leaf, "activations")
             return leaf
 
         return _mapped(items, waiting)
 
-    def _tensor(self, item: Any, returned: Callable[[Any], Leaf | Tensor]) -> Tensor:
+    def _outlives(self, leaf: Leaf | Tensor, category: str) -> None:
+        """What was made in passing is kept for something."""
+        owner = leaf.owner if isinstance(leaf, Leaf) else leaf
+        block = owner.block if isinstance(owner, Owned) else self._ledger.block(owner)
+        if block is not None and block.category in ("temporaries", "communication"):
+            block.category = category
+
+    def _tensor(self, item: Any, returned: Callable[[Any], Leaf | Tensor], category: str = "") -> Tensor:
         leaf = returned(item)
+        if category:
+            self._outlives(leaf, category)
         if isinstance(leaf, Tensor):
             return leaf
         with self._ledger.muted():

@@ -309,19 +309,15 @@ _QuietAxis.reduce_gradients = _communicating("reduce_gradients")  # type: ignore
 class _NamedParts(Parts):
     """Says what it makes: whole parameters and whole gradients."""
 
-    def gather(self, *names: str) -> Pending[list[Tensor]]:
+    def _gather(self, names: Sequence[str], into: Mapping[str, Tensor]) -> Pending[list[Tensor]]:
         with self._named("copies", "gathered parameters"):
-            going = super().gather(*names)
+            going = super()._gather(names, into)
 
         def finish() -> list[Tensor]:
             with self._named("copies", "gathered parameters"):
                 return going.wait()
 
         return Pending(finish)
-
-    def zeros(self, *names: str) -> list[Tensor | None]:
-        with self._named("gradients", "whole gradients"):
-            return super().zeros(*names)
 
     def scatter(self, gradients: Mapping[str, Tensor]) -> None:
         with self._named("communication", "scattered gradients"):

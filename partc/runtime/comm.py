@@ -317,6 +317,14 @@ def join(parts: Tensor, dim: int, outer: int) -> Tensor:
     return split.reshape(*shape[:dim], outer * ways * rest, *shape[dim + 1 :])
 
 
+def fill(whole: Tensor, parts: Tensor, dim: int, outer: int) -> None:
+    """What `join` makes, into a tensor that is there already; `parts` may stand apart."""
+    ways, *shape = parts.shape
+    rest = shape[dim] // outer
+    places = whole.unflatten(dim, (outer, ways, rest)).movedim(dim + 1, 0)
+    places.copy_(parts.unflatten(dim + 1, (outer, rest)))
+
+
 def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same memory in fewer, longer pieces: each tensor joins the one before it where it follows in its storage."""
     runs: list[Tensor] = []

@@ -28,6 +28,7 @@ __all__ = [
     "dropout",
     "dropout_backward",
     "embedding_add_grad",
+    "embedding_grad",
     "embedding_shard",
     "embedding_shard_add_grad",
     "embedding_shard_grad",
@@ -143,8 +144,8 @@ def embedding_shard_add_grad(into: Tensor, grad: Tensor, ids: Tensor, rank: int,
 
 
 def embedding_shard_grad(grad: Tensor, ids: Tensor, rows: int, rank: int, padding_idx: int = -1) -> Tensor:
-    """The table's gradient [rows, d] by itself, where it is one of several that are summed."""
-    into = grad.new_zeros(rows, grad.shape[-1])
+    """The table's gradient [rows, d] by itself, summed in fp32 at least."""
+    into = grad.new_zeros(rows, grad.shape[-1], dtype=row_dtype(grad))
     embedding_shard_add_grad(into, grad, ids, rank, padding_idx)
     return into
 
@@ -154,6 +155,13 @@ def embedding_add_grad(into: Tensor, grad: Tensor, ids: Tensor, padding_idx: int
     if padding_idx >= 0:
         grad = grad.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
     into.index_add_(0, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]).to(into.dtype))
+
+
+def embedding_grad(grad: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
+    """The gradient [rows, d] of a whole table by itself, summed in fp32 at least."""
+    into = grad.new_zeros(rows, grad.shape[-1], dtype=row_dtype(grad))
+    embedding_add_grad(into, grad, ids, padding_idx)
+    return into
 
 
 def _local_ids(ids: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .comm import Axis, Comm, Pending, join, split
+from .comm import Axis, Comm, Pending, fill, join, split
 from .layout import DTYPES, Shard, cutting
 
 T = TypeVar("T")
@@ -55,31 +55,48 @@ class Parts:
 
     def gather(self, *names: str) -> Pending[list[Tensor]]:
         """Start to gather the whole parameters, as calls read them."""
+        return self._gather(names, {})
+
+    def _gather(self, names: Sequence[str], into: Mapping[str, Tensor]) -> Pending[list[Tensor]]:
+        """`into` has tensors for the whole that are there already."""
         whole = {name: self._held[name].to(self._shards[name].read_dtype) for name in names}
         going = []
-        for axis, together in self._together(whole):
+        for axis, together in self._together({name: whole[name].dtype for name in names}):
             shapes = [whole[name].shape for name in together]
-            flat = torch.cat([whole.pop(name).reshape(-1) for name in together])
+            flat = _joined([whole.pop(name).reshape(-1) for name in together])
             going.append((axis.size, together, shapes, axis.start_all_gather(flat, dim=0)))
 
         def finish() -> list[Tensor]:
             while going:
                 ways, together, shapes, rows = going.pop(0)
-                columns = rows.wait().view(ways, -1).split([shape.numel() for shape in shapes], dim=1)
+                found = rows.wait().view(ways, -1)
+                columns = found.split([shape.numel() for shape in shapes], dim=1)
                 for name, shape, column in zip(together, shapes, columns, strict=True):
-                    whole[name] = join(column.reshape(ways, *shape), *self._seams[name])
+                    dim, outer = self._seams[name]
+                    if name not in into and len(together) == 1:
+                        whole[name] = join(column.view(ways, *shape), dim, outer)
+                        continue
+                    size = [ways * n if at == dim else n for at, n in enumerate(shape)]
+                    whole[name] = into[name] if name in into else column.new_empty(size)
+                    fill(whole[name], column.view(ways, *shape), dim, outer)
             return [whole[name] for name in names]
 
         return Pending(finish)
 
     def scatter(self, gradients: Mapping[str, Tensor]) -> None:
-        """Start to add to each rank's part the sum of what all ranks have for it in these gradients of the whole."""
+        """Start to add to each rank's part the sum of what all ranks have for it in these gradients of the whole.
+
+        What a rank holds whole is added to its own.
+        """
         self.settle()
-        for axis, together in self._together(gradients):
+        for name in gradients:
+            if not self._shards[name].gather:
+                self._gradients[name].add_(gradients[name])
+        for axis, together in self._together({name: self._gradients[name].dtype for name in gradients}):
             rows = [split(gradients[name], axis.size, *self._seams[name]).reshape(axis.size, -1) for name in together]
             sizes = [row.shape[1] for row in rows]
-            flat = torch.cat(rows, dim=1).view(-1)
-            sums = axis.start_reduce_scatter(flat.to(self._wire or flat.dtype), dim=0)
+            flat = _joined(rows, self._wire or self._gradients[together[0]].dtype).view(-1)
+            sums = axis.start_reduce_scatter(flat, dim=0)
             self._going.append(sums.then(partial(self._add, together, sizes)))
 
     def settle(self) -> None:
@@ -91,10 +108,6 @@ class Parts:
         for name, part in zip(names, sums.split(list(sizes)), strict=True):
             self._gradients[name].add_(part.view(self._gradients[name].shape))
 
-    def zeros(self, *names: str) -> list[Tensor | None]:
-        """Gradients of whole parameters to add to; what is held whole adds to its own; None for what is frozen."""
-        return [self._whole_gradient(name) if name in self._gradients else None for name in names]
-
     def keep(self, *names: str) -> list[Tensor]:
         """The whole parameters, in tensors that `refresh` brings up to date."""
         new = tuple(name for name in names if name not in self._kept)
@@ -104,10 +117,10 @@ class Parts:
 
     def refresh(self) -> None:
         """After the optimizer's update."""
-        gathers = (partial(self.gather, *names) for names in self._keeping)
+        gathers = (partial(self._gather, names, self._kept) for names in self._keeping)
         for names, whole in zip(self._keeping, _ahead(gathers), strict=True):
             for name, now in zip(names, whole, strict=True):
-                if now is not self._kept[name]:
+                if now is not self._kept[name]:  # held whole, in other bits
                     self._kept[name].copy_(now)
 
     def sums(self, *names: str) -> list[Tensor | None]:
@@ -119,6 +132,9 @@ class Parts:
     def scatter_sums(self, *names: str) -> None:
         """After a step's last microbatch: start to scatter these."""
         self.scatter({name: self._sums[name] for name in names})
+        self._going.append(Pending(partial(self._clear, names)))
+
+    def _clear(self, names: Sequence[str]) -> None:
         for name in names:
             self._sums[name].zero_()
 
@@ -131,12 +147,12 @@ class Parts:
         shape[dim] *= self._comm.group(shard.gather).size
         return gradient.new_zeros(shape)
 
-    def _together(self, moved: Mapping[str, Tensor]) -> Iterator[tuple[Axis, list[str]]]:
+    def _together(self, moved: Mapping[str, torch.dtype]) -> Iterator[tuple[Axis, list[str]]]:
         """Names, of what ranks hold in parts, whose tensors can share a collective."""
         found: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
-        for name, x in moved.items():
+        for name, dtype in moved.items():
             if self._shards[name].gather:
-                found.setdefault((self._shards[name].gather, x.dtype), []).append(name)
+                found.setdefault((self._shards[name].gather, dtype), []).append(name)
         for (axes, _), together in found.items():
             yield self._comm.group(axes), together
 
@@ -153,17 +169,21 @@ class Unit:
         """Start to gather the whole parameters."""
         return self._parts.gather(*self._names).then(lambda whole: self._kind(*whole))
 
-    def zeros(self, *fields: str) -> Fields:
-        """Gradients of the whole parameters to add to; with `fields`, only of those."""
-        named = zip(self._kind._fields, self._names, strict=True)
-        wanted = [name for field, name in named if not fields or field in fields]
-        made = dict(zip(wanted, self._parts.zeros(*wanted), strict=True))
-        return self._kind(*(made.get(name) for name in self._names))
-
     def scatter(self, gradients: Fields) -> None:
-        """Start to hand them to the ranks that hold the parts."""
+        """Start to hand gradients of the whole parameters to the ranks that hold the parts."""
         named = zip(self._names, gradients, strict=True)
         self._parts.scatter({name: gradient for name, gradient in named if gradient is not None})
+
+
+def _joined(rows: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Side by side, and contiguous; of one dtype if none is given."""
+    if len(rows) == 1:
+        return rows[0].contiguous().to(dtype or rows[0].dtype)
+    sizes = [row.shape[-1] for row in rows]
+    joined = rows[0].new_empty((*rows[0].shape[:-1], sum(sizes)), dtype=dtype)
+    for place, row in zip(joined.split(sizes, -1), rows, strict=True):
+        place.copy_(row)
+    return joined
 
 
 def ahead(*units: Unit) -> Iterator[Fields]:

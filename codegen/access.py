@@ -8,7 +8,7 @@ from typing import Protocol
 
 from partc.codegen.calls import Run
 from partc.codegen.collectives import moved
-from partc.codegen.functions import Function, Line, RegionCode
+from partc.codegen.source import Function, Line, RegionCode
 from partc.codegen.weights import counted, strings
 from partc.parts import Kind, Parts
 from partc.program import Call, Parameter, Phase, Program, TensorType, Transfer

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from partc.codegen.operands import DTYPES, Emit, Operands
+from partc.codegen import losses
+from partc.codegen.operands import DTYPES, Emit, Operands, arguments
 from partc.layout import Layout, SubDim
 from partc.program import Op, Ref
 from partc.rules import kernels
@@ -26,6 +27,16 @@ def accumulation(gradient: str, operands: Operands) -> str:
     return emit(gradient, operands)
 
 
+def accumulates(name: str) -> bool:
+    """Whether there is a form that adds all results but the first to gradient buffers."""
+    return name in _ACCUMULATE_MORE
+
+
+def with_accumulation(gradients: Sequence[str], operands: Operands) -> str:
+    """The expression of the first result in that form."""
+    return _ACCUMULATE_MORE[operands.op.name](gradients, operands)
+
+
 def returns_more(name: str) -> bool:
     """Whether the function returns, after the result, what its backward reads: nobody does without a gradient."""
     return name in _RETURN_MORE
@@ -44,16 +55,6 @@ def is_atom(text: str) -> bool:
         if depth == 0 and char in " *":
             return False
     return not text.startswith(("-", "~"))
-
-
-def _arguments(args: tuple[str, ...], names: tuple[str, ...], attrs: Mapping[str, str]) -> str:
-    """Arguments by the names a table entry gives: `dim=` is passed by name, `dim=0` only if it isn't 0."""
-    parts: list[str] = []
-    for index, arg in enumerate(args):
-        name, by_name, default = names[index].partition("=") if index < len(names) else ("", "", "")
-        if not default or arg != default:
-            parts.append(f"{name}={arg}" if by_name else arg)
-    return ", ".join((*parts, *(f"{key}={value}" for key, value in attrs.items() if key != "axis")))
 
 
 def _infix(symbol: str) -> Emit:
@@ -77,18 +78,18 @@ def _method(name: str, *names: str, spread: bool = False) -> Emit:
     def emit(o: Operands) -> str:
         if spread:
             return f"{o.args[0]}.{name}({o.args[1].strip('()').rstrip(',') or '()'})"
-        return f"{o.args[0]}.{name}({_arguments(o.args[1:], names, o.attrs)})"
+        return f"{o.args[0]}.{name}({arguments(o.args[1:], names, o.attrs)})"
 
     return emit
 
 
 def _function(name: str, *names: str) -> Emit:
-    return lambda o: f"{name}({_arguments(o.args, names, o.attrs)})"
+    return lambda o: f"{name}({arguments(o.args, names, o.attrs)})"
 
 
 def _creation(name: str, *names: str) -> Emit:
     """A tensor made from numbers: on this rank's device."""
-    return lambda o: f"{name}({', '.join(filter(None, (_arguments(o.args, names, o.attrs), 'device=comm.device')))})"
+    return lambda o: f"{name}({', '.join(filter(None, (arguments(o.args, names, o.attrs), 'device=comm.device')))})"
 
 
 def _collective(name: str) -> Emit:
@@ -96,7 +97,7 @@ def _collective(name: str) -> Emit:
 
     def emit(o: Operands) -> str:
         attrs = {key: value for key, value in o.attrs.items() if not (key in defaults and value == "1")}
-        return f"comm.{_axis(o)}.{'start_' * o.started}{name}({_arguments(o.args, (), attrs)})"
+        return f"comm.{o.axis}.{'start_' * o.started}{name}({arguments(o.args, (), attrs)})"
 
     return emit
 
@@ -104,12 +105,12 @@ def _collective(name: str) -> Emit:
 def _all_reduce(o: Operands) -> str:
     op = (o.attrs["op"],) if o.attrs.get("op", '"sum"') != '"sum"' else ()
     name = f"{'start_' * o.started}all_reduce{'_' * o.exclusive}"
-    return f"comm.{_axis(o)}.{name}({', '.join((*o.args, *op))})"
+    return f"comm.{o.axis}.{name}({', '.join((*o.args, *op))})"
 
 
 def _aten(o: Operands) -> str:
     namespace, _, name = o.op.name.rpartition("::")
-    return f"torch.ops.{namespace or 'aten'}.{name}({_arguments(o.args, (), o.attrs)})"
+    return f"torch.ops.{namespace or 'aten'}.{name}({arguments(o.args, (), o.attrs)})"
 
 
 def _slice(o: Operands) -> str:
@@ -134,39 +135,7 @@ def _permute(o: Operands) -> str:
 
 def _at_rank(name: str) -> Emit:
     """A helper that is told which part of an axis this rank has."""
-    return lambda o: f"{name}({', '.join((*o.args, f'comm.{_axis(o)}.rank'))})"
-
-
-def _first_class(o: Operands) -> str:
-    """The number of the first class in this rank's logits, where classes are sharded."""
-    index = 1 if o.op.name == "cross_entropy_backward" else 0
-    return f"comm.{_axis(o)}.rank * {o.shape(index)[-1]}"
-
-
-def _pick(o: Operands) -> str:
-    offset = (f"offset={_first_class(o)}",) if "axis" in o.attrs else ()
-    return f"functional.pick({', '.join((*o.args, *offset))})"
-
-
-def _smooth_sum(o: Operands) -> str:
-    weight = o.args[1:2] if o.args[1:2] != ("None",) else ()
-    if weight and "axis" in o.attrs:
-        weight = (f"comm.{_axis(o)}.take({weight[0]}, dim=0)",)
-    return f"functional.smooth_sum({', '.join((o.args[0], *weight))})"
-
-
-def _cross_entropy_backward(o: Operands) -> str:
-    names = ("", "", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0")
-    parts = [_arguments(o.args, names, {})]
-    if "axis" in o.attrs:
-        parts += [f"offset={_first_class(o)}", f"num_classes={o.whole(1)[-1]}"]
-    return f"functional.cross_entropy_backward({', '.join(parts)})"
-
-
-def _cross_entropy_rows(o: Operands) -> str:
-    names = ("", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0", "smooth=None", "num_classes=")
-    smoothing = o.args[5] != "0.0"
-    return f"functional.cross_entropy_rows({_arguments(o.args if smoothing else o.args[:6], names, {})})"
+    return lambda o: f"{name}({', '.join((*o.args, f'comm.{o.axis}.rank'))})"
 
 
 def _fused(o: Operands) -> str:
@@ -207,10 +176,6 @@ def _draw(number: str, o: Operands, dims: tuple[tuple[SubDim, ...], ...], what: 
     small = [axis for axis, size in o.sizes.items() if size == 1]
     layout = str(Layout(dims).without(*small))[1:-1]
     return f'comm.{what}(number{f" + {number}" if number != "0" else ""}, "{layout}")'
-
-
-def _axis(o: Operands) -> str:
-    return o.attrs["axis"].strip('"')
 
 
 _RETURN_MORE = frozenset({"rms_norm", "layer_norm", "attention", "attention_dropout", "dropout", "cross_entropy"})
@@ -307,21 +272,23 @@ _TABLE: Mapping[str, Emit] = {
     "embedding": _function("torch.embedding"),
     "embedding_shard": _at_rank("functional.embedding_shard"),
     "embedding_dense_backward": lambda o: (
-        f"functional.embedding_grad({_arguments(o.args[:4], ('', '', '', 'padding_idx=-1'), {})})"
+        f"functional.embedding_grad({arguments(o.args[:4], ('', '', '', 'padding_idx=-1'), {})})"
     ),
     "embedding_shard_backward": lambda o: (
-        f"functional.embedding_shard_grad({', '.join((*o.args[:3], f'comm.{_axis(o)}.rank', *o.args[3:4]))})"
+        f"functional.embedding_shard_grad({', '.join((*o.args[:3], f'comm.{o.axis}.rank', *o.args[3:4]))})"
     ),
     "cross_entropy": _function(
         "functional.cross_entropy", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0"
     ),
     "shard_max": _function("functional.shard_max"),
     "sum_exp": _function("functional.sum_exp"),
-    "pick": _pick,
-    "smooth_sum": _smooth_sum,
+    "pick": losses.pick,
+    "smooth_sum": losses.smooth_sum,
     "log_sum_exp": _function("functional.log_sum_exp"),
-    "cross_entropy_rows": _cross_entropy_rows,
-    "cross_entropy_backward": _cross_entropy_backward,
+    "cross_entropy_rows": losses.cross_entropy_rows,
+    "linear_cross_entropy": losses.linear_cross_entropy,
+    "linear_cross_entropy_backward": losses.linear_cross_entropy_backward,
+    "cross_entropy_backward": losses.cross_entropy_backward,
     "clone": lambda o: f"{o.args[0]}.clone()",
     # random numbers
     "dropout": _dropout,
@@ -345,6 +312,9 @@ _TABLE: Mapping[str, Emit] = {
     "put": _collective("put"),
 }
 
+_ACCUMULATE_MORE: Mapping[str, Callable[[Sequence[str], Operands], str]] = {
+    "linear_cross_entropy_backward": losses.linear_cross_entropy_add_grad
+}
 # What is added to a gradient buffer without a temporary of the buffer's size.
 _ACCUMULATE: Mapping[str, Callable[[str, Operands], str]] = {
     "linear_grad_weight": lambda g, o: f"functional.linear_add_grad_weight({g}, {o.args[0]}, {o.args[1]})",
@@ -356,9 +326,9 @@ _ACCUMULATE: Mapping[str, Callable[[str, Operands], str]] = {
         f"{_fused(o)[:-1]}, into={g})" if o.op.body[0].name in kernels.TABLES else f"{g}.add_({_fused(o)})"
     ),
     "embedding_dense_backward": lambda g, o: (
-        f"functional.embedding_add_grad({g}, {_arguments((*o.args[:2], o.args[3]), ('', '', 'padding_idx=-1'), {})})"
+        f"functional.embedding_add_grad({g}, {arguments((*o.args[:2], o.args[3]), ('', '', 'padding_idx=-1'), {})})"
     ),
     "embedding_shard_backward": lambda g, o: (
-        f"functional.embedding_shard_add_grad({', '.join((g, *o.args[:2], f'comm.{_axis(o)}.rank', *o.args[3:4]))})"
+        f"functional.embedding_shard_add_grad({', '.join((g, *o.args[:2], f'comm.{o.axis}.rank', *o.args[3:4]))})"
     ),
 }

@@ -7,67 +7,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from partc.codegen import collectives
-from partc.codegen.expressions import accumulation, expression, is_atom, is_chained, returns_more
+from partc.codegen.expressions import (
+    accumulates,
+    accumulation,
+    expression,
+    is_atom,
+    is_chained,
+    returns_more,
+    with_accumulation,
+)
 from partc.codegen.lifetimes import deletions, overwritten, shares_memory
 from partc.codegen.names import Names, class_name, identifier
 from partc.codegen.operands import Operands, written
 from partc.codegen.remade import remarks
+from partc.codegen.source import Argument, Function, Line, RegionCode
 from partc.codegen.views import without_idle_views
 from partc.layout import Sizes
 from partc.program import Graph, Op, Ref, Region, Value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One statement, what is said above it, and the layout of what it makes."""
-
-    code: str
-    layout: str = ""
-    notes: tuple[str, ...] = ()
-    indent: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Argument:
-    """A parameter of a function, or a field of a tuple."""
-
-    name: str
-    type: str
-    layout: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Function:
-    """A function of a stage module."""
-
-    name: str
-    doc: str
-    arguments: tuple[Argument, ...]
-    returns: str
-    lines: tuple[Line, ...]
-    gives: bool = False  # whether it returns gradients of parameters, after those of inputs
-
-    @property
-    def passes(self) -> frozenset[str]:
-        """Which of comm, p, g and number it takes."""
-        return frozenset(argument.name for argument in self.arguments) & {"comm", "p", "g", "number"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionCode:
-    """All that a stage module says about one region."""
-
-    params_class: str  # "" where it has no parameters
-    fields: tuple[Argument, ...]
-    forward: Function
-    backward: Function | None  # None, too, where gradients of weights are all there is, and are made apart
-    weight: Function | None
-    gradient_inputs: tuple[int, ...]  # positions of the inputs whose gradients backward returns
-    gradient_outputs: tuple[int, ...]  # positions of the outputs whose gradients backward takes
-
-    @property
-    def differentiated(self) -> bool:
-        return self.backward is not None or self.weight is not None
 
 
 def region_code(
@@ -329,6 +285,9 @@ class _Writer:
             if not others and op.result.name not in graph.outputs:
                 return [Line(code=accumulation(first, operands), layout=str(op.result.type), notes=notes)]
         code = expression(operands)
+        into = self._into(op, uses, graph, buffers)
+        if into:
+            code = with_accumulation(into, operands)
         following = order[index + 1] if index + 1 < len(order) else None
         if (
             single
@@ -344,14 +303,22 @@ class _Writer:
         ):
             inlined[op.result.name] = code
             return []
-        targets = [names[value.name] if self._is_read(value, uses, graph, buffers) else "_" for value in op.results]
+        made = op.results[: len(op.results) - len(into)]
+        targets = [names[value.name] if self._is_read(value, uses, graph, buffers) else "_" for value in made]
         layout = str(op.results[0].type) if op.results else ""
         if single and returns_more(op.name):
             targets.append("*_")
         lines = [Line(code=f"{', '.join(targets)} = {code}", layout=layout, notes=notes)]
-        for value in op.results:
+        for value in made:
             lines.extend(Line(code=f"{buffer}.add_({names[value.name]})") for buffer in buffers.get(value.name, ()))
         return lines
+
+    @staticmethod
+    def _into(op: Op, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> list[str]:
+        """The buffers that all results but the first are added to, where the operation can do that itself."""
+        more = [value.name for value in op.results[1:]] if accumulates(op.name) else []
+        alone = all(len(buffers.get(name, ())) == 1 and not uses.get(name, 0) for name in more)
+        return [buffers[name][0] for name in more] if alone and not {*more} & {*graph.outputs} else []
 
     @staticmethod
     def _is_read(value: Value, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> bool:

@@ -38,6 +38,11 @@ class Operands:
         arg = self.op.args[index]
         return self.types[arg.name].shape if isinstance(arg, Ref) else ()
 
+    @property
+    def axis(self) -> str:
+        """The axis it goes over."""
+        return self.attrs["axis"].strip('"')
+
     def flat(self, index: int) -> str:
         """A tensor argument seen as a matrix: every dimension but the last in one."""
         return self.args[index] if len(self.shape(index)) == 2 else f"{self.args[index]}.flatten(0, -2)"
@@ -60,3 +65,13 @@ def written(arg: Arg, name: Callable[[str], str]) -> str:
         case str():
             return '"{}"'.format(arg.replace("\\", "\\\\").replace('"', '\\"'))
     return repr(arg)
+
+
+def arguments(args: tuple[str, ...], names: tuple[str, ...], attrs: Mapping[str, str]) -> str:
+    """Arguments by the names a table entry gives: `dim=` is passed by name, `dim=0` only if it isn't 0."""
+    parts: list[str] = []
+    for index, arg in enumerate(args):
+        name, by_name, default = names[index].partition("=") if index < len(names) else ("", "", "")
+        if not default or arg != default:
+            parts.append(f"{name}={arg}" if by_name else arg)
+    return ", ".join((*parts, *(f"{key}={value}" for key, value in attrs.items() if key != "axis")))

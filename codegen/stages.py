@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from partc.codegen.calls import Run, place_of, runs
-from partc.codegen.functions import Argument, Function, Line, RegionCode, region_code
+from partc.codegen.functions import region_code
 from partc.codegen.names import Names, identifier
+from partc.codegen.source import Argument, Function, Line, RegionCode
 from partc.codegen.steps import Steps
 from partc.codegen.weights import Entry, Repeated, Weights, strings
 from partc.layout import SubDim

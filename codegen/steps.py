@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from partc.codegen.access import Access, Stage, access, ahead, indented, over
 from partc.codegen.calls import Run
-from partc.codegen.functions import Line, RegionCode
 from partc.codegen.names import Names, identifier
+from partc.codegen.source import Line, RegionCode
 from partc.parts import Kind
 from partc.program import Call
 

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from partc.codegen.calls import Run
 from partc.codegen.collectives import local_bytes, moved, readable_bytes
-from partc.codegen.functions import Line, RegionCode
 from partc.codegen.names import Names, identifier
+from partc.codegen.source import Line, RegionCode
 from partc.parts import Parts
 from partc.program import Parameter, Program, Region
 from partc.reductions import Bucket, Reductions

@@ -190,6 +190,7 @@ def compile(
     nodes: int | None = None,
     grad_reduce: str = "fp32",
     compress_grads: str = "none",
+    loss_chunks: int = 1,
     casts: Sequence[str] = (),
     kernels: str = "auto",
     loss: Callable[..., Any] | None = None,
@@ -209,6 +210,7 @@ def compile(
     what operations compute in ("softmax=bf16"). `bucket` is how many bytes of gradients are summed over ranks together;
     `nodes` how many ranks share one, so that sums go inside nodes and then across; `grad_reduce` what sums
     are made in, fp32 or bf16; `compress_grads` what crosses nodes: none, bf16 or int8, with error feedback.
+    With `loss_chunks` more than 1 logits are made in as many parts, of which one is in memory at a time.
     `kernels` is auto, triton (fused operations, which need Triton), aten, or inductor (torch.compile).
     Raises PartcError for whatever is wrong with these.
     """
@@ -226,6 +228,7 @@ def compile(
         nodes=nodes,
         grad_reduce=grad_reduce,
         compress_grads=compress_grads,
+        loss_chunks=loss_chunks,
         casts=casts,
         kernels=kernels,
         memory_limit=memory_limit,

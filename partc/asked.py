@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _KEPT = (
     "mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute", "casts",
-    "kernels", "bucket", "nodes", "grad_reduce", "compress_grads",
+    "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks",
 )  # fmt: skip
 
 
@@ -29,6 +29,7 @@ _KEPT = (
 _DEFAULTS = {
     "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten", "bucket": "25MB",
     "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
+    "loss_chunks": 1,
 }  # fmt: skip
 
 
@@ -123,6 +124,14 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             show_default=True,
             help="what backward makes again: nothing; what is large and quickly made; all but regions' inputs; "
             "operations by name (softmax,all_gather); or what must be, so that a rank holds no more than 18GB",
+        ),
+        click.option(
+            "--loss-chunks",
+            type=int,
+            default=1,
+            show_default=True,
+            metavar="N",
+            help="make logits in so many parts, of which one is in memory at a time, and again for backward",
         ),
         click.option(
             "--kernels",

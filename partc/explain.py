@@ -308,6 +308,13 @@ CATALOGUE: Mapping[str, Entry] = {
         "scatters gradients instead, and remembering would take the memory that it saves. Let it spread over the "
         "ranks of a node alone, --nodes 8 --zero 2@dp_in: then what crosses nodes is a sum, of parts.",
     ),
+    "P0418": Entry(
+        "losses in chunks",
+        "--loss-chunks N makes logits in N parts of rows, each while its part of the loss takes, and once more for the "
+        "backward pass. So a loss must read what one linear layer makes: casts, a bias, a mask of classes, views and "
+        "slices of rows may stand between; anything else that reads the logits needs them whole. The weight and what "
+        "it is multiplied with must be trained.",
+    ),
     **PACKAGES,
 }
 

@@ -175,6 +175,8 @@ def _changes(options: Options, limit: int) -> Iterator[tuple[str, Mapping[str, A
         if options.table is None:
             count = options.microbatches * times
             yield f"--microbatches {count}", {"microbatches": count}
+    if options.loss_chunks == 1:
+        yield "--loss-chunks 8", {"loss_chunks": 8}
     if options.precision in ("fp32", "fp64"):
         yield "--precision bf16", {"precision": "bf16"}
     if mesh.axis(PIPELINE_AXIS) > 1 and options.table is None and options.schedule != "1f1b":

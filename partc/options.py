@@ -48,6 +48,7 @@ class Options:
     nodes: int | None = None
     grad_reduce: str = "fp32"
     compress_grads: str = "none"
+    loss_chunks: int = 1
 
     @classmethod
     def checked(
@@ -69,13 +70,16 @@ class Options:
         nodes: int | None = None,
         grad_reduce: str = "fp32",
         compress_grads: str = "none",
+        loss_chunks: int = 1,
     ) -> Options:
-        """Raises PartcError P0004, P0101 to P0105, P0301, P0404 to P0414 and P0417."""
+        """Raises PartcError P0004, P0101 to P0105, P0301, P0404 to P0414, P0417 and P0418."""
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
         if nodes is not None:
             parsed = parsed.cut_at(nodes)
         if microbatches < 1:
             raise PartcError("P0405", f"there cannot be {microbatches} microbatches", help="give 1 or more")
+        if loss_chunks < 1:
+            raise PartcError("P0418", f"a loss cannot be made in {loss_chunks} chunks", help="give 1 or more")
         if not 0 <= seed < 2**32:
             raise PartcError("P0004", f"--seed {seed} is out of range", help="give one from 0 to 4294967295")
         if precision not in PRECISIONS:
@@ -135,6 +139,7 @@ class Options:
             nodes=nodes,
             grad_reduce=grad_reduce,
             compress_grads=compress_grads,
+            loss_chunks=loss_chunks,
         )
         _ = options.places  # raises what is wrong with the number of stages
         return options
@@ -180,6 +185,8 @@ class Options:
             found["grad_reduce"] = self.grad_reduce
         if self.compress_grads != "none":
             found["compress_grads"] = self.compress_grads
+        if self.loss_chunks != 1:
+            found["loss_chunks"] = self.loss_chunks
         return found if self.virtual_stages is None else found | {"virtual_stages": self.virtual_stages}
 
     @property
@@ -202,6 +209,7 @@ class Options:
             "bucket": parse_bytes(self.bucket),
             "near": () if self.nodes is None else self.mesh.inside(self.nodes),
             "wire": "" if self.grad_reduce == "fp32" else self.grad_reduce,
+            "loss_chunks": self.loss_chunks,
             "compress": "" if self.compress_grads == "none" else self.compress_grads,
             **({"kind": self.schedule} if self.table is None else {"table": self.table}),
         }

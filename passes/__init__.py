@@ -138,6 +138,15 @@ PIPELINE: tuple[Pass, ...] = (
         ensures=("plain",),
     ),
     Pass(
+        name="chunk",
+        label="Chunked",
+        does="logits in chunks of rows, with `--loss-chunks`, of which one is in memory at a time",
+        requires=("plain",),
+        ensures=("chunked",),
+        options=("loss_chunks",),
+        optional=True,
+    ),
+    Pass(
         name="recompute",
         label="Recomputed",
         does="what backward makes again, in place of what forward would save for it",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .attention import attention, attention_backward, row_dtype
+from .chunked import gradients_of_logits, rows_of_logits
 from .experts import (
     expert_matmul,
     expert_matmul_add_grad_weight,
@@ -39,6 +40,9 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "linear_add_grad_weight",
+    "linear_cross_entropy",
+    "linear_cross_entropy_add_grad",
+    "linear_cross_entropy_backward",
     "linear_grad_bias",
     "linear_grad_weight",
     "log_sum_exp",
@@ -279,3 +283,97 @@ def cross_entropy_backward(
         -1, local.masked_fill_(outside, 0).unsqueeze(-1), hit.masked_fill(outside, 0).neg_().unsqueeze(-1)
     )
     return result.to(logits.dtype)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunks: int,
+    bias: Tensor | None = None,
+    offset: int = 0,
+    smooth: bool = False,
+    class_weight: Tensor | None = None,
+) -> list[Tensor]:
+    """Of logits x weightᵀ + bias in chunks: `shard_max`, `sum_exp` below that, `pick`, with `smooth` `smooth_sum` too.
+
+    x[*rows, d], weight[c, d], labels[*rows] -> [*rows] each, to be combined over ranks where classes are sharded.
+    """
+
+    def ask(logits: Tensor, labels: Tensor) -> list[Tensor]:
+        largest = shard_max(logits)
+        below = largest.masked_fill(largest == -torch.inf, 0)  # where none of these classes is one of the model's
+        found = [largest, sum_exp(logits, below), pick(logits, labels, offset)]
+        return [*found, smooth_sum(logits, class_weight)] if smooth else found
+
+    return rows_of_logits(x, weight, labels, bias, chunks, ask)
+
+
+def linear_cross_entropy_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    *,
+    chunks: int,
+    bias: Tensor | None = None,
+    bias_trained: bool = False,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    offset: int = 0,
+    num_classes: int = 0,
+) -> tuple[Tensor, ...]:
+    """Gradients of x, of weight, and of bias if it is trained, from that of the per-row losses.
+
+    Logits are made once more, in chunks. Those of weight and bias are summed in fp32 at least. The rest is as in
+    `cross_entropy_backward`.
+    """
+    into = torch.zeros(weight.shape, dtype=row_dtype(x), device=x.device)
+    bias_into = torch.zeros(len(weight), dtype=row_dtype(x), device=x.device) if bias_trained else None
+    grad_x = linear_cross_entropy_add_grad(
+        into,
+        grad,
+        x,
+        weight,
+        labels,
+        lse,
+        chunks=chunks,
+        bias=bias,
+        bias_into=bias_into,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        offset=offset,
+        num_classes=num_classes,
+    )
+    return (grad_x, into) if bias_into is None else (grad_x, into, bias_into)
+
+
+def linear_cross_entropy_add_grad(
+    into: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    *,
+    chunks: int,
+    bias: Tensor | None = None,
+    bias_into: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    offset: int = 0,
+    num_classes: int = 0,
+) -> Tensor:
+    """The same with the gradients of weight and bias added to buffers; returns that of x."""
+
+    def gradient(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor) -> Tensor:
+        return cross_entropy_backward(
+            grad, logits, labels, lse, class_weight, ignore_index, label_smoothing, offset, num_classes
+        )
+
+    return gradients_of_logits(grad, x, weight, labels, lse, bias, chunks, gradient, into, bias_into)

@@ -1,0 +1,323 @@
+"""Make logits in chunks of rows, each only as long as its part of the loss takes.
+
+    forward:                                            forward:
+      logits = linear(x, w)                               most, sums, picked = linear_cross_entropy(x, w, labels, …)
+      nll, lse = cross_entropy(logits, labels, …)         lse = log_sum_exp(most, sums)
+      return nll                                   ->     nll = cross_entropy_rows(lse, picked, labels, …)
+    saved logits, labels, lse, x                        saved x, labels, lse
+    backward:                                           backward:
+      d = cross_entropy_backward(g, logits, …)            grad_x, grad_w = linear_cross_entropy_backward(g, x, w, …)
+      grad_x = linear_grad_input(d, w)
+      grad_w = linear_grad_weight(d, x)
+
+The product with the head's weight is done once more for backward, a third of its time, and no more than a chunk of
+logits is ever in memory (Hsu et al. 2024, Liger Kernel, section 3.2; Wijmans et al. 2025, Cut Your Losses). Where
+classes are cut over an axis, chunks are of each rank's own classes: the same three numbers a row are combined.
+Casts, a bias or a mask of classes, and views and slices of rows may stand between the product and the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from partc.errors import PartcError, Source
+from partc.layout import Layout, Sizes
+from partc.naming import unique
+from partc.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
+
+_PIECES = frozenset({"cross_entropy", "shard_max", "sum_exp", "pick", "smooth_sum"})
+_GRADIENTS: Mapping[str, int] = {"linear_grad_input": 0, "linear_grad_weight": 1, "linear_grad_bias": 2, "sum": 2}
+
+
+def chunk(program: Program, *, loss_chunks: int = 1) -> Program:
+    """Rewrite every loss of logits that a product makes. Raises PartcError P0418 if there is none that can be."""
+    if loss_chunks == 1:
+        return program
+    refused: list[_Refused] = []
+    regions = tuple(_Losses(region, program.sizes, loss_chunks, refused).region() for region in program.regions)
+    if regions == program.regions:
+        why = refused[0] if refused else _Refused("the model has no cross-entropy", None)
+        raise PartcError(
+            "P0418",
+            f"no loss can be made in chunks: {why.cause}",
+            source=why.source,
+            help="leave out --loss-chunks, or give the loss what one linear layer makes",
+        )
+    return replace(program, regions=regions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    cause: str
+    source: Source | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A product, what stands between it and a loss, and what is done with the loss's gradient."""
+
+    linear: Op
+    path: tuple[Op, ...]  # forward, from the product to the loss
+    pieces: tuple[Op, ...]
+    gradient: Op
+    back: tuple[Op, ...]  # backward, from the loss to the product
+    ends: Mapping[int, Op]  # which makes the gradient of the input, the weight, the bias
+
+    @property
+    def logits(self) -> str:
+        return (self.path[-1] if self.path else self.linear).result.name
+
+
+class _Losses:
+    """One region."""
+
+    def __init__(self, region: Region, sizes: Sizes, chunks: int, refused: list[_Refused]) -> None:
+        self.given = region
+        self.sizes = sizes
+        self.chunks = chunks
+        self.refused = refused
+        self.types = region.types(region.forward)
+        self.taken = {*self.types, *(region.types(region.backward) if region.backward else ())}
+        self.makers = {value.name: op for op in region.forward.ops for value in op.results}
+        self.readers = _readers(region.forward)
+        self.back_readers = _readers(region.backward) if region.backward else {}
+
+    def region(self) -> Region:
+        region = self.given
+        if region.backward is None:
+            return region
+        forward, backward = region.forward, region.backward
+        for name in dict.fromkeys(next(op.refs()) for op in forward.ops if op.name in _PIECES):
+            head = self._head(name)
+            if head is not None:
+                forward, backward = self._rewritten(head, forward, backward)
+        if forward is region.forward:
+            return region
+        own = {value.name for op in backward.ops for value in op.results} | {value.name for value in region.params}
+        incoming = tuple(value for value in backward.inputs if value.name not in region.saved)
+        own |= {value.name for value in incoming}
+        saved = tuple(dict.fromkeys(name for op in backward.ops for name in op.refs() if name not in own))
+        values = forward.definitions()
+        backward = replace(backward, inputs=(*incoming, *(values[name] for name in saved)))
+        return replace(region, forward=forward, backward=backward, saved=saved)
+
+    # -- which losses ---------------------------------------------------------------------------
+
+    def _head(self, logits: str) -> _Head | None:
+        """What belongs to the loss of some logits; None, and a reason, where something stands between."""
+        pieces = tuple(op for op in self.readers[logits] if op.name in _PIECES)
+        if len({op.name for op in pieces}) < len(pieces):
+            return self._refuse("several losses read its logits", pieces[-1])
+        path: list[Op] = []
+        name = logits
+        while (maker := self.makers.get(name)) is not None and maker.name != "linear":
+            if not self._between(maker, name):
+                return self._refuse(f"{maker.name} stands between it and the product that makes its logits", maker)
+            path.insert(0, maker)
+            name = next(maker.refs())
+        if maker is None:
+            return self._refuse("its logits are no product of a linear layer", pieces[0])
+        inside = {id(op) for op in (*path, *pieces)}
+        for op in (maker, *path):
+            others = [other for other in self.readers.get(op.result.name, ()) if id(other) not in inside]
+            if others or op.result.name in self.given.forward.outputs:
+                return self._refuse("something else reads its logits too", *others, op, *pieces)
+        return self._with_gradients(maker, tuple(path), pieces)
+
+    def _between(self, op: Op, name: str) -> bool:
+        """Whether an operation treats every row alike, or picks rows."""
+        shape = self.types[name].shape
+        match op.name:
+            case "to":
+                return True
+            case "reshape":
+                return self.types[next(op.refs())].shape[-1] == shape[-1]
+            case "slice":
+                return len(op.args) < 2 or op.args[1] != len(shape) - 1
+            case "add":
+                return not op.attrs and self._vector(op, shape[-1]) is not None
+        return False
+
+    def _vector(self, op: Op, classes: int) -> Ref | None:
+        """The number for each class that an addition adds."""
+        second = op.args[1]
+        return second if isinstance(second, Ref) and self.types[second.name].shape == (classes,) else None
+
+    def _with_gradients(self, linear: Op, path: tuple[Op, ...], pieces: tuple[Op, ...]) -> _Head | None:
+        made = {op.result.name for op in (linear, *path)}
+        first = {id(op): op for name in made for op in self.back_readers.get(name, ())}
+        if len(first) != 1 or (gradient := next(iter(first.values()))).name != "cross_entropy_backward":
+            return self._refuse("several gradients read its logits", linear)
+        back: list[Op] = []
+        ends: dict[int, Op] = {}
+        todo = [gradient.result.name]
+        while todo:
+            name = todo.pop()
+            for op in self.back_readers.get(name, ()):
+                end = _GRADIENTS.get(op.name)
+                if end is not None and end not in ends and op.args[0] == Ref(name):
+                    ends[end] = op
+                elif op.name in ("to", "reshape", "slice_backward") and not ends:
+                    back.append(op)
+                    todo.append(op.result.name)
+                else:
+                    return self._refuse(f"{op.name} reads the gradient of its logits", linear)
+        if 0 not in ends or 1 not in ends:
+            return self._refuse("its head's weight, or what it is multiplied with, is not trained", linear)
+        classes = self.types[linear.result.name].shape[-1]
+        if 2 in ends and ends[2].result.type.shape != (classes,):
+            return self._refuse(f"{ends[2].name} reads the gradient of its logits", linear)
+        return _Head(linear, path, pieces, gradient, tuple(back), ends)
+
+    def _refuse(self, cause: str, *ops: Op) -> _Head | None:
+        self.refused.append(_Refused(cause, next((op.source for op in ops if op.source), None)))
+        return None
+
+    # -- in their place -------------------------------------------------------------------------
+
+    def _rewritten(self, head: _Head, forward: Graph, backward: Graph) -> tuple[Graph, Graph]:
+        rows, views = self._rows(head)
+        bias, sums = self._bias(head)
+        gone = {id(op) for op in (head.linear, *head.path, *head.pieces)}
+        start = min(index for index, op in enumerate(forward.ops) if any(op is piece for piece in head.pieces))
+        losses = self._forward(head, rows, bias)
+        ops: list[Op] = []
+        for index, op in enumerate(forward.ops):
+            if index == start:
+                ops += [*views, *sums, *losses.pop(None, ())]
+            ops += losses.get(id(op), ()) if id(op) in gone else [op]
+        new_forward = replace(forward, ops=tuple(ops))
+        gone = {id(op) for op in (head.gradient, *head.back, *head.ends.values())}
+        ops = []
+        for op in backward.ops:
+            if op is head.gradient:
+                ops += self._backward(head, rows, bias)
+            ops += [] if id(op) in gone else [op]
+        return new_forward, replace(backward, ops=tuple(ops))
+
+    def _rows(self, head: _Head) -> tuple[Ref, list[Op]]:
+        """The rows that are multiplied, seen as logits are at the loss."""
+        x = next(head.linear.refs())
+        width = self.types[x].layout.dims[-1]
+        views: list[Op] = []
+        for op in head.path:
+            if op.name not in ("reshape", "slice"):
+                continue
+            seen = op.result.type.layout
+            type = replace(self.types[x], layout=Layout((*seen.dims[:-1], width)))
+            value = Value(name=unique(f"{x}_rows", self.taken), type=type)
+            args: tuple[Arg, ...] = (Ref(x), *op.args[1:])
+            if op.name == "reshape":
+                args = (Ref(x), type.layout.local_shape(self.sizes))
+            views.append(replace(op, args=args, results=(value,)))
+            x = value.name
+            self.types[x] = type
+        return Ref(x), views
+
+    def _bias(self, head: _Head) -> tuple[Arg, list[Op]]:
+        """All that is added to each row of logits, as one number for each class."""
+        classes = self.types[head.linear.result.name].shape[-1]
+        added = list(head.linear.args[2:3])
+        added += [self._vector(op, classes) for op in head.path if op.name == "add"]
+        terms = [arg for arg in added if isinstance(arg, Ref)]
+        sums: list[Op] = []
+        while len(terms) > 1:
+            first, second = terms[:2]
+            value = Value(name=unique(f"{head.linear.result.name}_bias", self.taken), type=self.types[second.name])
+            sums.append(Op(name="add", args=(first, second), results=(value,), source=head.linear.source))
+            self.types[value.name] = value.type
+            terms[:2] = [Ref(value.name)]
+        return (terms[0] if terms else None), sums
+
+    def _forward(self, head: _Head, rows: Ref, bias: Arg) -> dict[int | None, Sequence[Op]]:
+        """The operation itself, and what follows in the place of each piece."""
+        pieces = {op.name: op for op in head.pieces}
+        whole = pieces.get("cross_entropy")
+        weight = head.linear.args[1]
+        if whole is not None:
+            _, labels, weights, ignore, smoothing = whole.args
+            nll, lse = whole.results
+            smooth_weight = weights
+            most, sums, picked = (self._value(f"{nll.name}_{word}", lse.type) for word in ("max", "sums", "picked"))
+            smooth = self._value(f"{nll.name}_smooth", lse.type) if smoothing else None
+            last = None if smooth is None else Ref(smooth.name)
+            classes = self.types[head.linear.result.name].shape[-1]
+            args: tuple[Arg, ...] = (Ref(lse.name), Ref(picked.name), labels, weights, ignore, smoothing, last, classes)
+            after: dict[int | None, Sequence[Op]] = {
+                id(whole): (
+                    Op(name="log_sum_exp", args=(Ref(most.name), Ref(sums.name)), results=(lse,), source=whole.source),
+                    Op(name="cross_entropy_rows", args=args, results=(nll,), source=whole.source),
+                )
+            }
+        else:
+            most, picked = pieces["shard_max"].result, pieces["pick"].result
+            labels = pieces["pick"].args[1]
+            smooth = pieces["smooth_sum"].result if "smooth_sum" in pieces else None
+            smooth_weight = pieces["smooth_sum"].args[1] if "smooth_sum" in pieces else None
+            total = pieces["sum_exp"]
+            part = total.result
+            local = replace(part.type, layout=replace(part.type.layout, partial=()))
+            sums, below, factor = (self._value(f"{part.name}_{word}", local) for word in ("own", "below", "factor"))
+            after = {
+                id(total): (
+                    Op(name="sub", args=(Ref(most.name), total.args[1]), results=(below,), source=total.source),
+                    Op(name="exp", args=(Ref(below.name),), results=(factor,), source=total.source),
+                    Op(name="mul", args=(Ref(sums.name), Ref(factor.name)), results=(part,), source=total.source),
+                )
+            }
+        after[None] = (
+            Op(
+                name="linear_cross_entropy",
+                args=(rows, weight, bias, labels, smooth_weight),
+                attrs=(("chunks", self.chunks), *self._over(head)),
+                results=(most, sums, picked, *([] if smooth is None else [smooth])),
+                source=head.linear.source,
+            ),
+        )
+        return after
+
+    def _backward(self, head: _Head, rows: Ref, bias: Arg) -> Iterator[Op]:
+        grad, _, labels, lse, *rest = head.gradient.args
+        wanted = head.ends[0].result
+        views = [op for op in head.back if op.name != "to"]
+        made = wanted
+        if views:
+            made = self._value(f"{wanted.name}_rows", replace(wanted.type, layout=self.types[rows.name].layout))
+            made = replace(
+                made, type=replace(made.type, layout=replace(made.type.layout, partial=wanted.type.layout.partial))
+            )
+        yield Op(
+            name="linear_cross_entropy_backward",
+            args=(grad, rows, head.linear.args[1], bias, labels, lse, *rest),
+            attrs=(("chunks", self.chunks), *self._over(head)),
+            results=(made, *(head.ends[end].result for end in sorted(head.ends) if end)),
+            source=head.linear.source,
+        )
+        yield from self._seen_back(views, made, wanted)
+
+    def _seen_back(self, views: Sequence[Op], made: Value, wanted: Value) -> Iterator[Op]:
+        """The gradient of the rows at the loss as one of those at the product."""
+        width, partial = wanted.type.layout.dims[-1], wanted.type.layout.partial
+        for index, op in enumerate(views):
+            layout = Layout((*op.result.type.layout.dims[:-1], width), partial)
+            result = wanted
+            if index < len(views) - 1:
+                result = self._value(f"{wanted.name}_rows", replace(wanted.type, layout=layout))
+            yield replace(op, args=(Ref(made.name), layout.local_shape(self.sizes), *op.args[2:]), results=(result,))
+            made = result
+
+    def _over(self, head: _Head) -> tuple[tuple[str, Arg], ...]:
+        """The axis that classes are cut over."""
+        return tuple((key, value) for key, value in head.gradient.attrs if key == "axis")
+
+    def _value(self, name: str, type: TensorType) -> Value:
+        return Value(name=unique(name, self.taken), type=type)
+
+
+def _readers(graph: Graph) -> dict[str, list[Op]]:
+    found: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        for name in dict.fromkeys(op.refs()):
+            found.setdefault(name, []).append(op)
+    return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import sympy
 
 from partc.codegen.indexing import ZERO, Index
-from partc.codegen.kernel import WIDE, Draft, Kernel, bounds, lines, stored
+from partc.codegen.kernel import WIDE, Configuration, Draft, Kernel, bounds, lines, stored
 from partc.codegen.lowering import STREAMS, TRITON, Reduce, Statement
 from partc.codegen.rows import collapsed_rows, row_loops
 from partc.codegen.spaces import variables
@@ -41,6 +41,28 @@ class CrossEntropy(Kernel):
     after: tuple[str, ...]
 
     template = "cross_entropy"
+
+    @property
+    def configuration(self) -> Configuration:
+        return {"COLUMNS": self.step, "num_warps": self.warps}
+
+    @property
+    def candidates(self) -> list[Configuration]:
+        """Also with other steps, which come out even too where this one does: there is no mask then."""
+        warps = self.warps
+        others = ((self.step, 2 * warps), (self.step // 2, max(1, warps // 2)), (2 * self.step, 2 * warps))
+        return [
+            self.configuration,
+            *(
+                {"COLUMNS": step, "num_warps": count}
+                for step, count in others
+                if step and (self.cuts or self.classes % step == 0)
+            ),
+        ]
+
+    @property
+    def below(self) -> int:
+        return self.classes
 
     @property
     def lowest(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from partc.codegen.collectives import readable_bytes
-from partc.codegen.kernel import Draft, Kernel
+from partc.codegen.kernel import Configuration, Draft, Kernel
 from partc.codegen.lowering import TRITON, computed_in
 from partc.layout import Sizes
 from partc.program import DType, Op, Ref, TensorType
@@ -31,6 +31,14 @@ class Embedding(Kernel):
     dtype: str
 
     template = "embedding"
+
+    @property
+    def configuration(self) -> Configuration:
+        return {"COLUMNS": self.columns, "num_warps": self.warps}
+
+    @property
+    def below(self) -> int:
+        return self.rows
 
     @property
     def chunk(self) -> int:

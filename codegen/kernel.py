@@ -47,6 +47,10 @@ class Result:
     over: str = ""
 
 
+Configuration = Mapping[str, int]  # what a kernel is launched with: sizes of a program's block, and its warps
+MOST_WARPS = 16
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """What is told of a kernel, and how it is launched. Its template has the rest."""
@@ -61,6 +65,37 @@ class Kernel:
     lines: tuple[str, ...]
 
     template = ""
+    interpreting = None  # a configuration of its own there
+
+    @property
+    def configuration(self) -> Configuration:
+        """What it is launched with where nothing has been timed."""
+        raise NotImplementedError
+
+    @property
+    def candidates(self) -> list[Configuration]:
+        """What may be faster, the configuration itself first: by default with other numbers of warps."""
+        warps = self.configuration["num_warps"]
+        others = [each for each in (2 * warps, warps // 2) if 1 <= each <= MOST_WARPS]
+        return [self.configuration, *({**self.configuration, "num_warps": each} for each in others)]
+
+    @property
+    def below(self) -> int:
+        """What whole numbers that it is given are below."""
+        return 2
+
+    @property
+    def tried(self) -> str:
+        return self.name
+
+    @property
+    def scratch(self) -> list[str]:
+        """What candidates are timed on, as text."""
+        texts = []
+        for item in self.arguments:
+            below = f", {self.below}" if self.below > 2 and item.dtype.startswith("i") else ""
+            texts.append(f"scratch({item.shape}, torch.{TORCH[item.dtype]}, device{below})")
+        return [*texts, *("0" for _ in self.numbers)]
 
     @property
     def functions(self) -> bool:
@@ -121,7 +156,7 @@ class Draft:
     def of(cls, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Draft:
         every = {name: types[name] for name in op.refs()}
         every.update((value.name, value.type) for step in op.body for value in step.results)
-        outside = Names(("torch", "triton", "tl", *kernels.told(op.body)))
+        outside = Names(("torch", "triton", "tl", "CONFIGURATION", *kernels.told(op.body)))
         strided = dict(op.attrs).get("strided", ())
         arguments = {
             name: _argument(outside[name], every[name], sizes, isinstance(strided, tuple) and place in strided)

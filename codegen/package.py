@@ -205,8 +205,9 @@ def _kernels(program: Program) -> Iterator[tuple[str, str]]:
     every: list[Kernel | Written] = [*fused, *others]
     for kernel in every:
         yield f"kernels/{kernel.name}.py", kernel_module(kernel)
-    functions = importlib.resources.files("partc.kernels").joinpath("functions.py")
-    yield "kernels/functions.py", functions.read_text(encoding="utf-8")
+    for name in ("functions", "scratch"):
+        shared = importlib.resources.files("partc.kernels").joinpath(f"{name}.py")
+        yield f"kernels/{name}.py", shared.read_text(encoding="utf-8")
     names = sorted([*(kernel.name for kernel in fused), *(each.name for each in others if each.alone)])
     modules = [each.name for each in others if not each.alone]
     yield "kernels/__init__.py", _template("kernels/__init__.py.jinja").render(names=names, modules=modules)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import sympy
 
 from partc.codegen.indexing import ZERO
-from partc.codegen.kernel import WIDE, Draft, Kernel, bounds, expressions, lines, stored
+from partc.codegen.kernel import WIDE, Configuration, Draft, Kernel, bounds, expressions, lines, stored
 from partc.codegen.lowering import Reduce, Statement, contiguous
 from partc.codegen.spaces import Variable, collapsed, folded, settled, variables
 from partc.layout import Sizes
 from partc.program import Op, TensorType
 
 BLOCK = 1024  # elements of one program instance: 16 bytes for each of 4 x 32 threads
+OTHERS = ((512, 4), (2048, 4), (2048, 8), (4096, 8))  # and of candidates: elements, and warps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +27,16 @@ class Pointwise(Kernel):
     wide: bool
 
     template = "pointwise"
-    block = BLOCK
 
     @property
-    def programs(self) -> int:
-        return -(-self.count // BLOCK)
+    def configuration(self) -> Configuration:
+        return {"BLOCK": BLOCK, "num_warps": 4}
+
+    @property
+    def candidates(self) -> list[Configuration]:
+        """Those whose last block is whole too, if this one's is: there is no mask then."""
+        others = ({"BLOCK": block, "num_warps": warps} for block, warps in OTHERS)
+        return [self.configuration, *(each for each in others if self.masked or self.count % each["BLOCK"] == 0)]
 
     @property
     def masked(self) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import sympy
 
 from partc.codegen.indexing import ZERO, Index, Ranges
-from partc.codegen.kernel import TORCH, WIDE, Draft, Kernel, Result, bounds, expressions, lines, stored
+from partc.codegen.kernel import TORCH, WIDE, Configuration, Draft, Kernel, Result, bounds, expressions, lines, stored
 from partc.codegen.lowering import TRITON, Found, Load, Reduce, Statement, computed_in, contiguous
 from partc.codegen.spaces import Variable, collapsed, folded, settled, variables
 from partc.layout import Sizes
@@ -74,6 +74,10 @@ class Rows(Kernel):
     sums: tuple[Sum, ...]
 
     template = "rows"
+
+    @property
+    def configuration(self) -> Configuration:
+        return {"ROWS": self.tiling.high, "COLUMNS": self.tiling.wide, "num_warps": self.tiling.warps}
 
     @property
     def written(self) -> list[Result]:

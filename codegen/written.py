@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from partc.codegen.collectives import readable_bytes
+from partc.codegen.kernel import Configuration
 from partc.program import ITEMSIZE, Program
 from partc.runtime import compression
 from partc.runtime.flat import BETAS, EPS, GRANULE
 
+TRIAL = 1 << 24
 INTERPRETED = 1 << 16  # numbers of a block where kernels are interpreted, each program at some cost
 
 
@@ -17,7 +19,8 @@ INTERPRETED = 1 << 16  # numbers of a block where kernels are interpreted, each 
 class Written:
     """A module of kernels that a package has whatever its model is.
 
-    `block` is how many numbers a program has; `alone`, whether the module is called for one function of its name.
+    `block` is how many numbers a program has; `alone`, whether the module is called for one function of its name;
+    `trial`, how many numbers candidates are timed on.
     """
 
     name: str
@@ -27,6 +30,7 @@ class Written:
     interpreted: int = INTERPRETED
     warps: int = 4
     alone: bool = True
+    trial: int = TRIAL
 
     # Of AdamW.
     betas = BETAS
@@ -43,13 +47,35 @@ class Written:
         return self.name
 
     @property
-    def rows(self) -> int:
-        """Blocks of int8 of a program."""
-        return self.block // self.numbers
+    def configuration(self) -> Configuration:
+        return self._configuration(self.block, self.warps)
 
     @property
-    def interpreted_rows(self) -> int:
-        return self.interpreted // self.numbers
+    def interpreting(self) -> Configuration:
+        return self._configuration(self.interpreted, self.warps)
+
+    @property
+    def candidates(self) -> list[Configuration]:
+        sizes = [(self.block, self.warps), (2 * self.block, self.warps), (2 * self.block, 2 * self.warps)]
+        return [self._configuration(*each) for each in (*sizes, (4 * self.block, 2 * self.warps))]
+
+    def _configuration(self, block: int, warps: int) -> Configuration:
+        own = {"ROWS": block // self.numbers} if self.name == "int8" else {"BLOCK": block}
+        return {**own, "num_warps": warps}
+
+    @property
+    def tried(self) -> str:
+        return self.name if self.alone else "encode"
+
+    @property
+    def scratch(self) -> list[str]:
+        """What candidates are timed on, as text."""
+        flat, none = f"scratch(({self.trial},), torch.float32, device)", "torch.ones((), device=device)"
+        rows = f"scratch((4, {self.trial // 4}), torch.float32, device)"
+        return {
+            "adamw": [flat, flat, flat, f"{flat}.abs()", none, "torch.ones((1, 3), device=device)"],
+            "squares": [flat],
+        }.get(self.name, [rows, rows, "1.0"])
 
 
 def written(program: Program) -> Iterator[Written]:

@@ -32,7 +32,8 @@ def findings() -> Iterator[Finding]:
         )
         return
     yield from _torch()
-    yield _optional("triton", "emitted Triton kernels can run", "packages use torch's own kernels")
+    there = "emitted Triton kernels can run; on a GPU, a package's first run times their configurations"
+    yield _optional("triton", there, "packages use torch's own kernels")
     yield _optional(
         "transformers", "hf:PATH/config.json models can be compiled", "no hf: models: pip install 'partc[hf]'"
     )

@@ -101,6 +101,13 @@ PACKAGES: Mapping[str, Entry] = {
         "The package has kernels in Triton (`--kernels triton`). PyTorch for CUDA brings it; elsewhere `pip install "
         "triton`, with which they run on CPUs too, slowly, to be checked. `--kernels aten` needs nothing.",
     ),
+    "P0532": Entry(
+        "a file of kernels' configurations cannot be used",
+        "On its first run on a GPU a package with kernels in Triton times a few configurations of each (sizes of "
+        "blocks, warps) and keeps the fastest in kernels/tuned.json, by GPU, version of Triton and kernel. --tuned "
+        "FILE gives another file of that form; what it has for a kernel must be values of its CANDIDATES (see "
+        "kernels/). --no-tuning keeps the package's own.",
+    ),
     "P0601": Entry(
         "the output folder is not partc's",
         "partc replaces a package that it wrote, and an empty folder, and nothing else. Give another folder "

@@ -24,7 +24,7 @@ from partc.layout import Sizes
 from partc.program import Graph, Op, TensorType
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-FUNCTIONS = Path(__file__).parent.parent / "partc" / "kernels" / "functions.py"
+SHARED = Path(__file__).parent.parent / "partc" / "kernels"
 
 
 class Kernels:
@@ -34,7 +34,8 @@ class Kernels:
         self.folder = folder
         self.package = f"kernels_{abs(hash(folder))}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "functions.py").write_text(FUNCTIONS.read_text())
+        for name in ("functions.py", "scratch.py"):
+            (folder / name).write_text((SHARED / name).read_text())
         self._loaded = 0
         package = ModuleType(self.package)
         package.__path__ = [str(folder)]

@@ -20,6 +20,7 @@ from .manifest import checkpoints, read
 from .precision import held_in
 from .restore import Checkpoint, Say, newest
 from .together import Together
+from .tuning import given
 from .update import Decline
 
 SAVE_EVERY, KEEP = 100, 3
@@ -58,6 +59,8 @@ class Job:
     init: Path | None = None
     exit_code: int = 0
     check_nans: bool = False
+    tuning: bool = True
+    tuned: Path | None = None
     given: frozenset[str] = frozenset()  # of `_CONTINUED`, what the command line says
     checkpoint: Checkpoint | None = None  # which `resume` has found
     attempt: str = ""  # names this run, if it saves
@@ -115,7 +118,7 @@ _LEAST = {"save_every": 1, "keep": 1, "accumulate": 1, "warmup": 0, "min_lr": 0,
 
 
 def parse(argv: Sequence[str], root: Path) -> Job:
-    """Read the command line of train.py. Raises UsageError P0503 and P0521."""
+    """Read the command line of train.py. Raises UsageError P0503, P0521 and P0532."""
     parser = argparse.ArgumentParser(
         prog="train.py", description="Train this package; one process per rank, under torchrun."
     )
@@ -164,6 +167,13 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     )
     add("--exit-code", type=int, default=0, metavar="N", help="after stopping on SIGTERM or SIGUSR1, with --save; 0")
     add("--check-nans", action="store_true", help="stop where the loss is not finite, and say which region made it so")
+    add(
+        "--tuned",
+        type=Path,
+        metavar="FILE",
+        help="configurations of kernels for GPUs; by default the first run times some, for kernels/tuned.json",
+    )
+    add("--no-tuning", dest="tuning", action="store_false", help="have kernels keep the package's configurations")
     arguments = vars(parser.parse_args(argv))
     plan_file = root / "plan.json"
     if not plan_file.is_file():
@@ -181,16 +191,18 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     if (root / "kernels").is_dir() and importlib.util.find_spec("triton") is None:
         help = "pip install triton, or compile with --kernels aten"
         raise UsageError("P0531", "the package's kernels need Triton, which is not installed", help, alike=True)
+    if arguments["tuned"] is not None:
+        given(arguments["tuned"])
     resume = arguments.pop("resume")
     if resume == "" and arguments["save"] is None:
         raise UsageError("P0521", "--resume has no folder", "name one, or add --save DIR to continue there", alike=True)
     plan = json.loads(plan_file.read_text())
-    given = frozenset(name for name in _CONTINUED if arguments[name] is not None)
+    named = frozenset(name for name in _CONTINUED if arguments[name] is not None)
     for name, value in {"seed": plan["seed"], **_DEFAULTS}.items():
-        if name not in given:
+        if name not in named:
             arguments[name] = value
     folder = None if resume is None else Path(resume) if resume else arguments["save"]
-    return Job(root=root, plan=plan, resume=folder, given=given, **arguments)
+    return Job(root=root, plan=plan, resume=folder, given=named, **arguments)
 
 
 def _out_of_range(name: str, value: float, allowed: str) -> UsageError:

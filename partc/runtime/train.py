@@ -40,6 +40,7 @@ from .tensors import save
 from .times import Times
 from .together import Together
 from .torch_private import lone_store
+from .tuning import settle
 from .update import LossScale, Rate, Update, updating
 from .watch import Watch
 
@@ -155,7 +156,11 @@ def _train_this_rank(job: Job) -> bool:
         model_file = load_model_file(job.root / "model.py")
         clock.entering("the choice of its checkpoint")
         together = Together(store, number, world_size)
-        job = prepared(job, together, _say if number == 0 else lambda line: None)
+        say = _say if number == 0 else lambda line: None
+        job = prepared(job, together, say)
+        if rank.kernels is not None and device.type == "cuda" and job.tuning:
+            clock.entering("the choice of its kernels' configurations")
+            settle(rank.kernels, job.root / "kernels", device, together, file=job.tuned, say=say)
         clock.entering("the initialisation of its parameters")
         _materialise(job, model_file, [rank], device, together)
         clock.entering("connecting to its peers")

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from partc.codegen.collectives import readable_bytes
 from partc.codegen.kernel import Configuration
-from partc.program import ITEMSIZE, Program
+from partc.parts import Parts
+from partc.program import ITEMSIZE, DType, Parameter, Program
 from partc.runtime import compression
-from partc.runtime.flat import BETAS, EPS, GRANULE
+from partc.runtime.flat import BETAS, EPS, EVEN, GRANULE, UNCOPIED
 
 TRIAL = 1 << 24
 INTERPRETED = 1 << 16  # numbers of a block where kernels are interpreted, each program at some cost
@@ -36,6 +37,8 @@ class Written:
     betas = BETAS
     eps = EPS
     granule = GRANULE
+    even = EVEN
+    uncopied = UNCOPIED
     # Of int8: a block's numbers, a byte each, and its scale.
     numbers = compression.BLOCK
     bytes = compression.room("int8", compression.BLOCK)
@@ -84,14 +87,22 @@ def written(program: Program) -> Iterator[Written]:
     sizes = sorted({ITEMSIZE[parameter.type.dtype] for parameter in trained})
     if not sizes:
         return
+    read = Parts(program).read
     moved = max(
-        sum(7 * parameter.type.local_bytes(program.sizes) for parameter in trained if parameter.name in names)
+        sum(_updated(parameter, read[parameter.name], program) for parameter in trained if parameter.name in names)
         for names in _places(program)
     )
     yield Written(name="adamw", block=GRANULE, each=_each([7 * size for size in sizes]), moved=readable_bytes(moved))
     yield Written(name="squares", each=_each(sizes))
     if program.compress:
         yield Written(name=program.compress, alone=False)
+
+
+def _updated(parameter: Parameter, read: DType, program: Program) -> int:
+    """The bytes that AdamW moves of a parameter: seven times its own, and of what is read of it in other bits."""
+    size = parameter.type.local_bytes(program.sizes)
+    cast = read != parameter.type.dtype and not parameter.gather
+    return 7 * size + (size // ITEMSIZE[parameter.type.dtype] * ITEMSIZE[read] if cast else 0)
 
 
 def _places(program: Program) -> Iterator[set[str]]:

@@ -141,7 +141,14 @@ def launch(module: dict[str, Any], name: str) -> None:
             continue
         rates, factor = empty(3, 3, dtype=dtype), empty(dtype=dtype)
         module[name](x, x, x, x, factor, rates)
-        module[name](x, x, x, x, factor, rates, empty(14, dtype=torch.int32), empty(3, dtype=torch.int64))
+        first, starts, copy = (
+            empty(14, dtype=torch.int32),
+            empty(3, dtype=torch.int64),
+            empty(999, dtype=torch.bfloat16),
+        )
+        module[name](x, x, x, x, factor, rates, first, starts)
+        module[name](x, x, x, x, factor, rates, first, starts, copy, starts, True)
+        module[name](x, x, x, x, factor, rates, None, None, copy, starts)
 
 
 def builds(model: str, options: dict[str, str], *, precision: str, mesh: str) -> list[Built]:

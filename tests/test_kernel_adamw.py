@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from partc.codegen.written import Written
+from partc.operators import DTYPES
+from partc.program import DType
 from partc.runtime.comm import Comm
 from partc.runtime.executor import gradient_buffers
 from partc.runtime.layout import Shard
 from partc.runtime.optimizer import TorchOptimizer
+from partc.runtime.parts import Parts
 from partc.runtime.update import LossScale, Rate, Update, updating
 from partc.verify import verify
 from tests.durable import build, losses, same_records, trained
 from tests.triton_runs import Kernels, exact_bf16, there
 
-DTYPE: Mapping[str, torch.dtype] = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
 SHAPES = {"norm.weight": (7,), "up.weight": (33, 65), "up.bias": (33,), "empty": (0, 4), "down.weight": (64, 48)}
 
 
@@ -163,6 +165,27 @@ def test_what_was_kept_goes_on(kernels: SimpleNamespace) -> None:
     assert [float(mine.kept(name)["step"]) for name in SHAPES] == [9, 2, 9, 9, 32]
 
 
+@pytest.mark.parametrize("read", [("up.weight", "down.weight"), ("norm.weight", "up.bias", "empty"), tuple(SHAPES)])
+@pytest.mark.parametrize("bits", ["bf16", "f16"])
+def test_what_is_read_in_fewer_bits_is_written_too(
+    kernels: SimpleNamespace, read: tuple[str, ...], bits: DType
+) -> None:
+    """Into memory that those who read it have already, wherever parameters stand that have no such copy."""
+    mine, _ = both("f32", kernels, weight_decay=0.3, no_decay=("up.*",))
+    assert mine.optimizer is not None
+    copies = {name: mine.parameters[name].to(DTYPES[bits]) for name in read}
+    held = {name: x.view(x.shape) for name, x in copies.items()}
+    other = there(torch.ones(3, dtype=torch.float64))
+    taken = mine.optimizer.copy_to({**copies, "up.bias": other} if "up.bias" not in read else copies)
+    assert taken == {name for name in read if copies[name].numel()} and other.equal(torch.ones_like(other))
+    assert len({copies[name].untyped_storage().data_ptr() for name in taken}) == 1
+    for number in range(2):
+        mine.step(number, drawn(number, 1.0))
+        for name in taken:
+            assert torch.equal(copies[name], mine.parameters[name].to(DTYPES[bits])), name
+            assert not torch.equal(copies[name], held[name])
+
+
 def _state(shape: tuple[int, ...], generator: torch.Generator, steps: float) -> dict[str, Tensor]:
     moments = (torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(2))
     return {"step": torch.tensor(steps), **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
@@ -185,3 +208,22 @@ def test_packages_update_with_it(mesh: str, tmp_path: Path) -> None:
         trained(on, "--steps", 3, "--resume", tmp_path / "save", "--metrics", log)
     mine, theirs = map(losses, logs)
     assert mine == pytest.approx(theirs, rel=1e-12)
+
+
+def test_packages_read_what_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights that calls read in 16 bits: bit by bit what a cast after the update makes."""
+    package = build(tmp_path, "pp=2,dp=2", kernels="triton", precision="fp16", schedule="interleaved")
+    left: list[str] = []
+    plain = Parts.leave
+
+    def leave(parts: Parts, names: Collection[str]) -> None:
+        left.extend(names)
+        plain(parts, names)
+
+    monkeypatch.setattr(Parts, "leave", leave)
+    trained(package, "--steps", 3, "--metrics", tmp_path / "mine")
+    assert len(left) > 8
+    monkeypatch.setattr("partc.runtime.train.write_casts", lambda optimizer, stages: None)
+    trained(package, "--steps", 3, "--metrics", tmp_path / "theirs")
+    assert losses(tmp_path / "mine") == losses(tmp_path / "theirs")
+    assert len(set(losses(tmp_path / "mine"))) == 3

@@ -16,6 +16,8 @@ from .executor import pieces_of
 from .gradients import Scaled
 
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01  # torch.optim.AdamW's
+EVEN = 8  # numbers of 16 bits that are written at once
+UNCOPIED = -(1 << 62)  # in place of how far on a copy stands
 GRANULE = 1024  # numbers that share an entry of the table of stretches: the least block of the kernel
 Buffers = Mapping[tuple[str, ...], Tensor]  # flat memory, by the parameters that stand in it
 
@@ -41,16 +43,18 @@ class _Flat:
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """Stretches of a buffer whose parameters decay alike and have had as many steps.
+    """Stretches of a buffer whose parameters decay alike, have had as many steps, and are copied or not.
 
     `first` has the number of the stretch that each granule of the buffer begins in, and at its end the last one's.
-    Both are None where there is one stretch alone.
+    It and `starts` are None where there is one stretch alone; `shifts`, where nothing is copied.
     """
 
     decays: tuple[float, ...]
     ages: tuple[float, ...]  # steps, beyond those of the buffer's first parameter
     starts: Tensor | None
     first: Tensor | None
+    shifts: Tensor | None
+    even: bool
 
 
 class FlatAdamW:
@@ -87,7 +91,26 @@ class FlatAdamW:
         # Of every parameter, as checkpoints have them; on the host, which computes with them.
         self._steps = torch.zeros(len(self._sizes))
         self._step_of = dict(zip(self._sizes, self._steps.unbind(), strict=True))
+        self._copies: dict[tuple[str, ...], tuple[Tensor, frozenset[str]]] = {}
         self._segments: list[_Segments] | None = None
+
+    def copy_to(self, read: Mapping[str, Tensor]) -> frozenset[str]:
+        """The tensors move into flat memory: of each buffer, those of one dtype."""
+        taken: set[str] = set()
+        for each in self._flats:
+            names = [name for name in each.names if name in read and name not in taken and read[name].numel()]
+            names = [name for name in names if read[name].dtype == read[names[0]].dtype]
+            if not names or each.names in self._copies:
+                continue
+            whole = {name: read[name] for name in names}
+            flat = whole[names[0]].new_empty(sum(x.numel() for x in whole.values()))
+            for name, piece in pieces_of(flat, names, whole).items():
+                piece.copy_(whole[name])
+                whole[name].set_(piece.untyped_storage(), piece.storage_offset(), piece.shape, piece.stride())
+            self._copies[each.names] = flat, frozenset(names)
+            taken.update(names)
+        self._segments = None
+        return frozenset(taken)
 
     def kept(self, name: str) -> Mapping[str, Tensor]:
         """What is kept of a parameter, as torch's optimizer calls it."""
@@ -112,6 +135,7 @@ class FlatAdamW:
                 (1 - rate * decay, rate / (1 - BETAS[0] ** (first + age)), (1 - BETAS[1] ** (first + age)) ** 0.5)
                 for decay, age in zip(segments.decays, segments.ages, strict=True)
             ]
+            copy, _ = self._copies.get(each.names, (None, None))
             dtype = torch.float64 if each.parameter.dtype == torch.float64 else torch.float32
             self._launch(
                 each.gradient,
@@ -122,27 +146,37 @@ class FlatAdamW:
                 _sent(rows, dtype, each.parameter.device),
                 segments.first,
                 segments.starts,
+                copy,
+                segments.shifts,
+                segments.even,
             )
 
     def _cut(self, each: _Flat) -> _Segments:
         """A buffer's stretches, by what holds for the parameters in it."""
         begun = float(self._step_of[each.names[0]])
-        kinds, starts, at = [], [], 0
-        for kind, names in itertools.groupby(each.names, lambda name: self._kind(name, begun)):
-            kinds.append(kind)
+        _, copied = self._copies.get(each.names, (None, frozenset[str]()))
+        kinds: list[tuple[float, float]] = []
+        starts, shifts, at, there = [], [], 0, 0
+        kind = lambda name: (name in copied, self._decayed(name), float(self._step_of[name]) - begun)  # noqa: E731
+        for (copies, decay, age), names in itertools.groupby(each.names, kind):
+            size = sum(self._sizes[name] for name in names)
+            kinds.append((decay, age))
             starts.append(at)
-            at += sum(self._sizes[name] for name in names)
+            shifts.append(there - at if copies else UNCOPIED)
+            at, there = at + size, there + size * copies
         decays, ages = zip(*kinds, strict=True)
+        device = each.parameter.device
+        moved = torch.tensor(shifts).to(device) if copied else None
+        even = all(shift % EVEN == 0 for shift in shifts)
         if len(kinds) == 1:
-            return _Segments(decays, ages, None, None)
+            return _Segments(decays, ages, None, None, moved, even)
         bounds = torch.tensor(starts)
         granules = torch.arange(-(-at // GRANULE) + 1) * GRANULE
         first = torch.searchsorted(bounds, granules.clamp(max=at - 1), right=True, out_int32=True) - 1
-        device = each.parameter.device
-        return _Segments(decays, ages, bounds.to(device), first.to(device))
+        return _Segments(decays, ages, bounds.to(device), first.to(device), moved, even)
 
-    def _kind(self, name: str, begun: float) -> tuple[float, float]:
-        return 0.0 if name in self._spared else self._decay, float(self._step_of[name]) - begun
+    def _decayed(self, name: str) -> float:
+        return 0.0 if name in self._spared else self._decay
 
 
 def _sent(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:

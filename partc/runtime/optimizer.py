@@ -23,6 +23,9 @@ class Optimizer(Protocol):
     def restore(self, name: str, key: str, value: Tensor) -> None:
         """Go on with what was kept."""
 
+    def copy_to(self, read: Mapping[str, Tensor]) -> frozenset[str]:
+        """Have updates write parameters into these too, which have other bits; returns those of which they do."""
+
 
 class TorchOptimizer:
     """One of torch's; it reads parameters' `.grad`."""
@@ -43,6 +46,9 @@ class TorchOptimizer:
     def restore(self, name: str, key: str, value: Tensor) -> None:
         parameter = self._parameters[name]
         self._optimizer.state[parameter][key] = value.to(parameter.device)
+
+    def copy_to(self, read: Mapping[str, Tensor]) -> frozenset[str]:
+        return frozenset()
 
 
 def make_optimizer(

@@ -6,7 +6,7 @@ rank's part when the next one starts, or at the step's end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -48,6 +48,7 @@ class Parts:
         self._kept: dict[str, Tensor] = {}  # gathered, up to date after `refresh`
         self._sums: dict[str, Tensor] = {}  # gradients of the whole, until `scatter_sums`
         self._keeping: list[tuple[str, ...]] = []
+        self._left: frozenset[str] = frozenset()
         self._going: list[Pending[None]] = []  # sums of gradients
 
     def unit(self, kind: Any, *names: str) -> Unit:
@@ -115,13 +116,26 @@ class Parts:
         self._keeping.append(new)
         return [self._kept[name] for name in names]
 
+    def cast(self) -> dict[str, Tensor]:
+        """Of what is kept, that which a rank holds whole and trains, and is read in other bits than it is held in."""
+        return {
+            name: x
+            for name, x in self._kept.items()
+            if x is not self._held[name] and name in self._gradients and not self._shards[name].gather
+        }
+
+    def leave(self, names: Collection[str]) -> None:
+        """The update itself brings these of `cast` up to date."""
+        self._left = frozenset(names)
+
     def refresh(self) -> None:
         """After the optimizer's update."""
-        gathers = (partial(self._gather, names, self._kept) for names in self._keeping)
-        for names, whole in zip(self._keeping, _ahead(gathers), strict=True):
-            for name, now in zip(names, whole, strict=True):
-                if now is not self._kept[name]:  # held whole, in other bits
-                    self._kept[name].copy_(now)
+        for name, x in self._kept.items():
+            if not self._shards[name].gather and name not in self._left and x is not self._held[name]:
+                x.copy_(self._held[name])
+        parted = [tuple(name for name in names if self._shards[name].gather) for names in self._keeping]
+        for _ in _ahead(partial(self._gather, names, self._kept) for names in parted):
+            pass
 
     def sums(self, *names: str) -> list[Tensor | None]:
         """Gradients of the whole parameters, which `scatter_sums` scatters and clears."""

@@ -41,7 +41,7 @@ from .times import Times
 from .together import Together
 from .torch_private import lone_store
 from .tuning import settle
-from .update import LossScale, Rate, Update, updating
+from .update import LossScale, Rate, Update, updating, write_casts
 from .watch import Watch
 
 
@@ -264,20 +264,14 @@ def _train(
     rank.done = job.start
     with torch.no_grad():
         gradients, buffers = gradient_buffers(rank.shards, rank.parameters)
-        optimizer, scaled = updating(
-            job.optimizer,
-            rank.parameters,
-            gradients,
-            buffers,
-            rank.kernels,
-            lr=job.lr,
-            weight_decay=job.weight_decay,
-            no_decay=job.no_decay,
-        )
+        how: dict[str, Any] = {"lr": job.lr, "weight_decay": job.weight_decay, "no_decay": job.no_decay}
+        optimizer, scaled = updating(job.optimizer, rank.parameters, gradients, buffers, rank.kernels, **how)
         stages: dict[int, Stage] = {
             number: stage(comm, rank.parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
             for number, stage in rank.stage_classes.items()
         }
+        if optimizer is not None:
+            write_casts(optimizer, stages.values())
         scale = LossScale() if job.plan["precision"] == "fp16" else None
         held = {name: (shard, rank.parameters[name]) for name, shard in rank.shards.items()}
         optimized = {name: held[name] for name in gradients}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
@@ -162,6 +162,17 @@ def updating(
     trained = attach_gradients(parameters, gradients)
     optimizer = make_optimizer(name, trained, lr, weight_decay=weight_decay, no_decay=no_decay)
     return TorchOptimizer(optimizer, trained), Gradients(list(buffers.values()), gradients)
+
+
+def write_casts(optimizer: Optimizer, stages: Iterable[object]) -> None:
+    """Have updates write what stages read in other bits than parameters are held in, where the optimizer can."""
+    parted = [stage.parts for stage in stages if hasattr(stage, "parts")]
+    read: dict[str, Tensor] = {}
+    for parts in parted:
+        read = parts.cast() | read
+    taken = optimizer.copy_to(read)
+    for parts in parted:
+        parts.leave([name for name, x in parts.cast().items() if name in taken and x is read[name]])
 
 
 def _by_copies(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Iterator[tuple[int, list[str]]]:

@@ -126,6 +126,8 @@ def _train_both(
     given = {"steps": steps, **{name: value for name, value in settings.items() if value is not None}}
     arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     arguments = [*arguments, "--record", str(folder / "record"), "--report", str(folder / "report")]
+    if (directory / "runtime" / "tuning.py").is_file():
+        arguments.append("--no-tuning")  # a few steps aren't worth the time
     package = (
         [sys.executable, str(directory / "train.py"), "--virtual", *arguments]
         if virtual

@@ -23,6 +23,7 @@ from partc.runtime.train import main
 from partc.runtime.tuning import Kernel, fastest, from_given, given, kernels_of, run_with, settle, tuned
 from tests.durable import imported_from
 from tests.test_zero import tied
+from tests.triton_runs import INTERPRETED
 
 OWN, WIDE, FLAT = ({"BLOCK": block, "num_warps": warps} for block, warps in ((1024, 4), (2048, 8), (512, 4)))
 HERE = "NVIDIA H200, Triton 3.7.1"
@@ -182,10 +183,26 @@ def test_every_candidate_makes_the_same(tmp_path: Path) -> None:
 def made(kernel: Kernel, choice: Mapping[str, int]) -> list[Tensor]:
     """What a launch makes, and what it is given, which it may write over."""
     torch.manual_seed(0)
-    launch: Callable[[], Any] = kernel.module.trial(torch.device("cpu"))
+    launch: Callable[[], Any] = kernel.module.trial(torch.device("cpu" if INTERPRETED else "cuda"))
     kernel.run_with(choice)
     if hasattr(kernel.module, "INTERPRETED"):
         kernel.module.INTERPRETED.update(choice)
     found = launch()
     given = launch.__closure__[0].cell_contents if launch.__closure__ else ()
     return [x for x in (*(found if isinstance(found, tuple) else (found,)), *given) if isinstance(x, Tensor)]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes a GPU")
+def test_a_gpu_times_them(tmp_path: Path) -> None:
+    built = partc.compile(tied, {"ids": torch.randint(16, (4, 4))}, mesh="1", kernels="triton", precision="fp32")
+    package = built.write(tmp_path / "b")
+    with imported_from(package):
+        import importlib
+
+        kernels, said = importlib.import_module("kernels"), list[str]()
+        for _ in range(2):
+            together = Together(lone_store(), 0, 1)
+            settle(kernels, package / "kernels", torch.device("cuda"), together, file=None, say=said.append)
+        assert len(said) == 1
+        kept = json.loads((package / "kernels" / tuning.FILE).read_text())
+        assert len(kept[tuning.place_of(torch.device("cuda"))]) == len(kernels_of(kernels))

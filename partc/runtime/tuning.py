@@ -193,18 +193,16 @@ class Clocked:
         self._trial: tuple[str, Callable[[], object]] | None = None
 
     def __call__(self, kernel: Kernel, choice: Configuration) -> float:
-        if self._trial is None or self._trial[0] != kernel.name:
-            self._trial = None  # lets go of its memory first
-            self._trial = kernel.name, kernel.module.trial(self._device)
-        launch = self._trial[1]
         kernel.run_with(choice)
         try:
+            if self._trial is None or self._trial[0] != kernel.name:
+                self._trial = None  # lets go of its memory first
+                self._trial = kernel.name, kernel.module.trial(self._device)
+            launch = self._trial[1]
             for _ in range(WARM):
                 launch()
             return statistics.median(self._once(launch) for _ in range(RUNS))
-        except Exception:  # whatever this GPU has too little of
-            if choice == kernel.candidates[0]:
-                raise
+        except Exception:  # whatever this GPU has too little of; training says so, if that is its own configuration
             return math.nan
         finally:
             kernel.run_with(kernel.candidates[0])

@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 import torch
 
+from partc.verify import verify as compared
 from tests.gpu import bandwidth, training
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ def correctness() -> bool:
     print("\n# Kernels against PyTorch in fp64", flush=True)
     names = (
         *("kernels", "kernel_rows", "kernel_cross_entropy", "kernel_dropout", "kernel_embedding", "kernel_places"),
-        *("kernel_adamw", "kernel_compression"),
+        *("kernel_adamw", "kernel_compression", "tuning"),
     )
     tests = [f"tests/test_{name}.py" for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *tests]
@@ -66,6 +67,10 @@ def verify() -> bool:
             done = subprocess.run([*compiled, "--precision", precision, "-o", build], cwd=ROOT)
             good = good and done.returncode == 0
             good = good and subprocess.run([*partc, "verify", build], cwd=ROOT).returncode == 0
+            if good:
+                updated = compared(Path(build), optimizer="adamw", lr=1e-3, clip=0.1, accumulate=2)
+                print(f"by AdamW, clipped: {updated.worst}")
+                good = updated.ok
     return good
 
 

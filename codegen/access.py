@@ -18,6 +18,7 @@ class Stage(Protocol):
     """What is known of the stage whose methods are written."""
 
     program: Program
+    index: int
     parts: Parts
     parameters: Mapping[str, Parameter]
     calls: list[Call]
@@ -88,6 +89,7 @@ def access(builder: Stage, run: Run, function: Function, kind: Kind) -> Access:
         moves = list(parts.after(call, kind))
         note = f"{moved(moves)}, until the next one starts: each rank keeps the sum for its part" if moves else ""
         closing = (Line(code=f"{unit}.scatter(g)", notes=(note,) if note else ()), Line(code="del g"))
+    gathered = list(parts.before(call, kind))
     lists = [(name, _counting(run) if of == "number" else tables[of]) for name, of in over.items()]
     if kind == ("W" if builder.split else "B") and builder.starts(run):
         started = builder.started(run)
@@ -98,7 +100,7 @@ def access(builder: Stage, run: Run, function: Function, kind: Kind) -> Access:
         over=tuple(lists),
         p="next(whole)" if parts.gathers(call, kind) else names["p"],
         g=names["g"],
-        notes=tuple(f"{moved([move])}: each rank holds a part" for move in parts.before(call, kind)),
+        notes=(f"{moved(gathered)}: each rank holds a part",) if gathered else (),
         closing=closing,
     )
 
@@ -112,16 +114,15 @@ def over(run: Run, way: Access, *, backwards: bool = False) -> str:
     return f"for {', '.join(name for name, _ in way.over)} in {through}:"
 
 
-def ahead(builder: Stage, runs: Iterable[Run], kind: Kind) -> list[Line]:
+def units(builder: Stage, runs: Iterable[Run], kind: Kind) -> list[str]:
     """What the calls of a method gather, in their order."""
-    units: list[str] = []
+    found: list[str] = []
     for run in runs:
         if builder.parts.gathers(run.calls[0], kind):
             table = builder.attribute(run)
             backwards = run.loop and kind in ("B", "I")
-            units.append(f"*reversed({table})" if backwards else f"*{table}" if run.loop else table)
-    note = "what each call reads is gathered while the one before it runs"
-    return [Line(code=f"whole = ahead({', '.join(units)})", notes=(note,))] if units else []
+            found.append(f"*reversed({table})" if backwards else f"*{table}" if run.loop else table)
+    return found
 
 
 def indented(lines: Iterable[Line], indent: str) -> Iterator[Line]:

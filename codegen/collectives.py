@@ -14,6 +14,7 @@ NAMES: Mapping[str, str] = {
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
 }
+_CODES = {"u8": "int8", "bf16": "bf16"}  # what gradients travel in, by what that looks like
 # Walked through to find who really reads, or makes, a value.
 _VIEWS = VIEWS | {"to"}
 _TRANSPARENT = _VIEWS | {"add", "sub", "neg", "cat"}
@@ -83,9 +84,13 @@ def comment(
 
 def moved(moves: Sequence[Move]) -> str:
     """`all-gather 53.0 KiB over dp`: collectives of one kind, of what ranks hold in parts."""
-    size = readable_bytes(sum(move.received for move in moves))
-    axes = " and ".join(dict.fromkeys(axis for move in moves for axis in move.axes))
-    return f"{NAMES[moves[0].op]} {size} over {axes}"
+    sizes: dict[str, int] = {}
+    for move in sorted(moves, key=lambda move: move.turn):
+        coded = f" in {_CODES[move.dtype]}" if move.op == "all_to_all" else ""
+        over = f"{','.join(move.axes)}{coded}"
+        sizes[over] = sizes.get(over, 0) + move.received
+    words = (f"{readable_bytes(size)} over {over}" for over, size in sizes.items())
+    return f"{NAMES['all_gather' if moves[0].op == 'all_gather' else 'reduce_scatter']} {', then '.join(words)}"
 
 
 def readable_bytes(count: int) -> str:

@@ -132,7 +132,7 @@ class _Builder:
             receives=self._receives(),
             loss=f'"{loss}"' if loss else "None",
             loss_partial=strings(axis for axis in partial if axis != TIME_AXIS and self.program.sizes[axis] > 1),
-            init=tuple(init),
+            init=(*init, *locals_.reads()),
             setup=tuple(setup),
             prepare=tuple(prepare),
             forward=tuple(forward),
@@ -147,7 +147,7 @@ class _Builder:
             compiled=frozenset(compiled),
             imports=frozenset(
                 name
-                for name in ("torch", "F", "functional", "kernels", "math", "Parts", "ahead", "Sums")
+                for name in ("torch", "F", "functional", "kernels", "math", "Parts", "Sums")
                 if re.search(rf"(?<![\w.]){name}[.(]", text)
             ),
         )
@@ -252,6 +252,7 @@ _STAGE_ATTRIBUTES = [
     "sums",
     "buckets",
     "refresh",
+    "reads",
     "parameters",
     "gradients",
     "inputs",

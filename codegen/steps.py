@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partc.codegen.access import Access, Stage, access, ahead, indented, over
+from partc.codegen.access import Access, Stage, access, indented, over, units
 from partc.codegen.calls import Run
 from partc.codegen.names import Names, identifier
 from partc.codegen.source import Line, RegionCode
-from partc.parts import Kind
+from partc.parts import KINDS, Kind
 from partc.program import Call
 
+_READS = (
+    "What the calls of each action read, in order: gathered while the call before it runs, in this action or the one "
+    "before. What is read twice in a row is gathered once."
+)
+_LATE = "After None nothing is gathered before it is read, as this rank would hold more than it does at most."
 TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
@@ -56,8 +61,28 @@ class Steps:
                     wanted[run.calls[-1].results[result]] = name
         return wanted
 
+    def reads(self) -> list[Line]:
+        """The table of what actions gather."""
+        schedule = self.b.program.schedule
+        kinds = {action.kind for row in schedule for action in row if action.stage == self.b.index}
+        found = {kind: self._read(kind) for kind in KINDS if kind in kinds and self._read(kind)}
+        late = {kind: ["None"] for kind in found if not self.b.parts.early(self.b.index, kind)}
+        rows = [f'    "{kind}": [{", ".join((*here, *late.get(kind, ())))}],' for kind, here in found.items()]
+        notes = f"{_READS} {_LATE}" if late else _READS
+        table = [Line(code="self.reads = {", notes=(notes,)), *(Line(code=row) for row in rows), Line(code="}")]
+        return table if rows else []
+
+    def _read(self, kind: Kind) -> list[str]:
+        """Both halves of a backward pass that has two run as one, where that is called for."""
+        if kind == "B" and self._split():
+            return [*self._read("I"), *self._read("W")]
+        return units(self.b, self.runs if kind in ("F", "W") else reversed(self.runs), kind)
+
+    def _gathered(self, kind: Kind) -> list[Line]:
+        return [Line(code="whole = self.comm.whole")] if self._read(kind) else []
+
     def forward(self) -> list[Line]:
-        lines = ahead(self.b, self.runs, "F")
+        lines = self._gathered("F")
         saves = any(self.b.codes[run.region.name].differentiated for run in self.runs)
         if saves:
             lines.append(Line(code="saved: list[Saved] = []"))
@@ -127,7 +152,7 @@ class Steps:
     # -- backward -------------------------------------------------------------------------------
 
     def backward(self) -> list[Line]:
-        lines = ahead(self.b, reversed(self.runs), self._kind())
+        lines = self._gathered(self._kind())
         lines.extend([Line(code="kept: list[Saved] = []")] if self._split() else [])
         self.grads: dict[str, str] = {t.value: f'gradients["{t.value}"]' for t in self.b.sent if t.gradient}
         taken = ("comm", "saved", "kept", "left", "gradients", "p", "g", "unit", "whole", "i", "name", "self")
@@ -144,7 +169,7 @@ class Steps:
 
     def weight(self) -> list[Line]:
         """The gradients of weights, from what the backward of the inputs kept: the last kept is the first used."""
-        lines = ahead(self.b, self.runs, "W")
+        lines = self._gathered("W")
         for run in self.runs:
             function = self.b.codes[run.region.name].weight
             if function is None:

@@ -65,8 +65,8 @@ class Weights:
                 )
         parted = any("self.parts." in line.code for line in lines)
         if parted:
-            wire = f', wire="{self.program.wire}"' if self.program.wire else ""
-            lines.insert(0, Line(code=f"self.parts = Parts(comm, self.parameters, parameters, gradients{wire})"))
+            held = ("comm", "self.parameters", "parameters", "gradients")
+            lines.insert(0, Line(code=f"self.parts = Parts({', '.join((*held, *self._moving()))})"))
         if self.reductions.buckets:
             lines.append(Line(code=f"self.sums = Sums({', '.join(self._summed(parted))})"))
         return lines
@@ -74,6 +74,10 @@ class Weights:
     def _summed(self, parted: bool) -> Iterator[str]:
         """What sums are made of."""
         yield from ("comm", "self.parameters", "gradients", "self.buckets", *(["self.parts"] if parted else []))
+        yield from self._moving()
+
+    def _moving(self) -> Iterator[str]:
+        """How they go between nodes, and in what."""
         if self.program.near:
             yield f"near={strings(self.program.near)}"
         if self.program.wire:
@@ -85,7 +89,7 @@ class Weights:
     def starts(self, run: Run) -> bool:
         """Whether sums are started, or go on from inside nodes to between them, in a run of calls."""
         early = [bucket for bucket in self.reductions.buckets if bucket.after]
-        both = any(not bucket.scattered and all(self.reductions.levels(bucket.over)) for bucket in early)
+        both = any(all(self.reductions.levels(bucket.over)) for bucket in early)
         return bool(early) and (both or any(bucket.after == call.name for bucket in early for call in run.calls))
 
     def started(self, run: Run) -> str:

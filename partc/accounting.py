@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from partc.codegen.collectives import local_bytes, moved_bytes
 from partc.errors import Source
 from partc.mesh import PIPELINE_AXIS, TIME_AXIS
-from partc.parts import Parts
 from partc.program import Op, Program, Region, TensorType
 from partc.reductions import Reductions
 from partc.rules import flops, resolve
 from partc.sharding import axis_order, choice_on
+from partc.turns import moves_of_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +37,10 @@ def communication(program: Program) -> dict[str, int]:
     busiest: dict[str, int] = {name: 0 for name in program.mesh.names}
     for place in range(program.mesh.axis(PIPELINE_AXIS)):
         found: dict[str, int] = {}
-        for stage in program.stages_at(place):
-            for kind in (_collectives, _reductions, _transfers, _parts):
-                for axis, size in kind(program, stage):
-                    found[axis] = found.get(axis, 0) + size
+        kinds = (_collectives, _reductions, _transfers)
+        each = (kind(program, stage) for stage in program.stages_at(place) for kind in kinds)
+        for axis, size in chain(_parts(program, place), *each):
+            found[axis] = found.get(axis, 0) + size
         for axis, size in found.items():
             busiest[axis] = max(busiest.get(axis, 0), size)
     return busiest
@@ -78,9 +79,10 @@ def _reductions(program: Program, stage: int) -> Iterator[tuple[str, int]]:
             yield PIPELINE_AXIS, 2 * size * (len(sharers) - 1) // len(sharers)
 
 
-def _parts(program: Program, stage: int) -> Iterator[tuple[str, int]]:
-    for call, _, move in Parts(program).of_step(stage):
-        yield ",".join(move.axes), move.received * (program.microbatches if call else 1)
+def _parts(program: Program, place: int) -> Iterator[tuple[str, int]]:
+    """What ranks hold in parts: gathered and scattered around calls, and once per step."""
+    for move in moves_of_step(program, place):
+        yield ",".join(move.axes), move.received
 
 
 def _transfers(program: Program, stage: int) -> Iterator[tuple[str, int]]:

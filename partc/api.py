@@ -284,6 +284,13 @@ def compilation(
         done(Phase(label=step.label, seconds=step.seconds, note=note(step)))
 
     def lowered(program: Program) -> tuple[passes.Step, ...]:
+        last = passes.before("schedule")[-1]
+        if options.zero < 3 or (until is not None and until in passes.before("schedule")):
+            return fitted(program, until)
+        first = fitted(program, last)
+        return (*first, *_early(first[-1].program, options, last, until, stepped))
+
+    def fitted(program: Program, until: str | None) -> tuple[passes.Step, ...]:
         if options.budget is None or (until is not None and until in passes.before("recompute")):
             return passes.run(program, options.for_passes, until=until, verify=verify_program, observe=stepped)
         return _within_budget(program, options, until, stepped)
@@ -309,6 +316,17 @@ def compilation(
         extra=origin.extra,
         again=lambda other: compilation(model, batch, other, loss=loss, model_options=model_options).program,
     )
+
+
+def _early(
+    program: Program, options: Options, last: str, until: str | None, observe: passes.Observer
+) -> tuple[passes.Step, ...]:
+    """The passes from the schedule on, with as much gathered ahead as costs no rank memory."""
+    from partc.early import early
+
+    late = passes.run(program, options.for_passes, behind=last, verify=verify_program)[-1].program
+    known = options.for_passes | {"early": early(late)}
+    return passes.run(program, known, until=until, behind=last, verify=verify_program, observe=observe)
 
 
 def _within_budget(

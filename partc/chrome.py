@@ -181,7 +181,9 @@ def _reasons(intervals: Sequence[Interval], forecast: Forecast, place: int) -> d
         indices.sort(key=lambda index: intervals[index].posted)
         made = [(intervals[index].name, intervals[index].over) for index in indices]
         plans = [forecast.once(place)] if name == "prepare" else []
-        plans += [forecast.laid(int(match[1]), match[2], last=last) for last in (False, True)] if match else []
+        if match:
+            number = int(match[3]) if match[3] else None
+            plans += [forecast.laid(int(match[1]), match[2], number, last=last) for last in (False, True)]
         for planned in (plan.collectives for plan in plans):
             if made == [(part.op, part.over) for part in planned]:
                 found.update((index, part.why) for index, part in zip(indices, planned, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -10,9 +9,10 @@ from typing import Literal
 from partc.errors import InternalError, Source
 from partc.layout import Sizes
 from partc.mesh import PIPELINE_AXIS, Mesh
-from partc.parts import Move, Parts, graph_of
+from partc.parts import Parts, graph_of
 from partc.program import MOVING, Action, Graph, Program, Region, Value
 from partc.reductions import Reductions, Sum
+from partc.turns import Around, Turn, Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,23 +104,27 @@ class _Place:
         self.owners = program.owners()
         self.reductions = {stage: Reductions(program, stage) for stage in self.stages}
         self.parts = Parts(program)
+        self.turns = Turns(program)
+        self.course = self.turns.course(place)
         self.begun: set[tuple[int, str]] = set()
         # Of sums that have been started, whether they are inside nodes, and what is to come.
         self.going: dict[int, list[tuple[bool, tuple[Sum, ...]]]] = {}
 
     def run(self) -> Iterator[Event]:
         for stage in self.stages:
-            yield from _parts(self.parts.gathered_at_end(stage), "start")
+            yield from _moved(self.turns.kept(stage), "start")
         for phase in ("setup", "step"):
+            yield from _moved(self.course.opening if phase == "step" else (), "prepare")
             for stage in self.stages:
                 yield from self._of_phase(stage, phase)
-        blocks: dict[tuple[int, str, bool], tuple[Collective, ...]] = {}
+        blocks: dict[tuple[int, tuple[Around, ...], bool], tuple[Collective, ...]] = {}
         last = {action.stage: action for action in self.program.schedule[self.place] if action.kind in ("B", "W")}
         waits: dict[tuple[int, bool, int | None], list[Transfer]] = {}
         for action in self.program.schedule[self.place]:
             if action.kind in ("F", "B", "I", "W"):
                 yield from waits.pop((action.stage, action.kind == "F", action.microbatch), ())
-                key = (action.stage, action.kind, action == last.get(action.stage))
+                around = self.course.actions[action]
+                key = (action.stage, around, action == last.get(action.stage))
                 if key not in blocks:
                     blocks[key] = tuple(self._compute(*key))
                 yield from (_during(event, action) for event in blocks[key])
@@ -141,7 +145,7 @@ class _Place:
         yield from self._shared()
         yield from self._loss()
         for stage in self.stages:
-            yield from _parts(self.parts.gathered_at_end(stage), "update")
+            yield from _moved(self.turns.refreshed(stage), "update")
 
     def _of_phase(self, stage: int, phase: str) -> Iterator[Collective]:
         for call in self.program.calls:
@@ -149,17 +153,15 @@ class _Place:
             if call.stage == stage and region.phase == phase:
                 yield from self._collectives(region, region.forward, phase)
 
-    def _compute(self, stage: int, kind: str, last: bool) -> Iterator[Collective]:
-        for run, order in self.parts.runs(stage, kind):
-            first, *others = self.parts.ahead(order, run)
-            yield from _parts(first, run)
-            for call, ahead in zip(order, others, strict=True):
-                yield from _parts(ahead, run)
-                region = self.regions[call.region]
-                yield from self._collectives(region, graph_of(region, run), run)
-                yield from _parts(self.parts.after(call, run), run)
-                if last and run == self.parts.completing and graph_of(region, run) is not None:
-                    yield from self._buckets(stage, call.name)
+    def _compute(self, stage: int, around: tuple[Around, ...], last: bool) -> Iterator[Collective]:
+        for each in around:
+            region = self.regions[each.call.region]
+            graph = graph_of(region, each.kind)
+            yield from _moved(each.before, each.kind)
+            yield from self._collectives(region, graph, each.kind)
+            yield from _moved(each.after, each.kind)
+            if last and each.kind == self.parts.completing and graph is not None:
+                yield from self._buckets(stage, each.call.name)
 
     def _collectives(self, region: Region, graph: Graph | None, action: str) -> Iterator[Collective]:
         if graph is None:
@@ -212,6 +214,7 @@ class _Place:
         yield from self._rest(stage)
 
     def _rest(self, stage: int) -> Iterator[Collective]:
+        yield from _moved(self.course.left[stage].settle(), "")
         for _, sums in self.going.pop(stage, []):
             yield from map(_collective, sums)
 
@@ -219,6 +222,9 @@ class _Place:
         """The sums that start after a call's last backward; those inside nodes go on to what lies between."""
         reductions, going = self.reductions[stage], self.going.setdefault(stage, [])
         self.begun.add((stage, after))
+        scatters = self.course.left[stage]
+        early = any(bucket.after for bucket in reductions.buckets)
+        yield from _moved(scatters.go_on() if after and early else (), after)
         for index, (inside, sums) in enumerate(going):
             if inside and after:
                 yield _collective(sums[0])
@@ -227,7 +233,9 @@ class _Place:
             if bucket.after != after:
                 continue
             if bucket.scattered:
-                yield from _parts(self.parts.scattered_sums(bucket.parameters), after)
+                yield from _moved(scatters.scatter(self.parts.scattered_sums(bucket.parameters), ""), after)
+                if not after:
+                    yield from _moved(scatters.settle(), after)
                 continue
             for dtype, size in reductions.pieces(bucket.parameters):
                 first, *others = reductions.sums(dtype, size, bucket.over)
@@ -235,18 +243,21 @@ class _Place:
                 going.append((all(reductions.levels(bucket.over)), tuple(others)))
 
     def _shared(self) -> Iterator[Collective]:
-        """One all-reduce for each set of pipeline coordinates that share weights, in the same order everywhere."""
-        together: dict[tuple[tuple[int, ...], str], int] = {}
+        """An all-reduce for each weight that pipeline coordinates share: their gradients lie apart."""
+        together: dict[tuple[tuple[int, ...], str], Collective] = {}
         for parameter in self.program.parameters:
             places = tuple(sorted(map(self.program.place, self.owners.get(parameter.name, ()))))
             if parameter.trainable and len(places) > 1 and self.place in places:
-                size = math.prod(parameter.type.layout.local_shape(self.sizes))
-                key = (places, parameter.type.dtype)
-                together[key] = together.get(key, 0) + size
-        for (places, dtype), size in sorted(together.items()):
-            yield Collective(
-                op="all_reduce", axes=(), places=places, shape=(size,), dtype=dtype, action="shared weights"
-            )
+                together[places, parameter.name] = Collective(
+                    op="all_reduce",
+                    axes=(),
+                    places=places,
+                    shape=(parameter.type.local_elements(self.sizes),),
+                    dtype=parameter.type.dtype,
+                    action="shared weights",
+                )
+        for key in sorted(together):
+            yield together[key]
 
     def _loss(self) -> Iterator[Collective]:
         if any(self.program.loss in call.results and call.stage in self.stages for call in self.program.calls):
@@ -256,8 +267,8 @@ class _Place:
                     yield Collective(op="all_reduce", axes=(axis,), shape=(), dtype=type.dtype, action="loss")
 
 
-def _parts(moves: Iterable[Move], action: str) -> Iterator[Collective]:
-    for move in moves:
+def _moved(turns: Iterable[Turn], action: str) -> Iterator[Collective]:
+    for move in (turn.move for turn in turns if turn.move is not None):
         size = move.size // move.ways if move.op == "all_gather" else move.size
         yield Collective(op=move.op, axes=move.axes, shape=(size,), dtype=move.dtype, action=action)
 

@@ -302,12 +302,6 @@ CATALOGUE: Mapping[str, Entry] = {
         "and lists options that lower it, each compiled and accounted for, and all that go together. The account is "
         "of tensors: CUDA, NCCL and kernels' work spaces take some on top, so leave them a few percent.",
     ),
-    "P0417": Entry(
-        "compressed gradients that are scattered",
-        "--compress-grads is for sums: what a rank leaves out it remembers, for every gradient that it sums. ZeRO "
-        "scatters gradients instead, and remembering would take the memory that it saves. Let it spread over the "
-        "ranks of a node alone, --nodes 8 --zero 2@dp_in: then what crosses nodes is a sum, of parts.",
-    ),
     "P0418": Entry(
         "losses in chunks",
         "--loss-chunks N makes logits in N parts of rows, each while its part of the loss takes, and once more for the "

@@ -13,14 +13,14 @@ from partc.laid import Laid, Layout, Segment
 from partc.mesh import PIPELINE_AXIS
 from partc.parts import Move, Parts, graph_of
 from partc.program import ITEMSIZE, MOVING, Action, Call, Graph, Op, Program, TensorType
-from partc.reductions import Reductions, Sum
+from partc.reductions import Bucket, Reductions, Sum
 from partc.reshard import cost
 from partc.roofline import H100, Machine, seconds
 from partc.simulate import Durations, Timeline, timeline
+from partc.turns import Around, Course, Scatters, Turn, Turns
 
 # Bytes that AdamW reads and writes for each one of a parameter, its gradient and two moments: 4 and 3 times.
 _UPDATE = 7
-_MOST_AT_ONCE = 16  # collectives of one call: one for each element type and set of axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +52,17 @@ class Forecast:
     machine: Machine = H100
     scale: Scale = Scale()
 
-    def laid(self, stage: int, kind: str, *, last: bool = False) -> Laid:
-        """One run of a stage's action: F, B, I, W or REDUCE_GRAD; with `last`, the backward before the update."""
-        key = stage, kind, last
+    def laid(self, stage: int, kind: str, microbatch: int | None = None, *, last: bool = False) -> Laid:
+        """One run of a stage's action: F, B, I, W or REDUCE_GRAD; with `last`, the backward before the update.
+
+        Without a `microbatch`, the last of the step.
+        """
+        around = self._around.get((stage, kind, microbatch), ())
+        key = stage, kind, around, last
         if key not in self._laid:
-            self._laid[key] = self._reduction(stage) if kind == "REDUCE_GRAD" else self._action(stage, kind, last)
+            self._laid[key] = (
+                self._reduction(stage) if kind == "REDUCE_GRAD" else self._action(stage, around, last=last)
+            )
         return self._laid[key]
 
     def transfer(self, stage: int) -> float:
@@ -108,7 +114,12 @@ class Forecast:
             Span(
                 name=str(span.compute),
                 start=begin + span.start,
-                laid=self.laid(span.compute.stage, span.compute.kind, last=final.get(span.compute.stage) == span),
+                laid=self.laid(
+                    span.compute.stage,
+                    span.compute.kind,
+                    span.compute.microbatch,
+                    last=final.get(span.compute.stage) == span,
+                ),
             )
             for span in played
         ]
@@ -125,48 +136,52 @@ class Forecast:
             now += laid.seconds
 
     @cached_property
-    def _laid(self) -> dict[tuple[int, str, bool], Laid]:
+    def _laid(self) -> dict[tuple[int, str, tuple[Around, ...], bool], Laid]:
         return {}
 
-    def _action(self, stage: int, kind: str, last: bool) -> Laid:
+    @cached_property
+    def _courses(self) -> tuple[Course, ...]:
+        return tuple(map(Turns(self.program).course, range(self.program.mesh.axis(PIPELINE_AXIS))))
+
+    @cached_property
+    def _around(self) -> dict[tuple[int, str, int | None], tuple[Around, ...]]:
+        """By stage, kind and microbatch; with None the last of a kind. What was started before is there."""
+        found: dict[tuple[int, str, int | None], tuple[Around, ...]] = {}
+        for action, around in (item for course in self._courses for item in course.actions.items()):
+            found[action.stage, action.kind, action.microbatch] = around
+            found[action.stage, action.kind, None] = around
+        return found
+
+    def _action(self, stage: int, around: tuple[Around, ...], *, last: bool) -> Laid:
         regions = {region.name: region for region in self.program.regions}
-        buckets = self._buckets(stage) if last else {}
-        layout = Layout()
+        layout, scatters = Layout(), Scatters()
         inside: list[tuple[object, list[Segment]]] = []
-        for run, order in self._parts.runs(stage, kind):
-            first, *others = self._parts.ahead(order, run)
-            self._start(layout, "gather", first, "the first call needs its parameters whole")
-            for call, ahead in zip(order, others, strict=True):
-                if self._parts.gathers(call, run):
-                    self._wait(layout, "gather")
-                self._start(layout, "gather", ahead, f"the call after {call.name} needs its parameters whole")
-                graph = graph_of(regions[call.region], run)
-                if graph is not None:
-                    self._run(layout, call, graph)
-                scattered = tuple(self._parts.after(call, run))
-                if scattered:
-                    self._wait(layout, "scatter")
-                    why = f"{call.name}: each rank keeps its part of the gradients"
-                    self._start(layout, "scatter", scattered, why)
-                if run == self._parts.completing and graph is not None:
-                    # What was summed inside nodes goes on between them.
-                    for key, levels in inside:
-                        layout.wait(key)
-                        layout.start((key, 1), levels[1])
-                    inside = []
-                    for index, levels in enumerate(buckets.get(call.name, ())):
-                        layout.start((call.name, index), levels[0])
-                        if len(levels) > 2:
-                            inside.append(((call.name, index), levels))
+        for each in around:
+            graph = graph_of(regions[each.call.region], each.kind)
+            self._turns(layout, each.before)
+            if graph is not None:
+                self._run(layout, each.call, graph)
+            self._turns(layout, each.after)
+            if last and each.kind == self._parts.completing and graph is not None:
+                self._turns(layout, scatters.go_on())
+                for key, levels in inside:  # what was summed inside nodes goes on between them
+                    layout.wait(key)
+                    layout.start((key, 1), levels[1])
+                inside = []
+                for moves, why in self._scattered(stage, each.call.name):
+                    self._turns(layout, scatters.scatter(moves, why))
+                for index, levels in enumerate(self._summed(stage, each.call.name)):
+                    layout.start((each.call.name, index), levels[0])
+                    if len(levels) > 2:
+                        inside.append(((each.call.name, index), levels))
         return layout.laid()
 
-    def _start(self, layout: Layout, what: str, moves: Iterable[Move], why: str) -> None:
-        for index, move in enumerate(moves):
-            layout.start((what, index), self._move(move, why))
-
-    def _wait(self, layout: Layout, what: str) -> None:
-        for index in range(_MOST_AT_ONCE):
-            layout.wait((what, index))
+    def _turns(self, layout: Layout, turns: Iterable[Turn]) -> None:
+        for turn in turns:
+            if turn.move is None:
+                layout.wait(turn.key)
+            else:
+                layout.start(turn.key, self._move(turn.move, turn.why))
 
     def _reduction(self, stage: int) -> Laid:
         """What the last backward has started ends first; then what starts at the step's end."""
@@ -176,19 +191,27 @@ class Forecast:
         layout.whole(self._of_events(self.program.place(stage), {name}, "gradients are summed"))
         return layout.laid()
 
-    def _buckets(self, stage: int) -> dict[str, list[list[Segment]]]:
-        """By the call after whose last backward they start: what each sum consists of, one after the other."""
-        reductions, found = Reductions(self.program, stage), dict[str, list[list[Segment]]]()
-        for bucket in reductions.buckets:
-            why = f"gradients that are complete after {bucket.after}"
-            sums = found.setdefault(bucket.after, [])
+    def _buckets(self, stage: int, call: str) -> Iterator[tuple[Bucket, str]]:
+        """What starts to be summed after the last backward of a call, and why."""
+        for bucket in self._reductions[stage].buckets:
+            if bucket.after == call:
+                yield bucket, f"gradients that are complete after {call}"
+
+    def _scattered(self, stage: int, call: str) -> Iterator[tuple[Iterator[Move], str]]:
+        for bucket, why in self._buckets(stage, call):
             if bucket.scattered:
-                sums.extend([self._move(move, why)] for move in self._parts.scattered_sums(bucket.parameters))
-                continue
-            for dtype, size in reductions.pieces(bucket.parameters):
-                levels = reductions.sums(dtype, size, bucket.over)
-                sums.append([self._level(level, why) for level in levels])
-        return found
+                yield self._parts.scattered_sums(bucket.parameters), why
+
+    def _summed(self, stage: int, call: str) -> Iterator[list[Segment]]:
+        """What each sum consists of, one after the other."""
+        reductions = self._reductions[stage]
+        for bucket, why in self._buckets(stage, call):
+            for dtype, size in reductions.pieces(bucket.parameters) if not bucket.scattered else ():
+                yield [self._level(level, why) for level in reductions.sums(dtype, size, bucket.over)]
+
+    @cached_property
+    def _reductions(self) -> tuple[Reductions, ...]:
+        return tuple(Reductions(self.program, stage) for stage in range(self.program.stages))
 
     def _level(self, part: Sum, why: str) -> Segment:
         size = part.size * ITEMSIZE[part.dtype]
@@ -255,9 +278,10 @@ class Forecast:
             yield "", Segment(seconds=self.scale.compute * work), ""
 
     def once(self, place: int) -> Laid:
-        """What the step decides from its whole batch."""
+        """What the step decides from its whole batch, while what is read first is gathered."""
         regions = {region.name: region for region in self.program.regions}
         layout = Layout()
+        self._turns(layout, self._courses[place].opening)
         for call in self.program.calls:
             if regions[call.region].phase == "step" and self.program.place(call.stage) == place:
                 self._run(layout, call, regions[call.region].forward)

@@ -72,7 +72,7 @@ class Options:
         compress_grads: str = "none",
         loss_chunks: int = 1,
     ) -> Options:
-        """Raises PartcError P0004, P0101 to P0105, P0301, P0404 to P0414, P0417 and P0418."""
+        """Raises PartcError P0004, P0101 to P0105, P0301, P0404 to P0414 and P0418."""
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
         if nodes is not None:
             parsed = parsed.cut_at(nodes)
@@ -113,13 +113,6 @@ class Options:
         if compress_grads not in COMPRESSIONS:
             raise _unknown("compression", compress_grads, COMPRESSIONS)
         level, axes = _zero(str(zero), parsed)
-        slow = [axis for axis in axes if nodes is None or axis not in parsed.inside(nodes)]
-        if level and compress_grads != "none" and slow:
-            raise PartcError(
-                "P0417",
-                f"--compress-grads does not reach gradients that --zero {level} scatters over {slow[0]}",
-                help="spread over the ranks of a node: --nodes N and --zero 2@dp_in",
-            )
         options = cls(
             mesh=parsed,
             microbatches=microbatches,

@@ -133,7 +133,7 @@ class _Reader:
     def _program(self, text: str) -> None:
         match = _matched(
             rf"program {_NAME} mesh (\S+) microbatches (\d+) loss {_NAME}(?: draws (\d+))?(?: zero (\d))?"
-            r"(?: near ([\w,]+))?(?: wire (\w+))?(?: compress (\w+))?( compiled)?( fused)?",
+            r"(?: near ([\w,]+))?(?: wire (\w+))?(?: compress (\w+))?(?: early ([\w,]+))?( compiled)?( fused)?",
             text,
         )
         self._head = Program(
@@ -146,8 +146,9 @@ class _Reader:
             near=tuple(match[7].split(",")) if match[7] else (),
             wire=match[8] or "",
             compress=match[9] or "",
-            compiled=bool(match[10]),
-            fused=bool(match[11]),
+            early=tuple(match[10].split(",")) if match[10] else (),
+            compiled=bool(match[11]),
+            fused=bool(match[12]),
         )
 
     def _input(self, text: str) -> None:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from partc.program import ITEMSIZE, Call, DType, Graph, Parameter, Program, Region
-from partc.reductions import Reductions
+from partc.reductions import Reductions, levels
 
 Kind = Literal["F", "B", "I", "W"]
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One collective over all that a call's parameters have in common: `size` elements of the whole."""
+    """One collective over all that a call's parameters have in common, of `size` elements before or after it.
 
-    op: Literal["all_gather", "reduce_scatter"]
+    Where some of the ranks share a node, it is one of two: what one brings, the other takes.
+    """
+
+    op: Literal["all_gather", "reduce_scatter", "all_to_all"]
     axes: tuple[str, ...]
     dtype: str
-    size: int
+    size: int  # of the larger end; of what travels, where gradients are scattered in few bits (all_to_all)
     ways: int
+    turn: int = 0
 
     @property
     def received(self) -> int:
@@ -63,6 +68,10 @@ class Parts:
         region = self._regions[call.region]
         return self.program.zero == 3 and self.has_parts(call) and _reads(region, graph_of(region, kind))
 
+    def early(self, stage: int, kind: str) -> bool:
+        """Whether an action of a stage starts to gather what the one after it reads first."""
+        return f"{stage}{kind}" in self.program.early
+
     def scattered(self, call: Call, kind: Kind) -> tuple[str, ...]:
         """The region's parameters whose gradients are scattered right after this run."""
         if self.program.zero < 2 or kind == "F" or not self.has_parts(call):
@@ -94,16 +103,6 @@ class Parts:
         if self.gathers(call, kind):
             yield from self._moves("all_gather", call.params)
 
-    def ahead(self, calls: Sequence[Call], kind: Kind) -> tuple[tuple[Move, ...], ...]:
-        """What starts when a stage begins to run these calls, and then right before each: the next one's gather."""
-        started: list[tuple[Move, ...]] = [()] * (len(calls) + 1)
-        last = 0
-        for index, call in enumerate(calls):
-            if self.gathers(call, kind):
-                started[last] = tuple(self.before(call, kind))
-                last = index + 1
-        return tuple(started)
-
     def after(self, call: Call, kind: Kind) -> Iterator[Move]:
         region = self._regions[call.region]
         local = {value.name: name for value, name in zip(region.params, call.params, strict=True)}
@@ -113,11 +112,16 @@ class Parts:
         """Whole gradients that were summed over a step's microbatches."""
         yield from self._moves("reduce_scatter", (parameter.name for parameter in parameters))
 
-    def gathered_at_end(self, stage: int) -> Iterator[Move]:
-        """After the optimizer's update (and at the start): what every rank keeps whole."""
+    def kept(self, stage: int) -> Iterator[tuple[Move, ...]]:
+        """What every rank keeps whole, call by call: gathered at the start and after the optimizer's update."""
         if self.program.zero in (1, 2):
             for names in self._units(stage):
-                yield from self._moves("all_gather", names)
+                yield tuple(self._moves("all_gather", names))
+
+    def gathered_at_end(self, stage: int) -> Iterator[Move]:
+        """All of that."""
+        for moves in self.kept(stage):
+            yield from moves
 
     def of_step(self, stage: int) -> Iterator[tuple[str, str, Move]]:
         """All that a stage's ranks do: the call (none for what is done once per step), where in it, and what."""
@@ -166,9 +170,38 @@ class Parts:
             key = (self.read[parameter.name] if op == "all_gather" else summed, parameter.gather)
             if parameter.gather and (op == "all_gather" or parameter.trainable):
                 sizes[key] = sizes.get(key, 0) + math.prod(whole)
-        for (dtype, axes), size in sizes.items():
-            ways = math.prod(self.program.sizes[axis] for axis in axes)
-            yield Move(op=op, axes=axes, dtype=dtype, size=size, ways=ways)
+        for turn in range(self.turns):
+            for (dtype, axes), size in sizes.items():
+                yield from self._turn(op, axes, dtype, size, turn)
+
+    def _turn(
+        self, op: Literal["all_gather", "reduce_scatter"], axes: tuple[str, ...], dtype: str, size: int, turn: int
+    ) -> Iterator[Move]:
+        """Gathered between nodes and then inside, scattered the other way; on one level, all at once."""
+        near, far = levels(self.program, axes)
+        inside, across = self._ways(near), self._ways(far)
+        crosses = not near or (far and (op == "all_gather") == (turn == 0))
+        if turn and not (near and far):
+            return
+        if not crosses:
+            yield Move(op=op, axes=near, dtype=dtype, size=size, ways=inside, turn=turn)
+        elif op == "reduce_scatter" and self.program.compress:
+            from partc.runtime.compression import room
+
+            kind = "bf16" if self.program.compress == "bf16" else "u8"
+            coded = across * room(self.program.compress, size // inside // across)
+            yield Move(op="all_to_all", axes=far, dtype=kind, size=coded, ways=across, turn=turn)
+        else:
+            yield Move(op=op, axes=far, dtype=dtype, size=size // inside, ways=across, turn=turn)
+
+    def _ways(self, axes: Iterable[str]) -> int:
+        return math.prod(self.program.sizes[axis] for axis in axes)
+
+    @cached_property
+    def turns(self) -> int:
+        """In how many what is gathered comes: one, or two where some of the ranks share a node."""
+        gathered = {parameter.gather for parameter in self.program.parameters if parameter.gather}
+        return max((1 + all(levels(self.program, axes)) for axes in gathered), default=1)
 
 
 def graph_of(region: Region, kind: Kind) -> Graph | None:

@@ -49,6 +49,7 @@ def print_program(program: Program, *, sources: bool = False) -> str:
         f"{' near ' if program.near else ''}{','.join(program.near)}"
         f"{f' wire {program.wire}' if program.wire else ''}"
         f"{f' compress {program.compress}' if program.compress else ''}"
+        f"{' early ' if program.early else ''}{','.join(program.early)}"
         f"{' compiled' if program.compiled else ''}{' fused' if program.fused else ''}"
     ]
     lines += [f"input {written_name(name)}" for name in program.inputs]

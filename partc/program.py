@@ -281,6 +281,7 @@ class Program:
     `near` names the axes whose ranks share a node, if others don't: sums of gradients go over both in turn.
     `wire` is what they travel in, "" for their own type; `compress` is what crosses nodes (everything, if `near`
     is empty): bf16 or int8, with error feedback.
+    `early` names actions of stages (0F) that gather what the action after them reads first, while they run.
     `compiled` says that torch.compile makes kernels of regions' functions; `fused`, that the package has its own.
     `draws` counts the random operations of a step, in the order in which one device runs them.
     `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
@@ -301,6 +302,7 @@ class Program:
     near: tuple[str, ...] = ()
     wire: str = ""
     compress: str = ""
+    early: tuple[str, ...] = ()
     compiled: bool = False
     fused: bool = False
     updates: tuple[tuple[str, str], ...] = ()

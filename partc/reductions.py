@@ -87,8 +87,7 @@ class Reductions:
 
     def levels(self, over: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The axes inside nodes and those between them."""
-        near = self.program.near
-        return tuple(axis for axis in over if axis in near), tuple(axis for axis in over if axis not in near)
+        return levels(self.program, over)
 
     def sums(self, dtype: str, size: int, over: tuple[str, ...]) -> tuple[Sum, ...]:
         """What the sum of a piece of memory over some axes consists of, one after the other."""
@@ -157,10 +156,10 @@ class Reductions:
         """Axes whose ranks talk to each other: each that the mesh has, and those summed or gathered over together."""
         single = ((name,) for name, size in self.program.mesh.axes if size > 1)
         summed = [self.axes(parameter) for parameter in self.trained]
-        levels = (level for axes in summed for level in (axes, *self.levels(axes)))
         here = {name for call in self.program.calls if call.stage == self.stage for name in call.params}
-        gathered = (parameter.gather for parameter in self.program.parameters if parameter.name in here)
-        return tuple(dict.fromkeys((*single, *(axes for axes in (*levels, *gathered) if axes))))
+        gathered = [parameter.gather for parameter in self.program.parameters if parameter.name in here]
+        several = (level for axes in (*summed, *gathered) for level in (axes, *self.levels(axes)))
+        return tuple(dict.fromkeys((*single, *(axes for axes in several if axes))))
 
     def shared(self) -> dict[tuple[int, ...], list[Parameter]]:
         """The weights that each set of pipeline coordinates shares."""
@@ -169,3 +168,8 @@ class Reductions:
             if self.sharers(parameter):
                 found.setdefault(self.sharers(parameter), []).append(parameter)
         return found
+
+
+def levels(program: Program, over: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes inside nodes and those between them."""
+    return tuple(axis for axis in over if axis in program.near), tuple(a for a in over if a not in program.near)

@@ -35,7 +35,8 @@ from partc.runtime.distributed import DistributedComm, GlooAxis
 from partc.runtime.executor import Stage, gradient_buffers, parse_schedule, run_step
 from partc.runtime.layout import DTYPES, Shard
 from partc.runtime.optimizer import attach_gradients, make_optimizer
-from partc.runtime.parts import Parts, ahead
+from partc.runtime.parts import Parts
+from partc.runtime.state import remembering
 from partc.runtime.sums import Bucket, Sums
 
 Sizes = Mapping[str, int]
@@ -68,7 +69,7 @@ def _rank(
     with counting() as ledger:
         lessons.ledger = ledger
         comm = _QuietComm(ledger, program.mesh.sizes, place)
-        given = {"Parts": _NamedParts, "ahead": ahead, "Sums": Sums, "Bucket": Bucket, "kernels": _kernels(program)}
+        given = {"Parts": _NamedParts, "Sums": Sums, "Bucket": Bucket, "kernels": _kernels(program)}
         classes = {
             module.index: stage_class(module.text, f"stages/stage_{module.index}.py", module.functions, lessons, given)
             for module in modules
@@ -94,9 +95,8 @@ def _rank(
             with ledger.making("optimizer", name):
                 states.extend(ledger.holds(state.bytes(parameters[name])) for state in kept)
         with ledger.making("communication", "left out of compressed sums"):
-            for sums in (stage.sums for stage in stages.values() if program.compress and hasattr(stage, "sums")):
-                for compressed in sums.compressed.values():
-                    compressed.restore(*(torch.empty(count, device=META) for count in compressed.numbers))
+            for _, compressed in remembering(stages):
+                compressed.restore({kind: torch.empty(n, device=META) for kind, n in compressed.numbers.items()})
         comm.draws = program.draws if program.repeated else 0
         with ledger.making("constants", "constants"):
             for stage in stages.values():
@@ -317,7 +317,11 @@ class _NamedParts(Parts):
             with self._named("copies", "gathered parameters"):
                 return going.wait()
 
-        return Pending(finish)
+        def go_on() -> bool:
+            with self._named("copies", "gathered parameters"):
+                return going.go_on()
+
+        return Pending(finish, go_on)
 
     def scatter(self, gradients: Mapping[str, Tensor]) -> None:
         with self._named("communication", "scattered gradients"):

@@ -194,7 +194,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="what every rank does, in order",
         requires=("stages", "split"),
         ensures=("schedule",),
-        options=("kind", "table"),
+        options=("kind", "table", "early"),
     ),
     Pass(
         name="check",

@@ -37,6 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("partc.reductions",),
     ("partc.parts",),
+    ("partc.turns",),
     (
         "partc.saving",
         "partc.memory",
@@ -73,6 +74,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "partc.lessons",
         "partc.rehearsal",
         "partc.fitting",
+        "partc.early",
     ),
     ("partc.launch", "partc.reference", "partc.sampling", "partc.verify", "partc.doctor", "partc.export"),
     (

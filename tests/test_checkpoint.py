@@ -117,7 +117,12 @@ def test_loss_scales_and_the_rest_of_an_update_go_on(tmp_path: Path, mesh: str) 
 
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [("2x2x2", {"compress_grads": "bf16", "bucket": "1KB"}), ("dp=4", {"compress_grads": "int8", "nodes": 2})],
+    [
+        ("2x2x2", {"compress_grads": "bf16", "bucket": "1KB"}),
+        ("dp=4", {"compress_grads": "int8", "nodes": 2}),
+        ("2x2x1", {"compress_grads": "int8", "zero": 2, "schedule": "zbv"}),
+        ("dp=4", {"compress_grads": "bf16", "nodes": 2, "zero": 3}),
+    ],
 )
 def test_what_compressed_sums_left_out_goes_on(tmp_path: Path, mesh: str, options: dict[str, Any]) -> None:
     package = build(tmp_path, mesh, precision="fp32", **options)

@@ -72,6 +72,9 @@ def _group(event: Collective) -> str:
         ("gpt", "1x4x2", {"nodes": 4, "bucket": "40KB"}),
         ("gpt", "2x4x1", {"nodes": 2, "bucket": "40KB", "compress_grads": "int8"}),
         ("gpt", "1x4x1", {"nodes": 2, "zero": "2@dp_in", "compress_grads": "bf16", "grad_reduce": "bf16"}),
+        ("gpt", "2x4x1", {"nodes": 2, "zero": 3, "schedule": "zero-bubble"}),
+        ("gpt", "1x4x1", {"nodes": 2, "zero": 1, "bucket": "40KB", "compress_grads": "int8"}),
+        ("gpt2", "pp=2,dp=4", {"nodes": 2, "zero": 2, "schedule": "zbv"}),
         ("resnet", "2", {"zero": 2, "precision": "bf16"}),  # norms' weights are read in fp32
         ("resnet", "2", {"zero": 3, "precision": "bf16"}),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +13,14 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import partc
+from partc.events import Collective, events
+from partc.mesh import Mesh
 from partc.parser import parse
 from partc.passes.bucket import bucket
 from partc.passes.overlap import overlap
 from partc.printer import print_program, print_region
 from partc.program import MOVING
+from partc.rehearsal import rehearse
 from partc.runtime.layout import Shard
 from partc.runtime.parts import Parts, ahead
 from partc.runtime.sums import Bucket, Sums
@@ -178,7 +182,20 @@ class Fields(NamedTuple):
     w: Tensor
 
 
-def test_gathers_start_one_call_ahead() -> None:
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("0 1 2", "start 0, compute nothing, start 1, compute 0, start 2, compute 1, compute 2"),
+        ("0 1 1 0", "start 0, compute nothing, start 1, compute 0, compute 1, start 0, compute 1, compute 0"),
+        (
+            "0 1 - 1 2",
+            "start 0, compute nothing, start 1, compute 0, compute 1, start 1, start 2, compute 1, compute 2",
+        ),
+        ("- -", "compute nothing"),
+    ],
+)
+def test_gathers_start_one_call_ahead(line: str, expected: str) -> None:
+    """Whatever action a call is of. What is read twice in a row is gathered once; nothing goes ahead past None."""
     shards = {f"{i}.w": Shard("f64[4@dp]", gather=("dp",)) for i in range(3)}
 
     def work(comm: VirtualComm) -> None:
@@ -188,23 +205,73 @@ def test_gathers_start_one_call_ahead() -> None:
 
         class Logged:
             def __init__(self, name: str) -> None:
-                self.name, self.unit = name, parts.unit(Fields, name)
+                self.name, self.unit, self.turns = name, parts.unit(Fields, name), parts.turns
 
             def gather(self) -> Any:
-                log.append(f"start {self.name}")
+                log.append(f"start {self.name[0]}")
                 return self.unit.gather()
 
-        whole: Iterator[Fields] = ahead(*(Logged(name) for name in shards))  # type: ignore[arg-type]
+        units: dict[str, Any] = {name[0]: Logged(name) for name in shards} | {"-": None}
+        whole: Iterator[Fields] = ahead(*(units[name] for name in line.split()))
         log.append("compute nothing")
-        for i in range(3):
+        for name in line.replace("-", "").split():
             fields = next(whole)
-            log.append(f"compute {i}")
-            assert fields.w.tolist() == [float(i)] * 4
-        assert log == [
-            "start 0.w", "compute nothing", "start 1.w", "compute 0", "start 2.w", "compute 1", "compute 2",
-        ]  # fmt: skip
+            log.append(f"compute {name}")
+            assert fields.w.tolist() == [float(name)] * 4
+        assert ", ".join(log) == expected
 
     _world(work)
+
+
+def test_gathers_cross_nodes_two_calls_ahead_and_go_around_inside_one() -> None:
+    shards = {f"{i}.w": Shard("f64[4@dp_out,dp_in]", gather=("dp_out", "dp_in")) for i in range(3)}
+    mesh = Mesh((("dp_out", 2), ("dp_in", 2)))
+    groups = [("dp_out",), ("dp_in",)]
+    world = World(4)
+
+    def work(rank: int) -> None:
+        members = {",".join(axes): mesh.group(rank, axes) for axes in groups}
+        comm = VirtualComm(world=world, rank=rank, coordinate=mesh.coordinate(rank), groups=members, links={})
+        held = {name: torch.full((1,), float(rank), dtype=torch.float64) for name in shards}
+        parts = Parts(comm, shards, held, {}, near=("dp_in",))
+        log: list[str] = []
+        for name in ("dp_out", "dp_in"):
+            axis = comm.group((name,))
+            start = axis.start_all_gather
+            axis.start_all_gather = lambda *args, name=name, start=start, **named: (  # type: ignore[method-assign]
+                log.append(name) or start(*args, **named)
+            )
+        for fields in ahead(*(parts.unit(Fields, name) for name in shards)):
+            assert fields.w.tolist() == [0.0, 1.0, 2.0, 3.0]
+            log.append("compute")
+        out, near, compute = "dp_out", "dp_in", "compute"
+        assert log == [out, out, near, near, out, compute, near, compute, compute]
+
+    world.run(work)
+    assert not any(group.meetings for group in world.groups.values())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "some"),
+    [("2", {"microbatches": 2}, False), ("4x2x1", {"microbatches": 8}, True)],
+)
+def test_what_is_gathered_ahead_raises_no_peak(mesh: str, options: dict[str, Any], some: bool) -> None:
+    """All of it would, where `some` is left out: an embedding's gradient is there with what the next action reads."""
+    program = partc.compile(EXAMPLES / "gpt.py", mesh=mesh, zero=3, **options).program
+    kinds = dict.fromkeys(f"{each.stage}{each.kind}" for row in program.schedule for each in row)
+    every = tuple(name for name in kinds if name[1:] in ("F", "B"))
+    late, early, all_early = (
+        [rank.peak for rank in rehearse(replace(program, early=names)).ranks] for names in ((), program.early, every)
+    )
+    assert all(one <= other for one, other in zip(early, late, strict=True))
+    assert (set(program.early) < set(every)) == some
+    assert any(one > other for one, other in zip(all_early, late, strict=True)) == some
+    gathers = lambda names: sum(  # noqa: E731
+        isinstance(event, Collective) and event.op == "all_gather"
+        for row in events(replace(program, early=names)).places
+        for event in row
+    )
+    assert gathers(every) <= gathers(program.early) < gathers(())
 
 
 @pytest.mark.parametrize(

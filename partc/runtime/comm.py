@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,20 +21,28 @@ S = TypeVar("S")
 
 
 class Pending(Generic[T]):
-    """Something on its way, a tensor mostly. What it is made from must not be written to before it is waited for."""
+    """Something on its way, a tensor mostly. What it is made from must not be written to before it is waited for.
 
-    __slots__ = ("_finish",)
+    It may come in two turns, the second of which takes what the first one brings.
+    """
 
-    def __init__(self, finish: Callable[[], T]) -> None:
+    __slots__ = ("_finish", "_go_on")
+
+    def __init__(self, finish: Callable[[], T], go_on: Callable[[], bool] = bool) -> None:
         self._finish = finish
+        self._go_on = go_on
 
     def wait(self) -> T:
         """What comes, once it is there; called once."""
         return self._finish()
 
+    def go_on(self) -> bool:
+        """Wait for its first turn and start the second; False where there is none, or it has been started."""
+        return self._go_on()
+
     def then(self, change: Callable[[T], S]) -> Pending[S]:
         """The same with something done to it on arrival."""
-        return Pending(lambda: change(self._finish()))
+        return Pending(lambda: change(self._finish()), self._go_on)
 
 
 def timed(
@@ -194,6 +202,7 @@ class Comm:
         for name, axis in groups.items():
             axis.name, axis.clock = name, self.clock
         self.mb = Axis()  # microbatches: an axis in time, where only `take` and `put` make sense
+        self.whole: Iterator[Any] = iter(())  # parameters that ranks hold in parts, as the calls of a step read them
         self.last = True  # whether gradients are complete after this backward pass
         self.draws = 0  # random operations of a microbatch, where each one draws its own
         self.seed = 0
@@ -315,14 +324,6 @@ def join(parts: Tensor, dim: int, outer: int) -> Tensor:
     rest = shape[dim] // outer
     split = parts.reshape(ways, *shape[:dim], outer, rest, *shape[dim + 1 :]).movedim(0, dim + 1)
     return split.reshape(*shape[:dim], outer * ways * rest, *shape[dim + 1 :])
-
-
-def fill(whole: Tensor, parts: Tensor, dim: int, outer: int) -> None:
-    """What `join` makes, into a tensor that is there already; `parts` may stand apart."""
-    ways, *shape = parts.shape
-    rest = shape[dim] // outer
-    places = whole.unflatten(dim, (outer, ways, rest)).movedim(dim + 1, 0)
-    places.copy_(parts.unflatten(dim + 1, (outer, rest)))
 
 
 def runs(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -7,7 +7,7 @@ again by the one that sends their sum (Tang et al. 2021, 1-bit Adam, section 4.1
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -85,6 +85,21 @@ def codec(compress: str | Codec) -> Codec:
     return TorchCodec(compress) if isinstance(compress, str) else compress
 
 
+class Remembers(Protocol):
+    """What adds to the next sum what it has left out of this one."""
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """How many it leaves out, of each kind."""
+
+    @property
+    def left_out(self) -> dict[str, Tensor]:
+        """They themselves, flat; nothing before the first sum."""
+
+    def restore(self, left: Mapping[str, Tensor]) -> bool:
+        """Go on with these; False if they are of other sums."""
+
+
 class Compressed:
     """The sums of one piece of memory, of so many numbers, step after step."""
 
@@ -95,21 +110,18 @@ class Compressed:
         self._summed: Tensor | None = None  # [1, size]: and of its part of the sum
 
     @property
-    def numbers(self) -> tuple[int, int]:
-        """How many `restore` takes."""
-        return self._axis.size * self._size, self._size
+    def numbers(self) -> Mapping[str, int]:
+        return {"sent": self._axis.size * self._size, "summed": self._size}
 
     @property
     def left_out(self) -> dict[str, Tensor]:
-        """What the next sum adds; nothing before the first."""
         found = {"sent": self._sent, "summed": self._summed}
         return {name: x.view(-1) for name, x in found.items() if x is not None}
 
-    def restore(self, sent: Tensor, summed: Tensor) -> bool:
-        """Go on with these; False if they are of another piece of memory."""
-        if (sent.numel(), summed.numel()) != self.numbers:
+    def restore(self, left: Mapping[str, Tensor]) -> bool:
+        if {name: x.numel() for name, x in left.items()} != self.numbers:
             return False
-        self._sent, self._summed = sent.view(-1, self._size), summed.view(1, -1)
+        self._sent, self._summed = left["sent"].view(-1, self._size), left["summed"].view(1, -1)
         return True
 
     def sum(self, x: Tensor, scale: float = 1.0) -> Generator[Pending[Tensor], Tensor, Tensor]:
@@ -131,3 +143,44 @@ class Compressed:
 def padded(x: Tensor, ways: int) -> Tensor:
     """Flat, with zeros at its end where its size does not divide."""
     return x if x.numel() % ways == 0 else torch.nn.functional.pad(x, (0, -x.numel() % ways))
+
+
+class Scattered:
+    """What a rank has left out of one gradient that is scattered, step after step: of so many numbers, for each rank.
+
+    It belongs to the gradient, whichever others that travels with.
+    """
+
+    def __init__(self, ways: int, size: int) -> None:
+        self._ways, self._size = ways, size
+        self._sent: Tensor | None = None  # [ways, size]
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        return {"sent": self._ways * self._size}
+
+    @property
+    def left_out(self) -> dict[str, Tensor]:
+        return {} if self._sent is None else {"sent": self._sent.reshape(-1)}
+
+    def restore(self, left: Mapping[str, Tensor]) -> bool:
+        if {name: x.numel() for name, x in left.items()} != self.numbers:
+            return False
+        self._sent = left["sent"].view(self._ways, self._size)
+        return True
+
+    @staticmethod
+    def start(
+        compress: str | Codec, axis: Axis, gradients: Sequence[Scattered], x: Tensor, scale: float
+    ) -> Pending[Tensor]:
+        """This rank's row of the sum of a flat tensor, a row for each rank: of several gradients side by side."""
+        coder, rows = codec(compress), x.view(axis.size, -1).float()
+        left = [each._sent for each in gradients if each._sent is not None]
+        assert len(left) in (0, len(gradients))
+        before = left[0].contiguous() if len(left) == 1 else torch.cat(left, 1) if left else None
+        coded, now = coder.encode(rows, before, scale)
+        for each, sent in zip(gradients, now.split([each._size for each in gradients], 1), strict=True):
+            each._sent = sent
+        size = rows.shape[1]
+        coming = axis.start_all_to_all(coded.flatten(), split_dim=0, concat_dim=0)
+        return coming.then(lambda parts: coder.decode_sum(parts.view(axis.size, -1), size))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .comm import Axis, Comm, Pending
 from .layout import Received, Shard
+from .parts import Unit, ahead
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d*)")
 
@@ -194,6 +195,7 @@ def run_step(
     """
     entering = comm.clock.entering
     entering("prepare", "work")
+    comm.whole = ahead(*(unit for action in actions for unit in _read(stages[action.stage], action.kind)))
     for stage in stages.values():
         stage.prepare(batch)
     step = Step(stages, comm, microbatches)
@@ -214,6 +216,12 @@ def run_step(
     entering("the last transfers of the step", "work")
     comm.drain()
     return loss
+
+
+def _read(stage: Stage, kind: str) -> Sequence[Unit | None]:
+    """What the calls of an action read, where ranks hold parts of it; with None, that the next one's has to wait."""
+    reads: Mapping[str, Sequence[Unit | None]] = getattr(stage, "reads", {})
+    return reads.get(kind, ())
 
 
 def _shared_gradients(stages: Mapping[int, Stage]) -> dict[tuple[int, ...], list[Tensor]]:

@@ -1,21 +1,23 @@
 """Parameters that ranks hold in parts (ZeRO): gathered for the calls that read them, gradients scattered back.
 
-Both go on while a rank computes: a gather is started one call ahead, and a sum of gradients is added to a
-rank's part when the next one starts, or at the step's end.
+Both go on while a rank computes: a gather is started one call ahead, whichever action that call is of, and a sum of
+gradients is added to a rank's part when the next one starts, or at the step's end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, groupby, islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .comm import Axis, Comm, Pending, fill, join, split
+from .comm import Axis, Comm, Pending, join
+from .compression import Codec, Scattered
 from .layout import DTYPES, Shard, cutting
+from .levels import Levels
 
 T = TypeVar("T")
 Fields = Any  # the tuple class of a region's parameters, or one of it
@@ -25,7 +27,9 @@ class Parts:
     """The parameters of a stage: this rank's parts of some, the whole of others.
 
     What is gathered or scattered by one call of a method travels in one collective for each dtype; gradients
-    in `wire`, if that is given.
+    in `wire`, if that is given. Over ranks of which those on the axes `near` share a node, where others don't, it
+    goes inside nodes and between them in turn (see levels). `compress` is what gradients travel in between nodes, or
+    everywhere if `near` is empty.
     """
 
     def __init__(
@@ -35,9 +39,13 @@ class Parts:
         held: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         *,
+        near: tuple[str, ...] = (),
         wire: str = "",
+        compress: str | Codec = "",
     ) -> None:
         self._comm = comm
+        self._near = near
+        self._compress = compress
         self._wire = DTYPES[wire] if wire else None
         self._shards = shards
         self._held = held
@@ -50,6 +58,19 @@ class Parts:
         self._keeping: list[tuple[str, ...]] = []
         self._left: frozenset[str] = frozenset()
         self._going: list[Pending[None]] = []  # sums of gradients
+        self.compressed = dict(self._compressing()) if compress else {}
+
+    def _compressing(self) -> Iterator[tuple[str, Scattered]]:
+        for name, gradient in self._gradients.items():
+            levels = Levels.of(self._comm, self._shards[name].gather, self._near)
+            if levels.far.size > 1:
+                yield name, Scattered(levels.far.size, gradient.numel())
+
+    @property
+    def turns(self) -> int:
+        """In how many what is gathered comes: one, or two where some of the ranks share a node."""
+        gathered = {shard.gather for shard in self._shards.values() if shard.gather}
+        return max((1 + Levels.of(self._comm, axes, self._near).both for axes in gathered), default=1)
 
     def unit(self, kind: Any, *names: str) -> Unit:
         return Unit(self, kind, names)
@@ -62,48 +83,73 @@ class Parts:
         """`into` has tensors for the whole that are there already."""
         whole = {name: self._held[name].to(self._shards[name].read_dtype) for name in names}
         going = []
-        for axis, together in self._together({name: whole[name].dtype for name in names}):
+        for levels, together in self._together({name: whole[name].dtype for name in names}):
             shapes = [whole[name].shape for name in together]
             flat = _joined([whole.pop(name).reshape(-1) for name in together])
-            going.append((axis.size, together, shapes, axis.start_all_gather(flat, dim=0)))
+            going.append((levels, together, shapes, levels.start_all_gather(flat)))
+            del flat
 
         def finish() -> list[Tensor]:
+            go_on()
             while going:
-                ways, together, shapes, rows = going.pop(0)
-                found = rows.wait().view(ways, -1)
-                columns = found.split([shape.numel() for shape in shapes], dim=1)
+                levels, together, shapes, rows = going.pop(0)
+                columns = rows.wait().split([shape.numel() for shape in shapes], dim=2)
                 for name, shape, column in zip(together, shapes, columns, strict=True):
                     dim, outer = self._seams[name]
-                    if name not in into and len(together) == 1:
-                        whole[name] = join(column.view(ways, *shape), dim, outer)
+                    parts = column.view(levels.near.size, levels.far.size, *shape)
+                    if name not in into and len(together) == 1 and not levels.both:
+                        whole[name] = join(parts.flatten(0, 1), dim, outer)
                         continue
-                    size = [ways * n if at == dim else n for at, n in enumerate(shape)]
+                    size = [levels.size * n if at == dim else n for at, n in enumerate(shape)]
                     whole[name] = into[name] if name in into else column.new_empty(size)
-                    fill(whole[name], column.view(ways, *shape), dim, outer)
+                    levels.place(parts, whole[name], dim, outer)
             return [whole[name] for name in names]
 
-        return Pending(finish)
+        def go_on() -> bool:
+            return any([rows.go_on() for _, _, _, rows in going])
+
+        return Pending(finish, go_on)
 
     def scatter(self, gradients: Mapping[str, Tensor]) -> None:
         """Start to add to each rank's part the sum of what all ranks have for it in these gradients of the whole.
 
-        What a rank holds whole is added to its own.
+        What a rank holds whole is added to its own. Of what has been started before, sums inside nodes go on to
+        what is between them, and the others are waited for.
         """
-        self.settle()
+        for going in self._taken():
+            if going.go_on():
+                self._going.append(going)
+            else:
+                going.wait()
         for name in gradients:
             if not self._shards[name].gather:
                 self._gradients[name].add_(gradients[name])
-        for axis, together in self._together({name: self._gradients[name].dtype for name in gradients}):
-            rows = [split(gradients[name], axis.size, *self._seams[name]).reshape(axis.size, -1) for name in together]
-            sizes = [row.shape[1] for row in rows]
-            flat = _joined(rows, self._wire or self._gradients[together[0]].dtype).view(-1)
-            sums = axis.start_reduce_scatter(flat, dim=0)
-            self._going.append(sums.then(partial(self._add, together, sizes)))
+        for levels, together in self._together({name: self._gradients[name].dtype for name in gradients}):
+            rows = [levels.split(gradients[name], *self._seams[name]) for name in together]
+            sizes = [row.shape[2] for row in rows]
+            flat = _joined(rows, self._wire or self._gradients[together[0]].dtype)
+            del rows
+            across = partial(self._across, levels.far, together) if self.compressed else None
+            self._going.append(levels.start_reduce_scatter(flat, across).then(partial(self._add, together, sizes)))
+
+    def _across(self, nodes: Axis, names: Sequence[str], x: Tensor) -> Pending[Tensor]:
+        """Scatter between nodes, in few bits."""
+        return Scattered.start(self._compress, nodes, [self.compressed[name] for name in names], x, self._comm.scale)
+
+    def go_on(self) -> None:
+        """Have sums inside nodes go on between them."""
+        _go_on(self._going)
 
     def settle(self) -> None:
         """Wait for the sums that have been started."""
-        while self._going:
-            self._going.pop(0).wait()
+        self.go_on()
+        for going in self._taken():
+            going.wait()
+
+    def _taken(self) -> Iterator[Pending[None]]:
+        """The sums that have been started, each let go of as it is taken."""
+        for _ in range(len(self._going)):
+            yield self._going.pop(0)
 
     def _add(self, names: Sequence[str], sizes: Sequence[int], sums: Tensor) -> None:
         for name, part in zip(names, sums.split(list(sizes)), strict=True):
@@ -134,7 +180,7 @@ class Parts:
             if not self._shards[name].gather and name not in self._left and x is not self._held[name]:
                 x.copy_(self._held[name])
         parted = [tuple(name for name in names if self._shards[name].gather) for names in self._keeping]
-        for _ in _ahead(partial(self._gather, names, self._kept) for names in parted):
+        for _ in _ahead([(partial(self._gather, names, self._kept), 1) for names in parted], self.turns):
             pass
 
     def sums(self, *names: str) -> list[Tensor | None]:
@@ -158,17 +204,17 @@ class Parts:
             return gradient
         dim, _ = self._seams[name]
         shape = list(gradient.shape)
-        shape[dim] *= self._comm.group(shard.gather).size
+        shape[dim] *= Levels.of(self._comm, shard.gather, self._near).size
         return gradient.new_zeros(shape)
 
-    def _together(self, moved: Mapping[str, torch.dtype]) -> Iterator[tuple[Axis, list[str]]]:
+    def _together(self, moved: Mapping[str, torch.dtype]) -> Iterator[tuple[Levels, list[str]]]:
         """Names, of what ranks hold in parts, whose tensors can share a collective."""
         found: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
         for name, dtype in moved.items():
             if self._shards[name].gather:
                 found.setdefault((self._shards[name].gather, dtype), []).append(name)
         for (axes, _), together in found.items():
-            yield self._comm.group(axes), together
+            yield Levels.of(self._comm, axes, self._near), together
 
 
 class Unit:
@@ -178,6 +224,10 @@ class Unit:
         self._parts = parts
         self._kind = kind
         self._names = names
+
+    @property
+    def turns(self) -> int:
+        return self._parts.turns
 
     def gather(self) -> Pending[Fields]:
         """Start to gather the whole parameters."""
@@ -200,18 +250,41 @@ def _joined(rows: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     return joined
 
 
-def ahead(*units: Unit) -> Iterator[Fields]:
-    """The whole parameters of each in turn. The first gather starts at once, the others one unit ahead."""
-    return _ahead(iter([unit.gather for unit in units]))
+def ahead(*units: Unit | None) -> Iterator[Fields]:
+    """The whole parameters of each in turn. The first gather starts at once, the others one unit ahead.
+
+    Where nodes are crossed, that is what goes on inside them; what crosses starts another unit ahead. What is read
+    several times in a row is gathered once. What comes after None is not gathered before it is taken.
+    """
+    turns = max((unit.turns for unit in units if unit is not None), default=1)
+    groups = [list(group) for between, group in groupby(units, key=lambda unit: unit is None) if not between]
+    runs = [[[*run] for _, run in groupby(group, key=id)] for group in groups]
+    gathers = [[(run[0].gather, len(run)) for run in group if run[0] is not None] for group in runs]
+    first = _ahead(gathers[0], turns) if gathers else iter(())
+    return chain(first, chain.from_iterable(_ahead(group, turns) for group in gathers[1:]))
 
 
-def _ahead(starts: Iterator[Callable[[], Pending[T]]]) -> Iterator[T]:
-    return _taken([start() for start in islice(starts, 1)], starts)
+_Gather = Callable[[], Pending[T]]
 
 
-def _taken(going: list[Pending[T]], starts: Iterator[Callable[[], Pending[T]]]) -> Iterator[T]:
-    # Nothing here keeps a hold of what was taken: it goes when the call that took it is over.
+def _ahead(gathers: Iterable[tuple[_Gather[T], int]], turns: int) -> Iterator[T]:
+    """What each gather brings, so many times."""
+    starts = iter(gathers)
+    return _in_order([(start(), times) for start, times in islice(starts, turns)], starts)
+
+
+def _in_order(going: list[tuple[Pending[T], int]], starts: Iterator[tuple[_Gather[T], int]]) -> Iterator[T]:
+    # Nothing here keeps a hold of what was taken for the last time: it goes when the call that took it is over.
     while going:
-        whole = [going.pop().wait()]
-        going += [start() for start in islice(starts, 1)]
+        times = going[0][1]
+        whole = [going.pop(0)[0].wait()]
+        for _ in range(times - 1):
+            yield whole[0]
+        _go_on(coming for coming, _ in going)
+        going += [(start(), times) for start, times in islice(starts, 1)]
         yield whole.pop()
+
+
+def _go_on(going: Iterable[Pending[T]]) -> None:
+    for each in going:
+        each.go_on()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .boxes import PIPELINE
 from .checkpoint import Held
-from .compression import Compressed
+from .compression import Remembers
 from .layout import Shard, parse_mesh
 from .manifest import LEFT_OUT, LOSS_SCALE
 from .optimizer import Optimizer
@@ -54,7 +54,7 @@ def left_out(stages: Mapping[int, Any], sizes: Mapping[str, int], coordinate: Ma
         _row_name(first, piece, kind, coordinate): Held(
             _row(x.numel(), sizes), x.view(1, -1), (coordinate.get(PIPELINE, 0),)
         )
-        for (first, piece), compressed in _compressed(stages)
+        for (first, piece), compressed in remembering(stages)
         for kind, x in compressed.left_out.items()
     }
 
@@ -65,30 +65,29 @@ def restore_left_out(
     """Have compressed sums go on with it; False if something is dropped, as on another mesh."""
     same = parse_mesh(checkpoint.run["mesh"]) == sizes
     restored = []
-    for (first, piece), compressed in _compressed(stages):
-        names = [_row_name(first, piece, kind, coordinate) for kind in ("sent", "summed")]
-        found = [checkpoint.tensors.get(name) for name in names] if same else []
-        if not found or None in found:
+    for (first, piece), compressed in remembering(stages):
+        names = {kind: _row_name(first, piece, kind, coordinate) for kind in compressed.numbers}
+        if not same or not checkpoint.tensors.keys() >= set(names.values()):
             restored.append(False)
             continue
-        sent, summed = (
-            checkpoint.part(name, _row(saved.shape[1], sizes), sizes, coordinate)
-            for name, saved in zip(names, found, strict=True)
-            if saved is not None
-        )
-        restored.append(compressed.restore(sent, summed))
+        rows = {name: _row(checkpoint.tensors[name].shape[1], sizes) for name in names.values()}
+        left = {kind: checkpoint.part(name, rows[name], sizes, coordinate) for kind, name in names.items()}
+        restored.append(compressed.restore(left))
     here = (name for name in checkpoint.tensors if name.startswith(LEFT_OUT))
     mine = any(name.endswith(f".{PIPELINE}{coordinate.get(PIPELINE, 0)}") for name in here)
     return all(restored) and (bool(restored) or not mine)
 
 
-def _compressed(stages: Mapping[int, Any]) -> Iterator[tuple[tuple[str, int], Compressed]]:
-    for stage in stages.values():
+def remembering(stages: Mapping[int, Any]) -> Iterator[tuple[tuple[str, str], Remembers]]:
+    """What compressed sums have left out: by a gradient's name, and which sum of it that is."""
+    for number, stage in stages.items():
         if hasattr(stage, "sums"):
-            yield from stage.sums.compressed.items()
+            yield from (((first, str(piece)), sums) for (first, piece), sums in stage.sums.compressed.items())
+        if hasattr(stage, "parts"):
+            yield from (((name, f"stage{number}"), sums) for name, sums in stage.parts.compressed.items())
 
 
-def _row_name(first: str, piece: int, kind: str, coordinate: Mapping[str, int]) -> str:
+def _row_name(first: str, piece: str, kind: str, coordinate: Mapping[str, int]) -> str:
     return f"{LEFT_OUT}{first}/{piece}.{kind}.{PIPELINE}{coordinate.get(PIPELINE, 0)}"
 
 

@@ -95,6 +95,8 @@ class Sums:
         """After the backward of a call: if it was the last before the update, start what is complete."""
         if not self._comm.last:
             return
+        if self._parts is not None:
+            self._parts.go_on()
         for going in self._going:
             if going.inside:  # a node; what crosses nodes is not waited for here
                 going.advance()

@@ -294,8 +294,7 @@ class _Writer:
             and not notes
             and not returns_more(op.name)
             and following is not None
-            and is_chained(following.name)
-            and following.args[0] == Ref(op.result.name)
+            and self._joins(op, following)
             and uses[op.result.name] == 1
             and op.result.name not in graph.outputs
             and op.result.name not in buffers
@@ -312,6 +311,13 @@ class _Writer:
         for value in made:
             lines.extend(Line(code=f"{buffer}.add_({names[value.name]})") for buffer in buffers.get(value.name, ()))
         return lines
+
+    def _joins(self, op: Op, following: Op) -> bool:
+        """Whether an operation is written where the next one reads it: its first operand, or a weight's transpose."""
+        turned = op.name == "permute" and isinstance(op.args[0], Ref) and op.args[0].name in self._params
+        if turned and op.result.name in following.refs():
+            return True
+        return is_chained(following.name) and following.args[0] == Ref(op.result.name)
 
     @staticmethod
     def _into(op: Op, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> list[str]:

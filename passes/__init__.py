@@ -164,6 +164,14 @@ PIPELINE: tuple[Pass, ...] = (
         options=("halves",),
     ),
     Pass(
+        name="bias",
+        label="Biased",
+        does="biases are added in the products before them",
+        requires=("plain", "split"),
+        ensures=("biases",),
+        optional=True,
+    ),
+    Pass(
         name="fuse",
         label="Fused",
         does="operations that one kernel does in one pass over memory, where kernels are Triton's",

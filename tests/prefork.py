@@ -1,7 +1,7 @@
 """Processes that begin with torch imported: most of what a short run of a package takes is that.
 
 A server imports it once, and forks for every command: `python FILE ...` or `python -m MODULE ...`, in the environment
-and the folder that are given, as a new interpreter would run it. It knows nothing of partc or of packages.
+and the folder that are given, as a new interpreter would run it. Of partc and packages it has nothing in memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -23,8 +24,24 @@ from typing import Any, NoReturn
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch", "transformers.modeling_utils")
 
 
+def quick_starts() -> Server:
+    """From here on `verify` in one process starts its two from such a server; torchrun starts its own."""
+    import partc.verify
+    from partc.launch import local_environment
+
+    plain, server = partc.verify._start, Server()
+
+    def start(command: list[str], output: Path, variables: Mapping[str, str]) -> Any:
+        if "--virtual" not in command and "partc.reference" not in command:
+            return plain(command, output, variables)
+        return server.start(command[1:], output, {**local_environment(), **variables})
+
+    partc.verify._start = start
+    return server
+
+
 class Server:
-    """One that is started with the first command, and ends with whoever made it."""
+    """One that is started with the first command, and ends when whoever made it does."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -34,7 +51,8 @@ class Server:
     def start(self, command: Sequence[str], output: Path, environment: Mapping[str, str]) -> Forked:
         """Run a Python command whose words follow the interpreter's; what it says goes into a file."""
         if self._process is None:
-            self._process = subprocess.Popen([sys.executable, __file__, self._place], stdout=subprocess.PIPE)
+            server = [sys.executable, __file__, self._place]
+            self._process = subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             assert self._process.stdout is not None and self._process.stdout.readline() == b"ready\n"
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._place)
@@ -44,10 +62,7 @@ class Server:
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
-            assert self._process.stdout is not None
-            self._process.stdout.close()
+            self._process.communicate()
         self._folder.cleanup()
 
 
@@ -83,6 +98,9 @@ def serve(place: str) -> NoReturn:
     listener.listen(64)
     print("ready", flush=True)
     while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            sys.exit()
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()

@@ -24,6 +24,7 @@ import partc  # noqa: E402
 from partc.errors import PartcError  # noqa: E402
 from partc.schedules import SCHEDULES  # noqa: E402
 from partc.verify import verify  # noqa: E402
+from tests.prefork import quick_starts  # noqa: E402
 from tests.zoo import MODELS  # noqa: E402
 
 MESHES = ("2", "tp=2", "pp=2", "2x2", "2x2x2", "1x4x2", "2x1x4")
@@ -146,7 +147,7 @@ def proved(wanted: list[Run], workers: int) -> Iterator[Row]:
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in wanted:
         groups.setdefault((run.model, run.zero[0]), []).append(run)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=quick_starts) as pool:
         for group in pool.map(_group, groups.values()):
             yield from group
 

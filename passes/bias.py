@@ -1,0 +1,87 @@
+"""Add a bias in the product that it is added to, in place of a pass over memory of its own.
+
+    h = matmul(x, w)                       w_turned = permute(w, (1, 0))
+    y = add(h, b)                  ->      y        = linear(x, w_turned, b)
+
+Where nothing else reads the product, the weight is a matrix and the bias has a number for each of its columns, all of
+one type and each rank's own. Models whose weights are stored [in, out], such as GPT-2's, spell their layers so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from partc.layout import Sizes
+from partc.naming import unique
+from partc.program import Graph, Op, Program, Ref, Region, TensorType, Value
+
+
+def bias(program: Program) -> Program:
+    """Rewrite every such pair, in every graph of every region."""
+    return replace(program, regions=tuple(_region(region, program.sizes) for region in program.regions))
+
+
+def _region(region: Region, sizes: Sizes) -> Region:
+    return replace(
+        region,
+        forward=_graph(region, region.forward, sizes),
+        backward=region.backward and _graph(region, region.backward, sizes),
+        weight=region.weight and _graph(region, region.weight, sizes),
+    )
+
+
+def _graph(region: Region, graph: Graph, sizes: Sizes) -> Graph:
+    types = region.types(graph)
+    kept = {*graph.outputs, *(region.saved if graph is region.forward else ())}
+    reads = Counter(name for op in graph.ops for name in op.refs())
+    products = {
+        op.result.name: op
+        for op in graph.ops
+        if op.name == "matmul" and reads[op.result.name] == 1 and op.result.name not in kept
+    }
+    taken = {*types}
+    instead: dict[int, tuple[Op, ...]] = {}
+    for op in graph.ops:
+        pair = _pair(op, products)
+        if pair is None or not _fit(pair[0], op, pair[1], types, sizes):
+            continue
+        product, second = pair
+        weight = product.args[1]
+        assert isinstance(weight, Ref)
+        turned = Value(name=unique(f"{weight.name}_turned", taken), type=_turned(types[weight.name]))
+        args = (product.args[0], Ref(turned.name), second)
+        instead[id(product)] = ()
+        instead[id(op)] = (
+            Op(name="permute", args=(weight, (1, 0)), results=(turned,), source=product.source),
+            Op(name="linear", args=args, results=op.results, source=product.source),
+        )
+    return replace(graph, ops=tuple(step for op in graph.ops for step in instead.get(id(op), (op,))))
+
+
+def _pair(op: Op, products: Mapping[str, Op]) -> tuple[Op, Ref] | None:
+    """The product that an operation adds something to, and that."""
+    if op.name != "add" or op.attrs or len(op.args) != 2:
+        return None
+    for first, second in (op.args, op.args[::-1]):
+        if isinstance(first, Ref) and isinstance(second, Ref) and first.name in products:
+            return products[first.name], second
+    return None
+
+
+def _fit(product: Op, added: Op, bias: Ref, types: Mapping[str, TensorType], sizes: Sizes) -> bool:
+    x, weight = (types[arg.name] for arg in product.args[:2] if isinstance(arg, Ref))
+    y, numbers = added.result.type, types[bias.name]
+    columns = weight.layout.local_shape(sizes)
+    return (
+        len(columns) == 2
+        and len(x.shape) >= 2
+        and numbers.layout.local_shape(sizes) == columns[1:]
+        and product.result.type.layout.local_shape(sizes) == y.layout.local_shape(sizes)
+        and len({x.dtype, weight.dtype, numbers.dtype, product.result.type.dtype, y.dtype}) == 1
+    )
+
+
+def _turned(type: TensorType) -> TensorType:
+    return replace(type, layout=replace(type.layout, dims=type.layout.dims[::-1]))

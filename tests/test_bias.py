@@ -1,0 +1,61 @@
+"""Products that take a bias with them: the text, and what must stay apart."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import assert_expected_inline
+
+from partc.passes.bias import bias
+from partc.printer import print_region
+from partc.verifier import verify_program
+from tests.programs import fused_graph
+
+BODY = """
+  param w: f32[4, 6@tp]
+  param b: f32[6@tp]
+  param c: f32[4]
+  forward:
+    input x: f32[8, 2, 4]
+    h = matmul(x, w)  # f32[8, 2, 6@tp]
+    y = add(h, b)  # f32[8, 2, 6@tp]
+    loss = sum(y, (0, 1, 2))  # f32[] partial(tp)
+    return loss
+"""
+
+
+@pytest.mark.parametrize("added", ["add(h, b)", "add(b, h)"])
+def test_a_product_takes_the_bias_with_it(added: str) -> None:
+    done = bias(fused_graph(BODY.replace("add(h, b)", added)))
+    verify_program(done, frozenset({"plain"}), "bias")
+    assert_expected_inline(
+        print_region(done.regions[0]),
+        """\
+region main phase microbatch:
+  param w: f32[4, 6@tp]
+  param b: f32[6@tp]
+  param c: f32[4]
+  forward:
+    input x: f32[8, 2, 4]
+    w_turned = permute(w, (1, 0))      # f32[6@tp, 4]
+    y        = linear(x, w_turned, b)  # f32[8, 2, 6@tp]
+    loss     = sum(y, (0, 1, 2))       # f32[] partial(tp)
+    return loss
+""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "other"),
+    [
+        ("y = add(h, b)", "y = add(h, h)"),  # read twice
+        ("y = add(h, b)", "y = add(h, b, alpha=2)"),
+        ("y = add(h, b)", "y = add(h, 1.0)"),
+        ("param b: f32[6@tp]", "param b: f32[1]"),  # one number for all columns
+        ("param b: f32[6@tp]", "param b: f64[6@tp]"),
+        ("    loss =", "    z = relu(h)  # f32[8, 2, 6@tp]\n    loss ="),
+        ("param w: f32[4, 6@tp]", "param w: f32[8, 4, 6@tp]"),  # a product of batches
+    ],
+)
+def test_others_stay_apart(line: str, other: str) -> None:
+    program = fused_graph(BODY.replace(line, other))
+    assert bias(program) == program

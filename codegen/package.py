@@ -131,6 +131,7 @@ def _readme(program: Program, stages: list[StageCode], plan: Mapping[str, Any], 
         stages=[{"title": stage.title, "sends": ", ".join(entry.key for entry in stage.sends)} for stage in stages],
         communication=list(_communication(program, plan)),
         report=report,
+        kernels=program.fused,
     )
 
 

@@ -258,3 +258,17 @@ def fading() -> nn.Module:
 @pytest.mark.parametrize(("mesh", "microbatches"), [("2", 2), ("pp=2", 2)])
 def test_backward_reads_buffers_as_they_were(mesh: str, microbatches: int, recompute: str) -> None:
     _equal(fading, _batch(), mesh, microbatches=microbatches, recompute=recompute)
+
+
+class Hollow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.nothing = nn.Linear(4, 4), nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).square().mean() + self.nothing.sum()
+
+
+def test_a_parameter_without_elements() -> None:
+    """Every way to cut it fits; it is trained as any other."""
+    _equal(Hollow, {"x": torch.randn(8, 4)}, "2")

@@ -113,7 +113,7 @@ def fits(rule: OpRule, chosen: Sequence[Choice], sizes: Sizes) -> bool:
         for choice in chosen:
             if choice.factor == factor.name:
                 ways[choice.outer] = ways.get(choice.outer, 1) * sizes[choice.axis]
-        bounds = sorted({1, *ways, factor.size})
+        bounds = sorted({1, *ways, factor.size} - {0})  # of an empty dimension every part is empty
         if any(end % (start * ways.get(start, 1)) for start, end in pairwise(bounds)):
             return False
     return True

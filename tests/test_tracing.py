@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import pytest
 
 import partc
 from partc.cli import main
+from partc.events import Collective, events
 from partc.forecast import Forecast
+from partc.program import ITEMSIZE
 from partc.simulate import timeline
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -214,3 +217,29 @@ def test_clocks_of_several_machines_meet_in_the_time_of_day(traced: Path, packag
     # What rank 0 took for the time of day when it began to write may differ from rank 4's by what passed between.
     for name, value in here["otherData"]["measured"].items():
         assert there["otherData"]["measured"][name] == pytest.approx(value, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("2x2x2", {"zero": 3}),
+        ("4x2x1", {"zero": 3, "schedule": "zero-bubble"}),
+        ("1x4x1", {"zero": 1, "nodes": 2, "bucket": "0B"}),
+        ("2x4x1", {"zero": 3, "nodes": 2, "compress_grads": "int8"}),
+        ("1x4x1", {"nodes": 2, "bucket": "0B"}),
+    ],
+)
+def test_each_action_says_what_is_proved_of_it(mesh: str, options: dict[str, Any]) -> None:
+    """Collectives in their order, over the same axes and of as many bytes, also where one action starts another's."""
+    program = partc.compile(str(EXAMPLES / "gpt.py"), mesh=mesh, microbatches=4, **options).program
+    forecast = Forecast(program)
+    for place, row in enumerate(events(program).places):
+        proved: dict[str, list[tuple[str, str, int]]] = {}
+        for event in row:
+            if isinstance(event, Collective):
+                size = math.prod(event.shape) * ITEMSIZE[event.dtype]
+                proved.setdefault(event.action, []).append((event.op, ",".join(event.axes), size))
+        for span in forecast.places[place]:
+            if span.name[0].isdigit() and not span.name.endswith("REDUCE_GRAD"):
+                planned = [(part.op, part.over, part.bytes) for part in span.laid.collectives]
+                assert planned == proved.get(span.name, []), span.name

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from partc.mesh import PIPELINE_AXIS
 from partc.parts import Parts
 from partc.program import Program
-from partc.rehearsal import rehearse
+from partc.rehearsal import peaks
 
 
 def early(program: Program) -> tuple[str, ...]:
@@ -25,8 +25,8 @@ def early(program: Program) -> tuple[str, ...]:
     most = _peaks(program, ())
     found = _peaks(program, [action for actions in places for action in actions])
     chosen = [actions if peak <= limit else [] for actions, peak, limit in zip(places, found, most, strict=True)]
-    open_ = [[] if peak <= limit else actions for actions, peak, limit in zip(places, found, most, strict=True)]
-    for candidates in zip_longest(*open_):
+    rest = [[] if peak <= limit else actions for actions, peak, limit in zip(places, found, most, strict=True)]
+    for candidates in zip_longest(*rest):
         tried = [[*here, *([new] if new else [])] for here, new in zip(chosen, candidates, strict=True)]
         found = _peaks(program, [action for actions in tried for action in actions])
         chosen = [
@@ -36,7 +36,7 @@ def early(program: Program) -> tuple[str, ...]:
 
 
 def _peaks(program: Program, early: Sequence[str]) -> list[int]:
-    return [rank.peak for rank in rehearse(replace(program, early=tuple(early))).ranks]
+    return peaks(replace(program, early=tuple(early)))
 
 
 def _gathering(program: Program, place: int) -> list[str]:

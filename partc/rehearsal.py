@@ -49,22 +49,38 @@ def rehearse(program: Program, *, optimizer: str = "adamw", modules: Sequence[St
     return rehearsed(program, optimizer=optimizer, modules=modules)[0]
 
 
+def peaks(program: Program) -> list[int]:
+    """The most that the ranks at each pipeline coordinate hold, and no more of the account than that."""
+    return [rank.peak for rank in _rehearsed(program, "adamw", None, host=False)[0].ranks]
+
+
 def rehearsed(
     program: Program, *, optimizer: str = "adamw", modules: Sequence[StageModule] | None = None
 ) -> tuple[Account, tuple[Ledger, ...]]:
     """And what was counted of each pipeline rank."""
+    return _rehearsed(program, optimizer, modules, host=True)
+
+
+def _rehearsed(
+    program: Program, optimizer: str, modules: Sequence[StageModule] | None, *, host: bool
+) -> tuple[Account, tuple[Ledger, ...]]:
     modules = stage_modules(program) if modules is None else modules
     lessons = Lessons()
     kept = _kept_by(optimizer)
     ranks = [
-        _rank(program, place, [modules[stage] for stage in program.stages_at(place)], lessons, kept)
+        _rank(program, place, [modules[stage] for stage in program.stages_at(place)], lessons, kept, host)
         for place in range(program.mesh.axis(PIPELINE_AXIS))
     ]
     return Account(optimizer=optimizer, ranks=tuple(rank for rank, _ in ranks)), tuple(ledger for _, ledger in ranks)
 
 
 def _rank(
-    program: Program, place: int, modules: Sequence[StageModule], lessons: Lessons, kept: Sequence[_State]
+    program: Program,
+    place: int,
+    modules: Sequence[StageModule],
+    lessons: Lessons,
+    kept: Sequence[_State],
+    host: bool,
 ) -> tuple[RankMemory, Ledger]:
     with counting() as ledger:
         lessons.ledger = ledger
@@ -129,7 +145,8 @@ def _rank(
         for stage in stages.values():
             stage.refresh()
         comm.clock.entering("the step's end")
-        found = ledger.rank(place, tuple(classes), _copied(program, place, shards, gradients, kept))
+        copied = _copied(program, place, shards, gradients, kept) if host else 0
+        found = ledger.rank(place, tuple(classes), copied)
         del loss, states
         return found, ledger
 

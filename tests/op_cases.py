@@ -90,6 +90,13 @@ def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Ten
         return torch.autograd.grad(_attention(*given, mask, causal, scale), given, grad)
 
 
+def _linear_cross_entropy_backward(
+    grad: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, lse: Tensor, *rest: Any
+) -> Tensor:
+    spread = (F.linear(x, w, bias) - lse.unsqueeze(-1)).exp() - F.one_hot(labels, len(w))
+    return (grad.unsqueeze(-1) * spread) @ w
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "reshape": torch.reshape,
     "permute": torch.permute,
@@ -112,6 +119,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "expert_matmul": lambda x, experts, w: torch.einsum("si,sio->so", x, w[experts]),
     "embedding": lambda w, ids: F.embedding(ids, w),
     "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": lambda x, w, bias, labels, weight: F.linear(x, w, bias).amax(-1),
+    "linear_cross_entropy_backward": _linear_cross_entropy_backward,
     "rms_norm": F.rms_norm,
     "layer_norm": F.layer_norm,
     "group_norm": F.group_norm,
@@ -269,6 +278,12 @@ def norm_and_loss_cases() -> list[Case]:
     found += [
         case("cross_entropy", logits, labels, None, -100, 0.0),
         case("cross_entropy", logits, labels, None, -100, 0.1),
+    ]
+    rows, head, known = normal(2, 3, 6), normal(12, 6), whole(12, 2, 3)
+    found += [
+        case("linear_cross_entropy", rows, head, None, known, None),
+        case("linear_cross_entropy", rows, head, normal(12), known, None),
+        case("linear_cross_entropy_backward", normal(2, 3), rows, head, None, known, normal(2, 3), None, -100, 0.0),
     ]
     return [*found, case("cross_entropy", logits.reshape(6, 12), labels.reshape(6), normal(12).abs(), -100, 0.0)]
 

@@ -42,6 +42,7 @@ ITS_LIMITS = {
 # Left out: it replicates all but the batch of a convolution, a mask of ours isn't a DTensor, and it has no
 # strategy for the others, or gathers.
 UNKNOWN = (
+    *("linear_cross_entropy", "linear_cross_entropy_backward"),
     *("attention", "attention_backward", "conv1d", "conv2d", "conv3d"),
     *("scatter_reduce", "cdist", "bilinear", "gru", "unfold", "diagonal", "diag_embed", "rnn_tanh", "rnn_relu"),
 )

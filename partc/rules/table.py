@@ -188,10 +188,17 @@ build("conv1d conv2d conv3d", products.convolution, matmul=True, heavy=True)
 rule("linear_grad_input", "g[*b o], w[o i] -> [*b i]", linear="g|w", work="*")
 rule("linear_grad_weight", "g[*b o], x[*b i] -> [o i]", linear="g|x", work="*")
 rule("linear_grad_bias", "g[*b o] -> [o]", linear="g")
-rule("linear_cross_entropy", "x[*b i], w[o i], bias?[o], labels[*b], weight?[o] -> [*b]", work="*", heavy=True)
+rule(
+    "linear_cross_entropy",
+    "x[*b i], w[o i], bias?[o], labels[*b], weight?[o] -> [*b]",
+    blocked="i o",
+    work="*",
+    heavy=True,
+)
 rule(
     "linear_cross_entropy_backward",
     "grad[*b], x[*b i], w[o i], bias?[o], labels[*b], lse[*b], weight?[c] -> [*b i]",
+    blocked="i o c",
     work="* + * + *",  # logits are made again
     heavy=True,
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import partc
 from partc.launch import local_environment, torchrun_command
 from partc.runtime.manifest import checkpoints, read
 from tests.durable import losses, same_records, train, trained
@@ -104,6 +105,15 @@ def test_the_region_that_made_a_nan(tmp_path: Path) -> None:
     assert re.search(said, done.stderr), done.stderr
     assert [read(path).step for path in checkpoints(tmp_path / "save")] == [2, 1]
     assert train(build, "--steps", 3).returncode == 0  # without the option
+
+
+def test_a_region_that_communicates_nothing_is_named_too(tmp_path: Path) -> None:
+    build = tmp_path / "plain"
+    partc.compile(Path(__file__).parents[1] / "examples" / "gpt.py", mesh="2", microbatches=2, zero=3).write(build)
+    done = train(build, "--steps", 6, "--check-nans", "--optimizer", "sgd", "--lr", 1e6)
+    assert re.search(
+        r"error P0528: the loss of step 3 is nan: region block made it so first, at blocks\.0", done.stderr
+    )
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from .comm import Comm
 from .errors import UsageError
 
 _SUFFIX = "_forward"  # of the function that a region is, in a stage's module
-_found: dict[int, dict[str, Any]] = {}  # by communicator: ranks in one process share a stage's module
+_found: dict[int, dict[str, Any]] = {}  # by thread: ranks in one process share a stage's module
 
 
 def explain(
@@ -33,9 +34,9 @@ def explain(
     before = next((name for name, x in held.items() if not _finite(x)), None)
     for number, stage in stages.items():
         _watch(sys.modules[type(stage).__module__], number, calls)
-    _found[id(comm)] = {"counts": {}}
+    _found[threading.get_ident()] = {"counts": {}, "comm": comm}
     rerun()
-    first = _found.pop(id(comm)).get("first")
+    first = _found.pop(threading.get_ident()).get("first")
     if before is not None:
         mine |= {"order": [-1], "text": f"{before} was not finite when the step began"}
     elif first is not None:
@@ -63,11 +64,11 @@ def _watch(module: Any, stage: int, calls: list[dict[str, Any]]) -> None:
 
 def _watched(function: Callable[..., Any], region: str, stage: int, names: list[str]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def call(comm: Comm, *operands: Any, **named: Any) -> Any:
-        results = function(comm, *operands, **named)
-        here = _found.get(id(comm))
+    def call(*operands: Any, **named: Any) -> Any:
+        results = function(*operands, **named)
+        here = _found.get(threading.get_ident())
         if here is not None:
-            place = comm.mb.rank, stage
+            place = here["comm"].mb.rank, stage
             counts = here["counts"]
             total = counts[place] = counts.get(place, 0) + 1
             number = counts[place, region] = counts.get((place, region), 0) + 1

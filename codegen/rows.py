@@ -55,13 +55,30 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sum:
-    """Down all rows: `parts` are the sums of each program, `total` the variable in which one makes its own."""
+    """Down all rows: `parts` are the sums of each program, `total` the variable in which one makes its own.
+
+    Sums of one type share their parts, so that one launch adds them up: this one is the row `row` of so many.
+    """
 
     result: Result
     parts: str
+    row: int
     total: str
     dtype: str
     shaped: bool  # the result has other dimensions than one
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        return self.dtype, self.result.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The sums of programs, for some sums of one type."""
+
+    name: str
+    dtype: str
+    rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +104,28 @@ class Rows(Kernel):
 
     @property
     def parameters(self) -> list[str]:
-        made = [*(f"{result.name}_ptr" for result in self.written), *(f"{total.parts}_ptr" for total in self.sums)]
+        made = [*(f"{result.name}_ptr" for result in self.written), *(f"{part.name}_ptr" for part in self.parts)]
         return [*self.read, *made, "ROWS: tl.constexpr", "COLUMNS: tl.constexpr"]
+
+    @property
+    def parts(self) -> list[Parts]:
+        """What is added up over programs."""
+        found = {total.parts: [other for other in self.sums if other.parts == total.parts] for total in self.sums}
+        return [Parts(name=name, dtype=alike[0].dtype, rows=len(alike)) for name, alike in found.items()]
+
+    def place(self, total: Sum) -> str:
+        """The row of its parts that a program writes."""
+        return f"({total.row * self.tiling.programs} + program)" if total.row else "program"
+
+    @property
+    def added(self) -> list[str]:
+        """Statements that add up what several sums share."""
+        shared = [part.name for part in self.parts if part.rows > 1]
+        alike = {name: [total for total in self.sums if total.parts == name] for name in shared}
+        return [
+            f"{', '.join(total.result.name for total in sums)} = {name}.sum(1){self._cast(sums[0])}"
+            for name, sums in alike.items()
+        ]
 
     @property
     def returned(self) -> list[str]:
@@ -96,11 +133,14 @@ class Rows(Kernel):
         sums = {total.result.name: total for total in self.sums}
         return [self._total(sums[result.name]) if result.name in sums else result.name for result in self.results]
 
-    @staticmethod
-    def _total(total: Sum) -> str:
+    def _total(self, total: Sum) -> str:
         shape = f".reshape({total.result.shape})" if total.shaped else ""
-        cast = f".to(torch.{total.result.dtype})" if total.dtype != total.result.dtype else ""
-        return f"{total.parts}.sum(0){shape}{cast}"
+        alone = sum(other.parts == total.parts for other in self.sums) == 1
+        return f"{total.parts}.sum(0){shape}{self._cast(total)}" if alone else f"{total.result.name}{shape}"
+
+    @staticmethod
+    def _cast(total: Sum) -> str:
+        return f".to(torch.{total.result.dtype})" if total.dtype != total.result.dtype else ""
 
 
 def tiling(rows: int, columns: int, *, whole: bool, summing: bool) -> Tiling:
@@ -187,9 +227,18 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     for value, found, result in zip(op.results, made, draft.results, strict=True):
         if value.name in down:
             total = lowering.names.fresh(f"{result.name}_total")
-            parts = draft.outside.fresh(f"{result.name}_parts")
             dtype = computed_in(value.type.dtype)
-            sums.append(Sum(result=result, parts=parts, total=total, dtype=TORCH[dtype], shaped=len(result.shape) != 1))
+            alike = [other for other in sums if other.kind == (TORCH[dtype], result.dtype)]
+            sums.append(
+                Sum(
+                    result=result,
+                    parts=alike[0].parts if alike else draft.outside.fresh(f"{result.name}_parts"),
+                    row=len(alike),
+                    total=total,
+                    dtype=TORCH[dtype],
+                    shaped=len(result.shape) != 1,
+                )
+            )
             body.append(text.down(total, found, dtype))
         else:
             body.append(text.store(result, found, value.type.dtype, each_row=value.name in per_row))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from partc.codegen.collectives import moved
 from partc.codegen.source import Function, Line, RegionCode
 from partc.codegen.weights import counted, strings
 from partc.parts import Kind, Parts
-from partc.program import Call, Parameter, Phase, Program, TensorType, Transfer
+from partc.program import Call, Phase, Program, TensorType, Transfer
 
 
 class Stage(Protocol):
@@ -20,7 +20,6 @@ class Stage(Protocol):
     program: Program
     index: int
     parts: Parts
-    parameters: Mapping[str, Parameter]
     calls: list[Call]
     runs: dict[Phase, list[Run]]
     types: dict[str, TensorType]

@@ -77,8 +77,21 @@ class Parts:
     """The sums of programs, for some sums of one type."""
 
     name: str
-    dtype: str
-    rows: int
+    sums: tuple[Sum, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.sums[0].dtype
+
+    @property
+    def rows(self) -> int:
+        return len(self.sums)
+
+    @property
+    def cast(self) -> str:
+        """To what the results are in."""
+        own, result = self.sums[0].kind
+        return f".to(torch.{result})" if own != result else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +123,8 @@ class Rows(Kernel):
     @property
     def parts(self) -> list[Parts]:
         """What is added up over programs."""
-        found = {total.parts: [other for other in self.sums if other.parts == total.parts] for total in self.sums}
-        return [Parts(name=name, dtype=alike[0].dtype, rows=len(alike)) for name, alike in found.items()]
+        names = dict.fromkeys(total.parts for total in self.sums)
+        return [Parts(name=name, sums=tuple(each for each in self.sums if each.parts == name)) for name in names]
 
     def place(self, total: Sum) -> str:
         """The row of its parts that a program writes."""
@@ -120,27 +133,22 @@ class Rows(Kernel):
     @property
     def added(self) -> list[str]:
         """Statements that add up what several sums share."""
-        shared = [part.name for part in self.parts if part.rows > 1]
-        alike = {name: [total for total in self.sums if total.parts == name] for name in shared}
+        shared = (parts for parts in self.parts if parts.rows > 1)
         return [
-            f"{', '.join(total.result.name for total in sums)} = {name}.sum(1){self._cast(sums[0])}"
-            for name, sums in alike.items()
+            f"{', '.join(total.result.name for total in parts.sums)} = {parts.name}.sum(1){parts.cast}"
+            for parts in shared
         ]
 
     @property
     def returned(self) -> list[str]:
         """In the results' order; what is summed, over programs."""
-        sums = {total.result.name: total for total in self.sums}
-        return [self._total(sums[result.name]) if result.name in sums else result.name for result in self.results]
-
-    def _total(self, total: Sum) -> str:
-        shape = f".reshape({total.result.shape})" if total.shaped else ""
-        alone = sum(other.parts == total.parts for other in self.sums) == 1
-        return f"{total.parts}.sum(0){shape}{self._cast(total)}" if alone else f"{total.result.name}{shape}"
+        found = {total.result.name: self._total(total, parts) for parts in self.parts for total in parts.sums}
+        return [found.get(result.name, result.name) for result in self.results]
 
     @staticmethod
-    def _cast(total: Sum) -> str:
-        return f".to(torch.{total.result.dtype})" if total.dtype != total.result.dtype else ""
+    def _total(total: Sum, parts: Parts) -> str:
+        shape = f".reshape({total.result.shape})" if total.shaped else ""
+        return f"{total.result.name}{shape}" if parts.rows > 1 else f"{parts.name}.sum(0){shape}{parts.cast}"
 
 
 def tiling(rows: int, columns: int, *, whole: bool, summing: bool) -> Tiling:

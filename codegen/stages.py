@@ -81,7 +81,6 @@ class _Builder:
         self.weights = Weights(program, index, every, self.codes, self.attributes, self.parts)
         self.attribute = self.weights.attribute
         self.starts, self.started = self.weights.starts, self.weights.started
-        self.parameters = self.weights.parameters
         self.places = {name: f'batch["{name}"]' for name in program.inputs}
         # A schedule may ask for the halves of a stage that has no weights.
         halves = any(a.stage == index and a.kind == "I" for actions in program.schedule for a in actions)

@@ -7,7 +7,7 @@ are the only other code that knows the shape of these classes by heart.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -199,6 +199,15 @@ class Region:
     def graphs(self) -> tuple[Graph, ...]:
         """All that there are: forward, backward, weight."""
         return tuple(graph for graph in (self.forward, self.backward, self.weight) if graph is not None)
+
+    def mapped(self, change: Callable[[Graph], Graph]) -> Region:
+        """The region with another graph for each that there is."""
+        return replace(
+            self,
+            forward=change(self.forward),
+            backward=self.backward and change(self.backward),
+            weight=self.weight and change(self.weight),
+        )
 
     def types(self, graph: Graph) -> dict[str, TensorType]:
         """Of all that one of its graphs names: parameters, inputs and results."""

@@ -20,16 +20,11 @@ from partc.program import Graph, Op, Program, Ref, Region, TensorType, Value
 
 def bias(program: Program) -> Program:
     """Rewrite every such pair, in every graph of every region."""
-    return replace(program, regions=tuple(_region(region, program.sizes) for region in program.regions))
 
+    def changed(region: Region) -> Region:
+        return region.mapped(lambda graph: _graph(region, graph, program.sizes))
 
-def _region(region: Region, sizes: Sizes) -> Region:
-    return replace(
-        region,
-        forward=_graph(region, region.forward, sizes),
-        backward=region.backward and _graph(region, region.backward, sizes),
-        weight=region.weight and _graph(region, region.weight, sizes),
-    )
+    return replace(program, regions=tuple(map(changed, program.regions)))
 
 
 def _graph(region: Region, graph: Graph, sizes: Sizes) -> Graph:

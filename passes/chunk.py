@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from partc.errors import PartcError, Source
 from partc.layout import Layout, Sizes
 from partc.naming import unique
+from partc.passes.row_losses import below_own, in_pieces
 from partc.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
 
 _PIECES = frozenset({"cross_entropy", "shard_max", "sum_exp", "pick", "smooth_sum"})
@@ -232,46 +233,24 @@ class _Losses:
 
     def _forward(self, head: _Head, rows: Ref, bias: Arg) -> dict[int | None, Sequence[Op]]:
         """The operation itself, and what follows in the place of each piece."""
+        after: dict[int | None, Sequence[Op]] = {}
         pieces = {op.name: op for op in head.pieces}
         whole = pieces.get("cross_entropy")
-        weight = head.linear.args[1]
         if whole is not None:
-            _, labels, weights, ignore, smoothing = whole.args
-            nll, lse = whole.results
-            smooth_weight = weights
-            most, sums, picked = (self._value(f"{nll.name}_{word}", lse.type) for word in ("max", "sums", "picked"))
-            smooth = self._value(f"{nll.name}_smooth", lse.type) if smoothing else None
-            last = None if smooth is None else Ref(smooth.name)
             classes = self.types[head.linear.result.name].shape[-1]
-            args: tuple[Arg, ...] = (Ref(lse.name), Ref(picked.name), labels, weights, ignore, smoothing, last, classes)
-            after: dict[int | None, Sequence[Op]] = {
-                id(whole): (
-                    Op(name="log_sum_exp", args=(Ref(most.name), Ref(sums.name)), results=(lse,), source=whole.source),
-                    Op(name="cross_entropy_rows", args=args, results=(nll,), source=whole.source),
-                )
-            }
-        else:
-            most, picked = pieces["shard_max"].result, pieces["pick"].result
-            labels = pieces["pick"].args[1]
-            smooth = pieces["smooth_sum"].result if "smooth_sum" in pieces else None
-            smooth_weight = pieces["smooth_sum"].args[1] if "smooth_sum" in pieces else None
-            total = pieces["sum_exp"]
-            part = total.result
-            local = replace(part.type, layout=replace(part.type.layout, partial=()))
-            sums, below, factor = (self._value(f"{part.name}_{word}", local) for word in ("own", "below", "factor"))
-            after = {
-                id(total): (
-                    Op(name="sub", args=(Ref(most.name), total.args[1]), results=(below,), source=total.source),
-                    Op(name="exp", args=(Ref(below.name),), results=(factor,), source=total.source),
-                    Op(name="mul", args=(Ref(sums.name), Ref(factor.name)), results=(part,), source=total.source),
-                )
-            }
+            pieces = {op.name: op for op in in_pieces(whole, classes, self.taken)}
+            after[id(whole)] = [op for name, op in pieces.items() if name not in _PIECES]
+        most, total = pieces["shard_max"].result, pieces["sum_exp"]
+        if total.args[1] != Ref(most.name):
+            own, after[id(total)] = below_own(total, most.name, self.taken)
+            total = own
+        smooth = pieces.get("smooth_sum")
         after[None] = (
             Op(
                 name="linear_cross_entropy",
-                args=(rows, weight, bias, labels, smooth_weight),
+                args=(rows, head.linear.args[1], bias, pieces["pick"].args[1], smooth.args[1] if smooth else None),
                 attrs=(("chunks", self.chunks), *self._over(head)),
-                results=(most, sums, picked, *([] if smooth is None else [smooth])),
+                results=(most, total.result, pieces["pick"].result, *(smooth.results if smooth else ())),
                 source=head.linear.source,
             ),
         )

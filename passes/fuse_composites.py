@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from partc.layout import Layout, Sizes
 from partc.naming import unique
-from partc.program import FLOATING, Arg, DType, Op, Ref, Region, TensorType, Value
+from partc.program import FLOATING, Arg, DType, Graph, Op, Ref, Region, TensorType, Value
 
 # Results beyond the first: numbers of a row, kept in fp32 where rows have 16 bits.
 STATISTICS = frozenset({"rms_norm", "layer_norm"})
@@ -51,16 +51,11 @@ def in_fp32(region: Region) -> Region:
     def retyped(value: Value) -> Value:
         return replace(value, type=replace(value.type, dtype="f32")) if value.name in names else value
 
-    def graph_of(graph):  # type: ignore[no-untyped-def]
+    def graph_of(graph: Graph) -> Graph:
         ops = tuple(replace(op, results=tuple(map(retyped, op.results))) for op in graph.ops)
         return replace(graph, inputs=tuple(map(retyped, graph.inputs)), ops=ops)
 
-    return replace(
-        region,
-        forward=graph_of(region.forward),
-        backward=region.backward and graph_of(region.backward),
-        weight=region.weight and graph_of(region.weight),
-    )
+    return region.mapped(graph_of)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from partc.layout import Sizes
 from partc.naming import unique
+from partc.passes.row_losses import below_own, in_pieces
 from partc.program import FLOATING, Graph, Op, Ref, Region, TensorType, Value
 from partc.rules import kernels
 
@@ -73,25 +74,8 @@ class _Streams:
         if op.name != "cross_entropy" or dict(op.attrs).get("axis") or op.args[2] is not None:
             yield op
             return
-        logits, labels, weight, ignore, smoothing = op.args
-        nll, lse = op.results
-        assert isinstance(logits, Ref)
-
-        def made(word: str) -> Value:
-            return replace(lse, name=unique(f"{nll.name}_{word}", self.taken))
-
-        most, sums, picked = made("max"), made("sums"), made("picked")
-        smooth = made("smooth") if smoothing else None
-        yield Op(name="shard_max", args=(logits,), results=(most,), source=op.source)
-        yield Op(name="sum_exp", args=(logits, Ref(most.name)), results=(sums,), source=op.source)
-        yield Op(name="pick", args=(logits, labels), results=(picked,), source=op.source)
-        if smooth is not None:
-            yield Op(name="smooth_sum", args=(logits, None), results=(smooth,), source=op.source)
-        yield Op(name="log_sum_exp", args=(Ref(most.name), Ref(sums.name)), results=(lse,), source=op.source)
-        last = None if smooth is None else Ref(smooth.name)
-        classes = self.types[logits.name].shape[-1]
-        rows = (Ref(lse.name), Ref(picked.name), labels, weight, ignore, smoothing, last, classes)
-        yield Op(name="cross_entropy_rows", args=rows, results=(nll,), source=op.source)
+        logits = next(op.refs())
+        yield from in_pieces(op, self.types[logits].shape[-1], self.taken)
 
     def _losses(self) -> Iterator[tuple[str, list[Op]]]:
         """Logits, with the operations of one kernel: one of each, where several losses read the same logits."""
@@ -150,25 +134,16 @@ class _Streams:
         for op in pieces:
             if op.name != "sum_exp":
                 continue
-            local = replace(op.result.type, layout=replace(op.result.type.layout, partial=()))
-
-            def made(word: str, stem: str = op.result.name, type: TensorType = local) -> Value:
-                return Value(name=unique(f"{stem}_{word}", self.taken), type=type)
-
             if not tops:
-                tops.append(Op(name="shard_max", args=(Ref(name),), results=(made("max"),), source=op.source))
+                local = replace(op.result.type, layout=replace(op.result.type.layout, partial=()))
+                most = Value(name=unique(f"{op.result.name}_max", self.taken), type=local)
+                tops.append(Op(name="shard_max", args=(Ref(name),), results=(most,), source=op.source))
                 found.append(tops[0])
-            most, largest = tops[0].result, op.args[1]
-            if largest == Ref(most.name):
+            if op.args[1] == Ref(tops[0].result.name):
                 found.append(op)
                 continue
-            own, below, factor = made("own"), made("below"), made("factor")
-            found.append(replace(op, args=(op.args[0], Ref(most.name)), results=(own,)))
-            after[id(op)] = (
-                Op(name="sub", args=(Ref(most.name), largest), results=(below,), source=op.source),
-                Op(name="exp", args=(Ref(below.name),), results=(factor,), source=op.source),
-                Op(name="mul", args=(Ref(own.name), Ref(factor.name)), results=op.results, source=op.source),
-            )
+            own, after[id(op)] = below_own(op, tops[0].result.name, self.taken)
+            found.append(own)
         return found, after
 
     def _prologue(self, name: str, pieces: list[Op]) -> list[Op]:

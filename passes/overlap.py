@@ -30,12 +30,7 @@ def overlap(program: Program) -> Program:
 
 def _region(region: Region, sizes: Sizes) -> Region:
     params = {value.name: value.type for value in region.params}
-    return replace(
-        region,
-        forward=_graph(region.forward, params, sizes),
-        backward=region.backward and _graph(region.backward, params, sizes),
-        weight=region.weight and _graph(region.weight, params, sizes),
-    )
+    return region.mapped(lambda graph: _graph(graph, params, sizes))
 
 
 def _graph(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Graph:

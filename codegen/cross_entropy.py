@@ -10,7 +10,7 @@ import sympy
 
 from partc.codegen.indexing import ZERO, Index
 from partc.codegen.kernel import WIDE, Configuration, Draft, Kernel, bounds, lines, stored
-from partc.codegen.lowering import STREAMS, TRITON, Reduce, Statement
+from partc.codegen.lowering import STREAMS, TRITON, Reduce, Statement, cast
 from partc.codegen.rows import collapsed_rows, row_loops
 from partc.codegen.spaces import variables
 from partc.layout import Sizes
@@ -34,7 +34,7 @@ class CrossEntropy(Kernel):
     logit: str  # the variable that has one, in `lines`
     label: str  # the label's place among the classes that are here; "" where nothing picks
     picked: str  # the variable that has its logit, in `picking`
-    summing: bool  # logits, to smooth labels
+    share: str  # of a logit in the sum that smooths labels; "" where there is none
     before: tuple[str, ...]
     labels: tuple[str, ...]
     picking: tuple[str, ...]
@@ -95,7 +95,13 @@ def cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Cros
     classes = shape[-1]
     every = {loop.symbol: loop.size for loops in each for loop in loops} | {place: classes}
     lowering = draft.lowering([*_OWN, *(f"row_{number}" for number in range(len(shape)))], every)
-    logit = lowering.value(logits, (*rows, each[1][0].symbol if classes > 1 else ZERO))
+    column = each[1][0].symbol if classes > 1 else ZERO
+    logit = lowering.value(logits, (*rows, column))
+    smooth = pieces.get("smooth_sum")
+    share = logit.text
+    if smooth is not None and smooth.args[1] is not None:
+        weight = lowering.class_weight(smooth, smooth.args[1], classes, column)
+        share = f"{logit.text} * {cast(weight, logit.dtype)}"
     ends = [len(lowering.statements)]
     pick = pieces.get("pick")
     label = picked = None
@@ -108,7 +114,7 @@ def cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Cros
     ends.append(len(lowering.statements))
     made = [lowering.value(value.name, rows) for value in op.results]
     statements, few, over = collapsed_rows(lowering.statements, each, lowering.over)
-    ranges = {loop.symbol: loop.size for loops in few for loop in loops} | {place: classes}
+    ranges = {loop.symbol: loop.size for loops in few for loop in loops} | {place: classes} | lowering.beyond
     ranges[sympy.Symbol("row", integer=True, nonnegative=True)] = math.prod(shape[:-1])
     step = min(STEP, 1 << (classes - 1).bit_length())
 
@@ -135,7 +141,7 @@ def cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Cros
         logit=logit.text,
         label=f"{label.text} - {first}" if label and first else label.text if label else "",
         picked=picked.text if picked else "",
-        summing="smooth_sum" in pieces,
+        share=share if smooth is not None else "",
         before=(*row_loops(few[0], statements, "row"), *text(each_row)),
         lines=text(each_logit, "inside" if classes % step else ""),
         labels=text(statements[ends[0] : ends[-2]]) if pick is not None else (),

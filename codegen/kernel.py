@@ -251,7 +251,7 @@ def lines(statement: Load | Compute, ranges: Ranges, mask: str, names: Names) ->
         yield f"{statement.target} = {statement.text.format(*parts) if parts else statement.text}"
         return
     moving = bool(statement.place.free_symbols & set(ranges))
-    both = _both([mask, *conditions]) if moving else ""
+    both = _both(["" if statement.anywhere else mask, *conditions]) if moving else ""
     masks = f", mask={both}" if both else ""
     masks += ", other=0" if any(conditions) and both else ""
     parts = terms(statement.place, ranges)

@@ -27,7 +27,7 @@ def smooth_sum(o: Operands) -> str:
 
 def cross_entropy_backward(o: Operands) -> str:
     names = ("", "", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0")
-    parts = [arguments(o.args, names, {})]
+    parts = [arguments(o.args[: len(names)], names, {})]
     if "axis" in o.attrs:
         parts += [f"offset={_first_class(o)}", f"num_classes={o.whole(1)[-1]}"]
     return f"functional.cross_entropy_backward({', '.join(parts)})"
@@ -36,7 +36,7 @@ def cross_entropy_backward(o: Operands) -> str:
 def cross_entropy_rows(o: Operands) -> str:
     names = ("", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0", "smooth=None", "num_classes=")
     smoothing = o.args[5] != "0.0"
-    return f"functional.cross_entropy_rows({arguments(o.args if smoothing else o.args[:6], names, {})})"
+    return f"functional.cross_entropy_rows({arguments(o.args[:8] if smoothing else o.args[:6], names, {})})"
 
 
 def linear_cross_entropy(o: Operands) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -52,6 +52,7 @@ class Load:
     place: sympy.Expr
     guards: Guards
     dtype: DType
+    anywhere: bool = False  # the place is in memory even where the kernel's own element isn't
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +126,8 @@ class Lowering:
     rounding: bool = False  # after every operation, as PyTorch does: for tests that ask for equal bits
     statements: list[Statement] = field(default_factory=list)
     over: dict[str, frozenset[sympy.Symbol]] = field(default_factory=dict)  # variable -> the loops it differs over
+    looked_up: dict[sympy.Symbol, Found] = field(default_factory=dict)  # a place in a table -> what says so
+    beyond: dict[sympy.Symbol, int] = field(default_factory=dict)  # ranges of what is no loop: such places, and ranks
     _known: dict[tuple[str, Index, Guards], Found] = field(default_factory=dict)
     _makers: dict[str, tuple[Op, int]] = field(default_factory=dict)
 
@@ -150,9 +153,17 @@ class Lowering:
         place = sum((part * stride for part, stride in zip(index, argument.strides, strict=True)), ZERO)
         target = self.names.fresh(argument.name)
         self.statements.append(
-            Load(target=target, source=argument.name, place=sympy.expand(place), guards=guards, dtype=argument.dtype)
+            Load(
+                target=target,
+                source=argument.name,
+                place=sympy.expand(place),
+                guards=guards,
+                dtype=argument.dtype,
+                anywhere=bool(self.looked_up) and place.free_symbols & set(self.ranges) <= set(self.looked_up),
+            )
         )
         over = place.free_symbols.union(*(guard.index.free_symbols for guard in guards)) & set(self.ranges)
+        over = over.union(*(found.over for symbol, found in self.looked_up.items() if symbol in over))
         return Found(target, computed_in(argument.dtype), over=frozenset(over))
 
     def _made(self, name: str, index: Index, guards: Guards) -> Found:
@@ -185,10 +196,14 @@ class Lowering:
         text = kernels.spelled(op)
         assert text is not None
         result = computed_in(op.result.type.dtype)
-        operands = [self._operand(arg, index, guards) for arg in op.args]
+        table, labels = kernels.LOOKED_UP.get(op.name, (-1, 0))
+        operands: list[Found | None] = []
+        for number, arg in enumerate(op.args):
+            looked_up = number == table and isinstance(arg, Ref)
+            operands.append(self._looked_up(arg, operands[labels]) if looked_up else self._operand(arg, index, guards))
         wanted = _computes(op, operands)
         written = [
-            _as(found, _read_as(op, place, found, wanted)) if found else "" for place, found in enumerate(operands)
+            cast(found, _read_as(op, place, found, wanted)) if found else "" for place, found in enumerate(operands)
         ]
         over = frozenset[sympy.Symbol]().union(*(found.over for found in operands if found is not None))
         if text == "{0}" and not self.rounding:  # a cast
@@ -218,24 +233,40 @@ class Lowering:
 
     def _logits_gradient(self, op: Op, index: Index, guards: Guards) -> Found:
         """Of a cross-entropy: each row's numbers, and whether the column is the label's."""
-        _, logits, _, _, _, ignore, smoothing = op.args
+        _, logits, _, _, weight, ignore, smoothing, *total = op.args
         assert isinstance(logits, Ref)
         dtype = computed_in(op.result.type.dtype)
         grad, x, labels, lse = (
             self.value(name, index if name == logits.name else index[:-1], guards) for name in list(op.refs())[:4]
         )
-        given = ", ".join(_as(found, dtype) for found in (grad, x, lse))
         classes = self.shape(logits.name)[-1]
         first = f" - {kernels.ranked(op)}_rank * {classes}" if kernels.ranked(op) else ""
         hit = f"{labels.text} == {kernels.literal(ignore)}, {labels.text}{first} == {{0}}"
+        own = cast(self._looked_up(weight, labels), dtype) if weight is not None else ""
+        outer = f"{cast(grad, dtype)} * {own}" if own and not smoothing else cast(grad, dtype)
+        given = ", ".join((outer, *(cast(found, dtype) for found in (x, lse))))
         text = f"functions.cross_entropy_backward({given}, {hit})"
         if smoothing:
             whole = self.types[logits.name].shape[-1]
-            more = ", ".join(_as(_constant(number, dtype), dtype) for number in (smoothing, whole))
-            text = f"functions.smooth_cross_entropy_backward({given}, {hit}, {more})"
+            more = [cast(_constant(number, dtype), dtype) for number in (smoothing, whole)]
+            name = "smooth_cross_entropy_backward"
+            if own:
+                sums, here = self.value(next(_names(total)), ()), self.class_weight(op, weight, classes, index[-1])
+                name, more = f"weighted_{name}", [own, *more, cast(sums, dtype), cast(here, dtype)]
+            text = f"functions.{name}({given}, {hit}, {', '.join(more)})"
         target = self._statement(op.result.name, text, places=index[-1:])
         over = frozenset().union(index[-1].free_symbols, *(found.over for found in (grad, x, labels, lse)))
         return Found(target, dtype, over=over)
+
+    def class_weight(self, op: Op, weight: Arg, classes: int, column: sympy.Expr) -> Found:
+        """That of a class of this rank's, out of the weights of all."""
+        assert isinstance(weight, Ref)
+        axis = kernels.ranked(op)
+        if axis:
+            rank = sympy.Symbol(f"{axis}_rank", integer=True, nonnegative=True)
+            self._range(rank, self.sizes[axis])
+            column = column + rank * classes
+        return self.value(weight.name, (column,))
 
     def _reduced(self, op: Op, index: Index) -> Found:
         """Along the last dimensions: of the rows that the index has."""
@@ -246,6 +277,20 @@ class Lowering:
         self.statements.append(Reduce(target=target, source=source, how="max" if op.name == "amax" else "sum"))
         along = frozenset().union(*(part.free_symbols for part in self.columns))
         return Found(target, source.dtype, over=source.over - along)
+
+    def _looked_up(self, table: Arg, labels: Found | None) -> Found:
+        """A class's number, by labels; of what is no class, the first one's."""
+        assert isinstance(table, Ref) and labels is not None
+        (size,) = self.shape(table.name)
+        text = f"tl.where(({labels.text} >= 0) & ({labels.text} < {size}), {labels.text}, 0)"
+        place = sympy.Symbol(self._statement(f"{table.name}_place", text), integer=True, nonnegative=True)
+        self.looked_up[place] = labels
+        self._range(place, size)
+        return self.value(table.name, (place if size > 1 else ZERO,))
+
+    def _range(self, symbol: sympy.Symbol, size: int) -> None:
+        self.beyond[symbol] = size
+        self.ranges = {**self.ranges, symbol: size}
 
     def _operand(self, arg: Arg, index: Index, guards: Guards) -> Found | None:
         if isinstance(arg, Ref):
@@ -267,9 +312,9 @@ class Lowering:
             start = end
         dtype = computed_in(op.result.type.dtype)
         over = index[dim].free_symbols.union(*(value.over for _, value in found))
-        text = _as(found[-1][1], dtype)
+        text = cast(found[-1][1], dtype)
         for number, (_, value) in reversed(list(enumerate(found[:-1]))):
-            text = f"tl.where({{{number}}}, {_as(value, dtype)}, {text})"
+            text = f"tl.where({{{number}}}, {cast(value, dtype)}, {text})"
         target = self._statement(op.result.name, text, tuple(guard for guard, _ in found[:-1]))
         return Found(target, dtype, over=frozenset(over))
 
@@ -290,6 +335,10 @@ class Lowering:
         target = self.names.fresh(identifier(name))
         self.statements.append(Compute(target=target, text=text, guards=guards, places=places))
         return target
+
+
+def _names(args: Sequence[Arg]) -> Iterator[str]:
+    return (arg.name for arg in args if isinstance(arg, Ref))
 
 
 def _read_as(op: Op, place: int, found: Found, wanted: DType) -> DType:
@@ -319,7 +368,7 @@ def _computes(op: Op, operands: Sequence[Found | None]) -> DType:
     return given[0] if len(set(given)) == 1 and given[0] != "bool" else "i64"
 
 
-def _as(found: Found, dtype: DType) -> str:
+def cast(found: Found, dtype: DType) -> str:
     """The value in another type. A number takes the type of what it meets, unless fp32 can't hold it exactly."""
     if found.number is not None:
         number = float(found.number) if dtype in FLOATING and isinstance(found.number, int) else found.number

@@ -61,7 +61,7 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
     statements, few = _collapsed(lowering.statements, [loop for loop in loops if loop.size > 1])
     whole = sympy.Symbol("index", integer=True, nonnegative=True)
     statements = [folded(statement, few, whole) for statement in statements]
-    ranges = {loop.symbol: loop.size for loop in few} | {whole: count}
+    ranges = {loop.symbol: loop.size for loop in few} | {whole: count} | lowering.beyond
     places = bounds(statements, ranges)
     mask = "mask" if count % BLOCK else ""
     written = [*_loops(few, statements, strided=None in places)]

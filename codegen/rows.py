@@ -219,7 +219,7 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     statements, few, over = collapsed_rows(lowering.statements, each, lowering.over)
     row, column = (sympy.Symbol(name, integer=True, nonnegative=True) for name in ("row", "column"))
     ranges = {loop.symbol: loop.size for loops in few for loop in loops}
-    ranges |= {row: tiles.rows, column: tiles.columns}
+    ranges |= {row: tiles.rows, column: tiles.columns} | lowering.beyond
     text = _Text(tiles, ranges, over, frozenset((row, *(loop.symbol for loop in few[0]))))
     places = bounds(statements, ranges)
     strided = None in places
@@ -274,7 +274,7 @@ class _Text:
 
     def mask(self, statement: Statement) -> str:
         """Which of what a load reads is there."""
-        if not isinstance(statement, Load):
+        if not isinstance(statement, Load) or statement.anywhere:
             return ""
         symbols = set().union(*(expr.free_symbols for expr in expressions(statement))) & set(self.ranges)
         by_row = self.tiling.cuts_rows and bool(symbols & self.row_symbols)

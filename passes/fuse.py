@@ -30,6 +30,7 @@ from partc.passes.fuse_groups import fused
 from partc.passes.fuse_names import named
 from partc.passes.fuse_over import over
 from partc.passes.fuse_saved import lean
+from partc.passes.row_losses import totalled
 from partc.program import Program
 
 
@@ -38,7 +39,7 @@ def fuse(program: Program, *, kernels: str = "aten") -> Program:
     if kernels != "triton":
         return replace(program, compiled=kernels == "inductor")
     regions = tuple(
-        fused(streamed(lean(redrawn(region), program.sizes), program.sizes), program.sizes)
+        fused(streamed(lean(redrawn(totalled(region)), program.sizes), program.sizes), program.sizes)
         if region.phase == "microbatch"
         else region
         for region in program.regions

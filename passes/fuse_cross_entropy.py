@@ -71,7 +71,7 @@ class _Streams:
 
     def _spelled(self, op: Op) -> Iterator[Op]:
         """Losses of whole rows in the pieces that sharded ones are made of."""
-        if op.name != "cross_entropy" or dict(op.attrs).get("axis") or op.args[2] is not None:
+        if op.name != "cross_entropy" or dict(op.attrs).get("axis"):
             yield op
             return
         logits = next(op.refs())
@@ -91,8 +91,7 @@ class _Streams:
     def _stream(self, name: str, pieces: list[Op]) -> Iterator[tuple[int, tuple[Op, ...]]]:
         """What stands in place of the operations on some logits."""
         shape = self.types[name].layout.local_shape(self.sizes)
-        weighed = any(op.name == "smooth_sum" and op.args[1] is not None for op in pieces)
-        if weighed or len(shape) < 2 or 0 in shape or self.types[name].dtype not in FLOATING:
+        if len(shape) < 2 or 0 in shape or self.types[name].dtype not in FLOATING:
             return
         prologue = self._prologue(name, pieces)
         first = min(self.place[id(op)] for op in pieces)
@@ -173,8 +172,8 @@ class _Streams:
         for op in self.original.ops:
             if op.name in ("log_sum_exp", "cross_entropy_rows") and kernels.kind(op) == "pointwise":
                 given = [name for name in op.refs() if name in known]
-                labels = op.args[2] if op.name == "cross_entropy_rows" else None
-                if given and {*op.refs()} - known <= ({labels.name} if isinstance(labels, Ref) else set()):
+                whole = [arg.name for arg in (*op.args[2:4], *op.args[8:]) if isinstance(arg, Ref)]
+                if given and {*op.refs()} - known <= set(whole):
                     found.append(op)
                     known.add(op.result.name)
         return found

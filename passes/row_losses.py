@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from partc.layout import Layout
 from partc.naming import unique
-from partc.program import Op, Ref, Value
+from partc.program import DType, DTypeArg, Graph, Op, Ref, Region, TensorType, Value
+from partc.rules.kernels import lacks_total
 
 
 def in_pieces(op: Op, classes: int, taken: set[str]) -> Iterator[Op]:
     """A loss of whole rows in the pieces that one over cut classes is made of (passes/expand.py)."""
-    logits, labels, weight, ignore, smoothing = op.args
+    logits, labels, weight, ignore, smoothing, *total = op.args
     nll, lse = op.results
 
     def made(word: str) -> Value:
@@ -31,7 +33,7 @@ def in_pieces(op: Op, classes: int, taken: set[str]) -> Iterator[Op]:
         yield Op(name="smooth_sum", args=(logits, weight), results=(smooth,), source=op.source)
     yield Op(name="log_sum_exp", args=(Ref(most.name), Ref(sums.name)), results=(lse,), source=op.source)
     last = None if smooth is None else Ref(smooth.name)
-    rows = (Ref(lse.name), Ref(picked.name), labels, weight, ignore, smoothing, last, classes)
+    rows = (Ref(lse.name), Ref(picked.name), labels, weight, ignore, smoothing, last, classes, *total)
     yield Op(name="cross_entropy_rows", args=rows, results=(nll,), source=op.source)
 
 
@@ -48,3 +50,32 @@ def below_own(op: Op, most: str, taken: set[str]) -> tuple[Op, tuple[Op, ...]]:
         Op(name="mul", args=(Ref(own.name), Ref(factor.name)), results=op.results, source=op.source),
     )
     return replace(op, args=(op.args[0], Ref(most)), results=(own,)), scaling
+
+
+def totalled(region: Region) -> Region:
+    """The region with the sum of class weights told to losses that smooth labels: once, not for every row."""
+    taken = set().union(*(region.types(graph) for graph in region.graphs))
+
+    def told(graph: Graph) -> Graph:
+        known: dict[str, Ref] = {}
+        ops: list[Op] = []
+        for op in graph.ops:
+            table = lacks_total(op)
+            if table is not None and table.name not in known:
+                steps = list(_total(op, table, region.types(graph)[table.name], taken))
+                ops += steps
+                known[table.name] = Ref(steps[-1].result.name)
+            ops.append(op if table is None else replace(op, args=(*op.args, known[table.name])))
+        return replace(graph, ops=tuple(ops))
+
+    return region.mapped(told)
+
+
+def _total(op: Op, table: Ref, type: TensorType, taken: set[str]) -> Iterator[Op]:
+    dtype: DType = "f64" if "f64" in (type.dtype, op.results[0].type.dtype) else "f32"
+    if type.dtype != dtype:
+        wide = Value(name=unique(f"{table.name}_wide", taken), type=replace(type, dtype=dtype))
+        yield Op(name="to", args=(table, DTypeArg(dtype)), results=(wide,), source=op.source)
+        table = Ref(wide.name)
+    total = Value(name=unique(f"{table.name}_total", taken), type=TensorType(dtype=dtype, layout=Layout.replicated(())))
+    yield Op(name="sum", args=(table, (0,), False), results=(total,), source=op.source)

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import partc
 from partc.codegen import cross_entropy
+from partc.interpret import results_of
 from partc.operators import DTYPES
 from partc.parser import parse
 from partc.passes.fuse import fuse
@@ -18,6 +20,7 @@ from partc.program import Graph, Op, Program, Ref
 from partc.runtime import functional
 from partc.verifier import faults_of
 from tests.programs import fused_graph
+from tests.test_chunk import SHIFTED
 from tests.test_kernels import TOLERANCE, kernels, program_of
 from tests.triton_runs import Kernels, exact_bf16
 
@@ -26,25 +29,31 @@ __all__ = ["kernels"]
 WHOLE = """
   forward:
     input x: {dtype}[2, 5, {classes}]
+    input weight: {rarity}[{classes}]
     input labels: i64[2, 5]
     {cast}
-    nll, lse = cross_entropy(wide, labels, None, -100, {smoothing})  # {wide}[2, 5] ; {wide}[2, 5]
+    nll, lse = cross_entropy(wide, labels, {weight}, -100, {smoothing})  # {wide}[2, 5] ; {wide}[2, 5]
     loss = linear(nll, lse)  # {wide}[2, 2]
     return loss
   saved nll, lse
 """
+PLAIN = {
+    "dtype": "f32", "classes": 6, "smoothing": 0.0, "wide": "f32", "rarity": "f32", "weight": None,
+    "cast": "wide = neg(x)  # f32[2, 5, 6]",
+}  # fmt: skip
 CUT = """
   forward:
     input x: {dtype}[3, 32@tp]
     input labels: i64[3]
     input bias: f32[32@tp]
+    input weight: f32[32]
     wide = to(x, <f32>)  # f32[3, 32@tp]
     biased = add(wide, bias)  # f32[3, 32@tp]
     most = shard_max(biased)  # f32[3]
     top = all_reduce(most, op="max", axis="tp")  # f32[3]
     sums = sum_exp(biased, top)  # f32[3] partial(tp)
     picked = pick(biased, labels, axis="tp")  # f32[3] partial(tp)
-    smooth = smooth_sum(biased, None, axis="tp")  # f32[3] partial(tp)
+    smooth = smooth_sum(biased, {weight}, axis="tp")  # f32[3] partial(tp)
     loss = linear(picked, smooth)  # f32[]
     return loss
   saved most, sums, picked, smooth
@@ -53,6 +62,7 @@ CUT = """
     input x: {dtype}[3, 32@tp]
     input labels: i64[3]
     input bias: f32[32@tp]
+    input weight: f32[32]
     input lse: f32[3]
     input most: f32[3]
     input sums: f32[3] partial(tp)
@@ -60,7 +70,7 @@ CUT = """
     input smooth: f32[3] partial(tp)
     wide = to(x, <f32>)  # f32[3, 32@tp]
     biased = add(wide, bias)  # f32[3, 32@tp]
-    grad_biased = cross_entropy_backward(grad_nll, biased, labels, lse, None, -100, {smoothing}, axis="tp")  # f32[3, 32@tp]
+    grad_biased = cross_entropy_backward(grad_nll, biased, labels, lse, {weight}, -100, {smoothing}, axis="tp")  # f32[3, 32@tp]
     grad_x = to(grad_biased, <{dtype}>)  # {dtype}[3, 32@tp]
     return grad_x
 """
@@ -79,9 +89,10 @@ def labels_of(*shape: int, classes: int) -> Tensor:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weight", [None, "weight"])
 @pytest.mark.parametrize(("dtype", "classes"), [("bf16", 37), ("f16", 64), ("f32", 1), ("f64", 1000)])
 def test_losses_of_rows(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, dtype: str, classes: int, smoothing: float
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, dtype: str, classes: int, weight: str | None, smoothing: float
 ) -> None:
     """One kernel reads logits once, casts them itself, and makes losses and log-sum-exps; steps of 256 classes."""
     monkeypatch.setattr(cross_entropy, "STEP", 256)
@@ -91,17 +102,25 @@ def test_losses_of_rows(
         if wide != dtype
         else f"wide = neg(x)  # {wide}[2, 5, {classes}]"
     )
-    text = WHOLE.format(dtype=dtype, classes=classes, smoothing=smoothing, wide=wide, cast=cast)
+    text = WHOLE.format(
+        dtype=dtype, classes=classes, smoothing=smoothing, wide=wide, cast=cast, weight=weight, rarity=dtype
+    )
     region = fused_graph(text).regions[0]
     graph = replace(region.forward, ops=region.forward.ops[:-1], outputs=region.saved)
     after = fuse(program_of(graph), kernels="triton").regions[0].forward
-    assert [op.name for op in after.ops] == ["fused"]
+    summed = ["to"] * (dtype != wide) + ["sum"] if weight and smoothing else []
+    assert [op.name for op in after.ops] == [*summed, "fused"]
     x, labels = rows(2, 5, classes, dtype=dtype), labels_of(2, 5, classes=classes)
+    rarity = rows(classes, dtype=dtype, seed=5).abs()
     with exact_bf16():
-        made = kernels.run(after, {"x": x, "labels": labels}, {}, {})
+        made = kernels.run(after, {"x": x, "labels": labels, "weight": rarity}, {}, {})
     logits = x.double() if wide != dtype else -x.double()
     right = F.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing, reduction="none"
+        logits.flatten(0, 1),
+        labels.flatten(),
+        rarity.double() if weight else None,
+        label_smoothing=smoothing,
+        reduction="none",
     ).reshape(2, 5)
     tolerance = 10 * TOLERANCE["f64" if wide == "f64" else "f32"]
     torch.testing.assert_close(made["nll"].double(), right, rtol=tolerance, atol=tolerance)
@@ -110,7 +129,7 @@ def test_losses_of_rows(
 
 def test_rows_that_begin_with_nothing_and_rows_that_are_no_numbers(kernels: Kernels) -> None:
     """Minus infinity is a class that isn't there; what isn't a number stays none."""
-    text = WHOLE.format(dtype="f32", classes=6, smoothing=0.0, wide="f32", cast="wide = neg(x)  # f32[2, 5, 6]")
+    text = WHOLE.format(**PLAIN)
     region = fused_graph(text).regions[0]
     graph = replace(region.forward, ops=region.forward.ops[:-1], outputs=region.saved)
     after = fuse(program_of(graph), kernels="triton").regions[0].forward
@@ -125,27 +144,31 @@ def test_rows_that_begin_with_nothing_and_rows_that_are_no_numbers(kernels: Kern
     assert made["nll"][0, :3].isnan().tolist() == [False, True, True]
 
 
-def fused_cut(dtype: str, smoothing: float) -> Program:
-    before = fused_graph(CUT.format(dtype=dtype, smoothing=smoothing))
+def fused_cut(dtype: str, smoothing: float, weight: str | None) -> Program:
+    before = fused_graph(CUT.format(dtype=dtype, smoothing=smoothing, weight=weight))
     after = fuse(before, kernels="triton")
     assert parse(print_program(after)) == after
     assert not list(faults_of(after, {"local"}))
     return after
 
 
-@pytest.mark.parametrize(("dtype", "smoothing"), [("bf16", 0.1), ("f32", 0.0)])
-def test_classes_that_are_cut(kernels: Kernels, dtype: str, smoothing: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "smoothing", "weight"),
+    [("bf16", 0.1, None), ("f32", 0.0, None), ("bf16", 0.0, "weight"), ("f32", 0.1, "weight")],
+)
+def test_classes_that_are_cut(kernels: Kernels, dtype: str, smoothing: float, weight: str | None) -> None:
     """Two ranks, of which the second has nothing but padding for one row; sums are below the largest of both."""
-    after = fused_cut(dtype, smoothing).regions[0]
+    after = fused_cut(dtype, smoothing, weight).regions[0]
     (first, second), reduce = [op for op in after.forward.ops if op.body], after.forward.ops[1]
     assert reduce.name == "all_reduce" and after.backward is not None
     types = {value.name: value.type for value in after.forward.definitions().values()}
     sizes = {"tp": 2, "mb": 1}
     x, bias = rows(3, 32, dtype=dtype), rows(32, dtype="f32", seed=3)
-    x[1, 16:] = -torch.inf
-    labels = torch.tensor([20, 3, -100])
+    if not weight:
+        x[1, 16:] = -torch.inf
+    labels, rarity = torch.tensor([20, 3, -100]), rows(32, dtype="f32", seed=5).abs()
     parts = [
-        {"x": x[:, part], "bias": bias[part], "labels": labels, "tp_rank": rank}
+        {"x": x[:, part], "bias": bias[part], "labels": labels, "weight": rarity, "tp_rank": rank}
         for rank, part in enumerate((slice(0, 16), slice(16, 32)))
     ]
     with exact_bf16():
@@ -160,18 +183,28 @@ def test_classes_that_are_cut(kernels: Kernels, dtype: str, smoothing: float) ->
     torch.testing.assert_close(
         total["picked"], torch.stack([logits[0, 20], logits[1, 3], logits.new_zeros(())]), rtol=1e-6, atol=1e-6
     )
-    torch.testing.assert_close(total["smooth"], logits.sum(-1), rtol=1e-5, atol=1e-5)
+    smooth = (logits * rarity.double()).sum(-1) if weight else logits.sum(-1)
+    torch.testing.assert_close(total["smooth"], smooth, rtol=1e-5, atol=1e-5)
     lse = logits.logsumexp(-1)
     grad = torch.tensor([0.5, -2.0, 3.0])
     (backward,) = [op for op in after.backward.ops if op.body]
     types = {value.name: value.type for value in after.backward.definitions().values()}
+    sums = {name: x for op in after.backward.ops if not op.body for name, x in results_of(op, parts[0]).items()}  # type: ignore[arg-type]
     for rank, known in enumerate(parts):
-        given = {**known, "grad_nll": grad, "lse": lse.float(), "tp_rank": rank}
+        given = {**known, **sums, "grad_nll": grad, "lse": lse.float(), "tp_rank": rank}
         with exact_bf16():
             made = kernels.one(backward, types, given, sizes)["grad_x"]  # type: ignore[arg-type]
         part = slice(16 * rank, 16 * rank + 16)
         right = functional.cross_entropy_backward(
-            grad.double(), logits[:, part], labels, lse, None, -100, smoothing, 16 * rank, 32
+            grad.double(),
+            logits[:, part],
+            labels,
+            lse,
+            rarity.double() if weight else None,
+            -100,
+            smoothing,
+            16 * rank,
+            32,
         )
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(made.double(), right, rtol=tolerance, atol=tolerance)
@@ -233,15 +266,20 @@ def _kernel(graph: Graph) -> Op:
     return found
 
 
-def test_class_weights_are_left_to_pytorch() -> None:
-    text = WHOLE.format(dtype="f32", classes=6, smoothing=0.0, wide="f32", cast="wide = neg(x)  # f32[2, 5, 6]")
-    text = text.replace("input labels", "input w: f32[6]\n    input labels").replace("labels, None", "labels, w")
-    ops = fuse(fused_graph(text), kernels="triton").regions[0].forward.ops
-    assert [op.name for op in ops] == ["neg", "cross_entropy", "linear"]
+@pytest.mark.parametrize(("mesh", "smoothing"), [("1x2x2", 0.1), ("tp=2", 0.0)])
+def test_weighted_losses_of_packages(mesh: str, smoothing: float) -> None:
+    """Means over the weights of what is not ignored, with no softmax and no logits of PyTorch's."""
+    package = partc.compile(
+        SHIFTED, mesh=mesh, options={"weighted": True, "smoothing": smoothing}, precision="fp64", kernels="triton"
+    )
+    text = "".join(str(body) for path, body in package.files() if path.startswith("stages/"))
+    assert "functional.cross_entropy" not in text and "functional.smooth_sum" not in text
+    found = package.verify(virtual=True, steps=1)
+    assert found.ok and found.worst.rel_err < 1e-13
 
 
 def test_two_losses_of_the_same_logits_are_two_kernels(kernels: Kernels) -> None:
-    text = WHOLE.format(dtype="f32", classes=6, smoothing=0.0, wide="f32", cast="wide = neg(x)  # f32[2, 5, 6]")
+    text = WHOLE.format(**PLAIN)
     text = text.replace("input labels", "input others: i64[2, 5]\n    input labels")
     second = "more, top = cross_entropy(wide, others, None, -100, 0.5)  # f32[2, 5] ; f32[2, 5]\n    loss ="
     text = text.replace("loss =", second).replace("saved nll, lse", "saved nll, lse, more")

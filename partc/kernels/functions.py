@@ -85,6 +85,18 @@ def smooth_row_loss(lse, picked, ignored, smoothing, logits, classes):
 
 
 @triton.jit
+def weighted_row_loss(lse, picked, ignored, weight):
+    return tl.where(ignored, 0.0, (lse - picked) * weight)
+
+
+@triton.jit
+def weighted_smooth_row_loss(lse, picked, ignored, weight, smoothing, logits, classes, total):
+    """`weight` is the label's, `total` that of all classes, `logits` the sum of a row's, each times its class's."""
+    loss = (lse - picked) * weight * (1.0 - smoothing) + (lse * total - logits) * (smoothing / classes)
+    return tl.where(ignored, 0.0, loss)
+
+
+@triton.jit
 def cross_entropy_backward(grad, x, lse, ignored, is_label):
     """The row's gradient times softmax - one-hot."""
     grad = tl.where(ignored, 0.0, grad)
@@ -96,3 +108,12 @@ def smooth_cross_entropy_backward(grad, x, lse, ignored, is_label, smoothing, cl
     grad = tl.where(ignored, 0.0, grad)
     hit = tl.where(is_label, grad * (1.0 - smoothing), 0.0)
     return grad * tl.exp(x - lse) - hit - grad * (smoothing / classes)
+
+
+@triton.jit
+def weighted_smooth_cross_entropy_backward(grad, x, lse, ignored, is_label, weight, smoothing, classes, total, own):
+    """`weight` is the label's, `own` that of the class of x, `total` that of all."""
+    grad = tl.where(ignored, 0.0, grad)
+    hit = grad * weight * (1.0 - smoothing)
+    spread = grad * (smoothing / classes)
+    return (hit + spread * total) * tl.exp(x - lse) - tl.where(is_label, hit, 0.0) - spread * own

@@ -30,6 +30,7 @@ CONSTANTS = frozenset({"full", "zeros", "ones", "scalar_tensor"})
 CONDITIONS: Mapping[str, int] = {"where": 0, "masked_fill": 1}  # an operand that is a bool
 LOGICAL = frozenset({"logical_and", "logical_or"})  # of bools, whatever they are given
 LABELS: Mapping[str, tuple[int, ...]] = {"cross_entropy_rows": (2, 4)}  # operands that stay integers
+LOOKED_UP: Mapping[str, tuple[int, int]] = {"cross_entropy_rows": (3, 2)}  # a table, and what says where to read it
 REDUCTIONS = frozenset({"sum", "amax"})
 COMPOSITES = frozenset(
     {
@@ -41,7 +42,10 @@ STREAMED = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})  # numbers 
 TABLES = frozenset(
     {"embedding_dense_backward", "embedding_shard_backward"}
 )  # gradients of them, by kernels of their own
-_RANKED = frozenset({"pick", "cross_entropy_backward", "embedding_shard_backward"})
+_RANKED = frozenset({"pick", "smooth_sum", "cross_entropy_backward", "embedding_shard_backward"})
+_SMOOTHED: Mapping[str, tuple[int, int, int]] = {  # class weights, smoothing, and then the weights' total
+    "cross_entropy": (2, 4, 5), "cross_entropy_rows": (3, 5, 8), "cross_entropy_backward": (4, 6, 7),
+}  # fmt: skip
 MOST_JOINED = 4  # parts of one `cat`: every element asks which one it is in
 
 
@@ -61,7 +65,7 @@ def kind(op: Op) -> Kind | None:
     if op.name in STREAMED:
         return "streamed"
     if op.name in COMPOSITES:
-        return None if op.name == "cross_entropy_backward" and op.args[4] is not None else "composite"
+        return None if lacks_total(op) else "composite"
     return "pointwise" if spelled(op) is not None else None
 
 
@@ -88,7 +92,15 @@ def joined(op: Op) -> tuple[tuple[str, ...], int]:
 def ranked(op: Op) -> str:
     """The axis over which the classes, or the table, of an operation are cut; its kernel is told which part is here."""
     axis = dict(op.attrs).get("axis") if op.name in _RANKED else None
-    return axis if isinstance(axis, str) else ""
+    alike = op.name == "smooth_sum" and op.args[1] is None
+    return axis if isinstance(axis, str) and not alike else ""
+
+
+def lacks_total(op: Op) -> Ref | None:
+    """The class weights of a smoothed loss that isn't told their sum: kernels don't add them up for every row."""
+    weight, smoothing, total = _SMOOTHED.get(op.name, (0, 0, 0))
+    table = op.args[weight] if total and op.args[smoothing] and len(op.args) <= total else None
+    return table if isinstance(table, Ref) else None
 
 
 def told(body: Iterable[Op]) -> dict[str, Op]:
@@ -161,9 +173,12 @@ def _dropout_backward(op: Op) -> str | None:
 
 
 def _row_losses(op: Op) -> str | None:
-    """Of lse, the label's logit, labels, class weights, what is ignored, smoothing, sums of logits, classes."""
-    if op.args[3] is not None:
+    """Of lse, the label's logit, labels, class weights, what is ignored, smoothing, sums of logits, classes, total."""
+    if lacks_total(op):
         return None
+    if op.args[3] is not None:
+        smooth = "functions.weighted_smooth_row_loss({0}, {1}, {2} == {4}, {3}, {5}, {6}, {7}, {8})"
+        return smooth if op.args[5] else "functions.weighted_row_loss({0}, {1}, {2} == {4}, {3})"
     if op.args[5]:
         return "functions.smooth_row_loss({0}, {1}, {2} == {4}, {5}, {6}, {7})"
     return "functions.row_loss({0}, {1}, {2} == {4})"

@@ -128,11 +128,6 @@ def _rank(
                 return local_batch(whole, inputs, program.mesh.sizes, comm.coordinate, program.microbatches, META)
 
         batch, microbatches = cut()
-        loss = (
-            torch.empty((), dtype=_loss_dtype(program), device=META)
-            if any(stage.loss for stage in stages.values())
-            else None
-        )
         for stage in stages.values():
             stage.prepare(batch)
         ledger.starts()
@@ -144,10 +139,11 @@ def _rank(
         comm.clock.entering("the update")
         for stage in stages.values():
             stage.refresh()
+        del loss
         comm.clock.entering("the step's end")
         copied = _copied(program, place, shards, gradients, kept) if host else 0
         found = ledger.rank(place, tuple(classes), copied)
-        del loss, states
+        del states
         return found, ledger
 
 
@@ -182,10 +178,6 @@ def _copied(
                     )
         found.append(total)
     return max(found)
-
-
-def _loss_dtype(program: Program) -> torch.dtype:
-    return DTYPES[program.value_types()[program.loss].dtype]
 
 
 def _kernels(program: Program) -> SimpleNamespace:

@@ -63,8 +63,11 @@ class Trained:
         for name, x in gradients.items():
             self.gradients[name].copy_(x)
         with torch.no_grad(), exact_bf16():
-            self.update.unscale(batches)
-            return self.update.step(number)
+            norm = self.update.measure(batches)
+            goes_on = self.update.begin(number, norm)
+            if goes_on:
+                self.update.apply(norm)
+            return self.update.ended(number, norm, skipped=not goes_on)
 
     def kept(self, name: str) -> Mapping[str, Tensor]:
         assert self.optimizer is not None

@@ -75,12 +75,25 @@ def local_batch(
     device: torch.device,
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """This rank's part of what its stage reads, whole and in `count` microbatches."""
-    local = {name: _alone(shard.local(batch[name], sizes, coordinate)).to(device) for name, shard in inputs.items()}
-    pieces = [
+    local = {name: x.to(device) for name, x in own_part(batch, inputs, sizes, coordinate).items()}
+    return local, in_microbatches(local, inputs, sizes, count)
+
+
+def own_part(
+    batch: Mapping[str, Tensor], inputs: Mapping[str, Shard], sizes: Mapping[str, int], coordinate: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """This rank's part of what its stage reads, where the batch is."""
+    return {name: _alone(shard.local(batch[name], sizes, coordinate)) for name, shard in inputs.items()}
+
+
+def in_microbatches(
+    local: Mapping[str, Tensor], inputs: Mapping[str, Shard], sizes: Mapping[str, int], count: int
+) -> list[dict[str, Tensor]]:
+    """Such a part in `count` pieces."""
+    return [
         {name: microbatch_part(x, inputs[name].dims, sizes, count, m).contiguous() for name, x in local.items()}
         for m in range(count)
     ]
-    return local, pieces
 
 
 def _alone(part: Tensor) -> Tensor:

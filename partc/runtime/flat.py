@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .executor import pieces_of
 from .gradients import Scaled
+from .sending import send
 
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01  # torch.optim.AdamW's
 EVEN = 8  # numbers of 16 bits that are written at once
@@ -39,6 +40,11 @@ class _Flat:
     parameter: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What is computed in."""
+        return torch.float64 if self.parameter.dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class FlatAdamW:
         self._step_of = dict(zip(self._sizes, self._steps.unbind(), strict=True))
         self._copies: dict[tuple[str, ...], tuple[Tensor, frozenset[str]]] = {}
         self._segments: list[_Segments] | None = None
+        self._rates: dict[tuple[str, ...], Tensor] = {}  # of this step, by buffer: a row for each segment
 
     def copy_to(self, read: Mapping[str, Tensor]) -> frozenset[str]:
         """The tensors move into flat memory: of each buffer, those of one dtype."""
@@ -121,29 +128,37 @@ class FlatAdamW:
         self.kept(name)[key].copy_(value)
         self._segments = None
 
-    def step(self, rate: float) -> None:
-        """Update every parameter."""
+    def begin(self, rate: float) -> None:
+        """Send what the host computes of a step."""
         if self._segments is None:
             self._segments = [self._cut(each) for each in self._flats]
+            self._rates = {
+                each.names: torch.empty((len(segments.decays), 3), dtype=each.wide, device=each.parameter.device)
+                for each, segments in zip(self._flats, self._segments, strict=True)
+            }
         self._steps += 1
-        factor = self._gradients.taken()
         for each, segments in zip(self._flats, self._segments, strict=True):
-            if not each.parameter.numel():
-                continue
             first = float(self._step_of[each.names[0]])
             rows = [
                 (1 - rate * decay, rate / (1 - BETAS[0] ** (first + age)), (1 - BETAS[1] ** (first + age)) ** 0.5)
                 for decay, age in zip(segments.decays, segments.ages, strict=True)
             ]
+            send(rows, self._rates[each.names])
+
+    def step(self) -> None:
+        """Update every parameter."""
+        assert self._segments is not None, "a step that has not begun"
+        for each, segments in zip(self._flats, self._segments, strict=True):
+            if not each.parameter.numel():
+                continue
             copy, _ = self._copies.get(each.names, (None, None))
-            dtype = torch.float64 if each.parameter.dtype == torch.float64 else torch.float32
             self._launch(
                 each.gradient,
                 each.parameter,
                 each.exp_avg,
                 each.exp_avg_sq,
-                factor.to(dtype),
-                _sent(rows, dtype, each.parameter.device),
+                self._gradients.factor.to(each.wide),
+                self._rates[each.names],
                 segments.first,
                 segments.starts,
                 copy,
@@ -177,9 +192,3 @@ class FlatAdamW:
 
     def _decayed(self, name: str) -> float:
         return 0.0 if name in self._spared else self._decay
-
-
-def _sent(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host on the device, without waiting for it."""
-    there = torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda")
-    return there.to(device, non_blocking=True)

@@ -32,10 +32,9 @@ class Gradients:
 
     def clip(self, norm: Tensor, most: float) -> None:
         """Scale them down to a norm of `most`, if theirs over all ranks is larger."""
-        found = float(norm)
-        if found > most:
-            for buffer in self._buffers:
-                buffer.mul_(most / (found + _SMALL))
+        factor = torch.where(norm > most, most / (norm + _SMALL), 1.0)
+        for buffer in self._buffers:
+            buffer.mul_(factor)
 
     def copy(self, name: str) -> Tensor:
         """One of them as it is by now."""
@@ -53,29 +52,17 @@ class Scaled(Gradients):
     ) -> None:
         super().__init__(buffers, named)
         self._sum_of_squares = sum_of_squares
-        self._device = buffers[0].device
-        self._factor: Tensor | None = None  # from `begin` to the update
-
-    @property
-    def factor(self) -> Tensor:
-        """Of gradients as they stand, in fp64."""
-        assert self._factor is not None, "the factor of gradients that are not whole"
-        return self._factor
+        self.factor = torch.ones((), dtype=torch.float64, device=buffers[0].device)  # of gradients as they stand
 
     def begin(self, divisor: float) -> None:
-        self._factor = torch.full((), 1 / divisor, dtype=torch.float64, device=self._device)
-
-    def taken(self) -> Tensor:
-        """The factor, for the update."""
-        factor, self._factor = self.factor, None
-        return factor
+        self.factor.fill_(1 / divisor)
 
     def squares(self, names: Iterable[str]) -> Tensor | float:
         pieces = runs([x for x in map(self._named.__getitem__, names) if x.numel()])
         return sum(map(self._sum_of_squares, pieces), start=0.0) * self.factor.square()
 
     def clip(self, norm: Tensor, most: float) -> None:
-        self._factor = self.factor * torch.where(norm > most, most / (norm + _SMALL), 1.0)
+        self.factor.mul_(torch.where(norm > most, most / (norm + _SMALL), 1.0))
 
     def copy(self, name: str) -> Tensor:
         found = self._named[name]

@@ -14,7 +14,10 @@ from torch import Tensor
 class Optimizer(Protocol):
     """What an update asks of one."""
 
-    def step(self, rate: float) -> None:
+    def begin(self, rate: float) -> None:
+        """Before a step: tell the device what of it the host knows. Nothing in the step itself depends on the host."""
+
+    def step(self) -> None:
         """Update the parameters from their gradients."""
 
     def kept(self, name: str) -> Mapping[str, Tensor]:
@@ -28,15 +31,27 @@ class Optimizer(Protocol):
 
 
 class TorchOptimizer:
-    """One of torch's; it reads parameters' `.grad`."""
+    """One of torch's; it reads parameters' `.grad`, and the learning rate at `rate`, if that is to stand in memory."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], rate: Tensor | None = None
+    ) -> None:
         self._optimizer = optimizer
         self._parameters = parameters
+        self._rate: Tensor | float = 0.0 if rate is None else rate
 
-    def step(self, rate: float) -> None:
+    def begin(self, rate: float) -> None:
+        if isinstance(self._rate, Tensor):
+            self._rate.fill_(rate)
+        else:
+            self._rate = rate
+
+    def step(self) -> None:
+        on_gpu = isinstance(self._rate, Tensor) and self._rate.is_cuda
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self._rate
+            if "capturable" in group:  # which torch asks for in a capture, and warns of at other times
+                group["capturable"] = on_gpu and torch.cuda.is_current_stream_capturing()
         self._optimizer.step()
 
     def kept(self, name: str) -> Mapping[str, Tensor]:
@@ -84,6 +99,11 @@ def _groups(parameters: Mapping[str, Tensor], decay: float | None, no_decay: Seq
         yield {"params": kept} | ({} if decay is None else {"weight_decay": decay})
     if free:
         yield {"params": [parameters[name] for name in parameters if name in free], "weight_decay": 0.0}
+
+
+def rate_on(device: torch.device) -> Tensor:
+    """Where torch's optimizers read a learning rate from: in 32 bits on GPUs."""
+    return torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
 
 
 def attach_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:

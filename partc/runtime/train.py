@@ -8,11 +8,10 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from . import nans
 from .checkpoint import Held, Place, Saver
 from .clock import Clock
 from .comm import Comm
-from .data import global_batch, load_model_file, local_batch
+from .data import global_batch, load_model_file
 from .errors import UsageError
-from .executor import Action, Stage, gradient_buffers, parse_schedule, run_step
+from .executor import Action, Stage, gradient_buffers, parse_schedule
 from .given import given
 from .init import initialise, state_shapes
 from .interruption import Interruption, VirtualInterruption
@@ -36,6 +34,7 @@ from .layout import DTYPES, Shard, tokens_per_step
 from .log import StepLog
 from .memory import keep_freed_memory, peak_bytes
 from .state import left_out, restore_left_out, restore_optimizer, restore_scale, state
+from .steps import Steps
 from .tensors import save
 from .times import Times
 from .together import Together
@@ -305,52 +304,35 @@ def _train(
         comm.draws = job.plan["draws"] if job.plan["repeated"] else 0
         for stage in stages.values():
             stage.setup()
+        steps = Steps(
+            job=job,
+            comm=comm,
+            coordinate=rank.module.COORDINATE,
+            device=device,
+            stages=stages,
+            actions=rank.actions,
+            inputs=rank.inputs,
+            parameters=rank.parameters,
+            gradients=gradients,
+            scaled=scaled,
+            buffers=tuple(buffers.values()),
+            update=update,
+            scale=scale,
+            batch_of=batch_of,
+            settle=saver.wait if saver is not None else lambda: None,
+        )
         times.begin(job.start)
         for step in range(job.start, job.steps):
             if interruption is not None and interruption.before(step):
                 break
-            clock.step = step + 1
-            comm.scale = 1.0 if scale is None else scale.value
-            seconds, losses = 0.0, []
-            for index in range(job.accumulate):
-                number = step * job.accumulate + index
-                clock.entering("data")
-                batch, microbatches = local_batch(
-                    batch_of(number), rank.inputs, job.sizes, rank.module.COORDINATE, job.plan["microbatches"], device
-                )
-                comm.seed, comm.step = job.seed, number
-                clock.entering("clearing gradients", "work")
-                started = time.perf_counter()
-                if index == 0:
-                    for buffer in buffers.values():
-                        buffer.zero_()
-                last = index == job.accumulate - 1
-                run = partial(run_step, stages, comm, rank.actions, batch, microbatches, last=last)
-                loss = run()
-                losses.append(None if loss is None else loss.item())
-                seconds += time.perf_counter() - started
-                if job.check_nans:
-                    clock.entering("the check of its loss")
-                    if comm.any(losses[-1] is not None and not math.isfinite(losses[-1])):
-                        calls = job.plan["calls"]
-                        if saver is not None:
-                            saver.wait()
-                        raise nans.explain(comm, step, losses[-1], stages, rank.parameters, batch, calls, run)
-            clock.entering("the update", "work")
-            started = time.perf_counter()
-            update.unscale(job.accumulate)
-            if job.record:
-                recorded = {f"gradient/{name}": scaled.copy(name) for name in gradients}
-            updated = update.step(step)
-            for stage in stages.values():
-                stage.refresh()
-            rank.seconds.append(seconds + time.perf_counter() - started)
+            done = steps.run(step)
+            rank.seconds.append(done.seconds)
             split = times.end(step)
-            if log is not None:
-                rank.losses.append(sum(number for number in losses if number is not None) / job.accumulate)
-                log.step(step, rank.losses[-1], rank.seconds[-1], updated, peak_bytes(device), split)
+            if log is not None and done.loss is not None:
+                rank.losses.append(done.loss)
+                log.step(step, done.loss, done.seconds, done.updated, peak_bytes(device), split)
             if job.record:
-                recorded |= {f"parameter/{name}": x for name, x in rank.parameters.items()}
+                recorded = done.recorded | {f"parameter/{name}": x for name, x in rank.parameters.items()}
                 job.record.mkdir(parents=True, exist_ok=True)
                 save(job.record / f"step_{step:04d}_rank_{rank.number:03d}.safetensors", recorded)
             rank.done = step + 1

@@ -15,7 +15,7 @@ from .comm import Comm
 from .flat import Buffers, FlatAdamW
 from .gradients import Gradients, Scaled
 from .layout import Shard, cutting
-from .optimizer import Optimizer, TorchOptimizer, attach_gradients, make_optimizer, spared
+from .optimizer import Optimizer, TorchOptimizer, attach_gradients, make_optimizer, rate_on, spared
 
 Decline = Literal["constant", "linear", "cosine"]
 
@@ -109,24 +109,36 @@ class Update:
         self._scale = scale
         self._told = norms or scale is not None  # whether the host wants to know the norm
 
-    def unscale(self, batches: int = 1) -> None:
-        """Make gradients that were summed over some batches, of a scaled loss, those of the mean loss."""
-        self._gradients.begin(batches * (1.0 if self._scale is None else self._scale.value))
+    def measure(self, batches: int = 1) -> Tensor | None:
+        """Make gradients that were summed over some batches, of a scaled loss, those of the mean loss.
 
-    def step(self, step: int) -> Updated:
-        """Update the parameters."""
-        norm = self._norm() if self._told or self._clip is not None else None
-        told = float(norm) if self._told and norm is not None else None
-        rate = self._rate.at(step)
-        if self._scale is not None and told is not None:
-            self._scale.after(math.isfinite(told))
-            if not math.isfinite(told):
-                return Updated(rate=rate, norm=told, skipped=True)
+        Returns their norm, where it is wanted.
+        """
+        self._gradients.begin(batches * (1.0 if self._scale is None else self._scale.value))
+        return self._norm() if self._told or self._clip is not None else None
+
+    def begin(self, step: int, norm: Tensor | None) -> bool:
+        """On the host: tell the device which step this is. False if gradients overflow, and the update is skipped."""
+        if self._scale is not None and norm is not None:
+            finite = math.isfinite(float(norm))
+            self._scale.after(finite)
+            if not finite:
+                return False
+        if self._optimizer is not None:
+            self._optimizer.begin(self._rate.at(step))
+        return True
+
+    def apply(self, norm: Tensor | None) -> None:
+        """Update the parameters, by gradients of this norm."""
         if self._clip is not None and norm is not None:
             self._gradients.clip(norm, self._clip)
         if self._optimizer is not None:
-            self._optimizer.step(rate)
-        return Updated(rate=rate, norm=told)
+            self._optimizer.step()
+
+    def ended(self, step: int, norm: Tensor | None, *, skipped: bool) -> Updated:
+        """What it was; waits for the device where the host wants the norm."""
+        told = float(norm) if self._told and norm is not None else None
+        return Updated(rate=self._rate.at(step), norm=told, skipped=skipped)
 
     def _norm(self) -> Tensor:
         """The norm of the whole model's gradient: every element once, whoever holds copies of it."""
@@ -148,10 +160,12 @@ def updating(
     lr: float,
     weight_decay: float | None,
     no_decay: Sequence[str],
+    graphs: bool = False,
 ) -> tuple[Optimizer | None, Gradients]:
     """The optimizer of a rank's parameters, if it trains any, and what scales their gradients.
 
-    Where the package has a kernel for it, `parameters` move into flat memory.
+    Where the package has a kernel for it, `parameters` move into flat memory. For `graphs` nothing that changes from
+    step to step may be a number of the host's; on GPUs nothing is, so that steps are the same with graphs and without.
     """
     if not gradients:
         return None, Gradients((), {})
@@ -161,7 +175,9 @@ def updating(
         return FlatAdamW(kernels.adamw, parameters, buffers, scaled, weight_decay=weight_decay, spared=free), scaled
     trained = attach_gradients(parameters, gradients)
     optimizer = make_optimizer(name, trained, lr, weight_decay=weight_decay, no_decay=no_decay)
-    return TorchOptimizer(optimizer, trained), Gradients(list(buffers.values()), gradients)
+    device = next(iter(trained.values())).device
+    rate = rate_on(device) if graphs or device.type == "cuda" else None
+    return TorchOptimizer(optimizer, trained, rate), Gradients(list(buffers.values()), gradients)
 
 
 def write_casts(optimizer: Optimizer, stages: Iterable[object]) -> None:

@@ -1,0 +1,73 @@
+"""Work that is the same for the device in every step: done as it is at first, then recorded once, and repeated.
+
+A recording holds what the device does, and where: neither Python nor the host's numbers are in it. So what changes from
+step to step stands in memory that the host writes before a repetition, and nothing inside may wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+WARM = 2  # times that work is done as it is: what is made once is there by then, and kernels are compiled
+
+T = TypeVar("T")
+
+
+class Graph(Protocol):
+    """One recording."""
+
+    def capture(self, work: Callable[[], T]) -> T:
+        """Remember what `work` does on the device, without doing it. What it returns, each replay writes."""
+
+    def replay(self) -> None:
+        """Do it."""
+
+
+class Repeated(Generic[T]):
+    """Called, does the work; from its third call on as a repetition, which returns the same tensors each time."""
+
+    def __init__(self, work: Callable[[], T], graph: Graph) -> None:
+        self._work = work
+        self._graph = graph
+        self._done = 0
+        self._result: list[T] = []  # once it is recorded
+
+    def __call__(self) -> T:
+        if self._done < WARM:
+            self._done += 1
+            return self._work()
+        if not self._result:
+            self._result.append(self._graph.capture(self._work))
+        self._graph.replay()
+        return self._result[0]
+
+
+class CudaGraph:
+    """One of CUDA's, captured on the current stream, with other graphs' memory: they run one after the other."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, work: Callable[[], T]) -> T:
+        # Threads beside this one may ask the device what they like meanwhile: those that watch and write checkpoints.
+        with torch.cuda.graph(self._graph, self._pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            return work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+@contextmanager
+def cuda_graphs(device: torch.device) -> Iterator[Callable[[], Graph]]:
+    """Makes graphs. All that is done inside is on a stream of its own, as the default one cannot be captured."""
+    before, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    stream.wait_stream(before)
+    pool = torch.cuda.graph_pool_handle()
+    with torch.cuda.stream(stream):
+        yield lambda: CudaGraph(pool)
+    before.wait_stream(stream)

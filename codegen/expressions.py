@@ -21,8 +21,7 @@ def accumulation(gradient: str, operands: Operands) -> str:
     """A statement that adds an operation's result to a gradient buffer, in one pass where it can."""
     emit = _ACCUMULATE.get(operands.op.name)
     flat = operands.op.name != "matmul_grad_right" or operands.args[2] == "True"
-    mixed = operands.op.result.type.dtype in ("bf16", "f16")  # while the buffer is in fp32
-    if emit is None or not flat or (mixed and operands.op.name == "matmul_grad_right"):
+    if emit is None or not flat:
         return f"{gradient}.add_({expression(operands)})"
     return emit(gradient, operands)
 
@@ -321,9 +320,11 @@ _ACCUMULATE: Mapping[str, Callable[[str, Operands], str]] = {
     "expert_matmul_grad_weight": lambda g, o: (
         f"functional.expert_matmul_add_grad_weight({', '.join((g, *o.args[:3]))})"
     ),
-    "matmul_grad_right": lambda g, o: f"{g}.addmm_({o.flat(1)}.mT, {o.flat(0)})",
+    "matmul_grad_right": lambda g, o: f"functional.add_product({g}, {o.flat(1)}.mT, {o.flat(0)})",
     "fused": lambda g, o: (
-        f"{_fused(o)[:-1]}, into={g})" if o.op.body[0].name in kernels.TABLES else f"{g}.add_({_fused(o)})"
+        f"{_fused(o)[:-1]}, into=functional.settled({g}))"
+        if o.op.body[0].name in kernels.TABLES
+        else f"{g}.add_({_fused(o)})"
     ),
     "embedding_dense_backward": lambda g, o: (
         f"functional.embedding_add_grad({g}, {arguments((*o.args[:2], o.args[3]), ('', '', 'padding_idx=-1'), {})})"

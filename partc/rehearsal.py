@@ -26,6 +26,7 @@ from partc.lessons import Lessons, stage_class
 from partc.memory import Account, RankMemory
 from partc.mesh import PIPELINE_AXIS
 from partc.program import DType, Op, Program, TensorType
+from partc.runtime.accumulation import clear
 from partc.runtime.boxes import pieces, speaks
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm import Axis, Link, Pending
@@ -99,7 +100,7 @@ def _rank(
             with ledger.making("parameters", name):
                 parameters[name] = torch.empty(shard.local_shape(program.mesh.sizes), dtype=shard.dtype, device=META)
         with ledger.making("gradients", "gradients"):
-            gradients, buffers = gradient_buffers(shards, parameters)
+            gradients, _ = gradient_buffers(shards, parameters)
         with ledger.making("copies", "copies"):
             stages: dict[int, Stage] = {
                 number: stage(comm, parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
@@ -133,8 +134,7 @@ def _rank(
         ledger.starts()
         comm.clock.entering("data")
         batch, microbatches = cut()
-        for buffer in buffers.values():
-            buffer.zero_()
+        clear(gradients.values())
         loss = run_step(stages, comm, actions, batch, microbatches)
         comm.clock.entering("the update")
         for stage in stages.values():

@@ -19,17 +19,17 @@ def attention(
     `mask` broadcasts to [b, h, s, t]: True where a position is read, or numbers added to the scores.
     """
     q, k, v = map(_rows, (q, k, v))
-    heads, aten = q.shape[1], torch.ops.aten
-    keys, values = repeat_heads(k, heads), repeat_heads(v, heads)
+    aten = torch.ops.aten
     kernel = _kernel(q, k, v, mask, is_causal)
     if kernel == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, keys, values, 0.0, is_causal, attn_mask=_additive(mask, q), scale=scale
+            q, k, v, 0.0, is_causal, attn_mask=_additive(mask, q), scale=scale
         )
         return out, lse
     if kernel == "flash":
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, keys, values, 0.0, is_causal, scale=scale)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
         return out, lse
+    keys, values = (repeat_heads(x, q.shape[1]) for x in (k, v))
     if kernel == "efficient":
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
             q, keys, values, None, True, 0.0, is_causal, scale=scale
@@ -54,9 +54,10 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of `out`, with what `attention` returned."""
     grad, q, k, v, out = map(_rows, (grad, q, k, v, out))
-    heads, aten = q.shape[1], torch.ops.aten
-    keys, values = repeat_heads(k, heads), repeat_heads(v, heads)
+    aten = torch.ops.aten
     kernel = _kernel(q, k, v, mask, is_causal)
+    # The kernels for CPUs and flash attention let heads of q share one of k and v.
+    keys, values = (x if kernel in ("cpu", "flash") else repeat_heads(x, q.shape[1]) for x in (k, v))
     if kernel == "cpu":
         grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, keys, values, out, lse, 0.0, is_causal, attn_mask=_additive(mask, q), scale=scale

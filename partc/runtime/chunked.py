@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .accumulation import add_product
+
 Pieces = Callable[[Tensor, Tensor], Sequence[Tensor]]  # logits[rows, c], labels[rows] -> a number for each row, each
 Gradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of losses[rows], logits, labels, lse -> of logits
 
@@ -42,10 +44,7 @@ def gradients_of_logits(
     for rows, own, grad_rows, lse_rows, made in zip(*cut, *_cut(chunks, grad_x), strict=True):
         grad_logits = gradient(grad_rows, F.linear(rows, weight, bias), own, lse_rows)
         torch.mm(grad_logits, weight, out=made)
-        if into.dtype == rows.dtype:
-            into.addmm_(grad_logits.t(), rows)
-        else:
-            into.add_(grad_logits.t() @ rows)
+        add_product(into, grad_logits.t(), rows)
         if bias_into is not None:
             bias_into.add_(grad_logits.sum(0))
         del grad_logits

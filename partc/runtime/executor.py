@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .accumulation import Gradient, settled
 from .comm import Axis, Comm, Pending
 from .layout import Received, Shard
 from .parts import Unit, ahead
@@ -229,16 +230,17 @@ def _shared_gradients(stages: Mapping[int, Stage]) -> dict[tuple[int, ...], list
     found: dict[tuple[int, ...], dict[str, Tensor]] = {}
     for stage in stages.values():
         for ranks, names in stage.shared.items():
-            found.setdefault(ranks, {}).update((name, stage.gradients[name]) for name in names)
+            found.setdefault(ranks, {}).update((name, settled(stage.gradients[name])) for name in names)
     return {ranks: [found[ranks][name] for name in sorted(found[ranks])] for ranks in sorted(found)}
 
 
 def gradient_buffers(
-    shards: Mapping[str, Shard], parameters: Mapping[str, Tensor]
+    shards: Mapping[str, Shard], parameters: Mapping[str, Tensor], *, compiled: bool = False
 ) -> tuple[dict[str, Tensor], dict[tuple[str, ...], Tensor]]:
     """A zeroed gradient for every trainable parameter, and the buffers behind them by whose gradients these hold.
 
-    Gradients that are reduced over the same axes stand in one buffer, so that one collective moves them.
+    Gradients that are reduced over the same axes stand in one buffer, so that one collective moves them. Where
+    torch.compile makes the functions that add to them, they are plain tensors: the first addition is one as well.
     """
     together: dict[tuple[object, ...], list[str]] = {}
     for name, shard in shards.items():
@@ -251,7 +253,8 @@ def gradient_buffers(
     for names in together.values():
         buffer = parameters[names[0]].new_zeros(sum(parameters[name].numel() for name in names))
         buffers[tuple(names)] = buffer
-        gradients |= pieces_of(buffer, names, parameters)
+        pieces = pieces_of(buffer, names, parameters)
+        gradients |= pieces if compiled else {name: Gradient.of(piece) for name, piece in pieces.items()}
     return {name: gradients[name] for name in shards if name in gradients}, buffers
 
 

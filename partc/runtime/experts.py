@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .accumulation import settled
+
 
 def expert_matmul(x: Tensor, experts: Tensor, w: Tensor) -> Tensor:
     """Each row times the matrix of its expert: [s, o]."""
@@ -38,6 +40,7 @@ def expert_matmul_grad_weight(grad: Tensor, experts: Tensor, x: Tensor, count: i
 
 def expert_matmul_add_grad_weight(into: Tensor, grad: Tensor, experts: Tensor, x: Tensor) -> None:
     """The same, added to `into`."""
+    settled(into)  # experts without rows add nothing
     for expert, rows in _rows(experts, into.shape[0]):
         if into.dtype == x.dtype:
             into[expert].addmm_(x[rows].mT, grad[rows])

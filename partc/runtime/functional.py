@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .accumulation import add_product, settled
 from .attention import attention, attention_backward, row_dtype
 from .chunked import gradients_of_logits, rows_of_logits
 from .experts import (
@@ -19,6 +20,7 @@ from .experts import (
 from .random import attention_dropout, attention_dropout_backward, dropout, dropout_backward
 
 __all__ = [
+    "add_product",
     "attention",
     "attention_backward",
     "attention_dropout",
@@ -49,6 +51,7 @@ __all__ = [
     "pick",
     "rms_norm",
     "rms_norm_backward",
+    "settled",
     "shard_max",
     "smooth_sum",
     "sum_exp",
@@ -63,12 +66,8 @@ def linear_grad_weight(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def linear_add_grad_weight(into: Tensor, grad: Tensor, x: Tensor) -> None:
-    """The same, added to the gradient buffer without a temporary."""
-    rows, columns = grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1])
-    if into.dtype == x.dtype:
-        into.addmm_(rows, columns)
-    else:
-        into.add_(rows @ columns)
+    """The same, added to the gradient buffer, without a temporary where that can be."""
+    add_product(into, grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
 
 
 def linear_grad_bias(grad: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .accumulation import Gradient, clear, settled
 from .comm import Axis, Comm, Pending, join
 from .compression import Codec, Scattered
 from .layout import DTYPES, Shard, cutting
@@ -191,12 +192,11 @@ class Parts:
 
     def scatter_sums(self, *names: str) -> None:
         """After a step's last microbatch: start to scatter these."""
-        self.scatter({name: self._sums[name] for name in names})
+        self.scatter({name: settled(self._sums[name]) for name in names})
         self._going.append(Pending(partial(self._clear, names)))
 
     def _clear(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._sums[name].zero_()
+        clear(self._sums[name] for name in names)
 
     def _whole_gradient(self, name: str) -> Tensor:
         gradient, shard = self._gradients[name], self._shards[name]
@@ -205,7 +205,8 @@ class Parts:
         dim, _ = self._seams[name]
         shape = list(gradient.shape)
         shape[dim] *= Levels.of(self._comm, shard.gather, self._near).size
-        return gradient.new_zeros(shape)
+        whole = gradient.new_zeros(shape)
+        return Gradient.of(whole) if isinstance(gradient, Gradient) else whole
 
     def _together(self, moved: Mapping[str, torch.dtype]) -> Iterator[tuple[Levels, list[str]]]:
         """Names, of what ranks hold in parts, whose tensors can share a collective."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import nans
+from .accumulation import clear, complete
 from .comm import Comm
 from .data import in_microbatches, own_part
 from .executor import Action, Stage, run_step
@@ -51,7 +52,6 @@ class Steps:
     parameters: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
     scaled: Gradients
-    buffers: Sequence[Tensor]
     update: Update
     scale: LossScale | None
     batch_of: Callable[[int], dict[str, Tensor]]  # by the number of a batch
@@ -118,11 +118,11 @@ class Steps:
         microbatches = in_microbatches(self._local, self.inputs, self.job.sizes, self.job.plan["microbatches"])
         self.comm.clock.entering("clearing gradients", "work")
         if first:
-            for buffer in self.buffers:
-                buffer.zero_()
+            clear(self.gradients.values())
         return run_step(self.stages, self.comm, self.actions, self._local, microbatches, last=last)
 
     def _measure(self) -> Tensor | None:
+        complete(self.gradients.values())
         return self.update.measure(self.job.accumulate)
 
     def _update(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .accumulation import settled
 from .comm import Comm, Pending, runs
 from .compression import Codec, Compressed
 from .layout import DTYPES, Shard
@@ -123,7 +124,7 @@ class Sums:
                     self._parts.settle()
                 continue
             near, far = self._split(bucket)
-            for index, run in enumerate(runs([self._gradients[name] for name in names])):
+            for index, run in enumerate(runs([settled(self._gradients[name]) for name in names])):
                 self._going.append(_Going(self._sum(run, near, far, (names[0], index)), inside=bool(near and far)))
 
     def _sum(self, run: Tensor, near: tuple[str, ...], far: tuple[str, ...], piece: tuple[str, int]) -> Sum:

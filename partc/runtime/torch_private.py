@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _disabled_torch_function_impl as without_overrides
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import Store
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -28,6 +29,7 @@ __all__ = [
     "tree_flatten",
     "tree_map_only",
     "without_modes",
+    "without_overrides",
 ]
 
 

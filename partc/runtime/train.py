@@ -69,6 +69,11 @@ class Rank:
         return {name: shard for stage in self.stage_classes.values() for name, shard in stage.inputs.items()}
 
     @property
+    def compiled(self) -> bool:
+        """Whether torch.compile makes the functions of its stages."""
+        return any(hasattr(sys.modules[stage.__module__], "compiled") for stage in self.stage_classes.values())
+
+    @property
     def logs(self) -> bool:
         """Whether this is the one rank that reports the loss."""
         place = {axis: index for axis, index in self.module.COORDINATE.items() if axis != "pp"}
@@ -262,7 +267,7 @@ def _train(
     clock = comm.clock
     rank.done = job.start
     with torch.no_grad():
-        gradients, buffers = gradient_buffers(rank.shards, rank.parameters)
+        gradients, buffers = gradient_buffers(rank.shards, rank.parameters, compiled=rank.compiled)
         how: dict[str, Any] = {"lr": job.lr, "weight_decay": job.weight_decay, "no_decay": job.no_decay}
         optimizer, scaled = updating(job.optimizer, rank.parameters, gradients, buffers, rank.kernels, **how)
         stages: dict[int, Stage] = {
@@ -315,7 +320,6 @@ def _train(
             parameters=rank.parameters,
             gradients=gradients,
             scaled=scaled,
-            buffers=tuple(buffers.values()),
             update=update,
             scale=scale,
             batch_of=batch_of,

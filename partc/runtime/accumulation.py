@@ -1,0 +1,96 @@
+"""Gradient buffers that count as zero until something is added: a step's first gradient is written, not added.
+
+That saves a pass that writes zeros and one that reads them. Zeros are written where nothing was added, or where
+what adds can do only that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .torch_private import without_overrides
+
+
+class Gradient(Tensor):
+    """A parameter's gradient, which knows whether anything has been added since it was last cleared.
+
+    Only the operations below ask for that; to all others it is the memory as it stands (see `settled`).
+    """
+
+    __torch_function__ = without_overrides  # type: ignore[assignment]  # what is computed from it is a plain tensor
+    cleared: bool
+
+    @staticmethod
+    def of(memory: Tensor) -> Gradient:
+        """The same memory, of which all counts."""
+        gradient = memory.as_subclass(Gradient)
+        gradient.cleared = False
+        return gradient
+
+    def add_(self, other: Any, *, alpha: Any = 1) -> Tensor:
+        if alpha == 1 and begun(self):
+            return self.copy_(other)
+        return super().add_(other, alpha=alpha)
+
+    def addmm_(self, rows: Any, columns: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        return super().addmm_(rows, columns, beta=0 if begun(self) else beta, alpha=alpha)
+
+    def index_add_(self, dim: Any, index: Any, source: Any, *, alpha: Any = 1) -> Tensor:
+        settled(self)
+        return super().index_add_(dim, index, source, alpha=alpha)
+
+
+def clear(gradients: Iterable[Tensor]) -> None:
+    """Have them count as zero."""
+    for gradient in gradients:
+        if isinstance(gradient, Gradient):
+            gradient.cleared = True
+        else:
+            gradient.zero_()
+
+
+def begun(gradient: Tensor) -> bool:
+    """Whether what comes now is the first since it was cleared: to be written over what stands there."""
+    first = isinstance(gradient, Gradient) and gradient.cleared
+    if first:
+        gradient.cleared = False  # type: ignore[attr-defined]
+    return first
+
+
+def settled(gradient: Tensor) -> Tensor:
+    """The gradient, whose memory is what it counts as."""
+    return gradient.zero_() if begun(gradient) else gradient
+
+
+def complete(gradients: Iterable[Tensor]) -> None:
+    """Have the memory of all be what they count as."""
+    for gradient in gradients:
+        settled(gradient)
+
+
+def add_product(into: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """Add rows[o, n] @ columns[n, i] to `into`[o, i], which may be in fp32 where these are in 16 bits."""
+    if into.dtype == rows.dtype:
+        into.addmm_(rows, columns)
+    elif not rows.is_cuda or into.dtype != torch.float32 or not _sums_wide(rows.dtype):
+        into.add_(rows @ columns)
+    elif begun(into):
+        torch.mm(rows, columns, out_dtype=into.dtype, out=into)
+    else:
+        torch.addmm(into, rows, columns, out_dtype=into.dtype, out=into)
+
+
+@lru_cache
+def _sums_wide(dtype: torch.dtype) -> bool:
+    """Whether this torch adds products of 16 bits to fp32 on GPUs; some want all in the same bits."""
+    x, total = torch.zeros(16, 16, dtype=dtype, device="cuda"), torch.zeros(16, 16, device="cuda")
+    try:
+        torch.addmm(total, x, x, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True

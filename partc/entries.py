@@ -44,8 +44,9 @@ PACKAGES: Mapping[str, Entry] = {
     ),
     "P0521": Entry(
         "options of a checkpoint that cannot be",
-        "--save-every and --keep are 1 or more. --resume alone continues what --save names. The seed, the "
-        "optimizer and --accumulate of a training are its checkpoint's: leave them out with --resume. --lr may change.",
+        "--save-every and --keep are 1 or more, --save-slack 0 or more. --resume alone continues what --save names. "
+        "The seed, the optimizer and --accumulate of a training are its checkpoint's: leave them out with --resume. "
+        "--lr may change.",
     ),
     "P0522": Entry(
         "a folder that has another training's checkpoints",

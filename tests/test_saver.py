@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from partc.runtime import checkpoint
 from partc.runtime.checkpoint import Held, Place, Saver
 from partc.runtime.errors import UsageError
 from partc.runtime.layout import Shard
-from partc.runtime.manifest import checkpoints
+from partc.runtime.log import StepLog
+from partc.runtime.manifest import checkpoints, read
 from partc.runtime.memory import peak_bytes
 from partc.runtime.tensors import TensorFile
 from partc.runtime.torch_private import lone_store
-from tests.durable import whole
+from tests.durable import build, trained, whole
 
 
 def saver(folder: Path, **place: Any) -> Saver:
@@ -119,3 +121,25 @@ def test_only_what_is_looked_at_is_read(tmp_path: Path, aligned: bool) -> None:
     part = TensorFile(tmp_path / "x").tensor("x", (slice(rows // 2, rows // 2 + 3), slice(5, 9)))
     assert part.shape == (3, 4) and part.sum() == 0
     assert peak_bytes(torch.device("cpu")) - before < 64 << 20
+
+
+@pytest.mark.parametrize("slack", [0, 2])
+def test_no_more_steps_can_be_lost_than_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slack: int) -> None:
+    """Whenever a step is counted, the newest checkpoint is at most `--save-every` and the slack behind it."""
+    package, save = build(tmp_path, "2x1x1"), tmp_path / "save"
+    behind = []
+    count, write = StepLog.step, checkpoint.write
+
+    def counted(log: StepLog, step: int, *rest: Any) -> None:
+        count(log, step, *rest)
+        there = checkpoints(save)
+        behind.append(step + 1 - (read(there[0]).step if there else 0))
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.5)
+        write(*arguments)
+
+    monkeypatch.setattr(StepLog, "step", counted)
+    monkeypatch.setattr(checkpoint, "write", late)
+    trained(package, "--steps", 9, "--save", save, "--save-every", 3, "--save-slack", slack)
+    assert len(behind) == 9 and max(behind) == 3 + slack

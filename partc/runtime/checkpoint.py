@@ -1,9 +1,9 @@
 """Writing checkpoints: every rank its own boxes, in a thread, while training goes on.
 
-`save` copies to host memory and returns; the next save waits for the last one's thread. All ranks
-write into one folder beside the checkpoint's place, and come to a count in the ranks' store. The rank
-that comes last joins what each has told of its files to one manifest and renames the folder: nobody
-waits for anybody, and a checkpoint is complete or absent. See manifest.py for what stands in it.
+`save` copies to host memory and returns. All ranks write into one folder beside the checkpoint's place, and come to a
+count in the ranks' store. The rank that comes last joins what each has told of its files to one manifest and renames
+the folder: a checkpoint is complete or absent. See manifest.py for what stands in it. Nobody waits for it but the
+step that would be one too many to lose (`behind`), and the next save.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ class Saver:
         self.saved: int | None = None  # the last step that was handed over
         self._keep = keep
         self._place = place
+        self._begun: int | None = None  # the last step that was handed over, if its checkpoint may not be there yet
         self._store = clone_store(store)
         self._attempt = attempt
         self._run = dict(run)
@@ -78,7 +79,7 @@ class Saver:
     def save(self, step: int, held: Mapping[str, Held]) -> None:
         """Start writing the state after `step` steps. Raises UsageError P0526 for what went wrong with the last."""
         self.wait()
-        self.saved = step
+        self.saved = self._begun = step
         mine = {name: self._mine(name, each) for name, each in held.items()}
         shapes = {name: each.shape for name, each in held.items()}
         copies = {
@@ -104,6 +105,16 @@ class Saver:
                 f"rank {self._place.rank} cannot write a checkpoint in {self.folder}: {reason}",
                 "give --save a folder with room, which all ranks can write to",
             ) from self._failure
+
+    def behind(self, done: int, slack: int) -> bool:
+        """Whether more than `slack` of `done` steps are newer than the last checkpoint, which may not be there yet."""
+        return self._begun is not None and done - self._begun > slack
+
+    def settle(self, everybody: Callable[[], None]) -> None:
+        """Until the last checkpoint is there, on all ranks together; `everybody` waits for all of them."""
+        self.wait()
+        everybody()  # the one that wrote last has completed it before it came
+        self._begun = None
 
     def _mine(self, name: str, held: Held) -> tuple[Piece, ...]:
         place, dims = self._place, held.shard.dims

@@ -54,6 +54,7 @@ class Job:
     no_decay: tuple[str, ...] = ()
     save: Path | None = None
     save_every: int = SAVE_EVERY
+    save_slack: int = 0
     keep: int = KEEP
     resume: Path | None = None
     init: Path | None = None
@@ -114,7 +115,7 @@ _DEFAULTS: dict[str, Any] = {
     "min_lr": 0.0, "weight_decay": None, "no_decay": (),
 }  # fmt: skip
 _CONTINUED = ("seed", *_DEFAULTS)
-_LEAST = {"save_every": 1, "keep": 1, "accumulate": 1, "warmup": 0, "min_lr": 0, "weight_decay": 0}
+_LEAST = {"save_every": 1, "save_slack": 0, "keep": 1, "accumulate": 1, "warmup": 0, "min_lr": 0, "weight_decay": 0}
 
 
 def parse(argv: Sequence[str], root: Path) -> Job:
@@ -155,6 +156,8 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     add("--report", type=Path, metavar="DIR", help="losses, times and memory, per rank, as JSON")
     add("--timeout", type=float, default=600.0, help="seconds that a rank waits for another")
     add("--save", type=Path, metavar="DIR", help="write checkpoints into this folder, which all ranks share")
+    slack = "steps to go on while a checkpoint is being written; if a rank dies then, they are lost too; 0"
+    add("--save-slack", type=int, default=0, metavar="N", help=slack)
     add("--save-every", type=int, default=SAVE_EVERY, metavar="N", help=f"steps, and at the end; {SAVE_EVERY}")
     add("--keep", type=int, default=KEEP, metavar="K", help=f"only the newest K checkpoints; {KEEP}")
     add(

@@ -330,6 +330,9 @@ def _train(
             if interruption is not None and interruption.before(step):
                 break
             done = steps.run(step)
+            if saver is not None and saver.behind(step + 1, job.save_slack):
+                clock.entering("the writing of a checkpoint")
+                saver.settle(comm.barrier)
             rank.seconds.append(done.seconds)
             split = times.end(step)
             if log is not None and done.loss is not None:

@@ -147,9 +147,8 @@ def main() -> None:
     moments = {moment: sum(each.moment == moment for each in rounds) for moment in ("start-up", "training", "saving")}
     print(f"tried {len(rounds)} ({', '.join(f'{count} in {moment}' for moment, count in moments.items())}),")
     print(f"survived {len(survived)}, lost {len(rounds) - len(survived)}; the end is that of an undisturbed run")
-    print(f"saved every {arguments.every} steps; a step may also be lost while its checkpoint is being written")
     print(
-        f"slowest stop {max(each.seconds for each in rounds):.1f} s; at most {max(each.lost for each in rounds)} steps lost"
+        f"saved every {arguments.every} steps; slowest stop {max(each.seconds for each in rounds):.1f} s; at most {max(each.lost for each in rounds)} steps lost"
     )
     shutil.rmtree(folder)
 

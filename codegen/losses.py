@@ -49,7 +49,7 @@ def linear_cross_entropy(o: Operands) -> str:
         if class_weight != "None":
             here = f"comm.{o.axis}.take({class_weight}, dim=0)" if "axis" in o.attrs else class_weight
             parts.append(f"class_weight={here}")
-    return f"functional.linear_cross_entropy({', '.join(parts)})"
+    return f"functional.linear_cross_entropy({', '.join((*parts, *_by_kernels(o)))})"
 
 
 def linear_cross_entropy_backward(o: Operands) -> str:
@@ -71,7 +71,11 @@ def _of_losses(o: Operands) -> list[str]:
     parts += filter(None, [arguments(tuple(rest), names, {})])
     if "axis" in o.attrs:
         parts += [f"offset={_first_row(o, 2)}", f"num_classes={o.whole(2)[0]}"]
-    return parts
+    return [*parts, *_by_kernels(o)]
+
+
+def _by_kernels(o: Operands) -> list[str]:
+    return ["kernels=kernels.logits"] if "kernels" in o.attrs else []
 
 
 def _first_row(o: Operands, index: int) -> str:

@@ -191,11 +191,13 @@ class _Reductions:
         return cls(shape, number, down, tiles)
 
 
-def parts(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[tuple[int, int], DType]]:
-    """Shapes and types of what a launch holds besides its results: what programs sum down their rows."""
+def parts(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[tuple[int, ...], DType]]:
+    """Shapes and types of what a launch holds besides its results: what programs sum, and sums before they are cast."""
     found = _Reductions.of(op, types, sizes)
-    shape = (found.tiling.programs, found.tiling.columns)
-    return [(shape, computed_in(value.type.dtype)) for value in op.results if value.name in found.down]
+    whole, columns = (found.tiling.programs, found.tiling.columns), (found.tiling.columns,)
+    dtypes = [value.type.dtype for value in op.results if value.name in found.down]
+    passing: list[tuple[tuple[int, ...], DType]] = [(whole, computed_in(dtype)) for dtype in dtypes]
+    return [*passing, *((columns, computed_in(dtype)) for dtype in dtypes if computed_in(dtype) != dtype)]
 
 
 def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:

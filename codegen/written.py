@@ -6,14 +6,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from partc.codegen.collectives import readable_bytes
+from partc.codegen.cross_entropy import LOWEST
 from partc.codegen.kernel import Configuration
 from partc.parts import Parts
 from partc.program import ITEMSIZE, DType, Parameter, Program
+from partc.rules.kernels import CHUNKED
 from partc.runtime import compression
 from partc.runtime.flat import BETAS, EPS, EVEN, GRANULE, UNCOPIED
 
 TRIAL = 1 << 24
 INTERPRETED = 1 << 16  # numbers of a block where kernels are interpreted, each program at some cost
+
+
+# A gradient of each row's loss, logits, labels, and log-sum-exps.
+LOGITS_TRIED = (
+    "scratch((1024,), torch.float32, device)", "scratch((1024, 16384), torch.bfloat16, device)",
+    "scratch((1024,), torch.int64, device, 16384)", "scratch((1024,), torch.float32, device)",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +48,7 @@ class Written:
     granule = GRANULE
     even = EVEN
     uncopied = UNCOPIED
+    lowest = tuple(LOWEST.values())  # Of logits.
     # Of int8: a block's numbers, a byte each, and its scale.
     numbers = compression.BLOCK
     bytes = compression.room("int8", compression.BLOCK)
@@ -55,7 +65,8 @@ class Written:
 
     @property
     def interpreting(self) -> Configuration:
-        return self._configuration(self.interpreted, self.warps)
+        """Its own, where there is another."""
+        return self._configuration(self.interpreted, self.warps) if self.interpreted else {}
 
     @property
     def candidates(self) -> list[Configuration]:
@@ -63,12 +74,14 @@ class Written:
         return [self._configuration(*each) for each in (*sizes, (4 * self.block, 2 * self.warps))]
 
     def _configuration(self, block: int, warps: int) -> Configuration:
-        own = {"ROWS": block // self.numbers} if self.name == "int8" else {"BLOCK": block}
+        own = {"BLOCK": block}
+        if self.name in ("int8", "logits"):
+            own = {"ROWS": block // self.numbers} if self.name == "int8" else {"COLUMNS": block}
         return {**own, "num_warps": warps}
 
     @property
     def tried(self) -> str:
-        return self.name if self.alone else "encode"
+        return self.name if self.alone else "gradient_" if self.name == "logits" else "encode"
 
     @property
     def scratch(self) -> list[str]:
@@ -78,7 +91,11 @@ class Written:
         return {
             "adamw": [flat, flat, flat, f"{flat}.abs()", none, "torch.ones((1, 3), device=device)"],
             "squares": [flat],
+            "logits": [*LOGITS_TRIED, "None", "None", "-100", "0.0", "0", "16384"],
         }.get(self.name, [rows, rows, "1.0"])
+
+
+LOGITS = Written(name="logits", alone=False, block=4096, interpreted=0, warps=8)
 
 
 def written(program: Program) -> Iterator[Written]:
@@ -94,6 +111,8 @@ def written(program: Program) -> Iterator[Written]:
     )
     yield Written(name="adamw", block=GRANULE, each=_each([7 * size for size in sizes]), moved=readable_bytes(moved))
     yield Written(name="squares", each=_each(sizes))
+    if any(op.name in CHUNKED for region in program.regions for graph in region.graphs for op in graph.ops):
+        yield LOGITS
     if program.compress:
         yield Written(name=program.compress, alone=False)
 

@@ -358,6 +358,7 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
     """The package of a compilation that has run to its end. Raises PartcError P0416 if a rank holds too much."""
     from partc.codegen.package import stage_modules
     from partc.fitting import check_limit
+    from partc.passes.chunk import left_whole
     from partc.rehearsal import rehearse
 
     phases = dict(done.phases)
@@ -386,5 +387,5 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
         coverage=coverage(done.after("annotate")),
         flops=model_flops(done.after("annotate")),
         extra=done.extra,
-        warnings=done.warnings,
+        warnings=(*done.warnings, *left_whole(done.after("expand"), loss_chunks=done.options.loss_chunks)),
     )

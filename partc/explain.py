@@ -307,7 +307,8 @@ CATALOGUE: Mapping[str, Entry] = {
         "--loss-chunks N makes logits in N parts of rows, each while its part of the loss takes, and once more for the "
         "backward pass. So a loss must read what one linear layer makes: casts, a bias, a mask of classes, views and "
         "slices of rows may stand between; anything else that reads the logits needs them whole. The weight and what "
-        "it is multiplied with must be trained.",
+        "it is multiplied with must be trained. Where only some losses can be made so, compile says which are not, and "
+        "why.",
     ),
     **PACKAGES,
 }

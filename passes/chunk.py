@@ -35,8 +35,7 @@ def chunk(program: Program, *, loss_chunks: int = 1) -> Program:
     """Rewrite every loss of logits that a product makes. Raises PartcError P0418 if there is none that can be."""
     if loss_chunks == 1:
         return program
-    refused: list[_Refused] = []
-    regions = tuple(_Losses(region, program.sizes, loss_chunks, refused).region() for region in program.regions)
+    regions, refused = _chunked(program, loss_chunks)
     if regions == program.regions:
         why = refused[0] if refused else _Refused("the model has no cross-entropy", None)
         raise PartcError(
@@ -46,6 +45,21 @@ def chunk(program: Program, *, loss_chunks: int = 1) -> Program:
             help="leave out --loss-chunks, or give the loss what one linear layer makes",
         )
     return replace(program, regions=regions)
+
+
+def left_whole(program: Program, *, loss_chunks: int) -> tuple[str, ...]:
+    """What a user should know of losses that `chunk` leaves as they are, while it makes others in chunks."""
+    _, refused = _chunked(program, loss_chunks) if loss_chunks > 1 else ((), [])
+    return tuple(
+        f"{f'{each.source.file}:{each.source.line}: ' if each.source else ''}"
+        f"a loss is made of whole logits, not in {loss_chunks} chunks: {each.cause}"
+        for each in refused
+    )
+
+
+def _chunked(program: Program, chunks: int) -> tuple[tuple[Region, ...], list[_Refused]]:
+    refused: list[_Refused] = []
+    return tuple(_Losses(region, program.sizes, chunks, refused).region() for region in program.regions), refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +128,9 @@ class _Losses:
         name = logits
         while (maker := self.makers.get(name)) is not None and maker.name != "linear":
             if not self._between(maker, name):
-                return self._refuse(f"{maker.name} stands between it and the product that makes its logits", maker)
+                return self._refuse(
+                    f"{maker.name} stands between it and the product that makes its logits", maker, *pieces
+                )
             path.insert(0, maker)
             name = next(maker.refs())
         if maker is None:
@@ -172,8 +188,16 @@ class _Losses:
         return _Head(linear, path, pieces, gradient, tuple(back), ends)
 
     def _refuse(self, cause: str, *ops: Op) -> _Head | None:
-        self.refused.append(_Refused(cause, next((op.source for op in ops if op.source), None)))
+        self.refused.append(_Refused(cause, next(self._places(ops), None)))
         return None
+
+    def _places(self, ops: Sequence[Op]) -> Iterator[Source]:
+        """In the user's code: of these operations, else of what leads to them."""
+        found = list(ops)
+        for op in found:
+            if op.source and op.source.line:
+                yield op.source
+            found += [self.makers[name] for name in [*op.refs()][:1] if name in self.makers]
 
     # -- in their place -------------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ from partc.passes.fuse_names import named
 from partc.passes.fuse_over import over
 from partc.passes.fuse_saved import lean
 from partc.passes.row_losses import totalled
-from partc.program import Program
+from partc.program import Op, Program, Region
+from partc.rules.kernels import CHUNKED
 
 
 def fuse(program: Program, *, kernels: str = "aten") -> Program:
@@ -44,4 +45,13 @@ def fuse(program: Program, *, kernels: str = "aten") -> Program:
         else region
         for region in program.regions
     )
-    return named(over(replace(program, regions=regions, fused=True)))
+    return named(over(replace(program, regions=tuple(map(_chunked, regions)), fused=True)))
+
+
+def _chunked(region: Region) -> Region:
+    """The region with losses in chunks that go through each chunk's logits by kernels."""
+
+    def told(op: Op) -> Op:
+        return replace(op, attrs=(*op.attrs, ("kernels", True))) if op.name in CHUNKED else op
+
+    return region.mapped(lambda graph: replace(graph, ops=tuple(map(told, graph.ops))))

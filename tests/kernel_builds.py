@@ -13,10 +13,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from partc.codegen.written import Written
+    from tests.triton_runs import Kernels
 
 ARCHITECTURES = (80, 90)
 TYPES = {
@@ -134,6 +138,19 @@ def launch(module: dict[str, Any], name: str) -> None:
         module["encode"](rows, left, 2.0)
         module["decode"](coded, 16384)
         module["decode_sum"](coded, 16384)
+    if name == "logits":
+        for dtype, classes, held in (
+            (torch.bfloat16, 50257, 50304),
+            (torch.bfloat16, 32000, 32000),
+            (torch.float64, 999, 1024),
+        ):
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            logits = torch.empty((12, held), dtype=dtype, device="meta")[:, :classes]
+            labels, row, weight = empty(12, dtype=torch.int64), empty(12, dtype=wide), empty(classes, dtype=wide)
+            module["numbers"](logits, labels, row, row, row)
+            module["numbers"](logits, labels, row, row, row, row, weight, 7)
+            for given in ((None, None, -100, 0.0), (weight, row, -100, 0.1), (None, None, -100, 0.1)):
+                module["gradient_"](row, logits, labels, row, *given, 0, classes)
     for dtype in (torch.float32, torch.float64) if name in ("adamw", "squares") else ():
         x = empty(12345, dtype=dtype)
         if name == "squares":
@@ -157,7 +174,7 @@ def builds(model: str, options: dict[str, str], *, precision: str, mesh: str) ->
 
     from partc.api import compilation
     from partc.codegen.kernels import kernels
-    from partc.codegen.written import Written, written
+    from partc.codegen.written import written
     from partc.operators import DTYPES
     from partc.options import Options
     from tests.triton_runs import Kernels
@@ -174,11 +191,28 @@ def builds(model: str, options: dict[str, str], *, precision: str, mesh: str) ->
             record(launcher.__globals__, found)
             tensors = (torch.empty(item.shape, dtype=DTYPES[item.dtype], device="meta") for item in kernel.arguments)
             launcher(*tensors, *(3 if name.endswith("_rank") else 2**40 + 1 for name in kernel.numbers))
-        for each in (*written(program), *(Written(name=name, alone=False) for name in ("int8", "bf16"))):
-            loaded = loader.load(replace(each, interpreted=each.block))
-            module = loaded.__globals__ if each.alone else vars(loaded)
-            record(module, found)
-            launch(module, each.name)
+        written_ones(written(program), loader, found)
+    return found
+
+
+def written_ones(kernels: Iterable[Written], loader: Kernels, found: list[Built]) -> None:
+    """Those that don't depend on a model's operations."""
+    for each in kernels:
+        loaded = loader.load(replace(each, interpreted=each.block))
+        module = loaded.__globals__ if each.alone else vars(loaded)
+        record(module, found)
+        launch(module, each.name)
+
+
+def apart() -> list[Built]:
+    """Those of which few packages have all."""
+    from partc.codegen.written import LOGITS, Written
+    from tests.triton_runs import Kernels
+
+    found: list[Built] = []
+    with tempfile.TemporaryDirectory() as folder:
+        every = (*(Written(name=name, alone=False) for name in ("int8", "bf16")), LOGITS)
+        written_ones(every, Kernels(Path(folder)), found)
     return found
 
 
@@ -186,4 +220,5 @@ if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
     given = dict(word.split("=", 1) for word in sys.argv[2:])
     how = {"precision": given.pop("precision", "bf16"), "mesh": given.pop("mesh", "1")}
-    print(json.dumps(control() if sys.argv[1] == "control" else builds(sys.argv[1], given, **how)))
+    own = {"control": control, "apart": apart}.get(sys.argv[1])
+    print(json.dumps(own() if own else builds(sys.argv[1], given, **how)))

@@ -58,6 +58,13 @@ def _begins_anywhere(entry: dict[str, Any], model: str) -> bool:
 
 
 @pytest.mark.slow
+def test_nothing_spills_of_what_is_written_for_all_models() -> None:
+    found = built("apart")
+    assert {"_numbers", "_gradient", "_encode"} <= {entry["kernel"] for entry in found}
+    assert [entry for entry in found if entry["spilled"] or entry["bytes"] < 16] == []
+
+
+@pytest.mark.slow
 def test_the_gate_sees_what_spills() -> None:
     found = built("control")
     assert len(found) == 2

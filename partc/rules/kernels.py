@@ -39,6 +39,7 @@ COMPOSITES = frozenset(
     }
 )  # fmt: skip
 STREAMED = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})  # numbers of rows of any length, read once
+CHUNKED = frozenset({"linear_cross_entropy", "linear_cross_entropy_backward"})  # by kernels of theirs in the runtime
 TABLES = frozenset(
     {"embedding_dense_backward", "embedding_shard_backward"}
 )  # gradients of them, by kernels of their own

@@ -5,6 +5,9 @@ Shapes: rows are any leading dimensions, c are classes (of this rank, where the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -294,19 +297,28 @@ def linear_cross_entropy(
     offset: int = 0,
     smooth: bool = False,
     class_weight: Tensor | None = None,
+    kernels: ModuleType | None = None,
 ) -> list[Tensor]:
     """Of logits x weightᵀ + bias in chunks: `shard_max`, `sum_exp` below that, `pick`, with `smooth` `smooth_sum` too.
 
     x[*rows, d], weight[c, d], labels[*rows] -> [*rows] each, to be combined over ranks where classes are sharded.
+    `kernels` are the package's `kernels.logits`.
     """
 
-    def ask(logits: Tensor, labels: Tensor) -> list[Tensor]:
-        largest = shard_max(logits)
+    def ask(logits: Tensor, labels: Tensor, made: Sequence[Tensor]) -> None:
+        if kernels is not None:
+            kernels.numbers(logits, labels, *made, weight=class_weight, offset=offset)
+            return
+        largest = made[0].copy_(shard_max(logits))
         below = largest.masked_fill(largest == -torch.inf, 0)  # where none of these classes is one of the model's
-        found = [largest, sum_exp(logits, below), pick(logits, labels, offset)]
-        return [*found, smooth_sum(logits, class_weight)] if smooth else found
+        made[1].copy_(sum_exp(logits, below))
+        made[2].copy_(pick(logits, labels, offset))
+        if smooth:
+            made[3].copy_(smooth_sum(logits, class_weight))
 
-    return rows_of_logits(x, weight, labels, bias, chunks, ask)
+    made = [torch.empty(labels.shape, dtype=row_dtype(x), device=x.device) for _ in range(4 if smooth else 3)]
+    rows_of_logits(x, weight, labels, bias, chunks, ask, made, even=kernels is not None)
+    return made
 
 
 def linear_cross_entropy_backward(
@@ -324,6 +336,7 @@ def linear_cross_entropy_backward(
     label_smoothing: float = 0.0,
     offset: int = 0,
     num_classes: int = 0,
+    kernels: ModuleType | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of x, of weight, and of bias if it is trained, from that of the per-row losses.
 
@@ -347,6 +360,7 @@ def linear_cross_entropy_backward(
         label_smoothing=label_smoothing,
         offset=offset,
         num_classes=num_classes,
+        kernels=kernels,
     )
     return (grad_x, into) if bias_into is None else (grad_x, into, bias_into)
 
@@ -367,12 +381,18 @@ def linear_cross_entropy_add_grad(
     label_smoothing: float = 0.0,
     offset: int = 0,
     num_classes: int = 0,
+    kernels: ModuleType | None = None,
 ) -> Tensor:
     """The same with the gradients of weight and bias added to buffers; returns that of x."""
+    whole = num_classes or len(weight)
+    total = class_weight.to(lse.dtype).sum() if kernels and class_weight is not None and label_smoothing else None
 
     def gradient(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor) -> Tensor:
-        return cross_entropy_backward(
-            grad, logits, labels, lse, class_weight, ignore_index, label_smoothing, offset, num_classes
-        )
+        how = (ignore_index, label_smoothing, offset, whole)
+        if kernels is None:
+            return cross_entropy_backward(grad, logits, labels, lse, class_weight, *how)
+        kernels.gradient_(grad, logits, labels, lse, class_weight, total, *how)
+        return logits
 
-    return gradients_of_logits(grad, x, weight, labels, lse, bias, chunks, gradient, into, bias_into)
+    even = kernels is not None
+    return gradients_of_logits(grad, x, weight, labels, lse, bias, chunks, gradient, into, bias_into, even=even)

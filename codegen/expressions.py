@@ -162,6 +162,22 @@ def _attention_dropout(o: Operands) -> str:
     return f"functional.attention_dropout({', '.join((*o.args[:7], draw))})"
 
 
+def _where(o: Operands) -> str:
+    """Numbers are filled in: torch.where would copy them to the device, and wait for that."""
+    condition, *chosen = o.args
+    numbers = [not isinstance(arg, Ref) for arg in o.op.args[1:]]
+    if not any(numbers):
+        return f"torch.where({', '.join(o.args)})"
+    if all(numbers):
+        dtype = DTYPES[o.op.result.type.dtype]
+        return f"torch.full_like({condition}, {chosen[1]}, dtype={dtype}).masked_fill({condition}, {chosen[0]})"
+    place, wanted = numbers.index(False), o.op.result.type.dtype
+    (name,) = (arg.name for arg in o.op.args[1:] if isinstance(arg, Ref))
+    cast = "" if o.types[name].dtype == wanted else f".to({DTYPES[wanted]})"
+    taken = f"~{condition}" if place == 0 else condition
+    return f"{chosen[place]}{cast}.masked_fill({taken}, {chosen[1 - place]})"
+
+
 def _random(kind: str) -> Emit:
     def emit(o: Operands) -> str:
         type = o.op.result.type
@@ -214,7 +230,7 @@ _TABLE: Mapping[str, Emit] = {
     "logical_not": _function("torch.logical_not"),
     "maximum": _function("torch.maximum"),
     "minimum": _function("torch.minimum"),
-    "where": _function("torch.where"),
+    "where": _where,
     "masked_fill": _method("masked_fill"),
     "silu": _function("F.silu"),
     "gelu": _function("F.gelu"),
@@ -240,7 +256,7 @@ _TABLE: Mapping[str, Emit] = {
     "full": _creation("torch.full"),
     "zeros": _creation("torch.zeros"),
     "ones": _creation("torch.ones"),
-    "scalar_tensor": _creation("torch.tensor"),
+    "scalar_tensor": _creation("torch.scalar_tensor"),
     "zeros_like": _function("torch.zeros_like"),
     "ones_like": _function("torch.ones_like"),
     "full_like": _function("torch.full_like"),

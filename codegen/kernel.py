@@ -95,7 +95,7 @@ class Kernel:
         for item in self.arguments:
             below = f", {self.below}" if self.below > 2 and item.dtype.startswith("i") else ""
             texts.append(f"scratch({item.shape}, torch.{TORCH[item.dtype]}, device{below})")
-        return [*texts, *("0" for _ in self.numbers)]
+        return [*texts, *("0" if number else "scratch((), torch.int64, device)" for number in self._told.values())]
 
     @property
     def functions(self) -> bool:
@@ -103,16 +103,15 @@ class Kernel:
         return any("functions." in line for line in self.lines)
 
     @property
-    def decorated(self) -> str:
-        """Arguments of triton.jit: counters differ at each launch."""
-        counters = ", ".join(f'"{name}"' for name in self.numbers if name.startswith("counter"))
-        return f"(do_not_specialize=[{counters}])" if counters else ""
+    def _told(self) -> dict[str, bool]:
+        """What it is told at launch, and whether that is a number; random numbers start at words in memory."""
+        return {name: not name.startswith("counter") for name in self.numbers}
 
     @property
     def read(self) -> list[str]:
         """The kernel's parameters for what it is given."""
         read = (name for item in self.arguments for name in (f"{item.name}_ptr", *map(str, symbols(item).values())))
-        return [*read, *self.numbers]
+        return [*read, *(name if number else f"{name}_ptr" for name, number in self._told.items())]
 
     @property
     def given(self) -> list[str]:
@@ -133,7 +132,9 @@ class Kernel:
     @property
     def signature(self) -> str:
         tensors = (f"{argument.name}: Tensor" for argument in self.arguments)
-        return ", ".join((*tensors, *(f"{name}: int" for name in self.numbers)))
+        return ", ".join(
+            (*tensors, *(f"{name}: {'int' if number else 'Tensor'}" for name, number in self._told.items()))
+        )
 
     @property
     def returns(self) -> str:
@@ -181,7 +182,8 @@ class Draft:
             f"{name}_ptr" for name in (*(x.name for x in self.arguments.values()), *(r.name for r in self.results))
         ]
         given = [str(step) for item in self.arguments.values() for step in symbols(item).values()]
-        names = Names(("tl", "functions", *own, *pointers, *given, *kernels.told(self.op.body)))
+        told = (text for name in kernels.told(self.op.body) for text in (name, f"{name}_ptr"))
+        names = Names(("tl", "functions", *own, *pointers, *given, *told))
         return Lowering(
             body=self.op.body,
             arguments=self.arguments,

@@ -227,7 +227,7 @@ class Lowering:
         place = sympy.expand(place)
         moving = "{0}" if place.free_symbols else "tl.full([], {0}, tl.int64)"
         below = math.ceil((1 - p) * (1 << 53))
-        text = f"functions.kept({counter}, {moving}, {below})"
+        text = f"functions.kept({counter}_ptr, {moving}, {below})"
         over = frozenset(place.free_symbols & set(self.ranges))
         return Found(self._statement(op.result.name, text, places=(place,)), "bool", over=over)
 

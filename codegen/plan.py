@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from partc.capturing import obstacle
 from partc.codegen.collectives import NAMES, local_bytes, moved_bytes
 from partc.layout import Layout
 from partc.memory import Account
@@ -30,6 +31,7 @@ def plan(
     """
     types = program.value_types()
     holders = program.holders()
+    uncaptured = obstacle(program)
     return {
         "partc": FORMAT,
         "name": program.name,
@@ -81,6 +83,7 @@ def plan(
             for transfer in program.transfers
         ],
         "schedule": {str(index): " ".join(map(str, actions)) for index, actions in enumerate(program.schedule)},
+        **({} if uncaptured is None else {"uncaptured": uncaptured.cause}),
         **({} if memory is None else {"memory": memory.document()}),
     }
 

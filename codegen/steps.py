@@ -202,9 +202,12 @@ class Steps:
         dtype = f"dtype=torch.{TORCH_DTYPES[self.b.types[name].dtype]}"
         shape = self.b.types[name].layout.local_shape(self.b.program.sizes)
         variable = self.grad_names.fresh(identifier(f"grad_{self.wanted.get(name, name)}"))
-        make = "zeros" if name != self.b.program.loss else "full" if self._scaled() else "ones"
-        size = f"{shape}, self.comm.scale" if make == "full" else f"{shape}"
-        lines.append(Line(code=f"{variable} = torch.{make}({size}, {dtype}, device=self.comm.device)"))
+        if name == self.b.program.loss and self._scaled():
+            spread = f".expand({shape})" if shape else ""
+            lines.append(Line(code=f"{variable} = self.comm.scale_here.to({dtype}, copy=True){spread}"))
+            return variable
+        make = "zeros" if name != self.b.program.loss else "ones"
+        lines.append(Line(code=f"{variable} = torch.{make}({shape}, {dtype}, device=self.comm.device)"))
         return variable
 
     def _scaled(self) -> bool:

@@ -191,6 +191,7 @@ def compile(
     grad_reduce: str = "fp32",
     compress_grads: str = "none",
     loss_chunks: int = 1,
+    cuda_graphs: bool = False,
     casts: Sequence[str] = (),
     kernels: str = "auto",
     loss: Callable[..., Any] | None = None,
@@ -211,7 +212,8 @@ def compile(
     `nodes` how many ranks share one, so that sums go inside nodes and then across; `grad_reduce` what sums
     are made in, fp32 or bf16; `compress_grads` what crosses nodes: none, bf16 or int8, with error feedback.
     With `loss_chunks` more than 1 logits are made in as many parts, of which one is in memory at a time.
-    `kernels` is auto, triton (fused operations, which need Triton), aten, or inductor (torch.compile).
+    `kernels` is auto, triton (fused operations, which need Triton), aten, or inductor (torch.compile). With
+    `cuda_graphs` the package records its steps on GPUs.
     Raises PartcError for whatever is wrong with these.
     """
     checked = Options.checked(
@@ -229,6 +231,7 @@ def compile(
         grad_reduce=grad_reduce,
         compress_grads=compress_grads,
         loss_chunks=loss_chunks,
+        cuda_graphs=cuda_graphs,
         casts=casts,
         kernels=kernels,
         memory_limit=memory_limit,
@@ -355,7 +358,11 @@ def _within_budget(
 
 
 def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) -> Package:
-    """The package of a compilation that has run to its end. Raises PartcError P0416 if a rank holds too much."""
+    """The package of a compilation that has run to its end.
+
+    Raises PartcError P0416 if a rank holds too much, P0419 if a step cannot be recorded and is to be.
+    """
+    from partc.capturing import obstacle
     from partc.codegen.package import stage_modules
     from partc.fitting import check_limit
     from partc.passes.chunk import left_whole
@@ -367,6 +374,8 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
         phases[label] = time.perf_counter() - start
         on_phase(Phase(label=label, seconds=phases[label], note=note))
 
+    if done.options.cuda_graphs and (found := obstacle(done.program)) is not None:
+        raise found.error()
     start = time.perf_counter()
     modules = stage_modules(done.program)
     ended("Emitted", start, counted(len(modules), "stage module"))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _KEPT = (
     "mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute", "casts",
     "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks",
+    "cuda_graphs",
 )  # fmt: skip
 
 
@@ -29,7 +30,7 @@ _KEPT = (
 _DEFAULTS = {
     "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten", "bucket": "25MB",
     "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
-    "loss_chunks": 1,
+    "loss_chunks": 1, "cuda_graphs": False,
 }  # fmt: skip
 
 
@@ -164,6 +165,11 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             default="none",
             show_default=True,
             help="what gradients cross nodes in (all ranks, without --nodes), with error feedback",
+        ),
+        click.option(
+            "--cuda-graphs",
+            is_flag=True,
+            help="train.py records what a GPU does in a step and repeats it; an error where that cannot be",
         ),
         click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
     ]

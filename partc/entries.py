@@ -109,6 +109,17 @@ PACKAGES: Mapping[str, Entry] = {
         "FILE gives another file of that form; what it has for a kernel must be values of its CANDIDATES (see "
         "kernels/). --no-tuning keeps the package's own.",
     ),
+    "P0533": Entry(
+        "a step cannot be recorded as CUDA graphs",
+        "train.py --cuda-graphs (the default of a package that was compiled with it) needs a GPU for each process, a "
+        "step in which the host has no part (P0419), and nobody who looks into it: not --check-nans, not --trace. "
+        "--no-cuda-graphs trains without.",
+    ),
+    "P0534": Entry(
+        "CUDA refused to record a step",
+        "Some operation of the step, one of the model's own perhaps, waits for the device or copies from the host. The "
+        "message has CUDA's words. --no-cuda-graphs trains without.",
+    ),
     "P0601": Entry(
         "the output folder is not partc's",
         "partc replaces a package that it wrote, and an empty folder, and nothing else. Give another folder "

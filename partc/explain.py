@@ -310,6 +310,12 @@ CATALOGUE: Mapping[str, Entry] = {
         "it is multiplied with must be trained. Where only some losses can be made so, compile says which are not, and "
         "why.",
     ),
+    "P0419": Entry(
+        "a step cannot be recorded as CUDA graphs",
+        "With --cuda-graphs train.py records what a GPU does in a step and repeats it, so nothing in a step may wait "
+        "for the host: not experts that are given as many rows as the data says, nor transfers between pipeline ranks, "
+        "which the host posts, nor what torch.compile guards. The message names what is in the way, and where it is.",
+    ),
     **PACKAGES,
 }
 

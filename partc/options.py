@@ -49,6 +49,7 @@ class Options:
     grad_reduce: str = "fp32"
     compress_grads: str = "none"
     loss_chunks: int = 1
+    cuda_graphs: bool = False
 
     @classmethod
     def checked(
@@ -71,6 +72,7 @@ class Options:
         grad_reduce: str = "fp32",
         compress_grads: str = "none",
         loss_chunks: int = 1,
+        cuda_graphs: bool = False,
     ) -> Options:
         """Raises PartcError P0004, P0101 to P0105, P0301, P0404 to P0414 and P0418."""
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
@@ -133,6 +135,7 @@ class Options:
             grad_reduce=grad_reduce,
             compress_grads=compress_grads,
             loss_chunks=loss_chunks,
+            cuda_graphs=cuda_graphs,
         )
         _ = options.places  # raises what is wrong with the number of stages
         return options
@@ -180,6 +183,8 @@ class Options:
             found["compress_grads"] = self.compress_grads
         if self.loss_chunks != 1:
             found["loss_chunks"] = self.loss_chunks
+        if self.cuda_graphs:
+            found["cuda_graphs"] = True
         return found if self.virtual_stages is None else found | {"virtual_stages": self.virtual_stages}
 
     @property

@@ -114,8 +114,10 @@ def _rank(
         with ledger.making("communication", "left out of compressed sums"):
             for _, compressed in remembering(stages):
                 compressed.restore({kind: torch.empty(n, device=META) for kind, n in compressed.numbers.items()})
-        comm.draws = program.draws if program.repeated else 0
         with ledger.making("constants", "constants"):
+            comm.expect(program.draws, program.microbatches if program.repeated else 1)
+            if any(value.type.dtype == "f16" for region in program.regions for value in region.params):
+                comm.scales(1.0)
             for stage in stages.values():
                 stage.setup()
         actions = parse_schedule(" ".join(map(str, program.schedule[place])))
@@ -373,6 +375,9 @@ class _QuietComm(DistributedComm):
         super(DistributedComm, self).__init__(axes, {}, _Clock())
         self._groups = _Groups(ledger, sizes)
         self._links = _Links(self._link)
+
+    def _word(self, number: int, index: int) -> Tensor:
+        return torch.empty((), dtype=torch.int64, device=META)
 
     def _send(self, x: Tensor, link: Link) -> None:
         with self.ledger.making("communication", "sent"):

@@ -128,6 +128,8 @@ def _train_both(
     arguments = [*arguments, "--record", str(folder / "record"), "--report", str(folder / "report")]
     if (directory / "runtime" / "tuning.py").is_file():
         arguments.append("--no-tuning")  # a few steps aren't worth the time
+    if (directory / "runtime" / "graphs.py").is_file() and (virtual or not torch.cuda.is_available()):
+        arguments.append("--no-cuda-graphs")  # of GPUs
     package = (
         [sys.executable, str(directory / "train.py"), "--virtual", *arguments]
         if virtual

@@ -190,7 +190,8 @@ def builds(model: str, options: dict[str, str], *, precision: str, mesh: str) ->
             launcher = loader.load(kernel)
             record(launcher.__globals__, found)
             tensors = (torch.empty(item.shape, dtype=DTYPES[item.dtype], device="meta") for item in kernel.arguments)
-            launcher(*tensors, *(3 if name.endswith("_rank") else 2**40 + 1 for name in kernel.numbers))
+            word = torch.empty((), dtype=torch.int64, device="meta")
+            launcher(*tensors, *(3 if name.endswith("_rank") else word for name in kernel.numbers))
         written_ones(written(program), loader, found)
     return found
 

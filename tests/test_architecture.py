@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "partc.events",
         "partc.operators",
         "partc.assignment",
+        "partc.capturing",
     ),
     ("partc.placing", "partc.joint", "partc.interpret", "partc.symbols", "partc.size_names", "partc.formulas"),
     (

@@ -66,9 +66,10 @@ class Kernels:
     def one(
         self, op: Op, types: Mapping[str, TensorType], known: Mapping[str, Tensor], sizes: Sizes, **how: bool
     ) -> dict[str, Tensor]:
-        """What one fused operation makes. `known` may have numbers too, that its kernel is told: 0 otherwise."""
+        """What one fused operation makes. `known` may have what else its kernel is told: 0 otherwise."""
         built = kernel(op, types, sizes, **how)
-        numbers = (int(known.get(name, 0)) for name in built.numbers)
+        told = {name: torch.as_tensor(known.get(name, 0)) for name in built.numbers}
+        numbers = (int(x) if name.endswith("_rank") else there(x) for name, x in told.items())
         found = self.load(built)(*(there(known[name]) for name in op.refs()), *numbers)
         made = found if isinstance(found, tuple) else (found,)
         return {value.name: x.cpu() for value, x in zip(op.results, made, strict=True)}

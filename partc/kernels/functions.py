@@ -52,12 +52,12 @@ def gelu_tanh_backward(grad, x):
 
 
 @triton.jit
-def kept(counter, index, below):
+def kept(counter_ptr, index, below):
     """Whether an element's upper 53 bits are below this; SplitMix64, in signed words, as in runtime/random.py.
 
     `counter` is the word of the first element here, `index` says how far behind it another is in the whole tensor.
     """
-    word = counter + index.to(tl.int64) * -7046029254386353131
+    word = tl.load(counter_ptr) + index.to(tl.int64) * -7046029254386353131
     word = (word ^ ((word >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     word = (word ^ ((word >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     word = word ^ ((word >> 31) & 0x1FFFFFFFF)

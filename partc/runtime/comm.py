@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .clock import Clock, Kind
 from .layout import parse_dims
-from .random import Draw, stream, word
+from .random import Draw
 from .torch_private import storage_key
+from .words import Words
 
 ReduceOp = Literal["sum", "max"]
 T = TypeVar("T")
@@ -207,12 +208,37 @@ class Comm:
         self.draws = 0  # random operations of a microbatch, where each one draws its own
         self.seed = 0
         self.step = 0
-        self.scale = 1.0  # of the loss, and so of every gradient
+        self.scale = 1.0  # of the loss, and so of every gradient; set by `scales`
         for name, axis in axes.items():
             setattr(self, name, axis)
 
     def __getattr__(self, name: str) -> Axis:
         raise AttributeError(f"the mesh has no axis {name!r}")
+
+    @cached_property
+    def scale_here(self) -> Tensor:
+        """The loss's scale where this rank computes, f64[]."""
+        return torch.full((), self.scale, dtype=torch.float64, device=self.device)
+
+    def scales(self, scale: float) -> None:
+        """From now on the loss's scale is this."""
+        self.scale = scale
+        self.scale_here.fill_(scale)
+
+    @cached_property
+    def words(self) -> Words:
+        """Where this rank's random numbers start."""
+        return Words(self.device)
+
+    def expect(self, draws: int, times: int) -> None:
+        """So many random operations, for each of so many microbatches that draw by themselves: forward and backward."""
+        self.draws = draws if times > 1 else 0
+        self.words.reserve(2 * draws * times)
+
+    def begins(self, seed: int, batch: int) -> None:
+        """From now on random numbers are those of this batch."""
+        self.seed, self.step = seed, batch
+        self.words.write(seed, batch)
 
     def group(self, axes: Sequence[str]) -> Axis:
         """The ranks that differ from this one on these axes only."""
@@ -241,10 +267,10 @@ class Comm:
                     index[:, None] * size + torch.arange(place * here, (place + 1) * here, device=self.device)
                 ).flatten()
             places.append((index, math.prod(size for size, _ in dim)))
-        start = stream(self.seed, self.step, number + self.mb.rank * self.draws)
+        start = self._word(number, -1)
         return Draw(start, tuple(places), tuple(size for _, size in places), self.device)
 
-    def counter(self, number: int, layout: str) -> int:
+    def counter(self, number: int, layout: str) -> Tensor:
         """For kernels that draw by themselves: the generator's word for the first element here, before it is mixed."""
         first = 0
         for size, axes in (factor for dim in parse_dims(f"[{layout}]") for factor in dim):
@@ -253,7 +279,10 @@ class Comm:
                 axis = self.group((name,))
                 ways, place = ways * axis.size, place * axis.size + axis.rank
             first = first * size + place * (size // ways)
-        return word(stream(self.seed, self.step, number + self.mb.rank * self.draws), first)
+        return self._word(number, first)
+
+    def _word(self, number: int, index: int) -> Tensor:
+        return self.words.at(self.seed, self.step, number + self.mb.rank * self.draws, index)
 
     def send(self, x: Tensor, link: Link) -> None:
         """Post `x` on a link that starts here; never waits for it."""

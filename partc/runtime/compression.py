@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .comm import Axis, Pending
+from .torch_private import storage_key
 
 BLOCK = 256  # numbers of int8 that share a scale
 
@@ -30,7 +31,7 @@ def encode(kind: str, x: Tensor) -> Tensor:
     ways, size = x.shape
     blocks = torch.nn.functional.pad(x, (0, -size % BLOCK)).view(ways, -1, BLOCK)
     scales = blocks.abs().amax(2) / 127
-    numbers = (blocks / torch.where(scales == 0, 1.0, scales).unsqueeze(2)).round().to(torch.int8)
+    numbers = (blocks / scales.masked_fill(scales == 0, 1.0).unsqueeze(2)).round().to(torch.int8)
     return torch.cat([numbers.view(torch.uint8).flatten(1), scales.view(torch.uint8)], 1)
 
 
@@ -132,12 +133,24 @@ class Compressed:
         codec, axis = self._codec, self._axis
         rows = padded(x.float(), axis.size).view(axis.size, -1)
         size = self._size
-        coded, self._sent = codec.encode(rows, self._sent, scale)
+        coded, left = codec.encode(rows, self._sent, scale)
+        self._sent = _kept(self._sent, left)
+        del left
         parts = yield axis.start_all_to_all(coded.flatten(), split_dim=0, concat_dim=0)
         mine = codec.decode_sum(parts.view(axis.size, -1), size).view(1, -1)
-        coded, self._summed = codec.encode(mine, self._summed, scale)
+        coded, left = codec.encode(mine, self._summed, scale)
+        self._summed = _kept(self._summed, left)
+        del left
         whole = yield axis.start_all_gather(coded.flatten(), dim=0)
         return codec.decode(whole.view(axis.size, -1), size).reshape(-1)[: x.numel()].to(x.dtype)
+
+
+def _kept(before: Tensor | None, now: Tensor) -> Tensor:
+    """What is left out by now, where it was before: repetitions of a step look for it there."""
+    if before is None:
+        return now
+    place = lambda x: (storage_key(x), x.storage_offset())  # noqa: E731
+    return before if place(before) == place(now) else before.copy_(now)
 
 
 def padded(x: Tensor, ways: int) -> Tensor:
@@ -180,7 +193,8 @@ class Scattered:
         before = left[0].contiguous() if len(left) == 1 else torch.cat(left, 1) if left else None
         coded, now = coder.encode(rows, before, scale)
         for each, sent in zip(gradients, now.split([each._size for each in gradients], 1), strict=True):
-            each._sent = sent
+            each._sent = _kept(each._sent, sent)
+        del now, before, left, sent
         size = rows.shape[1]
         coming = axis.start_all_to_all(coded.flatten(), split_dim=0, concat_dim=0)
         return coming.then(lambda parts: coder.decode_sum(parts.view(axis.size, -1), size))

@@ -19,9 +19,9 @@ class Gradients:
         self._buffers = buffers
         self._named = named
 
-    def begin(self, divisor: float) -> None:
-        """Once they are whole: make them those of a loss that is smaller by so much."""
-        if divisor != 1:
+    def begin(self, divisor: float | Tensor) -> None:
+        """Once they are whole: make them those of a loss that is smaller by so much; a tensor, if that may change."""
+        if isinstance(divisor, Tensor) or divisor != 1:
             for buffer in self._buffers:
                 buffer.div_(divisor)
 
@@ -32,7 +32,7 @@ class Gradients:
 
     def clip(self, norm: Tensor, most: float) -> None:
         """Scale them down to a norm of `most`, if theirs over all ranks is larger."""
-        factor = torch.where(norm > most, most / (norm + _SMALL), 1.0)
+        factor = _clipping(norm, most)
         for buffer in self._buffers:
             buffer.mul_(factor)
 
@@ -54,16 +54,24 @@ class Scaled(Gradients):
         self._sum_of_squares = sum_of_squares
         self.factor = torch.ones((), dtype=torch.float64, device=buffers[0].device)  # of gradients as they stand
 
-    def begin(self, divisor: float) -> None:
-        self.factor.fill_(1 / divisor)
+    def begin(self, divisor: float | Tensor) -> None:
+        if isinstance(divisor, Tensor):
+            torch.reciprocal(divisor, out=self.factor)
+        else:
+            self.factor.fill_(1 / divisor)
 
     def squares(self, names: Iterable[str]) -> Tensor | float:
         pieces = runs([x for x in map(self._named.__getitem__, names) if x.numel()])
         return sum(map(self._sum_of_squares, pieces), start=0.0) * self.factor.square()
 
     def clip(self, norm: Tensor, most: float) -> None:
-        self.factor.mul_(torch.where(norm > most, most / (norm + _SMALL), 1.0))
+        self.factor.mul_(_clipping(norm, most))
 
     def copy(self, name: str) -> Tensor:
         found = self._named[name]
         return found * self.factor.to(found.dtype)
+
+
+def _clipping(norm: Tensor, most: float) -> Tensor:
+    """What gradients of this norm are multiplied by; 1 where it is no number."""
+    return torch.where(norm > most, most / (norm + _SMALL), torch.ones_like(norm))

@@ -12,6 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from .errors import UsageError
+
 WARM = 2  # times that work is done as it is: what is made once is there by then, and kernels are compiled
 
 T = TypeVar("T")
@@ -55,15 +57,40 @@ class CudaGraph:
 
     def capture(self, work: Callable[[], T]) -> T:
         # Threads beside this one may ask the device what they like meanwhile: those that watch and write checkpoints.
-        with torch.cuda.graph(self._graph, self._pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            return work()
+        here = torch.cuda.graph(self._graph, self._pool, torch.cuda.current_stream(), capture_error_mode="thread_local")
+        try:
+            with here:
+                return work()
+        except RuntimeError as error:
+            raise UsageError(
+                "P0534",
+                f"a step cannot be recorded as CUDA graphs: {str(error).strip().partition(chr(10))[0]}",
+                "leave out --cuda-graphs, or add --no-cuda-graphs: the host has a part in some operation",
+            ) from error
 
     def replay(self) -> None:
         self._graph.replay()
 
 
 @contextmanager
-def cuda_graphs(device: torch.device) -> Iterator[Callable[[], Graph]]:
+def recording(wanted: bool, device: torch.device) -> Iterator[Callable[[], Graph] | None]:
+    """What makes graphs inside, if they are wanted. Raises UsageError P0533."""
+    if not wanted:
+        yield None
+    elif device.type != "cuda":
+        raise UsageError(
+            "P0533",
+            "a step cannot be recorded as CUDA graphs: it is not on GPUs here, each of a process of its own",
+            "leave out --cuda-graphs, or add --no-cuda-graphs",
+            alike=True,
+        )
+    else:
+        with _cuda_graphs(device) as make:
+            yield make
+
+
+@contextmanager
+def _cuda_graphs(device: torch.device) -> Iterator[Callable[[], Graph]]:
     """Makes graphs. All that is done inside is on a stream of its own, as the default one cannot be captured."""
     before, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     stream.wait_stream(before)

@@ -62,6 +62,7 @@ class Job:
     check_nans: bool = False
     tuning: bool = True
     tuned: Path | None = None
+    cuda_graphs: bool = False
     given: frozenset[str] = frozenset()  # of `_CONTINUED`, what the command line says
     checkpoint: Checkpoint | None = None  # which `resume` has found
     attempt: str = ""  # names this run, if it saves
@@ -119,7 +120,7 @@ _LEAST = {"save_every": 1, "save_slack": 0, "keep": 1, "accumulate": 1, "warmup"
 
 
 def parse(argv: Sequence[str], root: Path) -> Job:
-    """Read the command line of train.py. Raises UsageError P0503, P0521 and P0532."""
+    """Read the command line of train.py. Raises UsageError P0503, P0521, P0532 and P0533."""
     parser = argparse.ArgumentParser(
         prog="train.py", description="Train this package; one process per rank, under torchrun."
     )
@@ -176,6 +177,11 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         metavar="FILE",
         help="configurations of kernels for GPUs; by default the first run times some, for kernels/tuned.json",
     )
+    add(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        help="record what the GPU does in a step, and repeat that: no launches from Python; as compiled by default",
+    )
     add("--no-tuning", dest="tuning", action="store_false", help="have kernels keep the package's configurations")
     arguments = vars(parser.parse_args(argv))
     plan_file = root / "plan.json"
@@ -200,12 +206,33 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     if resume == "" and arguments["save"] is None:
         raise UsageError("P0521", "--resume has no folder", "name one, or add --save DIR to continue there", alike=True)
     plan = json.loads(plan_file.read_text())
+    if arguments["cuda_graphs"] is None:
+        arguments["cuda_graphs"] = plan.get("command", {}).get("cuda_graphs", False)
+    if arguments["cuda_graphs"]:
+        _check_graphs(arguments, plan)
     named = frozenset(name for name in _CONTINUED if arguments[name] is not None)
     for name, value in {"seed": plan["seed"], **_DEFAULTS}.items():
         if name not in named:
             arguments[name] = value
     folder = None if resume is None else Path(resume) if resume else arguments["save"]
     return Job(root=root, plan=plan, resume=folder, given=named, **arguments)
+
+
+def _check_graphs(arguments: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Raises UsageError P0533 where the host has a part in a step."""
+    if "uncaptured" in plan:
+        raise _uncaptured(plan["uncaptured"], "leave out --cuda-graphs, or add --no-cuda-graphs")
+    for name, why in (
+        ("check_nans", "stops in the middle of a step"),
+        ("trace", "asks in the middle of a step what time it is"),
+    ):
+        if arguments[name]:
+            option = f"--{name.replace('_', '-')}"
+            raise _uncaptured(f"{option} {why}", f"leave out {option}, or add --no-cuda-graphs")
+
+
+def _uncaptured(cause: str, help: str) -> UsageError:
+    return UsageError("P0533", f"a step cannot be recorded as CUDA graphs: {cause}", help, alike=True)
 
 
 def _out_of_range(name: str, value: float, allowed: str) -> UsageError:

@@ -32,6 +32,20 @@ def mixed(word: int) -> int:
     return word
 
 
+def mix(words: Tensor) -> Tensor:
+    """The same on i64 words, in place: their arithmetic wraps around, as that of 64-bit words does."""
+    for shift, factor in _MIX:
+        words.bitwise_xor_((words >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+        if factor:
+            words.mul_(signed(factor))
+    return words
+
+
+def signed(word: int) -> int:
+    """As i64."""
+    return word - _WORD if word >= _WORD // 2 else word
+
+
 def stream(seed: int, step: int, number: int) -> int:
     """The state that a stream starts from."""
     state = mixed(seed % _WORD)
@@ -40,16 +54,11 @@ def stream(seed: int, step: int, number: int) -> int:
     return state
 
 
-def word(start: int, index: int) -> int:
-    """What an element's output is mixed from, as i64."""
-    return _signed((start + (index + 1) * GOLDEN) % _WORD)
-
-
 @dataclass(frozen=True, slots=True)
 class Draw:
     """Numbers for one tensor: its stream, and along each dimension which of the whole's elements are here."""
 
-    start: int
+    start: int | Tensor
     places: tuple[tuple[Tensor, int], ...]  # indices along a dimension, and that dimension's whole size
     whole: tuple[int, ...]
     device: torch.device
@@ -70,13 +79,8 @@ class Draw:
             index = along if index is None else index + along
         if index is None:
             index = torch.zeros((), dtype=torch.int64, device=self.device)
-        # i64 arithmetic wraps around, as 64-bit words do.
-        word = index.add(offset + 1).mul_(_signed(GOLDEN)).add_(_signed(self.start))
-        for shift, factor in _MIX:
-            word.bitwise_xor_((word >> shift).bitwise_and_((1 << (64 - shift)) - 1))
-            if factor:
-                word.mul_(_signed(factor))
-        return word
+        start = self.start if isinstance(self.start, Tensor) else signed(self.start)
+        return mix(index.add(offset + 1).mul_(signed(GOLDEN)).add_(start))
 
     def below(self, probability: float) -> Tensor:
         """True with this probability, by the upper 53 bits."""
@@ -143,7 +147,3 @@ def attention_dropout_backward(
     grad_q = (grad_scores @ keys).to(q.dtype)
     grad_k = grad_scores.mT @ q.to(weights.dtype)
     return grad_q, sum_heads(grad_k, k.shape[1]).to(k.dtype), sum_heads(grad_v, v.shape[1]).to(v.dtype)
-
-
-def _signed(word: int) -> int:
-    return word - _WORD if word >= _WORD // 2 else word

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .boxes import PIPELINE
@@ -60,7 +61,11 @@ def left_out(stages: Mapping[int, Any], sizes: Mapping[str, int], coordinate: Ma
 
 
 def restore_left_out(
-    stages: Mapping[int, Any], checkpoint: Checkpoint, sizes: Mapping[str, int], coordinate: Mapping[str, int]
+    stages: Mapping[int, Any],
+    checkpoint: Checkpoint,
+    sizes: Mapping[str, int],
+    coordinate: Mapping[str, int],
+    device: torch.device,
 ) -> bool:
     """Have compressed sums go on with it; False if something is dropped, as on another mesh."""
     same = parse_mesh(checkpoint.run["mesh"]) == sizes
@@ -71,7 +76,7 @@ def restore_left_out(
             restored.append(False)
             continue
         rows = {name: _row(checkpoint.tensors[name].shape[1], sizes) for name in names.values()}
-        left = {kind: checkpoint.part(name, rows[name], sizes, coordinate) for kind, name in names.items()}
+        left = {kind: checkpoint.part(name, rows[name], sizes, coordinate).to(device) for kind, name in names.items()}
         restored.append(compressed.restore(left))
     here = (name for name in checkpoint.tensors if name.startswith(LEFT_OUT))
     mine = any(name.endswith(f".{PIPELINE}{coordinate.get(PIPELINE, 0)}") for name in here)

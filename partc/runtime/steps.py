@@ -72,13 +72,14 @@ class Steps:
         """Take a step, counted from 0. Raises UsageError P0528, on all ranks."""
         clock = self.comm.clock
         clock.step = step + 1
-        self.comm.scale = 1.0 if self.scale is None else self.scale.value
+        if self.scale is not None:
+            self.comm.scales(self.scale.value)
         seconds, losses = 0.0, list[Tensor | None]()
         for index in range(self.job.accumulate):
             clock.entering("data")
             number = step * self.job.accumulate + index
             self._take(self.batch_of(number))
-            self.comm.seed, self.comm.step = self.job.seed, number
+            self.comm.begins(self.job.seed, number)
             started = time.perf_counter()
             first, last = index == 0, index == self.job.accumulate - 1
             made = self._run(first, last)
@@ -119,7 +120,11 @@ class Steps:
         self.comm.clock.entering("clearing gradients", "work")
         if first:
             clear(self.gradients.values())
-        return run_step(self.stages, self.comm, self.actions, self._local, microbatches, last=last)
+        loss = run_step(self.stages, self.comm, self.actions, self._local, microbatches, last=last)
+        for stage in self.stages.values() if not last else ():
+            if hasattr(stage, "parts"):
+                stage.parts.settle()  # what one recording starts, no other can wait for
+        return loss
 
     def _measure(self) -> Tensor | None:
         complete(self.gradients.values())

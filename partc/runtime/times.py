@@ -77,7 +77,8 @@ class Times:
         if job.trace is not None:
             steps = wanted_steps(job.trace_steps, job.start, job.steps)
             trace = Trace(job.trace, steps, root=job.root, rank=rank, world_size=job.world_size, links=links)
-        return cls(comm, sizes=job.sizes, links=links, stages=stages, metrics=job.measures, trace=trace)
+        metrics = job.measures and not job.cuda_graphs  # whose repetitions nobody looks into
+        return cls(comm, sizes=job.sizes, links=links, stages=stages, metrics=metrics, trace=trace)
 
     def peak(self, job: Job) -> tuple[float, str]:
         """Flops a second of all ranks' devices together, and where the number is from. Virtual ranks share one."""

@@ -27,6 +27,7 @@ from .data import global_batch, load_model_file
 from .errors import UsageError
 from .executor import Action, Stage, gradient_buffers, parse_schedule
 from .given import given
+from .graphs import recording
 from .init import initialise, state_shapes
 from .interruption import Interruption, VirtualInterruption
 from .job import Job, parse, prepared
@@ -266,9 +267,10 @@ def _train(
         saver = Saver(job.save, keep=job.keep, place=place, store=store, attempt=job.attempt, run=job.run)
     clock = comm.clock
     rank.done = job.start
-    with torch.no_grad():
+    with torch.no_grad(), recording(job.cuda_graphs, device) as graph:
         gradients, buffers = gradient_buffers(rank.shards, rank.parameters, compiled=rank.compiled)
         how: dict[str, Any] = {"lr": job.lr, "weight_decay": job.weight_decay, "no_decay": job.no_decay}
+        how["graphs"] = job.cuda_graphs
         optimizer, scaled = updating(job.optimizer, rank.parameters, gradients, buffers, rank.kernels, **how)
         stages: dict[int, Stage] = {
             number: stage(comm, rank.parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
@@ -284,7 +286,10 @@ def _train(
                 restore_optimizer(optimizer, optimized, job.checkpoint, job.sizes, rank.module.COORDINATE)
             if scale is not None:
                 restore_scale(scale, job.checkpoint)
-            if not restore_left_out(stages, job.checkpoint, job.sizes, rank.module.COORDINATE) and rank.number == 0:
+            if (
+                not restore_left_out(stages, job.checkpoint, job.sizes, rank.module.COORDINATE, device)
+                and rank.number == 0
+            ):
                 _say(
                     "what compressed sums of gradients had left out is dropped: it is of another mesh, or of other sums"
                 )
@@ -306,7 +311,7 @@ def _train(
             norms=job.measures,
         )
         clock.entering("setup")
-        comm.draws = job.plan["draws"] if job.plan["repeated"] else 0
+        comm.expect(job.plan["draws"], job.plan["microbatches"] if job.plan["repeated"] else 1)
         for stage in stages.values():
             stage.setup()
         steps = Steps(
@@ -324,6 +329,7 @@ def _train(
             scale=scale,
             batch_of=batch_of,
             settle=saver.wait if saver is not None else lambda: None,
+            graph=graph,
         )
         times.begin(job.start)
         for step in range(job.start, job.steps):

@@ -114,7 +114,7 @@ class Update:
 
         Returns their norm, where it is wanted.
         """
-        self._gradients.begin(batches * (1.0 if self._scale is None else self._scale.value))
+        self._gradients.begin(batches if self._scale is None else self._comm.scale_here * batches)
         return self._norm() if self._told or self._clip is not None else None
 
     def begin(self, step: int, norm: Tensor | None) -> bool:

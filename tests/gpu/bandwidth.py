@@ -118,7 +118,8 @@ def launched(loaded: Kernels) -> Iterator[tuple[str, int, Callable[[], object], 
         types = {key: found.type for key, found in after.definitions().items()}
         built = kernel(fused, types, {})
         launch = loaded.load(built)
-        inputs = [*(_made(types[key]) for key in fused.refs()), *(2**40 + 1 for _ in built.numbers)]
+        word = torch.tensor(2**40 + 1, device="cuda")
+        inputs = [*(_made(types[key]) for key in fused.refs()), *(word for _ in built.numbers)]
         size, _ = fused_bytes(fused, types, {})
         yield name, size, partial(launch, *inputs), True
 

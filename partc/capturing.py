@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from partc.errors import PartcError, Source
 from partc.mesh import PIPELINE_AXIS
 from partc.program import Op, Program
 
 _ASKS = frozenset({"expert_matmul", "expert_matmul_grad_rows", "expert_matmul_grad_weight"})
-_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _MASKABLE = frozenset({"index", "index_put"})  # tagged for their masks alone, which have no shape to compile with
 
 
@@ -57,8 +54,11 @@ def _asks(op: Op) -> bool:
     """Whether it waits for numbers of the device's."""
     if op.name in _ASKS or op.body:
         return op.name in _ASKS or any(map(_asks, op.body))
+    import torch
+
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     namespace, _, name = op.name.rpartition("::")
     packet = getattr(getattr(torch.ops, namespace or "aten"), name, None)
     if packet is None or name.rstrip("_") in _MASKABLE:
         return False
-    return any(tag in getattr(packet, overload).tags for overload in packet.overloads() for tag in _TAGS)
+    return any(tag in getattr(packet, overload).tags for overload in packet.overloads() for tag in tags)

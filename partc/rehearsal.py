@@ -377,7 +377,7 @@ class _QuietComm(DistributedComm):
         self._links = _Links(self._link)
 
     def _word(self, number: int, index: int) -> Tensor:
-        return torch.empty((), dtype=torch.int64, device=META)
+        return self.words.blocks[0][0, 0]
 
     def _send(self, x: Tensor, link: Link) -> None:
         with self.ledger.making("communication", "sent"):

@@ -20,7 +20,7 @@ class Words:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._blocks: list[Tensor] = []  # [rows, ROW]; all but the last one are full
+        self.blocks: list[Tensor] = []  # [rows, ROW]; all but the last one are full
         self._keys: list[tuple[int, int]] = []  # by row: which operation, and which element its word is for
         self._places: dict[tuple[int, int], Tensor] = {}
         self._written: tuple[int, int] | None = None
@@ -28,7 +28,7 @@ class Words:
     def reserve(self, rows: int) -> None:
         """Make room, where there is none left."""
         if rows:
-            self._blocks.append(torch.zeros((rows, ROW), dtype=torch.int64, device=self._device))
+            self.blocks.append(torch.zeros((rows, ROW), dtype=torch.int64, device=self._device))
 
     def write(self, seed: int, step: int) -> None:
         """Bring all to a seed and a step."""
@@ -36,7 +36,7 @@ class Words:
             return
         self._written = seed, step
         done = 0
-        for block in self._blocks:
+        for block in self.blocks:
             keys = self._keys[done : done + len(block)]
             if keys:
                 send(_computed(seed, step, keys), block[: len(keys)])
@@ -51,9 +51,9 @@ class Words:
         return self._places[key]
 
     def _new(self, key: tuple[int, int]) -> Tensor:
-        if len(self._keys) == sum(map(len, self._blocks)):
+        if len(self._keys) == sum(map(len, self.blocks)):
             self.reserve(BLOCK)
-        here = self._blocks[-1][len(self._keys) - sum(map(len, self._blocks[:-1]))]
+        here = self.blocks[-1][len(self._keys) - sum(map(len, self.blocks[:-1]))]
         self._keys.append(key)
         assert self._written is not None
         send(_computed(*self._written, [key])[0], here)

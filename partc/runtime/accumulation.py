@@ -77,7 +77,7 @@ def add_product(into: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Add rows[o, n] @ columns[n, i] to `into`[o, i], which may be in fp32 where these are in 16 bits."""
     if into.dtype == rows.dtype:
         into.addmm_(rows, columns)
-    elif not rows.is_cuda or into.dtype != torch.float32 or not _sums_wide(rows.dtype):
+    elif not rows.is_cuda or into.dtype != torch.float32 or not _sums_wide(rows.dtype, rows.device):
         into.add_(rows @ columns)
     elif begun(into):
         torch.mm(rows, columns, out_dtype=into.dtype, out=into)
@@ -86,9 +86,9 @@ def add_product(into: Tensor, rows: Tensor, columns: Tensor) -> None:
 
 
 @lru_cache
-def _sums_wide(dtype: torch.dtype) -> bool:
-    """Whether this torch adds products of 16 bits to fp32 on GPUs; some want all in the same bits."""
-    x, total = torch.zeros(16, 16, dtype=dtype, device="cuda"), torch.zeros(16, 16, device="cuda")
+def _sums_wide(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this torch adds products of 16 bits to fp32 on a GPU; some want all in the same bits."""
+    x, total = torch.zeros(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
     try:
         torch.addmm(total, x, x, out_dtype=total.dtype, out=total)
     except (RuntimeError, TypeError):

@@ -33,7 +33,7 @@ from partc.runtime.comm import Axis, Link, Pending
 from partc.runtime.compression import room
 from partc.runtime.data import local_batch
 from partc.runtime.distributed import DistributedComm, GlooAxis
-from partc.runtime.executor import Stage, gradient_buffers, parse_schedule, run_step
+from partc.runtime.executor import Action, Stage, gradient_buffers, parse_schedule, run_step, told_by
 from partc.runtime.layout import DTYPES, Shard
 from partc.runtime.optimizer import attach_gradients, make_optimizer
 from partc.runtime.parts import Parts
@@ -68,8 +68,9 @@ def _rehearsed(
     modules = stage_modules(program) if modules is None else modules
     lessons = Lessons()
     kept = _kept_by(optimizer)
+    schedules = [parse_schedule(" ".join(map(str, actions))) for actions in program.schedule]
     ranks = [
-        _rank(program, place, [modules[stage] for stage in program.stages_at(place)], lessons, kept, host)
+        _rank(program, place, [modules[stage] for stage in program.stages_at(place)], lessons, kept, schedules, host)
         for place in range(program.mesh.axis(PIPELINE_AXIS))
     ]
     return Account(optimizer=optimizer, ranks=tuple(rank for rank, _ in ranks)), tuple(ledger for _, ledger in ranks)
@@ -81,6 +82,7 @@ def _rank(
     modules: Sequence[StageModule],
     lessons: Lessons,
     kept: Sequence[_State],
+    schedules: Sequence[Sequence[Action]],
     host: bool,
 ) -> tuple[RankMemory, Ledger]:
     with counting() as ledger:
@@ -120,7 +122,7 @@ def _rank(
                 comm.scales(1.0)
             for stage in stages.values():
                 stage.setup()
-        actions = parse_schedule(" ".join(map(str, program.schedule[place])))
+        actions = schedules[place]
         comm.clock.told = _Turns(program, modules, ledger, lessons).entering
 
         def cut() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
@@ -137,7 +139,8 @@ def _rank(
         comm.clock.entering("data")
         batch, microbatches = cut()
         clear(gradients.values())
-        loss = run_step(stages, comm, actions, batch, microbatches)
+        told = {slot: found for each in schedules for slot, found in told_by(each).items()}
+        loss = run_step(stages, comm, actions, batch, microbatches, told=told)
         comm.clock.entering("the update")
         for stage in stages.values():
             stage.refresh()

@@ -185,6 +185,18 @@ def test_a_block_more_adds_its_own(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] == peaks[2] - peaks[1] == weights + saved
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_what_is_sent_does_not_stay_until_the_step_ends(schedule: str) -> None:
+    """Gradients on their way are few however many microbatches there are."""
+
+    def held(microbatches: int) -> int:
+        options = {"batch": microbatches, "depth": 4}
+        made = partc.compile(GPT, mesh="pp=4", schedule=schedule, microbatches=microbatches, options=options)
+        return rehearse(made.program, "adamw").ranks[2].peak
+
+    assert held(8) == held(24)
+
+
 def test_the_account_is_in_the_plan(tmp_path: Path) -> None:
     package = partc.compile(GPT, mesh="2x2x2", microbatches=4)
     plan = json.loads((package.write(tmp_path / "b") / "plan.json").read_text())

@@ -70,13 +70,30 @@ class SplitStage(Stage, Protocol):
 
 
 Slot = tuple[int, int]  # stage, microbatch
+Told = Mapping[Slot, Sequence[int]]
+
+
+def told_by(actions: Sequence[Action]) -> dict[Slot, tuple[int, ...]]:
+    """What a rank's values tell of gradients that were sent to it: by stage and microbatch of a value, of which it has
+    come to use them since the value before."""
+    found: dict[Slot, tuple[int, ...]] = {}
+    used: dict[int, list[int]] = {}
+    for action in actions:
+        if action.kind in ("B", "I"):
+            used.setdefault(action.stage, []).append(action.microbatch)
+        elif action.kind == "SEND_F" and action.stage in used:
+            found[action.stage, action.microbatch] = tuple(used.pop(action.stage))
+    return found
 
 
 class Step:
     """One step over the stages of this rank. Values between two of them are handed over, all others sent."""
 
-    def __init__(self, stages: Mapping[int, Stage], comm: Comm, microbatches: Sequence[dict[str, Tensor]]) -> None:
+    def __init__(
+        self, stages: Mapping[int, Stage], comm: Comm, microbatches: Sequence[dict[str, Tensor]], told: Told
+    ) -> None:
         self.stages = stages
+        self.told = told
         self.comm = comm
         self.microbatches = microbatches
         self.loss: Tensor | None = None
@@ -105,7 +122,11 @@ class Step:
 
     def _f(self, stage: Stage, slot: Slot) -> None:
         microbatch, received = slot[1], self.received.pop(slot, {})
-        received.update((name, value.wait()) for name, value in self.arriving.pop(slot, {}).items())
+        arriving = self.arriving.pop(slot, {})
+        received.update((name, value.wait()) for name, value in arriving.items())
+        for source in {stage.receives[name].source for name in arriving}:
+            for earlier in self.told.get((source, microbatch), ()):
+                self.comm.taken((slot[0], source), earlier)
         values, self.saved[slot] = stage.forward(self.microbatches[microbatch], received)
         if stage.loss is not None:
             self.loss = values[stage.loss] if self.loss is None else self.loss + values[stage.loss]
@@ -187,11 +208,13 @@ def run_step(
     microbatches: Sequence[dict[str, Tensor]],
     *,
     last: bool = True,
+    told: Told | None = None,
 ) -> Tensor | None:
     """Run one step; returns the loss (of the whole batch) on ranks of the stage that makes it.
 
     `stages` are this rank's, by number; `batch` is its part of the step's batch, `microbatches` the
     same in pieces. Gradients are summed over ranks if this is the `last` batch before the update.
+    `told` is what values of the stages that other ranks have tell (see `told_by`): what was sent is let go of by that.
     The communicator's clock is told each action before it starts.
     """
     entering = comm.clock.entering
@@ -199,7 +222,7 @@ def run_step(
     comm.whole = ahead(*(unit for action in actions for unit in _read(stages[action.stage], action.kind)))
     for stage in stages.values():
         stage.prepare(batch)
-    step = Step(stages, comm, microbatches)
+    step = Step(stages, comm, microbatches, told or {})
     final = {action.stage: action for action in actions if last and action.kind in ("B", "W")}
     for action in actions:
         if last or action.kind != "REDUCE_GRAD":

@@ -20,7 +20,7 @@ from . import nans
 from .accumulation import clear, complete
 from .comm import Comm
 from .data import in_microbatches, own_part
-from .executor import Action, Stage, run_step
+from .executor import Action, Stage, Told, run_step
 from .gradients import Gradients
 from .graphs import Graph, Repeated
 from .job import Job
@@ -48,6 +48,7 @@ class Steps:
     device: torch.device
     stages: Mapping[int, Stage]
     actions: Sequence[Action]
+    told: Told  # by values of other ranks
     inputs: Mapping[str, Shard]
     parameters: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
@@ -120,7 +121,7 @@ class Steps:
         self.comm.clock.entering("clearing gradients", "work")
         if first:
             clear(self.gradients.values())
-        loss = run_step(self.stages, self.comm, self.actions, self._local, microbatches, last=last)
+        loss = run_step(self.stages, self.comm, self.actions, self._local, microbatches, last=last, told=self.told)
         for stage in self.stages.values() if not last else ():
             if hasattr(stage, "parts"):
                 stage.parts.settle()  # what one recording starts, no other can wait for

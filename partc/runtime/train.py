@@ -25,7 +25,7 @@ from .clock import Clock
 from .comm import Comm
 from .data import global_batch, load_model_file
 from .errors import UsageError
-from .executor import Action, Stage, gradient_buffers, parse_schedule
+from .executor import Action, Slot, Stage, gradient_buffers, parse_schedule, told_by
 from .given import given
 from .graphs import recording
 from .init import initialise, state_shapes
@@ -63,6 +63,12 @@ class Rank:
     def shards(self) -> dict[str, Shard]:
         """Parameters of all its stages; of two that use one, the last sums its gradient."""
         return {name: shard for stage in self.stage_classes.values() for name, shard in stage.parameters.items()}
+
+    @property
+    def told(self) -> dict[Slot, tuple[int, ...]]:
+        """What values of the ranks beyond its links tell."""
+        peers = (importlib.import_module(f"ranks.rank_{peer:03d}") for peer in set(self.module.LINKS.values()))
+        return {slot: told for peer in peers for slot, told in told_by(parse_schedule(peer.SCHEDULE)).items()}
 
     @property
     def inputs(self) -> dict[str, Shard]:
@@ -321,6 +327,7 @@ def _train(
             device=device,
             stages=stages,
             actions=rank.actions,
+            told=rank.told,
             inputs=rank.inputs,
             parameters=rank.parameters,
             gradients=gradients,

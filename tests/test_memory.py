@@ -192,7 +192,7 @@ def test_what_is_sent_does_not_stay_until_the_step_ends(schedule: str) -> None:
     def held(microbatches: int) -> int:
         options = {"batch": microbatches, "depth": 4}
         made = partc.compile(GPT, mesh="pp=4", schedule=schedule, microbatches=microbatches, options=options)
-        return rehearse(made.program, "adamw").ranks[2].peak
+        return rehearse(made.program).ranks[2].peak
 
     assert held(8) == held(24)
 

@@ -110,6 +110,12 @@ class Rows(Kernel):
         return {"ROWS": self.tiling.high, "COLUMNS": self.tiling.wide, "num_warps": self.tiling.warps}
 
     @property
+    def candidates(self) -> list[Configuration]:
+        """No more warps than leave a program's threads 16 elements each: with fewer registers, derivatives spill."""
+        most = max(8, self.tiling.warps)
+        return [each for each in super(Rows, self).candidates if each["num_warps"] <= most]
+
+    @property
     def written(self) -> list[Result]:
         """The results that the kernel itself writes."""
         summed = {total.result.name for total in self.sums}

@@ -70,8 +70,10 @@ class Written:
 
     @property
     def candidates(self) -> list[Configuration]:
-        sizes = [(self.block, self.warps), (2 * self.block, self.warps), (2 * self.block, 2 * self.warps)]
-        return [self._configuration(*each) for each in (*sizes, (4 * self.block, 2 * self.warps))]
+        sizes = (
+            [(1, 1), (2, 1), (2, 2), (4, 2)] if self.name != "logits" else [(1, 1), (0.5, 1), (0.25, 1), (0.25, 0.5)]
+        )
+        return [self._configuration(int(size * self.block), int(warps * self.warps)) for size, warps in sizes]
 
     def _configuration(self, block: int, warps: int) -> Configuration:
         own = {"BLOCK": block}

@@ -27,6 +27,7 @@ TYPES = {
     "float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int64": "i64", "int32": "i32",
     "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "i1",
 }  # fmt: skip
+BLOCKS = ("BLOCK", "ROWS", "COLUMNS")
 Built = dict[str, Any]
 
 
@@ -91,7 +92,9 @@ class Recorder:
             else:
                 types[parameter] = "i32" if arg < 2**31 else "i64"
                 aligned += [parameter] if arg % 16 == 0 else []
-        self.found.extend(build(self.function, types, constants, aligned, options))
+        with_what = {**options, **{name: item for name, item in given.items() if name in BLOCKS}}
+        built = build(self.function, types, constants, aligned, options)
+        self.found.extend({**entry, "configuration": with_what} for entry in built)
 
 
 def control() -> list[Built]:
@@ -168,7 +171,14 @@ def launch(module: dict[str, Any], name: str) -> None:
         module[name](x, x, x, x, factor, rates, None, None, copy, starts)
 
 
-def builds(model: str, options: dict[str, str], *, precision: str, mesh: str) -> list[Built]:
+def configurations(module: dict[str, Any], *, all: bool) -> Iterator[dict[str, int]]:
+    """Has the module run with its own, and then with each that the tuner may choose in its place."""
+    for chosen in module["CANDIDATES"] if all else module["CANDIDATES"][:1]:
+        module["CONFIGURATION"].update(chosen)
+        yield chosen
+
+
+def builds(model: str, options: dict[str, str], *, precision: str, mesh: str, candidates: bool) -> list[Built]:
     """Every kernel of a compiled model, launched on tensors without memory."""
     import torch
 
@@ -189,23 +199,25 @@ def builds(model: str, options: dict[str, str], *, precision: str, mesh: str) ->
         for kernel in kernels(program):
             launcher = loader.load(kernel)
             record(launcher.__globals__, found)
-            tensors = (torch.empty(item.shape, dtype=DTYPES[item.dtype], device="meta") for item in kernel.arguments)
+            tensors = [torch.empty(item.shape, dtype=DTYPES[item.dtype], device="meta") for item in kernel.arguments]
             word = torch.empty((), dtype=torch.int64, device="meta")
-            launcher(*tensors, *(3 if name.endswith("_rank") else word for name in kernel.numbers))
-        written_ones(written(program), loader, found)
+            for _ in configurations(launcher.__globals__, all=candidates):
+                launcher(*tensors, *(3 if name.endswith("_rank") else word for name in kernel.numbers))
+        written_ones(written(program), loader, found, candidates)
     return found
 
 
-def written_ones(kernels: Iterable[Written], loader: Kernels, found: list[Built]) -> None:
+def written_ones(kernels: Iterable[Written], loader: Kernels, found: list[Built], candidates: bool) -> None:
     """Those that don't depend on a model's operations."""
     for each in kernels:
         loaded = loader.load(replace(each, interpreted=each.block))
         module = loaded.__globals__ if each.alone else vars(loaded)
         record(module, found)
-        launch(module, each.name)
+        for _ in configurations(module, all=candidates):
+            launch(module, each.name)
 
 
-def apart() -> list[Built]:
+def apart(candidates: bool) -> list[Built]:
     """Those of which few packages have all."""
     from partc.codegen.written import LOGITS, Written
     from tests.triton_runs import Kernels
@@ -213,13 +225,16 @@ def apart() -> list[Built]:
     found: list[Built] = []
     with tempfile.TemporaryDirectory() as folder:
         every = (*(Written(name=name, alone=False) for name in ("int8", "bf16")), LOGITS)
-        written_ones(every, Kernels(Path(folder)), found)
+        written_ones(every, Kernels(Path(folder)), found, candidates)
     return found
 
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
     given = dict(word.split("=", 1) for word in sys.argv[2:])
-    how = {"precision": given.pop("precision", "bf16"), "mesh": given.pop("mesh", "1")}
-    own = {"control": control, "apart": apart}.get(sys.argv[1])
-    print(json.dumps(own() if own else builds(sys.argv[1], given, **how)))
+    how: dict[str, Any] = {"precision": given.pop("precision", "bf16"), "mesh": given.pop("mesh", "1")}
+    how["candidates"] = given.pop("candidates", "own") == "all"
+    if sys.argv[1] == "control":
+        print(json.dumps(control()))
+    else:
+        print(json.dumps(apart(how["candidates"]) if sys.argv[1] == "apart" else builds(sys.argv[1], given, **how)))

@@ -32,18 +32,20 @@ def built(*arguments: str) -> list[dict[str, Any]]:
     return found
 
 
+def _of(model: str, folder: Path) -> list[str]:
+    if model == "gpt":
+        return [str(ROOT / "examples" / "gpt.py"), "size=1b", "depth=1", "batch=4"]
+    path = folder / model / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(MODELS[model].config | LARGE[model]))
+    return [f"hf:{path}", "batch=4", "seq=1024"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [pytest.param("gpt", marks=pytest.mark.matrix), "gpt2_dropout", "llama"])
 def test_nothing_spills(tmp_path: Path, model: str) -> None:
     """Registers alone say nothing: a kernel far over its budget reports few, and spills thousands of bytes."""
-    if model == "gpt":
-        arguments = [str(ROOT / "examples" / "gpt.py"), "size=1b", "depth=1", "batch=4"]
-    else:
-        path = tmp_path / model / "config.json"
-        path.parent.mkdir()
-        path.write_text(json.dumps(MODELS[model].config | LARGE[model]))
-        arguments = [f"hf:{path}", "batch=4", "seq=1024"]
-    found = built(*arguments)
+    found = built(*_of(model, tmp_path))
     assert {entry["sm"] for entry in found} == {80, 90}
     assert [entry for entry in found if entry["spilled"]] == []
     assert [entry for entry in found if entry["shared"] > 48 * 1024] == []
@@ -55,6 +57,15 @@ def test_nothing_spills(tmp_path: Path, model: str) -> None:
 def _begins_anywhere(entry: dict[str, Any], model: str) -> bool:
     """Rows of 50257 logits."""
     return model == "gpt2_dropout" and entry["kernel"] == "_cross_entropy"
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", ["gpt", "gpt2_dropout", "llama", "apart"])
+def test_nothing_that_the_tuner_may_choose_spills(tmp_path: Path, model: str) -> None:
+    found = built(*(["apart"] if model == "apart" else _of(model, tmp_path)), "candidates=all")
+    assert len({tuple(entry["configuration"].items()) for entry in found}) > 3
+    assert [entry for entry in found if entry["spilled"] or entry["shared"] > 48 * 1024] == []
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +62,16 @@ class Bench:
         self.timed.append(kernel.name)
         best = 2048 if kernel.name == "silu_mul" else 512
         return 1 + abs(math.log2(choice["BLOCK"] / best))
+
+
+def test_what_spills_is_found_in_what_triton_has_compiled() -> None:
+    """Of every function of a module, on every device; what is not Triton's has none."""
+    kept, spilling = (SimpleNamespace(n_spills=count) for count in (0, 12))
+    function = SimpleNamespace(device_caches={0: ({"a": kept, "b": spilling}, {}, "target")})
+    module: Any = SimpleNamespace(_kernel=function, other=SimpleNamespace(device_caches={}), triton=object(), NAME="x")
+    assert tuning.spills(module) == 12
+    tuning.forget(module)
+    assert tuning.spills(module) == 0 and function.device_caches == {}
 
 
 def test_each_is_timed_once(tmp_path: Path) -> None:

@@ -194,6 +194,7 @@ class Clocked:
 
     def __call__(self, kernel: Kernel, choice: Configuration) -> float:
         kernel.run_with(choice)
+        forget(kernel.module)
         try:
             if self._trial is None or self._trial[0] != kernel.name:
                 self._trial = None  # lets go of its memory first
@@ -201,6 +202,8 @@ class Clocked:
             launch = self._trial[1]
             for _ in range(WARM):
                 launch()
+            if spills(kernel.module):
+                return math.nan
             return statistics.median(self._once(launch) for _ in range(RUNS))
         except Exception:  # whatever this GPU has too little of; training says so, if that is its own configuration
             return math.nan
@@ -215,6 +218,26 @@ class Clocked:
         end.record()
         end.synchronize()
         return 1e-3 * float(start.elapsed_time(end))
+
+
+def forget(module: ModuleType) -> None:
+    """Have Triton take a module's kernels from its cache on disk again, or compile them."""
+    for function in _compiled(module):
+        function.device_caches.clear()
+
+
+def spills(module: ModuleType) -> int:
+    """How much its kernels keep in memory that has no place in registers, as the driver counts it."""
+    return sum(
+        kernel.n_spills
+        for function in _compiled(module)
+        for known, *_ in function.device_caches.values()
+        for kernel in known.values()
+    )
+
+
+def _compiled(module: ModuleType) -> list[Any]:
+    return [item for item in vars(module).values() if hasattr(item, "device_caches")]
 
 
 def _read(file: Path, say: Say) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Written:
 
     @property
     def template(self) -> str:
-        return self.name
+        return "update" if self.name in ("adamw", "sgd") else self.name
 
     @property
     def configuration(self) -> Configuration:
@@ -92,6 +92,7 @@ class Written:
         rows = f"scratch((4, {self.trial // 4}), torch.float32, device)"
         return {
             "adamw": [flat, flat, flat, f"{flat}.abs()", none, "torch.ones((1, 3), device=device)"],
+            "sgd": [flat, flat, none, "torch.ones((1, 2), device=device)"],
             "squares": [flat],
             "logits": [*LOGITS_TRIED, "None", "None", "-100", "0.0", "0", "16384"],
         }.get(self.name, [rows, rows, "1.0"])
@@ -107,11 +108,13 @@ def written(program: Program) -> Iterator[Written]:
     if not sizes:
         return
     read = Parts(program).read
-    moved = max(
-        sum(_updated(parameter, read[parameter.name], program) for parameter in trained if parameter.name in names)
-        for names in _places(program)
-    )
-    yield Written(name="adamw", block=GRANULE, each=_each([7 * size for size in sizes]), moved=readable_bytes(moved))
+    for name, times in (("adamw", 7), ("sgd", 3)):
+        moved = max(
+            sum(_updated(item, times, read[item.name], program) for item in trained if item.name in names)
+            for names in _places(program)
+        )
+        each = _each([times * size for size in sizes])
+        yield Written(name=name, block=GRANULE, each=each, moved=readable_bytes(moved))
     yield Written(name="squares", each=_each(sizes))
     if any(op.name in CHUNKED for region in program.regions for graph in region.graphs for op in graph.ops):
         yield LOGITS
@@ -119,11 +122,11 @@ def written(program: Program) -> Iterator[Written]:
         yield Written(name=program.compress, alone=False)
 
 
-def _updated(parameter: Parameter, read: DType, program: Program) -> int:
-    """The bytes that AdamW moves of a parameter: seven times its own, and of what is read of it in other bits."""
+def _updated(parameter: Parameter, times: int, read: DType, program: Program) -> int:
+    """The bytes that an update moves of a parameter: so many times its own, and of what is read of it in other bits."""
     size = parameter.type.local_bytes(program.sizes)
     cast = read != parameter.type.dtype and not parameter.gather
-    return 7 * size + (size // ITEMSIZE[parameter.type.dtype] * ITEMSIZE[read] if cast else 0)
+    return times * size + (size // ITEMSIZE[parameter.type.dtype] * ITEMSIZE[read] if cast else 0)
 
 
 def _places(program: Program) -> Iterator[set[str]]:

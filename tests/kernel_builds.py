@@ -154,21 +154,22 @@ def launch(module: dict[str, Any], name: str) -> None:
             module["numbers"](logits, labels, row, row, row, row, weight, 7)
             for given in ((None, None, -100, 0.0), (weight, row, -100, 0.1), (None, None, -100, 0.1)):
                 module["gradient_"](row, logits, labels, row, *given, 0, classes)
-    for dtype in (torch.float32, torch.float64) if name in ("adamw", "squares") else ():
+    for dtype in (torch.float32, torch.float64) if name in ("adamw", "sgd", "squares") else ():
         x = empty(12345, dtype=dtype)
         if name == "squares":
             module[name](x)
             continue
+        given = [x] * (4 if name == "adamw" else 2)
         rates, factor = empty(3, 3, dtype=dtype), empty(dtype=dtype)
-        module[name](x, x, x, x, factor, rates)
+        module[name](*given, factor, rates)
         first, starts, copy = (
             empty(14, dtype=torch.int32),
             empty(3, dtype=torch.int64),
             empty(999, dtype=torch.bfloat16),
         )
-        module[name](x, x, x, x, factor, rates, first, starts)
-        module[name](x, x, x, x, factor, rates, first, starts, copy, starts, True)
-        module[name](x, x, x, x, factor, rates, None, None, copy, starts)
+        module[name](*given, factor, rates, first, starts)
+        module[name](*given, factor, rates, first, starts, copy, starts, True)
+        module[name](*given, factor, rates, None, None, copy, starts)
 
 
 def configurations(module: dict[str, Any], *, all: bool) -> Iterator[dict[str, int]]:

@@ -33,14 +33,16 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Of several blocks each, the last of them not whole."""
     folder = Kernels(tmp_path_factory.mktemp("kernels"))
     blocks = {"block": request.param, "interpreted": request.param}
-    written = (Written(name=name, each="", **blocks) for name in ("adamw", "squares"))
+    written = (Written(name=name, each="", **blocks) for name in ("adamw", "sgd", "squares"))
     return SimpleNamespace(**{built.name: folder.load(built) for built in written})
 
 
 class Trained:
     """Parameters of one rank under one of both optimizers."""
 
-    def __init__(self, shards: Mapping[str, Shard], kernels: Any, *, wide: bool = False, **how: Any) -> None:
+    def __init__(
+        self, shards: Mapping[str, Shard], kernels: Any, *, wide: bool = False, optimizer: str = "adamw", **how: Any
+    ) -> None:
         generator = torch.Generator().manual_seed(3)
         self.parameters = {
             name: there(torch.randn(shard.shape, generator=generator).to(shard.dtype)) for name, shard in shards.items()
@@ -51,7 +53,7 @@ class Trained:
         settings = {"lr": 0.1, "weight_decay": None, "no_decay": ()} | {
             key: how.pop(key) for key in ("weight_decay", "no_decay") if key in how
         }
-        self.optimizer, scaled = updating("adamw", self.parameters, self.gradients, self.buffers, kernels, **settings)
+        self.optimizer, scaled = updating(optimizer, self.parameters, self.gradients, self.buffers, kernels, **settings)
         comm = Comm({}, {})
         comm.device = there(torch.zeros(1)).device
         rate = Rate(base=0.1, warmup=2)
@@ -96,6 +98,7 @@ def same(mine: Trained, theirs: Trained, tolerance: float) -> None:
             torch.testing.assert_close(x.double().cpu(), right[key].double().cpu(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("f64", 1e-14), ("f32", 2e-6), ("bf16", 0.02)])
 @pytest.mark.parametrize(
     "how",
@@ -107,8 +110,10 @@ def same(mine: Trained, theirs: Trained, tolerance: float) -> None:
     ],
     ids=["plain", "clipped", "groups", "none decays"],
 )
-def test_steps_are_torchs(kernels: SimpleNamespace, dtype: str, tolerance: float, how: dict[str, Any]) -> None:
-    mine, theirs = both(dtype, kernels, **how)
+def test_steps_are_torchs(
+    kernels: SimpleNamespace, dtype: str, tolerance: float, how: dict[str, Any], optimizer: str
+) -> None:
+    mine, theirs = both(dtype, kernels, optimizer=optimizer, **how)
     assert not isinstance(mine.optimizer, TorchOptimizer) and isinstance(theirs.optimizer, TorchOptimizer)
     for number in range(4):
         found, right = (each.step(number, drawn(number, 1 + number), batches=3) for each in (mine, theirs))
@@ -141,6 +146,7 @@ def test_overflows_are_skipped(kernels: SimpleNamespace) -> None:
     for number in range(3):
         for each, scale in zip((mine, theirs), scales, strict=True):
             gradients = drawn(number, scale.value)
+            each.update._comm.scales(scale.value)
             if number == 1:
                 gradients["down.weight"][5, 6] = float("inf")
             before = {name: x.clone() for name, x in each.parameters.items()}
@@ -196,13 +202,16 @@ def _state(shape: tuple[int, ...], generator: torch.Generator, steps: float) -> 
 
 
 @interpreted
-@pytest.mark.parametrize("mesh", ["2x2 zero 1", pytest.param("pp=2,dp=2", marks=pytest.mark.matrix)])
-def test_packages_update_with_it(mesh: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "optimizer"),
+    [("2x2 zero 1", "adamw"), ("2x2 zero 1", "sgd"), pytest.param("pp=2,dp=2", "adamw", marks=pytest.mark.matrix)],
+)
+def test_packages_update_with_it(mesh: str, optimizer: str, tmp_path: Path) -> None:
     """As the single-device model does; a continued run has the same bits, and PyTorch's kernels go on from it too."""
     package = build(tmp_path / "triton", mesh, kernels="triton")
-    result = verify(package, steps=2, virtual=True, optimizer="adamw", lr=0.01, clip=0.05, accumulate=2)
+    result = verify(package, steps=2, virtual=True, optimizer=optimizer, lr=0.01, clip=0.05, accumulate=2)
     assert result.ok and result.worst.rel_err < 1e-11
-    how = ("--clip", 0.05, "--weight-decay", 0.1, "--no-decay", "*.bias")
+    how = ("--clip", 0.05, "--weight-decay", 0.1, "--no-decay", "*.bias", "--optimizer", optimizer)
     trained(package, "--steps", 3, "--record", tmp_path / "whole", *how)
     trained(package, "--steps", 1, "--save", tmp_path / "save", *how)
     trained(package, "--steps", 3, "--resume", tmp_path / "save", "--record", tmp_path / "parts")

@@ -1,4 +1,4 @@
-"""AdamW by the package's own kernel: one pass over all that a rank trains, in flat memory.
+"""AdamW and SGD by the package's own kernels: one pass over all that a rank trains, in flat memory.
 
 Parameters and moments stand as gradients do (executor.gradient_buffers): there is one launch for each buffer.
 """
@@ -38,8 +38,7 @@ class _Flat:
     names: tuple[str, ...]
     gradient: Tensor
     parameter: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    moments: tuple[Tensor, ...]
 
     @property
     def wide(self) -> torch.dtype:
@@ -63,12 +62,15 @@ class _Segments:
     even: bool
 
 
-class FlatAdamW:
-    """torch.optim.AdamW's step with its defaults, by `launch`: the package's kernel, `kernels.adamw`.
+class FlatSGD:
+    """torch.optim.SGD's step with its defaults, by `launch`: the package's kernel, `kernels.sgd`.
 
     Trains the parameters that stand in `buffers` of gradients, and moves them into memory alike. Those in `spared`
     have no weight decay.
     """
+
+    moments: tuple[str, ...] = ()
+    decay = 0.0
 
     def __init__(
         self,
@@ -82,16 +84,18 @@ class FlatAdamW:
     ) -> None:
         self._launch = launch
         self._gradients = gradients
-        self._decay = DECAY if weight_decay is None else weight_decay
+        self._decay = self.decay if weight_decay is None else weight_decay
         self._spared = frozenset(spared)
         self._sizes = {name: parameters[name].numel() for names in buffers for name in names}
         self._flats = [
-            _Flat(names, buffer, _moved(parameters, names, buffer), torch.zeros_like(buffer), torch.zeros_like(buffer))
+            _Flat(
+                names, buffer, _moved(parameters, names, buffer), tuple(torch.zeros_like(buffer) for _ in self.moments)
+            )
             for names, buffer in buffers.items()
         ]
         self._moments: dict[str, dict[str, Tensor]] = {name: {} for name in self._sizes}
         for each in self._flats:
-            for key, buffer in (("exp_avg", each.exp_avg), ("exp_avg_sq", each.exp_avg_sq)):
+            for key, buffer in zip(self.moments, each.moments, strict=True):
                 for name, piece in pieces_of(buffer, each.names, parameters).items():
                     self._moments[name][key] = piece
         # Of every parameter, as checkpoints have them; on the host, which computes with them.
@@ -121,7 +125,7 @@ class FlatAdamW:
 
     def kept(self, name: str) -> Mapping[str, Tensor]:
         """What is kept of a parameter, as torch's optimizer calls it."""
-        return {"step": self._step_of[name], **self._moments[name]}
+        return self._moments[name]
 
     def restore(self, name: str, key: str, value: Tensor) -> None:
         """Go on with what was kept."""
@@ -130,20 +134,21 @@ class FlatAdamW:
 
     def begin(self, rate: float) -> None:
         """Send what the host computes of a step."""
+        self._steps += 1
         if self._segments is None:
             self._segments = [self._cut(each) for each in self._flats]
             self._rates = {
-                each.names: torch.empty((len(segments.decays), 3), dtype=each.wide, device=each.parameter.device)
+                each.names: torch.tensor(
+                    self._rows(rate, each, segments), dtype=each.wide, device=each.parameter.device
+                )
                 for each, segments in zip(self._flats, self._segments, strict=True)
             }
-        self._steps += 1
         for each, segments in zip(self._flats, self._segments, strict=True):
-            first = float(self._step_of[each.names[0]])
-            rows = [
-                (1 - rate * decay, rate / (1 - BETAS[0] ** (first + age)), (1 - BETAS[1] ** (first + age)) ** 0.5)
-                for decay, age in zip(segments.decays, segments.ages, strict=True)
-            ]
-            send(rows, self._rates[each.names])
+            send(self._rows(rate, each, segments), self._rates[each.names])
+
+    def _rows(self, rate: float, each: _Flat, segments: _Segments) -> list[tuple[float, ...]]:
+        """What the kernel is told of each segment."""
+        return [(decay, rate) for decay in segments.decays]
 
     def step(self) -> None:
         """Update every parameter."""
@@ -155,8 +160,7 @@ class FlatAdamW:
             self._launch(
                 each.gradient,
                 each.parameter,
-                each.exp_avg,
-                each.exp_avg_sq,
+                *each.moments,
                 self._gradients.factor.to(each.wide),
                 self._rates[each.names],
                 segments.first,
@@ -192,3 +196,23 @@ class FlatAdamW:
 
     def _decayed(self, name: str) -> float:
         return 0.0 if name in self._spared else self._decay
+
+
+class FlatAdamW(FlatSGD):
+    """torch.optim.AdamW's, by `kernels.adamw`."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+    decay = DECAY
+
+    def kept(self, name: str) -> Mapping[str, Tensor]:
+        return {"step": self._step_of[name], **self._moments[name]}
+
+    def _rows(self, rate: float, each: _Flat, segments: _Segments) -> list[tuple[float, ...]]:
+        first = float(self._step_of[each.names[0]])
+        return [
+            (1 - rate * decay, rate / (1 - BETAS[0] ** (first + age)), (1 - BETAS[1] ** (first + age)) ** 0.5)
+            for decay, age in zip(segments.decays, segments.ages, strict=True)
+        ]
+
+
+FLAT: Mapping[str, type[FlatSGD]] = {"adamw": FlatAdamW, "sgd": FlatSGD}  # by the name of the kernel too

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .comm import Comm
-from .flat import Buffers, FlatAdamW
+from .flat import FLAT, Buffers
 from .gradients import Gradients, Scaled
 from .layout import Shard, cutting
 from .optimizer import Optimizer, TorchOptimizer, attach_gradients, make_optimizer, rate_on, spared
@@ -169,10 +169,11 @@ def updating(
     """
     if not gradients:
         return None, Gradients((), {})
-    if name == "adamw" and hasattr(kernels, "adamw") and kernels is not None:
+    if hasattr(kernels, name) and kernels is not None:
         scaled = Scaled(list(buffers.values()), gradients, kernels.squares)
         free = spared(gradients, no_decay)
-        return FlatAdamW(kernels.adamw, parameters, buffers, scaled, weight_decay=weight_decay, spared=free), scaled
+        launch = getattr(kernels, name)
+        return FLAT[name](launch, parameters, buffers, scaled, weight_decay=weight_decay, spared=free), scaled
     trained = attach_gradients(parameters, gradients)
     optimizer = make_optimizer(name, trained, lr, weight_decay=weight_decay, no_decay=no_decay)
     device = next(iter(trained.values())).device

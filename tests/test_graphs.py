@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import partc
+from partc.capturing import obstacle
 from partc.errors import PartcError
 from partc.runtime.errors import UsageError
 from partc.runtime.graphs import CudaGraph
@@ -51,7 +52,7 @@ CASES: dict[str, tuple[Path, dict[str, Any], tuple[object, ...]]] = {
         ("--lr-schedule", "linear", "--clip", 0.1, "--no-decay", "*bias*"),
     ),
     "cut dropout": (NOISY, {"mesh": "dp=2,tp=2", "zero": 1}, ("--optimizer", "sgd", "--warmup", 4)),
-    "accumulated": (NOISY, {"mesh": "1", "recompute": "full"}, ("--accumulate", 3, "--clip", 0.1)),
+    "accumulated": (NOISY, {"mesh": "1", "recompute": "full", "loss_chunks": 3}, ("--accumulate", 3, "--clip", 0.1)),
     "fp16": (NOISY, {"mesh": "2", "precision": "fp16"}, ("--accumulate", 2, "--clip", 1.0, "--steps", 12)),
     "parts": (TIED, {"mesh": "2", "zero": 3, "microbatches": 2}, ("--accumulate", 3, "--lr-schedule", "linear")),
     "parts of gradients": (TIED, {"mesh": "2", "zero": 2, "compress_grads": "bf16"}, ("--accumulate", 2)),
@@ -75,6 +76,24 @@ def test_repeated_steps_are_the_steps(case: str, tmp_path: Path, monkeypatch: py
     if case == "fp16":
         skipped = plain["log"][:, 3].tolist()
         assert skipped[:4] == [1, 1, 1, 1] and 0 in skipped[:-2]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_repeats(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS[name]
+    if model.config:
+        pytest.importorskip("transformers")
+    build = tmp_path / "build"
+    package = partc.compile(model.source(tmp_path), mesh="1", microbatches=2, precision="fp64", options=model.options)
+    if obstacle(package.program) is not None:
+        assert name in ("mixtral", "mixture")
+        return
+    package.write(build)
+    plain = trained(build, tmp_path / "plain", "--warmup", 5, "--clip", 0.1)
+    with cpu_graphs(monkeypatch):
+        repeated = trained(build, tmp_path / "repeated", "--cuda-graphs", "--warmup", 5, "--clip", 0.1)
+    same(plain, repeated)
 
 
 BREAKS = {

@@ -20,6 +20,7 @@ from . import nans
 from .accumulation import clear, complete
 from .comm import Comm
 from .data import in_microbatches, own_part
+from .errors import UsageError
 from .executor import Action, Stage, Told, run_step
 from .gradients import Gradients
 from .graphs import Graph, Repeated
@@ -105,10 +106,18 @@ class Steps:
     def _take(self, batch: Mapping[str, Tensor]) -> None:
         part = own_part(batch, self.inputs, self.job.sizes, self.coordinate)
         if self.graph is None or not self._local:
-            self._local = {name: x.to(self.device) for name, x in part.items()}
+            self._local = {name: x.to(self.device, copy=self.graph is not None) for name, x in part.items()}
             return
         for name, x in part.items():
-            self._local[name].copy_(x)
+            there = self._local[name]
+            if x.shape != there.shape or x.dtype != there.dtype:
+                raise UsageError(
+                    "P0533",
+                    f"steps cannot be repeated: {name} of the batch is {x.dtype}{list(x.shape)} on this rank, and was "
+                    f"{there.dtype}{list(there.shape)} before",
+                    "have data(step) of the model file return equal shapes and types, or add --no-cuda-graphs",
+                )
+            there.copy_(x)
 
     def _run(self, first: bool, last: bool) -> Tensor | None:
         if (first, last) not in self._batches:

@@ -132,6 +132,7 @@ def _readme(program: Program, stages: list[StageCode], plan: Mapping[str, Any], 
         communication=list(_communication(program, plan)),
         report=report,
         kernels=program.fused,
+        graphs=plan["command"].get("cuda_graphs", False),
     )
 
 

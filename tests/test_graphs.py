@@ -141,6 +141,20 @@ def test_a_continued_run_repeats_its_steps_too(tmp_path: Path, monkeypatch: pyte
     same({name: whole[name] for name in later}, later)
 
 
+def test_batches_of_other_types_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other shapes they are anyway."""
+    model = tmp_path / "small.py"
+    given = "torch.ones(4, 4, dtype=torch.int64 if step < 3 else torch.int32)"
+    text = SMALL.replace("torch.ones(4, 4)", "torch.ones(4, 4, dtype=torch.int64)").replace('["x"]', '["x"].float()')
+    model.write_text(f"{text}\ndef data(step):\n    return {{'x': {given}}}\n")
+    build = partc.compile(model, mesh="1").write(tmp_path / "build")
+    assert train(build, "--steps", 5).returncode == 0
+    with cpu_graphs(monkeypatch):
+        done = train(build, "--steps", 5, "--cuda-graphs")
+    said = "error P0533: steps cannot be repeated: x of the batch is torch.int32 on this rank, and was torch.int64"
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
 SMALL = """
 import torch
 from torch import nn
@@ -199,6 +213,7 @@ def test_runs_that_cannot_repeat_are_refused(
     build = tmp_path / "build"
     partc.compile(TIED, mesh="1", cuda_graphs=True).write(build)
     assert json.loads((build / "plan.json").read_text())["command"]["cuda_graphs"] is True
+    assert "| CUDA graphs |" in (build / "README.md").read_text()
     done = train(build, *arguments)
     assert done.returncode == 2 and "error P0533" in done.stderr and cause in done.stderr
     assert train(build, "--steps", 1, "--no-cuda-graphs", *arguments).returncode == 0

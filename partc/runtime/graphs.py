@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from .errors import UsageError
+from .watch import PeerLost
 
 WARM = 2  # times that work is done as it is: what is made once is there by then, and kernels are compiled
 
@@ -61,6 +62,8 @@ class CudaGraph:
         try:
             with here:
                 return work()
+        except PeerLost:
+            raise
         except RuntimeError as error:
             raise UsageError(
                 "P0534",

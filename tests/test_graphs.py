@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import partc
 from partc.capturing import obstacle
 from partc.errors import PartcError
 from partc.runtime.errors import UsageError
-from partc.runtime.graphs import CudaGraph
+from partc.runtime.graphs import CudaGraph, Repeated, recording
 from partc.runtime.tensors import load
 from partc.runtime.update import LossScale
 from tests.cpu_graph import Refused, cpu_graphs
@@ -238,3 +241,53 @@ def test_what_cuda_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         UsageError, match=r"P0534: .*: CUDA error: operation not permitted.*capturing\n  help: leave out"
     ):
         CudaGraph((0, 0)).capture(lambda: None)
+
+
+def test_recordings_share_a_stream_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What of CUDA is called, in which order; the names of torch's own arguments are held against torch."""
+    said: list[str] = []
+    signature = inspect.signature(torch.cuda.graph.__init__)
+
+    class Stream:
+        def __init__(self, name: object) -> None:
+            self.name = name if isinstance(name, str) else "side"
+
+        def wait_stream(self, other: Stream) -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+    streams = [Stream("main")]
+
+    @contextmanager
+    def within(stream: Stream) -> Iterator[None]:
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    class Graph:
+        def replay(self) -> None:
+            said.append("replay")
+
+    @contextmanager
+    def capturing(*given: object, **named: object) -> Iterator[None]:
+        call = signature.bind(None, *given, **named).arguments
+        assert isinstance(call["cuda_graph"], Graph) and call["pool"] == "pool"
+        said.append(f"capture on {call['stream'].name}")
+        yield
+
+    for name, stand_in in {
+        "Stream": Stream, "stream": within, "current_stream": lambda device=None: streams[-1], "CUDAGraph": Graph,
+        "graph_pool_handle": lambda: "pool", "graph": capturing,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    with recording(True, torch.device("cuda", 0)) as make:
+        assert make is not None
+        works = [Repeated(lambda: said.append("done"), make()), Repeated(lambda: said.append("else"), make())]
+        for _ in range(4):
+            for work in works:
+                work()
+    assert said == [
+        "side waits for main",
+        *("done", "else") * 2,
+        *("capture on side", "done", "replay", "capture on side", "else", "replay"),
+        *("replay", "replay", "main waits for side"),
+    ]

@@ -191,7 +191,7 @@ def memory_command(
     click.echo(page(account, mesh, place=place, width=width), nl=False)
 
 
-@cli.command("run", short_help="Train a package on this machine.")
+@cli.command("run", short_help="Train a package on this machine.", context_settings={"ignore_unknown_options": True})
 @click.argument("directory", metavar="DIR", type=Path)
 @click.option("--steps", type=int, default=10, show_default=True)
 @click.option("--init", type=Path, metavar="FILE", help="start from a state dict in safetensors")
@@ -200,7 +200,7 @@ def memory_command(
 def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, rest: tuple[str, ...]) -> None:
     """Print the torchrun line that trains a package on this machine, then run it.
 
-    What follows `--` goes to train.py: its optimizer, learning rate, log, checkpoints (`-- --help` lists them).
+    Other options go to train.py: its optimizer, learning rate, log, checkpoints (`-- --help` lists them).
     """
     from partc.launch import run
 

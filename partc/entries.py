@@ -120,6 +120,11 @@ PACKAGES: Mapping[str, Entry] = {
         "Some operation of the step, one of the model's own perhaps, waits for the device or copies from the host. The "
         "message has CUDA's words. --no-cuda-graphs trains without.",
     ),
+    "P0535": Entry(
+        "the command line of train.py does not parse",
+        "An option is unknown, lacks its value, or has one that it cannot have. `python train.py --help` lists them; "
+        "`partc run DIR` takes the same.",
+    ),
     "P0601": Entry(
         "the output folder is not partc's",
         "partc replaces a package that it wrote, and an empty folder, and nothing else. Give another folder "

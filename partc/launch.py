@@ -111,10 +111,19 @@ def run(
 ) -> RunResult:
     """Train a package for some steps with real processes; `tell` gets the torchrun line first.
 
-    The ranks' own output goes to stderr as it comes. Raises RunFailed.
+    The ranks' own output goes to stderr as it comes. Raises RunFailed, and PartcError for arguments that train.py
+    does not take.
     """
+    from partc.runtime.errors import UsageError  # which loads torch, as does the next
+    from partc.runtime.job import parse
+
     plan = read_package(directory)
-    command = torchrun_command(directory, ["--steps", str(steps), *arguments])
+    given = ["--steps", str(steps), *arguments]
+    try:
+        virtual = parse(given, directory).virtual
+    except UsageError as error:
+        raise PartcError(error.code, error.cause, help=error.help) from error
+    command = [sys.executable, str(directory / "train.py"), *given] if virtual else torchrun_command(directory, given)
     tell(shlex.join(command))
     with tempfile.TemporaryDirectory(prefix="partc-run-") as folder:
         code = subprocess.call([*command, "--report", folder], env=local_environment(), stdout=sys.stderr)

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -119,11 +119,14 @@ _CONTINUED = ("seed", *_DEFAULTS)
 _LEAST = {"save_every": 1, "save_slack": 0, "keep": 1, "accumulate": 1, "warmup": 0, "min_lr": 0, "weight_decay": 0}
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError("P0535", message, "train.py --help lists its options", alike=True)
+
+
 def parse(argv: Sequence[str], root: Path) -> Job:
-    """Read the command line of train.py. Raises UsageError P0503, P0521, P0532 and P0533."""
-    parser = argparse.ArgumentParser(
-        prog="train.py", description="Train this package; one process per rank, under torchrun."
-    )
+    """Read the command line of train.py. Raises UsageError P0503, P0521, P0532 P0533 and P0535."""
+    parser = _Parser(prog="train.py", description="Train this package; one process per rank, under torchrun.")
     add = parser.add_argument
     add("--steps", type=int, default=10, help="of the whole training, with those before --resume")
     add("--optimizer", choices=("adamw", "sgd"), help="adamw by default, or the checkpoint's")

@@ -207,7 +207,7 @@ def _kernels(program: Program) -> Iterator[tuple[str, str]]:
     every: list[Kernel | Written] = [*fused, *others]
     for kernel in every:
         yield f"kernels/{kernel.name}.py", kernel_module(kernel)
-    for name in ("functions", "scratch"):
+    for name in ("functions", "interpreted", "scratch"):
         shared = importlib.resources.files("partc.kernels").joinpath(f"{name}.py")
         yield f"kernels/{name}.py", shared.read_text(encoding="utf-8")
     names = sorted([*(kernel.name for kernel in fused), *(each.name for each in others if each.alone)])

@@ -10,13 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import partc
 from partc.interpret import evaluate
+from partc.kernels.interpreted import rounds
 from partc.layout import Layout
 from partc.mesh import Mesh
 from partc.operators import DTYPES
 from partc.passes.fuse import fuse
 from partc.program import Call, DType, Graph, Op, Program, Ref, Region, TensorType, Value
 from tests.programs import fused_graph, op, value
+from tests.test_memory import GPT
 from tests.triton_runs import Kernels, exact_bf16
 
 # What is left of fp32 intermediates in a 16-bit result, and of sums in another order.
@@ -237,6 +240,28 @@ def test_a_rounding_kernel_is_equal_to_the_bit(kernels: Kernels) -> None:
         exact, fast = (kernels.run(after, values, {}, {}, rounding=rounding)["loss"] for rounding in (True, False))
     assert torch.equal(exact, evaluate(graph, values)["loss"])
     assert not torch.equal(fast, exact)  # which keeps more bits in between
+
+
+def test_packages_round_where_the_interpreter_would_cut_bits_off(kernels: Kernels) -> None:
+    graph = (
+        fused_graph("""
+  forward:
+    input x: f32[1000]
+    y = neg(x)  # f32[1000]
+    z = to(y, <bf16>)  # bf16[1000]
+    loss = mul(z, 1.0)  # bf16[1000]
+    return loss
+""")
+        .regions[0]
+        .forward
+    )
+    rounds()
+    x = random(graph.inputs[0].type)
+    made = kernels.run(fuse(program_of(graph), kernels="triton").regions[0].forward, {"x": x}, {}, {})["loss"]
+    assert torch.equal(made, -x.bfloat16())
+    package = partc.compile(GPT, mesh="1", options={"depth": 1}, kernels="triton")
+    (text,) = (text for path, text in package.files() if path == "kernels/__init__.py")
+    assert "\nrounds()\n" in str(text)
 
 
 # -- random graphs -------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from partc.codegen.kernels import kernel
 from partc.codegen.package import kernel_module
 from partc.codegen.written import Written
 from partc.interpret import results_of
+from partc.kernels.interpreted import rounds
 from partc.layout import Sizes
 from partc.program import Graph, Op, TensorType
 
@@ -85,35 +85,6 @@ def there(x: Tensor) -> Tensor:
 
 @contextmanager
 def exact_bf16() -> Iterator[None]:
-    """The interpreter cuts bits off where hardware rounds to the nearest; with this, it rounds."""
-    if not INTERPRETED:
-        yield
-        return
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    original = interpreter.InterpreterBuilder.cast_impl
-
-    def cast(self: Any, source: Any, target: Any) -> Any:
-        pair = (source.dtype.scalar, target.scalar)
-        if pair == (tl.bfloat16, tl.float32):
-            data = (source.data.astype(np.uint32) << 16).view(np.float32)
-        elif pair == (tl.float32, tl.bfloat16):
-            whole = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16)
-            data = whole.view(torch.int16).numpy().view(np.uint16).reshape(source.data.shape)
-        else:
-            return original(self, source, target)
-        return interpreter.TensorHandle(data, target.scalar)
-
-    names = ("cast_impl", "create_fp_ext", "create_fp_trunc")
-    before = {name: getattr(interpreter.InterpreterBuilder, name) for name in names}
-    convert = interpreter.InterpreterBuilder.create_fp_to_fp
-    interpreter.InterpreterBuilder.create_fp_to_fp = lambda self, source, target, mode: cast(self, source, target)
-    for name in names:
-        setattr(interpreter.InterpreterBuilder, name, cast)
-    try:
-        yield
-    finally:
-        for name, was in before.items():
-            setattr(interpreter.InterpreterBuilder, name, was)
-        interpreter.InterpreterBuilder.create_fp_to_fp = convert
+    """The interpreter cuts bits off where hardware rounds to the nearest; as in packages, from here on it rounds."""
+    rounds()
+    yield

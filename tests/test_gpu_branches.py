@@ -1,0 +1,129 @@
+"""What the runtime does on GPUs only, taken where there is none: tensors without memory that say they are CUDA's.
+
+Operations check shapes and types, and what would wait for the device, or copy a number from the host, cannot be done.
+Kernels are not launched; their arguments have to be on the device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import partc
+from partc.runtime import train
+from partc.runtime.steps import Done, Steps
+from partc.runtime.torch_private import lone_store
+from partc.runtime.update import Updated
+from partc.runtime.virtual import VirtualComm, World
+from tests.durable import imported_from
+
+ROOT = Path(__file__).parents[1]
+DEVICE = torch.device("meta")
+
+
+class Launches:
+    """In a kernel's place."""
+
+    def __init__(self, found: list[str], name: str) -> None:
+        self.found, self.name = found, name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*given: Any, **how: Any) -> None:
+            assert all(x.device == DEVICE for x in given if isinstance(x, Tensor)), self.name
+            self.found.append(self.name)
+
+        return launch
+
+
+class Unread(Steps):
+    """Steps of which the host reads nothing."""
+
+    def run(self, step: int) -> Done:
+        self._take({name: x.to(DEVICE) for name, x in self.batch_of(step).items()})
+        if self.scale is not None:
+            self.comm.scales(self.scale.value)
+        self.comm.begins(self.job.seed, step)
+        for first, last in ((True, False), (False, True)):
+            self._run(first, last)
+        self._norm = self._measured()
+        self.update.begin(step, torch.ones(()))
+        self._updated()
+        return Done(loss=None, seconds=0.0, updated=Updated(rate=0.0, norm=None), recorded={})
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on memory that isn't there is a GPU's."""
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: x.device == DEVICE), raising=False)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(train, "Steps", Unread)
+    for name in ("adam", "sgd"):  # which ask for a device that they know
+        module = importlib.import_module(f"torch.optim.{name}")
+        monkeypatch.setattr(module, "_device_dtype_check_for_fused", lambda *_, **__: None)
+
+
+def steps_taken(package: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
+    """Two steps on the device; the names of the kernels that they would launch."""
+    pretend(monkeypatch)
+    found: list[str] = []
+    with imported_from(package):
+        job = train.parse(["--virtual", "--steps", "2", *arguments], package)
+        rank = train._load_rank(0, DEVICE, package)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("kernels."):
+                for key, item in list(vars(module).items()):
+                    if type(item).__name__ in ("JITFunction", "InterpretedFunction") and name != "kernels.functions":
+                        setattr(module, key, Launches(found, key))
+        for name, shard in rank.shards.items():
+            rank.parameters[name] = torch.empty(shard.local_shape(job.sizes), dtype=shard.dtype, device=DEVICE)
+        comm = VirtualComm(world=World(1), rank=0, coordinate=rank.module.COORDINATE, groups={}, links={})
+        comm.device = DEVICE
+        batch = train._batch(job, train.load_model_file(package / "model.py"), 0)
+        train._train(job, rank, comm, lambda step: batch, DEVICE, lone_store(), None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "arguments"),
+    [
+        ("examples/gpt.py", {"precision": "bf16", "kernels": "triton"}, ["--clip", "1"]),
+        ("examples/gpt.py", {"precision": "bf16", "kernels": "aten", "recompute": "full"}, ["--clip", "1"]),
+        (
+            "examples/gpt.py",
+            {"precision": "fp16", "kernels": "triton", "microbatches": 2, "loss_chunks": 2},
+            ["--optimizer", "sgd"],
+        ),
+        ("tests/models/mixture.py", {"precision": "bf16", "kernels": "triton"}, []),
+        ("tests/models/noisy.py", {"precision": "fp32", "kernels": "triton"}, []),
+        ("tests/models/tied.py", {"precision": "fp32", "kernels": "aten"}, []),
+        ("tests/models/resnet.py", {"precision": "bf16", "kernels": "aten"}, []),
+    ],
+    ids=lambda x: x.split("/")[-1] if isinstance(x, str) else x.get("kernels") if isinstance(x, dict) else " ".join(x),
+)
+def test_a_step_waits_for_nothing(
+    model: str, options: dict[str, Any], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partc.compile(ROOT / model, mesh="1", **options).write(tmp_path / "build")
+    found = steps_taken(tmp_path / "build", monkeypatch, *arguments)
+    assert bool(found) == (options["kernels"] == "triton")
+
+
+def test_a_step_that_waits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: one that asks for a number of the device's."""
+    package = tmp_path / "build"
+    partc.compile(ROOT / "examples/gpt.py", mesh="1", kernels="aten").write(package)
+    stage = package / "stages" / "stage_0.py"
+    text = stage.read_text()
+    assert "    saved: list[Saved] = []\n" in text
+    stage.write_text(
+        text.replace("    saved: list[Saved] = []\n", "    saved: list[Saved] = []\n        self.cos.sum().item()\n")
+    )
+    with pytest.raises(RuntimeError, match="meta"):
+        steps_taken(package, monkeypatch)

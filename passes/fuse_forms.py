@@ -11,6 +11,7 @@ from partc.rules.rule import argument
 
 Shape = tuple[int, ...]
 MOST_COLUMNS = 8192  # of a row that one program holds whole; with more, derivatives of norms spill
+WIDE = {"rms_norm": 16384, "layer_norm": 16384}  # and these not yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,11 @@ class Form:
     def statistic(self) -> Shape:
         """One number for each row."""
         return (*self.shape[: len(self.shape) - self.along], *(1 for _ in range(self.along)))
+
+    @property
+    def wide(self) -> bool:
+        """Whether a program holds so much of each tensor that there is room for few of them."""
+        return self.whole and math.prod(self.column) > MOST_COLUMNS
 
     @property
     def column(self) -> Shape:
@@ -62,7 +68,9 @@ def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DTy
             found = Form(shape, 1, False)
         case "sum" | "amax":
             found = _reduced(op, shape)
-    if found is None or found.along >= len(shape) or (found.whole and math.prod(found.column) > MOST_COLUMNS):
+    if found is None or found.along >= len(shape):
+        return None
+    if found.whole and math.prod(found.column) > WIDE.get(op.name, MOST_COLUMNS):
         return None
     return found
 

@@ -15,6 +15,7 @@ from partc.rules import kernels
 
 MOST_TENSORS = 24  # that one kernel is given and makes
 MOST_ROWS = 14  # and that one is which holds whole rows of them
+MOST_WIDE = 8  # of rows so long that derivatives would not fit
 MOST_OPS = 64
 
 
@@ -156,7 +157,7 @@ class _Work:
         """Seconds that one kernel is faster than two; None where one can't do it, or isn't."""
         one, two = self.groups[a], self.groups[b]
         both = self._group(one.members | two.members)
-        most = MOST_ROWS if both.form else MOST_TENSORS
+        most = (MOST_WIDE if both.form.wide else MOST_ROWS) if both.form else MOST_TENSORS
         if len(both.members) > MOST_OPS or len(both.reads) + len(both.makes) > most or not both.reads:
             return None
         if not (self._rows(both, both.form) if both.form else self._elements(both)):

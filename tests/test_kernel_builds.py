@@ -20,7 +20,13 @@ LARGE = {
         "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
         "num_hidden_layers": 1, "vocab_size": 128256, "max_position_embeddings": 2048,
     },
+    "wide_gpt2_dropout": {"n_embd": 12288, "n_head": 96, "n_layer": 1, "vocab_size": 1024, "n_positions": 1024},
+    "wide_llama": {
+        "hidden_size": 16384, "intermediate_size": 1024, "num_attention_heads": 128, "num_key_value_heads": 8,
+        "num_hidden_layers": 1, "vocab_size": 1024, "max_position_embeddings": 2048,
+    },
 }  # fmt: skip
+WIDE = [name for name in LARGE if name.startswith("wide")]
 
 
 def built(*arguments: str) -> list[dict[str, Any]]:
@@ -37,8 +43,19 @@ def _of(model: str, folder: Path) -> list[str]:
         return [str(ROOT / "examples" / "gpt.py"), "size=1b", "depth=1", "batch=4"]
     path = folder / model / "config.json"
     path.parent.mkdir()
-    path.write_text(json.dumps(MODELS[model].config | LARGE[model]))
-    return [f"hf:{path}", "batch=4", "seq=1024"]
+    path.write_text(json.dumps(MODELS[model.removeprefix("wide_")].config | LARGE[model]))
+    return [f"hf:{path}", "batch=1" if model in WIDE else "batch=4", "seq=1024"]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", WIDE)
+def test_norms_of_wide_rows_spill_nothing(tmp_path: Path, model: str) -> None:
+    """Wider than those whose derivatives do: these are PyTorch's."""
+    found = built(*_of(model, tmp_path))
+    names = {entry["kernel"] for entry in found}
+    assert any("norm" in name for name in names) and not any("norm_backward" in name for name in names)
+    assert [entry for entry in found if entry["spilled"]] == []
 
 
 @pytest.mark.slow

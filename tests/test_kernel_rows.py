@@ -105,6 +105,14 @@ def test_norms_on_odd_shapes(tmp_path: Path, name: str, shape: tuple[int, ...], 
     check(tmp_path, normed(name, shape, along, "f32"), dtype="f32", strided=along == 2)
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_norms_of_rows_whose_derivatives_are_left_to_pytorch(tmp_path: Path, name: str) -> None:
+    check(tmp_path, normed(name, (2, 10001), 1, "f32"), dtype="f32")
+    backward = normed(f"{name}_backward", (2, 10001), 1, "f32")
+    ops = fuse(program_of(backward), kernels="triton").regions[0].forward.ops
+    assert f"{name}_backward" in [one.name for one in ops]
+
+
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "rms_norm_backward", "layer_norm_backward"])
 @pytest.mark.parametrize("dtype", ["f64", "bf16", "f16"])
 def test_norms_in_every_type(tmp_path: Path, name: str, dtype: DType) -> None:

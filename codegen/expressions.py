@@ -10,6 +10,7 @@ from partc.codegen.operands import DTYPES, Emit, Operands, arguments
 from partc.layout import Layout, SubDim
 from partc.program import Op, Ref
 from partc.rules import kernels
+from partc.rules.rule import integers
 
 
 def expression(operands: Operands) -> str:
@@ -34,6 +35,19 @@ def accumulates(name: str) -> bool:
 def with_accumulation(gradients: Sequence[str], operands: Operands) -> str:
     """The expression of the first result in that form."""
     return _ACCUMULATE_MORE[operands.op.name](gradients, operands)
+
+
+def summed_by_programs(op: Op) -> frozenset[str]:
+    """The results of a fused operation that its kernel's programs sum, each a part."""
+    if "along" not in dict(op.attrs) or any(step.name in (*kernels.TABLES, *kernels.STREAMED) for step in op.body):
+        return frozenset()
+    down = {step.result.name for step in op.body if step.name == "sum" and 0 in integers(step.args[1])}
+    return frozenset(value.name for value in op.results if value.name in down)
+
+
+def unsummed(operands: Operands) -> str:
+    """The expression of a fused operation that leaves its sums as the kernel's programs have them."""
+    return f"{_fused(operands)[:-1]}, summed=False)"
 
 
 def returns_more(name: str) -> bool:
@@ -340,6 +354,8 @@ _ACCUMULATE: Mapping[str, Callable[[str, Operands], str]] = {
     "fused": lambda g, o: (
         f"{_fused(o)[:-1]}, into=functional.settled({g}))"
         if o.op.body[0].name in kernels.TABLES
+        else f"functional.add_sum({g}, {unsummed(o)})"
+        if summed_by_programs(o.op)
         else f"{g}.add_({_fused(o)})"
     ),
     "embedding_dense_backward": lambda g, o: (

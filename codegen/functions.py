@@ -14,6 +14,8 @@ from partc.codegen.expressions import (
     is_atom,
     is_chained,
     returns_more,
+    summed_by_programs,
+    unsummed,
     with_accumulation,
 )
 from partc.codegen.lifetimes import deletions, overwritten, shares_memory
@@ -288,6 +290,9 @@ class _Writer:
         into = self._into(op, uses, graph, buffers)
         if into:
             code = with_accumulation(into, operands)
+        apart = self._apart(op, uses, graph, buffers)
+        if apart:
+            code = unsummed(operands)
         following = order[index + 1] if index + 1 < len(order) else None
         if (
             single
@@ -304,12 +309,14 @@ class _Writer:
             return []
         made = op.results[: len(op.results) - len(into)]
         targets = [names[value.name] if self._is_read(value, uses, graph, buffers) else "_" for value in made]
-        layout = str(op.results[0].type) if op.results else ""
+        layout = next((str(value.type) for value in op.results if value.name not in apart), "")
         if single and returns_more(op.name):
             targets.append("*_")
         lines = [Line(code=f"{', '.join(targets)} = {code}", layout=layout, notes=notes)]
         for value in made:
-            lines.extend(Line(code=f"{buffer}.add_({names[value.name]})") for buffer in buffers.get(value.name, ()))
+            add = "functional.add_sum({}, {})" if value.name in apart else "{}.add_({})"
+            added = [Line(code=add.format(buffer, names[value.name])) for buffer in buffers.get(value.name, ())]
+            lines += [*added, Line(code=f"del {names[value.name]}")] if value.name in apart else added
         return lines
 
     def _joins(self, op: Op, following: Op) -> bool:
@@ -325,6 +332,13 @@ class _Writer:
         more = [value.name for value in op.results[1:]] if accumulates(op.name) else []
         alone = all(len(buffers.get(name, ())) == 1 and not uses.get(name, 0) for name in more)
         return [buffers[name][0] for name in more] if alone and not {*more} & {*graph.outputs} else []
+
+    @staticmethod
+    def _apart(op: Op, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> frozenset[str]:
+        """The sums of a kernel, if all are added to buffers: each as what the kernel's programs have of it."""
+        sums = summed_by_programs(op)
+        kept = {name for name in sums if uses.get(name, 0) or name in graph.outputs or len(buffers.get(name, ())) != 1}
+        return frozenset() if kept else sums
 
     @staticmethod
     def _is_read(value: Value, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> bool:

@@ -151,6 +151,16 @@ class Rows(Kernel):
         found = {total.result.name: self._total(total, parts) for parts in self.parts for total in parts.sums}
         return [found.get(result.name, result.name) for result in self.results]
 
+    @property
+    def unsummed(self) -> list[str]:
+        """The same, with what each program has of a sum: [programs, columns]."""
+        found = {
+            total.result.name: f"{parts.name}[{at}]" if parts.rows > 1 else parts.name
+            for parts in self.parts
+            for at, total in enumerate(parts.sums)
+        }
+        return [found.get(result.name, result.name) for result in self.results]
+
     @staticmethod
     def _total(total: Sum, parts: Parts) -> str:
         shape = f".reshape({total.result.shape})" if total.shaped else ""
@@ -204,6 +214,22 @@ def parts(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[t
     dtypes = [value.type.dtype for value in op.results if value.name in found.down]
     passing: list[tuple[tuple[int, ...], DType]] = [(whole, computed_in(dtype)) for dtype in dtypes]
     return [*passing, *((columns, computed_in(dtype)) for dtype in dtypes if computed_in(dtype) != dtype)]
+
+
+def unsummed(
+    op: Op, types: Mapping[str, TensorType], sizes: Sizes
+) -> dict[tuple[DType, DType], tuple[tuple[int, ...], list[str]]]:
+    """The memory that sums of programs stand in, [sums, programs, columns], and the results that these are of.
+
+    By what is summed in, and what the results are in.
+    """
+    found = _Reductions.of(op, types, sizes)
+    together: dict[tuple[DType, DType], list[str]] = {}
+    for value in op.results:
+        if value.name in found.down:
+            together.setdefault((computed_in(value.type.dtype), value.type.dtype), []).append(value.name)
+    place = found.tiling.programs, found.tiling.columns
+    return {key: ((len(names), *place), names) for key, names in together.items()}
 
 
 def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:

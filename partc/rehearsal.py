@@ -12,36 +12,32 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from partc.codegen.kernels import held_beside
-from partc.codegen.lifetimes import overwritten
 from partc.codegen.package import StageModule, stage_modules
 from partc.ledger import Ledger, Owned, counting
 from partc.lessons import Lessons, stage_class
 from partc.memory import Account, RankMemory
 from partc.mesh import PIPELINE_AXIS
-from partc.program import DType, Op, Program, TensorType
+from partc.program import Program
 from partc.runtime.accumulation import clear
 from partc.runtime.boxes import pieces, speaks
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm import Axis, Link, Pending
-from partc.runtime.compression import room
 from partc.runtime.data import local_batch
 from partc.runtime.distributed import DistributedComm, GlooAxis
 from partc.runtime.executor import Action, Stage, gradient_buffers, parse_schedule, run_step, told_by
-from partc.runtime.layout import DTYPES, Shard
+from partc.runtime.layout import Shard
 from partc.runtime.optimizer import attach_gradients, make_optimizer
 from partc.runtime.parts import Parts
 from partc.runtime.state import remembering
 from partc.runtime.sums import Bucket, Sums
+from partc.standins import META, stand_ins
 
 Sizes = Mapping[str, int]
-META = torch.device("meta")
 MOST_COUNTED = 64  # ranks at one place of which each is looked at
 
 
@@ -88,7 +84,7 @@ def _rank(
     with counting() as ledger:
         lessons.ledger = ledger
         comm = _QuietComm(ledger, program.mesh.sizes, place)
-        given = {"Parts": _NamedParts, "Sums": Sums, "Bucket": Bucket, "kernels": _kernels(program)}
+        given = {"Parts": _NamedParts, "Sums": Sums, "Bucket": Bucket, "kernels": stand_ins(program)}
         classes = {
             module.index: stage_class(module.text, f"stages/stage_{module.index}.py", module.functions, lessons, given)
             for module in modules
@@ -183,58 +179,6 @@ def _copied(
                     )
         found.append(total)
     return max(found)
-
-
-def _kernels(program: Program) -> SimpleNamespace:
-    """In place of kernels: functions that make as much memory as those do, and nothing else."""
-
-    def stand_in(op: Op, types: Mapping[str, TensorType]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-        shapes = [(value.type.layout.local_shape(program.sizes), DTYPES[value.type.dtype]) for value in op.results]
-        passing: list[tuple[tuple[int, ...], DType]] = [*held_beside(op, types, program.sizes)]
-        over = overwritten(op)
-
-        def make(*given: Tensor, into: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
-            held = [torch.empty(shape, dtype=DTYPES[dtype], device=META) for shape, dtype in passing]
-            if into is not None:
-                return into
-            found = tuple(
-                given[over[number]] if number in over else torch.empty(shape, dtype=dtype, device=META)
-                for number, (shape, dtype) in enumerate(shapes)
-            )
-            del held
-            return found if len(found) > 1 else found[0]
-
-        return make
-
-    nothing = SimpleNamespace(numbers=lambda *given, **how: None, gradient_=lambda *given: None)
-    found: dict[str, Any] = {"logits": nothing}
-    if program.compress:
-        found[program.compress] = _Codec(program.compress)
-    for region in program.regions:
-        for graph in region.graphs:
-            types = {value.name: value.type for value in (*region.params, *graph.definitions().values())}
-            for op in graph.ops:
-                if op.body:
-                    found.setdefault(str(dict(op.attrs)["kernel"]), stand_in(op, types))
-    return SimpleNamespace(**found)
-
-
-@dataclass(frozen=True, slots=True)
-class _Codec:
-    """In place of the kernels that gradients are sent in few bits by."""
-
-    kind: str
-
-    def encode(self, x: Tensor, left: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-        dtype = torch.bfloat16 if self.kind == "bf16" else torch.uint8
-        coded = torch.empty((len(x), room(self.kind, x.shape[1])), dtype=dtype, device=META)
-        return coded, torch.empty(x.shape, device=META) if left is None else left
-
-    def decode(self, coded: Tensor, size: int) -> Tensor:
-        return torch.empty((len(coded), size), device=META)
-
-    def decode_sum(self, coded: Tensor, size: int) -> Tensor:
-        return torch.empty(size, device=META)
 
 
 @dataclass(frozen=True, slots=True)

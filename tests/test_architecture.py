@@ -73,6 +73,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "partc.output",
         "partc.options",
         "partc.lessons",
+        "partc.standins",
         "partc.rehearsal",
         "partc.fitting",
         "partc.early",

@@ -85,6 +85,15 @@ def add_product(into: Tensor, rows: Tensor, columns: Tensor) -> None:
         torch.addmm(into, rows, columns, out_dtype=into.dtype, out=into)
 
 
+def add_sum(into: Tensor, parts: Tensor) -> None:
+    """Add the sum over rows of `parts`[n, elements], in the bits that it is computed in."""
+    flat = into.view(-1)
+    if begun(into):
+        torch.sum(parts, 0, out=flat)
+    else:
+        flat.add_(parts.sum(0))
+
+
 @lru_cache
 def _sums_wide(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this torch adds products of 16 bits to fp32 on a GPU; some want all in the same bits."""

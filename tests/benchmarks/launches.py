@@ -54,8 +54,8 @@ CASES = (
 def ours(case: Case, folder: Path) -> tuple[str, str]:
     """Forward and backward: kernels of a block, what PyTorch launches beside them, and what it launches without.
 
-    Products and attention apart. Where a kernel makes gradients of weights or biases, PyTorch sums what programs
-    have, and casts it: two launches more.
+    Products and attention apart. Each gradient of a weight or a bias that a kernel's programs have parts of, PyTorch sums
+    into its buffer: a launch more. Where something reads one of a kernel's sums, they are made together, and cast.
     """
     (folder / "config.json").write_text(json.dumps(case.config))
     fused, plain = (_block(f"hf:{folder / 'config.json'}", kernels) for kernels in ("triton", "aten"))
@@ -63,8 +63,9 @@ def ours(case: Case, folder: Path) -> tuple[str, str]:
 
     def counted(graph: Graph, without: Graph) -> str:
         kernels = [op for op in graph.ops if op.name == "fused"]
-        summed = [op for op in kernels if any(_stem(value.name) in params for value in op.results)]
-        rest = len(_others(graph)) - len(kernels) + 2 * len(summed)
+        read = {name for op in graph.ops for name in op.refs()}
+        sums = [{value.name for value in op.results if _stem(value.name) in params} for op in kernels]
+        rest = len(_others(graph)) - len(kernels) + sum(2 if names & read else len(names) for names in sums)
         return f"{len(kernels)} + {rest} (for {len(_others(without))})"
 
     assert fused.backward is not None and plain.backward is not None

@@ -114,16 +114,23 @@ def run(
     The ranks' own output goes to stderr as it comes. Raises RunFailed, and PartcError for arguments that train.py
     does not take.
     """
-    from partc.runtime.errors import UsageError  # which loads torch, as does the next
+    import torch
+
+    from partc.runtime.errors import UsageError
+    from partc.runtime.graphs import need_gpus
     from partc.runtime.job import parse
 
     plan = read_package(directory)
     given = ["--steps", str(steps), *arguments]
     try:
-        virtual = parse(given, directory).virtual
+        job = parse(given, directory)
+        if job.cuda_graphs:
+            need_gpus(not job.virtual and torch.cuda.device_count() >= job.world_size)
     except UsageError as error:
         raise PartcError(error.code, error.cause, help=error.help) from error
-    command = [sys.executable, str(directory / "train.py"), *given] if virtual else torchrun_command(directory, given)
+    command = (
+        [sys.executable, str(directory / "train.py"), *given] if job.virtual else torchrun_command(directory, given)
+    )
     tell(shlex.join(command))
     with tempfile.TemporaryDirectory(prefix="partc-run-") as folder:
         code = subprocess.call([*command, "--report", folder], env=local_environment(), stdout=sys.stderr)

@@ -37,11 +37,11 @@ def chunk(program: Program, *, loss_chunks: int = 1) -> Program:
         return program
     regions, refused = _chunked(program, loss_chunks)
     if regions == program.regions:
-        why = refused[0] if refused else _Refused("the model has no cross-entropy", None)
+        refused = refused or [_Refused("the model has no cross-entropy", None)]
         raise PartcError(
             "P0418",
-            f"no loss can be made in chunks: {why.cause}",
-            source=why.source,
+            f"no loss can be made in chunks: {'; '.join(dict.fromkeys(each.cause for each in refused))}",
+            source=refused[0].source,
             help="leave out --loss-chunks, or give the loss what one linear layer makes",
         )
     return replace(program, regions=regions)
@@ -133,6 +133,8 @@ class _Losses:
                 )
             path.insert(0, maker)
             name = next(maker.refs())
+        if maker is None and any(value.name == name for value in self.given.forward.inputs):
+            return self._refuse("its logits come from another region, or stage", pieces[0])
         if maker is None:
             return self._refuse("its logits are no product of a linear layer", pieces[0])
         inside = {id(op) for op in (*path, *pieces)}

@@ -31,7 +31,7 @@ def segments(main: Region, trained: set[str], keys: Mapping[int, str]) -> list[S
     inline = {id(op) for op in _slice(wanted, made, constant | lifted)}
     bound_ids = {id(op) for op in bound}
     body = _runs([op for op in still if id(op) in bound_ids or id(op) in inline], keys)
-    body = _joined(body, {value.name for value in main.params})
+    body = _joined(body, {value.name for value in main.params}, trained)
     order = {id(op): index for index, op in enumerate(ops)}
     return [*_lifted_segments(sorted(lifted, key=lambda n: order[id(made[n])]), made, constant, body, order), *body]
 
@@ -129,11 +129,15 @@ def by_weight(main: Region, weights: Mapping[str, str]) -> dict[int, str]:
     return keys
 
 
-def _joined(body: list[Segment], params: set[str]) -> list[Segment]:
-    """A segment without parameters, of a module or after one inside it, joins the one before it."""
+def _joined(body: list[Segment], params: set[str], trained: set[str]) -> list[Segment]:
+    """A segment without parameters, of a module or after one inside it, joins the one before it.
+
+    What stands after a module may read buffers, as a loss with class weights does.
+    """
     joined: list[Segment] = []
     for segment in body:
-        bare = params.isdisjoint(name for op in segment.ops for name in op.refs())
+        own = params if segment.key else trained
+        bare = own.isdisjoint(name for op in segment.ops for name in op.refs())
         inside = joined and (segment.key or not re.search(r"(^|\.)\d+$", joined[-1].key))
         if inside and bare and joined[-1].key:
             joined[-1] = replace(joined[-1], ops=joined[-1].ops + segment.ops)

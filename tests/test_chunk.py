@@ -288,3 +288,47 @@ def test_what_reads_the_logits_too_is_named(tmp_path: Path) -> None:
     with pytest.raises(PartcError, match="something else reads its logits too") as error:
         partc.compile(tmp_path / "m.py", mesh="2", loss_chunks=2)
     assert error.value.source is not None and error.value.source.file.endswith("m.py")
+
+
+APART = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(9, 6), nn.RMSNorm(6), nn.Linear(6, 9)
+        self.register_buffer("classes", torch.linspace(0.2, 3, 9))
+
+    def forward(self, ids):
+        return self.head(self.norm(self.embed(ids)))
+
+
+def model():
+    return Net()
+
+
+def batch():
+    return {"ids": torch.randint(0, 9, (4, 5)), "labels": torch.randint(0, 9, (4, 5))}
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten(), weight=model.classes)
+"""
+
+
+def test_a_loss_with_class_weights_stays_with_its_head(tmp_path: Path) -> None:
+    """On pipelines too, where regions are what is inside the model."""
+    (tmp_path / "m.py").write_text(APART)
+    program = partc.compile(tmp_path / "m.py", mesh="pp=2", microbatches=2, loss_chunks=2).program
+    assert "linear_cross_entropy" in {op.name for op in program.regions[-1].forward.ops}
+
+
+def test_a_head_elsewhere_is_named(tmp_path: Path) -> None:
+    text = APART.replace("nn.Linear(6, 9)", "nn.Linear(6, 9)\n        self.scale = nn.Parameter(torch.ones(9))")
+    text = text.replace("weight=model.classes)", "weight=model.classes) + model.scale.sum()")
+    (tmp_path / "m.py").write_text(text)
+    with pytest.raises(PartcError, match="its logits come from another region, or stage"):
+        partc.compile(tmp_path / "m.py", mesh="pp=2", microbatches=2, loss_chunks=2)

@@ -278,6 +278,7 @@ def test_wrong_packages(
         (["run", "build", "--steps", "-1"], "P0504"),
         (["run", "build", "--lrr", "3"], "P0535"),
         (["run", "build", "--lr", "x"], "P0535"),
+        (["run", "build", "--cuda-graphs"], "P0533"),
         (["run", "build", "--save-every", "0"], "P0521"),
         (["compile", "net.py", "--mesh", "2", "-o", "build/ranks"], "P0601"),
         (["explain", "P9999"], "P0002"),

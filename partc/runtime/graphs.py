@@ -80,16 +80,21 @@ def recording(wanted: bool, device: torch.device) -> Iterator[Callable[[], Graph
     """What makes graphs inside, if they are wanted. Raises UsageError P0533."""
     if not wanted:
         yield None
-    elif device.type != "cuda":
+    else:
+        need_gpus(device.type == "cuda")
+        with _cuda_graphs(device) as make:
+            yield make
+
+
+def need_gpus(there: bool) -> None:
+    """Raises UsageError P0533 where processes have no GPUs."""
+    if not there:
         raise UsageError(
             "P0533",
             "a step cannot be recorded as CUDA graphs: it is not on GPUs here, each of a process of its own",
             "leave out --cuda-graphs, or add --no-cuda-graphs",
             alike=True,
         )
-    else:
-        with _cuda_graphs(device) as make:
-            yield make
 
 
 @contextmanager

@@ -27,6 +27,7 @@ def test_what_comes_first_is_written_and_the_rest_added() -> None:
     rows, columns = torch.randn(3, 5), torch.randn(5, 4)
     for add in (
         lambda into: into.add_(rows @ columns),
+        lambda into: into.add_(rows @ columns, alpha=2),
         lambda into: into.addmm_(rows, columns),
         lambda into: add_product(into, rows, columns),
         lambda into: add_product(into, rows.bfloat16(), columns.bfloat16()),

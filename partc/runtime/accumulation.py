@@ -35,6 +35,7 @@ class Gradient(Tensor):
     def add_(self, other: Any, *, alpha: Any = 1) -> Tensor:
         if alpha == 1 and begun(self):
             return self.copy_(other)
+        settled(self)
         return super().add_(other, alpha=alpha)
 
     def addmm_(self, rows: Any, columns: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:

@@ -10,9 +10,10 @@ import sympy
 
 from partc.codegen.indexing import ZERO, Index
 from partc.codegen.kernel import WIDE, Configuration, Draft, Kernel, bounds, lines, stored
-from partc.codegen.lowering import STREAMS, TRITON, Reduce, Statement, cast
+from partc.codegen.lowering import STREAMS
 from partc.codegen.rows import collapsed_rows, row_loops
 from partc.codegen.spaces import variables
+from partc.codegen.statements import TRITON, Reduce, Statement, cast
 from partc.layout import Sizes
 from partc.program import Op, Ref, TensorType
 from partc.rules import kernels
@@ -136,7 +137,7 @@ def cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Cros
         rows=math.prod(shape[:-1]),
         classes=classes,
         step=step,
-        long=None in places or max([math.prod(shape), *(bound or 0 for bound in places)]) >= WIDE,
+        long=max([math.prod(shape), *(bound or 0 for bound in places)]) >= WIDE,
         dtype=TRITON[logit.dtype],
         logit=logit.text,
         label=f"{label.text} - {first}" if label and first else label.text if label else "",

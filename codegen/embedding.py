@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from partc.codegen.collectives import readable_bytes
 from partc.codegen.kernel import Configuration, Draft, Kernel
-from partc.codegen.lowering import TRITON, computed_in
+from partc.codegen.statements import TRITON, computed_in
 from partc.layout import Sizes
 from partc.program import DType, Op, Ref, TensorType
 from partc.rules import kernels

@@ -306,6 +306,9 @@ _TABLE: Mapping[str, Emit] = {
     "embedding_shard_backward": lambda o: (
         f"functional.embedding_shard_grad({', '.join((*o.args[:3], f'comm.{o.axis}.rank', *o.args[3:4]))})"
     ),
+    "mask_classes": lambda o: (
+        f"functional.mask_classes({', '.join((*o.args, *((f'comm.{o.axis}.rank',) if 'axis' in o.attrs else ())))})"
+    ),
     "cross_entropy": _function(
         "functional.cross_entropy", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0"
     ),

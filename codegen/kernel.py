@@ -10,20 +10,10 @@ import sympy
 from partc.codegen.collectives import readable_bytes
 from partc.codegen.indexing import ZERO, Ranges, largest
 from partc.codegen.lifetimes import overwritten
-from partc.codegen.lowering import (
-    TRITON,
-    Argument,
-    Compute,
-    Found,
-    Load,
-    Lowering,
-    Reduce,
-    Statement,
-    computed_in,
-    contiguous,
-)
+from partc.codegen.lowering import Lowering
 from partc.codegen.names import Names
 from partc.codegen.spaces import condition, joined, terms, written
+from partc.codegen.statements import TRITON, Argument, Compute, Found, Load, Reduce, Statement, computed_in, contiguous
 from partc.layout import Sizes
 from partc.printer import fused_bytes, print_operation
 from partc.program import DType, Op, TensorType

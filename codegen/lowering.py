@@ -8,7 +8,6 @@ read at two indices is computed at both.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,100 +15,27 @@ import sympy
 
 from partc.codegen.indexing import ZERO, Index, broadcast, through, unflattened
 from partc.codegen.names import Names, identifier
+from partc.codegen.statements import (
+    TRITON,
+    Argument,
+    Compute,
+    Found,
+    Guard,
+    Guards,
+    Load,
+    Reduce,
+    Statement,
+    cast,
+    computed_in,
+    constant,
+)
 from partc.errors import InternalError
 from partc.layout import Sizes
 from partc.program import FLOATING, Arg, DType, Op, Ref, TensorType
 from partc.rules import kernels
 
-TRITON: Mapping[DType, str] = {
-    "f64": "tl.float64", "f32": "tl.float32", "bf16": "tl.bfloat16", "f16": "tl.float16", "i64": "tl.int64",
-    "i32": "tl.int32", "i16": "tl.int16", "i8": "tl.int8", "u8": "tl.uint8", "bool": "tl.int1",
-}  # fmt: skip
-
 # Numbers of a row that is streamed: the variables of the template.
 STREAMS: Mapping[str, str] = {"shard_max": "largest", "sum_exp": "sums", "pick": "picked", "smooth_sum": "logits_sum"}
-
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """Where an element exists: `low <= index < high`, of an index below `size`."""
-
-    index: sympy.Expr
-    low: int
-    high: int
-    size: int
-
-
-Guards = tuple[Guard, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """`target` is the element of an argument at a place in its memory, as it is computed with."""
-
-    target: str
-    source: str
-    place: sympy.Expr
-    guards: Guards
-    dtype: DType
-    anywhere: bool = False  # the place is in memory even where the kernel's own element isn't
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
-    """`target` is an expression. It has `{0}` for the first of its `guards`, and so on; then come its `places`."""
-
-    target: str
-    text: str
-    guards: Guards = ()
-    places: tuple[sympy.Expr, ...] = ()  # indices that it computes with
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reduce:
-    """`target` is the sum, or the largest, of a variable along each row."""
-
-    target: str
-    source: Found
-    how: str
-
-
-Statement = Load | Compute | Reduce
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A value at an index: a variable or a number, its type, and the loops that it differs over."""
-
-    text: str
-    dtype: DType
-    number: Arg = None
-    over: frozenset[sympy.Symbol] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Argument:
-    """A tensor that the kernel is given; strides that are known at run time only are symbols."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: DType
-    strides: tuple[sympy.Expr, ...]
-
-
-def computed_in(dtype: DType) -> DType:
-    """16 bits are computed with in fp32."""
-    return "f32" if dtype in ("bf16", "f16") else dtype
-
-
-def contiguous(shape: Sequence[int]) -> tuple[sympy.Expr, ...]:
-    """Strides of memory that follows the shape."""
-    found: list[sympy.Expr] = []
-    step = 1
-    for size in reversed(shape):
-        found.append(sympy.Integer(step))
-        step *= size
-    return tuple(reversed(found))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -172,7 +98,7 @@ class Lowering:
             case "constant" if op.name == "drawn":
                 return self._drawn(op, index)
             case "constant":
-                return _constant(kernels.fill(op), computed_in(op.result.type.dtype))
+                return constant(kernels.fill(op), computed_in(op.result.type.dtype))
             case "view" if op.name == "cat":
                 return self._joined(op, index, guards)
             case "view" if op.name == "slice_backward":
@@ -181,6 +107,8 @@ class Lowering:
                 source = next(op.refs())
                 inner = through(op, index, self.shape(source), self.shape(name), number, self.ranges)
                 return self.value(source, inner, guards)
+            case "pointwise" if op.name == "mask_classes":
+                return self._masked(op, index, guards)
             case "pointwise":
                 return self._computed(op, index, guards)
             case "reduction":
@@ -248,7 +176,7 @@ class Lowering:
         text = f"functions.cross_entropy_backward({given}, {hit})"
         if smoothing:
             whole = self.types[logits.name].shape[-1]
-            more = [cast(_constant(number, dtype), dtype) for number in (smoothing, whole)]
+            more = [cast(constant(number, dtype), dtype) for number in (smoothing, whole)]
             name = "smooth_cross_entropy_backward"
             if own:
                 sums, here = self.value(next(_names(total)), ()), self.class_weight(op, weight, classes, index[-1])
@@ -261,12 +189,26 @@ class Lowering:
     def class_weight(self, op: Op, weight: Arg, classes: int, column: sympy.Expr) -> Found:
         """That of a class of this rank's, out of the weights of all."""
         assert isinstance(weight, Ref)
+        return self.value(weight.name, (self._class(op, classes, column),))
+
+    def _class(self, op: Op, classes: int, column: sympy.Expr) -> sympy.Expr:
+        """The number of a class, counted from the first rank's."""
         axis = kernels.ranked(op)
-        if axis:
-            rank = sympy.Symbol(f"{axis}_rank", integer=True, nonnegative=True)
-            self._range(rank, self.sizes[axis])
-            column = column + rank * classes
-        return self.value(weight.name, (column,))
+        if not axis:
+            return column
+        rank = sympy.Symbol(f"{axis}_rank", integer=True, nonnegative=True)
+        self._range(rank, self.sizes[axis])
+        return column + rank * classes
+
+    def _masked(self, op: Op, index: Index, guards: Guards) -> Found:
+        """A logit, or minus infinity in the place of what is no class."""
+        source, classes = op.args
+        assert isinstance(source, Ref)
+        logit = self.value(source.name, index, guards)
+        place = self._class(op, self.shape(source.name)[-1], index[-1])
+        text = f'tl.where({{0}} < {classes}, {logit.text}, float("-inf"))'
+        over = logit.over | (place.free_symbols & set(self.ranges))
+        return Found(self._statement(op.result.name, text, places=(place,)), logit.dtype, over=over)
 
     def _reduced(self, op: Op, index: Index) -> Found:
         """Along the last dimensions: of the rows that the index has."""
@@ -295,7 +237,7 @@ class Lowering:
     def _operand(self, arg: Arg, index: Index, guards: Guards) -> Found | None:
         if isinstance(arg, Ref):
             return self.value(arg.name, broadcast(index, self.shape(arg.name)), guards)
-        return _constant(arg, "f32") if isinstance(arg, int | float) else None
+        return constant(arg, "f32") if isinstance(arg, int | float) else None
 
     def _joined(self, op: Op, index: Index, guards: Guards) -> Found:
         """Each part where it lies: one is chosen by the index."""
@@ -350,14 +292,10 @@ def _read_as(op: Op, place: int, found: Found, wanted: DType) -> DType:
     return wanted
 
 
-def _constant(number: Arg, dtype: DType) -> Found:
-    return Found(kernels.literal(number), dtype, number)
-
-
 def _computes(op: Op, operands: Sequence[Found | None]) -> DType:
     """The type in which an operation computes: its result's; comparisons, in the widest of their operands'."""
     result = computed_in(op.result.type.dtype)
-    if result != "bool" or op.name in kernels.LOGICAL:
+    if result != "bool" or op.name == "to" or op.name in kernels.LOGICAL:
         return result
     given = [found.dtype for found in operands if found is not None and found.number is None]
     numbers = [found.number for found in operands if found is not None and found.number is not None]
@@ -366,24 +304,3 @@ def _computes(op: Op, operands: Sequence[Found | None]) -> DType:
     if any(dtype in FLOATING for dtype in given) or any(isinstance(number, float) for number in numbers):
         return "f32"
     return given[0] if len(set(given)) == 1 and given[0] != "bool" else "i64"
-
-
-def cast(found: Found, dtype: DType) -> str:
-    """The value in another type. A number takes the type of what it meets, unless fp32 can't hold it exactly."""
-    if found.number is not None:
-        number = float(found.number) if dtype in FLOATING and isinstance(found.number, int) else found.number
-        if dtype == "bool":
-            return repr(bool(number))
-        exact = not isinstance(number, float) or number != number or _in_32_bits(number) == number
-        return kernels.literal(number) if dtype != "f64" or exact else f"tl.full([], {number!r}, tl.float64)"
-    if found.dtype == dtype:
-        return found.text
-    return f"({found.text} != 0)" if dtype == "bool" else f"{found.text}.to({TRITON[dtype]})"
-
-
-def _in_32_bits(number: float) -> float:
-    try:
-        rounded: float = struct.unpack("f", struct.pack("f", number))[0]
-    except OverflowError:
-        return float("nan")
-    return rounded

@@ -10,8 +10,8 @@ import sympy
 
 from partc.codegen.indexing import ZERO
 from partc.codegen.kernel import WIDE, Configuration, Draft, Kernel, bounds, expressions, lines, stored
-from partc.codegen.lowering import Reduce, Statement, contiguous
 from partc.codegen.spaces import Variable, collapsed, folded, settled, variables
+from partc.codegen.statements import Reduce, Statement, contiguous
 from partc.layout import Sizes
 from partc.program import Op, TensorType
 
@@ -64,7 +64,7 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
     ranges = {loop.symbol: loop.size for loop in few} | {whole: count} | lowering.beyond
     places = bounds(statements, ranges)
     mask = "mask" if count % BLOCK else ""
-    written = [*_loops(few, statements, strided=None in places)]
+    written = [*_loops(few, statements)]
     for statement in statements:
         assert not isinstance(statement, Reduce)
         written += lines(statement, ranges, mask, lowering.names)
@@ -75,7 +75,7 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
     return Pointwise(
         **draft.told(),  # type: ignore[arg-type]
         count=count,
-        wide=wide or (None in places and len(few) == 1),
+        wide=wide,
         lines=tuple(written),
     )
 
@@ -105,7 +105,7 @@ def _collapsed(
     return [settled(settled(statement, instead), symbols) for statement in statements], found
 
 
-def _loops(loops: Sequence[Variable], statements: Sequence[Statement], strided: bool) -> Iterator[str]:
+def _loops(loops: Sequence[Variable], statements: Sequence[Statement]) -> Iterator[str]:
     """How the loops' variables follow from the index, for those that some statement reads."""
     if len(loops) < 2:
         return
@@ -116,4 +116,4 @@ def _loops(loops: Sequence[Variable], statements: Sequence[Statement], strided: 
         text = "index" if inside == 1 else f"index // {inside}"
         text = text if number == 0 else f"{text} % {loop.size}"
         if loop.symbol in read:
-            yield f"{loop.symbol} = ({text}).to(tl.int64)" if strided else f"{loop.symbol} = {text}"
+            yield f"{loop.symbol} = {text}"

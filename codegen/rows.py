@@ -15,8 +15,8 @@ import sympy
 
 from partc.codegen.indexing import ZERO, Index, Ranges
 from partc.codegen.kernel import TORCH, WIDE, Configuration, Draft, Kernel, Result, bounds, expressions, lines, stored
-from partc.codegen.lowering import TRITON, Found, Load, Reduce, Statement, computed_in, contiguous
 from partc.codegen.spaces import Variable, collapsed, folded, settled, variables
+from partc.codegen.statements import TRITON, Found, Load, Reduce, Statement, computed_in, contiguous
 from partc.layout import Sizes
 from partc.program import DType, Op, TensorType
 from partc.rules.rule import integers
@@ -256,7 +256,6 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     ranges |= {row: tiles.rows, column: tiles.columns} | lowering.beyond
     text = _Text(tiles, ranges, over, frozenset((row, *(loop.symbol for loop in few[0]))))
     places = bounds(statements, ranges)
-    strided = None in places
     before, body = [*row_loops(few[1], statements, "column")], [*row_loops(few[0], statements, "row")]
     for statement in statements:
         fixed = tiles.steps > 1 and not text.differs(statement.target, 0)
@@ -287,7 +286,7 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     return Rows(
         **draft.told(),  # type: ignore[arg-type]
         tiling=tiles,
-        long=strided or max([tiles.rows * tiles.columns, *(place or 0 for place in places)]) >= WIDE,
+        long=max([tiles.rows * tiles.columns, *(place or 0 for place in places)]) >= WIDE,
         before=tuple(before),
         lines=tuple(body),
         sums=tuple(sums),
@@ -324,7 +323,9 @@ class _Text:
             text = f"tl.where(in_columns, {text}, {nothing})"
         elif self.tiling.wide > 1 and not self.differs(found.text, 1):
             text = self._spread(found)
-        yield f"{statement.target} = tl.{statement.how}({text}, axis=1, keep_dims=True)"
+        sums = statement.how == "sum"
+        made = f"tl.sum({text}, axis=1, keep_dims=True)" if sums else f"functions.largest({text})"
+        yield f"{statement.target} = {made}"
 
     def down(self, total: str, found: Found, dtype: DType) -> str:
         """Down the rows of a tile."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import sympy
 
 from partc.codegen.indexing import FloorDiv, Modulo, Ranges
-from partc.codegen.lowering import Guard, Load, Reduce, Statement
+from partc.codegen.statements import Guard, Load, Reduce, Statement
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def written(expr: sympy.Expr, ranges: Ranges) -> str:
             factor, rest = expr.as_coeff_Mul()
             return f"{_atom(rest, ranges)} * {factor}"
         index = sympy.Mul(*(part for part in expr.args if part not in strides))
-        return " * ".join([_atom(index, ranges), *map(str, strides)])
+        return " * ".join([_far(index, ranges), *map(str, strides)])
     if isinstance(expr, FloorDiv | Modulo):
         sign = "//" if isinstance(expr, FloorDiv) else "%"
         return f"{_atom(expr.args[0], ranges)} {sign} {expr.args[1]}"
@@ -110,7 +110,7 @@ def terms(place: sympy.Expr, ranges: Ranges) -> list[str]:
     for stride in strides:
         index = rest.coeff(stride)
         rest = sympy.expand(rest - index * stride)
-        found.append(f"+ {_atom(index, ranges)} * {stride}")
+        found.append(f"+ {_far(index, ranges)} * {stride}")
     for term in sorted(sympy.Add.make_args(rest), key=_weight):
         negative = term.as_coeff_Mul()[0] < 0
         if term != 0:
@@ -127,6 +127,12 @@ def joined(parts: Sequence[str]) -> str:
 def _atom(expr: sympy.Expr, ranges: Ranges) -> str:
     text = written(expr, ranges)
     return text if isinstance(expr, sympy.Symbol | sympy.Integer) else f"({text})"
+
+
+def _far(index: sympy.Expr, ranges: Ranges) -> str:
+    """An index that is multiplied with a stride known at run time only: how far that leads isn't known either."""
+    text = _atom(index, ranges)
+    return text if isinstance(index, sympy.Integer) else f"{text}.to(tl.int64)"
 
 
 def _is_stride(expr: sympy.Expr, ranges: Ranges) -> bool:

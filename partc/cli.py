@@ -94,7 +94,7 @@ def _print_report(report: Mapping[str, Any]) -> None:
     for warning in report["warnings"]:
         click.echo(f"warning: {warning}")
     for name, (true, held) in report["padded"].items():
-        click.echo(f"{name}: {held[0]:,} rows held for {true[0]:,}, so that they can be cut")
+        click.echo(f"{name}: {held[0]:,} rows held for {true[0]:,}, so that they can be cut, or moved in whole lines")
     for item in report["replicated_ops"]:
         place = f"{console.shortened(item['source'])}: " if item["source"] else ""
         why = "is repeated" if item["rule"] else "has no rule, so it is repeated"

@@ -105,6 +105,7 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "linear": lambda x, w, b=None: F.linear(x, w, b),
     "attention": _attention,
     "cross_entropy": _cross_entropy,
+    "mask_classes": lambda x, classes: torch.cat([x[..., :classes], torch.full_like(x[..., classes:], -math.inf)], -1),
     "rms_norm": _rms_norm,
     "layer_norm": lambda x, shape, w, b, eps: F.layer_norm(x, shape, w, b, eps),
     "dropout_backward": lambda grad, kept, p: grad * kept / (1 - p),

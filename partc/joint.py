@@ -29,7 +29,7 @@ _COLLECTIVE_ATTRS: Mapping[str, tuple[str, ...]] = {
     "take": _CUT, "put": _CUT, "all_to_all": ("split_dim", "split_outer", "concat_dim", "concat_outer", "axis"),
 }  # fmt: skip
 _SAME_MOVEMENT = {"unshard": "all_gather", "shard": "take"}
-_TRAILING_AXIS = frozenset({"cross_entropy", "cross_entropy_backward"})
+_TRAILING_AXIS = frozenset({"cross_entropy", "cross_entropy_backward", "mask_classes"})
 
 
 def split(traced: fx.GraphModule, region: Region, roots: frozenset[str], live: set[str], sizes: Sizes) -> Region:

@@ -232,6 +232,9 @@ def _define_composites() -> None:
         lambda w, ids, padding, axis: w.new_empty([*ids.shape, w.shape[1]]),
         lambda g, a, r: [_ops.embedding_shard_backward(g[0], a[1], a[0].shape[0], a[2], a[3])],
     )
+    _operator(  # its gradient is that of a softmax, which is zero where there is no class
+        "mask_classes", "(Tensor x, int classes, str axis) -> Tensor", _like, lambda g, a, r: [g[0]]
+    )
     _operator(
         "cross_entropy_backward",
         "(Tensor g, Tensor x, Tensor labels, Tensor lse, Tensor? w, int ignore, float smoothing, str axis) -> Tensor",

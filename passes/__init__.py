@@ -62,9 +62,10 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="pad",
         label="Padded",
-        does="vocabularies are rounded up to what the tensor axes divide",
+        does="vocabularies are rounded up to what the tensor axes divide and kernels read at a time",
         requires=("canonical", "simple"),
         ensures=("padded",),
+        options=("kernels",),
         optional=True,
     ),
     Pass(

@@ -25,7 +25,7 @@ from partc.errors import PartcError, Source
 from partc.layout import Layout, Sizes
 from partc.naming import unique
 from partc.passes.row_losses import below_own, in_pieces
-from partc.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
 
 _PIECES = frozenset({"cross_entropy", "shard_max", "sum_exp", "pick", "smooth_sum"})
 _GRADIENTS: Mapping[str, int] = {"linear_grad_input": 0, "linear_grad_weight": 1, "linear_grad_bias": 2, "sum": 2}
@@ -148,7 +148,7 @@ class _Losses:
         """Whether an operation treats every row alike, or picks rows."""
         shape = self.types[name].shape
         match op.name:
-            case "to":
+            case "to" | "mask_classes":
                 return True
             case "reshape":
                 return self.types[next(op.refs())].shape[-1] == shape[-1]
@@ -249,6 +249,10 @@ class _Losses:
         added += [self._vector(op, classes) for op in head.path if op.name == "add"]
         terms = [arg for arg in added if isinstance(arg, Ref)]
         sums: list[Op] = []
+        for op in head.path:
+            if op.name == "mask_classes":
+                sums += self._mask(op)
+                terms.append(Ref(sums[-1].result.name))
         while len(terms) > 1:
             first, second = terms[:2]
             value = Value(name=unique(f"{head.linear.result.name}_bias", self.taken), type=self.types[second.name])
@@ -256,6 +260,24 @@ class _Losses:
             self.types[value.name] = value.type
             terms[:2] = [Ref(value.name)]
         return (terms[0] if terms else None), sums
+
+    def _mask(self, op: Op) -> list[Op]:
+        """What a mask of classes does to logits, as one number for each class to add."""
+        layout = Layout(op.result.type.layout.dims[-1:])
+        type = replace(op.result.type, layout=layout)
+        zeros, mask = (self._value(f"{op.result.name}_{word}", type) for word in ("zeros", "mask"))
+        shape = layout.local_shape(self.sizes)
+        self.types[mask.name] = type
+        return [
+            Op(
+                name="full",
+                args=(shape, 0.0),
+                attrs=(("dtype", DTypeArg(type.dtype)),),
+                results=(zeros,),
+                source=op.source,
+            ),
+            replace(op, args=(Ref(zeros.name), *op.args[1:]), results=(mask,)),
+        ]
 
     def _forward(self, head: _Head, rows: Ref, bias: Arg) -> dict[int | None, Sequence[Op]]:
         """The operation itself, and what follows in the place of each piece."""

@@ -122,13 +122,15 @@ def _run(op: Op, values: dict[str, Any], live: set[str], sizes: Sizes) -> None:
 
 def call_operator(op: Op, args: list[Any], attrs: dict[str, Any], live: set[str], sizes: Sizes) -> Any:
     """The operator with its arguments as torch wants them."""
-    if "axis" in attrs and op.name not in ("cross_entropy_shard", "embedding_shard"):
+    if "axis" in attrs and not op.name.endswith("_shard"):
         return _collective(op.name, args, attrs, sizes)
     match op.name:
         case "cross_entropy":
             return torch.ops.partc.cross_entropy(*args, "")
         case "cross_entropy_shard":
             return torch.ops.partc.cross_entropy(*args, attrs["axis"])
+        case "mask_classes" | "mask_classes_shard":
+            return torch.ops.partc.mask_classes(*args, attrs.get("axis", ""))
         case "embedding_shard":
             return torch.ops.partc.embedding_shard(*args[:2], args[2] if len(args) > 2 else -1, attrs["axis"])
         case "matmul" if not (args[1].dim() == 2 or args[0].shape[:-2] == args[1].shape[:-2]):

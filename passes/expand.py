@@ -92,6 +92,7 @@ _NO_MOVEMENT = frozenset({"vary", "settle"})
 _REWRITES: Mapping[str, Callable[[Op, Mapping[str, TensorType], Sizes], tuple[Op, ...]]] = {
     "cross_entropy": _cross_entropy,
     "cross_entropy_shard": _cross_entropy,
+    "mask_classes_shard": _same_movement("mask_classes"),
     "shard": _same_movement("take"),
     "unshard": _same_movement("all_gather"),
     "spread": _spread,

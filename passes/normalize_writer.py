@@ -83,9 +83,19 @@ def with_dtypes(w: Writer, op: Op) -> Op:
     if not any(True for _ in op.refs()):
         attrs = tuple(item for item in op.attrs if item[0] != "dtype")
         return replace(op, attrs=(*attrs, ("dtype", DTypeArg(result.dtype)))) if op.name in _MAKERS else op
+    if op.name == "where":  # of two numbers: its condition stays one
+        return replace(op, args=(op.args[0], *(_number(w, op, arg, result.dtype) for arg in op.args[1:])))
     cast: dict[str, str] = {}
     for name in dict.fromkeys(op.refs()):
         value = w.value(f"{name}_{result.dtype}", w.types[name].shape, result.dtype)
         w.add(op, "to", (Ref(name), DTypeArg(result.dtype)), value)
         cast[name] = value.name
     return replace(op.renamed(cast), results=op.results)
+
+
+def _number(w: Writer, op: Op, arg: Arg, dtype: DType) -> Ref:
+    """A number, or a tensor of whole ones, in a dtype."""
+    if isinstance(arg, Ref):
+        value = w.value(f"{arg.name}_{dtype}", w.types[arg.name].shape, dtype)
+        return w.add(op, "to", (arg, DTypeArg(dtype)), value)
+    return w.add(op, "full", ((), arg), w.value(f"{op.result.name}_number", (), dtype), dtype=DTypeArg(dtype))

@@ -1,15 +1,16 @@
-"""Round vocabularies up to what the tensor axes divide, so that they can be cut.
+"""Round vocabularies up to what the tensor axes divide, so that they can be cut, and to what kernels read at a time.
 
     param w: f32[50257, 768]               param w: f32[50264, 768]          # tp=8
     x    = embedding(w, ids)               x    = embedding(w, ids)
     y    = linear(h, w)             ->     y    = linear(h, w)
-    nll  = cross_entropy(y, labels, …)     z    = add(y, mask)               # -inf for what isn't a class
+    nll  = cross_entropy(y, labels, …)     z    = mask_classes(y, 50257)     # -inf for what isn't a class
                                            nll  = cross_entropy(z, labels, …)
 
 The rows that are added are zeros. No id looks them up, and their logits are left out of the softmax,
 so their gradients are zero and they stay what they are: loss, gradients and saved files are those of
 the model (Shoeybi et al. 2019, section 3, pad vocabularies for the same reason). Whatever else reads
-logits gets a slice without them.
+logits gets a slice without them. Where kernels are Triton's, a rank's rows of logits begin where lines
+of memory do: products and kernels move 16 bytes at a time then, in place of one number.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ import math
 from dataclasses import dataclass, field, replace
 
 from partc.layout import Layout
-from partc.program import DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
+from partc.program import Op, Program, Ref, Region, TensorType, Value
 from partc.sharding import tensor_axes
 
 _LEAST = 4  # rows on each rank, below which a cut is not worth a mask
+_PIECE, _LINE = 8, 64  # numbers of 16 bits in what is moved at a time, and in a line of memory
+_SPARE = 16  # one of so many rows may be added to fill lines
 _ELEMENTWISE = frozenset({"to", "mul", "div", "tanh", "neg", "sigmoid", "clamp"})
 
 
-def pad(program: Program) -> Program:
-    """Pad the tables and heads that need it, each with its bias."""
+def pad(program: Program, *, kernels: str = "aten") -> Program:
+    """Pad the tables and heads that need it, each with its bias; for Triton's `kernels` to whole lines too."""
     ways = math.prod(program.sizes[axis] for axis in tensor_axes(program.sizes))
     (main,), (call,) = program.regions, program.calls
-    found = _Padding(main, ways).run() if ways > 1 else None
-    if found is None or not found.padded:
+    found = _Padding(main, ways, lines=kernels == "triton").run()
+    if not found.padded:
         return program
     stored = dict(zip((value.name for value in main.params), call.params, strict=True))
     wide = {stored[name]: size for name, size in found.padded.items()}
@@ -47,14 +50,21 @@ def _wider(type: TensorType, dim: int, size: int) -> TensorType:
     return replace(type, layout=Layout.replicated(shape))
 
 
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
 @dataclass(slots=True)
 class _Padding:
     """What is padded in a region: parameters by name with their new size, and values with classes along the end."""
 
     main: Region
     ways: int
+    lines: bool
     padded: dict[str, int] = field(default_factory=dict)
-    classes: dict[str, int] = field(default_factory=dict)  # value -> how many of its last dimension are true
+    classes: dict[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # value -> true ones, and all, in its last dimension
     readers: dict[str, list[Op]] = field(default_factory=dict)
     types: dict[str, TensorType] = field(default_factory=dict)
 
@@ -67,40 +77,51 @@ class _Padding:
                 self.readers.setdefault(name, []).append(op)
         for value in self.main.params:
             shape = value.type.shape
-            if len(shape) == 2 and shape[0] % self.ways and shape[0] >= _LEAST * self.ways:
+            if len(shape) == 2 and self._whole(shape[0], value.name) > shape[0] >= _LEAST * self.ways:
                 self._try(value.name, shape[0])
         return self
 
+    def _whole(self, size: int, name: str) -> int:
+        """The rows that a table, or head, is to have."""
+        whole = _up(size, self.ways)
+        lines = _up(size, self.ways * _LINE)
+        head = any(op.name == "linear" and op.args[1:] == (Ref(name),) for op in self.readers.get(name, ()))
+        even = whole // self.ways % _PIECE == 0 or not (self.lines and head)
+        return whole if even or (lines - size) * _SPARE > size else lines
+
     def _try(self, name: str, size: int) -> None:
         """Pad a table, if all that read it look rows up or make logits that end in a cross-entropy."""
-        whole = -(-size // self.ways) * self.ways
-        classes: dict[str, int] = {}
+        whole = self._whole(size, name)
+        classes: dict[str, tuple[int, int]] = {}
         biases: dict[str, int] = {}
         for op in self.readers.get(name, ()):
             if op.name == "linear" and op.args[1:] == (Ref(name),) and op.args[0] != Ref(name):
-                if not self._follow(op.result.name, size, classes, biases):
+                if not self._follow(op.result.name, (size, whole), classes, biases):
                     return
             elif op.name != "embedding" or op.args[0] != Ref(name) or Ref(name) in op.args[1:]:
                 return
-        self.padded |= {name: whole, **dict.fromkeys(biases, whole)}
+        self.padded |= {name: whole, **biases}
         self.classes |= classes
 
-    def _follow(self, name: str, size: int, classes: dict[str, int], biases: dict[str, int]) -> bool:
+    def _follow(
+        self, name: str, sizes: tuple[int, int], classes: dict[str, tuple[int, int]], biases: dict[str, int]
+    ) -> bool:
         """Where logits go: note every value that is padded with them. False if no cross-entropy reads them."""
-        classes[name] = size
+        classes[name] = sizes
         ends = False
         for op in self.readers.get(name, ()):
             if self._is_loss(op, name):
                 ends = True
-            elif self._passes(op, name, size, biases):
-                ends |= self._follow(op.result.name, size, classes, biases)
+            elif self._passes(op, name, sizes, biases):
+                ends |= self._follow(op.result.name, sizes, classes, biases)
         return ends
 
     def _is_loss(self, op: Op, name: str) -> bool:
         return op.name == "cross_entropy" and op.args[0] == Ref(name) and op.args[2] is None and not op.args[4]
 
-    def _passes(self, op: Op, name: str, size: int, biases: dict[str, int]) -> bool:
+    def _passes(self, op: Op, name: str, sizes: tuple[int, int], biases: dict[str, int]) -> bool:
         """Whether an operation does the same to every class, so that padded ones stay by themselves."""
+        size, whole = sizes
         names = list(op.refs())
         if len(op.results) != 1:
             return False
@@ -112,21 +133,21 @@ class _Padding:
         bias = next((other for other in names if other != name), "")
         own = any(value.name == bias for value in self.main.params) and self.types[bias].shape == (size,)
         if op.name == "add" and len(names) == 2 and own and len(self.readers[bias]) == 1 and shape[-1:] == (size,):
-            biases[bias] = size
+            biases[bias] = whole
             return True
         return False
 
     def region(self) -> Region:
         """The region with wider parameters and logits, masks before losses and slices before all else."""
         ops: list[Op] = []
-        masks: dict[tuple[int, DType], str] = {}
+        masked: dict[str, str] = {}
         slices: dict[str, str] = {}
         for op in self.main.forward.ops:
             made = {value.name for value in op.results}
             for name in dict.fromkeys(op.refs()):
                 if name in self.classes and not made & set(self.classes):
                     if self._is_loss(op, name):
-                        op = replace(op, args=(Ref(self._masked(name, op, masks, ops)), *op.args[1:]))
+                        op = replace(op, args=(Ref(self._masked(name, op, masked, ops)), *op.args[1:]))
                     else:
                         op = replace(op.renamed({name: self._sliced(name, op, slices, ops)}), results=op.results)
             ops.append(self._widened(op))
@@ -136,52 +157,29 @@ class _Padding:
         )
         return replace(self.main, params=params, forward=replace(self.main.forward, ops=tuple(ops)))
 
-    def _size(self, name: str) -> int:
-        return -(-self.classes[name] // self.ways) * self.ways
-
     def _widened(self, op: Op) -> Op:
         if not op.results or op.results[0].name not in self.classes:
             return op
-        size, type = self._size(op.results[0].name), op.results[0].type
+        (_, size), type = self.classes[op.results[0].name], op.results[0].type
         result = replace(op.results[0], type=_wider(type, len(type.shape) - 1, size))
         args = (op.args[0], (*type.shape[:-1], size)) if op.name == "reshape" else op.args
         return replace(op, args=args, results=(result,))
 
-    def _masked(self, name: str, op: Op, masks: dict[tuple[int, DType], str], ops: list[Op]) -> str:
+    def _masked(self, name: str, op: Op, masked: dict[str, str], ops: list[Op]) -> str:
         """The logits with minus infinity where there is no class."""
-        type, size = self.types[name], self._size(name)
-        key = (self.classes[name], type.dtype)
-        if key not in masks:
-            masks[key] = self._mask(op, size, *key, ops)
-        value = Value(name=f"{name}_classes", type=_wider(type, len(type.shape) - 1, size))
-        ops.append(Op(name="add", args=(Ref(name), Ref(masks[key])), results=(value,), source=op.source))
-        return value.name
-
-    def _mask(self, op: Op, size: int, classes: int, dtype: DType, ops: list[Op]) -> str:
-        stem = f"classes_{classes}_{dtype}"
-        kinds: dict[str, DType] = {"index": "i64", "beyond": "bool", "zeros": dtype, "mask": dtype}
-        values = {
-            part: Value(name=f"{stem}_{part}", type=TensorType(dtype=kind, layout=Layout.replicated((size,))))
-            for part, kind in kinds.items()
-        }
-
-        def add(part: str, name: str, *args: object, **attrs: DTypeArg) -> None:
-            ops.append(
-                Op(name=name, args=args, attrs=tuple(attrs.items()), results=(values[part],), source=op.source)  # type: ignore[arg-type]
-            )
-
-        add("index", "arange", size, dtype=DTypeArg("i64"))
-        add("beyond", "ge", Ref(values["index"].name), classes)
-        add("zeros", "full", (size,), 0.0, dtype=DTypeArg(dtype))
-        add("mask", "masked_fill", Ref(values["zeros"].name), Ref(values["beyond"].name), -math.inf)
-        return values["mask"].name
+        if name not in masked:
+            type, (classes, size) = self.types[name], self.classes[name]
+            value = Value(name=f"{name}_classes", type=_wider(type, len(type.shape) - 1, size))
+            ops.append(Op(name="mask_classes", args=(Ref(name), classes), results=(value,), source=op.source))
+            masked[name] = value.name
+        return masked[name]
 
     def _sliced(self, name: str, op: Op, slices: dict[str, str], ops: list[Op]) -> str:
         """The logits of true classes alone."""
         if name not in slices:
             type = self.types[name]
             value = Value(name=f"{name}_true", type=type)
-            args = (Ref(name), len(type.shape) - 1, 0, self.classes[name], 1)
+            args = (Ref(name), len(type.shape) - 1, 0, self.classes[name][0], 1)
             ops.append(Op(name="slice", args=args, results=(value,), source=op.source))
             slices[name] = value.name
         return slices[name]

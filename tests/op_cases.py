@@ -118,6 +118,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "attention_backward": _attention_backward,
     "expert_matmul": lambda x, experts, w: torch.einsum("si,sio->so", x, w[experts]),
     "embedding": lambda w, ids: F.embedding(ids, w),
+    "mask_classes": lambda x, classes: x.masked_fill(torch.arange(x.shape[-1]) >= classes, -math.inf),
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": lambda x, w, bias, labels, weight: F.linear(x, w, bias).amax(-1),
     "linear_cross_entropy_backward": _linear_cross_entropy_backward,
@@ -276,6 +277,7 @@ def norm_and_loss_cases() -> list[Case]:
     labels[0, 1] = -100
     logits = normal(2, 3, 12)
     found += [
+        case("mask_classes", logits, 9),
         case("cross_entropy", logits, labels, None, -100, 0.0),
         case("cross_entropy", logits, labels, None, -100, 0.1),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,10 +90,10 @@ def test_heads_with_bias_and_other_readers(build: object, mesh: str) -> None:
 class TiedClassifier(nn.Module):
     """The table and the head are one parameter, read twice in one region; the table is looked up twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = 13) -> None:
         super().__init__()
-        self.table = nn.Embedding(13, 8)
-        self.head = nn.Linear(8, 13)
+        self.table = nn.Embedding(vocabulary, 8)
+        self.head = nn.Linear(8, vocabulary)
         self.head.weight = self.table.weight
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -107,6 +108,43 @@ def test_a_table_read_twice_in_one_region(mesh: str) -> None:
     assert package.program.parameter("table.weight").type.layout.sharded_axes == ("tp",)
     result = package.verify()
     assert result.ok, result.worst
+
+
+@pytest.mark.parametrize(("mesh", "more"), [("1", {}), ("dp=2", {}), ("tp=2", {}), ("tp=3", {"loss_chunks": 3})])
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_triton_kernels_read_rows_of_logits_in_whole_lines(mesh: str, more: Any, precision: str) -> None:
+    batch = {"x": torch.randint(2053, (6, 5)), "labels": torch.randint(2053, (6, 5))}
+    package = partc.compile(_tied, batch, mesh=mesh, precision=precision, kernels="triton", **more)
+    ways = package.program.sizes.get("tp", 1)
+    held = package.program.parameter("table.weight").type.shape[0]
+    assert held % (64 * ways) == 0 and 2053 < held < 2053 + 64 * ways
+    result = package.verify()
+    assert result.ok, result.worst
+    text = print_program(package.program)
+    assert ("mask_classes(" in text) and print_program(parse(text)) == text
+
+
+def _tied() -> nn.Module:
+    return TiedClassifier(2053)
+
+
+def test_heads_of_few_classes_and_tables_alone_are_not_filled_up_to_lines() -> None:
+    batch = {"x": torch.randn(8, 6), "labels": torch.randint(13, (8,))}
+    program = partc.compile(plain_classifier, batch, mesh="1", kernels="triton").program
+    assert not [parameter for parameter in program.parameters if parameter.holds]
+    program = partc.compile(Looked, {"x": torch.randint(2053, (6, 5))}, mesh="1", kernels="triton").program
+    assert not [parameter for parameter in program.parameters if parameter.holds]
+
+
+class Looked(nn.Module):
+    """A table that nothing multiplies with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2053, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x).square().mean()
 
 
 def test_smoothed_losses_and_divisible_vocabularies_are_left_alone() -> None:

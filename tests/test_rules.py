@@ -99,6 +99,11 @@ def execute(op: Op, operands: Sequence[Shards], sizes: Sizes) -> list[Shards]:
         values = {str(i): shards[coordinate] for i, shards in enumerate(operands)}
         if op.name == "embedding_shard":
             made = (_embedding_shard(values["0"], values["1"], place_on(op, coordinate, sizes)),)
+        elif op.name == "mask_classes_shard":
+            logits, classes = op.args
+            assert isinstance(classes, int)
+            here = classes - place_on(op, coordinate, sizes) * values["0"].shape[-1]
+            made = op_cases.run(replace(op, name="mask_classes", args=(logits, here)), values)
         elif op.name == "cross_entropy_shard":
             position = list(sizes).index(str(dict(op.attrs)["axis"]))
             group = [

@@ -52,6 +52,17 @@ def gelu_tanh_backward(grad, x):
 
 
 @triton.jit
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(x):
+    """Of each row; what isn't a number passes, which `tl.max` skips."""
+    return tl.reduce(x, 1, larger, keep_dims=True)
+
+
+@triton.jit
 def kept(counter_ptr, index, below):
     """Whether an element's upper 53 bits are below this; SplitMix64, in signed words, as in runtime/random.py.
 

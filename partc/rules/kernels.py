@@ -43,7 +43,7 @@ CHUNKED = frozenset({"linear_cross_entropy", "linear_cross_entropy_backward"})  
 TABLES = frozenset(
     {"embedding_dense_backward", "embedding_shard_backward"}
 )  # gradients of them, by kernels of their own
-_RANKED = frozenset({"pick", "smooth_sum", "cross_entropy_backward", "embedding_shard_backward"})
+_RANKED = frozenset({"mask_classes", "pick", "smooth_sum", "cross_entropy_backward", "embedding_shard_backward"})
 _SMOOTHED: Mapping[str, tuple[int, int, int]] = {  # class weights, smoothing, and then the weights' total
     "cross_entropy": (2, 4, 5), "cross_entropy_rows": (3, 5, 8), "cross_entropy_backward": (4, 6, 7),
 }  # fmt: skip
@@ -239,6 +239,7 @@ POINTWISE: Mapping[str, Spelling] = {
     "__and__": "{0} & {1}",
     "__or__": "{0} | {1}",
     # of rows
+    "mask_classes": lambda op: "{0}",  # with the class's number, which the lowering knows
     "log_sum_exp": "{0} + tl.log({1})",
     "cross_entropy_rows": _row_losses,
     # derivatives: the gradient first

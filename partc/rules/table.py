@@ -229,6 +229,7 @@ rule(
 build("rms_norm layer_norm", shapes.normalized, precision="low")  # which sum in fp32 inside
 build("group_norm", products.group_norm, precision="high")
 rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"}, heavy=True)
+rule("mask_classes", "logits[*b v] -> [*b v]", sharded={"v": "mask_classes_shard"})
 rule(
     "cross_entropy",
     "logits[*b v], labels[*b], weight?[w] -> [*b]",  # every rank weighs by its labels: it needs all weights

@@ -183,6 +183,18 @@ def test_rows_that_attend_to_nothing_are_what_pytorch_says(tmp_path: Path) -> No
     torch.testing.assert_close(made["y"], x.softmax(-1), equal_nan=True)
 
 
+@pytest.mark.parametrize("columns", [5, 8])
+def test_the_largest_of_a_row_with_what_is_no_number_is_none(tmp_path: Path, columns: int) -> None:
+    x = torch.randn(3, columns)
+    x[0, 2], x[1, 3] = torch.nan, torch.inf
+    ops = (op("neg", "x", makes=value("a", 3, columns)), op("amax", "a", (1,), True, makes=value("y", 3, 1)))
+    graph = Graph(inputs=(value("x", 3, columns),), ops=ops, outputs=("y",))
+    after = fuse(program_of(graph), kernels="triton").regions[0].forward
+    assert any(one.body for one in after.ops)
+    made = Kernels(tmp_path / "k").run(after, {"x": x}, {}, {})
+    torch.testing.assert_close(made["y"], (-x).amax(1, keepdim=True), equal_nan=True)
+
+
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[Graph, int]:
     """Elementwise operations before, between and after norms, softmaxes and sums, on one shape."""
@@ -192,12 +204,16 @@ def chains(draw: st.DrawFn) -> tuple[Graph, int]:
     for number in range(draw(st.integers(2, 8))):
         made = value(f"v{number}", *shape, dtype="f64")
         a, b = (draw(st.sampled_from(known)) for _ in range(2))
-        name = draw(st.sampled_from(["add", "mul", "sub", "tanh", "softmax", "rms_norm", "layer_norm", "sum"]))
+        name = draw(st.sampled_from(["add", "mul", "sub", "tanh", "softmax", "rms_norm", "layer_norm", "sum", "amax"]))
         rstd = value(f"r{number}", *shape[:-1], 1, dtype="f64")
         if name in ("add", "mul", "sub"):
             ops.append(op(name, a, b, makes=made))
         elif name == "tanh":
             ops.append(op(name, a, makes=made))
+        elif name == "amax":
+            most = value(f"t{number}", *shape[:-1], 1, dtype="f64")
+            ops.append(op(name, a, (len(shape) - 1,), True, makes=most))
+            ops.append(op("sub", most.name, b, makes=made))
         elif name == "softmax":
             ops.append(op(name, a, -1, makes=made))
         elif name == "rms_norm":

@@ -17,7 +17,7 @@ from partc.layout import Layout
 from partc.mesh import Mesh
 from partc.operators import DTYPES
 from partc.passes.fuse import fuse
-from partc.program import Call, DType, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.program import Call, DType, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
 from tests.programs import fused_graph, op, value
 from tests.test_memory import GPT
 from tests.triton_runs import Kernels, exact_bf16
@@ -76,7 +76,6 @@ def check(kernels: Kernels, graph: Graph, values: dict[str, Tensor], *, fused: b
 
 def widened(graph: Graph) -> Graph:
     """The same with fp64 in place of every floating type that an operation is asked to make."""
-    from partc.program import DTypeArg
 
     def wide(one: Op) -> Op:
         def arg(item: object) -> object:
@@ -148,9 +147,13 @@ def test_comparisons_and_bools(kernels: Kernels) -> None:
     third = mul(wide, 0.1)  # f64[5, 7]
     less_third = where(less, third, 0.3)  # f64[5, 7]
     kept = dropout_backward(x, less, 0.25)  # f32[5, 7]
+    positive = relu(y)  # f32[7]
+    there = to(positive, <bool>)  # bool[7]
+    counted = to(there, <f32>)  # f32[7]
+    odd = to(n, <bool>)  # bool[5, 7]
     loss = linear(masked, more)  # f32[5, 5]
     return loss
-  saved masked, more, third, kept, any, less_third
+  saved masked, more, third, kept, any, less_third, counted, odd
 """
     region = fused_graph(text).regions[0]
     graph = Graph(inputs=region.forward.inputs, ops=region.forward.ops[:-1], outputs=region.saved)
@@ -280,11 +283,19 @@ def graphs(draw: st.DrawFn) -> Graph:
     for number in range(draw(st.integers(2, 12))):
         name = draw(st.sampled_from(sorted(shapes)))
         shape = shapes[name]
-        kind = draw(st.sampled_from(["unary", "binary", "binary", "reshape", "permute", "slice", "expand", "cat"]))
+        kind = draw(
+            st.sampled_from(["unary", "binary", "binary", "reshape", "permute", "slice", "expand", "cat", "flag"])
+        )
         made = f"v{number}"
         args: tuple[object, ...]
         if kind == "unary":
             kind, args, result = draw(st.sampled_from(["sin", "tanh", "neg", "sigmoid"])), (name,), shape
+        elif kind == "flag":
+            flag = Value(name=f"{made}_flag", type=TensorType(dtype="bool", layout=Layout.replicated(shape)))
+            positive = Value(name=f"{made}_positive", type=TensorType(dtype="f32", layout=Layout.replicated(shape)))
+            ops.append(op("relu", name, makes=positive))
+            ops.append(op("to", positive.name, DTypeArg("bool"), makes=flag))
+            kind, args, result = "to", (flag.name, DTypeArg("f32")), shape
         elif kind == "binary":
             other = draw(st.sampled_from(sorted(shapes)))
             try:

@@ -272,3 +272,21 @@ class Hollow(nn.Module):
 def test_a_parameter_without_elements() -> None:
     """Every way to cut it fits; it is trained as any other."""
     _equal(Hollow, {"x": torch.randn(8, 4)}, "2")
+
+
+class Flags(nn.Module):
+    """Numbers that become true or false and numbers again, and a choice between two numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        chosen = torch.where(y > 0, 1.0, 0.25) + torch.where(y > 1, 2, 3)
+        return (y * chosen * y.relu().bool().to(y.dtype)).square().mean()
+
+
+@pytest.mark.parametrize("kernels", ["aten", "triton"])
+def test_choices_between_numbers_and_casts_to_bool(kernels: str) -> None:
+    _equal(Flags, _batch(), "2", kernels=kernels)

@@ -19,6 +19,7 @@ from partc.runtime.errors import UsageError
 from partc.runtime.graphs import CudaGraph, Repeated, recording
 from partc.runtime.tensors import load
 from partc.runtime.update import LossScale
+from partc.runtime.watch import PeerLost
 from tests.cpu_graph import Refused, cpu_graphs
 from tests.durable import TIED, train
 from tests.zoo import MODELS
@@ -241,6 +242,30 @@ def test_what_cuda_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         UsageError, match=r"P0534: .*: CUDA error: operation not permitted.*capturing\n  help: leave out"
     ):
         CudaGraph((0, 0)).capture(lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("cause", "seen"), [(RuntimeError("the host waits"), UsageError), (PeerLost("rank 1 is gone"), PeerLost)]
+)
+def test_what_breaks_a_recording_is_told_not_that_it_broke(
+    cause: RuntimeError, seen: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def __init__(self, *given: object, **named: object) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: object) -> None:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def work() -> None:
+        raise cause
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Broken)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    with pytest.raises(seen, match=str(cause)):
+        CudaGraph((0, 0)).capture(work)
 
 
 def test_recordings_share_a_stream_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

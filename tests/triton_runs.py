@@ -43,6 +43,14 @@ class Kernels:
 
     def load(self, built: Kernel | Written) -> Any:
         """The function that launches a kernel; of several, their module."""
+        return self.launches(built, self.module(built))
+
+    @staticmethod
+    def launches(built: Kernel | Written, module: ModuleType) -> Any:
+        return getattr(module, built.name) if isinstance(built, Kernel) or built.alone else module
+
+    def module(self, built: Kernel | Written) -> ModuleType:
+        """A module of its own."""
         self._loaded += 1
         name = f"{self.package}.loaded_{self._loaded}"
         path = self.folder / f"loaded_{self._loaded}.py"
@@ -51,7 +59,7 @@ class Kernels:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        return getattr(module, built.name) if isinstance(built, Kernel) or built.alone else module
+        return module
 
     def run(
         self, graph: Graph, values: Mapping[str, Tensor], params: Mapping[str, TensorType], sizes: Sizes, **how: bool

@@ -62,14 +62,16 @@ class CudaGraph:
         try:
             with here:
                 return work()
-        except PeerLost:
-            raise
         except RuntimeError as error:
+            # The end of a recording that failed says only that it did: the cause came before it.
+            cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            if isinstance(cause, PeerLost):
+                raise cause from None
             raise UsageError(
                 "P0534",
-                f"a step cannot be recorded as CUDA graphs: {str(error).strip().partition(chr(10))[0]}",
+                f"a step cannot be recorded as CUDA graphs: {str(cause).strip().partition(chr(10))[0]}",
                 "leave out --cuda-graphs, or add --no-cuda-graphs: the host has a part in some operation",
-            ) from error
+            ) from cause
 
     def replay(self) -> None:
         self._graph.replay()

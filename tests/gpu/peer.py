@@ -1,7 +1,8 @@
 """One peer of the package, in a process of its own: `peer.py NAME config.json BATCH SEQ WARM STEPS OUT.json`.
 
 All train the model of the configuration with autocast to bf16 and fused AdamW on parameters in fp32, as the package
-does. `liger` is eager with Liger's kernels in place of the model's, fused cross-entropy included.
+does. `liger` is eager with Liger's kernels in place of the model's, fused cross-entropy included; GPT-2, which Liger has
+no patch for, gets its norms and its cross-entropy.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ def main(peer: str, path: str, batch: int, seq: int, warm: int, steps: int, out:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     config = AutoConfig.from_pretrained(path)
-    if peer == "liger":
-        from liger_kernel.transformers import apply_liger_kernel_to_gpt2, apply_liger_kernel_to_llama
+    if peer == "liger" and config.model_type == "llama":
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-        {"llama": apply_liger_kernel_to_llama, "gpt2": apply_liger_kernel_to_gpt2}[config.model_type]()
+        apply_liger_kernel_to_llama()
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    if peer == "liger" and config.model_type == "gpt2":
+        _patch(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     run = model
     if peer in ("compile", "max-autotune"):
@@ -46,6 +49,17 @@ def main(peer: str, path: str, batch: int, seq: int, warm: int, steps: int, out:
     taken = sorted(seconds[warm:])
     found = {"speed": batch * seq / taken[len(taken) // 2], "peak": torch.cuda.max_memory_allocated()}
     Path(out).write_text(json.dumps(found))
+
+
+def _patch(model: torch.nn.Module) -> None:
+    """Liger's norms and cross-entropy, as its own patches of other models put them in."""
+    from liger_kernel.transformers.functional import liger_cross_entropy, liger_layer_norm
+    from transformers.loss import loss_utils
+
+    loss_utils.nn.functional.cross_entropy = liger_cross_entropy
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.forward = lambda x, norm=module: liger_layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch
 from partc import fuel
 from partc.layout import Layout
 from partc.passes.activations import gelus
+from partc.passes.label_losses import label_losses
 from partc.passes.masks import known_masks
 from partc.passes.normalize import without_dead
 from partc.passes.routing import unsorted_experts
@@ -84,6 +85,7 @@ def _simplified(region: Region) -> Region:
         _norms,
         gelus,
         plain_rows,
+        label_losses,
         _short_chains,
         _once,
     ):

@@ -111,9 +111,9 @@ class Rows(Kernel):
 
     @property
     def candidates(self) -> list[Configuration]:
-        """No more warps than leave a program's threads 16 elements each: with fewer registers, derivatives spill."""
-        most = max(8, self.tiling.warps)
-        return [each for each in super(Rows, self).candidates if each["num_warps"] <= most]
+        """Warps whose threads have 16 elements each or more, and 32 or fewer: with others, derivatives spill."""
+        least, most = self.tiling.high * self.tiling.wide // 1024, max(8, self.tiling.warps)
+        return [each for each in super(Rows, self).candidates if least <= each["num_warps"] <= most]
 
     @property
     def written(self) -> list[Result]:

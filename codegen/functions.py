@@ -14,13 +14,13 @@ from partc.codegen.expressions import (
     is_atom,
     is_chained,
     returns_more,
-    summed_by_programs,
     unsummed,
     with_accumulation,
 )
 from partc.codegen.lifetimes import deletions, overwritten, shares_memory
 from partc.codegen.names import Names, class_name, identifier
 from partc.codegen.operands import Operands, written
+from partc.codegen.parted import added, parted
 from partc.codegen.remade import remarks
 from partc.codegen.source import Argument, Function, Line, RegionCode
 from partc.codegen.views import without_idle_views
@@ -290,7 +290,7 @@ class _Writer:
         into = self._into(op, uses, graph, buffers)
         if into:
             code = with_accumulation(into, operands)
-        apart = self._apart(op, uses, graph, buffers)
+        apart = parted(op, uses, graph, buffers)
         if apart:
             code = unsummed(operands)
         following = order[index + 1] if index + 1 < len(order) else None
@@ -307,17 +307,16 @@ class _Writer:
         ):
             inlined[op.result.name] = code
             return []
-        made = op.results[: len(op.results) - len(into)]
+        made = [value for value in op.results[: len(op.results) - len(into)] if value.name not in apart]
         targets = [names[value.name] if self._is_read(value, uses, graph, buffers) else "_" for value in made]
-        layout = next((str(value.type) for value in op.results if value.name not in apart), "")
         if single and returns_more(op.name):
             targets.append("*_")
-        lines = [Line(code=f"{', '.join(targets)} = {code}", layout=layout, notes=notes)]
+        parts, sums = added(op, apart, buffers, names)
+        layout = str(made[0].type) if made else ""
+        lines = [Line(code=f"{', '.join((*targets, *parts))} = {code}", layout=layout, notes=notes)]
         for value in made:
-            add = "functional.add_sum({}, {})" if value.name in apart else "{}.add_({})"
-            added = [Line(code=add.format(buffer, names[value.name])) for buffer in buffers.get(value.name, ())]
-            lines += [*added, Line(code=f"del {names[value.name]}")] if value.name in apart else added
-        return lines
+            lines += [Line(code=f"{buffer}.add_({names[value.name]})") for buffer in buffers.get(value.name, ())]
+        return [*lines, *sums]
 
     def _joins(self, op: Op, following: Op) -> bool:
         """Whether an operation is written where the next one reads it: its first operand, or a weight's transpose."""
@@ -332,13 +331,6 @@ class _Writer:
         more = [value.name for value in op.results[1:]] if accumulates(op.name) else []
         alone = all(len(buffers.get(name, ())) == 1 and not uses.get(name, 0) for name in more)
         return [buffers[name][0] for name in more] if alone and not {*more} & {*graph.outputs} else []
-
-    @staticmethod
-    def _apart(op: Op, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> frozenset[str]:
-        """The sums of a kernel, if all are added to buffers: each as what the kernel's programs have of it."""
-        sums = summed_by_programs(op)
-        kept = {name for name in sums if uses.get(name, 0) or name in graph.outputs or len(buffers.get(name, ())) != 1}
-        return frozenset() if kept else sums
 
     @staticmethod
     def _is_read(value: Value, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> bool:

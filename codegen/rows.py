@@ -111,9 +111,9 @@ class Rows(Kernel):
 
     @property
     def candidates(self) -> list[Configuration]:
-        """No more warps than leave a program's threads 16 elements each: with fewer registers, derivatives spill."""
-        most = max(8, self.tiling.warps)
-        return [each for each in super(Rows, self).candidates if each["num_warps"] <= most]
+        """Warps whose threads have 16 elements each or more, and 32 or fewer: with others, derivatives spill."""
+        least, most = self.tiling.high * self.tiling.wide // 1024, max(8, self.tiling.warps)
+        return [each for each in super(Rows, self).candidates if least <= each["num_warps"] <= most]
 
     @property
     def written(self) -> list[Result]:
@@ -153,13 +153,8 @@ class Rows(Kernel):
 
     @property
     def unsummed(self) -> list[str]:
-        """The same, with what each program has of a sum: [programs, columns]."""
-        found = {
-            total.result.name: f"{parts.name}[{at}]" if parts.rows > 1 else parts.name
-            for parts in self.parts
-            for at, total in enumerate(parts.sums)
-        }
-        return [found.get(result.name, result.name) for result in self.results]
+        """What else is made, then what the programs have of sums: [programs, columns], or [sums, programs, columns]."""
+        return [*(result.name for result in self.written), *(parts.name for parts in self.parts)]
 
     @staticmethod
     def _total(total: Sum, parts: Parts) -> str:
@@ -221,7 +216,7 @@ def unsummed(
 ) -> dict[tuple[DType, DType], tuple[tuple[int, ...], list[str]]]:
     """The memory that sums of programs stand in, [sums, programs, columns], and the results that these are of.
 
-    By what is summed in, and what the results are in.
+    By what is summed in, and what the results are in. One sum's has no first dimension.
     """
     found = _Reductions.of(op, types, sizes)
     together: dict[tuple[DType, DType], list[str]] = {}
@@ -229,7 +224,7 @@ def unsummed(
         if value.name in found.down:
             together.setdefault((computed_in(value.type.dtype), value.type.dtype), []).append(value.name)
     place = found.tiling.programs, found.tiling.columns
-    return {key: ((len(names), *place), names) for key, names in together.items()}
+    return {key: ((len(names), *place)[len(names) < 2 :], names) for key, names in together.items()}
 
 
 def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:

@@ -32,16 +32,16 @@ def stand_ins(program: Program) -> SimpleNamespace:
             held = [torch.empty(shape, dtype=DTYPES[dtype], device=META) for shape, dtype in passing if summed]
             if into is not None:
                 return into
-            apart: dict[str, Tensor] = {}
-            for (dtype, _), (shape, names) in ({} if summed else unsummed(op, types, program.sizes)).items():
-                apart |= zip(names, torch.empty(shape, dtype=DTYPES[dtype], device=META), strict=True)
-            there = {number: given[place] for number, place in over.items()}
-            there |= {number: apart.pop(value.name) for number, value in enumerate(op.results) if value.name in apart}
-            found = tuple(
-                there[number] if number in there else torch.empty(shape, dtype=dtype, device=META)
-                for number, (shape, dtype) in enumerate(shapes)
+            apart = {} if summed else unsummed(op, types, program.sizes)
+            sums = {name for _, names in apart.values() for name in names}
+            found = (
+                *(
+                    given[over[number]] if number in over else torch.empty(shape, dtype=dtype, device=META)
+                    for number, (shape, dtype) in enumerate(shapes)
+                    if op.results[number].name not in sums
+                ),
+                *(torch.empty(shape, dtype=DTYPES[dtype], device=META) for (dtype, _), (shape, _) in apart.items()),
             )
-            del there
             del held
             return found if len(found) > 1 else found[0]
 

@@ -28,7 +28,7 @@ from partc.errors import InternalError
 from partc.gradients import gradient_inputs, reached, trainable_params
 from partc.layout import Sizes
 from partc.naming import unique
-from partc.program import Arg, DTypeArg, Op, Program, Ref, Region
+from partc.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region
 from partc.saving import changed_buffers
 from partc.torch_private import FakeTensorMode, aot_export_joint_simple
 
@@ -53,7 +53,32 @@ def _differentiate_region(region: Region, inputs: frozenset[str], params: frozen
     live = reached(region.forward, roots)
     if not live.intersection(region.forward.outputs):
         return region
-    return joint.split(_trace_joint(region, roots, live, sizes), region, roots, live, sizes)
+    found = joint.split(_trace_joint(region, roots, live, sizes), region, roots, live, sizes)
+    return replace(found, backward=found.backward and _plain_sums(found.backward, sizes))
+
+
+def _plain_sums(graph: Graph, sizes: Sizes) -> Graph:
+    """reshape(sum(x, dims, True), shape) is sum(x, dims, False) where it drops the dimensions that the sum kept.
+
+    The gradient of what was broadcast is traced so: a bias that is added in the product before it.
+    """
+    readers: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        for name in op.refs():
+            readers.setdefault(name, []).append(op)
+    plain: dict[str, Op] = {}
+    for op in graph.ops:
+        (reader, *more) = readers.get(op.results[0].name, ()) or (op,)
+        if op.name != "sum" or more or reader.name != "reshape" or op.result.name in graph.outputs:
+            continue
+        x, dims, kept = (*op.args, False)[:3]
+        shape = op.result.type.layout.local_shape(sizes)
+        left = tuple(size for dim, size in enumerate(shape) if isinstance(dims, tuple) and dim not in dims)
+        if kept is True and reader.args[1] == left:
+            plain[op.result.name] = replace(op, args=(x, dims, False), results=reader.results)
+    dropped = {op.result.name for op in plain.values()}
+    ops = (plain.get(op.results[0].name, op) for op in graph.ops if op.results[0].name not in dropped)
+    return replace(graph, ops=tuple(ops))
 
 
 def _with_copies(region: Region, changed: frozenset[str]) -> Region:

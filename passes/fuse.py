@@ -12,12 +12,13 @@
 A kernel goes through the elements of its results, which all have one shape, and computes each from what
 it reads (partc.rules.kernels says which operations can be written so). Views inside a kernel are index
 expressions: those that lead to what it reads belong to it, and those that would copy what it makes. A
-kernel with norms, softmaxes or sums in it goes through rows: it may make an element, a number for each row,
-and sums down all of them (partc.passes.fuse_forms). Two groups become one where that saves time by the
-roofline: a kernel's launch, and the bytes of what they hand over or both read. What others read, or is
-saved, is still written; what backward kernels can make from what they read anyway is saved no more
-(partc.passes.fuse_saved). Nothing is grouped across a matrix product, attention or a collective: a group
-never waits for what depends on another part of it.
+kernel with norms, softmaxes or sums in it goes through rows: it may make an element, a number for each
+row, and sums down all of them (partc.passes.fuse_forms). Of long rows it holds few, or it would spill:
+the derivative of a norm is two kernels then (partc.passes.fuse_halves, fuse_registers). Two groups
+become one where that saves time by the roofline: a kernel's launch, and the bytes of what they hand
+over or both read. What others read, or is saved, is still written; what backward kernels can make from
+what they read anyway is saved no more (partc.passes.fuse_saved). Nothing is grouped across a matrix
+product, attention or a collective: a group never waits for what depends on another part of it.
 """
 
 from __future__ import annotations

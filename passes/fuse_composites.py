@@ -123,14 +123,23 @@ def _rms_norm(w: _Writer, x: Ref, shape: tuple[int, ...], weight: Arg, eps: Arg)
 
 
 def _rms_norm_backward(w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], weight: Arg, rstd: Ref) -> None:
-    grad_x, grad_weight = w.op.results
+    unit = _rms_norm_grad_input(w, grad, x, shape, weight, rstd)
+    if weight is not None:
+        w.column(w.do("mul", grad, unit, word="terms"), len(shape), w.op.results[1])
+
+
+def _rms_norm_grad_input(w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], weight: Arg, rstd: Ref) -> Ref:
     unit = w.do("mul", x, rstd, word="unit")
     scaled = grad if weight is None else w.do("mul", grad, weight, word="scaled")
     along = w.mean(w.do("mul", scaled, unit, word="product"), len(shape), "along")
     across = w.do("sub", scaled, w.do("mul", unit, along, word="part"), word="across")
-    w.do("mul", across, rstd, makes=grad_x)
-    if weight is not None:
-        w.column(w.do("mul", grad, unit, word="terms"), len(shape), grad_weight)
+    w.do("mul", across, rstd, makes=w.op.results[0])
+    return unit
+
+
+def _rms_norm_grad_weight(w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], rstd: Ref) -> None:
+    unit = w.do("mul", x, rstd, word="unit")
+    w.column(w.do("mul", grad, unit, word="terms"), len(shape), w.op.result)
 
 
 def _layer_norm(w: _Writer, x: Ref, shape: tuple[int, ...], weight: Arg, bias: Arg, eps: Arg) -> None:
@@ -148,17 +157,33 @@ def _layer_norm(w: _Writer, x: Ref, shape: tuple[int, ...], weight: Arg, bias: A
 def _layer_norm_backward(
     w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], weight: Arg, mean: Ref, rstd: Ref
 ) -> None:
-    grad_x, grad_weight, grad_bias = w.op.results
+    unit = _layer_norm_grad_input(w, grad, x, shape, weight, mean, rstd)
+    if weight is not None:
+        _affine_gradients(w, grad, unit, len(shape), *w.op.results[1:])
+
+
+def _layer_norm_grad_input(
+    w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], weight: Arg, mean: Ref, rstd: Ref
+) -> Ref:
     along = len(shape)
     unit = w.do("mul", w.do("sub", x, mean, word="centered"), rstd, word="unit")
     scaled = grad if weight is None else w.do("mul", grad, weight, word="scaled")
     level = w.mean(scaled, along, "level")
     slope = w.mean(w.do("mul", scaled, unit, word="product"), along, "slope")
     flat = w.do("sub", scaled, level, word="flat")
-    w.do("mul", w.do("sub", flat, w.do("mul", unit, slope, word="part"), word="across"), rstd, makes=grad_x)
-    if weight is not None:
-        w.column(w.do("mul", grad, unit, word="terms"), along, grad_weight)
-        w.column(grad, along, grad_bias)
+    across = w.do("sub", flat, w.do("mul", unit, slope, word="part"), word="across")
+    w.do("mul", across, rstd, makes=w.op.results[0])
+    return unit
+
+
+def _layer_norm_grad_weight(w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], mean: Ref, rstd: Ref) -> None:
+    unit = w.do("mul", w.do("sub", x, mean, word="centered"), rstd, word="unit")
+    _affine_gradients(w, grad, unit, len(shape), *w.op.results)
+
+
+def _affine_gradients(w: _Writer, grad: Ref, unit: Ref, along: int, grad_weight: Value, grad_bias: Value) -> None:
+    w.column(w.do("mul", grad, unit, word="terms"), along, grad_weight)
+    w.column(grad, along, grad_bias)
 
 
 def _softmax(w: _Writer, x: Ref, dim: Arg) -> None:
@@ -176,11 +201,15 @@ def _linear_grad_bias(w: _Writer, grad: Ref) -> None:
     w.column(grad, 1, w.op.result)
 
 
-_COMPOSITES: Mapping[str, Callable[..., None]] = {
+_COMPOSITES: Mapping[str, Callable[..., Ref | None]] = {
     "rms_norm": _rms_norm,
     "rms_norm_backward": _rms_norm_backward,
+    "rms_norm_grad_input": _rms_norm_grad_input,
+    "rms_norm_grad_weight": _rms_norm_grad_weight,
     "layer_norm": _layer_norm,
     "layer_norm_backward": _layer_norm_backward,
+    "layer_norm_grad_input": _layer_norm_grad_input,
+    "layer_norm_grad_weight": _layer_norm_grad_weight,
     "softmax": _softmax,
     "_softmax_backward_data": _softmax_backward,
     "linear_grad_bias": _linear_grad_bias,

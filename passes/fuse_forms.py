@@ -10,8 +10,8 @@ from partc.program import FLOATING, Arg, DType, Op, Ref
 from partc.rules.rule import argument
 
 Shape = tuple[int, ...]
-MOST_COLUMNS = 8192  # of a row that one program holds whole; with more, derivatives of norms spill
-WIDE = {"rms_norm": 16384, "layer_norm": 16384}  # and these not yet
+MOST_COLUMNS = 16384  # of a row that one program holds whole
+MOST_SUMMED = 8192  # and that it also sums down: with more, registers spill
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Form:
 
     @property
     def wide(self) -> bool:
-        """Whether a program holds so much of each tensor that there is room for few of them."""
-        return self.whole and math.prod(self.column) > MOST_COLUMNS
+        """Whether a program that holds such a row has no room for sums down the columns too."""
+        return self.whole and math.prod(self.column) > MOST_SUMMED
 
     @property
     def column(self) -> Shape:
@@ -41,7 +41,8 @@ class Form:
         """What both can be done over."""
         if (self.shape, self.along) != (other.shape, other.along):
             return None
-        return self if self.whole else other
+        both = self if self.whole else other
+        return None if both.wide and self.whole != other.whole else both
 
 
 def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DType]) -> Form | None:
@@ -56,6 +57,11 @@ def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DTy
             found = Form(shape, _count(op.args[1]), True)
         case "rms_norm_backward" | "layer_norm_backward":
             found = Form(shape, _count(op.args[2]), True)
+            found = None if found.wide else found
+        case "rms_norm_grad_input" | "layer_norm_grad_input":
+            found = Form(shape, _count(op.args[2]), True)
+        case "rms_norm_grad_weight" | "layer_norm_grad_weight":
+            found = Form(shape, _count(op.args[2]), False)
         case "softmax" | "_softmax_backward_data":
             last = op.args[1 if op.name == "softmax" else 2] in (-1, len(shape) - 1)
             plain = op.name != "softmax" or (len(op.args) == 2 and not op.attrs)
@@ -70,7 +76,7 @@ def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DTy
             found = _reduced(op, shape)
     if found is None or found.along >= len(shape):
         return None
-    if found.whole and math.prod(found.column) > WIDE.get(op.name, MOST_COLUMNS):
+    if found.whole and math.prod(found.column) > MOST_COLUMNS:
         return None
     return found
 

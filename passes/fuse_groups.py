@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 from partc.layout import Sizes
 from partc.passes.fuse_composites import in_fp32, spelled_out
 from partc.passes.fuse_forms import Form, columns, fits, form
+from partc.passes.fuse_halves import halved
 from partc.passes.fuse_names import stem
+from partc.passes.fuse_registers import fits_registers, is_long
 from partc.program import Graph, Op, Ref, Region, Value
 from partc.roofline import H100
 from partc.rules import kernels
 
 MOST_TENSORS = 24  # that one kernel is given and makes
 MOST_ROWS = 14  # and that one is which holds whole rows of them
-MOST_WIDE = 8  # of rows so long that derivatives would not fit
 MOST_OPS = 64
+_WORTH = frozenset({"cross_entropy_backward", "rms_norm_grad_weight", "layer_norm_grad_weight"})
 
 
 def fused(region: Region, sizes: Sizes) -> Region:
@@ -54,18 +56,19 @@ class _Work:
     """One graph while its groups grow."""
 
     def __init__(self, graph: Graph, params: Mapping[str, Value], kept: Collection[str], sizes: Sizes) -> None:
-        self.ops = graph.ops
         values = {**params, **graph.definitions()}
         self.shapes = {name: value.type.layout.local_shape(sizes) for name, value in values.items()}
         self.bytes = {name: value.type.local_bytes(sizes) for name, value in values.items()}
         self.types = {name: value.type for name, value in values.items()}
+        graph = halved(graph, self.types, self.shapes, kept)
+        self.ops = graph.ops
         self.sizes = sizes
         self.kept = kept
         self.makers = {value.name: index for index, op in enumerate(graph.ops) for value in op.results}
         self.forms = [self._form(op) for op in graph.ops]
         self.kinds = [self._kind(op, form) for op, form in zip(graph.ops, self.forms, strict=True)]
         self.columns = frozenset[str]().union(*map(columns, graph.ops, self.forms))
-        self.roots = [self._roots(op) for op in graph.ops]
+        self.roots = [self._seen(op.refs()) for op in graph.ops]
         self.readers: dict[str, set[int]] = {}
         for index, kind in enumerate(self.kinds):
             for name in self.roots[index] if kind not in ("view", "constant") else ():
@@ -85,10 +88,10 @@ class _Work:
         kind = None if empty else kernels.kind(op)
         return None if kind in ("reduction", "composite") and form is None else kind
 
-    def _roots(self, op: Op) -> frozenset[str]:
-        """What an operation reads, seen through views; numbers are no values."""
+    def _seen(self, names: Iterable[str]) -> frozenset[str]:
+        """What values are, seen through views; numbers are no values."""
         found: set[str] = set()
-        todo = list(op.refs())
+        todo = list(names)
         while todo:
             name = todo.pop()
             index = self.makers.get(name)
@@ -157,10 +160,10 @@ class _Work:
         """Seconds that one kernel is faster than two; None where one can't do it, or isn't."""
         one, two = self.groups[a], self.groups[b]
         both = self._group(one.members | two.members)
-        most = (MOST_WIDE if both.form.wide else MOST_ROWS) if both.form else MOST_TENSORS
+        most = MOST_ROWS if both.form else MOST_TENSORS
         if len(both.members) > MOST_OPS or len(both.reads) + len(both.makes) > most or not both.reads:
             return None
-        if not (self._rows(both, both.form) if both.form else self._elements(both)):
+        if not (self._rows(both, both.form) and self._has_room(both, both.form) if both.form else self._elements(both)):
             return None
         saved = H100.start + (one.bytes + two.bytes - both.bytes) / H100.memory
         return saved if saved > 0 else None
@@ -184,6 +187,14 @@ class _Work:
             if (self.roots[index] & inside) - direct or direct & inside & self.columns:
                 return False
         return True
+
+    def _has_room(self, group: _Group, form: Form) -> bool:
+        """Whether a program's registers do for all that it holds of long rows."""
+        if not is_long(form):
+            return True
+        steps = self._spelled(group.members)
+        shapes = {value.name: value.type.layout.local_shape(self.sizes) for step in steps for value in step.results}
+        return fits_registers(steps, group.makes, form, {**self.shapes, **shapes}, self._seen)
 
     def _convex(self, a: int, b: int) -> bool:
         """Whether nothing outside depends on one of two groups while the other depends on it."""
@@ -241,7 +252,7 @@ class _Work:
         made = (self.makers.get(name) for name in self.ops[index].refs())
         if any(maker is not None and self.ops[maker].name == "drawn" for maker in made):
             return True
-        alone = group.form is not None and (group.form.whole or self.ops[index].name == "cross_entropy_backward")
+        alone = group.form is not None and (group.form.whole or self.ops[index].name in _WORTH)
         return alone and self.kinds[index] == "composite"
 
     def _tail(self, group: _Group) -> tuple[int, ...]:
@@ -270,10 +281,7 @@ class _Work:
             if index is not None and index not in chosen and self.kinds[index] in ("view", "constant"):
                 chosen.add(index)
                 todo.extend(self.ops[index].refs())
-        taken = set(self.shapes)
-        body = tuple(
-            step for index in sorted(chosen) for step in spelled_out(self.ops[index], self.types, self.sizes, taken)
-        )
+        body = self._spelled(chosen)
         made = {value.name for op in body for value in op.results}
         reads = dict.fromkeys(name for op in body for name in op.refs() if name not in made)
         makes = {self.ops[max(tail)].result.name} if tail else group.makes
@@ -283,6 +291,13 @@ class _Work:
         along = (("along", group.form.along),) if group.form else ()
         return Op(
             name="fused", args=tuple(map(Ref, reads)), attrs=words + along, results=results, source=source, body=body
+        )
+
+    def _spelled(self, chosen: Collection[int]) -> tuple[Op, ...]:
+        """Operations as what kernels do."""
+        taken = set(self.shapes)
+        return tuple(
+            step for index in sorted(chosen) for step in spelled_out(self.ops[index], self.types, self.sizes, taken)
         )
 
 

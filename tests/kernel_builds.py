@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from partc.codegen.kernel import Kernel
     from partc.codegen.written import Written
+    from partc.program import DType
     from tests.triton_runs import Kernels
 
 ARCHITECTURES = (80, 90)
@@ -181,12 +183,9 @@ def configurations(module: dict[str, Any], *, all: bool) -> Iterator[dict[str, i
 
 def builds(model: str, options: dict[str, str], *, precision: str, mesh: str, candidates: bool) -> list[Built]:
     """Every kernel of a compiled model, launched on tensors without memory."""
-    import torch
-
     from partc.api import compilation
     from partc.codegen.kernels import kernels
     from partc.codegen.written import written
-    from partc.operators import DTYPES
     from partc.options import Options
     from tests.triton_runs import Kernels
 
@@ -198,13 +197,43 @@ def builds(model: str, options: dict[str, str], *, precision: str, mesh: str, ca
     with tempfile.TemporaryDirectory() as folder:
         loader = Kernels(Path(folder))
         for kernel in kernels(program):
-            launcher = loader.load(kernel)
-            record(launcher.__globals__, found)
-            tensors = [torch.empty(item.shape, dtype=DTYPES[item.dtype], device="meta") for item in kernel.arguments]
-            word = torch.empty((), dtype=torch.int64, device="meta")
-            for _ in configurations(launcher.__globals__, all=candidates):
-                launcher(*tensors, *(3 if name.endswith("_rank") else word for name in kernel.numbers))
+            launched(kernel, loader, found, candidates)
         written_ones(written(program), loader, found, candidates)
+    return found
+
+
+def launched(kernel: Kernel, loader: Kernels, found: list[Built], candidates: bool) -> None:
+    """One that is made of a program's operations."""
+    import torch
+
+    from partc.operators import DTYPES
+
+    launcher = loader.load(kernel)
+    record(launcher.__globals__, found)
+    tensors = [torch.empty(item.shape, dtype=DTYPES[item.dtype], device="meta") for item in kernel.arguments]
+    word = torch.empty((), dtype=torch.int64, device="meta")
+    for _ in configurations(launcher.__globals__, all=candidates):
+        launcher(*tensors, *(3 if name.endswith("_rank") else word for name in kernel.numbers))
+
+
+def rows(columns: int, dtype: DType) -> list[Built]:
+    """Norms and softmaxes of such rows and their derivatives, with a neighbour each, in all configurations."""
+    from partc.codegen.kernels import kernel
+    from partc.passes.fuse import fuse
+    from tests.test_kernel_rows import NORMS, normed, softmaxed
+    from tests.test_kernels import program_of
+    from tests.triton_runs import Kernels
+
+    shape = (2048, columns)
+    graphs = [normed(name, shape, 1, dtype) for name in NORMS if "norm" in name]
+    found: list[Built] = []
+    with tempfile.TemporaryDirectory() as folder:
+        loader = Kernels(Path(folder))
+        for graph in (*graphs, *softmaxed(shape, dtype)):
+            after = fuse(program_of(graph), kernels="triton").regions[0].forward
+            types = {name: value.type for name, value in after.definitions().items()}
+            for op in after.ops:
+                launched(kernel(op, types, {}), loader, found, True)
     return found
 
 
@@ -235,7 +264,13 @@ if __name__ == "__main__":
     given = dict(word.split("=", 1) for word in sys.argv[2:])
     how: dict[str, Any] = {"precision": given.pop("precision", "bf16"), "mesh": given.pop("mesh", "1")}
     how["candidates"] = given.pop("candidates", "own") == "all"
-    if sys.argv[1] == "control":
-        print(json.dumps(control()))
-    else:
-        print(json.dumps(apart(how["candidates"]) if sys.argv[1] == "apart" else builds(sys.argv[1], given, **how)))
+    match sys.argv[1]:
+        case "control":
+            built = control()
+        case "apart":
+            built = apart(how["candidates"])
+        case "rows":
+            built = rows(int(given["columns"]), "bf16" if how["precision"] == "bf16" else "f32")
+        case model:
+            built = builds(model, given, **how)
+    print(json.dumps(built))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from expecttest import assert_expected_inline
 
 from partc.passes.bias import bias
+from partc.passes.differentiate import differentiate
 from partc.printer import print_region
 from partc.verifier import verify_program
 from tests.programs import fused_graph
@@ -59,3 +62,22 @@ region main phase microbatch:
 def test_others_stay_apart(line: str, other: str) -> None:
     program = fused_graph(BODY.replace(line, other))
     assert bias(program) == program
+
+
+@pytest.mark.parametrize(
+    ("shape", "sums"),
+    [("6@tp", "grad_b = sum(grad_y, (0, 1), False)"), ("2, 6@tp", "grad_b = sum(grad_y, (0,), False)")],
+)
+def test_the_gradient_of_a_bias_is_summed_to_its_own_shape(shape: str, sums: str) -> None:
+    """Without dimensions of one element, which a reshape would drop: kernels add such sums to buffers themselves."""
+    program = differentiate(fused_graph(BODY.replace("param b: f32[6@tp]", f"param b: f32[{shape}]")))
+    text = re.sub(" +", " ", print_region(program.regions[0]))
+    assert sums in text
+    assert "grad_b_1" not in text
+
+
+def test_the_gradient_of_a_bias_with_dimensions_of_one_keeps_them() -> None:
+    program = differentiate(fused_graph(BODY.replace("param b: f32[6@tp]", "param b: f32[1, 6@tp]")))
+    text = re.sub(" +", " ", print_region(program.regions[0]))
+    assert "grad_b_1 = sum(grad_y, (0, 1), True)" in text
+    assert "grad_b = reshape(grad_b_1, (1, 3))" in text

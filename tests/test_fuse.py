@@ -108,6 +108,27 @@ REMADE = """
     grad_x = linear_grad_input(grad_p, w)  # f32[4, 6]
     return grad_x, grad_n
 """
+WIDE = """
+  param w: f32[9000, 6]
+  param n: f32[9000]
+  forward:
+    input x: f32[4, 9000]
+    input r: f32[4, 1]
+    input z: f32[4, 9000]
+    y = linear(x, w)  # f32[4, 6]
+    loss = sum(y, (0, 1), False)  # f32[]
+    return loss
+  saved x, r, z
+  backward:
+    input grad_loss: f32[4, 6]
+    input x: f32[4, 9000]
+    input r: f32[4, 1]
+    input z: f32[4, 9000]
+    grad_y = linear_grad_input(grad_loss, w)  # f32[4, 9000]
+    grad_q, grad_n = rms_norm_backward(grad_y, x, (9000,), n, r)  # f32[4, 9000] ; f32[9000]
+    grad_z = silu_backward(grad_q, z)  # f32[4, 9000]
+    return grad_z, grad_n
+"""
 MERGED = """
   param w: f32[6, 12]
   forward:
@@ -260,6 +281,47 @@ region main phase microbatch:
     | grad_p           = add(grad_s, grad_t)                         # f32[4, 6]
     grad_x         = linear_grad_input(grad_p, w)                                                        # f32[4, 6]
     return grad_x, grad_n
+""",
+    )
+
+
+def test_a_derivative_of_a_norm_of_wide_rows_is_two_kernels() -> None:
+    """Along rows with what reads its result, and down columns: both read x and the gradient."""
+    assert_expected_inline(
+        shown(WIDE),
+        """\
+region main phase microbatch:
+  param w: f32[9000, 6]
+  param n: f32[9000]
+  forward:
+    input x: f32[4, 9000]
+    input r: f32[4, 1]
+    input z: f32[4, 9000]
+    y    = linear(x, w)           # f32[4, 6]
+    loss = sum(y, (0, 1), False)  # f32[]
+    return loss
+  saved x, r, z
+  backward:
+    input grad_loss: f32[4, 6]
+    input x: f32[4, 9000]
+    input r: f32[4, 1]
+    input z: f32[4, 9000]
+    grad_y = linear_grad_input(grad_loss, w)                                                             # f32[4, 9000]
+    grad_n = fused(x, r, grad_y, kernel="rms_norm_grad_weight", along=1, strided=(0, 1))                 # f32[9000]
+    | grad_n_unit  = mul(x, r)                       # f32[4, 9000]
+    | grad_n_terms = mul(grad_y, grad_n_unit)        # f32[4, 9000]
+    | grad_n       = sum(grad_n_terms, (0,), False)  # f32[9000]
+    grad_z = fused(x, r, grad_y, n, z, kernel="rms_norm_grad_input_silu_backward", along=1, strided=(0, 1, 4))  # f32[4, 9000]
+    | grad_q_unit      = mul(x, r)                                      # f32[4, 9000]
+    | grad_q_scaled    = mul(grad_y, n)                                 # f32[4, 9000]
+    | grad_q_product   = mul(grad_q_scaled, grad_q_unit)                # f32[4, 9000]
+    | grad_q_along_sum = sum(grad_q_product, (1,), True)                # f32[4, 1]
+    | grad_q_along     = mul(grad_q_along_sum, 0.00011111111111111112)  # f32[4, 1]
+    | grad_q_part      = mul(grad_q_unit, grad_q_along)                 # f32[4, 9000]
+    | grad_q_across    = sub(grad_q_scaled, grad_q_part)                # f32[4, 9000]
+    | grad_q           = mul(grad_q_across, r)                          # f32[4, 9000]
+    | grad_z           = silu_backward(grad_q, z)                       # f32[4, 9000]
+    return grad_z, grad_n
 """,
     )
 

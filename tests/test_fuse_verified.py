@@ -9,6 +9,7 @@ import pytest
 import partc
 from tests.zoo import MODELS
 
+WIDE = Path(__file__).parent / "models" / "wide.py"
 SMALL = {"batch": 2, "seq": 4}
 
 
@@ -30,6 +31,17 @@ def test_packages_with_kernels_equal_the_single_device_model(tmp_path: Path, nam
     assert text.count("kernels.") >= 3
     assert "kernels.embedding_grad" in text and "functional.embedding_shard_add_grad" not in text
     assert "functional.dropout" not in text and text.count("comm.counter(") == (6 if "dropout" in name else 0)
+
+
+def test_norms_of_wide_rows_in_packages(tmp_path: Path) -> None:
+    """Two microbatches: gradients of several weights are written to their buffers together, and then added."""
+    package = partc.compile(WIDE, kernels="triton", mesh="2", microbatches=2, precision="fp64", options={"batch": 4})
+    text = "".join(str(body) for path, body in package.files() if path.startswith("stages/"))
+    assert "layer_norm_grad_input" in text and "rms_norm_grad_weight" in text
+    assert "functional.add_sums((g.norm_weight, g.norm_bias), parts)" in text
+    result = package.verify(steps=2)
+    assert result.ok
+    assert result.worst.rel_err < 1e-13
 
 
 @pytest.mark.matrix

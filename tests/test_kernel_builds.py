@@ -48,13 +48,28 @@ def _of(model: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_wide_rows_spill_nothing(precision: str) -> None:
+    found = built("rows", "columns=16384", f"precision={precision}")
+    assert {entry["sm"] for entry in found} == {80, 90}
+    long = {entry["kernel"] for entry in found if entry["configuration"]["COLUMNS"] == 16384}
+    assert len(long) == 6  # norms and softmax, and their derivatives
+    assert [entry for entry in found if entry["spilled"] or entry["bytes"] < 16] == []
+
+
+@pytest.mark.slow
 @pytest.mark.matrix
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("model", WIDE)
-def test_norms_of_wide_rows_spill_nothing(tmp_path: Path, model: str) -> None:
-    """Wider than those whose derivatives do: these are PyTorch's."""
-    found = built(*_of(model, tmp_path))
+def test_models_with_wide_rows_spill_nothing(tmp_path: Path, model: str, precision: str) -> None:
+    """Their derivatives are two kernels: along rows, and down columns."""
+    found = built(*_of(model, tmp_path), f"precision={precision}", "candidates=all")
+    assert {entry["sm"] for entry in found} == {80, 90}
     names = {entry["kernel"] for entry in found}
-    assert any("norm" in name for name in names) and not any("norm_backward" in name for name in names)
+    for half in ("norm_grad_input", "norm_grad_weight"):
+        assert any(half in name for name in names)
+    wide = [entry for entry in found if entry["configuration"].get("COLUMNS", 0) > 8192]
+    assert wide and [entry for entry in wide if entry["bytes"] < 16] == []
     assert [entry for entry in found if entry["spilled"]] == []
 
 

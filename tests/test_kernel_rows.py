@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,21 @@ def many(one: Op, *results: object) -> Op:
     return Op(name=one.name, args=one.args, attrs=one.attrs, results=results)  # type: ignore[arg-type]
 
 
+def softmaxed(shape: tuple[int, ...], dtype: DType) -> tuple[Graph, Graph]:
+    """A softmax of a scaled x, and its derivative."""
+    names = ("x", "y", "scaled", "weights", "g", "back", "out")
+    item = {name: value(name, *shape, dtype=dtype) for name in names}
+    forward = (op("mul", "x", 0.5, makes=item["scaled"]), op("softmax", "scaled", -1, makes=item["weights"]))
+    backward = (
+        op("_softmax_backward_data", "g", "y", -1, None, makes=item["back"]),
+        op("mul", "back", 0.5, makes=item["out"]),
+    )
+    return (
+        Graph(inputs=(item["x"],), ops=forward, outputs=("weights",)),
+        Graph(inputs=(item["g"], item["y"]), ops=backward, outputs=("out",)),
+    )
+
+
 SHAPES = [((3, 5, 37), 1), ((2, 1, 64), 1), ((7, 4, 6), 2), ((130, 8), 1), ((1, 5), 1)]
 
 
@@ -106,11 +122,25 @@ def test_norms_on_odd_shapes(tmp_path: Path, name: str, shape: tuple[int, ...], 
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_norms_of_rows_whose_derivatives_are_left_to_pytorch(tmp_path: Path, name: str) -> None:
-    check(tmp_path, normed(name, (2, 10001), 1, "f32"), dtype="f32")
-    backward = normed(f"{name}_backward", (2, 10001), 1, "f32")
-    ops = fuse(program_of(backward), kernels="triton").regions[0].forward.ops
-    assert f"{name}_backward" in [one.name for one in ops]
+@pytest.mark.parametrize(("width", "dtype"), [(9000, "f32"), (16384, "f32"), (16384, "bf16")])
+def test_norms_of_wide_rows(tmp_path: Path, name: str, width: int, dtype: DType) -> None:
+    """Their derivatives are two kernels: along rows, and down columns. The first takes on what follows."""
+    check(tmp_path / "f", normed(name, (3, width), 1, dtype), dtype=dtype)
+    check(tmp_path / "b", normed(f"{name}_backward", (3, width), 1, dtype), dtype=dtype, kernels=2)
+    check(tmp_path / "w", normed(f"{name}_backward", (3, width), 1, dtype, weight=False), dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["rms_norm_backward", "layer_norm_backward"])
+@pytest.mark.parametrize("wanted", ["back", "grad_w"])
+def test_a_half_of_a_wide_derivative_that_nobody_reads_is_not_made(tmp_path: Path, name: str, wanted: str) -> None:
+    graph = replace(normed(name, (3, 9000), 1, "f32"), outputs=(wanted,))
+    check(tmp_path, replace(graph, ops=graph.ops[: 2 if wanted == "back" else 1]), dtype="f32")
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"])
+def test_norms_of_rows_that_no_program_holds_are_left_to_pytorch(name: str) -> None:
+    ops = fuse(program_of(normed(name, (2, 16385), 1, "f32")), kernels="triton").regions[0].forward.ops
+    assert name in [one.name for one in ops]
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "rms_norm_backward", "layer_norm_backward"])
@@ -153,20 +183,18 @@ def test_a_bias_is_summed_where_its_gradient_is_made(
     check(tmp_path, graph, dtype="f32")
 
 
-@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16"])
-def test_softmax_and_its_derivative(tmp_path: Path, dtype: DType) -> None:
-    shape = (3, 4, 19)
-    names = ("x", "y", "scaled", "weights", "g", "back", "out")
-    item = {name: value(name, *shape, dtype=dtype) for name in names}
-    forward = (op("mul", "x", 0.5, makes=item["scaled"]), op("softmax", "scaled", -1, makes=item["weights"]))
-    check(tmp_path / "f", Graph(inputs=(item["x"],), ops=forward, outputs=("weights",)), dtype=dtype)
-    backward = (
-        op("_softmax_backward_data", "g", "y", -1, None, makes=item["back"]),
-        op("mul", "back", 0.5, makes=item["out"]),
-    )
-    graph = Graph(inputs=(item["g"], item["y"]), ops=backward, outputs=("out",))
-    program = fuse(program_of(graph), kernels="triton").regions[0].forward
-    values = {name: random(item[name].type, seed).softmax(-1) for seed, name in enumerate(("g", "y"))}
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((3, 4, 19), "f64"), ((3, 4, 19), "f32"), ((3, 4, 19), "bf16"),
+        ((1, 2, 9000), "f32"), ((1, 2, 16384), "f32"), ((1, 2, 16384), "bf16"),
+    ],
+)  # fmt: skip
+def test_softmax_and_its_derivative(tmp_path: Path, shape: tuple[int, ...], dtype: DType) -> None:
+    forward, backward = softmaxed(shape, dtype)
+    check(tmp_path / "f", forward, dtype=dtype)
+    program = fuse(program_of(backward), kernels="triton").regions[0].forward
+    values = {item.name: random(item.type, seed).softmax(-1) for seed, item in enumerate(backward.inputs)}
     with exact_bf16():
         made = Kernels(tmp_path / "b").run(program, values, {}, {})["out"]
     y, g = values["y"].double(), values["g"].double()
@@ -193,6 +221,25 @@ def test_the_largest_of_a_row_with_what_is_no_number_is_none(tmp_path: Path, col
     assert any(one.body for one in after.ops)
     made = Kernels(tmp_path / "k").run(after, {"x": x}, {}, {})
     torch.testing.assert_close(made["y"], (-x).amax(1, keepdim=True), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_sums_along_wide_rows_hold_what_registers_do(tmp_path: Path, dtype: DType) -> None:
+    """Three rows that are read after the second sum are too many: two kernels."""
+    x, y, z, a, b, c, d, e = (value(name, 3, 10000, dtype=dtype) for name in "xyzabcde")
+    most, total = (value(name, 3, 1, dtype=dtype) for name in ("most", "total"))
+    ops = (
+        op("add", "x", "y", makes=z),
+        op("mul", "z", 0.5, makes=a),
+        op("amax", "a", (1,), True, makes=most),
+        op("sub", "a", "most", makes=b),
+        op("exp", "b", makes=c),
+        op("sum", "c", (1,), True, makes=total),
+        op("div", "c", "total", makes=d),
+        op("mul", "d", "y", makes=e),
+    )
+    check(tmp_path / "few", Graph(inputs=(x, y), ops=ops, outputs=("d",)), dtype=dtype)
+    check(tmp_path / "many", Graph(inputs=(x, y), ops=ops, outputs=("a", "e")), dtype=dtype, kernels=2)
 
 
 @st.composite

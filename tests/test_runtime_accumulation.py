@@ -11,7 +11,7 @@ from torch import Tensor
 
 import partc
 from partc.runtime import functional, parts, steps
-from partc.runtime.accumulation import Gradient, add_product, begun, clear, complete, settled
+from partc.runtime.accumulation import Gradient, add_product, add_sums, begun, clear, complete, settled
 from tests.durable import TIED, same_records, trained
 
 NAN = float("nan")
@@ -41,6 +41,23 @@ def test_what_comes_first_is_written_and_the_rest_added() -> None:
             torch.set_rng_state(state)
             add(plain)
         assert torch.equal(into, plain)
+
+
+@pytest.mark.parametrize("begun_before", [(), (0, 1, 2), (1,)])
+def test_sums_of_programs_go_to_several_buffers(begun_before: tuple[int, ...]) -> None:
+    """Whether all are written, all added to, or some."""
+    parts = torch.randn(3, 7, 8)
+    buffers = [_cleared(8), _cleared(2, 4), _cleared(8)]
+    wanted = [torch.zeros(8), torch.zeros(2, 4), torch.zeros(8)]
+    for number in begun_before:
+        for each in (buffers, wanted):
+            each[number].add_(torch.ones(each[number].shape))
+    for _ in range(2):
+        add_sums(buffers, parts)
+        for each, total in zip(wanted, parts.sum(1), strict=True):
+            each += total.view(each.shape)
+    for found, right in zip(buffers, wanted, strict=True):
+        torch.testing.assert_close(torch.Tensor(found), right)
 
 
 def test_what_nothing_was_added_to_is_zero() -> None:

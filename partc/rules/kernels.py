@@ -35,7 +35,8 @@ REDUCTIONS = frozenset({"sum", "amax"})
 COMPOSITES = frozenset(
     {
         "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "softmax", "_softmax_backward_data",
-        "linear_grad_bias", "cross_entropy_backward",
+        "linear_grad_bias", "cross_entropy_backward", "rms_norm_grad_input", "rms_norm_grad_weight",
+        "layer_norm_grad_input", "layer_norm_grad_weight",
     }
 )  # fmt: skip
 STREAMED = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})  # numbers of rows of any length, read once

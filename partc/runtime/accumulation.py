@@ -6,14 +6,14 @@ what adds can do only that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .torch_private import without_overrides
+from .torch_private import foreach_add_, foreach_copy_, without_overrides
 
 
 class Gradient(Tensor):
@@ -93,6 +93,19 @@ def add_sum(into: Tensor, parts: Tensor) -> None:
         torch.sum(parts, 0, out=flat)
     else:
         flat.add_(parts.sum(0))
+
+
+def add_sums(into: Sequence[Tensor], parts: Tensor) -> None:
+    """The same for several: `parts`[buffers, n, elements] in two launches."""
+    totals = parts.sum(1).unbind()
+    first = [begun(each) for each in into]
+    if all(first):
+        foreach_copy_([each.view(-1) for each in into], totals)
+    elif not any(first):
+        foreach_add_([each.view(-1) for each in into], totals)
+    else:
+        for each, total, writes in zip(into, totals, first, strict=True):
+            (each.copy_ if writes else each.add_)(total.view(each.shape))
 
 
 @lru_cache

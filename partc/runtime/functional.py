@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .accumulation import add_product, add_sum, settled
+from .accumulation import add_product, add_sum, add_sums, settled
 from .attention import attention, attention_backward, row_dtype
 from .chunked import gradients_of_logits, rows_of_logits
 from .embedding import (
@@ -32,6 +32,7 @@ from .random import attention_dropout, attention_dropout_backward, dropout, drop
 __all__ = [
     "add_product",
     "add_sum",
+    "add_sums",
     "attention",
     "attention_backward",
     "attention_dropout",

@@ -21,6 +21,8 @@ __all__ = [
     "TorchDispatchMode",
     "all_gather_base",
     "clone_store",
+    "foreach_add_",
+    "foreach_copy_",
     "lone_store",
     "process_group",
     "recompile_limit",
@@ -31,6 +33,8 @@ __all__ = [
     "without_modes",
     "without_overrides",
 ]
+
+foreach_add_, foreach_copy_ = torch._foreach_add_, torch._foreach_copy_  # many tensors in one launch
 
 
 def process_group(store: Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> Any:

@@ -9,7 +9,6 @@ own on both sides and don't count.
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,8 +53,8 @@ CASES = (
 def ours(case: Case, folder: Path) -> tuple[str, str]:
     """Forward and backward: kernels of a block, what PyTorch launches beside them, and what it launches without.
 
-    Products and attention apart. Each gradient of a weight or a bias that a kernel's programs have parts of, PyTorch sums
-    into its buffer: a launch more. Where something reads one of a kernel's sums, they are made together, and cast.
+    Products and attention apart. A gradient of a weight or a bias that a kernel's programs have parts of, PyTorch sums
+    into its buffer: a launch more. It sums several of one kernel together, and writes them to their buffers: two more.
     """
     (folder / "config.json").write_text(json.dumps(case.config))
     fused, plain = (_block(f"hf:{folder / 'config.json'}", kernels) for kernels in ("triton", "aten"))
@@ -63,18 +62,12 @@ def ours(case: Case, folder: Path) -> tuple[str, str]:
 
     def counted(graph: Graph, without: Graph) -> str:
         kernels = [op for op in graph.ops if op.name == "fused"]
-        read = {name for op in graph.ops for name in op.refs()}
-        sums = [{value.name for value in op.results if _stem(value.name) in params} for op in kernels]
-        rest = len(_others(graph)) - len(kernels) + sum(2 if names & read else len(names) for names in sums)
+        sums = (sum(value.name in params for value in op.results) for op in kernels)
+        rest = len(_others(graph)) - len(kernels) + sum(min(count, 2) for count in sums)
         return f"{len(kernels)} + {rest} (for {len(_others(without))})"
 
     assert fused.backward is not None and plain.backward is not None
     return counted(fused.forward, plain.forward), counted(fused.backward, plain.backward)
-
-
-def _stem(name: str) -> str:
-    """Of a gradient, or of what its last view is of (`grad_c_fc.bias_1`)."""
-    return re.sub(r"_\d+$", "", name)
 
 
 def _block(source: str, kernels: str) -> Region:

@@ -197,6 +197,17 @@ def _softmax_backward(w: _Writer, grad: Ref, y: Ref, dim: Arg, dtype: Arg) -> No
     w.do("mul", w.do("sub", grad, along, word="across"), y, makes=w.op.result)
 
 
+def _log_softmax(w: _Writer, x: Ref, dim: Arg) -> None:
+    below = w.do("sub", x, w.sum(x, 1, "most", name="amax"), word="below")
+    total = w.sum(w.do("exp", below, word="power"), 1, "total")
+    w.do("sub", below, w.do("log", total, word="lse"), makes=w.op.result)
+
+
+def _log_softmax_backward(w: _Writer, grad: Ref, y: Ref, dim: Arg, dtype: Arg) -> None:
+    part = w.do("mul", w.do("exp", y, word="power"), w.sum(grad, 1, "along"), word="part")
+    w.do("sub", grad, part, makes=w.op.result)
+
+
 def _linear_grad_bias(w: _Writer, grad: Ref) -> None:
     w.column(grad, 1, w.op.result)
 
@@ -212,5 +223,7 @@ _COMPOSITES: Mapping[str, Callable[..., Ref | None]] = {
     "layer_norm_grad_weight": _layer_norm_grad_weight,
     "softmax": _softmax,
     "_softmax_backward_data": _softmax_backward,
+    "log_softmax": _log_softmax,
+    "_log_softmax_backward_data": _log_softmax_backward,
     "linear_grad_bias": _linear_grad_bias,
 }

@@ -13,19 +13,23 @@
 Exponentials are summed below each rank's own maximum (Milakov and Gimelshein 2018, Online normalizer calculation
 for softmax, algorithm 3), and that sum is scaled to the maximum of all ranks, one number a row: the collectives are
 the same. Without an axis the losses of rows come out of the same kernel. What is done to each logit before belongs
-to the kernel, so that neither logits in fp32 nor their softmax are ever in memory.
+to the kernel, so that neither logits in fp32 nor their softmax are ever in memory. Log-sum-exps of rows, and softmaxes
+of rows that no program holds whole, go the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import replace
 
-from partc.layout import Sizes
+from partc.layout import Layout, Sizes
 from partc.naming import unique
-from partc.passes.row_losses import below_own, in_pieces
-from partc.program import FLOATING, Graph, Op, Ref, Region, TensorType, Value
+from partc.passes.fuse_composites import spelled_out
+from partc.passes.fuse_forms import MOST_COLUMNS
+from partc.passes.row_losses import below_own, in_pieces, log_sum_exp
+from partc.program import FLOATING, Arg, Graph, Op, Ref, Region, TensorType, Value
 from partc.rules import kernels
+from partc.rules.rule import integers
 
 
 def streamed(region: Region, sizes: Sizes) -> Region:
@@ -49,10 +53,11 @@ class _Streams:
     def __init__(self, graph: Graph, params: Mapping[str, TensorType], kept: Collection[str], sizes: Sizes) -> None:
         self.types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
         self.taken = set(self.types)
+        self.sizes = sizes
+        self.sums: dict[str, Value] = {}  # logits -> the log-sum-exps of their rows, where a loss makes them
         ops = tuple(step for op in graph.ops for step in self._spelled(op))
         self.original = replace(graph, ops=ops)
         self.kept = kept
-        self.sizes = sizes
         self.makers = {value.name: op for op in ops for value in op.results}
         self.types.update((value.name, value.type) for op in ops for value in op.results)
         self.place = {id(op): index for index, op in enumerate(ops)}
@@ -70,12 +75,52 @@ class _Streams:
         return replace(self.original, ops=tuple(self._read(ops)))
 
     def _spelled(self, op: Op) -> Iterator[Op]:
-        """Losses of whole rows in the pieces that sharded ones are made of."""
-        if op.name != "cross_entropy" or dict(op.attrs).get("axis"):
+        """Losses of whole rows in the pieces that sharded ones are made of; a z-loss reads what they sum."""
+        logits = next(op.refs(), "")
+        if op.name == "cross_entropy" and not dict(op.attrs).get("axis"):
+            self.sums[logits] = op.results[1]
+            yield from in_pieces(op, self.types[logits].shape[-1], self.taken)
+        elif op.name == "logsumexp" and self._along_rows(op, logits):
+            known = yield from self._log_sum_exp(op, logits)
+            yield replace(op, name="reshape", args=(known, op.result.type.layout.local_shape(self.sizes)))
+        elif op.name in ("softmax", "log_softmax") and self._too_wide(op, op.args[1]):
+            known = yield from self._log_sum_exp(op, logits)
+            one = replace(op.result.type, layout=Layout((*op.result.type.layout.dims[:-1], ())))
+            column = Value(name=unique(f"{op.result.name}_lse", self.taken), type=one)
+            below = op.result if op.name == "log_softmax" else self._named(op, "below")
+            args = (known, one.layout.local_shape(self.sizes))
+            yield Op(name="reshape", args=args, results=(column,), source=op.source)
+            yield Op(name="sub", args=(Ref(logits), Ref(column.name)), results=(below,), source=op.source)
+            if below is not op.result:
+                yield Op(name="exp", args=(Ref(below.name),), results=op.results, source=op.source)
+        elif op.name in ("_softmax_backward_data", "_log_softmax_backward_data") and self._too_wide(op, op.args[2]):
+            yield from spelled_out(op, self.types, self.sizes, self.taken)
+        else:
             yield op
-            return
-        logits = next(op.refs())
-        yield from in_pieces(op, self.types[logits].shape[-1], self.taken)
+
+    def _log_sum_exp(self, op: Op, logits: str) -> Generator[Op, None, Ref]:
+        """Of each row, as a loss has it already, or by itself."""
+        if logits not in self.sums:
+            rows = Layout(self.types[logits].layout.dims[:-1])
+            made = replace(self._named(op, "rows"), type=replace(op.result.type, layout=rows))
+            yield from log_sum_exp(op, logits, made, self.taken)
+            self.sums[logits] = made
+        return Ref(self.sums[logits].name)
+
+    def _named(self, op: Op, word: str) -> Value:
+        return replace(op.result, name=unique(f"{op.result.name}_{word}", self.taken))
+
+    def _too_wide(self, op: Op, dim: Arg) -> bool:
+        """Whether it goes along rows that no program holds whole."""
+        shape, source = op.result.type.layout.local_shape(self.sizes), self.types[next(op.refs())]
+        last = len(shape) > 1 and dim in (-1, len(shape) - 1) and shape[-1] > MOST_COLUMNS
+        return last and source.dtype == op.result.type.dtype in FLOATING and not op.attrs and 0 not in shape
+
+    def _along_rows(self, op: Op, logits: str) -> bool:
+        """Whether it sums along the last dimension of several rows, in one type."""
+        type, rank = self.types[logits], len(self.types[logits].shape) - 1
+        along = [dim % (rank + 1) for dim in integers(op.args[1])]
+        return rank > 0 and along == [rank] and type.dtype == op.result.type.dtype and not op.attrs
 
     def _losses(self) -> Iterator[tuple[str, list[Op]]]:
         """Logits, with the operations of one kernel: one of each, where several losses read the same logits."""

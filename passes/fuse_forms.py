@@ -62,10 +62,11 @@ def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DTy
             found = Form(shape, _count(op.args[2]), True)
         case "rms_norm_grad_weight" | "layer_norm_grad_weight":
             found = Form(shape, _count(op.args[2]), False)
-        case "softmax" | "_softmax_backward_data":
-            last = op.args[1 if op.name == "softmax" else 2] in (-1, len(shape) - 1)
-            plain = op.name != "softmax" or (len(op.args) == 2 and not op.attrs)
-            found = Form(shape, 1, True) if last and plain and shape else None
+        case "softmax" | "log_softmax":
+            last = len(op.args) == 2 and not op.attrs and op.args[1] in (-1, len(shape) - 1)
+            found = Form(shape, 1, True) if last and shape else None
+        case "_softmax_backward_data" | "_log_softmax_backward_data":
+            found = Form(shape, 1, True) if op.args[2] in (-1, len(shape) - 1) and shape else None
         case "cross_entropy_backward":
             logits = op.args[1]
             found = Form(shape_of(logits.name), 1, False) if isinstance(logits, Ref) else None

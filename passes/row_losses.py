@@ -37,6 +37,14 @@ def in_pieces(op: Op, classes: int, taken: set[str]) -> Iterator[Op]:
     yield Op(name="cross_entropy_rows", args=rows, results=(nll,), source=op.source)
 
 
+def log_sum_exp(op: Op, logits: str, made: Value, taken: set[str]) -> Iterator[Op]:
+    """Of rows alone, in the same pieces."""
+    most, sums = (replace(made, name=unique(f"{made.name}_{word}", taken)) for word in ("max", "sums"))
+    yield Op(name="shard_max", args=(Ref(logits),), results=(most,), source=op.source)
+    yield Op(name="sum_exp", args=(Ref(logits), Ref(most.name)), results=(sums,), source=op.source)
+    yield Op(name="log_sum_exp", args=(Ref(most.name), Ref(sums.name)), results=(made,), source=op.source)
+
+
 def below_own(op: Op, most: str, taken: set[str]) -> tuple[Op, tuple[Op, ...]]:
     """A `sum_exp` below this rank's own maximum in place of that of all ranks, and what scales it to that again."""
     part, largest = op.result, op.args[1]

@@ -97,13 +97,13 @@ def many(one: Op, *results: object) -> Op:
     return Op(name=one.name, args=one.args, attrs=one.attrs, results=results)  # type: ignore[arg-type]
 
 
-def softmaxed(shape: tuple[int, ...], dtype: DType) -> tuple[Graph, Graph]:
-    """A softmax of a scaled x, and its derivative."""
+def softmaxed(name: str, shape: tuple[int, ...], dtype: DType) -> tuple[Graph, Graph]:
+    """A softmax, or its logarithm, of a scaled x, and its derivative."""
     names = ("x", "y", "scaled", "weights", "g", "back", "out")
-    item = {name: value(name, *shape, dtype=dtype) for name in names}
-    forward = (op("mul", "x", 0.5, makes=item["scaled"]), op("softmax", "scaled", -1, makes=item["weights"]))
+    item = {each: value(each, *shape, dtype=dtype) for each in names}
+    forward = (op("mul", "x", 0.5, makes=item["scaled"]), op(name, "scaled", -1, makes=item["weights"]))
     backward = (
-        op("_softmax_backward_data", "g", "y", -1, None, makes=item["back"]),
+        op(f"_{name}_backward_data", "g", "y", -1, None, makes=item["back"]),
         op("mul", "back", 0.5, makes=item["out"]),
     )
     return (
@@ -190,16 +190,19 @@ def test_a_bias_is_summed_where_its_gradient_is_made(
         ((1, 2, 9000), "f32"), ((1, 2, 16384), "f32"), ((1, 2, 16384), "bf16"),
     ],
 )  # fmt: skip
-def test_softmax_and_its_derivative(tmp_path: Path, shape: tuple[int, ...], dtype: DType) -> None:
-    forward, backward = softmaxed(shape, dtype)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_softmax_and_its_derivative(tmp_path: Path, name: str, shape: tuple[int, ...], dtype: DType) -> None:
+    forward, backward = softmaxed(name, shape, dtype)
     check(tmp_path / "f", forward, dtype=dtype)
     program = fuse(program_of(backward), kernels="triton").regions[0].forward
-    values = {item.name: random(item.type, seed).softmax(-1) for seed, item in enumerate(backward.inputs)}
+    assert len(program.ops) == 1
+    values = {item.name: random(item.type, seed) for seed, item in enumerate(backward.inputs)}
+    values["y"] = getattr(values["y"], name)(-1)
     with exact_bf16():
         made = Kernels(tmp_path / "b").run(program, values, {}, {})["out"]
     y, g = values["y"].double(), values["g"].double()
-    right = 0.5 * y * (g - (g * y).sum(-1, keepdim=True))
-    torch.testing.assert_close(made.double(), right, rtol=4 * TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    right = y * (g - (g * y).sum(-1, keepdim=True)) if name == "softmax" else g - y.exp() * g.sum(-1, keepdim=True)
+    torch.testing.assert_close(made.double(), 0.5 * right, rtol=4 * TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def test_rows_that_attend_to_nothing_are_what_pytorch_says(tmp_path: Path) -> None:
@@ -251,7 +254,11 @@ def chains(draw: st.DrawFn) -> tuple[Graph, int]:
     for number in range(draw(st.integers(2, 8))):
         made = value(f"v{number}", *shape, dtype="f64")
         a, b = (draw(st.sampled_from(known)) for _ in range(2))
-        name = draw(st.sampled_from(["add", "mul", "sub", "tanh", "softmax", "rms_norm", "layer_norm", "sum", "amax"]))
+        name = draw(
+            st.sampled_from(
+                ["add", "mul", "sub", "tanh", "softmax", "log_softmax", "rms_norm", "layer_norm", "sum", "amax"]
+            )
+        )
         rstd = value(f"r{number}", *shape[:-1], 1, dtype="f64")
         if name in ("add", "mul", "sub"):
             ops.append(op(name, a, b, makes=made))
@@ -261,7 +268,7 @@ def chains(draw: st.DrawFn) -> tuple[Graph, int]:
             most = value(f"t{number}", *shape[:-1], 1, dtype="f64")
             ops.append(op(name, a, (len(shape) - 1,), True, makes=most))
             ops.append(op("sub", most.name, b, makes=made))
-        elif name == "softmax":
+        elif name in ("softmax", "log_softmax"):
             ops.append(op(name, a, -1, makes=made))
         elif name == "rms_norm":
             ops.append(many(op(name, a, shape[-1:], "w", 1e-5, makes=made), made, rstd))

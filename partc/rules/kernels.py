@@ -35,6 +35,7 @@ REDUCTIONS = frozenset({"sum", "amax"})
 COMPOSITES = frozenset(
     {
         "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "softmax", "_softmax_backward_data",
+        "log_softmax", "_log_softmax_backward_data",
         "linear_grad_bias", "cross_entropy_backward", "rms_norm_grad_input", "rms_norm_grad_weight",
         "layer_norm_grad_input", "layer_norm_grad_weight",
     }

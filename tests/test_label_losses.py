@@ -1,0 +1,65 @@
+"""Losses that models spell with log-probabilities: of logits, in every way to write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import partc
+from partc.program import Program
+
+MODEL = Path(__file__).parent / "models" / "label_losses.py"
+
+
+WHOLE = ["picked", "picked_in_the_middle", "focal", "of_negatives", "of_images", "smoothed"]
+
+
+def compiled(kind: str, mesh: str, **options: object) -> partc.Package:
+    return partc.compile(MODEL, mesh=mesh, options={"kind": kind}, **options)  # type: ignore[arg-type]
+
+
+def names(program: Program) -> set[str]:
+    inner = (
+        step for region in program.regions for graph in region.graphs for op in graph.ops for step in (op, *op.body)
+    )
+    return {op.name for op in inner}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize(("mesh", "kernels"), [("2", "aten"), ("1x2", "triton")])
+def test_labels_of_log_probabilities_are_losses_of_logits(kind: str, mesh: str, kernels: str) -> None:
+    package = compiled(kind, mesh, precision="fp64", kernels=kernels)
+    assert names(package.program).isdisjoint({"gather", "scatter_add", "log_softmax", "_log_softmax_backward_data"})
+    result = package.verify()
+    assert result.ok, result.worst
+
+
+@pytest.mark.parametrize("kind", ["entropy", "several"])
+@pytest.mark.parametrize("kernels", ["aten", "triton"])
+def test_other_readers_keep_log_probabilities(kind: str, kernels: str) -> None:
+    package = compiled(kind, "2", precision="fp64", kernels=kernels)
+    assert "exp" in names(package.program) or "gather" in names(package.program)
+    result = package.verify()
+    assert result.ok, result.worst
+
+
+@pytest.mark.parametrize("kind", ["z_loss", "z_loss_first", "distilled"])
+@pytest.mark.parametrize("most", [4, 16384])
+def test_softmaxes_and_log_sum_exps_are_kernels_of_rows_of_any_length(
+    kind: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the logits in few bits alone: neither they nor a gradient of theirs is made in fp32."""
+    for module in ("fuse_forms", "fuse_cross_entropy"):
+        monkeypatch.setattr(f"partc.passes.{module}.MOST_COLUMNS", most)
+    for precision in ("fp64", "bf16"):
+        package = compiled(kind, "1", precision=precision, kernels="triton")
+        made = {op.name for region in package.program.regions for graph in region.graphs for op in graph.ops}
+        assert made.isdisjoint({"logsumexp", "softmax", "log_softmax", "_log_softmax_backward_data"})
+        result = package.verify(steps=1)
+        assert result.ok, result.worst
+    if kind != "distilled":
+        logits = (8, 3, 11)
+        graphs = [graph for region in package.program.regions for graph in region.graphs]
+        whole = [v.type for graph in graphs for v in graph.definitions().values() if v.type.shape == logits]
+        assert whole and {type.dtype for type in whole} == {"bf16"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from partc.errors import PartcError
-from partc.modelfile import blame
+from partc.modelfile import blame, is_machinery
 from partc.ownbackward import refuse_hooks, without_own_backward
 from partc.runtime.precision import computing_in, held_in
-from partc.torch_private import FakeTensorMode
+from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase
 
 Loss = Callable[[Any, Mapping[str, Any]], Any]
 
@@ -82,7 +84,7 @@ def capture(
         _make_fake(model, dtype)
         batch = _part(_batch(make_batch, mode, dtype, path), parts)
         try:
-            with computing_in(dtype), without_own_backward():
+            with computing_in(dtype), without_own_backward(), whole_stacks():
                 exported = torch.export.export(_Step(model, loss), (), kwargs=dict(batch), strict=False)
         except PartcError as error:
             error.source = error.source or blame(error, path)
@@ -95,6 +97,25 @@ def capture(
                 source=blame(error, path),
             ) from error
     return Captured(exported=exported, model=model, batch=batch)
+
+
+@contextmanager
+def whole_stacks() -> Iterator[None]:
+    """While a model is traced, operations of its loss remember what called them too, not those of modules alone."""
+
+    def kept(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        first = next((index for index, frame in enumerate(frames) if frame.name == "forward"), len(frames))
+        users = [frame for frame in frames[first:] if not is_machinery(frame.filename)]
+        return traceback.StackSummary.from_list([frame for frame in users if frame.name == "forward"] or users)
+
+    original = vars(TracerBase).get(STACK_FILTER)
+    if original is not None:
+        setattr(TracerBase, STACK_FILTER, kept)
+    try:
+        yield
+    finally:
+        if original is not None:
+            setattr(TracerBase, STACK_FILTER, original)
 
 
 def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:

@@ -254,6 +254,8 @@ class _Reader:
             source = next((self._sources[value.name] for value in results if value.name in self._sources), None)
         else:
             source = self._source(results[0].name, node)
+        given = (self._source(self._names[_origin(other)], _origin(other)) for other in node.all_input_nodes)
+        source = source or next(filter(None, given), None)
         return Op(name=name, args=args, attrs=attrs, results=results, source=source)
 
     def _source(self, name: str, node: fx.Node) -> Source | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import sys
@@ -120,6 +121,7 @@ def blame(error: BaseException, path: Path | None = None) -> Source | None:
     return Source(file=chosen[0].filename, line=chosen[0].lineno or 1) if chosen else None
 
 
+@functools.cache
 def is_machinery(filename: str) -> bool:
     """Whether a file belongs to torch, the standard library or partc rather than to a model."""
     parts = Path(filename).parts

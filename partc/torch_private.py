@@ -4,18 +4,23 @@ from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.proxy import TracerBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Where modules and weights keep the hooks that see gradients.
 GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# What of a call's frames a tracer keeps with an operation: by itself, those of modules alone.
+STACK_FILTER = "_filter_traceback_frames"
 
 __all__ = [
     "GRADIENT_HOOKS",
+    "STACK_FILTER",
     "TENSOR_HOOKS",
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
+    "TracerBase",
     "aot_export_joint_simple",
     "below_autograd",
 ]

@@ -229,7 +229,8 @@ def rows(columns: int, dtype: DType) -> list[Built]:
     found: list[Built] = []
     with tempfile.TemporaryDirectory() as folder:
         loader = Kernels(Path(folder))
-        for graph in (*graphs, *softmaxed(shape, dtype)):
+        softmaxes = (graph for name in ("softmax", "log_softmax") for graph in softmaxed(name, shape, dtype))
+        for graph in (*graphs, *softmaxes):
             after = fuse(program_of(graph), kernels="triton").regions[0].forward
             types = {name: value.type for name, value in after.definitions().items()}
             for op in after.ops:

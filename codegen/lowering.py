@@ -198,7 +198,7 @@ class Lowering:
         result = computed_in(op.result.type.dtype)
         table, labels = kernels.LOOKED_UP.get(op.name, (-1, 0))
         operands: list[Found | None] = []
-        for number, arg in enumerate(op.args):
+        for number, arg in enumerate(kernels.arguments(op)):
             looked_up = number == table and isinstance(arg, Ref)
             operands.append(self._looked_up(arg, operands[labels]) if looked_up else self._operand(arg, index, guards))
         wanted = _computes(op, operands)

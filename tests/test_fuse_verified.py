@@ -9,6 +9,7 @@ import pytest
 import partc
 from tests.zoo import MODELS
 
+ACTIVATIONS = Path(__file__).parent / "models" / "activations.py"
 SMALL = {"batch": 2, "seq": 4}
 
 
@@ -30,6 +31,23 @@ def test_packages_with_kernels_equal_the_single_device_model(tmp_path: Path, nam
     assert text.count("kernels.") >= 3
     assert "kernels.embedding_grad" in text and "functional.embedding_shard_add_grad" not in text
     assert "functional.dropout" not in text and text.count("comm.counter(") == (6 if "dropout" in name else 0)
+
+
+def test_functions_of_elements_are_all_in_kernels() -> None:
+    """Under the names that they and their derivatives reach kernels by."""
+    program = partc.compile(ACTIVATIONS, options={"functions": "all"}, mesh="1", kernels="triton").program
+    left = {op.name for region in program.regions for graph in region.graphs for op in graph.ops if not op.body}
+    assert {name for name in left if not name.startswith("linear")} <= {"sum", "div", "reshape", "full"}
+
+
+def test_functions_of_elements_equal_the_single_device_model() -> None:
+    names = "softplus+elu+mish+log1p+round+odd+bounded+hardswish+lerp+prelu+log_sigmoid"
+    package = partc.compile(
+        ACTIVATIONS, options={"functions": names}, mesh="1x2", kernels="triton", precision="fp64"
+    )
+    result = package.verify(steps=2)
+    assert result.ok
+    assert result.worst.rel_err < 1e-13
 
 
 @pytest.mark.matrix

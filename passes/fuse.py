@@ -16,7 +16,8 @@ kernel with norms, softmaxes or sums in it goes through rows: it may make an ele
 and sums down all of them (partc.passes.fuse_forms). Two groups become one where that saves time by the
 roofline: a kernel's launch, and the bytes of what they hand over or both read. What others read, or is
 saved, is still written; what backward kernels can make from what they read anyway is saved no more
-(partc.passes.fuse_saved). Nothing is grouped across a matrix product, attention or a collective: a group
+(partc.passes.fuse_saved), and what has a second result for its derivative's sake is spelled without it
+(partc.passes.fuse_plain). Nothing is grouped across a matrix product, attention or a collective: a group
 never waits for what depends on another part of it.
 """
 
@@ -29,6 +30,7 @@ from partc.passes.fuse_dropout import redrawn
 from partc.passes.fuse_groups import fused
 from partc.passes.fuse_names import named
 from partc.passes.fuse_over import over
+from partc.passes.fuse_plain import plain
 from partc.passes.fuse_saved import lean
 from partc.passes.row_losses import totalled
 from partc.program import Op, Program, Region
@@ -40,7 +42,7 @@ def fuse(program: Program, *, kernels: str = "aten") -> Program:
     if kernels != "triton":
         return replace(program, compiled=kernels == "inductor")
     regions = tuple(
-        fused(streamed(lean(redrawn(totalled(region)), program.sizes), program.sizes), program.sizes)
+        fused(streamed(lean(redrawn(totalled(plain(region))), program.sizes), program.sizes), program.sizes)
         if region.phase == "microbatch"
         else region
         for region in program.regions

@@ -108,6 +108,28 @@ REMADE = """
     grad_x = linear_grad_input(grad_p, w)  # f32[4, 6]
     return grad_x, grad_n
 """
+SECOND = """
+  param w: f32[6, 6]
+  forward:
+    input x: f32[4, 6]
+    p = linear(x, w)  # f32[4, 6]
+    y, buffer = log_sigmoid_forward(p)  # f32[4, 6] ; f32[4, 6]
+    most, at = max(p, -1, True)  # f32[4, 1] ; i64[4, 1]
+    least, place = min(p, -1, True)  # f32[4, 1] ; i64[4, 1]
+    z = sub(y, most)  # f32[4, 6]
+    q = linear(z, place)  # f32[4, 6]
+    loss = linear(q, least)  # f32[]
+    return loss
+  saved p, buffer
+  backward:
+    input grad_loss: f32[]
+    input p: f32[4, 6]
+    input buffer: f32[4, 6]
+    grad_y = linear_grad_input(grad_loss, p)  # f32[4, 6]
+    grad_p = log_sigmoid_backward(grad_y, p, buffer)  # f32[4, 6]
+    grad_x = linear_grad_input(grad_p, w)  # f32[4, 6]
+    return grad_x
+"""
 MERGED = """
   param w: f32[6, 12]
   forward:
@@ -260,6 +282,39 @@ region main phase microbatch:
     | grad_p           = add(grad_s, grad_t)                         # f32[4, 6]
     grad_x         = linear_grad_input(grad_p, w)                                                        # f32[4, 6]
     return grad_x, grad_n
+""",
+    )
+
+
+def test_second_results_that_nobody_reads_are_not_made() -> None:
+    """The buffer is for a derivative that needs none; of the least numbers, the places are read."""
+    assert_expected_inline(
+        shown(SECOND),
+        """\
+region main phase microbatch:
+  param w: f32[6, 6]
+  forward:
+    input x: f32[4, 6]
+    p            = linear(x, w)                                      # f32[4, 6]
+    least, place = min(p, -1, True)                                  # f32[4, 1] ; i64[4, 1]
+    z            = fused(p, kernel="log_sigmoid_amax_sub", along=1)  # f32[4, 6]
+    | y    = log_sigmoid(p)        # f32[4, 6]
+    | most = amax(p, (-1,), True)  # f32[4, 1]
+    | z    = sub(y, most)          # f32[4, 6]
+    q            = linear(z, place)                                  # f32[4, 6]
+    loss         = linear(q, least)                                  # f32[]
+    return loss
+  saved p
+  backward:
+    input grad_loss: f32[]
+    input p: f32[4, 6]
+    grad_y = linear_grad_input(grad_loss, p)             # f32[4, 6]
+    grad_p = fused(p, grad_y, kernel="neg_sigmoid_mul")  # f32[4, 6]
+    | grad_p_away = neg(p)                    # f32[4, 6]
+    | grad_p_part = sigmoid(grad_p_away)      # f32[4, 6]
+    | grad_p      = mul(grad_y, grad_p_part)  # f32[4, 6]
+    grad_x = linear_grad_input(grad_p, w)                # f32[4, 6]
+    return grad_x
 """,
     )
 

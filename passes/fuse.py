@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from partc.layout import Sizes
 from partc.passes.fuse_cross_entropy import streamed
 from partc.passes.fuse_dropout import redrawn
 from partc.passes.fuse_groups import fused
@@ -42,12 +43,14 @@ def fuse(program: Program, *, kernels: str = "aten") -> Program:
     if kernels != "triton":
         return replace(program, compiled=kernels == "inductor")
     regions = tuple(
-        fused(streamed(lean(redrawn(totalled(plain(region))), program.sizes), program.sizes), program.sizes)
-        if region.phase == "microbatch"
-        else region
-        for region in program.regions
+        _grouped(region, program.sizes) if region.phase == "microbatch" else region for region in program.regions
     )
     return named(over(replace(program, regions=tuple(map(_chunked, regions)), fused=True)))
+
+
+def _grouped(region: Region, sizes: Sizes) -> Region:
+    region = redrawn(totalled(plain(region, sizes)))
+    return fused(streamed(lean(region, sizes), sizes), sizes)
 
 
 def _chunked(region: Region) -> Region:

@@ -7,9 +7,11 @@
       g = log_sigmoid_backward(gy, x, buffer)    g_away = neg(x)
                                                  g_part = sigmoid(g_away)
                                                  g      = mul(gy, g_part)
+    ms = sum(x, (1,), False)                   ms_kept = sum(x, (1,), True)
+                                               ms      = reshape(ms_kept, (8,))
 
 A largest number is one without its place where nobody asks for that: no gradient goes there, which would be that of
-one element, and with `amax` that of all that are equal.
+one element, and with `amax` that of all that are equal. Sums of rows keep their dimensions, as rows in kernels do.
 """
 
 from __future__ import annotations
@@ -17,19 +19,28 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
+from partc.layout import Layout, Sizes
 from partc.naming import unique
 from partc.program import Arg, Graph, Op, Ref, Region, TensorType, Value
+from partc.rules.kernels import REDUCTIONS
+from partc.rules.rule import argument
 
 _ALONE = {"log_sigmoid_forward": "log_sigmoid", "max": "amax", "min": "amin"}  # without their second result
 
 
-def plain(region: Region) -> Region:
+def plain(region: Region, sizes: Sizes) -> Region:
     """The region with derivatives spelled out, and then without the results that they alone read."""
     taken = set().union(*(region.types(graph) for graph in region.graphs))
 
     def spelled(graph: Graph) -> Graph:
         read, types = _read(graph), region.types(graph)
-        return replace(graph, ops=tuple(step for op in graph.ops for step in _derivative(op, read, types, taken)))
+
+        def _steps(op: Op) -> Iterator[Op]:
+            if op.name in REDUCTIONS:
+                return _kept(op, types, sizes, taken)
+            return _derivative(op, read, types, taken)
+
+        return replace(graph, ops=tuple(step for op in graph.ops for step in _steps(op)))
 
     backward, weight = region.backward and spelled(region.backward), region.weight and spelled(region.weight)
     before = _read(region.backward) if region.backward else frozenset()
@@ -69,6 +80,28 @@ def _first(op: Op) -> Op:
     if isinstance(dim := (*args, None)[1], int):
         args = (args[0], (dim,), *args[2:])
     return replace(op, name=_ALONE[op.name], args=args, results=op.results[:1])
+
+
+def _kept(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]) -> Iterator[Op]:
+    """A sum of rows with its dimensions, which kernels do, and then without them."""
+    dims, rank = argument(op, 1, "dim"), len(types[next(op.refs())].shape)
+    along = len(dims) if isinstance(dims, tuple) else 0
+    last = isinstance(dims, tuple) and {dim % rank for dim in dims if isinstance(dim, int)} == set(
+        range(rank - along, rank)
+    )
+    if not last or not 0 < along < rank or argument(op, 2, "keepdim", False) or op.attrs:
+        yield op
+        return
+    type = op.result.type
+    layout = replace(type.layout, dims=(*type.layout.dims, *Layout.replicated((1,) * along).dims))
+    whole = Value(name=unique(f"{op.result.name}_kept", taken), type=replace(type, layout=layout))
+    yield replace(op, args=(op.args[0], dims, True), results=(whole,))
+    yield Op(
+        name="reshape",
+        args=(Ref(whole.name), type.layout.local_shape(sizes)),
+        results=op.results,
+        source=op.source,
+    )
 
 
 def _derivative(op: Op, read: Collection[str], types: Mapping[str, TensorType], taken: set[str]) -> Iterator[Op]:

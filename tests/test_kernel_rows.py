@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,22 @@ def test_rows_that_attend_to_nothing_are_what_pytorch_says(tmp_path: Path) -> No
     torch.testing.assert_close(made["y"], x.softmax(-1), equal_nan=True)
 
 
+def summed(number: int, x: str, shape: tuple[int, ...], how: str) -> Iterator[Op]:
+    """Sums of rows, as they are spelled forward, and as they come in derivatives."""
+    kept = value(f"t{number}", *shape[:-1], 1, dtype="f64")
+    short = value(f"s{number}", *shape[:-1], dtype="f64")
+    if how == "dropped":
+        yield op("sum", x, (len(shape) - 1,), False, makes=short)
+        yield op("reshape", short.name, (*shape[:-1], 1), makes=kept)
+    else:
+        yield op("sum", x, (len(shape) - 1,), True, makes=kept)
+    if how == "expanded":
+        back = value(f"b{number}", *shape[:-1], 1, dtype="f64")
+        yield op("reshape", kept.name, shape[:-1], makes=short)
+        yield op("reshape", short.name, (*shape[:-1], 1), makes=back)
+        yield op("expand", back.name, shape, makes=value(f"e{number}", *shape, dtype="f64"))
+
+
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[Graph, int]:
     """Elementwise operations before, between and after norms, softmaxes and sums, on one shape."""
@@ -206,9 +223,8 @@ def chains(draw: st.DrawFn) -> tuple[Graph, int]:
             mean = value(f"m{number}", *shape[:-1], 1, dtype="f64")
             ops.append(many(op(name, a, shape[-1:], "w", None, 1e-5, makes=made), made, mean, rstd))
         else:
-            total = value(f"t{number}", *shape[:-1], 1, dtype="f64")
-            ops.append(op("sum", a, (len(shape) - 1,), True, makes=total))
-            ops.append(op("mul", total.name, b, makes=made))
+            ops += summed(number, a, shape, draw(st.sampled_from(["kept", "dropped", "expanded"])))
+            ops.append(op("mul", ops[-1].result.name, b, makes=made))
         known.append(made.name)
     outputs = draw(st.lists(st.sampled_from(known[2:]), min_size=1, max_size=3, unique=True))
     inputs = (*(value(name, *shape, dtype="f64") for name in ("x", "y")), value("w", shape[-1], dtype="f64"))

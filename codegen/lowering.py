@@ -26,6 +26,8 @@ TRITON: Mapping[DType, str] = {
     "i32": "tl.int32", "i16": "tl.int16", "i8": "tl.int8", "u8": "tl.uint8", "bool": "tl.int1",
 }  # fmt: skip
 
+REDUCED: Mapping[str, str] = {"sum": "sum", "amax": "max", "amin": "min"}
+
 # Numbers of a row that is streamed: the variables of the template.
 STREAMS: Mapping[str, str] = {"shard_max": "largest", "sum_exp": "sums", "pick": "picked", "smooth_sum": "logits_sum"}
 
@@ -67,7 +69,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce:
-    """`target` is the sum, or the largest, of a variable along each row."""
+    """`target` is the sum, the largest or the least of a variable along each row."""
 
     target: str
     source: Found
@@ -274,7 +276,7 @@ class Lowering:
         first = len(self.shape(name)) - len(self.columns)
         source = self.value(name, (*index[:first], *self.columns))
         target = self.names.fresh(identifier(op.result.name))
-        self.statements.append(Reduce(target=target, source=source, how="max" if op.name == "amax" else "sum"))
+        self.statements.append(Reduce(target=target, source=source, how=REDUCED[op.name]))
         along = frozenset().union(*(part.free_symbols for part in self.columns))
         return Found(target, source.dtype, over=source.over - along)
 

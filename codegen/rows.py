@@ -191,7 +191,7 @@ class _Reductions:
 
     @classmethod
     def of(cls, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> _Reductions:
-        inner = [step for step in op.body if step.name in ("sum", "amax")]
+        inner = [step for step in op.body if step.name in ("sum", "amax", "amin")]
         losses = [step for step in op.body if step.name == "cross_entropy_backward"]
         down = {step.result.name: next(step.refs()) for step in inner if 0 in integers(step.args[1])}
         known = {**types, **{value.name: value.type for step in op.body for value in step.results}}
@@ -318,7 +318,7 @@ class _Text:
     def reduced(self, statement: Reduce) -> Iterator[str]:
         """Along rows: what lies beyond their ends doesn't count."""
         found = statement.source
-        nothing = "0.0" if statement.how == "sum" else 'float("-inf")'
+        nothing = {"sum": "0.0", "max": 'float("-inf")', "min": 'float("inf")'}[statement.how]
         text = found.text
         if self.tiling.cuts_columns:
             text = f"tl.where(in_columns, {text}, {nothing})"

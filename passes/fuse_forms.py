@@ -66,7 +66,7 @@ def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DTy
             shape = found.shape if found else ()
         case "linear_grad_bias":
             found = Form(shape, 1, False)
-        case "sum" | "amax":
+        case "sum" | "amax" | "amin":
             found = _reduced(op, shape)
     if found is None or found.along >= len(shape):
         return None

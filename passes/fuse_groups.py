@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from partc.layout import Sizes
@@ -184,7 +184,7 @@ class _Work:
                 return False
         return True
 
-    def _of_rows(self, name: str, inside: Collection[str], form: Form) -> bool:
+    def _of_rows(self, name: str, inside: Set[str], form: Form) -> bool:
         """Whether what an operation reads lies in the rows that a group goes through.
 
         Of what is made inside, views are only of numbers of rows: for each element, or in other dimensions of one.
@@ -200,7 +200,7 @@ class _Work:
             shape = self.shapes[name]
         return shape == form.statistic and self._is_statistic(name, inside, form)
 
-    def _is_statistic(self, name: str, inside: Collection[str], form: Form) -> bool:
+    def _is_statistic(self, name: str, inside: Set[str], form: Form) -> bool:
         """Whether a value has a number for each row that is made inside, whatever dimensions of one element it has."""
         if name in inside:
             return self.shapes[name] == form.statistic and name not in self.columns

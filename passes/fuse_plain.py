@@ -7,25 +7,29 @@
       g = log_sigmoid_backward(gy, x, buffer)    g_away = neg(x)
                                                  g_part = sigmoid(g_away)
                                                  g      = mul(gy, g_part)
-    ms = sum(x, (1,), False)                   ms_kept = sum(x, (1,), True)
-                                               ms      = reshape(ms_kept, (8,))
+    s = sum(x, (1,), False)                    s_kept  = sum(x, (1,), True)
+                                               s       = reshape(s_kept, (8,))
 
 A largest number is one without its place where nobody asks for that: no gradient goes there, which would be that of
-one element, and with `amax` that of all that are equal. Sums of rows keep their dimensions, as rows in kernels do.
+one element, and with `amax` that of all that are equal. Sums of rows keep their dimensions, as rows in kernels do,
+and bools are counted in fp32: exactly, in rows that aren't longer than that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from partc.layout import Layout, Sizes
 from partc.naming import unique
-from partc.program import Arg, Graph, Op, Ref, Region, TensorType, Value
+from partc.program import FLOATING, Arg, DType, DTypeArg, Graph, Op, Ref, Region, TensorType, Value
 from partc.rules.kernels import REDUCTIONS
 from partc.rules.rule import argument
 
 _ALONE = {"log_sigmoid_forward": "log_sigmoid", "max": "amax", "min": "amin"}  # without their second result
+
+_EXACT = 2**24  # counts in fp32
 
 
 def plain(region: Region, sizes: Sizes) -> Region:
@@ -34,13 +38,11 @@ def plain(region: Region, sizes: Sizes) -> Region:
 
     def spelled(graph: Graph) -> Graph:
         read, types = _read(graph), region.types(graph)
+        return replace(graph, ops=tuple(step for op in graph.ops for step in _derivative(op, read, types, taken)))
 
-        def _steps(op: Op) -> Iterator[Op]:
-            if op.name in REDUCTIONS:
-                return _kept(op, types, sizes, taken)
-            return _derivative(op, read, types, taken)
-
-        return replace(graph, ops=tuple(step for op in graph.ops for step in _steps(op)))
+    def kept(graph: Graph) -> Graph:
+        types = region.types(graph)
+        return replace(graph, ops=tuple(step for op in graph.ops for step in _kept(op, types, sizes, taken)))
 
     backward, weight = region.backward and spelled(region.backward), region.weight and spelled(region.weight)
     before = _read(region.backward) if region.backward else frozenset()
@@ -49,13 +51,14 @@ def plain(region: Region, sizes: Sizes) -> Region:
     saved = tuple(name for name in region.saved if name not in idle)
     if backward is not None:
         backward = replace(backward, inputs=tuple(value for value in backward.inputs if value.name not in idle))
-    return replace(
+    region = replace(
         region,
         forward=_alone(spelled(region.forward), saved),
         saved=saved,
         backward=backward and _alone(backward, region.kept),
         weight=weight and _alone(weight, ()),
     )
+    return region.mapped(kept)
 
 
 def _read(graph: Graph) -> frozenset[str]:
@@ -83,25 +86,46 @@ def _first(op: Op) -> Op:
 
 
 def _kept(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]) -> Iterator[Op]:
-    """A sum of rows with its dimensions, which kernels do, and then without them."""
-    dims, rank = argument(op, 1, "dim"), len(types[next(op.refs())].shape)
-    along = len(dims) if isinstance(dims, tuple) else 0
-    last = isinstance(dims, tuple) and {dim % rank for dim in dims if isinstance(dim, int)} == set(
-        range(rank - along, rank)
-    )
-    if not last or not 0 < along < rank or argument(op, 2, "keepdim", False) or op.attrs:
+    """A sum of rows with its dimensions, which kernels do, and then without them; of bools, as numbers."""
+    along = _along(op, types)
+    if not along:
         yield op
         return
-    type = op.result.type
-    layout = replace(type.layout, dims=(*type.layout.dims, *Layout.replicated((1,) * along).dims))
-    whole = Value(name=unique(f"{op.result.name}_kept", taken), type=replace(type, layout=layout))
-    yield replace(op, args=(op.args[0], dims, True), results=(whole,))
-    yield Op(
-        name="reshape",
-        args=(Ref(whole.name), type.layout.local_shape(sizes)),
-        results=op.results,
-        source=op.source,
-    )
+    made, x = op.result, types[next(op.refs())]
+
+    def do(name: str, *args: Arg, like: TensorType, dtype: DType, word: str) -> Value:
+        value = Value(name=unique(f"{made.name}_{word}", taken), type=replace(like, dtype=dtype))
+        steps.append(Op(name=name, args=args, results=(value,), source=op.source))
+        return value
+
+    steps: list[Op] = []
+    counts = x.dtype == "bool" and op.name == "sum"
+    dtype: DType = "f32" if counts else made.type.dtype
+    of = Ref(do("to", op.args[0], DTypeArg("f32"), like=x, dtype="f32", word="ones").name) if counts else op.args[0]
+    kept = argument(op, 2, "keepdim", False)
+    layout = made.type.layout
+    whole = layout if kept else replace(layout, dims=(*layout.dims, *Layout.replicated((1,) * along).dims))
+    last = do(op.name, of, op.args[1], True, like=replace(made.type, layout=whole), dtype=dtype, word="kept")
+    if counts:
+        last = do("to", Ref(last.name), DTypeArg(made.type.dtype), like=last.type, dtype=made.type.dtype, word="count")
+    if not kept:
+        shape = layout.local_shape(sizes)
+        steps.append(Op(name="reshape", args=(Ref(last.name), shape), results=(made,), source=op.source))
+    yield from (*steps[:-1], replace(steps[-1], results=(made,)))
+
+
+def _along(op: Op, types: Mapping[str, TensorType]) -> int:
+    """How many dimensions, the last ones, a sum goes along that is to be spelled in another way."""
+    if op.name not in REDUCTIONS or op.attrs:
+        return 0
+    x, dims = types[next(op.refs())], argument(op, 1, "dim")
+    rank = len(x.shape)
+    found = {dim % rank for dim in dims if isinstance(dim, int)} if isinstance(dims, tuple) and rank else set()
+    if len(found) == rank or found != set(range(rank - len(found), rank)):
+        return 0
+    dropped = x.dtype in FLOATING and not argument(op, 2, "keepdim", False)
+    counted = x.dtype == "bool" and op.name == "sum" and math.prod(x.shape[rank - len(found) :]) < _EXACT
+    return len(found) if dropped or counted else 0
 
 
 def _derivative(op: Op, read: Collection[str], types: Mapping[str, TensorType], taken: set[str]) -> Iterator[Op]:

@@ -31,7 +31,7 @@ CONDITIONS: Mapping[str, int] = {"where": 0, "masked_fill": 1}  # an operand tha
 LOGICAL = frozenset({"logical_and", "logical_or"})  # of bools, whatever they are given
 LABELS: Mapping[str, tuple[int, ...]] = {"cross_entropy_rows": (2, 4)}  # operands that stay integers
 LOOKED_UP: Mapping[str, tuple[int, int]] = {"cross_entropy_rows": (3, 2)}  # a table, and what says where to read it
-REDUCTIONS = frozenset({"sum", "amax"})
+REDUCTIONS = frozenset({"sum", "amax", "amin"})
 COMPOSITES = frozenset(
     {
         "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "softmax", "_softmax_backward_data",

@@ -56,9 +56,10 @@ def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DTy
             found = Form(shape, _count(op.args[1]), True)
         case "rms_norm_backward" | "layer_norm_backward":
             found = Form(shape, _count(op.args[2]), True)
-        case "softmax" | "_softmax_backward_data":
-            last = op.args[1 if op.name == "softmax" else 2] in (-1, len(shape) - 1)
-            plain = op.name != "softmax" or (len(op.args) == 2 and not op.attrs)
+        case "softmax" | "_softmax_backward_data" | "log_softmax" | "_log_softmax_backward_data":
+            forward = not op.name.startswith("_")
+            last = op.args[1 if forward else 2] in (-1, len(shape) - 1)
+            plain = not forward or (len(op.args) == 2 and not op.attrs)
             found = Form(shape, 1, True) if last and plain and shape else None
         case "cross_entropy_backward":
             logits = op.args[1]
@@ -66,7 +67,7 @@ def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DTy
             shape = found.shape if found else ()
         case "linear_grad_bias":
             found = Form(shape, 1, False)
-        case "sum" | "amax" | "amin":
+        case "sum" | "amax" | "amin" | "mean" | "logsumexp" | "var" | "std" | "linalg_vector_norm":
             found = _reduced(op, shape)
     if found is None or found.along >= len(shape):
         return None
@@ -77,8 +78,10 @@ def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DTy
 
 def _reduced(op: Op, shape: Shape) -> Form | None:
     """The last dimensions, kept; or, of sums, all dimensions but the last."""
-    dims, keep = argument(op, 1, "dim"), argument(op, 2, "keepdim", False)
-    if not isinstance(dims, tuple) or op.attrs:
+    at = 2 if op.name == "linalg_vector_norm" else 1
+    dims, keep = argument(op, at, "dim"), argument(op, at + 1, "keepdim", False)
+    attrs = {name for name, _ in op.attrs} - ({"correction", "keepdim"} if op.name in ("var", "std") else set())
+    if not isinstance(dims, tuple) or attrs or (at == 2 and op.args[1] != 2):
         return None
     reduced = sorted(dim % len(shape) for dim in dims if isinstance(dim, int))
     count = len(reduced)

@@ -35,7 +35,8 @@ REDUCTIONS = frozenset({"sum", "amax", "amin"})
 COMPOSITES = frozenset(
     {
         "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "softmax", "_softmax_backward_data",
-        "linear_grad_bias", "cross_entropy_backward",
+        "linear_grad_bias", "cross_entropy_backward", "log_softmax", "_log_softmax_backward_data", "logsumexp", "mean",
+        "var", "std", "linalg_vector_norm",
     }
 )  # fmt: skip
 STREAMED = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})  # numbers of rows of any length, read once

@@ -34,6 +34,8 @@ from partc.layout import Sizes
 from partc.program import FLOATING, Arg, DType, Op, Ref, TensorType
 from partc.rules import kernels
 
+REDUCED: Mapping[str, str] = {"sum": "sum", "amax": "max", "amin": "min"}
+
 # Numbers of a row that is streamed: the variables of the template.
 STREAMS: Mapping[str, str] = {"shard_max": "largest", "sum_exp": "sums", "pick": "picked", "smooth_sum": "logits_sum"}
 
@@ -126,7 +128,7 @@ class Lowering:
         result = computed_in(op.result.type.dtype)
         table, labels = kernels.LOOKED_UP.get(op.name, (-1, 0))
         operands: list[Found | None] = []
-        for number, arg in enumerate(op.args):
+        for number, arg in enumerate(kernels.arguments(op)):
             looked_up = number == table and isinstance(arg, Ref)
             operands.append(self._looked_up(arg, operands[labels]) if looked_up else self._operand(arg, index, guards))
         wanted = _computes(op, operands)
@@ -216,7 +218,7 @@ class Lowering:
         first = len(self.shape(name)) - len(self.columns)
         source = self.value(name, (*index[:first], *self.columns))
         target = self.names.fresh(identifier(op.result.name))
-        self.statements.append(Reduce(target=target, source=source, how="max" if op.name == "amax" else "sum"))
+        self.statements.append(Reduce(target=target, source=source, how=REDUCED[op.name]))
         along = frozenset().union(*(part.free_symbols for part in self.columns))
         return Found(target, source.dtype, over=source.over - along)
 

@@ -25,6 +25,9 @@ TILE = 4096  # elements that a program holds at a time, unless a row has more
 PROGRAMS = 264  # that sum down columns: two for each processor of an H100
 NARROW = 128  # columns of a program that sums down many rows, where nothing sums along them
 WIDEST = 1024  # and of one that sums neither way
+_REDUCED = {
+    "sum": "tl.sum({}, axis=1, keep_dims=True)", "max": "functions.largest({})", "min": "-functions.largest(-({}))",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +189,7 @@ class _Reductions:
 
     @classmethod
     def of(cls, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> _Reductions:
-        inner = [step for step in op.body if step.name in ("sum", "amax")]
+        inner = [step for step in op.body if step.name in ("sum", "amax", "amin")]
         losses = [step for step in op.body if step.name == "cross_entropy_backward"]
         down = {step.result.name: next(step.refs()) for step in inner if 0 in integers(step.args[1])}
         known = {**types, **{value.name: value.type for step in op.body for value in step.results}}
@@ -312,15 +315,13 @@ class _Text:
     def reduced(self, statement: Reduce) -> Iterator[str]:
         """Along rows: what lies beyond their ends doesn't count."""
         found = statement.source
-        nothing = "0.0" if statement.how == "sum" else 'float("-inf")'
+        nothing = {"sum": "0.0", "max": 'float("-inf")', "min": 'float("inf")'}[statement.how]
         text = found.text
         if self.tiling.cuts_columns:
             text = f"tl.where(in_columns, {text}, {nothing})"
         elif self.tiling.wide > 1 and not self.differs(found.text, 1):
             text = self._spread(found)
-        sums = statement.how == "sum"
-        made = f"tl.sum({text}, axis=1, keep_dims=True)" if sums else f"functions.largest({text})"
-        yield f"{statement.target} = {made}"
+        yield f"{statement.target} = {_REDUCED[statement.how].format(text)}"
 
     def down(self, total: str, found: Found, dtype: DType) -> str:
         """Down the rows of a tile."""

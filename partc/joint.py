@@ -22,6 +22,10 @@ _RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"
 _NOTHING = frozenset(
     {"detach", "alias", "clone", "contiguous", "lift_fresh_copy", "mark", "mark_grad", "vary", "settle"}
 )
+# What makes a tensor of one number like another tensor, whose elements it doesn't read; None: its last argument.
+_FILLED: Mapping[str, int | None] = {
+    "zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "full_like": None, "new_full": None, "fill": None,
+}  # fmt: skip
 _IGNORED_ATTRS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"})
 _CUT = ("dim", "outer", "axis")
 _COLLECTIVE_ATTRS: Mapping[str, tuple[str, ...]] = {
@@ -335,6 +339,11 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
         return "reshape", (args[0], tuple(node.meta["val"][0].shape)), ()
     if name in _RESHAPES:
         return "reshape", (args[0], tuple(node.meta["val"].shape)), ()
+    if name in _FILLED:
+        number = args[-1] if _FILLED[name] is None else _FILLED[name]
+        if not isinstance(number, Ref):
+            val = node.meta["val"]
+            return "full", (tuple(val.shape), number), (("dtype", DTypeArg(DTYPE_NAMES[val.dtype])),)
     if name in ("t", "transpose", "permute"):
         return "permute", (args[0], _permutation(node)), ()
     if name in _COLLECTIVE_ATTRS:

@@ -17,7 +17,8 @@ row, and sums down all of them (partc.passes.fuse_forms). Of long rows it holds 
 the derivative of a norm is two kernels then (partc.passes.fuse_halves, fuse_registers). Two groups
 become one where that saves time by the roofline: a kernel's launch, and the bytes of what they hand
 over or both read. What others read, or is saved, is still written; what backward kernels can make from
-what they read anyway is saved no more (partc.passes.fuse_saved). Nothing is grouped across a matrix
+what they read anyway is saved no more (partc.passes.fuse_saved), and what has a second result for its
+derivative's sake is spelled without it (partc.passes.fuse_plain). Nothing is grouped across a matrix
 product, attention or a collective: a group never waits for what depends on another part of it.
 """
 
@@ -25,11 +26,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from partc.layout import Sizes
 from partc.passes.fuse_cross_entropy import streamed
 from partc.passes.fuse_dropout import redrawn
 from partc.passes.fuse_groups import fused
 from partc.passes.fuse_names import named
 from partc.passes.fuse_over import over
+from partc.passes.fuse_plain import plain
 from partc.passes.fuse_saved import lean
 from partc.passes.row_losses import totalled
 from partc.program import Op, Program, Region
@@ -41,12 +44,14 @@ def fuse(program: Program, *, kernels: str = "aten") -> Program:
     if kernels != "triton":
         return replace(program, compiled=kernels == "inductor")
     regions = tuple(
-        fused(streamed(lean(redrawn(totalled(region)), program.sizes), program.sizes), program.sizes)
-        if region.phase == "microbatch"
-        else region
-        for region in program.regions
+        _grouped(region, program.sizes) if region.phase == "microbatch" else region for region in program.regions
     )
     return named(over(replace(program, regions=tuple(map(_chunked, regions)), fused=True)))
+
+
+def _grouped(region: Region, sizes: Sizes) -> Region:
+    region = redrawn(totalled(plain(region, sizes)))
+    return fused(streamed(lean(region, sizes), sizes), sizes)
 
 
 def _chunked(region: Region) -> Region:

@@ -1,4 +1,4 @@
-"""Norms and softmaxes as what a kernel does: elementwise operations, and sums along rows and columns.
+"""Norms, softmaxes and statistics of rows as what a kernel does: elementwise operations, sums along rows and columns.
 
     y, rstd = rms_norm(x, (4096,), w, 1e-05)   ->   y_square = mul(x, x)
                                                     y_sum    = sum(y_square, (2,), True)
@@ -200,12 +200,41 @@ def _softmax_backward(w: _Writer, grad: Ref, y: Ref, dim: Arg, dtype: Arg) -> No
 def _log_softmax(w: _Writer, x: Ref, dim: Arg) -> None:
     below = w.do("sub", x, w.sum(x, 1, "most", name="amax"), word="below")
     total = w.sum(w.do("exp", below, word="power"), 1, "total")
-    w.do("sub", below, w.do("log", total, word="lse"), makes=w.op.result)
+    w.do("sub", below, w.do("log", total, word="level"), makes=w.op.result)
 
 
 def _log_softmax_backward(w: _Writer, grad: Ref, y: Ref, dim: Arg, dtype: Arg) -> None:
-    part = w.do("mul", w.do("exp", y, word="power"), w.sum(grad, 1, "along"), word="part")
-    w.do("sub", grad, part, makes=w.op.result)
+    along = w.sum(grad, 1, "along")
+    w.do("sub", grad, w.do("mul", w.do("exp", y, word="weight"), along, word="part"), makes=w.op.result)
+
+
+def _logsumexp(w: _Writer, x: Ref, dims: tuple[int, ...], keep: Arg) -> None:
+    """Of rows of infinities too: nothing is subtracted there."""
+    most = w.sum(x, len(dims), "most", name="amax")
+    level = w.do("nan_to_num", most, math.nan, 0.0, 0.0, word="level")
+    total = w.sum(w.do("exp", w.do("sub", x, level, word="below"), word="power"), len(dims), "total")
+    w.do("add", w.do("log", total, word="log"), level, makes=w.op.result)
+
+
+def _mean(w: _Writer, x: Ref, dims: tuple[int, ...], keep: Arg) -> None:
+    shape = w.shape(x)
+    w.do("mul", w.sum(x, len(dims), "sum"), 1 / math.prod(shape[len(shape) - len(dims) :]), makes=w.op.result)
+
+
+def _var(w: _Writer, x: Ref, dims: tuple[int, ...]) -> None:
+    along, shape = len(dims), w.shape(x)
+    correction = dict(w.op.attrs).get("correction")
+    count = math.prod(shape[len(shape) - along :]) - (correction if isinstance(correction, int | float) else 1)
+    centered = w.do("sub", x, w.mean(x, along, "mean"), word="centered")
+    total = w.sum(w.do("mul", centered, centered, word="square"), along, "total")
+    share = 1 / count if count > 0 else math.inf  # of nothing: 0 · inf, as PyTorch says
+    var = w.do("mul", total, share, word="var", makes=w.op.result if w.op.name == "var" else None)
+    if w.op.name == "std":
+        w.do("sqrt", var, makes=w.op.result)
+
+
+def _norm(w: _Writer, x: Ref, order: Arg, dims: tuple[int, ...], keep: Arg) -> None:
+    w.do("sqrt", w.sum(w.do("mul", x, x, word="square"), len(dims), "total"), makes=w.op.result)
 
 
 def _linear_grad_bias(w: _Writer, grad: Ref) -> None:
@@ -225,5 +254,10 @@ _COMPOSITES: Mapping[str, Callable[..., Ref | None]] = {
     "_softmax_backward_data": _softmax_backward,
     "log_softmax": _log_softmax,
     "_log_softmax_backward_data": _log_softmax_backward,
+    "logsumexp": _logsumexp,
+    "mean": _mean,
+    "var": _var,
+    "std": _var,
+    "linalg_vector_norm": _norm,
     "linear_grad_bias": _linear_grad_bias,
 }

@@ -117,10 +117,11 @@ class _Streams:
         return last and source.dtype == op.result.type.dtype in FLOATING and not op.attrs and 0 not in shape
 
     def _along_rows(self, op: Op, logits: str) -> bool:
-        """Whether it sums along the last dimension of several rows, in one type."""
+        """Whether it sums along the last dimension, of rows that no program holds whole or that a loss reads too."""
         type, rank = self.types[logits], len(self.types[logits].shape) - 1
         along = [dim % (rank + 1) for dim in integers(op.args[1])]
-        return rank > 0 and along == [rank] and type.dtype == op.result.type.dtype and not op.attrs
+        rows = logits in self.sums or type.layout.local_shape(self.sizes)[-1] > MOST_COLUMNS if rank else False
+        return rows and along == [rank] and type.dtype == op.result.type.dtype and not op.attrs
 
     def _losses(self) -> Iterator[tuple[str, list[Op]]]:
         """Logits, with the operations of one kernel: one of each, where several losses read the same logits."""

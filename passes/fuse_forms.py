@@ -73,7 +73,7 @@ def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DTy
             shape = found.shape if found else ()
         case "linear_grad_bias":
             found = Form(shape, 1, False)
-        case "sum" | "amax":
+        case "sum" | "amax" | "amin" | "mean" | "logsumexp" | "var" | "std" | "linalg_vector_norm":
             found = _reduced(op, shape)
     if found is None or found.along >= len(shape):
         return None
@@ -84,8 +84,10 @@ def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DTy
 
 def _reduced(op: Op, shape: Shape) -> Form | None:
     """The last dimensions, kept; or, of sums, all dimensions but the last."""
-    dims, keep = argument(op, 1, "dim"), argument(op, 2, "keepdim", False)
-    if not isinstance(dims, tuple) or op.attrs:
+    at = 2 if op.name == "linalg_vector_norm" else 1
+    dims, keep = argument(op, at, "dim"), argument(op, at + 1, "keepdim", False)
+    attrs = {name for name, _ in op.attrs} - ({"correction", "keepdim"} if op.name in ("var", "std") else set())
+    if not isinstance(dims, tuple) or attrs or (at == 2 and op.args[1] != 2):
         return None
     reduced = sorted(dim % len(shape) for dim in dims if isinstance(dim, int))
     count = len(reduced)

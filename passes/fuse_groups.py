@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from partc.layout import Sizes
@@ -183,8 +183,7 @@ class _Work:
             made = [value.name for value in op.results if value.name not in self.columns]
             if not all(fits(self.shapes[name], form) for name in made):
                 return False
-            direct = set(op.refs())
-            if (self.roots[index] & inside) - direct or direct & inside & self.columns:
+            if not all(self._of_rows(name, inside, form) for name in op.refs()):
                 return False
         return True
 
@@ -195,6 +194,31 @@ class _Work:
         steps = self._spelled(group.members)
         shapes = {value.name: value.type.layout.local_shape(self.sizes) for step in steps for value in step.results}
         return fits_registers(steps, group.makes, form, {**self.shapes, **shapes}, self._seen)
+
+    def _of_rows(self, name: str, inside: Set[str], form: Form) -> bool:
+        """Whether what an operation reads lies in the rows that a group goes through.
+
+        Of what is made inside, views are only of numbers of rows: for each element, or in other dimensions of one.
+        """
+        if name in inside:
+            return name not in self.columns
+        index = self.makers.get(name)
+        if index is None or inside.isdisjoint(self._through(index)):
+            return True
+        op, shape = self.ops[index], self.shapes[name]
+        if op.name == "expand" and shape == form.shape:
+            (name,) = op.refs()
+            shape = self.shapes[name]
+        return shape == form.statistic and self._is_statistic(name, inside, form)
+
+    def _is_statistic(self, name: str, inside: Set[str], form: Form) -> bool:
+        """Whether a value has a number for each row that is made inside, whatever dimensions of one element it has."""
+        if name in inside:
+            return self.shapes[name] == form.statistic and name not in self.columns
+        op = self.ops[self.makers[name]] if name in self.makers else None
+        if op is None or op.name != "reshape" or _long(self.shapes[name]) != _long(form.statistic):
+            return False
+        return self._is_statistic(next(op.refs()), inside, form)
 
     def _convex(self, a: int, b: int) -> bool:
         """Whether nothing outside depends on one of two groups while the other depends on it."""
@@ -299,6 +323,10 @@ class _Work:
         return tuple(
             step for index in sorted(chosen) for step in spelled_out(self.ops[index], self.types, self.sizes, taken)
         )
+
+
+def _long(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size > 1)
 
 
 def tabled(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> Op:

@@ -8,7 +8,7 @@
 A constant that is the same for every example of the batch keeps one row and is broadcast. A mask
 made of constants is evaluated: one that hides the future is `is_causal`, one that hides nothing is
 none. Keys and values repeated for their group of query heads are passed as they are, and a root
-mean square norm written out is one operation again.
+mean square norm or a softmax written out is one operation again.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from partc.passes.masks import known_masks
 from partc.passes.normalize import without_dead
 from partc.passes.routing import unsorted_experts
 from partc.passes.rows import plain_rows
+from partc.passes.softmaxes import softmaxes
 from partc.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
 
 # Operations that treat examples alike along every dimension but those they name.
@@ -84,6 +85,7 @@ def _simplified(region: Region) -> Region:
         _grouped_heads,
         _norms,
         gelus,
+        softmaxes,
         plain_rows,
         label_losses,
         _short_chains,

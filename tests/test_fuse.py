@@ -129,6 +129,69 @@ WIDE = """
     grad_z = silu_backward(grad_q, z)  # f32[4, 9000]
     return grad_z, grad_n
 """
+SECOND = """
+  param w: f32[6, 6]
+  forward:
+    input x: f32[4, 6]
+    p = linear(x, w)  # f32[4, 6]
+    y, buffer = log_sigmoid_forward(p)  # f32[4, 6] ; f32[4, 6]
+    most, at = max(p, -1, True)  # f32[4, 1] ; i64[4, 1]
+    least, place = min(p, -1, True)  # f32[4, 1] ; i64[4, 1]
+    z = sub(y, most)  # f32[4, 6]
+    q = linear(z, place)  # f32[4, 6]
+    loss = linear(q, least)  # f32[]
+    return loss
+  saved p, buffer
+  backward:
+    input grad_loss: f32[]
+    input p: f32[4, 6]
+    input buffer: f32[4, 6]
+    grad_y = linear_grad_input(grad_loss, p)  # f32[4, 6]
+    grad_p = log_sigmoid_backward(grad_y, p, buffer)  # f32[4, 6]
+    grad_x = linear_grad_input(grad_p, w)  # f32[4, 6]
+    return grad_x
+"""
+BY_HAND = """
+  param w: f32[6, 6]
+  forward:
+    input x: f32[2, 4, 6]
+    p = linear(x, w)  # f32[2, 4, 6]
+    e = exp(p)  # f32[2, 4, 6]
+    s = sum(e, (2,), True)  # f32[2, 4, 1]
+    y = div(e, s)  # f32[2, 4, 6]
+    loss = linear(y, w)  # f32[]
+    return loss
+  saved e, s
+  backward:
+    input grad_loss: f32[]
+    input e: f32[2, 4, 6]
+    input s: f32[2, 4, 1]
+    grad_y = linear_grad_input(grad_loss, w)  # f32[2, 4, 6]
+    grad_s_1 = div(e, s)  # f32[2, 4, 6]
+    grad_s_2 = div(grad_s_1, s)  # f32[2, 4, 6]
+    grad_s_3 = neg(grad_y)  # f32[2, 4, 6]
+    grad_s_4 = mul(grad_s_3, grad_s_2)  # f32[2, 4, 6]
+    grad_s = sum(grad_s_4, (2,), False)  # f32[2, 4]
+    grad_e_1 = div(grad_y, s)  # f32[2, 4, 6]
+    grad_e_2 = reshape(grad_s, (2, 4, 1))  # f32[2, 4, 1]
+    grad_e_3 = expand(grad_e_2, (2, 4, 6))  # f32[2, 4, 6]
+    grad_e = add(grad_e_1, grad_e_3)  # f32[2, 4, 6]
+    grad_p = mul(grad_e, e)  # f32[2, 4, 6]
+    grad_x = linear_grad_input(grad_p, w)  # f32[2, 4, 6]
+    return grad_x
+"""
+ACROSS = """
+  forward:
+    input x: f32[6, 6]
+    e = exp(x)  # f32[6, 6]
+    s = sum(e, (1,), True)  # f32[6, 1]
+    t = reshape(s, (1, 6))  # f32[1, 6]
+    y = div(e, t)  # f32[6, 6]
+    u = expand(t, (6, 6))  # f32[6, 6]
+    z = div(e, u)  # f32[6, 6]
+    loss = linear(y, z)  # f32[6, 6]
+    return loss
+"""
 MERGED = """
   param w: f32[6, 12]
   forward:
@@ -324,6 +387,88 @@ region main phase microbatch:
     return grad_z, grad_n
 """,
     )
+
+
+def test_second_results_that_nobody_reads_are_not_made() -> None:
+    """The buffer is for a derivative that needs none; of the least numbers, the places are read."""
+    assert_expected_inline(
+        shown(SECOND),
+        """\
+region main phase microbatch:
+  param w: f32[6, 6]
+  forward:
+    input x: f32[4, 6]
+    p            = linear(x, w)                                      # f32[4, 6]
+    least, place = min(p, -1, True)                                  # f32[4, 1] ; i64[4, 1]
+    z            = fused(p, kernel="log_sigmoid_amax_sub", along=1)  # f32[4, 6]
+    | y    = log_sigmoid(p)        # f32[4, 6]
+    | most = amax(p, (-1,), True)  # f32[4, 1]
+    | z    = sub(y, most)          # f32[4, 6]
+    q            = linear(z, place)                                  # f32[4, 6]
+    loss         = linear(q, least)                                  # f32[]
+    return loss
+  saved p
+  backward:
+    input grad_loss: f32[]
+    input p: f32[4, 6]
+    grad_y = linear_grad_input(grad_loss, p)             # f32[4, 6]
+    grad_p = fused(p, grad_y, kernel="neg_sigmoid_mul")  # f32[4, 6]
+    | grad_p_away = neg(p)                    # f32[4, 6]
+    | grad_p_part = sigmoid(grad_p_away)      # f32[4, 6]
+    | grad_p      = mul(grad_y, grad_p_part)  # f32[4, 6]
+    grad_x = linear_grad_input(grad_p, w)                # f32[4, 6]
+    return grad_x
+""",
+    )
+
+
+def test_what_derivatives_make_of_sums_of_rows_stays_in_their_kernel() -> None:
+    assert_expected_inline(
+        shown(BY_HAND),
+        """\
+region main phase microbatch:
+  param w: f32[6, 6]
+  forward:
+    input x: f32[2, 4, 6]
+    p       = linear(x, w)                             # f32[2, 4, 6]
+    e, s, y = fused(p, kernel="exp_sum_div", along=1)  # f32[2, 4, 6] ; f32[2, 4, 1] ; f32[2, 4, 6]
+    | e = exp(p)              # f32[2, 4, 6]
+    | s = sum(e, (2,), True)  # f32[2, 4, 1]
+    | y = div(e, s)           # f32[2, 4, 6]
+    loss    = linear(y, w)                             # f32[]
+    return loss
+  saved e, s
+  backward:
+    input grad_loss: f32[]
+    input e: f32[2, 4, 6]
+    input s: f32[2, 4, 1]
+    grad_y = linear_grad_input(grad_loss, w)                         # f32[2, 4, 6]
+    grad_p = fused(e, s, grad_y, kernel="div_neg_mul_sum", along=1)  # f32[2, 4, 6]
+    | grad_s_1    = div(e, s)                     # f32[2, 4, 6]
+    | grad_s_2    = div(grad_s_1, s)              # f32[2, 4, 6]
+    | grad_s_3    = neg(grad_y)                   # f32[2, 4, 6]
+    | grad_s_4    = mul(grad_s_3, grad_s_2)       # f32[2, 4, 6]
+    | grad_s_kept = sum(grad_s_4, (2,), True)     # f32[2, 4, 1]
+    | grad_s      = reshape(grad_s_kept, (2, 4))  # f32[2, 4]
+    | grad_e_1    = div(grad_y, s)                # f32[2, 4, 6]
+    | grad_e_2    = reshape(grad_s, (2, 4, 1))    # f32[2, 4, 1]
+    | grad_e_3    = expand(grad_e_2, (2, 4, 6))   # f32[2, 4, 6]
+    | grad_e      = add(grad_e_1, grad_e_3)       # f32[2, 4, 6]
+    | grad_p      = mul(grad_e, e)                # f32[2, 4, 6]
+    grad_x = linear_grad_input(grad_p, w)                            # f32[2, 4, 6]
+    return grad_x
+""",
+    )
+
+
+def test_sums_of_rows_that_columns_are_divided_by_end_a_kernel() -> None:
+    """There are as many rows as columns: shapes alone don't tell."""
+    before = fused_graph(ACROSS)
+    after = fuse(before, kernels="triton")
+    assert kernels_of(after) == [{"kernel": "exp_sum", "along": 1, "strided": (0,)}, {"kernel": "div"}]
+    values = {"x": torch.randn(6, 6, dtype=torch.float64)}
+    first, second = (evaluate(item.regions[0].forward, values)["loss"] for item in (before, after))
+    assert torch.equal(first, second)
 
 
 def test_what_is_turned_and_merged_is_written_so() -> None:

@@ -10,6 +10,7 @@ import partc
 from tests.zoo import MODELS
 
 WIDE = Path(__file__).parent / "models" / "wide.py"
+ACTIVATIONS = Path(__file__).parent / "models" / "activations.py"
 SMALL = {"batch": 2, "seq": 4}
 
 
@@ -39,6 +40,20 @@ def test_norms_of_wide_rows_in_packages(tmp_path: Path) -> None:
     text = "".join(str(body) for path, body in package.files() if path.startswith("stages/"))
     assert "layer_norm_grad_input" in text and "rms_norm_grad_weight" in text
     assert "functional.add_sums((g.norm_weight, g.norm_bias), parts)" in text
+    result = package.verify(virtual=True, steps=2)
+    assert result.ok, result.worst
+
+
+def test_functions_of_elements_are_all_in_kernels() -> None:
+    """Under the names that they and their derivatives reach kernels by."""
+    program = partc.compile(ACTIVATIONS, options={"functions": "all"}, mesh="1", kernels="triton").program
+    left = {op.name for region in program.regions for graph in region.graphs for op in graph.ops if not op.body}
+    assert {name for name in left if not name.startswith("linear")} <= {"sum", "div", "reshape", "full"}
+
+
+def test_functions_of_elements_equal_the_single_device_model() -> None:
+    names = "softplus+elu+mish+log1p+round+odd+bounded+hardswish+lerp+prelu+log_sigmoid"
+    package = partc.compile(ACTIVATIONS, options={"functions": names}, mesh="1x2", kernels="triton", precision="fp64")
     result = package.verify(steps=2)
     assert result.ok
     assert result.worst.rel_err < 1e-13

@@ -96,6 +96,16 @@ def test_nothing_that_the_tuner_may_choose_spills(tmp_path: Path, model: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_functions_of_elements_are_built(precision: str) -> None:
+    model = str(ROOT / "tests" / "models" / "activations.py")
+    found = built(model, "functions=all", "width=512", "batch=512", f"precision={precision}")
+    names = " ".join(entry["kernel"] for entry in found)
+    assert all(word in names for word in ("softplus", "elu_backward", "log1p", "expm1", "round", "remainder", "lerp"))
+    assert [entry for entry in found if entry["spilled"] or entry["bytes"] < 16] == []
+
+
+@pytest.mark.slow
 def test_nothing_spills_of_what_is_written_for_all_models() -> None:
     found = built("apart")
     assert {"_numbers", "_gradient", "_encode"} <= {entry["kernel"] for entry in found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from partc.codegen import rows
 from partc.interpret import results_of
 from partc.operators import DTYPES
 from partc.passes.fuse import fuse
-from partc.program import DType, Graph, Op
+from partc.program import DType, DTypeArg, Graph, Op
 from partc.runtime import functional
 from tests.programs import op, value
 from tests.test_kernels import TOLERANCE, program_of, random
@@ -205,6 +206,62 @@ def test_softmax_and_its_derivative(tmp_path: Path, name: str, shape: tuple[int,
     torch.testing.assert_close(made.double(), 0.5 * right, rtol=4 * TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+STATISTICS: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {
+    "mean": (((1, 2), True), {}),
+    "var": (((-1,),), {"correction": 0, "keepdim": True}),
+    "std": (((1, 2),), {"correction": 1, "keepdim": True}),
+    "linalg_vector_norm": ((2.0, (-1,), True), {}),
+    "logsumexp": (((-1,), True), {}),
+    "amin": (((2,), True), {}),
+    "amax": (((1, 2), True), {}),
+    "log_softmax": ((-1,), {}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16"])
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics_of_rows(tmp_path: Path, name: str, dtype: DType) -> None:
+    """Of what their kernel makes, for what it makes of them."""
+    args, attrs = STATISTICS[name]
+    shape = (3, 4, 19)
+    one = (3, 1, 1) if (1, 2) in args else shape if name == "log_softmax" else (3, 4, 1)
+    item = {"s": value("s", *one, dtype=dtype)} | {x: value(x, *shape, dtype=dtype) for x in ("x", "y", "twice", "out")}
+    ops = (
+        op("add", "x", "y", makes=item["twice"]),
+        op(name, "twice", *args, makes=item["s"], **attrs),
+        op("sub", "twice", "s", makes=item["out"]),
+    )
+    check(tmp_path, Graph(inputs=(item["x"], item["y"]), ops=ops, outputs=("out", "s")), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16"])
+def test_the_derivative_of_logarithms_of_softmaxes(tmp_path: Path, dtype: DType) -> None:
+    item = {name: value(name, 3, 19, dtype=dtype) for name in ("g", "y", "half", "out")}
+    wide = DTypeArg("f64")
+    ops = (
+        op("mul", "y", 0.5, makes=item["half"]),
+        op("_log_softmax_backward_data", "g", "half", 1, wide, makes=item["out"]),
+    )
+    check(tmp_path, Graph(inputs=(item["g"], item["y"]), ops=ops, outputs=("out",)), dtype=dtype)
+
+
+def test_statistics_of_rows_of_infinities(tmp_path: Path) -> None:
+    x = torch.tensor([[-torch.inf] * 5, [torch.inf, 1, 2, 3, -torch.inf], [1, 2, 3, -torch.inf, 0.5], [0.0] * 5])
+    ops = (
+        op("alias", "x", makes=value("a", 4, 5)),
+        op("logsumexp", "a", (-1,), True, makes=value("lse", 4, 1)),
+        op("log_softmax", "a", -1, makes=value("logs", 4, 5)),
+        op("amin", "a", (1,), True, makes=value("least", 4, 1)),
+        op("linalg_vector_norm", "a", 2, (1,), True, makes=value("norm", 4, 1)),
+    )
+    graph = Graph(inputs=(value("x", 4, 5),), ops=ops, outputs=("lse", "logs", "least", "norm"))
+    after = fuse(program_of(graph), kernels="triton").regions[0].forward
+    made = Kernels(tmp_path / "k").run(after, {"x": x}, {}, {})
+    for name, right in plainly(graph, {"x": x}).items():
+        if name in graph.outputs:
+            torch.testing.assert_close(made[name], right, equal_nan=True)
+
+
 def test_rows_that_attend_to_nothing_are_what_pytorch_says(tmp_path: Path) -> None:
     x = torch.full((2, 5), -torch.inf)
     x[0, 2] = 1.0
@@ -245,6 +302,22 @@ def test_sums_along_wide_rows_hold_what_registers_do(tmp_path: Path, dtype: DTyp
     check(tmp_path / "many", Graph(inputs=(x, y), ops=ops, outputs=("a", "e")), dtype=dtype, kernels=2)
 
 
+def summed(number: int, x: str, shape: tuple[int, ...], how: str) -> Iterator[Op]:
+    """Sums of rows, as they are spelled forward, and as they come in derivatives."""
+    kept = value(f"t{number}", *shape[:-1], 1, dtype="f64")
+    short = value(f"s{number}", *shape[:-1], dtype="f64")
+    if how == "dropped":
+        yield op("sum", x, (len(shape) - 1,), False, makes=short)
+        yield op("reshape", short.name, (*shape[:-1], 1), makes=kept)
+    else:
+        yield op("sum", x, (len(shape) - 1,), True, makes=kept)
+    if how == "expanded":
+        back = value(f"b{number}", *shape[:-1], 1, dtype="f64")
+        yield op("reshape", kept.name, shape[:-1], makes=short)
+        yield op("reshape", short.name, (*shape[:-1], 1), makes=back)
+        yield op("expand", back.name, shape, makes=value(f"e{number}", *shape, dtype="f64"))
+
+
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[Graph, int]:
     """Elementwise operations before, between and after norms, softmaxes and sums, on one shape."""
@@ -276,9 +349,8 @@ def chains(draw: st.DrawFn) -> tuple[Graph, int]:
             mean = value(f"m{number}", *shape[:-1], 1, dtype="f64")
             ops.append(many(op(name, a, shape[-1:], "w", None, 1e-5, makes=made), made, mean, rstd))
         else:
-            total = value(f"t{number}", *shape[:-1], 1, dtype="f64")
-            ops.append(op("sum", a, (len(shape) - 1,), True, makes=total))
-            ops.append(op("mul", total.name, b, makes=made))
+            ops += summed(number, a, shape, draw(st.sampled_from(["kept", "dropped", "expanded"])))
+            ops.append(op("mul", ops[-1].result.name, b, makes=made))
         known.append(made.name)
     outputs = draw(st.lists(st.sampled_from(known[2:]), min_size=1, max_size=3, unique=True))
     inputs = (*(value(name, *shape, dtype="f64") for name in ("x", "y")), value("w", shape[-1], dtype="f64"))

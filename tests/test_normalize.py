@@ -69,6 +69,14 @@ def names(program: Program) -> list[str]:
 
 
 X = {"x": torch.randn(5, 3, 6)}
+
+
+def quotient(x: Tensor, most: Tensor) -> Tensor:
+    """Squares of a softmax of rows, if `most` are their largest numbers."""
+    power = torch.exp(x - most)
+    return (power / power.sum(-1, keepdim=True)).pow(2).sum()
+
+
 # Each function's operations after normalize and simplify, the sum that makes a number of it left out.
 FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
     "view": (lambda m, x: x.view(5, -1, 2).sin().sum(), ["reshape", "sin"]),
@@ -126,6 +134,14 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
     "written norm": (
         lambda m, x: (m.v * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))).sum(),
         ["rms_norm"],
+    ),
+    "written softmax": (lambda m, x: quotient(x, x.max(-1, keepdim=True).values), ["softmax", "pow"]),
+    "written softmax of weights, detached": (
+        lambda m, x: (lambda y: quotient(y, y.amax(-1, True).detach()))(x * m.v),
+        ["mul", "softmax", "pow"],
+    ),
+    "a quotient below another number": (
+        lambda m, x: quotient(x, x.amax(0, True)), ["amax", "sub", "exp", "sum", "div", "pow"],
     ),
     "mean squares": (lambda m, x: F.mse_loss(x, m.v.expand_as(x)), ["expand", "sub", "mul", "sum", "div"]),
 }  # fmt: skip

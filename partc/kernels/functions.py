@@ -27,6 +27,115 @@ def tanh(x):
 
 
 @triton.jit
+def log1p(x):
+    """Goldberg 1991, What every computer scientist should know about floating-point arithmetic, theorem 4."""
+    above = 1.0 + x
+    part = above - 1.0  # what is left of x in the sum
+    return tl.where(part == 0.0, x, tl.where(part == x, tl.log(above), tl.log(above) * (x / part)))
+
+
+@triton.jit
+def expm1(x):
+    """Near 0 by Kahan's quotient, in which the error of a rounded exponential cancels."""
+    power = tl.exp(x)
+    near = tl.where(power == 1.0, x, (power - 1.0) * (x / tl.log(power)))
+    return tl.where(tl.abs(x) < 1.0, near, power - 1.0)
+
+
+@triton.jit
+def trunc(x):
+    return tl.where(x < 0.0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def round(x):
+    """Halves to even numbers; what becomes zero keeps its sign."""
+    low = tl.floor(x)
+    rest = x - low
+    up = (rest > 0.5) | ((rest == 0.5) & (tl.floor(low * 0.5) * 2.0 != low))
+    found = tl.where(up, low + 1.0, low)
+    return tl.where(found == 0.0, x * 0.0, found)
+
+
+@triton.jit
+def sign(x):
+    return tl.where(x > 0, 1, tl.where(x < 0, -1, 0)).to(x.dtype)
+
+
+@triton.jit
+def leaky_relu(x, slope):
+    return tl.where(x > 0.0, x, x * slope)
+
+
+@triton.jit
+def elu(x, alpha, scale, inner):
+    return tl.where(x > 0.0, x * scale, expm1(x * inner) * (alpha * scale))
+
+
+@triton.jit
+def elu_backward(grad, alpha, scale, inner, x):
+    return tl.where(x > 0.0, grad * scale, grad * inner * (alpha * scale) * tl.exp(x * inner))
+
+
+@triton.jit
+def softplus(x, beta, threshold):
+    return tl.where(x * beta > threshold, x, log1p(tl.exp(x * beta)) / beta)
+
+
+@triton.jit
+def softplus_backward(grad, x, beta, threshold):
+    power = tl.exp(x * beta)
+    return tl.where(x * beta > threshold, grad, grad * power / (power + 1.0))
+
+
+@triton.jit
+def log_sigmoid(x):
+    return tl.where(x > 0.0, 0.0, x) - log1p(tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def log_add_exp(x, y):
+    most = tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(x == y, most + 0.6931471805599453, most + log1p(tl.exp(-tl.abs(x - y))))
+
+
+@triton.jit
+def mish(x):
+    """Misra 2019."""
+    return x * tanh(log1p(tl.exp(x)))
+
+
+@triton.jit
+def hardsigmoid(x):
+    above = tl.where(x < -3.0, 0.0, x + 3.0)
+    return tl.where(above > 6.0, 6.0, above) / 6.0
+
+
+@triton.jit
+def hardsigmoid_backward(grad, x):
+    """By a sixth in fp32, which PyTorch takes in fp64 too."""
+    return tl.where((x > -3.0) & (x < 3.0), grad * 0.1666666716337204, 0.0)
+
+
+@triton.jit
+def hardswish_backward(grad, x):
+    return tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, grad, grad * (x / 3.0 + 0.5)))
+
+
+@triton.jit
+def lerp(x, y, weight):
+    """From the nearer end."""
+    return tl.where(tl.abs(weight) < 0.5, x + weight * (y - x), y - (1.0 - weight) * (y - x))
+
+
+@triton.jit
+def remainder(x, by):
+    """Of integers; it has the sign of what it is divided by, which is positive."""
+    rest = x % by
+    return tl.where(rest < 0, rest + by, rest)
+
+
+@triton.jit
 def gelu(x):
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from partc.program import ITEMSIZE, Arg, DTypeArg, Op, Ref
+from partc.program import FLOATING, ITEMSIZE, Arg, DType, DTypeArg, Op, Ref
 
 Spelling = str | Callable[[Op], str | None]
 Kind = Literal["pointwise", "view", "constant", "reduction", "composite", "streamed"]
@@ -31,13 +31,14 @@ CONDITIONS: Mapping[str, int] = {"where": 0, "masked_fill": 1}  # an operand tha
 LOGICAL = frozenset({"logical_and", "logical_or"})  # of bools, whatever they are given
 LABELS: Mapping[str, tuple[int, ...]] = {"cross_entropy_rows": (2, 4)}  # operands that stay integers
 LOOKED_UP: Mapping[str, tuple[int, int]] = {"cross_entropy_rows": (3, 2)}  # a table, and what says where to read it
-REDUCTIONS = frozenset({"sum", "amax"})
+REDUCTIONS = frozenset({"sum", "amax", "amin"})
 COMPOSITES = frozenset(
     {
         "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "softmax", "_softmax_backward_data",
         "log_softmax", "_log_softmax_backward_data",
         "linear_grad_bias", "cross_entropy_backward", "rms_norm_grad_input", "rms_norm_grad_weight",
         "layer_norm_grad_input", "layer_norm_grad_weight",
+        "logsumexp", "mean", "var", "std", "linalg_vector_norm",
     }
 )  # fmt: skip
 STREAMED = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})  # numbers of rows of any length, read once
@@ -46,8 +47,16 @@ TABLES = frozenset(
     {"embedding_dense_backward", "embedding_shard_backward"}
 )  # gradients of them, by kernels of their own
 _RANKED = frozenset({"mask_classes", "pick", "smooth_sum", "cross_entropy_backward", "embedding_shard_backward"})
+_LARGEST: Mapping[DType, float] = {
+    "f64": (2 - 2.0**-52) * 2.0**1023, "f32": (2 - 2.0**-23) * 2.0**127, "bf16": (2 - 2.0**-7) * 2.0**127,
+    "f16": 65504.0,
+}  # fmt: skip
 _SMOOTHED: Mapping[str, tuple[int, int, int]] = {  # class weights, smoothing, and then the weights' total
     "cross_entropy": (2, 4, 5), "cross_entropy_rows": (3, 5, 8), "cross_entropy_backward": (4, 6, 7),
+}  # fmt: skip
+# What arguments are that an operation is not given: the last ones.
+DEFAULTS: Mapping[str, tuple[float, ...]] = {
+    "leaky_relu": (0.01,), "elu": (1, 1, 1), "celu": (1.0,), "softplus": (1, 20), "hardtanh": (-1, 1),
 }  # fmt: skip
 MOST_JOINED = 4  # parts of one `cat`: every element asks which one it is in
 
@@ -78,6 +87,11 @@ def spelled(op: Op) -> str | None:
     if spelling is None or len(op.results) != 1:
         return None
     return spelling if isinstance(spelling, str) and not op.attrs else spelling(op) if callable(spelling) else None
+
+
+def arguments(op: Op) -> tuple[Arg, ...]:
+    """The arguments of an elementwise operation, those that it isn't given too."""
+    return (*op.args, *DEFAULTS.get(op.name, ())[len(op.args) - 1 :])
 
 
 def fill(op: Op) -> Arg:
@@ -146,18 +160,88 @@ def _scaled(symbol: str) -> Spelling:
 def _power(op: Op) -> str | None:
     """Few exponents occur, and each has a form that is exact."""
     exponent = op.args[1]
-    powers = {1: "{0}", 2: "{0} * {0}", 3: "{0} * {0} * {0}", -1: "1.0 / {0}", 0.5: "tl.sqrt({0})",
-              -0.5: "tl.rsqrt({0})"}  # fmt: skip
-    floating = op.result.type.dtype in ("f64", "f32", "bf16", "f16")
-    return powers.get(exponent) if isinstance(exponent, int | float) and floating else None
+    powers = {1: "{0}", 2: "{0} * {0}", 3: "{0} * {0} * {0}", 4: "({0} * {0}) * ({0} * {0})", -1: "1.0 / {0}",
+              0.5: "tl.sqrt({0})", -0.5: "tl.rsqrt({0})"}  # fmt: skip
+    return powers.get(exponent) if isinstance(exponent, int | float) and op.result.type.dtype in FLOATING else None
+
+
+def _floating(text: str) -> Spelling:
+    """Of numbers that aren't whole."""
+    return lambda op: text if op.result.type.dtype in FLOATING and not op.attrs else None
+
+
+def _whole(text: str) -> Spelling:
+    """Of integers, by a number that is positive: there is nothing to round, and no division by zero."""
+
+    def write(op: Op) -> str | None:
+        by = op.args[1]
+        positive = isinstance(by, int) and not isinstance(by, bool) and by > 0
+        return text if positive and op.result.type.dtype in ("i64", "i32") and not op.attrs else None
+
+    return write
 
 
 def _clamped(op: Op) -> str | None:
-    low, high = (*op.args[1:], None, None)[:2]
-    if any(isinstance(bound, Ref) for bound in (low, high)) or op.attrs:
+    low, high = (*arguments(op)[1:], None, None)[:2]
+    return None if op.attrs else _no_more(_no_less("{0}", low, "{1}"), high, "{2}")
+
+
+def _no_less(text: str, bound: Arg, place: str) -> str:
+    """A bound is a number, or a tensor, whose NaNs count."""
+    if isinstance(bound, Ref):
+        return _extreme("maximum", text, place)
+    return text if bound is None else f"tl.where({text} < {place}, {place}, {text})"
+
+
+def _no_more(text: str, bound: Arg, place: str) -> str:
+    if isinstance(bound, Ref):
+        return _extreme("minimum", text, place)
+    return text if bound is None else f"tl.where({text} > {place}, {place}, {text})"
+
+
+def _extreme(name: str, left: str = "{0}", right: str = "{1}") -> str:
+    return f"tl.{name}({left}, {right}, propagate_nan=tl.PropagateNan.ALL)"
+
+
+def _finite(op: Op) -> str | None:
+    """Infinities become the largest numbers of the type, unless there are others for them."""
+    most = _LARGEST.get(op.result.type.dtype)
+    if most is None or op.attrs:
         return None
-    above = "{0}" if low is None else "tl.where({0} < {1}, {1}, {0})"
-    return above if high is None else f"tl.where({above} > {{2}}, {{2}}, {above})"
+    nan, above, below = (
+        f"{{{place}}}" if len(op.args) > place and op.args[place] is not None else literal(default)
+        for place, default in enumerate((0.0, most, -most), 1)
+    )
+    infinite = f'tl.where({{0}} == float("inf"), {above}, tl.where({{0}} == float("-inf"), {below}, {{0}}))'
+    return f"tl.where({{0}} != {{0}}, {nan}, {infinite})"
+
+
+def _third(text: str) -> Spelling:
+    """x + value · what two others make."""
+
+    def write(op: Op) -> str | None:
+        attrs = dict(op.attrs)
+        value = attrs.pop("value", 1)
+        return None if attrs else f"{{0}} + {'' if value == 1 else f'{literal(value)} * '}{text}"
+
+    return write
+
+
+def _lerp(op: Op) -> str:
+    """From the nearer end."""
+    weight = op.args[2]
+    if isinstance(weight, int | float):
+        return "{0} + {2} * ({1} - {0})" if abs(weight) < 0.5 else "{1} - (1.0 - {2}) * ({1} - {0})"
+    return "functions.lerp({0}, {1}, {2})"
+
+
+def _elu_backward(op: Op) -> str | None:
+    """By what elu was given, or by what it made of it: then there is no exponential."""
+    if op.attrs:
+        return None
+    if op.args[4]:
+        return "tl.where({5} > 0.0, {0} * {2}, {0} * {3} * ({5} + {1} * {2}))"
+    return "functions.elu_backward({0}, {1}, {2}, {3}, {5})"
 
 
 def _gelu(suffix: str) -> Spelling:
@@ -221,9 +305,41 @@ POINTWISE: Mapping[str, Spelling] = {
     "silu": "functions.silu({0})",
     "gelu": _gelu(""),
     "relu": "tl.where({0} < 0, 0.0, {0})",  # a NaN passes
-    "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-    "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "leaky_relu": "functions.leaky_relu({0}, {1})",
+    "_prelu_kernel": "functions.leaky_relu({0}, {1})",
+    "elu": "functions.elu({0}, {1}, {2}, {3})",
+    "celu": "functions.elu({0}, {1}, 1.0, 1.0 / {1})",
+    "softplus": "functions.softplus({0}, {1}, {2})",
+    "log_sigmoid": "functions.log_sigmoid({0})",
+    "mish": "functions.mish({0})",
+    "hardtanh": _clamped,
+    "hardsigmoid": "functions.hardsigmoid({0})",
+    "hardswish": "{0} * functions.hardsigmoid({0})",
+    "threshold": "tl.where({0} <= {1}, {2}, {0})",
+    "log1p": "functions.log1p({0})",
+    "expm1": "functions.expm1({0})",
+    "floor": _floating("tl.floor({0})"),
+    "ceil": _floating("tl.ceil({0})"),
+    "round": _floating("functions.round({0})"),
+    "trunc": _floating("functions.trunc({0})"),
+    "frac": _floating("{0} - functions.trunc({0})"),
+    "sign": _floating("functions.sign({0})"),
+    "sgn": _floating("functions.sign({0})"),
+    "isnan": "{0} != {0}",
+    "isinf": 'tl.abs({0}) == float("inf")',
+    "nan_to_num": _finite,
+    "remainder": _whole("functions.remainder({0}, {1})"),
+    "fmod": _whole("{0} % {1}"),
+    "lerp": _lerp,
+    "addcmul": _third("({1} * {2})"),
+    "addcdiv": _third("({1} / {2})"),
+    "xlogy": "tl.where(({0} == 0) & ({1} == {1}), 0.0, {0} * tl.log({1}))",
+    "logaddexp": "functions.log_add_exp({0}, {1})",
+    "maximum": _extreme("maximum"),
+    "minimum": _extreme("minimum"),
     "clamp": _clamped,
+    "clamp_min": lambda op: None if op.attrs else _no_less("{0}", op.args[1], "{1}"),
+    "clamp_max": lambda op: None if op.attrs else _no_more("{0}", op.args[1], "{1}"),
     "where": "tl.where({0}, {1}, {2})",
     "masked_fill": "tl.where({1}, {2}, {0})",
     "to": _cast,
@@ -238,8 +354,12 @@ POINTWISE: Mapping[str, Spelling] = {
     "logical_not": "{0} == 0",
     "bitwise_and": "{0} & {1}",
     "bitwise_or": "{0} | {1}",
+    "bitwise_xor": "{0} ^ {1}",
+    "bitwise_not": lambda op: "{0} == 0" if op.result.type.dtype == "bool" else "~{0}",
+    "logical_xor": "({0} != 0) != ({1} != 0)",
     "__and__": "{0} & {1}",
     "__or__": "{0} | {1}",
+    "__xor__": "{0} ^ {1}",
     # of rows
     "mask_classes": lambda op: "{0}",  # with the class's number, which the lowering knows
     "log_sum_exp": "{0} + tl.log({1})",
@@ -250,6 +370,12 @@ POINTWISE: Mapping[str, Spelling] = {
     "tanh_backward": "{0} * (1.0 - {1} * {1})",
     "sigmoid_backward": "{0} * {1} * (1.0 - {1})",
     "threshold_backward": "tl.where({1} <= {2}, 0.0, {0})",
+    "leaky_relu_backward": "tl.where({1} > 0.0, {0}, {0} * {2})",
+    "elu_backward": _elu_backward,
+    "softplus_backward": "functions.softplus_backward({0}, {1}, {2}, {3})",
+    "hardtanh_backward": "tl.where(({1} <= {2}) | ({1} >= {3}), 0.0, {0})",
+    "hardsigmoid_backward": "functions.hardsigmoid_backward({0}, {1})",
+    "hardswish_backward": "functions.hardswish_backward({0}, {1})",
     "dropout_backward": _dropout_backward,
     "drop": _dropout_backward,
 }

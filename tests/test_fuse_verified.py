@@ -11,6 +11,7 @@ from tests.zoo import MODELS
 
 WIDE = Path(__file__).parent / "models" / "wide.py"
 ACTIVATIONS = Path(__file__).parent / "models" / "activations.py"
+BY_HAND = Path(__file__).parent / "models" / "by_hand.py"
 SMALL = {"batch": 2, "seq": 4}
 
 
@@ -54,6 +55,18 @@ def test_functions_of_elements_are_all_in_kernels() -> None:
 def test_functions_of_elements_equal_the_single_device_model() -> None:
     names = "softplus+elu+mish+log1p+round+odd+bounded+hardswish+lerp+prelu+log_sigmoid"
     package = partc.compile(ACTIVATIONS, options={"functions": names}, mesh="1x2", kernels="triton", precision="fp64")
+    result = package.verify(steps=2)
+    assert result.ok
+    assert result.worst.rel_err < 1e-13
+
+
+@pytest.mark.parametrize("what", ["normed", "varied", "shared", "weighed", "raised", "summed"])
+def test_what_is_spelled_out_of_sums_of_rows_is_one_kernel(what: str) -> None:
+    """Each way; the other one is the loss's."""
+    package = partc.compile(BY_HAND, options={"what": what}, mesh="1", kernels="triton", precision="fp64")
+    for side in ("forward", "backward"):
+        graphs = [getattr(region, side) for region in package.program.regions]
+        assert sum(bool(op.body) for graph in graphs if graph for op in graph.ops) == 2
     result = package.verify(steps=2)
     assert result.ok
     assert result.worst.rel_err < 1e-13

@@ -106,6 +106,15 @@ def test_functions_of_elements_are_built(precision: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("what", ["normed", "raised"])
+def test_sums_that_models_spell_out_spill_nothing(what: str) -> None:
+    """In the widest rows that a kernel of derivatives holds."""
+    found = built(str(ROOT / "tests" / "models" / "by_hand.py"), f"what={what}", "width=8192", "batch=512")
+    assert any(word in entry["kernel"] for entry in found for word in ("sum", "amin"))
+    assert [entry for entry in found if entry["spilled"] or entry["shared"] > 48 * 1024] == []
+
+
+@pytest.mark.slow
 def test_nothing_spills_of_what_is_written_for_all_models() -> None:
     found = built("apart")
     assert {"_numbers", "_gradient", "_encode"} <= {entry["kernel"] for entry in found}

@@ -29,6 +29,7 @@ from partc.gradients import gradient_inputs, reached, trainable_params
 from partc.layout import Sizes
 from partc.naming import unique
 from partc.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region
+from partc.rules.rule import integers
 from partc.saving import changed_buffers
 from partc.torch_private import FakeTensorMode, aot_export_joint_simple
 
@@ -71,10 +72,10 @@ def _plain_sums(graph: Graph, sizes: Sizes) -> Graph:
         (reader, *more) = readers.get(op.results[0].name, ()) or (op,)
         if op.name != "sum" or more or reader.name != "reshape" or op.result.name in graph.outputs:
             continue
-        x, dims, kept = (*op.args, False)[:3]
+        x, dims, kept = (*op.args, (), False)[:3]
         shape = op.result.type.layout.local_shape(sizes)
-        left = tuple(size for dim, size in enumerate(shape) if isinstance(dims, tuple) and dim not in dims)
-        if kept is True and reader.args[1] == left:
+        summed = {dim % len(shape) for dim in integers(dims)} if shape else set()
+        if kept is True and reader.args[1] == tuple(size for dim, size in enumerate(shape) if dim not in summed):
             plain[op.result.name] = replace(op, args=(x, dims, False), results=reader.results)
     dropped = {op.result.name for op in plain.values()}
     ops = (plain.get(op.results[0].name, op) for op in graph.ops if op.results[0].name not in dropped)

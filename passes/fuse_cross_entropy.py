@@ -117,11 +117,12 @@ class _Streams:
         return last and source.dtype == op.result.type.dtype in FLOATING and not op.attrs and 0 not in shape
 
     def _along_rows(self, op: Op, logits: str) -> bool:
-        """Whether it sums along the last dimension, of rows that no program holds whole or that a loss reads too."""
+        """Whether it sums along the last dimension, of rows that a loss reads too, or that no kernel of rows takes."""
         type, rank = self.types[logits], len(self.types[logits].shape) - 1
-        along = [dim % (rank + 1) for dim in integers(op.args[1])]
-        rows = logits in self.sums or type.layout.local_shape(self.sizes)[-1] > MOST_COLUMNS if rank else False
-        return rows and along == [rank] and type.dtype == op.result.type.dtype and not op.attrs
+        if rank == 0 or type.dtype != op.result.type.dtype or op.attrs or integers(op.args[1]) not in ((-1,), (rank,)):
+            return False
+        kept = len(op.args) > 2 and op.args[2] is True
+        return not kept or logits in self.sums or type.layout.local_shape(self.sizes)[-1] > MOST_COLUMNS
 
     def _losses(self) -> Iterator[tuple[str, list[Op]]]:
         """Logits, with the operations of one kernel: one of each, where several losses read the same logits."""

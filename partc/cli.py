@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -76,6 +77,8 @@ def compile_command(model: str, output: Path, dump_after: tuple[str, ...], as_js
         print(json.dumps(report))
         return
     _print_report(report)
+    if done.options.kernels == "triton" and importlib.util.find_spec("triton") is None:
+        click.echo("warning: the package's kernels need Triton, which is not installed here: pip install triton")
     console.next_step(f"partc verify {output}{' --virtual' if compiled.program.mesh.size > 8 else ''}")
 
 

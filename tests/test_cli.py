@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -85,6 +86,18 @@ def test_compile_prints_phases_and_what_is_next(tmp_path: Path, capsys: pytest.C
     assert len({line.index(" s ") if " s " in line else len(line) - 2 for line in phases}) == 1
     assert lines[-1] == f"next: partc verify {folder}"
     assert (folder / "plan.json").exists() and (folder / "ranks" / "rank_001.py").exists()
+
+
+def test_compile_says_that_triton_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package is written all the same: it may run elsewhere."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "triton" else found(name))
+    for kernels, said in (("triton", True), ("aten", False)):
+        command = ["compile", str(MLP), "--mesh", "1", "--kernels", kernels, "-o", str(tmp_path / kernels)]
+        assert main(command) == 0
+        assert ("Triton, which is not installed here" in capsys.readouterr().out) == said
 
 
 def test_compile_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

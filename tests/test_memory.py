@@ -54,6 +54,7 @@ def alone(package: Path, *arguments: str) -> int:
         (FILES / "resnet.py", ("--optimizer", "sgd"), {"microbatches": 2}),
         (FILES / "noisy.py", (), {"precision": "fp16", "microbatches": 2}),
         (GPT, (), {"kernels": "triton", "recompute": "selective"}),
+        (FILES / "noisy.py", (), {"kernels": "triton", "precision": "bf16"}),
     ],
 )
 def test_one_rank_holds_what_is_predicted(

@@ -280,6 +280,17 @@ def _neutral(number: int) -> Rewrite:
     return rewrite
 
 
+def _glu(w: Writer, op: Op) -> None:
+    """One half, times the sigmoid of the other."""
+    shape, dtype = op.result.type.shape, op.result.type.dtype
+    dim = number(argument(op, 1, "dim", -1)) % len(shape)
+    halves = tuple(w.value(f"{op.result.name}_{word}", shape, dtype) for word in ("half", "gate"))
+    args = (op.args[0], (shape[dim], shape[dim]), dim)
+    w.keep(Op(name="split", args=args, results=halves, source=op.source))
+    open_ = w.add(op, "sigmoid", (Ref(halves[1].name),), w.value(f"{op.result.name}_open", shape, dtype))
+    w.add(op, "mul", (Ref(halves[0].name), open_))
+
+
 def _gelu(w: Writer, op: Op) -> None:
     approximate = argument(op, 1, "approximate", "none")
     if approximate == "none":
@@ -332,6 +343,7 @@ _TABLE: Mapping[str, Rewrite] = {
     "one_hot": lookups.one_hot,
     "take_along_dim": lookups.take_along,
     "gelu": _gelu,
+    "glu": _glu,
     **_each("cross_entropy_loss nll_loss nll_loss_nd", losses.cross_entropy),
     "mse_loss": losses.mse,
     "l1_loss": losses.absolute,

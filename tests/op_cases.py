@@ -351,7 +351,6 @@ def view_cases() -> list[Case]:
         *found,
         case("constant_pad_nd", x, [1, 0], 0),
         case("pad", x, [0, 0, 1, 2], 1.0),
-        case("glu", x, 2),
         case("diff", x, 1, 2),
         case("diff", x, 1, 1, x[:, :2]),
     ]

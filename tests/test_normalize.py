@@ -131,6 +131,9 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
         lambda m, x: (0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))).sum(),
         ["gelu"],
     ),
+    "gated": (lambda m, x: F.glu(x, 2).cumsum(1).sum() + F.glu(m.w[:6], 0).sum(), [
+        "split", "sigmoid", "mul", "cumsum", "sum", "slice", "split", "sigmoid", "mul", "sum", "add",
+    ]),
     "written norm": (
         lambda m, x: (m.v * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))).sum(),
         ["rms_norm"],

@@ -118,7 +118,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "attention_backward": _attention_backward,
     "expert_matmul": lambda x, experts, w: torch.einsum("si,sio->so", x, w[experts]),
     "embedding": lambda w, ids: F.embedding(ids, w),
-    "mask_classes": lambda x, classes: x.masked_fill(torch.arange(x.shape[-1]) >= classes, -math.inf),
+    "mask_classes": lambda x, n: torch.cat([x[..., : max(n, 0)], torch.full_like(x[..., max(n, 0) :], -math.inf)], -1),
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": lambda x, w, bias, labels, weight: F.linear(x, w, bias).amax(-1),
     "linear_cross_entropy_backward": _linear_cross_entropy_backward,

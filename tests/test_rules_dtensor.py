@@ -24,6 +24,7 @@ N = 2
 # Operations of which DTensor moves data first in cases that our rules compute in place, and why.
 # Execution (test_rules) stands behind ours.
 ITS_LIMITS = {
+    "mask_classes": "cuts no slice along what is cut",
     "clone": "sums parts first",
     "where": "sums parts first",
     "masked_fill": "sums parts first",

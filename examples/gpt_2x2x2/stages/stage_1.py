@@ -39,7 +39,7 @@ def make_count(
     comm: Comm,
     labels: Tensor,  # i64[16@dp, 32]
 ) -> Tensor:
-    """Counted over the batch, once per step."""
+    """Counted over the batch, once per step (gpt.py:131)."""
     counted = labels != -100  # bool[16@dp, 32]
     counted_as_number = counted.to(torch.float32)  # f32[16@dp, 32]
     count_partial = counted_as_number.sum(dim=(0, 1))  # f32[] partial(dp)
@@ -165,7 +165,7 @@ def block_backward(
         norm1_rstd,
     ) = saved
     del saved
-    # all-gather 8.0 KiB over tp: mlp and linear_grad_weight need all of dim 1
+    # all-gather 8.0 KiB over tp: mlp and mlp.down need all of dim 1
     grad_mlp_down_full = comm.tp.all_gather(grad_y, dim=1)  # f32[16@dp,mb, 32, 64]
     grad_mlp_hidden = grad_mlp_down_full @ p.mlp_down_weight  # f32[16@dp,mb, 32, 176@tp]
     grad_mlp_up = grad_mlp_hidden * mlp_silu  # f32[16@dp,mb, 32, 176@tp]
@@ -196,7 +196,7 @@ def block_backward(
     )  # f32[2, 16, 64]
     g.norm2_weight.add_(grad_norm2_weight)
     grad_x_2 = grad_y + grad_x_2_1  # f32[16@dp,mb, 32@tp, 64]
-    # all-gather 8.0 KiB over tp: attn and linear_grad_weight need all of dim 1
+    # all-gather 8.0 KiB over tp: attn and attn.wo need all of dim 1
     grad_attn_wo_full = comm.tp.all_gather(grad_x_2, dim=1)  # f32[16@dp,mb, 32, 64]
     grad_attn_merged = grad_attn_wo_full @ p.attn_wo_weight  # f32[16@dp,mb, 32, 64@tp]
     grad_attn_heads = grad_attn_merged.reshape(2, 32, 2, 16).transpose(1, 2)  # f32[16@dp,mb, 4@tp, 32, 16]

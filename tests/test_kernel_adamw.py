@@ -22,7 +22,7 @@ from partc.runtime.parts import Parts
 from partc.runtime.update import LossScale, Rate, Update, updating
 from partc.verify import verify
 from tests.durable import build, losses, same_records, trained
-from tests.triton_runs import INTERPRETED, Kernels, exact_bf16, there
+from tests.triton_runs import INTERPRETED, Kernels, there
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="virtual ranks have no GPU")
 SHAPES = {"norm.weight": (7,), "up.weight": (33, 65), "up.bias": (33,), "empty": (0, 4), "down.weight": (64, 48)}
@@ -64,7 +64,7 @@ class Trained:
     def step(self, number: int, gradients: Mapping[str, Tensor], batches: int = 1) -> Any:
         for name, x in gradients.items():
             self.gradients[name].copy_(x)
-        with torch.no_grad(), exact_bf16():
+        with torch.no_grad():
             norm = self.update.measure(batches)
             goes_on = self.update.begin(number, norm)
             if goes_on:

@@ -110,15 +110,17 @@ def test_a_table_read_twice_in_one_region(mesh: str) -> None:
     assert result.ok, result.worst
 
 
-@pytest.mark.parametrize(("mesh", "more"), [("1", {}), ("dp=2", {}), ("tp=2", {}), ("tp=3", {"loss_chunks": 3})])
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
-def test_triton_kernels_read_rows_of_logits_in_whole_lines(mesh: str, more: Any, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "precision", "more"),
+    [("1", "bf16", {}), ("dp=2", "fp64", {}), ("tp=2", "fp64", {}), ("tp=3", "fp64", {"loss_chunks": 3})],
+)
+def test_triton_kernels_read_rows_of_logits_in_whole_lines(mesh: str, precision: str, more: Any) -> None:
     batch = {"x": torch.randint(2053, (6, 5)), "labels": torch.randint(2053, (6, 5))}
     package = partc.compile(_tied, batch, mesh=mesh, precision=precision, kernels="triton", **more)
     ways = package.program.sizes.get("tp", 1)
     held = package.program.parameter("table.weight").type.shape[0]
     assert held % (64 * ways) == 0 and 2053 < held < 2053 + 64 * ways
-    result = package.verify()
+    result = package.verify(steps=2)
     assert result.ok, result.worst
     text = print_program(package.program)
     assert ("mask_classes(" in text) and print_program(parse(text)) == text

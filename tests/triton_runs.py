@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +30,7 @@ class Kernels:
     """A folder of kernels, each loaded once."""
 
     def __init__(self, folder: Path) -> None:
+        rounds()  # as in packages
         self.folder = folder
         self.package = f"kernels_{abs(hash(folder))}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,10 +89,3 @@ def there(x: Tensor) -> Tensor:
         return x
     whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).cuda()
     return whole.as_strided(x.size(), x.stride(), x.storage_offset())
-
-
-@contextmanager
-def exact_bf16() -> Iterator[None]:
-    """The interpreter cuts bits off where hardware rounds to the nearest; as in packages, from here on it rounds."""
-    rounds()
-    yield

@@ -31,6 +31,8 @@ from partc.program import FLOATING, Arg, Graph, Op, Ref, Region, TensorType, Val
 from partc.rules import kernels
 from partc.rules.rule import integers
 
+_WIDE = ("f32", "f64")  # what log-sum-exps are handed on in
+
 
 def streamed(region: Region, sizes: Sizes) -> Region:
     """The region with such kernels in its graphs, each where the first of its operations was."""
@@ -81,8 +83,7 @@ class _Streams:
             self.sums[logits] = op.results[1]
             yield from in_pieces(op, self.types[logits].shape[-1], self.taken)
         elif op.name == "logsumexp" and self._along_rows(op, logits):
-            known = yield from self._log_sum_exp(op, logits)
-            yield replace(op, name="reshape", args=(known, op.result.type.layout.local_shape(self.sizes)))
+            yield from self._of_rows(op, logits)
         elif op.name in ("softmax", "log_softmax") and self._too_wide(op, op.args[1]):
             known = yield from self._log_sum_exp(op, logits)
             one = replace(op.result.type, layout=Layout((*op.result.type.layout.dims[:-1], ())))
@@ -97,6 +98,21 @@ class _Streams:
             yield from spelled_out(op, self.types, self.sizes, self.taken)
         else:
             yield op
+
+    def _of_rows(self, op: Op, logits: str) -> Iterator[Op]:
+        """A log-sum-exp: what a loss makes anyway, what is streamed, or what a kernel of rows makes."""
+        type, shape = self.types[logits], op.result.type.layout.local_shape(self.sizes)
+        if logits in self.sums or type.layout.local_shape(self.sizes)[-1] > MOST_COLUMNS:
+            known = yield from self._log_sum_exp(op, logits)
+            yield replace(op, name="reshape", args=(known, shape))
+        elif len(op.args) > 2 and op.args[2] is True:
+            yield op
+        else:
+            kept = self._named(op, "kept")
+            dims = (*type.layout.dims[:-1], *Layout.replicated((1,)).dims)
+            kept = replace(kept, type=replace(kept.type, layout=Layout(dims)))
+            yield replace(op, args=(Ref(logits), (len(dims) - 1,), True), results=(kept,))
+            yield replace(op, name="reshape", args=(Ref(kept.name), shape))
 
     def _log_sum_exp(self, op: Op, logits: str) -> Generator[Op, None, Ref]:
         """Of each row, as a loss has it already, or by itself."""
@@ -114,15 +130,13 @@ class _Streams:
         """Whether it goes along rows that no program holds whole."""
         shape, source = op.result.type.layout.local_shape(self.sizes), self.types[next(op.refs())]
         last = len(shape) > 1 and dim in (-1, len(shape) - 1) and shape[-1] > MOST_COLUMNS
-        return last and source.dtype == op.result.type.dtype in FLOATING and not op.attrs and 0 not in shape
+        return last and source.dtype == op.result.type.dtype in _WIDE and not op.attrs and 0 not in shape
 
     def _along_rows(self, op: Op, logits: str) -> bool:
-        """Whether it sums along the last dimension, of rows that a loss reads too, or that no kernel of rows takes."""
+        """Whether it sums along the last dimension, in fp32 at least."""
         type, rank = self.types[logits], len(self.types[logits].shape) - 1
-        if rank == 0 or type.dtype != op.result.type.dtype or op.attrs or integers(op.args[1]) not in ((-1,), (rank,)):
-            return False
-        kept = len(op.args) > 2 and op.args[2] is True
-        return not kept or logits in self.sums or type.layout.local_shape(self.sizes)[-1] > MOST_COLUMNS
+        alone = type.dtype == op.result.type.dtype in _WIDE and not op.attrs
+        return rank > 0 and alone and integers(op.args[1]) in ((-1,), (rank,))
 
     def _losses(self) -> Iterator[tuple[str, list[Op]]]:
         """Logits, with the operations of one kernel: one of each, where several losses read the same logits."""

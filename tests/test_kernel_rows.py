@@ -269,6 +269,19 @@ def test_rows_that_attend_to_nothing_are_what_pytorch_says(tmp_path: Path) -> No
     torch.testing.assert_close(made["y"], x.softmax(-1), equal_nan=True)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_log_sum_exps_of_infinities_are_infinite(tmp_path: Path, keep: bool) -> None:
+    x = torch.randn(4, 6)
+    x[0, 2], x[1], x[2, 1] = torch.inf, -torch.inf, torch.nan
+    made = value("y", 4, 1) if keep else value("y", 4)
+    ops = (op("neg", "x", makes=value("a", 4, 6)), op("logsumexp", "a", (1,), keep, makes=made))
+    after = fuse(program_of(Graph(inputs=(value("x", 4, 6),), ops=ops, outputs=("y",))), kernels="triton")
+    graph = after.regions[0].forward
+    assert any(one.body for one in graph.ops) and "logsumexp" not in {one.name for one in graph.ops}
+    found = Kernels(tmp_path / "k").run(graph, {"x": -x}, {}, {})["y"]
+    torch.testing.assert_close(found, x.logsumexp(1, keepdim=keep), equal_nan=True)
+
+
 @pytest.mark.parametrize("columns", [5, 8])
 def test_the_largest_of_a_row_with_what_is_no_number_is_none(tmp_path: Path, columns: int) -> None:
     x = torch.randn(3, columns)

@@ -290,3 +290,23 @@ class Flags(nn.Module):
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
 def test_choices_between_numbers_and_casts_to_bool(kernels: str) -> None:
     _equal(Flags, _batch(), "2", kernels=kernels)
+
+
+class Largest(nn.Module):
+    """What is told of one number meets what is told of each: which are the largest, and which are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return y.max() + y.amin() + torch.xlogy(y.abs(), y.square() + 0.5).mean()
+
+
+def test_conditions_of_one_number_and_of_each() -> None:
+    package = partc.compile(Largest, _batch(), mesh="1", precision="fp64", kernels="triton")
+    result = package.verify(steps=2)
+    assert result.ok, result.worst
+    kernels = "".join(str(body) for path, body in package.files() if path.startswith("kernels/"))
+    assert "isnan" in kernels and ".to(tl.int64) &" not in kernels

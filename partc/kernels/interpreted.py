@@ -41,6 +41,15 @@ def rounds() -> None:
             return original(self, source, target)
         return interpreter.TensorHandle(data, target.scalar)
 
+    splat = builder.create_splat
+
+    def repeat(self: Any, type: Any, one: Any) -> Any:
+        """What a comparison of two numbers says is neither of them."""
+        if one.data.dtype != bool:
+            return splat(self, type, one)
+        return interpreter.TensorHandle(numpy.full(type.shape, one.data.reshape(-1)[0]), tl.int1)
+
+    builder.create_splat = repeat
     reduced = interpreter.ReduceOps.apply_impl
 
     def reduce(self: Any, given: Any) -> Any:

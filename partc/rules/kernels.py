@@ -28,7 +28,9 @@ CONTIGUOUS = frozenset(
 VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "cat", "slice_backward", "alias"})
 CONSTANTS = frozenset({"full", "zeros", "ones", "scalar_tensor"})
 CONDITIONS: Mapping[str, int] = {"where": 0, "masked_fill": 1}  # an operand that is a bool
-LOGICAL = frozenset({"logical_and", "logical_or"})  # of bools, whatever they are given
+LOGICAL = frozenset(  # of bools where they make one, whatever they are given
+    {"logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__"}
+)
 LABELS: Mapping[str, tuple[int, ...]] = {"cross_entropy_rows": (2, 4)}  # operands that stay integers
 LOOKED_UP: Mapping[str, tuple[int, int]] = {"cross_entropy_rows": (3, 2)}  # a table, and what says where to read it
 REDUCTIONS = frozenset({"sum", "amax", "amin"})

@@ -77,7 +77,9 @@ def counting() -> nn.Module:
 
 
 def _batch() -> dict[str, Tensor]:
-    return {"x": torch.randn(12, 6), "target": torch.randn(12, 6)}
+    """The same in every order of tests: gradients before a norm nearly cancel, for some batches to the last digits."""
+    generator = torch.Generator().manual_seed(0)
+    return {"x": torch.randn(12, 6, generator=generator), "target": torch.randn(12, 6, generator=generator)}
 
 
 @pytest.mark.parametrize(("mesh", "microbatches"), [("2", 1), ("2", 3), ("pp=2,tp=3", 2), ("pp=2,dp=2,tp=2", 3)])

@@ -34,8 +34,6 @@ from partc.layout import Sizes
 from partc.program import FLOATING, Arg, DType, Op, Ref, TensorType
 from partc.rules import kernels
 
-REDUCED: Mapping[str, str] = {"sum": "sum", "amax": "max", "amin": "min"}
-
 # Numbers of a row that is streamed: the variables of the template.
 STREAMS: Mapping[str, str] = {"shard_max": "largest", "sum_exp": "sums", "pick": "picked", "smooth_sum": "logits_sum"}
 
@@ -218,7 +216,7 @@ class Lowering:
         first = len(self.shape(name)) - len(self.columns)
         source = self.value(name, (*index[:first], *self.columns))
         target = self.names.fresh(identifier(op.result.name))
-        self.statements.append(Reduce(target=target, source=source, how=REDUCED[op.name]))
+        self.statements.append(Reduce(target=target, source=source, how=op.name))
         along = frozenset().union(*(part.free_symbols for part in self.columns))
         return Found(target, source.dtype, over=source.over - along)
 

@@ -19,15 +19,18 @@ from partc.codegen.spaces import Variable, collapsed, folded, settled, variables
 from partc.codegen.statements import TRITON, Found, Load, Reduce, Statement, computed_in, contiguous
 from partc.layout import Sizes
 from partc.program import DType, Op, TensorType
+from partc.rules.kernels import REDUCTIONS
 from partc.rules.rule import integers
 
 TILE = 4096  # elements that a program holds at a time, unless a row has more
 PROGRAMS = 264  # that sum down columns: two for each processor of an H100
 NARROW = 128  # columns of a program that sums down many rows, where nothing sums along them
 WIDEST = 1024  # and of one that sums neither way
-_REDUCED = {
-    "sum": "tl.sum({}, axis=1, keep_dims=True)", "max": "functions.largest({})", "min": "-functions.largest(-({}))",
-}  # fmt: skip
+_REDUCED = {  # along rows: how, and what doesn't count
+    "sum": ("tl.sum({}, axis=1, keep_dims=True)", "0.0"),
+    "amax": ("functions.largest({})", 'float("-inf")'),
+    "amin": ("-functions.largest(-({}))", 'float("inf")'),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +192,7 @@ class _Reductions:
 
     @classmethod
     def of(cls, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> _Reductions:
-        inner = [step for step in op.body if step.name in ("sum", "amax", "amin")]
+        inner = [step for step in op.body if step.name in REDUCTIONS]
         losses = [step for step in op.body if step.name == "cross_entropy_backward"]
         down = {step.result.name: next(step.refs()) for step in inner if 0 in integers(step.args[1])}
         known = {**types, **{value.name: value.type for step in op.body for value in step.results}}
@@ -315,13 +318,13 @@ class _Text:
     def reduced(self, statement: Reduce) -> Iterator[str]:
         """Along rows: what lies beyond their ends doesn't count."""
         found = statement.source
-        nothing = {"sum": "0.0", "max": 'float("-inf")', "min": 'float("inf")'}[statement.how]
+        made, nothing = _REDUCED[statement.how]
         text = found.text
         if self.tiling.cuts_columns:
             text = f"tl.where(in_columns, {text}, {nothing})"
         elif self.tiling.wide > 1 and not self.differs(found.text, 1):
             text = self._spread(found)
-        yield f"{statement.target} = {_REDUCED[statement.how].format(text)}"
+        yield f"{statement.target} = {made.format(text)}"
 
     def down(self, total: str, found: Found, dtype: DType) -> str:
         """Down the rows of a tile."""

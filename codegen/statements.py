@@ -58,7 +58,7 @@ class Reduce:
 
     target: str
     source: Found
-    how: str
+    how: str  # the operation: sum, amax or amin
 
 
 Statement = Load | Compute | Reduce

@@ -84,7 +84,7 @@ def capture(
         _make_fake(model, dtype)
         batch = _part(_batch(make_batch, mode, dtype, path), parts)
         try:
-            with computing_in(dtype), without_own_backward(), whole_stacks():
+            with computing_in(dtype), without_own_backward(), stacks_of_losses():
                 exported = torch.export.export(_Step(model, loss), (), kwargs=dict(batch), strict=False)
         except PartcError as error:
             error.source = error.source or blame(error, path)
@@ -100,7 +100,7 @@ def capture(
 
 
 @contextmanager
-def whole_stacks() -> Iterator[None]:
+def stacks_of_losses() -> Iterator[None]:
     """While a model is traced, operations of its loss remember what called them too, not those of modules alone."""
 
     def kept(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:

@@ -27,11 +27,13 @@ from partc.naming import unique
 from partc.passes.fuse_composites import spelled_out
 from partc.passes.fuse_forms import MOST_COLUMNS
 from partc.passes.row_losses import below_own, in_pieces, log_sum_exp
-from partc.program import FLOATING, Arg, Graph, Op, Ref, Region, TensorType, Value
+from partc.program import FLOATING, Graph, Op, Ref, Region, TensorType, Value
 from partc.rules import kernels
 from partc.rules.rule import integers
 
-_WIDE = ("f32", "f64")  # what log-sum-exps are handed on in
+_DIMENSION = {  # which argument it is
+    "softmax": 1, "log_softmax": 1, "logsumexp": 1, "_softmax_backward_data": 2, "_log_softmax_backward_data": 2,
+}  # fmt: skip
 
 
 def streamed(region: Region, sizes: Sizes) -> Region:
@@ -82,37 +84,29 @@ class _Streams:
         if op.name == "cross_entropy" and not dict(op.attrs).get("axis"):
             self.sums[logits] = op.results[1]
             yield from in_pieces(op, self.types[logits].shape[-1], self.taken)
-        elif op.name == "logsumexp" and self._along_rows(op, logits):
-            yield from self._of_rows(op, logits)
-        elif op.name in ("softmax", "log_softmax") and self._too_wide(op, op.args[1]):
+        elif not self._along_rows(op):
+            yield op
+        elif op.name == "logsumexp" and (logits in self.sums or self._is_long(logits)):
             known = yield from self._log_sum_exp(op, logits)
-            one = replace(op.result.type, layout=Layout((*op.result.type.layout.dims[:-1], ())))
-            column = Value(name=unique(f"{op.result.name}_lse", self.taken), type=one)
-            below = op.result if op.name == "log_softmax" else self._named(op, "below")
-            args = (known, one.layout.local_shape(self.sizes))
-            yield Op(name="reshape", args=args, results=(column,), source=op.source)
-            yield Op(name="sub", args=(Ref(logits), Ref(column.name)), results=(below,), source=op.source)
-            if below is not op.result:
-                yield Op(name="exp", args=(Ref(below.name),), results=op.results, source=op.source)
-        elif op.name in ("_softmax_backward_data", "_log_softmax_backward_data") and self._too_wide(op, op.args[2]):
+            yield replace(op, name="reshape", args=(known, op.result.type.layout.local_shape(self.sizes)))
+        elif not self._is_long(logits):
+            yield op
+        elif op.name in ("softmax", "log_softmax"):
+            yield from self._softmax(op, logits)
+        else:
             yield from spelled_out(op, self.types, self.sizes, self.taken)
-        else:
-            yield op
 
-    def _of_rows(self, op: Op, logits: str) -> Iterator[Op]:
-        """A log-sum-exp: what a loss makes anyway, what is streamed, or what a kernel of rows makes."""
-        type, shape = self.types[logits], op.result.type.layout.local_shape(self.sizes)
-        if logits in self.sums or type.layout.local_shape(self.sizes)[-1] > MOST_COLUMNS:
-            known = yield from self._log_sum_exp(op, logits)
-            yield replace(op, name="reshape", args=(known, shape))
-        elif len(op.args) > 2 and op.args[2] is True:
-            yield op
-        else:
-            kept = self._named(op, "kept")
-            dims = (*type.layout.dims[:-1], *Layout.replicated((1,)).dims)
-            kept = replace(kept, type=replace(kept.type, layout=Layout(dims)))
-            yield replace(op, args=(Ref(logits), (len(dims) - 1,), True), results=(kept,))
-            yield replace(op, name="reshape", args=(Ref(kept.name), shape))
+    def _softmax(self, op: Op, logits: str) -> Iterator[Op]:
+        """By the log-sum-exps of its rows, or the logarithm of one."""
+        known = yield from self._log_sum_exp(op, logits)
+        layout = Layout((*op.result.type.layout.dims[:-1], *Layout.replicated((1,)).dims))
+        column = replace(self._named(op, "lse"), type=replace(op.result.type, layout=layout))
+        below = op.result if op.name == "log_softmax" else self._named(op, "below")
+        args = (known, layout.local_shape(self.sizes))
+        yield Op(name="reshape", args=args, results=(column,), source=op.source)
+        yield Op(name="sub", args=(Ref(logits), Ref(column.name)), results=(below,), source=op.source)
+        if below is not op.result:
+            yield Op(name="exp", args=(Ref(below.name),), results=op.results, source=op.source)
 
     def _log_sum_exp(self, op: Op, logits: str) -> Generator[Op, None, Ref]:
         """Of each row, as a loss has it already, or by itself."""
@@ -126,17 +120,19 @@ class _Streams:
     def _named(self, op: Op, word: str) -> Value:
         return replace(op.result, name=unique(f"{op.result.name}_{word}", self.taken))
 
-    def _too_wide(self, op: Op, dim: Arg) -> bool:
-        """Whether it goes along rows that no program holds whole."""
-        shape, source = op.result.type.layout.local_shape(self.sizes), self.types[next(op.refs())]
-        last = len(shape) > 1 and dim in (-1, len(shape) - 1) and shape[-1] > MOST_COLUMNS
-        return last and source.dtype == op.result.type.dtype in _WIDE and not op.attrs and 0 not in shape
+    def _along_rows(self, op: Op) -> bool:
+        """Whether it is a softmax, or what belongs to one, along the last dimension, in fp32 at least."""
+        if op.name not in _DIMENSION or op.attrs:
+            return False
+        type = self.types[next(op.refs())]
+        rank = len(type.shape) - 1
+        last = rank > 0 and integers(op.args[_DIMENSION[op.name]]) in ((-1,), (rank,))
+        return last and type.dtype == op.result.type.dtype in ("f32", "f64")
 
-    def _along_rows(self, op: Op, logits: str) -> bool:
-        """Whether it sums along the last dimension, in fp32 at least."""
-        type, rank = self.types[logits], len(self.types[logits].shape) - 1
-        alone = type.dtype == op.result.type.dtype in _WIDE and not op.attrs
-        return rank > 0 and alone and integers(op.args[1]) in ((-1,), (rank,))
+    def _is_long(self, logits: str) -> bool:
+        """Whether no program holds its rows whole."""
+        shape = self.types[logits].layout.local_shape(self.sizes)
+        return shape[-1] > MOST_COLUMNS and 0 not in shape
 
     def _losses(self) -> Iterator[tuple[str, list[Op]]]:
         """Logits, with the operations of one kernel: one of each, where several losses read the same logits."""

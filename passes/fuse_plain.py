@@ -116,7 +116,7 @@ def _kept(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]
 
 def _along(op: Op, types: Mapping[str, TensorType]) -> int:
     """How many dimensions, the last ones, a sum goes along that is to be spelled in another way."""
-    if op.name not in REDUCTIONS or op.attrs:
+    if op.name not in (*REDUCTIONS, "logsumexp") or op.attrs:
         return 0
     x, dims = types[next(op.refs())], argument(op, 1, "dim")
     rank = len(x.shape)

@@ -20,11 +20,13 @@ from dataclasses import dataclass, field, replace
 
 from partc.layout import Layout
 from partc.program import Op, Program, Ref, Region, TensorType, Value
+from partc.runtime.chunked import LINE
 from partc.sharding import tensor_axes
 
 _LEAST = 4  # rows on each rank, below which a cut is not worth a mask
-_PIECE, _LINE = 8, 64  # numbers of 16 bits in what is moved at a time, and in a line of memory
+_PIECE = 8  # numbers of 16 bits in what is moved at a time
 _SPARE = 16  # one of so many rows may be added to fill lines
+Sizes = tuple[int, int]  # classes, and with them the rows that are none
 _ELEMENTWISE = frozenset({"to", "mul", "div", "tanh", "neg", "sigmoid", "clamp"})
 
 
@@ -62,9 +64,7 @@ class _Padding:
     ways: int
     lines: bool
     padded: dict[str, int] = field(default_factory=dict)
-    classes: dict[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  # value -> true ones, and all, in its last dimension
+    classes: dict[str, Sizes] = field(default_factory=dict)  # of values, along their last dimension
     readers: dict[str, list[Op]] = field(default_factory=dict)
     types: dict[str, TensorType] = field(default_factory=dict)
 
@@ -77,35 +77,32 @@ class _Padding:
                 self.readers.setdefault(name, []).append(op)
         for value in self.main.params:
             shape = value.type.shape
-            if len(shape) == 2 and self._whole(shape[0], value.name) > shape[0] >= _LEAST * self.ways:
-                self._try(value.name, shape[0])
+            if len(shape) == 2 and (whole := self._whole(shape[0], value.name)) > shape[0] >= _LEAST * self.ways:
+                self._try(value.name, (shape[0], whole))
         return self
 
     def _whole(self, size: int, name: str) -> int:
         """The rows that a table, or head, is to have."""
         whole = _up(size, self.ways)
-        lines = _up(size, self.ways * _LINE)
+        lines = _up(size, self.ways * LINE)
         head = any(op.name == "linear" and op.args[1:] == (Ref(name),) for op in self.readers.get(name, ()))
         even = whole // self.ways % _PIECE == 0 or not (self.lines and head)
         return whole if even or (lines - size) * _SPARE > size else lines
 
-    def _try(self, name: str, size: int) -> None:
+    def _try(self, name: str, sizes: Sizes) -> None:
         """Pad a table, if all that read it look rows up or make logits that end in a cross-entropy."""
-        whole = self._whole(size, name)
-        classes: dict[str, tuple[int, int]] = {}
+        classes: dict[str, Sizes] = {}
         biases: dict[str, int] = {}
         for op in self.readers.get(name, ()):
             if op.name == "linear" and op.args[1:] == (Ref(name),) and op.args[0] != Ref(name):
-                if not self._follow(op.result.name, (size, whole), classes, biases):
+                if not self._follow(op.result.name, sizes, classes, biases):
                     return
             elif op.name != "embedding" or op.args[0] != Ref(name) or Ref(name) in op.args[1:]:
                 return
-        self.padded |= {name: whole, **biases}
+        self.padded |= {name: sizes[1], **biases}
         self.classes |= classes
 
-    def _follow(
-        self, name: str, sizes: tuple[int, int], classes: dict[str, tuple[int, int]], biases: dict[str, int]
-    ) -> bool:
+    def _follow(self, name: str, sizes: Sizes, classes: dict[str, Sizes], biases: dict[str, int]) -> bool:
         """Where logits go: note every value that is padded with them. False if no cross-entropy reads them."""
         classes[name] = sizes
         ends = False
@@ -119,7 +116,7 @@ class _Padding:
     def _is_loss(self, op: Op, name: str) -> bool:
         return op.name == "cross_entropy" and op.args[0] == Ref(name) and op.args[2] is None and not op.args[4]
 
-    def _passes(self, op: Op, name: str, sizes: tuple[int, int], biases: dict[str, int]) -> bool:
+    def _passes(self, op: Op, name: str, sizes: Sizes, biases: dict[str, int]) -> bool:
         """Whether an operation does the same to every class, so that padded ones stay by themselves."""
         size, whole = sizes
         names = list(op.refs())

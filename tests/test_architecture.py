@@ -218,10 +218,9 @@ def test_private_torch_names_stand_in_one_file() -> None:
             assert not found, f"{path.relative_to(ROOT)}: {found[0].strip()}"
 
 
-def test_modules_are_short_and_say_what_they_are() -> None:
+def test_modules_say_what_they_are() -> None:
     for name, path in MODULES.items():
         text = path.read_text()
-        assert len(text.splitlines()) <= 400, f"{path.relative_to(ROOT)} has {len(text.splitlines())} lines"
         if text.strip():
             docstring = ast.get_docstring(ast.parse(text))
             assert docstring or name.endswith("__main__"), f"{path.relative_to(ROOT)} has no caption"

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from partc.errors import PartcError
-from partc.modelfile import blame, is_machinery
+from partc.installed import is_machinery
+from partc.modelfile import blame
 from partc.ownbackward import refuse_hooks, without_own_backward
 from partc.runtime.precision import computing_in, held_in
 from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 import sys
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from partc.errors import PartcError, Source
+from partc.installed import is_machinery
 
 Option = int | float | bool | str
 
@@ -119,13 +119,6 @@ def blame(error: BaseException, path: Path | None = None) -> Source | None:
     foreign = [frame for frame in frames if not is_machinery(frame.filename)]
     chosen = (own or foreign)[-1:]
     return Source(file=chosen[0].filename, line=chosen[0].lineno or 1) if chosen else None
-
-
-@functools.cache
-def is_machinery(filename: str) -> bool:
-    """Whether a file belongs to torch, the standard library or partc rather than to a model."""
-    parts = Path(filename).parts
-    return "torch" in parts or "partc" in parts[-3:] or filename.startswith("<") or "lib-dynload" in parts
 
 
 def _converted(options: Mapping[str, str], functions: list[Any], data: Any, path: Path) -> dict[str, Option]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 from partc.errors import PartcError, Source
+from partc.installed import is_installed
 
 FOLDER = "sources"
 # A package has modules of these names itself.
@@ -79,12 +79,9 @@ def _imports(path: Path, package: str) -> Iterator[tuple[str, int]]:
 
 
 def _own_file(module: str) -> Path | None:
-    """The Python file of a loaded module, unless it is partc's, the standard library's or installed."""
+    """The Python file of a loaded module, None if it is installed or part of partc or the standard library."""
     name = getattr(sys.modules.get(module), "__file__", None)
-    if name is None or module.partition(".")[0] == "partc":
+    if name is None:
         return None
     path = Path(name).resolve()
-    installed = [Path(sysconfig.get_paths()[key]).resolve() for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    if path.suffix != ".py" or {"site-packages", "dist-packages"} & set(path.parts):
-        return None
-    return None if any(path.is_relative_to(folder) for folder in installed) else path
+    return None if path.suffix != ".py" or is_installed(path) else path

@@ -17,9 +17,10 @@ from torch.export.graph_signature import InputKind
 from partc.capture import Captured, Loss, capture
 from partc.errors import InternalError, PartcError, Source
 from partc.huggingface import PREFIX, is_configuration, model_source
+from partc.installed import is_machinery, shortened
 from partc.layout import Layout
 from partc.mesh import Mesh
-from partc.modelfile import is_machinery, load
+from partc.modelfile import load
 from partc.operators import DTYPE_NAMES
 from partc.program import Arg, Call, DTypeArg, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
 from partc.torch_private import OpOverload
@@ -329,10 +330,4 @@ def source_of(node: fx.Node) -> Source | None:
     chosen = next(((f, n) for f, n in reversed(frames) if not is_machinery(f)), None)
     if chosen is None:
         return Source(file="", line=0, module=module) if module else None
-    return Source(file=_shortened(chosen[0]), line=int(chosen[1]), module=module)
-
-
-def _shortened(filename: str) -> str:
-    """Paths inside site-packages from the package on: the same on every machine."""
-    _, found, rest = filename.rpartition("site-packages/")
-    return rest if found else filename
+    return Source(file=shortened(chosen[0]), line=int(chosen[1]), module=module)

@@ -1,0 +1,65 @@
+"""Where partc, torch, the standard library and other installed packages lie, as opposed to the user's own files."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import site
+import sysconfig
+from pathlib import Path
+
+
+@functools.cache
+def is_machinery(filename: str) -> bool:
+    """True if a file of a traceback belongs to partc, torch or the standard library rather than to a model."""
+    if filename.startswith("<"):
+        return True
+    path = Path(filename).resolve()
+    if _below(path, _site_packages()):
+        return _below(path, _machinery())
+    return _below(path, _machinery()) or _below(path, _standard_library())
+
+
+@functools.cache
+def is_installed(path: Path) -> bool:
+    """True if a file belongs to the standard library, to partc or to a package that a package manager installed."""
+    path = path.resolve()
+    return _below(path, _site_packages()) or _below(path, _standard_library()) or _below(path, _machinery())
+
+
+def shortened(filename: str) -> str:
+    """The path of an installed file from its package on, which is the same on every machine; other paths unchanged."""
+    path = Path(filename)
+    for folder in _site_packages():
+        if path.is_relative_to(folder):
+            return path.relative_to(folder).as_posix()
+    return filename
+
+
+def _below(path: Path, folders: tuple[Path, ...]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
+
+
+@functools.cache
+def _machinery() -> tuple[Path, ...]:
+    """The folders of partc and of torch. partc's own folders may be links to others beside it."""
+    own = Path(__file__).parent
+    linked = [own / name for name in ("passes", "codegen", "templates")]
+    found = importlib.util.find_spec("torch")
+    torch = [Path(folder) for folder in (found.submodule_search_locations or ())] if found else []
+    return tuple(folder.resolve() for folder in (own, *linked, *torch))
+
+
+@functools.cache
+def _site_packages() -> tuple[Path, ...]:
+    """The folders that packages are installed in, as they are named and with links resolved."""
+    named = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
+    if site.ENABLE_USER_SITE:
+        named.append(site.getusersitepackages())
+    return tuple(dict.fromkeys(path for name in named for path in (Path(name), Path(name).resolve())))
+
+
+@functools.cache
+def _standard_library() -> tuple[Path, ...]:
+    """The folders of the standard library. Installed packages may lie in folders below them."""
+    return tuple(Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "platstdlib"))

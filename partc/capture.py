@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from partc.errors import PartcError
+from partc.errors import PartcError, first_line
 from partc.installed import is_machinery
 from partc.modelfile import blame
 from partc.ownbackward import refuse_hooks, without_own_backward
 from partc.runtime.precision import computing_in, held_in
 from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase
+from partc.trace_errors import explained
 
 Loss = Callable[[Any, Mapping[str, Any]], Any]
 
@@ -36,15 +37,21 @@ class Captured:
 class _Step(nn.Module):
     """What is traced: one batch, by entry names, to one loss."""
 
-    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
+    def __init__(self, model: nn.Module, loss: Loss | None, path: Path | None) -> None:
         super().__init__()
         self.model = model
         self._loss = loss
+        self._path = path
 
     def forward(self, **batch: Any) -> Tensor:
         stores = [module._buffers for module in self.modules()]
         held = [(store, name, buffer) for store in stores for name, buffer in store.items()]
-        loss = self._forward(batch)
+        try:
+            loss = self._forward(batch)
+        except PartcError:
+            raise
+        except Exception as error:  # torch.export would print the graph so far beside it, or its whole message
+            raise explained(error, self.model, self._path) from error
         for store, name, buffer in held:
             now = store[name]
             if buffer is not None and now is not None and now is not buffer:
@@ -58,8 +65,11 @@ class _Step(nn.Module):
         out = self.model(**batch) if self._loss is None else self._loss(self.model, batch)
         found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
         if not isinstance(found, Tensor):
-            raise TypeError(
-                "the model returns no loss: return a tensor or an object with .loss, or define loss(model, batch)"
+            given = "the model" if self._loss is None else "loss()"
+            raise PartcError(
+                "P0206",
+                f"{given} returns {type(found).__name__} where the loss is expected",
+                help="return a tensor or an object with .loss from the model, or define loss(model, batch)",
             )
         return found
 
@@ -86,17 +96,12 @@ def capture(
         batch = _part(_batch(make_batch, mode, dtype, path), parts)
         try:
             with computing_in(dtype), without_own_backward(), stacks_of_losses():
-                exported = torch.export.export(_Step(model, loss), (), kwargs=dict(batch), strict=False)
+                exported = torch.export.export(_Step(model, loss, path), (), kwargs=dict(batch), strict=False)
         except PartcError as error:
             error.source = error.source or blame(error, path)
             raise
         except (Exception, SystemExit) as error:
-            raise PartcError(
-                "P0206",
-                f"the model does not trace: {_first_line(error)}",
-                help="shapes and branches must not depend on values of tensors; partc explain P0206",
-                source=blame(error, path),
-            ) from error
+            raise explained(error, model, path) from error
     return Captured(exported=exported, model=model, batch=batch)
 
 
@@ -126,7 +131,7 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
     except (Exception, SystemExit) as error:
         raise PartcError(
             "P0205",
-            f"model() fails: {type(error).__name__}: {_first_line(error)}",
+            f"model() fails: {type(error).__name__}: {first_line(error)}",
             help="models are built on the meta device, without values; compute nothing from weights in constructors",
             source=blame(error, path),
         ) from error
@@ -169,7 +174,7 @@ def _batch(
         batch = make()
     except (Exception, SystemExit) as error:
         raise PartcError(
-            "P0205", f"batch() fails: {type(error).__name__}: {_first_line(error)}", source=blame(error, path)
+            "P0205", f"batch() fails: {type(error).__name__}: {first_line(error)}", source=blame(error, path)
         ) from error
     if not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) for x in batch.values()) or not batch:
         raise PartcError("P0205", "batch() returns no dict of tensors", help="return {name: tensor}, the whole batch")
@@ -214,8 +219,3 @@ def _check_entry(name: object, x: Tensor) -> None:
 
 def _is_fake(x: Tensor) -> bool:
     return hasattr(x, "fake_mode")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

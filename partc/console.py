@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from partc.errors import PartcError
+from partc.errors import PartcError, first_line
 
 if TYPE_CHECKING:
     from partc.api import Phase
@@ -58,10 +58,8 @@ def guarded(command: Callable[[], Any], *, json: bool) -> int:
             _document(json, "P0505", str(error), "the package's own output says what happened", None)
             return FAILED
         path = _keep(error)
-        _say(
-            f"this is a bug in partc: {type(error).__name__}: {_first_line(error)}\n  the whole traceback is in {path}"
-        )
-        _document(json, "bug", f"{type(error).__name__}: {_first_line(error)}", f"the traceback is in {path}", None)
+        _say(f"this is a bug in partc: {type(error).__name__}: {first_line(error)}\n  the whole traceback is in {path}")
+        _document(json, "bug", f"{type(error).__name__}: {first_line(error)}", f"the traceback is in {path}", None)
         return BUG
     return DONE
 
@@ -85,10 +83,6 @@ def _keep(error: BaseException) -> str:
     with tempfile.NamedTemporaryFile("w", prefix="partc-bug-", suffix=".txt", delete=False) as file:
         file.write("".join(traceback.format_exception(error)))
     return file.name
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 def next_step(command: str) -> None:

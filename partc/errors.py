@@ -38,3 +38,12 @@ class PartcError(Exception):
 
 class InternalError(AssertionError):
     """A broken invariant inside partc: a bug in the compiler, never the user's fault."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message that is not blank; its type's name if it has none or cannot be read."""
+    try:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    except Exception:
+        lines = []
+    return lines[0] if lines else type(error).__name__

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from partc.errors import PartcError, Source
+from partc.errors import PartcError, Source, first_line
 from partc.installed import is_machinery
 
 Option = int | float | bool | str
@@ -92,7 +92,7 @@ def _imported(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise PartcError(
             "P0202",
-            f"{path} does not import: {type(error).__name__}: {error}",
+            f"{path} does not import: {type(error).__name__}: {first_line(error)}",
             help="run it with python to see the whole error",
             source=blame(error, path),
         ) from error

@@ -44,14 +44,14 @@ def without_own_backward() -> Iterator[None]:
     def refused_grad(*args: Any, **kwargs: Any) -> Any:
         raise _refused("forward computes gradients itself")
 
-    grad = torch.autograd.grad
-    torch.autograd.grad = refused_grad
+    grad, backward = torch.autograd.grad, torch.autograd.backward
+    torch.autograd.grad = torch.autograd.backward = refused_grad
     torch.autograd.Function.apply = classmethod(refused_apply)  # type: ignore[assignment,method-assign]
     Tensor.register_hook = refused_hook  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.autograd.grad = grad
+        torch.autograd.grad, torch.autograd.backward = grad, backward
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         Tensor.register_hook = hook  # type: ignore[method-assign]
 

@@ -104,13 +104,16 @@ def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -
     used = {value: name for name, value in reader.states.items()}
     region = Region(name=MAIN, params=tuple(reader.params), forward=graph)
     inputs = tuple(value.name for value in graph.inputs)
-    loss = next(value for op in graph.ops for value in op.results if value.name == graph.outputs[0])
-    if loss.type.shape:
+    made = next(op for op in graph.ops if any(value.name == graph.outputs[0] for value in op.results))
+    loss = next(value for value in made.results if value.name == graph.outputs[0])
+    if loss.type.shape or not loss.type.differentiable:
+        wrong = f"has shape {loss.type.shape}" if loss.type.shape else f"is {loss.type.dtype}"
         raise PartcError(
-            "P0208", f"the loss has shape {loss.type.shape}, not that of a scalar", help="return its mean or sum"
+            "P0208",
+            f"the loss {wrong}: it must be a floating-point scalar",
+            help="return its mean or sum",
+            source=made.source,
         )
-    if not loss.type.differentiable:
-        raise PartcError("P0208", f"the loss is {loss.type.dtype}, not floating-point", help="return its mean or sum")
     if batches.repeated:
         graph, loss = _share(graph, loss, batches.microbatches)
         region = replace(region, forward=graph)
@@ -149,7 +152,7 @@ def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
     return tuple(
         Parameter(
             name=found[0],
-            type=tensor_type(tensors[key]),
+            type=tensor_type(tensors[key], f"{found[0]} of the model"),
             trainable=isinstance(tensors[key], nn.Parameter) and tensors[key].requires_grad,
             aliases=tuple(found[1:]),
         )
@@ -157,9 +160,14 @@ def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
     )
 
 
-def tensor_type(tensor: Tensor) -> TensorType:
+def tensor_type(tensor: Tensor, name: str) -> TensorType:
+    """The type of a dense tensor that no axis cuts yet. Raises PartcError P0209 for others, by the given name."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise PartcError("P0209", f"{name} is a {kind} tensor", help="use dense tensors")
     if tensor.dtype not in DTYPE_NAMES:
-        raise PartcError("P0209", f"tensors of {tensor.dtype} are not supported", help="use real numbers")
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
+        raise PartcError("P0209", f"{name} is of {tensor.dtype}", help=f"the dtypes of tensors are {dtypes}")
     return TensorType(dtype=DTYPE_NAMES[tensor.dtype], layout=Layout.replicated(tensor.shape))
 
 
@@ -190,12 +198,14 @@ class _Reader:
         self._names[node] = node.name
         match spec.kind:
             case InputKind.USER_INPUT:
-                self.inputs.append(Value(name=node.name, type=tensor_type(node.meta["val"])))
+                type = tensor_type(node.meta["val"], f"the entry {spec.arg.name!r} of batch()")
+                self.inputs.append(Value(name=node.name, type=type))
             case InputKind.PARAMETER | InputKind.BUFFER:
                 owner = self._owners[spec.target.removeprefix("model.")]
                 self._names[node] = self.states.setdefault(owner, node.name)
                 if self._names[node] == node.name:  # not another name of a tied one
-                    self.params.append(Value(name=node.name, type=tensor_type(node.meta["val"])))
+                    type = tensor_type(node.meta["val"], f"{owner} of the model")
+                    self.params.append(Value(name=node.name, type=type))
             case InputKind.CONSTANT_TENSOR:
                 self._constant(node, spec.target)
             case _:
@@ -203,7 +213,7 @@ class _Reader:
 
     def _constant(self, node: fx.Node, target: str) -> None:
         """A tensor that forward made from Python numbers: written out if it is small."""
-        type = tensor_type(node.meta["val"])
+        type = tensor_type(node.meta["val"], "a constant of forward")
         values = self._constants.get(target)
         if values is None or values.numel() > 4096 or hasattr(values, "fake_mode"):
             if 0 in type.shape:
@@ -236,22 +246,31 @@ class _Reader:
         if name in _INLINED:
             self._inline(node, module)
             return
-        results = self._results(node)
-        args = tuple(self._arg(arg) for arg in node.args)
-        attrs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED)
+        try:
+            results = self._results(node)
+            args = tuple(self._arg(arg) for arg in node.args)
+            attrs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED)
+        except PartcError as error:
+            error.source = error.source or source_of(node)
+            raise
         self._add(name, args, attrs, results, source_of(node))
 
     def _results(self, node: fx.Node) -> tuple[Value, ...]:
         value = node.meta.get("val")
         if isinstance(value, Tensor):
             self._names[node] = node.name
-            return (Value(name=node.name, type=tensor_type(value)),)
+            return (Value(name=node.name, type=tensor_type(value, f"the result of {_name(node)}")),)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise PartcError(
+                "P0206",
+                "the model does not trace: a branch, a size or a Python number depends on the values of a tensor",
+                help="keep the value a tensor: choose with torch.where, mask elements in place of selecting them",
+            )
         if not isinstance(value, tuple | list):
             raise PartcError(
                 "P0206",
-                f"{_name(node)} makes a number from a tensor: sizes and branches must not depend on values",
-                help="keep it a tensor",
-                source=source_of(node),
+                f"the model does not trace: {_name(node)} is no operation on tensors",
+                help="torch.func's transforms and side effects cannot be traced: write the operations out",
             )
         items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         results = []
@@ -259,7 +278,7 @@ class _Reader:
             name = items[index].name if index in items else f"{node.name}_{index}"
             if index in items:
                 self._names[items[index]] = name
-            results.append(Value(name=name, type=tensor_type(item)))
+            results.append(Value(name=name, type=tensor_type(item, f"a result of {_name(node)}")))
         return tuple(results)
 
     def _inline(self, node: fx.Node, module: fx.GraphModule) -> None:
@@ -279,7 +298,7 @@ class _Reader:
 
     def _stopped(self, user: fx.Node, made: str) -> str:
         """What was made under no_grad: no gradient passes."""
-        value = Value(name=f"{user.name}_stopped", type=tensor_type(user.meta["val"]))
+        value = Value(name=f"{user.name}_stopped", type=tensor_type(user.meta["val"], user.name))
         self._add("detach", (Ref(made),), (), (value,), source_of(user))
         return value.name
 
@@ -303,6 +322,8 @@ class _Reader:
         if isinstance(arg, fx.Node):
             return Ref(self._names[arg])
         if isinstance(arg, torch.dtype):
+            if arg not in DTYPE_NAMES:
+                raise PartcError("P0209", f"tensors of {arg} are not supported", help="partc explain P0209")
             return DTypeArg(DTYPE_NAMES[arg])
         if isinstance(arg, list | tuple):
             return tuple(self._arg(item) for item in arg)

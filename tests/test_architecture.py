@@ -58,6 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "partc.huggingface",
         "partc.ownbackward",
         "partc.capture",
+        "partc.trace_errors",
         "partc.trace",
         "partc.origin",
     ),

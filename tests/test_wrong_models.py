@@ -125,6 +125,39 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     "a scripted module": (((NET, "return torch.jit.script(Net())"),), "P0206", None),
 }  # fmt: skip
 
+NO_VALUES, PLAIN_FIX, PLAIN_RUN = "depends on the values of a tensor", "register_buffer", "in plain PyTorch"
+LINEAR = "self.up = nn.Linear(8, 12)"
+
+# What stops a trace -> the change, and what the cause and the help say about it.
+CAUSES: dict[str, tuple[Changes, str, str]] = {
+    "a branch": (((OUT, "x.sum() if h.sum() > 0 else h.sum()"),), NO_VALUES, "torch.where"),
+    "item()": (((OUT, "h.sum() * h.max().item()"),), NO_VALUES, "torch.where"),
+    "a selection": (((OUT, "h[h > 0].sum()"),), NO_VALUES, "mask"),
+    "numpy()": (((OUT, "h.sum() * float(h.detach().numpy().sum())"),), "reads the values of a tensor", "NumPy"),
+    "a plain attribute": (((LINEAR, f"{LINEAR}; self.t = torch.ones(12)"), (OUT, "(h * self.t).sum()")), "attributes of the model: t", PLAIN_FIX),
+    "an attribute below": (((LINEAR, f"{LINEAR}; self.up.t = torch.ones(12)"), (OUT, "(h * self.up.t).sum()")), "attributes of the model: up.t", PLAIN_FIX),
+    "a device in forward": (((OUT, "(h + torch.ones(12, device='cuda')).sum()"),), "cpu and cuda:0 meet", "device= out"),
+    "a wrong device": (((OUT, "h.to('no_such_device').sum()"),), "device", "devices out of the model"),
+    "shapes that differ": (((BATCH, "torch.randn(4, 9)"),), "same reduction dim", PLAIN_RUN),
+    "a wrong view": (((OUT, "h.view(5, 5).sum()"),), "invalid for input of size 48", PLAIN_RUN),
+    "a wrong index": (((OUT, "h[:, 20].sum()"),), "out of bounds", PLAIN_RUN),
+    "an attribute that is not there": (((OUT, "self.nothing(h)"),), "has no attribute 'nothing'", PLAIN_RUN),
+    "an error of the model's own": (((OUT, "[][len(h)]"),), "IndexError: list index out of range", PLAIN_RUN),
+    "words of torch in it": ((("        h =", "        raise ValueError('a dtype of data-dependent u0')\n        h ="),), "ValueError: a dtype of data-dependent u0", PLAIN_RUN),
+    "no end": ((("h = ", "h = self.forward(x); h = "),), "calls itself without end", "calls itself"),
+    "another name": ((('{"x":', '{"y":'),), "unexpected keyword argument 'y'", "entries of batch()"),
+    "no loss": (((f"return {OUT}", OUT),), "the model returns NoneType", "return a tensor"),
+    "torch.func": (((OUT, "torch.func.vmap(torch.sin)(h).sum()"),), "no operation on tensors", "torch.func"),
+    "nested tensors": (((OUT, "torch.nested.nested_tensor([h[0], h[1]]).sum()"),), "torch cannot trace the operation _nested", "dense"),
+    "words that cannot be read": ((("class Net", "class Odd(Exception):\n    def __str__(self):\n        return 1 / 0\n    @classmethod\n    def throw(cls):\n        raise cls\n\nclass Net"), (OUT, "Odd.throw()")), "Odd", PLAIN_RUN),
+    "a complex value": (((OUT, "torch.fft.rfft(h).abs().sum()"),), "the result of fft_rfft is of torch.complex64", "float32"),
+    "a quantized value": (((OUT, "torch.quantize_per_tensor(h, 0.1, 0, torch.qint8).dequantize().sum()"),), "torch.qint8", "P0209"),
+    "a sparse value": (((OUT, "torch.sparse.mm(h.to_sparse(), torch.ones(12, 3)).sum()"),), "is a sparse_coo tensor", "dense"),
+    "a complex batch": (((BATCH, "torch.randn(4, 8) + 0j"), ("self.up(x)", "self.up(x.real)")), "the entry 'x' of batch() is of torch.complex64", "float32"),
+    "a loss of integers": (((OUT, "h.argmax(-1).sum()"),), "the loss is i64", "mean or sum"),
+    "gradients in forward": (((OUT, "h.sum().backward() or h.sum()"),), "computes gradients itself", "differentiates"),
+}  # fmt: skip
+
 LOSSES = {
     "raises": ("def loss(model, batch):\n    raise RuntimeError('no')\n", "P0206", 21),
     "takes one argument": ("def loss(model):\n    return model(x=1)\n", "P0206", None),
@@ -143,6 +176,24 @@ def test_a_wrong_model_file(wrong: str, tmp_path: Path, capsys: pytest.CaptureFi
         assert old in text
         text = text.replace(old, new)
     refused(text, code, line, tmp_path, capsys)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrong", CAUSES)
+def test_the_cause_is_named_in_three_lines(wrong: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    changes, cause, help = CAUSES[wrong]
+    text = PLAIN
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "net.py"
+    path.write_text(text)
+    assert main(["compile", str(path), "--mesh", "2", "-o", str(tmp_path / "build")]) == 2
+    err = capfd.readouterr().err
+    first, second, *more = err.splitlines()
+    assert cause in first and help in second and not more, err
+    assert ("values" in first) == (cause == NO_VALUES or "values" in cause), "a cause that is not the case"
+    assert first.startswith(f"{path}:") or wrong in ("another name", "no loss", "a complex batch"), err
 
 
 @pytest.mark.parametrize("wrong", LOSSES)

@@ -354,6 +354,17 @@ def _write_page(done: Compilation, path: Path) -> None:
     console.next_step(f"open {path} in a browser")
 
 
+@cli.command("examples", short_help="Copy the example model files.")
+@click.argument("directory", metavar="DIR", type=Path, default=Path("examples"))
+def examples_command(directory: Path) -> None:
+    """Copy the example model files into DIR, which is examples/ by default."""
+    from partc.example_files import copy_examples
+
+    for path in copy_examples(directory):
+        click.echo(f"wrote {path}")
+    console.next_step(f"partc compile {directory / 'gpt.py'} --mesh 2x2x2 --microbatches 4")
+
+
 @cli.command("doctor", short_help="What this machine can do.")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 def doctor_command(as_json: bool) -> None:

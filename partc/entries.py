@@ -164,6 +164,10 @@ PACKAGES: Mapping[str, Entry] = {
         "A trace knows the digest of the plan.json that it was made with. The package given with --package has "
         "another: compile it again as it was, or leave --package out.",
     ),
+    "P0609": Entry(
+        "an example's name is taken",
+        "`partc examples DIR` copies partc's example model files into DIR. Files that have other content are kept.",
+    ),
     "P0701": Entry(
         "a setting in the environment is not a number",
         "PARTC_DEBUG takes 0 to 5, PARTC_FUEL how many optional rewrites may be done.",

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from partc.errors import PartcError, Source, first_line
+from partc.example_files import hint
 from partc.installed import is_machinery
 
 Option = int | float | bool | str
@@ -42,7 +43,7 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
     P0204 (an option nobody takes, or of the wrong type).
     """
     if not is_file(path):
-        raise PartcError("P0201", f"there is no model file {path}", help="give a Python file or hf:PATH/config.json")
+        raise PartcError("P0201", f"there is no model file {path}", help=hint(path))
     source = _text(path)
     module = _imported(path)
     functions = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "data")}

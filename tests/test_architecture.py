@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from partc.example_files import FILES
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -21,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 # A module may import those of its own layer and of the layers above it in this list. Packages stand for
 # all their modules, unless a longer name has a line of its own.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("partc", "partc.errors", "partc.entries", "partc.installed"),
+    ("partc", "partc.errors", "partc.entries", "partc.installed", "partc.example_files"),
     ("partc.settings", "partc.mesh", "partc.layout", "partc.fuel", "partc.explain"),
     ("partc.program", "partc.pins", "partc.naming", "partc.schedules"),
     (
@@ -298,3 +300,4 @@ def test_the_wheel_holds_everything_and_nothing_at_the_top(tmp_path: Path) -> No
     }
     assert templates <= names
     assert "partc/py.typed" in names
+    assert {f"partc/examples/{name}" for name in FILES} <= names

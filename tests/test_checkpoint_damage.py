@@ -73,7 +73,7 @@ DAMAGE: dict[Callable[[Path], None], str] = {
     cut: "rank_000.safetensors has",
     flip: "the content of rank_001.safetensors has changed",
     lose: "rank_001.safetensors is missing",
-    no_manifest: "manifest.json: No such file",
+    no_manifest: "manifest.json cannot be read: No such file",
     half_a_manifest: "is not JSON",
     another_step: "has been changed",
     another_format: "has format 2",

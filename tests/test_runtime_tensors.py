@@ -72,10 +72,10 @@ def written(path: Path, header: object, data: bytes = b"") -> Path:
 @pytest.mark.parametrize(
     ("header", "why"),
     [
-        ([], "isn't an object"),
+        ([], "not an object"),
         ({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 12]}}, "does not fit"),
-        ({"x": {"dtype": "F32", "shape": [3], "data_offsets": [8, 20]}}, "does not fit"),
-        ({"x": {"dtype": "F32", "shape": [-3], "data_offsets": [0, 0]}}, "does not fit"),
+        ({"x": {"dtype": "F32", "shape": [3], "data_offsets": [8, 20]}}, "begins at byte 8"),
+        ({"x": {"dtype": "F32", "shape": [-3], "data_offsets": [0, 0]}}, "less than 0"),
         ({"x": {"dtype": "F31", "shape": [2], "data_offsets": [0, 8]}}, "described wrongly"),
         ({"x": {"dtype": "F32", "data_offsets": [0, 8]}}, "described wrongly"),
         ({"x": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}}, "described wrongly"),

@@ -25,10 +25,12 @@ from partc.runtime.tensors import TensorFile
 from partc.runtime.torch_private import lone_store
 from tests.durable import build, trained, whole
 
+RUN = {"seed": 0, "optimizer": "sgd", "mesh": "tp=2"}
+
 
 def saver(folder: Path, **place: Any) -> Saver:
     given: dict[str, Any] = {"rank": 0, "world_size": 1, "sizes": {"tp": 1}, "coordinate": {"tp": 0}, **place}
-    return Saver(folder, keep=3, place=Place(**given), store=lone_store(), attempt="now", run={})
+    return Saver(folder, keep=3, place=Place(**given), store=lone_store(), attempt="now", run=RUN)
 
 
 def held(x: Tensor) -> dict[str, Held]:
@@ -85,7 +87,7 @@ def test_nobody_commits_before_all_have_written(tmp_path: Path) -> None:
             place=Place(rank=rank, world_size=2, sizes={"tp": 2}, coordinate={"tp": rank}),
             store=store,
             attempt="now",
-            run={},
+            run=RUN,
         )
         for rank in range(2)
     ]

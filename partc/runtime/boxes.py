@@ -42,6 +42,52 @@ class Box:
         return tuple(start + size for start, size in zip(self.offsets, self.sizes, strict=True))
 
 
+def misfit(boxes: Sequence[Box], shape: tuple[int, ...]) -> str:
+    """Why boxes don't fill a tensor, each element once; '' where they do."""
+    for box in boxes:
+        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
+            return f"a box has {len(box.offsets)} offsets and {len(box.sizes)} sizes in {len(shape)} dimensions"
+        if any(end > size for end, size in zip(box._ends(), shape, strict=True)):
+            return f"the box of {list(box.sizes)} at {list(box.offsets)} does not lie in {list(shape)}"
+    twice = _overlap(boxes)
+    if twice is not None:
+        first, second = twice
+        return f"the boxes at {list(first.offsets)} and {list(second.offsets)} overlap"
+    covered, elements = sum(math.prod(box.sizes) for box in boxes), math.prod(shape)
+    return "" if covered == elements else f"boxes have {covered:,} elements of {elements:,}"
+
+
+def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes with an element in common. Boxes of a grid are told apart by planes between them, few by few."""
+    left = [list(boxes)]
+    while left:
+        group = left.pop()
+        parts = (
+            next((parts for dim in range(len(group[0].sizes)) if len(parts := _apart(group, dim)) > 1), None)
+            if group
+            else None
+        )
+        if parts is not None:
+            left.extend(parts)
+        else:
+            for first, second in itertools.combinations(group, 2):
+                if first.meet(second) is not None:
+                    return first, second
+    return None
+
+
+def _apart(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
+    """Groups of boxes with planes across `dim` between them, which cut none."""
+    groups: list[list[Box]] = []
+    end = 0
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        if not groups or box.offsets[dim] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box.offsets[dim] + box.sizes[dim])
+    return groups
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A box of the whole tensor, and where it begins in the rank's own part."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from .boxes import Box, Piece, pieces, speaks
+from .documents import decoded, parsed
 from .errors import UsageError
 from .layout import Shard
 from .manifest import NAME, Manifest, Saved, checkpoints, folder_name, read
@@ -54,6 +55,18 @@ class Place:
     coordinate: Mapping[str, int]
 
 
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Note:
+    """What a rank tells of its files: their sizes and digests, and what they hold of which tensors."""
+
+    files: dict[str, tuple[int, str]]
+    boxes: tuple[tuple[str, str, Numbers, str, Numbers, Numbers], ...]  # name, dtype, shape, file, offsets, sizes
+    empty: tuple[tuple[str, str, Numbers], ...]  # name, dtype, shape
+
+
 class Saver:
     """Writes checkpoints into `folder` and keeps the newest `keep` of them.
 
@@ -81,7 +94,7 @@ class Saver:
         self.wait()
         self.saved = self._begun = step
         mine = {name: self._mine(name, each) for name, each in held.items()}
-        shapes = {name: each.shape for name, each in held.items()}
+        wholes = {name: (str(each.tensor.dtype).removeprefix("torch."), each.shape) for name, each in held.items()}
         copies = {
             name: [(piece, self._copied(name, index, piece, held[name].tensor)) for index, piece in enumerate(found)]
             for name, found in mine.items()
@@ -90,7 +103,7 @@ class Saver:
         ready = torch.cuda.Event() if any(each.tensor.is_cuda for each in held.values()) else None
         if ready is not None:
             ready.record()
-        self._thread = threading.Thread(target=self._work, args=(step, copies, shapes, ready), daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(step, copies, wholes, ready), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -135,7 +148,7 @@ class Saver:
         self,
         step: int,
         copies: Mapping[str, list[tuple[Piece, Tensor]]],
-        shapes: Mapping[str, tuple[int, ...]],
+        wholes: Mapping[str, tuple[str, tuple[int, ...]]],
         ready: torch.cuda.Event | None,
     ) -> None:
         try:
@@ -143,7 +156,7 @@ class Saver:
                 ready.synchronize()
             part = self.folder / f".{folder_name(step)}.{self._attempt}"
             part.mkdir(parents=True, exist_ok=True)
-            self._write(part, copies, shapes)
+            self._write(part, copies, wholes)
             if self._store.add(f"saved/{step}", 1) == self._place.world_size:
                 self._commit(step, part)
         except Exception as error:
@@ -153,7 +166,7 @@ class Saver:
         self,
         part: Path,
         copies: Mapping[str, list[tuple[Piece, Tensor]]],
-        shapes: Mapping[str, tuple[int, ...]],
+        wholes: Mapping[str, tuple[str, tuple[int, ...]]],
     ) -> None:
         """This rank's files, and what they hold in `rank_003.json`. The nth boxes of all tensors are one file."""
         files: dict[str, tuple[int, str]] = {}
@@ -174,24 +187,23 @@ class Saver:
                 file.flush()
                 os.fsync(file.fileno())
             files[name] = sink.size, sink.digest.hexdigest()
-            boxes += [
-                [tensor, str(x.dtype).removeprefix("torch."), shapes[tensor], name, piece.whole.offsets, x.shape]
-                for tensor, piece, x in here
-            ]
-        told = {"files": files, "boxes": boxes}
+            boxes += [[tensor, *wholes[tensor], name, piece.whole.offsets, x.shape] for tensor, piece, x in here]
+        # Tensors without elements have no boxes, and stand in no file.
+        empty = [[tensor, *whole] for tensor, whole in wholes.items() if 0 in whole[1]]
+        told = {"files": files, "boxes": boxes, "empty": empty}
         (part / self._note(self._place.rank)).write_text(json.dumps(told))
 
     def _commit(self, step: int, part: Path) -> None:
         notes = [part / self._note(rank) for rank in range(self._place.world_size)]
         try:
-            told = [json.loads(note.read_text()) for note in notes]
+            told = [decoded(_Note, parsed(note.read_bytes())) for note in notes]
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{error.filename} of another rank is not there; do all share the folder?"
             ) from None
         manifest = Manifest(step=step, run=self._run, tensors=_tensors(told), files={})
         for each in told:
-            manifest.files |= each["files"]
+            manifest.files |= each.files
         for note in notes:
             note.unlink()
         with (part / NAME).open("w", encoding="utf-8") as file:
@@ -236,12 +248,13 @@ class _Digesting:
         self.size += len(data)
 
 
-def _tensors(told: list[dict[str, Any]]) -> dict[str, Saved]:
+def _tensors(told: list[_Note]) -> dict[str, Saved]:
     found: dict[str, Saved] = {}
     for each in told:
-        for name, dtype, shape, file, offsets, sizes in each["boxes"]:
-            saved = found.setdefault(name, Saved(dtype, tuple(shape)))
-            saved.boxes.append((file, Box(tuple(offsets), tuple(sizes))))
+        for name, dtype, shape in each.empty:
+            found.setdefault(name, Saved(dtype, shape))
+        for name, dtype, shape, file, offsets, sizes in each.boxes:
+            found.setdefault(name, Saved(dtype, shape)).boxes.append((file, Box(offsets, sizes)))
     return dict(sorted(found.items()))
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from .boxes import Box, pieces
 from .errors import UsageError
 from .layout import Shard, short_name
-from .manifest import LEFT_OUT, LOSS_SCALE, Manifest, changed_file, checkpoints, damaged, read, step_of
-from .tensors import TensorFile
+from .manifest import LEFT_OUT, LOSS_SCALE, STATES, Manifest, changed_file, checkpoints, damaged, read, step_of
+from .tensors import BadTensorFile, TensorFile
 from .together import Together
 
 Say = Callable[[str], None]
@@ -43,16 +43,15 @@ class Checkpoint:
             found = f"{short_name(getattr(torch, saved.dtype))}{list(saved.shape)}"
             if found != wanted:
                 raise self._foreign(f"its {name!r} is {found}, here it is {wanted}")
-        states = {name.partition("/")[0] + "/" for name in self.tensors if "/" in name} - {LEFT_OUT}
-        known = {name for parameter in plan["parameters"] for name in (parameter, *(s + parameter for s in states))}
+        states = STATES[self.run["optimizer"]]
+        known = {n for parameter in plan["parameters"] for n in (parameter, *(f"{s}/{parameter}" for s in states))}
         for name in self.tensors:
             if name not in known and name != LOSS_SCALE and not name.startswith(LEFT_OUT):
                 raise self._foreign(f"it has {name!r}, which is unknown here")
 
     def states(self, name: str) -> list[str]:
         """What the optimizer kept of a parameter: `exp_avg`, ..."""
-        kept = (key for key in self.tensors if not key.startswith(LEFT_OUT))
-        return [key.removesuffix(f"/{name}") for key in kept if key.endswith(f"/{name}")]
+        return [state for state in STATES[self.run["optimizer"]] if f"{state}/{name}" in self.tensors]
 
     def part(self, name: str, shard: Shard, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
         """A rank's part of a tensor under any layout; rows that the model doesn't have are zeros."""
@@ -74,19 +73,27 @@ class Checkpoint:
         self._files.clear()
 
     def _read(self, name: str, wanted: Box, target: Tensor) -> None:
+        saved = self.tensors[name]
         left = math.prod(wanted.sizes)
-        for file, box in self.tensors[name].boxes:
+        for file, box in saved.boxes:
             common = wanted.meet(box)
             if common is None:
                 continue
-            if file not in self._files:
-                self._files[file] = TensorFile(self.path / file)
-            part = common.seen_from(box.offsets).slices
-            source = self._files[file].tensor(self.tensors[name].key or name, part)
+            source = self._file(file).tensor(saved.key or name, common.seen_from(box.offsets).slices)
+            if source.dtype != target.dtype:
+                raise damaged(self.path, f"{name} is {short_name(source.dtype)} in {file}")
             target[common.seen_from(wanted.offsets).slices] = source
             left -= math.prod(common.sizes)
         if left:
             raise damaged(self.path, f"{name} has {left:,} elements too few")
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            try:
+                self._files[name] = TensorFile(self.path / name)
+            except (OSError, BadTensorFile) as error:
+                raise damaged(self.path, f"{name} cannot be read: {error}") from None
+        return self._files[name]
 
     def _foreign(self, why: str) -> UsageError:
         return UsageError(
@@ -97,10 +104,15 @@ class Checkpoint:
         )
 
 
-def opened(path: Path, together: Together) -> Checkpoint:
-    """A checkpoint after all its files have been held against their digests, each by one rank. Raises P0524."""
+def opened(path: Path, together: Together, *, within: Path | None = None) -> Checkpoint:
+    """A checkpoint after all its files have been held against their digests, each by one rank. Raises P0524.
+
+    One that was found in a folder must lie `within` it: a link may lead anywhere.
+    """
     manifest = None
     try:
+        if within is not None and not path.resolve().is_relative_to(within.resolve()):
+            raise damaged(path, "it is a link that leaves the folder")
         manifest, problem = read(path), ""
     except UsageError as error:  # perhaps on this rank alone
         problem = error.cause
@@ -123,10 +135,19 @@ def newest(target: Path, together: Together, *, needed: bool, say: Say) -> Check
         if together.told("" if target.is_dir() else "absent"):
             raise _absent(target, "there is no such checkpoint")
         return opened(target, together)
-    names = together.told("\n".join(path.name for path in checkpoints(target))).split()
+    problem, listed = "", ""
+    if together.rank == 0:
+        try:
+            listed = "\n".join(path.name for path in checkpoints(target))
+        except UsageError as error:
+            problem = error.cause
+    problem = together.told(problem)
+    if problem:
+        raise UsageError("P0523", problem, "name the folder that --save was given", alike=True)
+    names = together.told(listed).split()
     for index, name in enumerate(names):
         try:
-            found = opened(target / name, together)
+            found = opened(target / name, together, within=target)
             found.passed_over = tuple(names[:index])
             return found
         except UsageError as error:

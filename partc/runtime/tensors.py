@@ -12,10 +12,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
+
+from .documents import Malformed, Natural, decoded, parsed, regular
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
@@ -25,6 +27,9 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 # Python names it from 3.13 on; the number is Linux's.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+_LONGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
+_MOST_DIMS = 64
 
 Described = tuple[torch.dtype, tuple[int, ...]]  # element type and shape
 
@@ -77,6 +82,28 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return {name: file.tensor(name).clone() for name in file.described}, file.metadata
 
 
+def _known(dtype: str) -> str:
+    return "" if dtype in _DTYPES else f"none of {', '.join(_DTYPES)}"
+
+
+def allocatable(value: tuple[int, ...]) -> str:
+    """Accepts what torch can make a tensor of: it multiplies sizes in 64 bits, before it asks which are 0."""
+    fits = len(value) <= _MOST_DIMS and math.prod(max(1, size) for size in value) < 1 << 60
+    return "" if fits else "too large for a tensor"
+
+
+Shape = Annotated[tuple[Natural, ...], allocatable]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor in a file's header."""
+
+    dtype: Annotated[str, _known]
+    shape: Shape
+    data_offsets: tuple[Natural, Natural]  # from the header's end
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     dtype: torch.dtype
@@ -89,7 +116,11 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
+        try:
+            file = regular(path)
+        except Malformed as error:
+            raise BadTensorFile(f"{path} {error}") from None
+        with file:
             size = os.fstat(file.fileno()).st_size
             header, start = _header(path, file.read, size)
             # Private pages: the file can't change, and torch may look at them as its own. Without a
@@ -97,9 +128,11 @@ class TensorFile:
             self._data = mmap.mmap(
                 file.fileno(), 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
-        metadata = header.pop("__metadata__", {})
-        self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
-        self._places = {name: _place(path, name, entry, start, size) for name, entry in header.items()}
+        try:
+            self.metadata = decoded(dict[str, str], header.pop("__metadata__", {}))
+        except Malformed as error:
+            raise BadTensorFile(f"{path}: __metadata__: {error}") from None
+        self._places = _places(path, header, start, size)
 
     @property
     def described(self) -> dict[str, Described]:
@@ -124,25 +157,42 @@ def _header(path: Path, read: Callable[[int], bytes], size: int) -> tuple[dict[s
     (length,) = struct.unpack("<Q", read(8))
     if length > size - 8:
         raise BadTensorFile(f"{path}: its header's length says {length}, the file has {size} bytes")
+    if length > _LONGEST_HEADER:
+        raise BadTensorFile(f"{path}: its header has {length:,} bytes, more than {_LONGEST_HEADER:,}")
     try:
-        header = json.loads(read(length))
-    except (ValueError, RecursionError) as error:
-        raise BadTensorFile(f"{path}: its header isn't JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise BadTensorFile(f"{path}: its header isn't an object")
-    return header, 8 + length
+        return decoded(dict[str, Any], parsed(read(length))), 8 + length
+    except Malformed as error:
+        raise BadTensorFile(f"{path}: its header: {error}") from None
 
 
-def _place(path: Path, name: str, entry: object, start: int, size: int) -> _Place:
+def _places(path: Path, header: Mapping[str, object], start: int, size: int) -> dict[str, _Place]:
+    """Where each tensor stands. The format leaves no gaps: tensors fill the bytes behind the header, none twice."""
+    entries = {name: _entry(path, name, found) for name, found in header.items()}
+    at, behind = 0, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end = entry.data_offsets
+        if begin != at:
+            raise BadTensorFile(f"{path}: {name!r} begins at byte {begin}, {behind} ends at {at}")
+        at, behind = end, repr(name)
+    if at != size - start:
+        raise BadTensorFile(f"{path}: its tensors have {at:,} bytes, the file has {size - start:,} for them")
+    return {
+        name: _Place(_DTYPES[entry.dtype], entry.shape, start + entry.data_offsets[0])
+        for name, entry in entries.items()
+    }
+
+
+def _entry(path: Path, name: str, found: object) -> _Entry:
     try:
-        dtype, shape = _DTYPES[str(entry["dtype"])], tuple(int(n) for n in entry["shape"])  # type: ignore[index]
-        begin, end = (int(offset) for offset in entry["data_offsets"])  # type: ignore[index]
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadTensorFile(f"{path}: {name} is described wrongly: {error!r}") from None
-    count = math.prod(shape)
-    if min(shape, default=0) < 0 or not 0 <= begin <= end <= size - start or end - begin != count * dtype.itemsize:
-        raise BadTensorFile(f"{path}: {name} {dtype}{list(shape)} does not fit its bytes {begin} to {end}")
-    return _Place(dtype, shape, start + begin)
+        entry = decoded(_Entry, found)
+    except Malformed as error:
+        raise BadTensorFile(f"{path}: {name!r} is described wrongly: {error}") from None
+    begin, end = entry.data_offsets
+    if end - begin != math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize:
+        raise BadTensorFile(
+            f"{path}: {name!r} {entry.dtype}{list(entry.shape)} does not fit its bytes {begin} to {end}"
+        )
+    return entry
 
 
 def _raw(flat: Tensor) -> memoryview:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .boxes import Box
+from .documents import FileName, Malformed, contents, decoded, parsed
 from .errors import UsageError
 from .layout import DTYPES, short_name
 from .manifest import Manifest, Saved
@@ -19,6 +20,13 @@ from .tensors import BadTensorFile, Described, TensorFile
 from .together import Together
 
 INDEX = "model.safetensors.index.json"  # where Hugging Face lists a large model's files
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """An index's own form; it has more fields."""
+
+    weight_map: dict[str, FileName]  # by tensor
 
 
 State = Callable[[], Mapping[str, Sequence[int]]]
@@ -44,16 +52,7 @@ def fitting(path: Path, plan: Mapping[str, Any], state: State) -> Checkpoint:
     Tied weights may stand there under any of their names. Buffers that a state dict leaves out may be
     missing: `state`, the model's own names and shapes, tells. Raises UsageError P0527.
     """
-    files = _files(path)
-    places: dict[str, tuple[Path, Described]] = {}
-    for file in files:
-        try:
-            found = TensorFile(file).described
-        except OSError as error:
-            raise _wrong(path, f"{file} cannot be read: {error.strerror}") from None
-        except BadTensorFile as error:
-            raise _wrong(path, str(error)) from None
-        places.update((name, (file, described)) for name, described in found.items())
+    places = _places(path)
     tensors: dict[str, Saved] = {}
     known: set[str] = set()
     for name, entry in plan["parameters"].items():
@@ -82,17 +81,56 @@ def fitting(path: Path, plan: Mapping[str, Any], state: State) -> Checkpoint:
 _HELP = "give the state dict of the same model, as safetensors; plan.json has its names and shapes"
 
 
-def _files(path: Path) -> list[Path]:
+def _places(path: Path) -> dict[str, tuple[Path, Described]]:
+    """Every tensor that is given: its file, and its type and shape."""
+    file = path
     if path.is_dir():
         usual = [path / INDEX, path / "model.safetensors"]
-        path = next((each for each in usual if each.is_file()), usual[1])
-    if path.suffix != ".json":
-        return [path]
+        file = next((each for each in usual if each.is_file()), usual[1])
+    if file.suffix != ".json":
+        return {name: (file, described) for name, described in _described(path, file).items()}
     try:
-        names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _wrong(path, f"it is no index of safetensors files: {error}") from None
-    return sorted(path.parent / name for name in names)
+        index = decoded(_Index, parsed(contents(file)), loose=True).weight_map
+    except Malformed as error:
+        raise _wrong(path, f"{file} is no index of safetensors files: it {error}") from None
+    places: dict[str, tuple[Path, Described]] = {}
+    for shard in sorted(set(index.values())):
+        found = _described(path, _shard(path, file.parent, shard))
+        for name, described in found.items():
+            if index.get(name) != shard:
+                raise _wrong(path, f"{shard} has {name!r}, which the index has {_elsewhere(index, name)}")
+            places[name] = file.parent / shard, described
+    missing = next((name for name in index if name not in places), None)
+    if missing is not None:
+        raise _wrong(path, f"{index[missing]} has no {missing!r}, which the index has there")
+    return places
+
+
+def _elsewhere(index: Mapping[str, str], name: str) -> str:
+    return f"in {index[name]}" if name in index else "nowhere"
+
+
+def _shard(path: Path, folder: Path, name: str) -> Path:
+    """A file that an index names: in the index's own folder; or, as in Hugging Face's cache, linked to `blobs`."""
+    roots = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":
+        roots.append(folder.resolve().parent.parent / "blobs")
+    try:
+        leads = (folder / name).resolve()
+    except RuntimeError as error:  # links that lead round and round
+        raise _wrong(path, f"{name} cannot be read: {error}") from None
+    if leads.parent not in roots:
+        raise _wrong(path, f"{name} is a link that leaves the folder")
+    return folder / name
+
+
+def _described(path: Path, file: Path) -> Mapping[str, Described]:
+    try:
+        return TensorFile(file).described
+    except OSError as error:
+        raise _wrong(path, f"{file} cannot be read: {error.strerror}") from None
+    except (BadTensorFile, ValueError, RuntimeError) as error:
+        raise _wrong(path, str(error)) from None
 
 
 def _widens(source: torch.dtype, target: torch.dtype) -> bool:

@@ -125,6 +125,12 @@ PACKAGES: Mapping[str, Entry] = {
         "An option is unknown, lacks its value, or has one that it cannot have. `python train.py --help` lists them; "
         "`partc run DIR` takes the same.",
     ),
+    "P0539": Entry(
+        "another run saves into the folder",
+        "One run at a time may save into a folder. Every rank locks the file .lock there, which names the process of "
+        "the run's rank 0 and its host; the lock ends with the processes, however they end, so that a killed run "
+        "can be resumed at once, or after the seconds that its other ranks take to notice. The file itself may stay.",
+    ),
     "P0601": Entry(
         "the output folder is not partc's",
         "partc replaces a package that it wrote, and an empty folder, and nothing else. Give another folder "

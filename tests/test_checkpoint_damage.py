@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from partc.explain import CATALOGUE
+from partc.runtime import ownership
 from partc.runtime.errors import UsageError
 from partc.runtime.job import parse, prepared
 from partc.runtime.manifest import checkpoints
@@ -27,7 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    files = (file for file in path.rglob("*") if file.is_file() and file.name != ownership.NAME)
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 def cut(path: Path) -> None:

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +34,7 @@ from .job import Job, parse, prepared
 from .layout import DTYPES, Shard, tokens_per_step
 from .log import StepLog
 from .memory import keep_freed_memory, peak_bytes
+from .ownership import sole
 from .state import left_out, restore_left_out, restore_optimizer, restore_scale, state
 from .steps import Steps
 from .tensors import save
@@ -92,7 +93,8 @@ def main(argv: Sequence[str], root: Path) -> int:
     try:
         job = parse(argv, root)
         keep_freed_memory()
-        stopped = _train_virtual(job) if job.virtual else _train_this_rank(job)
+        with ExitStack() as stack:
+            stopped = _train_virtual(job, stack) if job.virtual else _train_this_rank(job)
     except UsageError as error:
         if not error.alike or os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr, flush=True)
@@ -109,11 +111,13 @@ def _load_rank(number: int, device: torch.device, root: Path) -> Rank:
     return Rank(number, module, stages, parse_schedule(module.SCHEDULE), kernels)
 
 
-def _train_virtual(job: Job) -> bool:
+def _train_virtual(job: Job, stack: ExitStack) -> bool:
     from .virtual import VirtualComm, World
 
     store = lone_store()
     together = Together(store, 0, 1)
+    if job.save is not None:
+        stack.callback(sole(job.save, together, timeout=job.timeout, say=_say))
     job = prepared(job, together, _say)
     world = World(job.world_size)
     ranks = [_load_rank(number, torch.device("cpu"), job.root) for number in range(job.world_size)]
@@ -168,6 +172,8 @@ def _train_this_rank(job: Job) -> bool:
         clock.entering("the choice of its checkpoint")
         together = Together(store, number, world_size)
         say = _say if number == 0 else lambda line: None
+        if job.save is not None:  # until this process ends: a checkpoint may be on its way until then
+            sole(job.save, together, timeout=job.timeout, say=say)
         job = prepared(job, together, say)
         if rank.kernels is not None and device.type == "cuda" and job.tuning:
             clock.entering("the choice of its kernels' configurations")

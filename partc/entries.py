@@ -43,8 +43,9 @@ PACKAGES: Mapping[str, Entry] = {
         "have none, nor have those that hold as much as numbers in the batch decide.",
     ),
     "P0521": Entry(
-        "options of a checkpoint that cannot be",
-        "--save-every and --keep are 1 or more, --save-slack 0 or more. --resume alone continues what --save names. "
+        "an option of train.py that cannot be",
+        "Numbers are finite and in their range, which the message has; patterns name something; --resume alone "
+        "continues what --save names. "
         "The seed, the optimizer and --accumulate of a training are its checkpoint's: leave them out with --resume. "
         "--lr may change.",
     ),
@@ -124,6 +125,25 @@ PACKAGES: Mapping[str, Entry] = {
         "the command line of train.py does not parse",
         "An option is unknown, lacks its value, or has one that it cannot have. `python train.py --help` lists them; "
         "`partc run DIR` takes the same.",
+    ),
+    "P0536": Entry(
+        "the ranks cannot meet",
+        "Processes find each other by the variables that torchrun sets: RANK, WORLD_SIZE, and MASTER_ADDR and "
+        "MASTER_PORT of rank 0, which opens a store there unless the launcher holds it. Each rank is one process, and "
+        "each job has a port of its own. A rank that does not come is named after 20 seconds; the others wait for it "
+        "as long as --timeout says.",
+    ),
+    "P0537": Entry(
+        "not enough memory",
+        "The machine or its GPU had no memory left for a rank; the message says in which action. `partc memory DIR` "
+        "has what ranks hold at most, and when. More ranks, --zero, --recompute, smaller microbatches and "
+        "--loss-chunks make it less. Exit code 1.",
+    ),
+    "P0538": Entry(
+        "a file of the run cannot be written",
+        "--metrics, --tensorboard, --trace, --record and --report name places that a rank writes to. `partc run`, and "
+        "train.py where all ranks are on one machine, try them before they start; a disk that fills up later stops "
+        "the run, which --resume continues from its last checkpoint.",
     ),
     "P0539": Entry(
         "another run saves into the folder",

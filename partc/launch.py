@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,12 +121,13 @@ def run(
 
     from partc.runtime.errors import UsageError
     from partc.runtime.graphs import need_gpus
-    from partc.runtime.job import parse
+    from partc.runtime.job import check_places, parse
 
     plan = read_package(directory)
     given = ["--steps", str(steps), *arguments]
     try:
         job = parse(given, directory)
+        check_places(job)
         if job.cuda_graphs:
             need_gpus(not job.virtual and torch.cuda.device_count() >= job.world_size)
     except UsageError as error:
@@ -132,11 +136,15 @@ def run(
         [sys.executable, str(directory / "train.py"), *given] if job.virtual else torchrun_command(directory, given)
     )
     tell(shlex.join(command))
-    with tempfile.TemporaryDirectory(prefix="partc-run-") as folder:
-        code = subprocess.call([*command, "--report", folder], env=local_environment(), stdout=sys.stderr)
-        if code:
+    with tempfile.TemporaryDirectory(prefix="partc-run-") as name:
+        folder = Path(name)
+        code, stopped = _watched([*command, "--report", name])
+        reports = read_reports(folder)
+        if job.report is not None:
+            shutil.copytree(folder, job.report, dirs_exist_ok=True)
+        # torchrun fails when it is stopped, even where its ranks have saved and ended well.
+        if code and not (stopped and len(reports) == job.world_size):
             raise RunFailed("the package", code, "")
-        reports = read_reports(Path(folder))
     from partc.runtime.layout import tokens_per_step  # which loads torch
 
     logging = next(report for report in reports if report["logs"])
@@ -149,6 +157,30 @@ def run(
         tokens_per_second=tokens_per_step(plan) * logging["batches_per_step"] / median if median else 0.0,
         peak_bytes=tuple(report["peak_bytes"] for report in reports),
     )
+
+
+def _watched(command: Sequence[str]) -> tuple[int, bool]:
+    """Run a command to its end; returns its exit code, and whether it was asked to stop. Signals are passed on."""
+    asked: list[int] = []
+    process = subprocess.Popen(command, env=local_environment(), stdout=sys.stderr)
+
+    def pass_on(number: int, frame: object) -> None:
+        asked.append(number)
+        process.send_signal(number)
+
+    main = threading.current_thread() is threading.main_thread()
+    old = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGHUP) if main}
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the terminal has told the command, too
+        process.wait(timeout=60)
+        raise
+    finally:
+        process.kill()
+        process.wait()
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    return code, bool(asked)
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:

@@ -98,5 +98,5 @@ def test_two_agents(tmp_path: Path) -> None:
 
 def test_a_few_kills(tmp_path: Path) -> None:
     """The benchmark `faults.py`, in small: one at any moment, one while a checkpoint is written."""
-    for each in campaign(tmp_path, kills=2, every=2, seed=3):
+    for each in campaign(tmp_path / "dp", "dp zero 1", ["kill", "kill"], every=2, seed=3):
         assert each.survived and each.lost <= 2, each.output

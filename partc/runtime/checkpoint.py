@@ -8,6 +8,7 @@ step that would be one too many to lose (`behind`), and the next save.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -20,11 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from .boxes import Box, Piece, pieces, speaks
 from .documents import decoded, parsed
-from .errors import UsageError
+from .errors import PeerLost, UsageError
 from .layout import Shard
 from .manifest import NAME, Manifest, Saved, checkpoints, folder_name, read
 from .tensors import write
@@ -111,13 +113,17 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._failure is not None:
-            reason = getattr(self._failure, "strerror", None) or str(self._failure)
+        if isinstance(self._failure, DistError):
+            raise PeerLost(str(self._failure)) from self._failure
+        if isinstance(self._failure, OSError) and self._failure.errno != errno.ENOMEM:
+            reason = self._failure.strerror or str(self._failure)
             raise UsageError(
                 "P0526",
                 f"rank {self._place.rank} cannot write a checkpoint in {self.folder}: {reason}",
                 "give --save a folder with room, which all ranks can write to",
             ) from self._failure
+        if self._failure is not None:
+            raise self._failure
 
     def behind(self, done: int, slack: int) -> bool:
         """Whether more than `slack` of `done` steps are newer than the last checkpoint, which may not be there yet."""

@@ -8,8 +8,6 @@ numbers groups by how many a process has made before, which pipeline stages don'
 from __future__ import annotations
 
 import datetime
-import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,53 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from .clock import Clock
 from .comm import Axis, Comm, Link, Pending, ReduceOp, axes_and_groups
-from .torch_private import all_gather_base, lone_store, process_group, reduce_scatter_base
-from .watch import PeerLost
+from .errors import PeerLost
+from .torch_private import all_gather_base, process_group, reduce_scatter_base
 
 _DIRECT = 1 << 20  # bytes to receive up to which everyone sends everything: fewer turns than a ring takes
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
-
-def meet(world_size: int, timeout: datetime.timedelta) -> tuple[Store, int]:
-    """The store that all ranks share, and this process's rank, from the variables that torchrun sets."""
-    if world_size == 1:
-        return lone_store(), 0
-    store, rank, _ = next(rendezvous("env://", timeout=timeout))
-    with _peers():
-        return PrefixStore(_session(store, rank, world_size, timeout), store), rank
-
-
-def _session(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """A name that the ranks of this start alone have.
-
-    torchrun's store outlives its restarts, with all that ended ranks have left there, and its agents
-    don't count restarts alike. Rank 0 makes a name; the others count themselves in and wait for its
-    answer. Under an ended rank 0's name nobody answers, or everybody has been counted already.
-    """
-    if rank == 0:
-        name = uuid.uuid4().hex
-        store.set("session", name)
-        store.wait([f"{name}/full"])
-        store.set(f"{name}/begins", "")
-        return name
-    deadline = time.monotonic() + timeout.total_seconds()
-    tried = ""
-    fresh = False
-    while time.monotonic() < deadline:
-        name = store.get("session").decode()
-        if name != tried:
-            tried, count = name, store.add(f"{name}/count", 1)
-            fresh = count < world_size
-            if count == world_size - 1:
-                store.set(f"{name}/full", "")
-        if fresh and store.check([f"{name}/begins"]):
-            return name
-        time.sleep(0.02)
-    raise RuntimeError("rank 0 has not come")
 
 
 class NcclAxis(Axis):

@@ -1,6 +1,16 @@
-"""Wrong use of a package, told in words."""
+"""What ends a rank: wrong use of a package, another rank, or this machine; told in words."""
 
 from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from .clock import Clock
 
 
 class UsageError(Exception):
@@ -16,3 +26,42 @@ class UsageError(Exception):
         self.help = help
         self.alike = alike
         self.exit_code = exit_code
+
+
+class PeerLost(RuntimeError):
+    """A connection to another rank has broken, or nothing came in time."""
+
+
+@contextmanager
+def writing(path: Path, rank: int) -> Iterator[None]:
+    """Raises UsageError P0538 where a file of the run cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        cause = f"rank {rank} cannot write {path}: {error.strerror or error}"
+        raise UsageError("P0538", cause, "name a place with room that this rank can write to") from error
+
+
+@contextmanager
+def enough_memory(who: str, clock: Clock) -> Iterator[None]:
+    """Raises UsageError P0537 where this machine, or its GPU, has no memory left."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not _out_of_memory(error):
+            raise
+        why = str(error).strip().partition("\n")[0][:200]
+        cause = f"{who} has not enough memory in {clock.doing}{f': {why}' if why else ''}"
+        help = (
+            "`partc memory` says what ranks hold; more ranks, --zero, --recompute or more microbatches need less each"
+        )
+        raise UsageError("P0537", cause, help, exit_code=1) from error
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    said = ("can't allocate memory", os.strerror(errno.ENOMEM), "can't start new thread", "bad_alloc")
+    return any(words in str(error) for words in said)

@@ -12,8 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from .errors import UsageError
-from .watch import PeerLost
+from .errors import PeerLost, UsageError
 
 WARM = 2  # times that work is done as it is: what is made once is there by then, and kernels are compiled
 

@@ -6,8 +6,12 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
+import os
+import tempfile
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,11 +19,14 @@ from typing import Any, NoReturn
 import torch
 
 from .errors import UsageError
+from .given import fitting
 from .layout import parse_mesh
-from .manifest import checkpoints, read
+from .manifest import checkpoints, read, step_of
+from .optimizer import spared
 from .precision import held_in
 from .restore import Checkpoint, Say, newest
 from .together import Together
+from .trace import wanted_steps
 from .tuning import given
 from .update import Decline
 
@@ -116,16 +123,53 @@ _DEFAULTS: dict[str, Any] = {
     "min_lr": 0.0, "weight_decay": None, "no_decay": (),
 }  # fmt: skip
 _CONTINUED = ("seed", *_DEFAULTS)
-_LEAST = {"save_every": 1, "save_slack": 0, "keep": 1, "accumulate": 1, "warmup": 0, "min_lr": 0, "weight_decay": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    least: float
+    most: float = math.inf
+    above: bool = False  # `least` itself is out of it
+
+    def has(self, value: float) -> bool:
+        finite = isinstance(value, int) or math.isfinite(value)
+        return finite and (value > self.least if self.above else value >= self.least) and value <= self.most
+
+    def __str__(self) -> str:
+        if self.most == math.inf:
+            return f"more than {self.least:g}" if self.above else f"{self.least:g} or more"
+        return f"a number from {self.least:.12g} to {self.most:.12g}"
+
+
+_MANY = 10**12
+_RANGES: dict[str, _Range] = {
+    "steps": _Range(1, _MANY), "lr": _Range(0), "warmup": _Range(0, _MANY), "min_lr": _Range(0),
+    "clip": _Range(0, above=True), "weight_decay": _Range(0), "accumulate": _Range(1, _MANY),
+    "seed": _Range(0, 2**32 - 1), "peak_flops": _Range(0, above=True), "timeout": _Range(1, 10**7),
+    "save_every": _Range(1, _MANY), "save_slack": _Range(0, _MANY), "keep": _Range(1, _MANY),
+    "exit_code": _Range(0, 255),
+}  # fmt: skip
+
+
+def _path(text: str) -> Path:
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no path")
+    return Path(text)
+
+
+def _resumed(text: str) -> Path | str:
+    """A folder, or '' for the one of --save."""
+    return _path(text) if text else ""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        message = message if len(message) <= 300 else f"{message[:200]} ... {message[-40:]}"
         raise UsageError("P0535", message, "train.py --help lists its options", alike=True)
 
 
 def parse(argv: Sequence[str], root: Path) -> Job:
-    """Read the command line of train.py. Raises UsageError P0503, P0521, P0532 P0533 and P0535."""
+    """Read the command line of train.py. Raises UsageError P0503, P0521, P0529, P0531 to P0533 and P0535."""
     parser = _Parser(prog="train.py", description="Train this package; one process per rank, under torchrun.")
     add = parser.add_argument
     add("--steps", type=int, default=10, help="of the whole training, with those before --resume")
@@ -141,25 +185,25 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     add("--seed", type=int, help="of the initial parameters and the data; the plan's by default")
     add(
         "--init",
-        type=Path,
+        type=_path,
         metavar="FILE",
         help="start from a state dict: safetensors, their index, or a Hugging Face folder; --resume goes first",
     )
     add("--virtual", action="store_true", help="all ranks in this one process")
     add(
         "--metrics",
-        type=Path,
+        type=_path,
         metavar="FILE",
         help="one line of JSON per step: loss, rate, seconds and where they go, mfu",
     )
-    add("--tensorboard", type=Path, metavar="DIR", help="the same for TensorBoard, which must be installed")
+    add("--tensorboard", type=_path, metavar="DIR", help="the same for TensorBoard, which must be installed")
     add("--peak-flops", type=float, metavar="X", help="a second and rank, for mfu; known GPUs' or measured by default")
-    add("--trace", type=Path, metavar="DIR", help="what each rank does when, of some steps, for partc trace DIR")
+    add("--trace", type=_path, metavar="DIR", help="what each rank does when, of some steps, for partc trace DIR")
     add("--trace-steps", metavar="FIRST:LAST", help="those to trace; by default three after the first")
-    add("--record", type=Path, metavar="DIR", help="every step's gradients and parameters, per rank")
-    add("--report", type=Path, metavar="DIR", help="losses, times and memory, per rank, as JSON")
+    add("--record", type=_path, metavar="DIR", help="every step's gradients and parameters, per rank")
+    add("--report", type=_path, metavar="DIR", help="losses, times and memory, per rank, as JSON")
     add("--timeout", type=float, default=600.0, help="seconds that a rank waits for another")
-    add("--save", type=Path, metavar="DIR", help="write checkpoints into this folder, which all ranks share")
+    add("--save", type=_path, metavar="DIR", help="write checkpoints into this folder, which all ranks share")
     slack = "steps to go on while a checkpoint is being written; if a rank dies then, they are lost too; 0"
     add("--save-slack", type=int, default=0, metavar="N", help=slack)
     add("--save-every", type=int, default=SAVE_EVERY, metavar="N", help=f"steps, and at the end; {SAVE_EVERY}")
@@ -168,6 +212,7 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         "--resume",
         nargs="?",
         const="",
+        type=_resumed,
         metavar="DIR",
         help="continue from the newest whole checkpoint in DIR (--save's by default, where there may be none yet), "
         "or from DIR/step_...; of any mesh",
@@ -176,7 +221,7 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     add("--check-nans", action="store_true", help="stop where the loss is not finite, and say which region made it so")
     add(
         "--tuned",
-        type=Path,
+        type=_path,
         metavar="FILE",
         help="configurations of kernels for GPUs; by default the first run times some, for kernels/tuned.json",
     )
@@ -190,14 +235,13 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     plan_file = root / "plan.json"
     if not plan_file.is_file():
         raise UsageError("P0503", f"{root} has no plan.json", "run train.py from the folder that partc compile wrote")
-    for name, least in _LEAST.items():
-        if arguments[name] is not None and not arguments[name] >= least:
-            raise _out_of_range(name, arguments[name], f"{least} or more")
-    for name in ("clip", "peak_flops"):
-        if arguments[name] is not None and not arguments[name] > 0:
-            raise _out_of_range(name, arguments[name], "more than 0")
-    if arguments["trace_steps"] is not None and arguments["trace"] is None:
-        raise UsageError("P0521", "--trace-steps has no --trace", "name a folder: --trace DIR", alike=True)
+    for name, allowed in _RANGES.items():
+        if arguments[name] is not None and not allowed.has(arguments[name]):
+            raise _out_of_range(name, arguments[name], str(allowed))
+    if arguments["trace_steps"] is not None:
+        if arguments["trace"] is None:
+            raise UsageError("P0521", "--trace-steps has no --trace", "name a folder: --trace DIR", alike=True)
+        wanted_steps(arguments["trace_steps"], 0, arguments["steps"])
     if arguments["tensorboard"] is not None and importlib.util.find_spec("tensorboard") is None:
         raise UsageError("P0529", "TensorBoard is not installed", "pip install tensorboard", alike=True)
     if (root / "kernels").is_dir() and importlib.util.find_spec("triton") is None:
@@ -209,6 +253,10 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     if resume == "" and arguments["save"] is None:
         raise UsageError("P0521", "--resume has no folder", "name one, or add --save DIR to continue there", alike=True)
     plan = json.loads(plan_file.read_text())
+    for pattern in arguments["no_decay"] or ():
+        if not spared(plan["parameters"], (pattern,)):
+            help = "plan.json lists the parameters' names; quote patterns, so that the shell leaves them as they are"
+            raise UsageError("P0521", f"--no-decay {pattern!r} is the name of no parameter", help, alike=True)
     if arguments["cuda_graphs"] is None:
         arguments["cuda_graphs"] = plan.get("command", {}).get("cuda_graphs", False)
     if arguments["cuda_graphs"]:
@@ -217,8 +265,65 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     for name, value in {"seed": plan["seed"], **_DEFAULTS}.items():
         if name not in named:
             arguments[name] = value
-    folder = None if resume is None else Path(resume) if resume else arguments["save"]
+    folder = resume or (None if resume is None else arguments["save"])
     return Job(root=root, plan=plan, resume=folder, given=named, **arguments)
+
+
+def check_places(job: Job) -> None:
+    """See that a run on this machine can read and write what its options name.
+
+    Raises UsageError P0523, P0526, P0527 and P0538.
+    """
+    resume = job.resume
+    if resume is not None and resume != job.save and not (resume.is_dir() if step_of(resume) else checkpoints(resume)):
+        cause = f"nothing to resume from in {resume}: {'it has' if resume.is_dir() else 'there are'} no checkpoints"
+        help = "name the folder that --save was given, or one of its step_ folders"
+        raise UsageError("P0523", cause, help, alike=True)
+    if job.init is not None and resume is None:
+        with suppress(_Undecided):
+            try:
+                fitting(job.init, job.plan, _undecided)
+            except UsageError as error:
+                raise UsageError(error.code, error.cause, error.help, alike=True) from error
+    folders = {"save": job.save, "trace": job.trace, "record": job.record, "report": job.report}
+    places = {name: (folder, folder) for name, folder in {**folders, "tensorboard": job.tensorboard}.items() if folder}
+    if job.metrics is not None:
+        places["metrics"] = job.metrics, job.metrics.parent
+    for name, (path, folder) in places.items():
+        why = _why_not(name, path, folder)
+        if why:
+            raise UsageError("P0526" if name == "save" else "P0538", why, _ROOM, alike=True)
+
+
+class _Undecided(Exception):
+    """Only the model itself can tell."""
+
+
+def _undecided() -> NoReturn:
+    raise _Undecided
+
+
+_ROOM = "name a place with room that all ranks can write to"
+
+
+def _why_not(name: str, path: Path, folder: Path) -> str:
+    """Why `path`, which is `folder` or a file in it, cannot be written; '' if it can. New folders are made later."""
+    why = ""
+    try:
+        if path != folder and path.is_dir():
+            why = "it is a folder"
+        elif path != folder and not folder.is_dir():
+            why = f"there is no folder {folder}"
+        elif path == folder or not path.exists():
+            nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+            tempfile.TemporaryFile(dir=nearest).close()
+        elif path.is_file():
+            path.open("ab").close()
+        elif not os.access(path, os.W_OK):
+            why = "it is read-only"
+    except OSError as error:
+        why = error.strerror or str(error)
+    return f"{path}, which --{name} names, cannot be written: {why}" if why else ""
 
 
 def _check_graphs(arguments: dict[str, Any], plan: dict[str, Any]) -> None:

@@ -7,9 +7,11 @@ import math
 import shutil
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from .errors import writing
 from .times import Split
 from .update import Updated
 
@@ -27,6 +29,7 @@ class StepLog:
         steps: int,
         stream: TextIO | None = None,
         *,
+        rank: int = 0,
         start: int = 0,
         tokens: int = 0,
         flops: int = 0,
@@ -38,13 +41,20 @@ class StepLog:
         self._tokens, self._flops = tokens, flops
         self._peak = 0.0 if peak is None else peak[0]
         self._stream = sys.stderr if stream is None else stream
-        earlier = _earlier(path, start) if path else ""
-        self._file = path.open("w") if path else None
-        if self._file:
-            self._file.write(earlier)
-        self._board = None if board is None else _writer(board, start)
+        self._rank = rank
+        self._path, self._folder = path, board
+        self._file: TextIO | None = None
+        self._board = None
+        if path is not None:
+            with writing(path, rank):
+                earlier = _earlier(path, start)
+                self._file = path.open("w")
+                print(earlier, end="", file=self._file, flush=True)
+        if board is not None:
+            with writing(board, rank):
+                self._board = _writer(board, start)
         if peak is not None:
-            print(f"mfu is the share of {peak[0]:.3g} flops a second, {peak[1]}", file=self._stream, flush=True)
+            self._tell(f"mfu is the share of {peak[0]:.3g} flops a second, {peak[1]}\n")
 
     def step(
         self, step: int, loss: float, seconds: float, updated: Updated, peak_bytes: int, split: Split | None = None
@@ -54,27 +64,35 @@ class StepLog:
         entry |= {} if updated.norm is None else {"grad_norm": updated.norm, "skipped": updated.skipped}
         entry |= {} if split is None else {name: round(value, 6) for name, value in split._asdict().items()}
         entry |= {"mfu": round(self._flops / seconds / self._peak, 6)} if self._peak else {}
-        if self._file:
+        if self._file is not None and self._path is not None:
             # JSON has neither NaN nor infinity.
             finite = {name: value if math.isfinite(value) else None for name, value in entry.items()}
-            print(json.dumps(finite, allow_nan=False), file=self._file, flush=True)
-        if self._board is not None:
-            for name, value in entry.items():
-                if name != "step":
-                    self._board.add_scalar(name, value, step + 1)
+            with writing(self._path, self._rank):
+                print(json.dumps(finite, allow_nan=False), file=self._file, flush=True)
+        if self._board is not None and self._folder is not None:
+            with writing(self._folder, self._rank):
+                for name, value in entry.items():
+                    if name != "step":
+                        self._board.add_scalar(name, value, step + 1)
         skipped = "  overflow: skipped" if updated.skipped else ""
         line = f"step {step + 1}/{self._steps}  loss {loss:.6f}  {seconds:.3f} s{skipped}"
         if self._stream.isatty():
             last = step + 1 == self._steps
-            print(f"\r{self._bar(step + 1, line)}\033[K", end="\n" if last else "", file=self._stream, flush=True)
+            self._tell(f"\r{self._bar(step + 1, line)}\033[K" + "\n" * last)
         else:
-            print(line, file=self._stream, flush=True)
+            self._tell(f"{line}\n")
 
     def close(self) -> None:
-        if self._file:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        if self._file is not None and self._path is not None:
+            with writing(self._path, self._rank):
+                self._file.close()
+        if self._board is not None and self._folder is not None:
+            with writing(self._folder, self._rank):
+                self._board.close()
+
+    def _tell(self, text: str) -> None:
+        with suppress(OSError):  # a terminal that has been closed ends no training
+            print(text, end="", file=self._stream, flush=True)
 
     def _bar(self, done: int, line: str) -> str:
         """The line with how far the run is, and how long it takes yet, as wide as the terminal."""

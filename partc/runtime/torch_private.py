@@ -21,6 +21,7 @@ __all__ = [
     "TorchDispatchMode",
     "all_gather_base",
     "clone_store",
+    "connected_store",
     "foreach_add_",
     "foreach_copy_",
     "lone_store",
@@ -44,6 +45,14 @@ def process_group(store: Store, rank: int, size: int, device: torch.device, time
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
     return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def connected_store(address: str, port: int, size: int, timeout: datetime.timedelta, *, master: bool) -> Store:
+    """A store of several processes, which `master` holds; whoever comes later finds it there."""
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, size, master, timeout, wait_for_workers=False, multi_tenant=True
+    )
+    return store
 
 
 def clone_store(store: Any) -> Store:

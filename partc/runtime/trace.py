@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .clock import Interval, machine
-from .errors import UsageError
+from .errors import UsageError, writing
 
 FORMAT = 1
 
@@ -51,7 +51,7 @@ class Trace:
         self._path = folder / f"rank_{rank:03d}.json"
         self._steps = steps
         self._folder = folder
-        self._says = rank == 0
+        self._rank = rank
         self._head = {
             "partc_trace": FORMAT,
             "package": str(root.resolve()),
@@ -80,11 +80,12 @@ class Trace:
         """All that there is: a file is complete or absent."""
         if not self._kept:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self._path.with_suffix(f".{os.getpid()}.tmp")
-        aside.write_text(json.dumps(self._head | {"fields": Interval._fields, "steps": self._kept}))
-        aside.replace(self._path)
-        if self._says:
+        with writing(self._folder, self._rank):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            aside = self._path.with_suffix(f".{os.getpid()}.tmp")
+            aside.write_text(json.dumps(self._head | {"fields": Interval._fields, "steps": self._kept}))
+            aside.replace(self._path)
+        if self._rank == 0:
             traced = f"{self._kept[0]['step']} to {self._kept[-1]['step']}"
             print(f"traced steps {traced}: partc trace {self._folder} shows them", file=sys.stderr, flush=True)
         self._kept = []

@@ -24,17 +24,19 @@ from .checkpoint import Held, Place, Saver
 from .clock import Clock
 from .comm import Comm
 from .data import global_batch, load_model_file
-from .errors import UsageError
+from .errors import UsageError, enough_memory, writing
 from .executor import Action, Slot, Stage, gradient_buffers, parse_schedule, told_by
 from .given import given
 from .graphs import recording
 from .init import initialise, state_shapes
 from .interruption import Interruption, VirtualInterruption
-from .job import Job, parse, prepared
+from .job import Job, check_places, parse, prepared
 from .layout import DTYPES, Shard, tokens_per_step
 from .log import StepLog
+from .meeting import meet, world, world_size
 from .memory import keep_freed_memory, peak_bytes
 from .ownership import sole
+from .signals import Caught, release
 from .state import left_out, restore_left_out, restore_optimizer, restore_scale, state
 from .steps import Steps
 from .tensors import save
@@ -92,13 +94,18 @@ def main(argv: Sequence[str], root: Path) -> int:
     """Train the package in `root`. Returns the exit code."""
     try:
         job = parse(argv, root)
+        here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")  # all ranks are on this machine
+        if job.virtual or here:
+            check_places(job)
         keep_freed_memory()
-        with ExitStack() as stack:
+        with enough_memory("this process", Clock()), ExitStack() as stack:
             stopped = _train_virtual(job, stack) if job.virtual else _train_this_rank(job)
     except UsageError as error:
         if not error.alike or os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr, flush=True)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
     return job.exit_code if stopped else 0
 
 
@@ -114,6 +121,7 @@ def _load_rank(number: int, device: torch.device, root: Path) -> Rank:
 def _train_virtual(job: Job, stack: ExitStack) -> bool:
     from .virtual import VirtualComm, World
 
+    release()
     store = lone_store()
     together = Together(store, 0, 1)
     if job.save is not None:
@@ -140,7 +148,8 @@ def _train_virtual(job: Job, stack: ExitStack) -> bool:
             groups=rank.module.GROUPS,
             links=rank.module.LINKS,
         )
-        _train(job, rank, comm, batch_of, torch.device("cpu"), store, interruption)
+        with enough_memory(f"rank {number}", comm.clock):
+            _train(job, rank, comm, batch_of, torch.device("cpu"), store, interruption)
 
     interruption = VirtualInterruption()
     with interruption.on_signals() if job.save is not None else nullcontext():
@@ -149,28 +158,32 @@ def _train_virtual(job: Job, stack: ExitStack) -> bool:
 
 
 def _train_this_rank(job: Job) -> bool:
-    from .distributed import DistributedComm, meet
+    from .distributed import DistributedComm
 
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != job.world_size:
+    started = world_size()
+    if started != job.world_size:
         raise UsageError(
             "P0501",
-            f"this package is for {job.world_size} ranks ({job.plan['mesh']}), and was started on {world_size}",
+            f"this package is for {job.world_size} ranks ({job.plan['mesh']}), and was started on {started}",
             f"torchrun --standalone --nproc-per-node {job.world_size} train.py, or train.py --virtual for one process",
             alike=True,
         )
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=job.timeout)
-    store, number = meet(world_size, timeout)
-    device = _device()
-    interruption = None if job.save is None else Interruption(number, world_size)
+    place = world()
+    number = place.rank
+    interruption = None if job.save is None else Interruption(number, place.size)
     clock = Clock()
-    with Watch(store, number, world_size, timeout=job.timeout, interruption=interruption, clock=clock):
+    with (
+        Caught(checkpoints=job.save is not None) as caught,
+        Watch(meet(place, job.timeout, caught), place, caught, clock, job.timeout, interruption) as watch,
+        enough_memory(f"rank {number}", clock),
+    ):
+        store, device = watch.store, _device()
         rank = _load_rank(number, device, job.root)
         model_file = load_model_file(job.root / "model.py")
         clock.entering("the choice of its checkpoint")
-        together = Together(store, number, world_size)
+        together = Together(store, number, place.size)
         say = _say if number == 0 else lambda line: None
         if job.save is not None:  # until this process ends: a checkpoint may be on its way until then
             sole(job.save, together, timeout=job.timeout, say=say)
@@ -187,10 +200,10 @@ def _train_this_rank(job: Job) -> bool:
             groups=rank.module.GROUPS,
             links=rank.module.LINKS,
             stages=rank.module.STAGES,
-            world_size=world_size,
+            world_size=place.size,
             store=store,
             device=device,
-            timeout=timeout,
+            timeout=datetime.timedelta(seconds=job.timeout),
             clock=clock,
         )
         _train(job, rank, comm, lambda step: _batch(job, model_file, step), device, store, interruption)
@@ -271,7 +284,14 @@ def _train(
     if rank.logs:
         flops = job.plan["flops"] * job.accumulate
         log = StepLog(
-            job.metrics, job.steps, start=job.start, tokens=tokens, flops=flops, peak=peak, board=job.tensorboard
+            job.metrics,
+            job.steps,
+            rank=rank.number,
+            start=job.start,
+            tokens=tokens,
+            flops=flops,
+            peak=peak,
+            board=job.tensorboard,
         )
     place = Place(rank=rank.number, world_size=job.world_size, sizes=job.sizes, coordinate=rank.module.COORDINATE)
     saver = None
@@ -359,8 +379,9 @@ def _train(
                 log.step(step, done.loss, done.seconds, done.updated, peak_bytes(device), split)
             if job.record:
                 recorded = done.recorded | {f"parameter/{name}": x for name, x in rank.parameters.items()}
-                job.record.mkdir(parents=True, exist_ok=True)
-                save(job.record / f"step_{step:04d}_rank_{rank.number:03d}.safetensors", recorded)
+                with writing(job.record, rank.number):
+                    job.record.mkdir(parents=True, exist_ok=True)
+                    save(job.record / f"step_{step:04d}_rank_{rank.number:03d}.safetensors", recorded)
             rank.done = step + 1
             if saver is not None and job.saves_after(step + 1):
                 clock.entering("saving")
@@ -374,7 +395,8 @@ def _train(
     if log is not None:
         log.close()
     if job.report:
-        _write_report(job, job.report, rank, device)
+        with writing(job.report, rank.number):
+            _write_report(job, job.report, rank, device)
 
 
 def _stopped(job: Job, rank: Rank) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from partc.runtime import replay
 from partc.runtime.init import initialise
 
 
@@ -220,3 +221,42 @@ def hugging_face(family: str) -> nn.Module:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "vit"])
 def test_hugging_face(family: str) -> None:
     check(lambda: hugging_face(family))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_skipped_draws_leave_the_generator_as_made_ones_do(dtype: torch.dtype) -> None:
+    made, skipped = torch.Generator(), torch.Generator()
+    for name in ("uniform_", "normal_"):
+        for count in (1, 15, 16, 17, 31, 32, 100, 4096, 70_001, 131_072):
+            words = replay._words(name, dtype, count, True)
+            if words is None:
+                assert name == "normal_" and count < 16
+                continue
+            made.manual_seed(count)
+            skipped.manual_seed(count)
+            getattr(torch.empty(count, dtype=dtype), name)(generator=made)
+            replay._skip(skipped, words)
+            assert torch.equal(made.get_state(), skipped.get_state()), (name, count)
+
+
+def test_many_threads_and_few_bytes_give_the_same_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partc.runtime.init._threads", lambda: 4)
+    monkeypatch.setattr(replay, "_WAITING", 100)
+    for build in (Layers, Custom):
+        check(build)
+        check(build, wanted=lambda name: "weight" in name)
+
+
+def test_a_draw_of_unknown_length_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    words = replay._words
+
+    def wrong(name: str, dtype: torch.dtype, count: int, dense: bool) -> int | None:
+        drawn.append(name)
+        return None if (known := words(name, dtype, count, dense)) is None else known + 1
+
+    replay._agrees.cache_clear()
+    monkeypatch.setattr(replay, "_words", wrong)
+    check(Layers, wanted=lambda name: name == "attention.in_proj_weight")
+    replay._agrees.cache_clear()
+    assert drawn

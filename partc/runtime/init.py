@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
@@ -39,12 +40,18 @@ def initialise(
 
     recording = None if size is not None and size <= SMALL else _recorded(build, seed, say)
     if recording is not None:
-        recording.replay(wanted, take)
+        recording.replay(wanted, take, threads=_threads())
         return
     torch.manual_seed(seed)
     for name, x in named_tensors(build()):
         if name in wanted:
             take(name, x)
+
+
+def _threads() -> int:
+    """This process's share of the machine's processors."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def state_shapes(module: ModuleType, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

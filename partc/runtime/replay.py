@@ -3,13 +3,21 @@
 `record` runs the constructor without memory and writes down what it did to every storage, in order.
 `Recording.replay` does the same again with real memory, so that the generator's draws fall as they
 would have: a storage is filled from its first operation that matters to its last, handed over, and
-freed. Draws whose result is overwritten or not wanted are still made, into scratch memory. Where the
-constructor reads a value (`.item()`, a rejection loop), it is computed then and there, draws included.
+freed. Where the constructor reads a value (`.item()`, a rejection loop), it is computed then and there,
+draws included.
+
+Every rank replays the draws of the whole model, so their speed decides how fast a large model starts.
+One thread takes the generator from draw to draw, without computing the numbers where it is known how many
+random words a draw takes; other threads compute what is wanted, each from the generator's state at that draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +50,11 @@ _FILLS = frozenset(
     }
 )
 _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"})
+# Random words of 32 bits that a draw takes for each element, and how many elements are drawn at a time.
+_WORDS = {torch.float32: 1, torch.float64: 2, torch.bfloat16: 1, torch.float16: 1}
+_NORMALS = 16
+_SKIPPED = 1 << 16  # words that are skipped at a time
+_WAITING = 1 << 28  # bytes of finished tensors that may wait to be handed over
 _RECORDING_STATE = 0x9A57C0DE  # a state of the generator that no constructor sets
 
 
@@ -97,8 +110,11 @@ class Recording:
     drawn: int = 0  # how many of the steps have made their draws, while recording
     state: Tensor = field(default_factory=torch.default_generator.get_state)  # the generator's after those
 
-    def replay(self, wanted: Collection[str], take: Callable[[str, Tensor], None]) -> None:
-        """Hand each wanted tensor to `take(name, tensor)`, drawing from the generator as the constructor would."""
+    def replay(self, wanted: Collection[str], take: Callable[[str, Tensor], None], *, threads: int = 1) -> None:
+        """Hand each wanted tensor to `take(name, tensor)`, drawing from the generator as the constructor would.
+
+        `take` runs on the calling thread, in the order in which the constructor finished the tensors.
+        """
         names: dict[int, list[str]] = {}
         for name, view in self.tensors.items():
             if name in wanted:
@@ -113,14 +129,29 @@ class Recording:
             ends.setdefault(index, []).append(storage)
 
         memory = dict(self.constants)
-        for index in range(-1, len(self.steps)):
-            if index >= 0:
-                self._step(index, index in live, memory)
-            for storage in ends.get(index, ()):
-                real = self._memory(memory, storage)
+        with ThreadPoolExecutor(threads) as pool:
+            workers = _Workers(pool)
+            finished: deque[int] = deque()
+            waiting = 0
+
+            def hand_over() -> None:
+                storage = finished.popleft()
+                workers.wait((storage,))
                 for name in names.get(storage, ()):
-                    take(name, self.tensors[name].of(real))
-                del memory[storage], real
+                    take(name, self.tensors[name].of(self._memory(memory, storage)))
+                memory.pop(storage, None)
+
+            for index in range(-1, len(self.steps)):
+                if index >= 0:
+                    self._step(index, index in live, memory, workers)
+                for storage in ends.get(index, ()):
+                    finished.append(storage)
+                    waiting += self.sizes[storage]
+                while waiting > _WAITING:
+                    waiting -= self.sizes[finished[0]]
+                    hand_over()
+            while finished:
+                hand_over()
         torch.default_generator.set_state(self.state)
 
     def value(self, view: View) -> Tensor:
@@ -128,21 +159,28 @@ class Recording:
         live = self._live({view.storage})
         memory = dict(self.constants)
         outside = torch.default_generator.get_state()
-        for index in range(len(self.steps)):
-            self._step(index, index in live, memory)
+        with ThreadPoolExecutor(1) as pool:
+            workers = _Workers(pool)
+            for index in range(len(self.steps)):
+                self._step(index, index in live, memory, workers)
+            workers.wait(self.sizes)
         torch.default_generator.set_state(outside)
         return view.of(self._memory(memory, view.storage))
 
-    def _step(self, index: int, live: bool, memory: dict[int, torch.UntypedStorage]) -> None:
+    def _step(self, index: int, live: bool, memory: dict[int, torch.UntypedStorage], workers: _Workers) -> None:
         """Do a step again, or only its draws, and keep count of the generator's state."""
         step, generator = self.steps[index], torch.default_generator
         first = index >= self.drawn
         if step.random and (first or live):
             step.state = self.state if step.state is None else step.state
             generator.set_state(step.state)
-        if live:
+        touched = {*step.reads, *step.writes}
+        if live and step.random and step.fills is None:
+            workers.wait(touched)
             self._run(step, memory)
-        elif step.random and first:
+        elif live:
+            workers.submit(touched, functools.partial(self._run, step, memory, step.state))
+        if step.random and first and (step.fills is not None or not live):
             self._draw(step)
         if first:
             self.drawn = index + 1
@@ -172,13 +210,18 @@ class Recording:
             memory[storage] = torch.zeros(self.sizes[storage], dtype=torch.uint8).untyped_storage()
         return memory[storage]
 
-    def _run(self, step: Step, memory: dict[int, torch.UntypedStorage]) -> None:
+    def _run(self, step: Step, memory: dict[int, torch.UntypedStorage], state: Tensor | None = None) -> None:
+        """Do a step; where a state is given, with a generator in that state in place of the default one."""
         real = lambda view: view.of(self._memory(memory, view.storage))  # noqa: E731
         args, kwargs = tree_map_only(View, real, (step.args, step.kwargs))
+        if state is not None:
+            own = torch.Generator()
+            own.set_state(state)
+            kwargs = {**kwargs, "generator": own}
         flat, _ = tree_flatten(step.operation(*args, **kwargs))
         results = [x for x in flat if isinstance(x, Tensor)]
         for x, view in zip(results, step.results, strict=True):
-            if view.storage in step.reads:
+            if view.storage in step.reads or view.storage == step.fills:
                 continue
             if (tuple(x.shape), x.stride(), x.storage_offset()) == (view.shape, view.stride, view.offset):
                 memory[view.storage] = x.untyped_storage()
@@ -186,10 +229,84 @@ class Recording:
                 view.of(self._memory(memory, view.storage)).copy_(x)
 
     def _draw(self, step: Step) -> None:
-        """Make a draw that nobody reads."""
+        """Take the default generator past a draw, whose numbers nobody reads here."""
+        target = step.args[0] if step.fills is not None else None
+        name = step.operation.overloadpacket.__name__
+        words = None if target is None else _words(name, target.dtype, math.prod(target.shape), _is_dense(target))
+        if words is not None and _agrees(name, target.dtype):
+            _skip(torch.default_generator, words)
+            return
         scratch = lambda view: torch.empty_strided(view.shape, view.stride, dtype=view.dtype)  # noqa: E731
         args, kwargs = tree_map_only(View, scratch, (step.args, step.kwargs))
         step.operation(*args, **kwargs)
+
+
+class _Workers:
+    """Threads that run tasks on storages, those of one storage in order."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._last: dict[int, Future[None]] = {}
+
+    def submit(self, storages: Collection[int], task: Callable[[], None]) -> None:
+        before = {future for storage in storages if (future := self._last.get(storage)) is not None}
+
+        def run() -> None:
+            for future in before:  # submitted earlier, so that some thread has it
+                future.result()
+            with torch.no_grad():
+                task()
+
+        future = self._pool.submit(run)
+        self._last.update(dict.fromkeys(storages, future))
+
+    def wait(self, storages: Iterable[int]) -> None:
+        """Until all tasks on the storages are done. Raises what one of them has raised."""
+        for storage in storages:
+            if (future := self._last.pop(storage, None)) is not None:
+                future.result()
+
+
+def _is_dense(view: View) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(view.shape), reversed(view.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _words(name: str, dtype: torch.dtype, count: int, dense: bool) -> int | None:
+    """How many random words a draw of so many elements takes; None where that is not known."""
+    if name == "uniform_" and dtype in _WORDS:
+        return count * _WORDS[dtype]
+    if name == "normal_" and dtype in _WORDS and dense and count >= _NORMALS:
+        # The last elements that fill no group are drawn once more as a group, in 16 bits together with what is missing.
+        rest = count % _NORMALS
+        more = 0 if not rest else _NORMALS if dtype.itemsize > 2 else _NORMALS - rest
+        return (count + more) * _WORDS[dtype]
+    return None
+
+
+@functools.cache
+def _agrees(name: str, dtype: torch.dtype) -> bool:
+    """True if this torch takes as many random words for a draw as `_words` says."""
+    drawn, skipped = torch.Generator(), torch.Generator()
+    for count in (16, 35, 64):
+        drawn.manual_seed(count)
+        skipped.manual_seed(count)
+        getattr(torch.empty(count, dtype=dtype), name)(generator=drawn)
+        _skip(skipped, _words(name, dtype, count, True) or 0)
+        if not torch.equal(drawn.get_state(), skipped.get_state()):
+            return False
+    return True
+
+
+def _skip(generator: torch.Generator, words: int) -> None:
+    """Take a generator past so many random words: a byte takes one."""
+    scratch = torch.empty(min(words, _SKIPPED), dtype=torch.uint8)
+    for start in range(0, words, _SKIPPED):
+        scratch[: words - start].random_(generator=generator)
 
 
 class _Recorder(TorchDispatchMode):

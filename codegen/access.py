@@ -12,6 +12,7 @@ from partc.codegen.source import Function, Line, RegionCode
 from partc.codegen.weights import counted, strings
 from partc.parts import Kind, Parts
 from partc.program import Call, Phase, Program, TensorType, Transfer
+from partc.quoting import literal, literal_template
 
 
 class Stage(Protocol):
@@ -61,8 +62,8 @@ def _counting(run: Run) -> str:
 def _name(run: Run) -> str:
     """A call's name, in a loop or alone."""
     if not run.loop:
-        return f'"{run.prefix}"'
-    return f'f"{run.prefix}.{{i}}"' if run.numbers else "name"
+        return literal(run.prefix)
+    return literal_template(run.prefix, ".{i}") if run.numbers else "name"
 
 
 def _names(run: Run) -> tuple[str, str]:

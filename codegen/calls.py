@@ -36,7 +36,7 @@ class Run:
         """The calls' numbers, where they are `prefix.<number>` and name their parameters relative to that."""
         numbers = []
         for call in self.calls:
-            match = re.fullmatch(re.escape(self.prefix) + r"\.(\d+)", call.name)
+            match = re.fullmatch(re.escape(self.prefix) + r"\.(0|[1-9][0-9]*)", call.name)
             expected = tuple(f"{call.name}.{value.name}" for value in self.region.params)
             if match is None or call.params != expected:
                 return None

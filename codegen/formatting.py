@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-import textwrap
 from dataclasses import dataclass
 
-WIDTH = 120
+from partc.quoting import WIDTH, masked, split_comment, unmasked
+
 _OPEN, _CLOSE = "([{", ")]}"
 _INDENT = "    "
 
@@ -19,19 +19,15 @@ def formatted(text: str) -> str:
     what `ruff format` leaves as it is.
     """
     lines: list[str] = []
-    for line in text.splitlines():
-        lines.extend(_broken(line.rstrip()) if len(line.rstrip()) > WIDTH else [line.rstrip()])
+    for line in map(str.rstrip, text.split("\n")):
+        lines.extend(_shortened(line) if len(line) > WIDTH else [line])
     return _settled(lines)
 
 
-def wrapped(text: str, indent: int = 0, prefix: str = "# ") -> str:
-    """Prose as comment lines (or, without prefix, docstring lines) that fit the width; no leading indent."""
-    pad = " " * indent
-    width = WIDTH - indent
-    lines = textwrap.wrap(
-        text, width, initial_indent=prefix, subsequent_indent=prefix, break_long_words=False, break_on_hyphens=False
-    )
-    return f"\n{pad}".join(lines)
+def _shortened(line: str) -> list[str]:
+    """One line as several, which are cut by what stands outside its strings."""
+    code, contents = masked(line)
+    return unmasked("\n".join(_broken(code)), contents).split("\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +39,14 @@ class _Bracket:
     commas: tuple[int, ...]  # at depth 1
 
 
-def _scan(code: str) -> tuple[list[_Bracket], list[int], int]:
-    """Bracket pairs and commas at depth 0, and where a trailing comment starts (or the length)."""
+def _scan(code: str) -> tuple[list[_Bracket], list[int]]:
+    """Bracket pairs and commas at depth 0 of code whose strings are masked."""
     brackets: list[_Bracket] = []
     top: list[int] = []
     stack: list[int] = []
     inner: list[int] = []
-    quote = ""
-    index = 0
-    while index < len(code):
-        char = code[index]
-        if quote:
-            if char == "\\":
-                index += 1
-            elif char == quote:
-                quote = ""
-        elif char in "\"'":
-            quote = char
-        elif char == "#":
-            return brackets, top, index
-        elif char in _OPEN:
+    for index, char in enumerate(code):
+        if char in _OPEN:
             stack.append(index)
             if len(stack) == 1:
                 inner = []
@@ -72,15 +56,15 @@ def _scan(code: str) -> tuple[list[_Bracket], list[int], int]:
                 brackets.append(_Bracket(start, index, tuple(inner)))
         elif char == "," and len(stack) < 2:
             (inner if stack else top).append(index)
-        index += 1
-    return brackets, top, len(code)
+    return brackets, top
 
 
 def _broken(line: str) -> list[str]:
     """One line as several. A trailing comment stays behind the closing bracket, or goes above where there is none."""
     indent = line[: len(line) - len(line.lstrip())]
-    brackets, commas, comment_at = _scan(line.lstrip())
-    code, comment = line.lstrip()[:comment_at].rstrip(), line.lstrip()[comment_at:]
+    code, comment = split_comment(line.lstrip())
+    code = code.rstrip()
+    brackets, commas = _scan(code)
     if not code:
         return [line]
     lines = _bracketed(indent, code, brackets, commas)
@@ -123,7 +107,7 @@ def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[in
 
 def _clauses(code: str) -> list[str]:
     """What is made, `for` and `if`, where the code is a comprehension; else all of it."""
-    brackets, _, _ = _scan(code)
+    brackets, _ = _scan(code)
     hidden = [range(bracket.start, bracket.end) for bracket in brackets]
     found = [match.start() for match in re.finditer(r" (?:for|if) ", code)]
     bounds = [at for at in found if not any(at in inside for inside in hidden)]

@@ -18,7 +18,7 @@ from partc.codegen.expressions import (
     with_accumulation,
 )
 from partc.codegen.lifetimes import deletions, overwritten, shares_memory
-from partc.codegen.names import Names, class_name, identifier
+from partc.codegen.names import Names, RegionNames
 from partc.codegen.operands import Operands, written
 from partc.codegen.parted import added, parted
 from partc.codegen.remade import remarks
@@ -33,6 +33,7 @@ def region_code(
     sizes: Sizes,
     prefix: str,
     doc: str,
+    called: RegionNames,
     updates: Mapping[int, str] | None = None,
     *,
     gives: bool = False,
@@ -42,8 +43,6 @@ def region_code(
     `updates` gives, for outputs that are buffers' next values, the buffers: they are stored, not returned.
     Gradients of parameters are added to those there are or, with `gives`, returned.
     """
-    name = identifier(region.name)
-    title = class_name(region.name)
     fields = Names()
     for value in region.params:
         fields[value.name]
@@ -52,16 +51,17 @@ def region_code(
     forward = without_idle_views(
         replace(region.forward, outputs=(*region.forward.outputs, *(region.saved if saves else ()))), sizes
     )
-    params_class = f"{title}Params" if region.params else ""
+    params_class = called.params if region.params else ""
     outputs = region.forward.outputs
-    backward = f"{name}_backward" if region.weight is None else f"{name}_backward_input"
+    backward = called.backward if region.weight is None else called.backward_input
     has_backward = region.backward is not None and (region.weight is None or bool(region.backward.ops))
     return RegionCode(
+        constant=called.constant,
         params_class=params_class,
         fields=tuple(Argument(name=fields[v.name], type="Tensor", layout=str(v.type)) for v in region.params),
-        forward=writer.forward(forward, f"{name}_forward" if saves else name, doc, params_class),
+        forward=writer.forward(forward, called.forward if saves else called.stem, doc, params_class),
         backward=writer.backward(region.backward, backward, params_class) if has_backward and region.backward else None,
-        weight=writer.weight(region.weight, f"{name}_backward_weight", params_class) if region.weight else None,
+        weight=writer.weight(region.weight, called.backward_weight, params_class) if region.weight else None,
         gradient_inputs=tuple(
             index
             for index, value in enumerate(region.forward.inputs)

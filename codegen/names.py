@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import keyword
-import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+from partc import quoting
 
 # What emitted functions read besides their own values.
 _TAKEN = frozenset(
@@ -34,6 +35,12 @@ _TAKEN = frozenset(
         "Received",
         "Stage",
         "Saved",
+        "Values",
+        "Parts",
+        "Sums",
+        "Bucket",
+        "compiled",
+        "next",
         "zip",
         "reversed",
         "range",
@@ -53,10 +60,8 @@ def identifier(name: str) -> str:
 
     None starts with an underscore: fields of a NamedTuple may not.
     """
-    text = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "value"
-    if text[0].isdigit():
-        text = f"m{text}"
-    return f"{text}_" if keyword.iskeyword(text) or keyword.issoftkeyword(text) or text in _TAKEN else text
+    text = quoting.identifier(name)
+    return f"{text}_" if text in _TAKEN else text
 
 
 def class_name(name: str) -> str:
@@ -87,3 +92,54 @@ class Names:
     def bind(self, name: str, text: str) -> None:
         """Let `name` be written as this text (a parameter's field, another value's identifier)."""
         self._given[name] = text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionNames:
+    """What a stage module calls the parts of a region: "block" for block_forward, BlockParams and BLOCK."""
+
+    stem: str
+    params: str
+    constant: str
+
+    @property
+    def forward(self) -> str:
+        return f"{self.stem}_forward"
+
+    @property
+    def backward(self) -> str:
+        return f"{self.stem}_backward"
+
+    @property
+    def backward_input(self) -> str:
+        return f"{self.stem}_backward_input"
+
+    @property
+    def backward_weight(self) -> str:
+        return f"{self.stem}_backward_weight"
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        functions = (self.forward, self.backward, self.backward_input, self.backward_weight)
+        return (self.stem, self.params, self.constant, *functions)
+
+
+def region_names(regions: Iterable[str]) -> dict[str, RegionNames]:
+    """Names for the regions of one module, none of which is another's."""
+    found: dict[str, RegionNames] = {}
+    taken = set(_TAKEN)
+    for region in regions:
+        stem, number = identifier(region), 1
+        names = _region_names(stem)
+        while not taken.isdisjoint(names.every):
+            number += 1
+            names = _region_names(f"{stem}_{number}")
+        taken.update(names.every)
+        found[region] = names
+    return found
+
+
+def _region_names(stem: str) -> RegionNames:
+    constant = stem.upper()
+    constant = f"{constant}_TABLE" if constant == stem else constant
+    return RegionNames(stem=stem, params=f"{class_name(stem)}Params", constant=constant)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from partc.layout import Sizes
 from partc.program import Arg, DType, DTypeArg, Op, Ref, TensorType
+from partc.quoting import literal
 
 DTYPES: Mapping[DType, str] = {
     "f64": "torch.float64", "f32": "torch.float32", "bf16": "torch.bfloat16", "f16": "torch.float16",
@@ -63,7 +64,7 @@ def written(arg: Arg, name: Callable[[str], str]) -> str:
         case float() if not math.isfinite(arg):
             return "math.nan" if math.isnan(arg) else "math.inf" if arg > 0 else "-math.inf"
         case str():
-            return '"{}"'.format(arg.replace("\\", "\\\\").replace('"', '\\"'))
+            return literal(arg)
     return repr(arg)
 
 

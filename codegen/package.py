@@ -5,22 +5,22 @@ from __future__ import annotations
 import importlib.resources
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-
-import jinja2
 
 from partc.codegen import plan as plans
 from partc.codegen.collectives import NAMES, local_bytes, readable_bytes
-from partc.codegen.formatting import formatted, wrapped
+from partc.codegen.formatting import formatted
 from partc.codegen.ranks import rank_codes
 from partc.codegen.stages import StageCode, stage_code
 from partc.memory import Account
 from partc.parts import Parts
 from partc.program import Program
+from partc.quoting import environment
 from partc.saving import most_saved
 
 if TYPE_CHECKING:
+    import jinja2
+
     from partc.codegen.kernel import Kernel
     from partc.codegen.written import Written
 
@@ -224,20 +224,4 @@ def _runtime() -> Iterator[tuple[str, str]]:
 
 
 def _template(name: str) -> jinja2.Template:
-    return _environment().get_template(name)
-
-
-@lru_cache(maxsize=1)
-def _environment() -> jinja2.Environment:
-    folder = importlib.resources.files("partc.templates")
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    environment.filters["comment"] = lambda text, indent: wrapped(text, indent)
-    environment.filters["prose"] = lambda text: wrapped(text, 0, "")
-    return environment
+    return environment().get_template(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from partc.layout import Layout
 from partc.memory import Account
 from partc.program import Graph, Program, Region, TensorType
 
+_HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs, which UTF-8 does not have
 FORMAT = 1  # of plan.json; readers refuse what they don't know
 
 
@@ -121,7 +123,7 @@ def _collectives(graph: Graph, region: Region, program: Program) -> list[dict[st
 
 def written(plan: Mapping[str, Any]) -> str:
     """JSON with one line for each parameter, call and value: what a diff of two plans can show."""
-    return f"{_written(plan, 0)}\n"
+    return _HALVES.sub(lambda half: f"\\u{ord(half[0]):04x}", f"{_written(plan, 0)}\n")
 
 
 def _written(value: Any, depth: int) -> str:

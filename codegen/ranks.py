@@ -10,7 +10,9 @@ from functools import lru_cache
 
 from partc.layout import Layout
 from partc.mesh import PIPELINE_AXIS
+from partc.naming import is_number
 from partc.program import Program
+from partc.quoting import literal
 from partc.reductions import Reductions
 
 
@@ -65,7 +67,7 @@ def rank_codes(program: Program) -> Iterator[RankCode]:
 
 
 def _dict(items: Mapping[str, int]) -> str:
-    return f"{{{', '.join(f'{chr(34)}{key}{chr(34)}: {value}' for key, value in items.items())}}}"
+    return f"{{{', '.join(f'{literal(key)}: {value}' for key, value in items.items())}}}"
 
 
 def _ranks(members: tuple[int, ...]) -> str:
@@ -100,7 +102,7 @@ def _patterns(program: Program, stages: tuple[int, ...]) -> tuple[tuple[str, Lay
             continue
         for name in call.params:
             if any(program.sizes[axis] > 1 for axis in layouts[name].sharded_axes):
-                starred = ".".join("*" if part.isdigit() else part for part in name.split("."))
+                starred = ".".join("*" if is_number(part) else part for part in name.split("."))
                 key = starred if found.get(starred, layouts[name]) == layouts[name] else name
                 found[key] = layouts[name]
     return tuple(found.items())

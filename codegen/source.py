@@ -45,6 +45,7 @@ class Function:
 class RegionCode:
     """All that a stage module says about one region."""
 
+    constant: str  # the name of the table of its parameters
     params_class: str  # "" where it has no parameters
     fields: tuple[Argument, ...]
     forward: Function

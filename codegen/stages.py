@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from partc.codegen.calls import Run, place_of, runs
 from partc.codegen.functions import region_code
-from partc.codegen.names import Names, identifier
+from partc.codegen.names import Names, identifier, region_names
 from partc.codegen.source import Argument, Function, Line, RegionCode
 from partc.codegen.steps import Steps
 from partc.codegen.weights import Entry, Repeated, Weights, strings
@@ -16,6 +16,7 @@ from partc.layout import SubDim
 from partc.mesh import TIME_AXIS
 from partc.parts import Parts
 from partc.program import Phase, Program
+from partc.quoting import literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +82,13 @@ class _Builder:
         self.weights = Weights(program, index, every, self.codes, self.attributes, self.parts)
         self.attribute = self.weights.attribute
         self.starts, self.started = self.weights.starts, self.weights.started
-        self.places = {name: f'batch["{name}"]' for name in program.inputs}
+        self.places = {name: f"batch[{literal(name)}]" for name in program.inputs}
         # A schedule may ask for the halves of a stage that has no weights.
         halves = any(a.stage == index and a.kind == "I" for actions in program.schedule for a in actions)
         self.split = halves or any(code.weight for code in self.codes.values())
         self.sent = [t for t in program.transfers if t.source == index]
         self.received = [t for t in program.transfers if t.target == index]
-        self.places.update((t.value, f'received["{t.value}"]') for t in self.received)
+        self.places.update((t.value, f"received[{literal(t.value)}]") for t in self.received)
 
     def build(self) -> StageCode:
         init = self.weights.init()
@@ -125,11 +126,11 @@ class _Builder:
             units=units,
             tables=tables,
             parameters=parameters,
-            inputs=tuple(Entry(key=name, value=f'Shard("{self._input_type(name)}")') for name in self._inputs()),
+            inputs=tuple(Entry(key=name, value=f"Shard({literal(self._input_type(name))})") for name in self._inputs()),
             sends=self._targets(gradient=False),
             gradients_from=self._targets(gradient=True),
             receives=self._receives(),
-            loss=f'"{loss}"' if loss else "None",
+            loss=literal(loss) if loss else "None",
             loss_partial=strings(axis for axis in partial if axis != TIME_AXIS and self.program.sizes[axis] > 1),
             init=(*init, *locals_.reads()),
             setup=tuple(setup),
@@ -152,7 +153,8 @@ class _Builder:
         )
 
     def _region_codes(self) -> dict[str, RegionCode]:
-        codes = {}
+        codes: dict[str, RegionCode] = {}
+        called = region_names(dict.fromkeys(call.region for call in self.calls))
         for phase_runs in self.runs.values():
             for run in phase_runs:
                 region = run.region
@@ -166,6 +168,7 @@ class _Builder:
                     self.program.sizes,
                     prefix,
                     f"{what}{place_of(region)}.",
+                    called[region.name],
                     self._updated(run),
                     gives=self.program.zero >= 2 and self.parts.has_parts(run.calls[0]),
                 )
@@ -216,7 +219,7 @@ class _Builder:
             type = self.types[transfer.value]
             shape = type.layout.local_shape(self.program.sizes)
             gradient = "" if transfer.gradient else ", gradient=False"
-            value = f'Received(source={transfer.source}, shape={shape}, dtype="{type.dtype}"{gradient})'
+            value = f"Received(source={transfer.source}, shape={shape}, dtype={literal(type.dtype)}{gradient})"
             entries.append(Entry(key=transfer.value, value=value))
         return tuple(entries)
 

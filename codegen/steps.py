@@ -10,6 +10,7 @@ from partc.codegen.names import Names, identifier
 from partc.codegen.source import Line, RegionCode
 from partc.parts import KINDS, Kind
 from partc.program import Call
+from partc.quoting import literal
 
 _READS = (
     "What the calls of each action read, in order: gathered while the call before it runs, in this action or the one "
@@ -91,7 +92,7 @@ class Steps:
         sent = dict.fromkeys(t.value for t in self.b.sent)
         if self.b.makes(self.b.program.loss):
             sent[self.b.program.loss] = None
-        values = ", ".join(f'"{name}": {self.b.places[name]}' for name in sent)
+        values = ", ".join(f"{literal(name)}: {self.b.places[name]}" for name in sent)
         lines.append(Line(code=f"return {{{values}}}, {'saved' if saves else '[]'}"))
         return lines
 
@@ -154,7 +155,7 @@ class Steps:
     def backward(self) -> list[Line]:
         lines = self._gathered(self._kind())
         lines.extend([Line(code="kept: list[Saved] = []")] if self._split() else [])
-        self.grads: dict[str, str] = {t.value: f'gradients["{t.value}"]' for t in self.b.sent if t.gradient}
+        self.grads: dict[str, str] = {t.value: f"gradients[{literal(t.value)}]" for t in self.b.sent if t.gradient}
         taken = ("comm", "saved", "kept", "left", "gradients", "p", "g", "unit", "whole", "i", "name", "self")
         self.grad_names = Names((*taken, *self.functions))
         self.owed = self._owed()
@@ -163,7 +164,7 @@ class Steps:
                 continue
             lines.extend(self._backward_loop(run) if run.loop else self._backward_call(run))
         returned = {t.value: self.grads.get(t.value) for t in self.b.received if t.gradient}
-        values = ", ".join(f'"{name}": {place}' for name, place in returned.items())
+        values = ", ".join(f"{literal(name)}: {place}" for name, place in returned.items())
         lines.append(Line(code=f"return {{{values}}}{', kept' if self._split() else ''}"))
         return lines
 

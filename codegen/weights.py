@@ -8,10 +8,11 @@ from functools import cached_property
 
 from partc.codegen.calls import Run
 from partc.codegen.collectives import local_bytes, moved, readable_bytes
-from partc.codegen.names import Names, identifier
+from partc.codegen.names import Names
 from partc.codegen.source import Line, RegionCode
 from partc.parts import Parts
-from partc.program import Parameter, Program, Region
+from partc.program import Parameter, Program
+from partc.quoting import literal, literal_template
 from partc.reductions import Bucket, Reductions
 
 
@@ -28,7 +29,7 @@ class Repeated:
     """Parameters that several calls have under numbered prefixes."""
 
     constant: str  # the module's table of the region's parameters: "BLOCK"
-    prefix: str
+    key: str  # an f-string of a name, from the loop's variables i and name
     numbers: str
 
 
@@ -81,10 +82,10 @@ class Weights:
         if self.program.near:
             yield f"near={strings(self.program.near)}"
         if self.program.wire:
-            yield f'wire="{self.program.wire}"'
+            yield f"wire={literal(self.program.wire)}"
         if self.program.compress:
             compress = self.program.compress
-            yield f"compress=kernels.{compress}" if self.program.fused else f'compress="{compress}"'
+            yield f"compress=kernels.{compress}" if self.program.fused else f"compress={literal(compress)}"
 
     def starts(self, run: Run) -> bool:
         """Whether sums are started, or go on from inside nodes to between them, in a run of calls."""
@@ -123,10 +124,10 @@ class Weights:
         between = trained[trained.index(chosen[0]) : trained.index(chosen[-1]) + 1]
         over = lambda item: item.gather if bucket.scattered else reductions.axes(item)  # noqa: E731
         alike = [each for each in between if not reductions.sharers(each) and over(each) == bucket.over]
-        which = f'first="{chosen[0].name}", last="{chosen[-1].name}"'
+        which = f"first={literal(chosen[0].name)}, last={literal(chosen[-1].name)}"
         if tuple(alike) != chosen:
             which = f"names={strings(parameter.name for parameter in chosen)}"
-        after = f'after="{bucket.after}", ' if bucket.after else ""
+        after = f"after={literal(bucket.after)}, " if bucket.after else ""
         scatter = ", scatter=True" if bucket.scattered else ""
         return f"Bucket({after}over={strings(bucket.over)}, {which}{scatter})"
 
@@ -142,7 +143,7 @@ class Weights:
         return {0: (kept, cls), 1: (kept, summed), 2: (kept, unit), 3: (unit, "")}[self.program.zero]
 
     def _shard(self, parameter: Parameter) -> str:
-        type = f'"{parameter.type.dtype}{parameter.type.layout.without(*self._small)}"'
+        type = literal(f"{parameter.type.dtype}{parameter.type.layout.without(*self._small)}")
         parts = [type]
         if not parameter.trainable:
             parts.append("trainable=False")
@@ -151,7 +152,7 @@ class Weights:
         if self.reductions.sharers(parameter):
             parts.append(f"shared={self.reductions.sharers(parameter)}")
         if self.parts.read.get(parameter.name, parameter.type.dtype) != parameter.type.dtype:
-            parts.append(f'read="{self.parts.read[parameter.name]}"')
+            parts.append(f"read={literal(self.parts.read[parameter.name])}")
         if parameter.gather:
             parts.append(f"gather={strings(parameter.gather)}")
         if parameter.holds:
@@ -159,6 +160,9 @@ class Weights:
         if parameter.aliases:
             parts.append(f"aliases={strings(parameter.aliases)}")
         return f"Shard({', '.join(parts)})"
+
+    def _constant(self, run: Run) -> str:
+        return self.codes[run.region.name].constant
 
     @property
     def _small(self) -> tuple[str, ...]:
@@ -170,10 +174,11 @@ class Weights:
         seen: set[str] = set()
         for run in self.runs:
             table = self._table(run)
-            constant = _constant(run.region)
+            constant = self._constant(run)
             numbers = run.numbers
             if numbers and table is not None and tables.setdefault(constant, table) == table:
-                entries.append(Repeated(constant=constant, prefix=run.prefix, numbers=counted(numbers)))
+                key = literal_template(run.prefix, ".{i}.{name}")
+                entries.append(Repeated(constant=constant, key=key, numbers=counted(numbers)))
                 seen.update(name for call in run.calls for name in call.params)
                 continue
             for name in dict.fromkeys(name for call in run.calls for name in call.params):
@@ -201,10 +206,10 @@ class Weights:
         take: Callable[[str], str] = lambda key: f"{source}.get({key})" if frozen else f"{source}[{key}]"  # noqa: E731
         numbers = run.numbers
         if run.loop and numbers and self._table(run) is not None:
-            key = f'f"{run.prefix}.{{i}}.{{name}}"'
-            each = f"{cls}(*({take(key)} for name in {_constant(run.region)}))"
+            key = literal_template(run.prefix, ".{i}.{name}")
+            each = f"{cls}(*({take(key)} for name in {self._constant(run)}))"
             return f"[{each} for i in {counted(numbers)}]"
-        quoted = [[take(f'"{name}"') for name in call.params] for call in run.calls]
+        quoted = [[take(literal(name)) for name in call.params] for call in run.calls]
         each_call = [f"{cls}({', '.join(items)})" for items in quoted]
         return f"[{', '.join(each_call)}]" if run.loop else each_call[0]
 
@@ -212,9 +217,10 @@ class Weights:
         """The same from the parameters' names."""
         close = ")" * maker.count("(")
         if run.loop and run.numbers and self._table(run) is not None:
-            names = f'*(f"{run.prefix}.{{i}}.{{name}}" for name in {_constant(run.region)})'
+            key = literal_template(run.prefix, ".{i}.{name}")
+            names = f"*({key} for name in {self._constant(run)})"
             return f"[{maker}{names}{close} for i in {counted(run.numbers)}]"
-        quoted = [", ".join(f'"{name}"' for name in call.params) for call in run.calls]
+        quoted = [", ".join(map(literal, call.params)) for call in run.calls]
         each = [f"{maker}{names}{close}" for names in quoted]
         return f"[{', '.join(each)}]" if run.loop else each[0]
 
@@ -246,10 +252,6 @@ class Weights:
         return readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in weights))
 
 
-def _constant(region: Region) -> str:
-    return identifier(region.name).upper()
-
-
 def counted(numbers: tuple[int, ...]) -> str:
     """What a loop over these goes through."""
     if numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
@@ -258,5 +260,5 @@ def counted(numbers: tuple[int, ...]) -> str:
 
 
 def strings(items: Iterable[str]) -> str:
-    quoted = [f'"{item}"' for item in items]
+    quoted = list(map(literal, items))
     return f"({', '.join(quoted)}{',' * (len(quoted) == 1)})"

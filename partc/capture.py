@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import keyword
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from partc.errors import PartcError, first_line
 from partc.installed import is_machinery
 from partc.modelfile import blame
 from partc.ownbackward import refuse_hooks, without_own_backward
+from partc.quoting import encodable
 from partc.runtime.precision import computing_in, held_in
 from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase
 from partc.trace_errors import explained
@@ -35,15 +35,17 @@ class Captured:
 
 
 class _Step(nn.Module):
-    """What is traced: one batch, by entry names, to one loss."""
+    """What is traced: one batch, its entries in the order of `names`, to one loss."""
 
-    def __init__(self, model: nn.Module, loss: Loss | None, path: Path | None) -> None:
+    def __init__(self, model: nn.Module, loss: Loss | None, path: Path | None, names: Sequence[str]) -> None:
         super().__init__()
         self.model = model
         self._loss = loss
         self._path = path
+        self._names = names
 
-    def forward(self, **batch: Any) -> Tensor:
+    def forward(self, *entries: Tensor) -> Tensor:
+        batch = dict(zip(self._names, entries, strict=True))
         stores = [module._buffers for module in self.modules()]
         held = [(store, name, buffer) for store in stores for name, buffer in store.items()]
         try:
@@ -96,7 +98,8 @@ def capture(
         batch = _part(_batch(make_batch, mode, dtype, path), parts)
         try:
             with computing_in(dtype), without_own_backward(), stacks_of_losses():
-                exported = torch.export.export(_Step(model, loss, path), (), kwargs=dict(batch), strict=False)
+                step = _Step(model, loss, path, tuple(batch))
+                exported = torch.export.export(step, tuple(batch.values()), strict=False)
         except PartcError as error:
             error.source = error.source or blame(error, path)
             raise
@@ -145,6 +148,12 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
                 "P0205",
                 f"{name} of model() has no shape yet",
                 help="use modules that are told their sizes, not lazy ones",
+            )
+    named = (model.named_modules, model.named_parameters, model.named_buffers)
+    for name in (name for names in named for name, _ in names(remove_duplicate=False)):
+        if not encodable(name):
+            raise PartcError(
+                "P0205", f"model() has a part of the name {name!a}, which is no text", help="give it another name"
             )
     refuse_hooks(model)
     return model
@@ -202,10 +211,8 @@ def _part(batch: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
 
 def _check_entry(name: object, x: Tensor) -> None:
     """Raises PartcError P0205 for an entry that no rank could be given a part of."""
-    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
-        raise PartcError(
-            "P0205", f"batch() names an entry {name!r}, which is no Python name", help="entries are named arguments"
-        )
+    if not isinstance(name, str) or not encodable(name):
+        raise PartcError("P0205", f"batch() names an entry {name!a}, which is no text", help="give it another name")
     wrong = None
     if x.layout is not torch.strided:
         wrong = "is sparse"

@@ -43,7 +43,7 @@ def cli(context: click.Context) -> None:
     Exit codes: 0 done, 1 a check did not hold, 2 the input is wrong.
     """
     if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+        console.echo(context.get_help())
 
 
 cli.add_command(trace_command)
@@ -78,7 +78,7 @@ def compile_command(model: str, output: Path, dump_after: tuple[str, ...], as_js
         return
     _print_report(report)
     if done.options.kernels == "triton" and importlib.util.find_spec("triton") is None:
-        click.echo("warning: the package's kernels need Triton, which is not installed here: pip install triton")
+        console.echo("warning: the package's kernels need Triton, which is not installed here: pip install triton")
     console.next_step(f"partc verify {output}{' --virtual' if compiled.program.mesh.size > 8 else ''}")
 
 
@@ -88,21 +88,21 @@ def _print_report(report: Mapping[str, Any]) -> None:
 
     moved = ", ".join(f"{readable_bytes(size)} over {axis}" for axis, size in report["communication"].items() if size)
     counts = {"rank": report["ranks"], "stage": report["stages"], "region": len(report["regions"])}
-    click.echo("\n" + ", ".join(counted(count, noun) for noun, count in counts.items()))
-    click.echo(f"each rank receives a step: {moved or 'nothing'}")
-    click.echo(f"a rank saves for backward passes: {readable_bytes(max(report['saved']))} at most")
+    console.echo("\n" + ", ".join(counted(count, noun) for noun, count in counts.items()))
+    console.echo(f"each rank receives a step: {moved or 'nothing'}")
+    console.echo(f"a rank saves for backward passes: {readable_bytes(max(report['saved']))} at most")
     if report["memory"] is not None:
-        click.echo(f"a rank holds at most: {report['memory']['worst']}")
-    click.echo(f"rules cover {report['rules']['ops']:.1%} of operations, {report['rules']['flops']:.1%} of flops")
+        console.echo(f"a rank holds at most: {report['memory']['worst']}")
+    console.echo(f"rules cover {report['rules']['ops']:.1%} of operations, {report['rules']['flops']:.1%} of flops")
     for warning in report["warnings"]:
-        click.echo(f"warning: {warning}")
+        console.echo(f"warning: {warning}")
     for name, (true, held) in report["padded"].items():
-        click.echo(f"{name}: {held[0]:,} rows held for {true[0]:,}, so that they can be cut, or moved in whole lines")
+        console.echo(f"{name}: {held[0]:,} rows held for {true[0]:,}, so that they can be cut, or moved in whole lines")
     for item in report["replicated_ops"]:
         place = f"{console.shortened(item['source'])}: " if item["source"] else ""
         why = "is repeated" if item["rule"] else "has no rule, so it is repeated"
         cost = f"{item['flops']:,} flops a step"
-        click.echo(f"{place}{item['op']} ({item['place']}) {why} on every rank of {item['axis']}: {cost}")
+        console.echo(f"{place}{item['op']} ({item['place']}) {why} on every rank of {item['axis']}: {cost}")
 
 
 @cli.command("verify", short_help="Hold a package against its single-device model.")
@@ -133,12 +133,12 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool) ->
         )
     else:
         for step, (mine, theirs) in enumerate(zip(result.losses, result.reference_losses, strict=True)):
-            click.echo(f"step {step}   loss {mine:.9g}   single device {theirs:.9g}")
+            console.echo(f"step {step}   loss {mine:.9g}   single device {theirs:.9g}")
         place = f"{worst.kind} {worst.name}" if worst.kind != worst.name else worst.kind
         where = f"{place}, step {worst.step}, rank {worst.rank}"
         error = f"relative error {worst.rel_err:.2e} of {result.tolerance:.0e} allowed"
-        click.echo(f"worst of {result.compared:,}: {where}: {error}")
-        click.echo("equal to the single-device model" if result.ok else "NOT equal to the single-device model")
+        console.echo(f"worst of {result.compared:,}: {where}: {error}")
+        console.echo("equal to the single-device model" if result.ok else "NOT equal to the single-device model")
         if result.ok:
             console.next_step(f"partc run {directory} --steps 20")
         else:
@@ -180,7 +180,7 @@ def memory_command(
         if as_json:
             print(json.dumps(formula_table.document(found, region=region)))
         else:
-            click.echo(formula_table.page(found, region=region, width=width), nl=False)
+            console.echo(formula_table.page(found, region=region, width=width), nl=False)
         return
     if region is not None:
         raise PartcError("P0004", "--region goes with --symbolic", help="add it, or leave --region out")
@@ -191,7 +191,7 @@ def memory_command(
         print(json.dumps(account.document()))
         return
     place = None if rank is None else asked.place(mesh, rank)
-    click.echo(page(account, mesh, place=place, width=width), nl=False)
+    console.echo(page(account, mesh, place=place, width=width), nl=False)
 
 
 @cli.command("run", short_help="Train a package on this machine.", context_settings={"ignore_unknown_options": True})
@@ -210,7 +210,7 @@ def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, r
     if steps < 1:
         raise PartcError("P0504", f"cannot run {steps} steps", help="--steps is 1 or more")
     arguments = (*rest, *(() if init is None else ("--init", str(init))))
-    result = run(directory, steps=steps, arguments=arguments, tell=lambda line: click.echo(f"$ {line}", err=as_json))
+    result = run(directory, steps=steps, arguments=arguments, tell=lambda line: console.echo(f"$ {line}", err=as_json))
     if as_json:
         print(
             json.dumps(
@@ -225,11 +225,11 @@ def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, r
         )
         return
     if not result.losses:
-        click.echo("no step was left to do")
+        console.echo("no step was left to do")
         return
     from partc.codegen.collectives import readable_bytes
 
-    click.echo(
+    console.echo(
         f"loss {result.losses[0]:.6g} to {result.losses[-1]:.6g} in {len(result.losses)} steps; "
         f"median step {result.step_seconds_median:.4f} s, {result.tokens_per_second:,.0f} tokens/s, "
         f"at most {readable_bytes(max(result.peak_bytes))} a rank"
@@ -254,16 +254,16 @@ def export_command(directory: Path, checkpoint: Path, target: Path, as_json: boo
     with console.working("writing", quiet=as_json):
         from partc.export import export
 
-        done = export(directory, checkpoint, target, say=lambda line: click.echo(line, err=True))
+        done = export(directory, checkpoint, target, say=lambda line: console.echo(line, err=True))
     if as_json:
         document = {"step": done.step, "tensors": done.tensors, "bytes": done.bytes, "untrained": list(done.untrained)}
         print(json.dumps(document))
         return
     from partc.codegen.collectives import readable_bytes
 
-    click.echo(f"wrote {target}: {done.tensors:,} tensors, {readable_bytes(done.bytes)}, after step {done.step}")
+    console.echo(f"wrote {target}: {done.tensors:,} tensors, {readable_bytes(done.bytes)}, after step {done.step}")
     if done.untrained:
-        click.echo(f"as at the beginning, for the loss does not use them: {', '.join(done.untrained)}")
+        console.echo(f"as at the beginning, for the loss does not use them: {', '.join(done.untrained)}")
 
 
 @cli.command("rule", short_help="Draft the rules that a model's operations lack.")
@@ -276,11 +276,11 @@ def rule_command(model: str, **given: Any) -> None:
 
     options, definitions = asked.options(given)
     program = compilation(model, None, options, model_options=definitions, until="annotate").program
-    click.echo(f"# rules cover {coverage(program)}")
+    console.echo(f"# rules cover {coverage(program)}")
     for item in missing(program):
-        click.echo(f"\n# {item.source or 'in a loss of torch'}: equal sizes were taken for one factor; correct them.")
-        click.echo('# A factor that no result has is summed. Name those that must stay whole: blocked="k".')
-        click.echo(f'partc.rule("{item.op}", "{item.draft}")')
+        console.echo(f"\n# {item.source or 'in a loss of torch'}: equal sizes were taken for one factor; correct them.")
+        console.echo('# A factor that no result has is summed. Name those that must stay whole: blocked="k".')
+        console.echo(f'partc.rule("{item.op}", "{item.draft}")')
 
 
 @cli.command("inspect", short_help="Show the program after any pass.")
@@ -307,7 +307,7 @@ def inspect_command(target: str, **given: Any) -> None:
         raise PartcError("P0412", "--durations are those of --schedules", help="add --schedules")
     model, options, definitions = asked.target(target, given)
     if side_by_side:
-        click.echo(_schedules(options, durations), nl=False)
+        console.echo(_schedules(options, durations), nl=False)
         return
     until = inspection.last_pass(after=wanted["after"], name=wanted["name"], html=wanted["html"])
     with console.working("compiling", quiet=wanted["html"] is None):
@@ -317,14 +317,14 @@ def inspect_command(target: str, **given: Any) -> None:
     if wanted["html"] is not None:
         _write_page(done, wanted["html"])
     elif wanted["name"] is not None:
-        click.echo(inspection.explained(done, wanted["name"]))
+        console.echo(inspection.explained(done, wanted["name"]))
     elif wanted["provenance"]:
-        click.echo(inspection.origins(done, region=wanted["region"]))
+        console.echo(inspection.origins(done, region=wanted["region"]))
     else:
         text = inspection.text(
             done, after=until, region=wanted["region"], diff=wanted["diff"], sources=wanted["sources"]
         )
-        click.echo(text.rstrip("\n"))
+        console.echo(text.rstrip("\n"))
 
 
 def _schedules(options: Options, given: str | None) -> str:
@@ -350,7 +350,7 @@ def _write_page(done: Compilation, path: Path) -> None:
     from partc.report import page
 
     write_page(page(done.program), path)
-    click.echo(f"wrote {path}")
+    console.echo(f"wrote {path}")
     console.next_step(f"open {path} in a browser")
 
 
@@ -361,7 +361,7 @@ def examples_command(directory: Path) -> None:
     from partc.example_files import copy_examples
 
     for path in copy_examples(directory):
-        click.echo(f"wrote {path}")
+        console.echo(f"wrote {path}")
     console.next_step(f"partc compile {directory / 'gpt.py'} --mesh 2x2x2 --microbatches 4")
 
 
@@ -378,7 +378,7 @@ def doctor_command(as_json: bool) -> None:
         marks = {True: "ok", False: "no", None: "  "}
         left, middle = max(len(item.what) for item in found), max(len(item.found) for item in found)
         for item in found:
-            click.echo(f"{marks[item.ok]}  {item.what:<{left}}  {item.found:<{middle}}  {item.meaning}")
+            console.echo(f"{marks[item.ok]}  {item.what:<{left}}  {item.found:<{middle}}  {item.meaning}")
     if any(item.ok is False for item in found):
         raise console.CheckFailed
 
@@ -389,4 +389,4 @@ def explain_command(code: str | None) -> None:
     """Say more about an error code, or list them all."""
     from partc.explain import explanation, listing
 
-    click.echo(listing() if code is None else explanation(code))
+    console.echo(listing() if code is None else explanation(code))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from partc.errors import PartcError, first_line
+from partc.quoting import shown_lines
 
 if TYPE_CHECKING:
     from partc.api import Phase
@@ -64,8 +65,13 @@ def guarded(command: Callable[[], Any], *, json: bool) -> int:
     return DONE
 
 
+def echo(text: str = "", *, nl: bool = True, err: bool = False) -> None:
+    """Print text in which names from outside stand: a terminal shows them, and obeys none."""
+    click.echo(shown_lines(text), nl=nl, err=err)
+
+
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    echo(text, err=True)
 
 
 def _say_usage(error: click.ClickException) -> None:
@@ -87,7 +93,7 @@ def _keep(error: BaseException) -> str:
 
 def next_step(command: str) -> None:
     """The last line of a command that went well."""
-    click.echo(f"\nnext: {command}")
+    echo(f"\nnext: {command}")
 
 
 def shortened(place: str) -> str:
@@ -122,9 +128,9 @@ class Phases:
         if not self.quiet:
             text = f"{phase.label:<15} {phase.seconds:7.2f} s   {phase.note}".rstrip()
             if self.spinner is not None:
-                self.spinner.console.print(text, highlight=False, markup=False, soft_wrap=True)
+                self.spinner.console.print(shown_lines(text), highlight=False, markup=False, soft_wrap=True)
             else:
-                click.echo(text)
+                echo(text)
 
 
 @contextmanager

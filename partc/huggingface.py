@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from partc.errors import PartcError
 from partc.modelfile import is_file
+from partc.quoting import environment
 
 PREFIX = "hf:"
 # The architecture trained where a configuration names none, and the kind of batch each sort takes.
@@ -43,6 +41,9 @@ _TASKS = {
 }
 
 
+# Any other implementation of attention is code that transformers would fetch and run.
+_IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+_OWN = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _LONGEST = {"pairs": 77}  # positions, where a configuration doesn't say
 
 
@@ -79,21 +80,31 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     _expect(path, isinstance(config.get("id2label") or {}, dict), "id2label is no object")
     longest = text_config.get("max_position_embeddings") or text_config.get("n_positions") or _LONGEST.get(task, 2048)
     _expect(path, _is_size(longest), "max_position_embeddings is no number of positions")
-    text = importlib.resources.files("partc.templates").joinpath("hf_model.py.jinja").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    return environment.from_string(text).render(
-        architecture=architecture,
-        config=json.dumps(config, indent=2, sort_keys=True).replace("\\", "\\\\").replace('"""', '\\"\\"\\"'),
-        task=task,
-        batch=batch,
-        seq=seq or min(int(longest), 128),
-        vocabulary=0 if task == "image" else text_config.get("vocab_size") or _default(text_config, "vocab_size"),
-        channels=image.get("num_channels", 3),
-        height=height,
-        width=width,
-        classes=len(config.get("id2label") or {}) or config.get("num_labels") or 2,
+    sizes = {
+        "vocab_size": 0 if task == "image" else text_config.get("vocab_size") or _default(text_config, "vocab_size"),
+        "num_channels": image.get("num_channels", 3),
+        "num_labels": len(config.get("id2label") or {}) or config.get("num_labels") or 2,
+    }
+    for name, found in sizes.items():
+        _expect(path, _is_size(found) or (task == "image" and found == 0), f"{name} is no number")
+    for part in (config, image, text_config):
+        kernel = next((part[name] for name in _IMPLEMENTATIONS if name in part), None)
+        _expect(path, kernel is None or kernel in _OWN, f"attn_implementation is none of {', '.join(_OWN)}")
+    return (
+        environment()
+        .get_template("hf_model.py.jinja")
+        .render(
+            architecture=architecture,
+            config=json.dumps(config, indent=2, sort_keys=True),
+            task=task,
+            batch=batch,
+            seq=seq or min(longest, 128),
+            vocabulary=sizes["vocab_size"],
+            channels=sizes["num_channels"],
+            height=height,
+            width=width,
+            classes=sizes["num_labels"],
+        )
     )
 
 
@@ -111,7 +122,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise PartcError("P0231", f"there is no configuration {path}", help="give hf:PATH/config.json")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PartcError("P0231", f"{path} is no JSON: {error}", help="give a model's config.json") from error
     if not isinstance(found, dict) or "model_type" not in found:
         raise PartcError("P0231", f"{path} has no model_type", help="give a model's config.json")
@@ -129,7 +140,10 @@ def _require_transformers(architecture: str, path: Path) -> None:
         raise PartcError("P0232", f"{path} names {architecture!r}, which transformers doesn't have", help="correct it")
 
 
-def _default(config: Mapping[str, Any], key: str) -> int:
+def _default(config: Mapping[str, Any], key: str) -> object:
     import transformers
 
-    return int(getattr(transformers.AutoConfig.for_model(**config), key))
+    try:
+        return getattr(transformers.AutoConfig.for_model(**config), key, None)
+    except Exception:  # whatever transformers makes of a configuration that says something else
+        return None

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from partc.errors import PartcError
+from partc.naming import is_number
 from partc.printer import readable
 
 # In the order in which they are shown: what lasts, what a step brings, what passes.
@@ -137,7 +138,7 @@ def together(items: Iterable[tuple[str, str, int]]) -> tuple[Held, ...]:
     """
     found: dict[tuple[str, str], list[int]] = {}
     for category, name, size in items:
-        starred = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        starred = ".".join("*" if is_number(part) else part for part in name.split("."))
         found.setdefault((category, starred), []).append(size)
     held = (
         Held(category=category, name=name, count=len(sizes), bytes=sum(sizes))

@@ -14,7 +14,7 @@ from pathlib import Path
 from partc.errors import Source
 from partc.program import Op
 
-_PLAIN = re.compile(r"\W+")
+_PLAIN = re.compile(r"\W+", re.ASCII)
 # Values that normalize makes of a loss: their names say what they are.
 GIVEN = frozenset({"nll", "nll_sum", "counted", "counted_as_number", "count", "error", "squares", "squares_sum"})
 # Operations that a module of their own usually stands for: its name is the best one for the result.
@@ -36,6 +36,16 @@ def identifier(text: str) -> str:
     """A Python identifier that reads like `text`."""
     name = _PLAIN.sub("_", text).strip("_") or "value"
     return f"_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
+
+
+def unreserved(name: str) -> str:
+    """The name, or another where it would read as that of a value's gradient."""
+    return f"own_{name}" if name.startswith("grad_") else name
+
+
+def is_number(part: str) -> bool:
+    """Whether a part of a module's path is a place in a list."""
+    return part.isascii() and part.isdigit()
 
 
 def unique(stem: str, taken: set[str]) -> str:
@@ -72,7 +82,7 @@ def name_values(ops: Sequence[Op], prefix: str, taken: Iterable[str]) -> dict[st
                 names[value.name] = unique(re.sub(r"_\d+$", "", names[viewed]), used)
                 continue
             parts = _parts(op, path, targets[position] if targets else None, position, reused)
-            names[value.name] = unique(identifier("_".join(parts)), used)
+            names[value.name] = unique(unreserved(identifier("_".join(parts))), used)
     return names
 
 

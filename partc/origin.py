@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import copy
-import importlib.resources
 import inspect
 import io
+import keyword
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +23,7 @@ from partc.gradients import trains
 from partc.huggingface import is_configuration
 from partc.mesh import Mesh
 from partc.program import Program
+from partc.quoting import environment
 from partc.settings import PASSES, settings
 from partc.sources import RESERVED, imported_by, with_imports
 from partc.trace import Batches, trace_file, trace_model
@@ -127,7 +127,7 @@ def _stored(model: nn.Module, batch: Mapping[str, Tensor], loss: Any) -> tuple[s
     extra = {WEIGHTS: _saved(model), BATCH: _saved(dict(batch))}
     for kind in {type(module) for module in model.modules()}:
         module = _module_of(kind)
-        if module == "__main__" or module.partition(".")[0] in RESERVED:
+        if module == "__main__" or module.partition(".")[0] in RESERVED or not _is_importable(module):
             raise PartcError(
                 "P0215",
                 f"{kind.__name__} is defined in {module}, which its package could not import",
@@ -149,7 +149,7 @@ def _imported(build: Callable[..., Any], batch: Mapping[str, Tensor], loss: Any)
 def _import(function: Any, name: str, extra: dict[str, bytes]) -> str:
     """The line that imports a function under a name; its file joins `extra`."""
     own = getattr(function, "__qualname__", "")
-    if not own.isidentifier():
+    if not _is_importable(own) or "." in own:
         raise PartcError(
             "P0215",
             f"{own or function!r} is not a function that a package could import",
@@ -160,10 +160,15 @@ def _import(function: Any, name: str, extra: dict[str, bytes]) -> str:
     if module == "__main__":
         target = Path(inspect.getsourcefile(function) or "script.py").stem
         _require_guard(function)
-    if target.partition(".")[0] in RESERVED or not target.replace(".", "").isidentifier():
+    if target.partition(".")[0] in RESERVED or not _is_importable(target):
         target = _RENAMED
     extra |= with_imports(module, target)
     return f"from {target} import {own}" + ("" if own == name else f" as {name}")
+
+
+def _is_importable(name: str) -> bool:
+    """Whether an import statement may have this name."""
+    return all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split("."))
 
 
 def _module_of(item: Any) -> str:
@@ -194,10 +199,4 @@ def _saved(item: Any) -> bytes:
 
 
 def _text(**values: Any) -> str:
-    template = (
-        importlib.resources.files("partc.templates").joinpath("object_model.py.jinja").read_text(encoding="utf-8")
-    )
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    return environment.from_string(template).render(**values)
+    return environment().get_template("object_model.py.jinja").render(**values)

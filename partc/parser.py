@@ -11,7 +11,7 @@ from typing import Any, get_args
 from partc.errors import PartcError, Source
 from partc.layout import Layout
 from partc.mesh import Mesh
-from partc.printer import NUMBER, WORDS
+from partc.printer import CALL, NUMBER, WORDS
 from partc.program import (
     Action,
     ActionKind,
@@ -31,12 +31,16 @@ from partc.program import (
     Transfer,
     Value,
 )
+from partc.quoting import unquoted
 
+_QUOTED = r"`(?:[^`\\]|\\.)*`"
 _TOKEN = re.compile(
-    rf'\s*(?:(?P<number>{NUMBER.pattern})|(?P<string>"(?:[^"\\]|\\.)*")|<(?P<dtype>\w+)>|`(?P<quoted>[^`]*)`'
+    rf'\s*(?:(?P<number>{NUMBER.pattern})|(?P<string>"(?:[^"\\]|\\.)*")|<(?P<dtype>\w+)>|(?P<quoted>{_QUOTED})'
     r"|(?P<name>[A-Za-z_0-9][\w.:]*)|(?P<mark>[(),=;]))"
 )
-_NAME = r"(`[^`]*`|[A-Za-z_0-9][\w.]*)"
+_ANY = rf"(?:{_QUOTED}|[A-Za-z_0-9][\w.]*)"
+_NAME = f"({_ANY})"
+_NAMES = f"((?:{_ANY}(?:, {_ANY})*)?)"
 _KINDS = "|".join(sorted(get_args(ActionKind), key=len, reverse=True))
 
 
@@ -122,7 +126,7 @@ class _Reader:
             "param": self._param, "forward": self._graph, "backward": self._graph, "weight": self._graph,
             "saved": self._saved, "kept": self._kept, "return": self._return,
         }  # fmt: skip
-        is_operation = re.match(rf"{_NAME}(, {_NAME})*\s+= \w", text) and word not in ("call",)
+        is_operation = re.match(rf"{_NAME}(, {_NAME})*\s+= \w", text) and word != CALL
         if is_operation:
             self._operation(text)
         elif word in readers:
@@ -162,7 +166,7 @@ class _Reader:
 
     def _parameter(self, text: str) -> None:
         pattern = (
-            rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\((.*?)\))?(?: reduce\(([\w,]+)\))?"
+            rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\({_NAMES}\))?(?: reduce\(([\w,]+)\))?"
             rf"(?: gather\(([\w,]+)\))?(?: after\({_NAME}\))?(?: holds\(([\d,]+)\))?"
         )
         match = _matched(pattern, text)
@@ -180,7 +184,8 @@ class _Reader:
         )
 
     def _call(self, text: str) -> None:
-        match = _matched(rf"call {_NAME} = {_NAME}\((.*?); ?(.*?)\) -> ?(.*?)(?: stage (\d+))?(?: random (\d+))?", text)
+        lists = rf"\({_NAMES}; ?{_NAMES}\) -> ?{_NAMES}"
+        match = _matched(rf"call {_NAME} = {_NAME}{lists}(?: stage (\d+))?(?: random (\d+))?", text)
         self._parts["calls"].append(
             Call(
                 name=_name(match[1]),
@@ -256,8 +261,9 @@ class _Reader:
 
     def _operation(self, text: str) -> None:
         code, _, comment = _split_comment(text)
-        left, _, right = code.partition(" = ")
-        notes = comment.split(" | ") if comment else [""]
+        line = _matched(rf"{_NAMES} += (.*)", code)
+        left, right = line[1], line[2]
+        notes = re.split(rf" \| (?=(?:[^`]|{_QUOTED})*$)", comment) if comment else [""]
         types = [_type(part) for part in notes[0].split(" ; ") if part]
         names = _names(left)
         if len(names) != len(types):
@@ -269,8 +275,8 @@ class _Reader:
             if note.startswith("{"):
                 choices = tuple(map(_choice, note.strip("{}").split()))
             elif note.startswith("at "):
-                match = _matched(r"at (.*):(\d+) ?(\S*)", note)
-                source = Source(file=match[1], line=int(match[2]), module=match[3])
+                match = _matched(rf"at ({_QUOTED}|[^`]*):(\d+) ?({_QUOTED}|\S*)", note)
+                source = Source(file=_name(match[1]), line=int(match[2]), module=_name(match[3]))
         results = tuple(Value(name=n, type=type) for n, type in zip(names, types, strict=True))
         self._here()[1].append(Op(name=name, args=args, attrs=attrs, results=results, choices=choices, source=source))
 
@@ -312,7 +318,7 @@ class _Call:
                 dtype: Any = text
                 return DTypeArg(dtype)
             case "quoted":
-                return Ref(text)
+                return Ref(unquoted(text))
             case "name":
                 return WORDS[text] if text in WORDS else Ref(text)
             case _ if text == "(":
@@ -352,7 +358,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
 
 def _split_comment(text: str) -> tuple[str, str, str]:
     """Code and comment, parted at the first # outside a string."""
-    match = re.match(r'((?:"(?:[^"\\]|\\.)*"|`[^`]*`|[^"#`])*)(#?)(.*)', text)
+    match = re.match(rf'((?:"(?:[^"\\]|\\.)*"|{_QUOTED}|[^"#`])*)(#?)(.*)', text)
     if match is None:
         raise _Malformed(f"{text!r} is not understood")
     return match[1], match[2], match[3].strip()
@@ -384,8 +390,8 @@ def _choice(text: str) -> Choice:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(_name(part) for part in re.findall(_NAME, text))
+    return tuple(_name(part) for part in re.findall(_ANY, text))
 
 
 def _name(text: str) -> str:
-    return text.strip("`")
+    return unquoted(text) if text.startswith("`") else text

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
+from partc.errors import Source
 from partc.layout import Sizes
 from partc.program import (
     ITEMSIZE,
@@ -32,9 +33,12 @@ from partc.program import (
     TensorType,
     Value,
 )
+from partc.quoting import quoted
 from partc.reshard import cost
 
-NAME = re.compile(r"[A-Za-z_0-9][\w.]*")
+NAME = re.compile(r"[A-Za-z_0-9][\w.]*", re.ASCII)
+CALL = "call"  # begins a line that has a name and an equals sign, as an operation does
+_PLACE = re.compile(r"[^`|]*")
 NUMBER = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf)(?![\w.])|nan(?![\w.])")
 WORDS: Mapping[str, Arg] = {"None": None, "True": True, "False": False}
 COLLECTIVES = ("all_reduce", "all_gather", "unshard", "shard", "take", "put", "reduce_scatter", "all_to_all")
@@ -135,7 +139,7 @@ def _notes(op: Op, types: Mapping[str, TensorType], sources: bool, sizes: Sizes 
         together, apart = fused_bytes(op, types, sizes)
         parts.append(f"{readable(together)} in place of {readable(apart)}")
     if sources and op.source is not None:
-        parts.append(f"at {op.source.file}:{op.source.line} {op.source.module}".rstrip())
+        parts.append(written_source(op.source))
     return " | ".join(part for part in parts if part)
 
 
@@ -204,5 +208,12 @@ def written(arg: Arg) -> str:
 
 def written_name(name: str) -> str:
     """A name as it is, or between backticks where it would read as something else."""
-    plain = NAME.fullmatch(name) and name not in WORDS and not NUMBER.fullmatch(name)
-    return name if plain else f"`{name}`"
+    plain = NAME.fullmatch(name) and name not in WORDS and name != CALL and not NUMBER.fullmatch(name)
+    return name if plain else quoted(name, "`")
+
+
+def written_source(source: Source) -> str:
+    """`at model.py:31 blocks.0`: a file and a module that would read as something else stand between backticks."""
+    file = source.file if _PLACE.fullmatch(source.file) and source.file.isprintable() else quoted(source.file, "`")
+    plain = not re.search(r"[\s`|]", source.module) and source.module.isprintable()
+    return f"at {file}:{source.line} {source.module if plain else quoted(source.module, '`')}".rstrip()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from partc.accounting import communication
 from partc.comparison import candidates, figures
@@ -17,6 +14,7 @@ from partc.memory import Account
 from partc.mesh import PIPELINE_AXIS
 from partc.printer import readable
 from partc.program import Call, Program
+from partc.quoting import environment
 from partc.rehearsal import rehearsed
 from partc.simulate import Timeline, timeline
 from partc.stacking import stacked
@@ -43,22 +41,22 @@ def write_html(program: Program, path: Path) -> None:
 def page(program: Program) -> str:
     """The page's text. Names from the model are escaped."""
     step = timeline(program)
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=True
-    )
-    template = importlib.resources.files("partc.templates").joinpath("report.html.jinja").read_text(encoding="utf-8")
-    return environment.from_string(template).render(
-        program=program,
-        facts=_facts(program),
-        tree=_tree(program),
-        graphs=_graphs(program),
-        mesh=_mesh(program),
-        first=_first(program),
-        lines=_lines(program, step) if program.microbatches <= MOST_MICROBATCHES else (),
-        bubble=f"{step.bubble:.0%}",
-        most_microbatches=MOST_MICROBATCHES,
-        schedules=_schedules(program),
-        memory=stacked(*_memory(program)),
+    return (
+        environment(markup=True)
+        .get_template("report.html.jinja")
+        .render(
+            program=program,
+            facts=_facts(program),
+            tree=_tree(program),
+            graphs=_graphs(program),
+            mesh=_mesh(program),
+            first=_first(program),
+            lines=_lines(program, step) if program.microbatches <= MOST_MICROBATCHES else (),
+            bubble=f"{step.bubble:.0%}",
+            most_microbatches=MOST_MICROBATCHES,
+            schedules=_schedules(program),
+            memory=stacked(*_memory(program)),
+        )
     )
 
 

@@ -21,8 +21,10 @@ from partc.installed import is_machinery, shortened
 from partc.layout import Layout
 from partc.mesh import Mesh
 from partc.modelfile import load
+from partc.naming import identifier, unique, unreserved
 from partc.operators import DTYPE_NAMES
 from partc.program import Arg, Call, DTypeArg, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
+from partc.quoting import shown
 from partc.torch_private import OpOverload
 
 MAIN = "main"
@@ -103,7 +105,8 @@ def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -
     graph = reader.read()
     used = {value: name for name, value in reader.states.items()}
     region = Region(name=MAIN, params=tuple(reader.params), forward=graph)
-    inputs = tuple(value.name for value in graph.inputs)
+    inputs = tuple(captured.batch)
+    result = unique("loss", {*inputs})
     made = next(op for op in graph.ops if any(value.name == graph.outputs[0] for value in op.results))
     loss = next(value for value in made.results if value.name == graph.outputs[0])
     if loss.type.shape or not loss.type.differentiable:
@@ -118,19 +121,22 @@ def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -
         graph, loss = _share(graph, loss, batches.microbatches)
         region = replace(region, forward=graph)
     call = Call(
-        name=MAIN, region=MAIN, params=tuple(used[v.name] for v in reader.params), args=inputs, results=("loss",)
+        name=MAIN, region=MAIN, params=tuple(used[v.name] for v in reader.params), args=inputs, results=(result,)
     )
     return Program(
-        name=name,
+        name=shown(name),
         mesh=mesh,
         microbatches=batches.microbatches,
         repeated=batches.repeated,
         inputs=inputs,
-        values=(*graph.inputs, Value(name="loss", type=loss.type)),
+        values=(
+            *(replace(value, name=name) for name, value in zip(inputs, graph.inputs, strict=True)),
+            Value(name=result, type=loss.type),
+        ),
         parameters=parameters,
         regions=(region,),
         calls=(call,),
-        loss="loss",
+        loss=result,
     )
 
 
@@ -177,6 +183,7 @@ class _Reader:
     def __init__(self, captured: Captured, owners: Mapping[str, str]) -> None:
         self._exported = captured.exported
         self._constants = {name: tensor for name, tensor in captured.exported.constants.items()}
+        self._entries = tuple(captured.batch)
         self._names: dict[fx.Node, str] = {}
         self._ops: list[Op] = []
         self.params: list[Value] = []
@@ -188,18 +195,22 @@ class _Reader:
         signature = self._exported.graph_signature
         specs = {spec.arg.name: spec for spec in signature.input_specs}
         module = self._exported.graph_module
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                self._placeholder(node, specs[node.name])
+        places = [node for node in module.graph.nodes if node.op == "placeholder"]
+        given = [node for node in places if specs[node.name].kind == InputKind.USER_INPUT]
+        taken = {node.name for node in module.graph.nodes if node not in given}
+        for node, entry in zip(given, self._entries, strict=True):
+            self._names[node] = unique(unreserved(identifier(entry)), taken)
+        for node in places:
+            self._placeholder(node, specs[node.name])
         outputs = self._body(module)
         return Graph(inputs=tuple(self.inputs), ops=tuple(self._ops), outputs=(outputs[0],))
 
     def _placeholder(self, node: fx.Node, spec: Any) -> None:
-        self._names[node] = node.name
+        self._names.setdefault(node, node.name)
         match spec.kind:
             case InputKind.USER_INPUT:
-                type = tensor_type(node.meta["val"], f"the entry {spec.arg.name!r} of batch()")
-                self.inputs.append(Value(name=node.name, type=type))
+                type = tensor_type(node.meta["val"], f"the entry {self._entries[len(self.inputs)]!r} of batch()")
+                self.inputs.append(Value(name=self._names[node], type=type))
             case InputKind.PARAMETER | InputKind.BUFFER:
                 owner = self._owners[spec.target.removeprefix("model.")]
                 self._names[node] = self.states.setdefault(owner, node.name)
@@ -303,7 +314,8 @@ class _Reader:
         return value.name
 
     def _rename_inner(self, body: fx.GraphModule, prefix: str) -> None:
-        taken = {value.name for op in self._ops for value in op.results} | {value.name for value in self.params}
+        taken = {value.name for op in self._ops for value in op.results}
+        taken |= {value.name for value in (*self.params, *self.inputs)}
         for inner in body.graph.nodes:
             if inner.op == "call_function" and inner.name in taken:
                 inner.name = f"{prefix}_{inner.name}"
@@ -347,7 +359,7 @@ def source_of(node: fx.Node) -> Source | None:
     stack = node.meta.get("nn_module_stack") or {}
     module = next(reversed([path for path, _ in stack.values()]), "").removeprefix("model").removeprefix(".")
     module = re.sub(r"@\d+$", "", module)
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = re.findall(r'(?m)^\s*File "(.+)", line (\d+), in ', node.meta.get("stack_trace") or "")
     chosen = next(((f, n) for f, n in reversed(frames) if not is_machinery(f)), None)
     if chosen is None:
         return Source(file="", line=0, module=module) if module else None

@@ -56,8 +56,8 @@ def trace_command(directory: Path, output: Path | None, package: Path | None, as
     _print_table(measured, forecast)
     for line in (missing, "" if forecast is None else f"the prediction: {chrome.basis(forecast, measured)}"):
         if line:
-            click.echo(line)
-    click.echo(f"wrote {path}")
+            console.echo(line)
+    console.echo(f"wrote {path}")
     console.next_step(f"open {path} in https://ui.perfetto.dev")
 
 
@@ -92,6 +92,6 @@ def _print_table(measured: Measured | None, forecast: Forecast | None) -> None:
     rows = [("measured", measured.split)] if measured is not None else []
     rows += [("predicted", chrome.predicted_split(forecast))] if forecast is not None else []
     names = ("step", *(name.replace("_", " ") for name in rows[0][1][1]._fields))
-    click.echo(f"{'':<10}{''.join(f'{name:>24}' for name in names)}")
+    console.echo(f"{'':<10}{''.join(f'{name:>24}' for name in names)}")
     for name, (seconds, parts) in rows:
-        click.echo(f"{name:<10}{''.join(f'{value * 1e3:>21.3f} ms' for value in (seconds, *parts))}")
+        console.echo(f"{name:<10}{''.join(f'{value * 1e3:>21.3f} ms' for value in (seconds, *parts))}")

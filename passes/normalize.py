@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from partc.errors import PartcError
-from partc.naming import identifier
+from partc.naming import identifier, unique
 from partc.passes import normalize_lookups as lookups
 from partc.passes import normalize_losses as losses
 from partc.passes import normalize_views as views
@@ -48,7 +48,8 @@ def normalize(program: Program) -> Program:
             source=next((op.source for op in region.forward.ops if made in (v.name for v in op.results)), None),
         )
     types = {name: value.type for name, value in region.forward.definitions().items()}
-    results = tuple(identifier(f"next {stored[buffer]}") for buffer in updated)
+    taken = {value.name for value in program.values}
+    results = tuple(unique(identifier(f"next {stored[buffer]}"), taken) for buffer in updated)
     return replace(
         program,
         regions=(region,),

@@ -21,7 +21,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 from partc.gradients import input_only
-from partc.naming import identifier, name_values, unique
+from partc.naming import identifier, is_number, name_values, unique, unreserved
 from partc.passes.outline_segments import Segment, by_module, by_weight, container, module_path, segments
 from partc.program import RANDOM, Arg, Call, Graph, Program, Ref, Region, Value
 
@@ -64,7 +64,8 @@ class _Linker:
         self.regions: dict[Hashable, Region] = {}
         self.region_names: set[str] = set()
         self.call_names: set[str] = set()
-        self.values: dict[str, str] = {name: name for name in program.inputs}
+        given = zip(main.forward.inputs, program.calls[0].args, strict=True)
+        self.values: dict[str, str] = {value.name: name for value, name in given}
         self.taken = set(program.inputs) | {program.loss}
         self.calls: list[Call] = []
 
@@ -104,7 +105,8 @@ class _Linker:
             outputs = [name for name in outputs if name in segment.gives]
         elif lifted := set(self.values).intersection(outputs):
             outputs = [name for name in outputs if name not in lifted]
-        relative = {name: _relative(self.stored[name], segment.key) for name in params}
+        locals_: set[str] = set()
+        relative = {name: unique(_relative(self.stored[name], segment.key), locals_) for name in params}
         segment, random = _counted(segment)
         signature = self._signature(segment, inputs, params, relative, outputs)
         if signature not in self.regions:
@@ -181,7 +183,7 @@ class _Linker:
         """Inputs of the model and lifted values keep their names; what flows from body to body is `x`."""
         local = self.values[name]
         if local in self.program.inputs:
-            return local
+            return unreserved(identifier(local))
         maker = next(call for call in self.calls if local in call.results)
         region = next(region for region in self.regions.values() if region.name == maker.region)
         flows = bool(region.params) and region.phase == "microbatch"
@@ -192,7 +194,7 @@ class _Linker:
             return "rotary" if all(re.search(r"cos|sin|rot", name) for name in outputs) else "constants"
         if segment.key:
             own = segment.key.rpartition(".")[2]
-            if not own.isdigit():
+            if not is_number(own):
                 return identifier(own)
             word = container(segment.key).rpartition(".")[2]
             return _singular(word) if len(word) > 1 else "block"
@@ -225,11 +227,12 @@ def _counted(segment: Segment) -> tuple[Segment, int | None]:
 
 
 def _relative(name: str, key: str) -> str:
-    return name.removeprefix(f"{key}.") if key else name
+    return unreserved(name.removeprefix(f"{key}.") if key else name)
 
 
 def _singular(word: str) -> str:
-    return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else identifier(word)
+    word = identifier(word)
+    return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
 
 
 def _canonical(args: tuple[Arg, ...], names: Mapping[str, Hashable]) -> Hashable:

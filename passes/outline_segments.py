@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from partc.naming import is_number
 from partc.program import RANDOM, Op, Phase, Region
 
 
@@ -97,7 +97,7 @@ def module_path(op: Op) -> str:
 def _levels(op: Op) -> list[str]:
     """Prefixes of the module path that end in a number: layers.0, then layers.0.blocks.1."""
     parts = module_path(op).split(".")
-    return [".".join(parts[: index + 1]) for index, part in enumerate(parts) if part.isdigit()]
+    return [".".join(parts[: index + 1]) for index, part in enumerate(parts) if is_number(part)]
 
 
 def container(level: str) -> str:
@@ -138,7 +138,7 @@ def _joined(body: list[Segment], params: set[str], trained: set[str]) -> list[Se
     for segment in body:
         own = params if segment.key else trained
         bare = own.isdisjoint(name for op in segment.ops for name in op.refs())
-        inside = joined and (segment.key or not re.search(r"(^|\.)\d+$", joined[-1].key))
+        inside = joined and (segment.key or not is_number(joined[-1].key.rpartition(".")[2]))
         if inside and bare and joined[-1].key:
             joined[-1] = replace(joined[-1], ops=joined[-1].ops + segment.ops)
         else:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 # A module may import those of its own layer and of the layers above it in this list. Packages stand for
 # all their modules, unless a longer name has a line of its own.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("partc", "partc.errors", "partc.entries", "partc.installed", "partc.example_files"),
+    ("partc", "partc.errors", "partc.entries", "partc.installed", "partc.example_files", "partc.quoting"),
     ("partc.settings", "partc.mesh", "partc.layout", "partc.fuel", "partc.explain"),
     ("partc.program", "partc.pins", "partc.naming", "partc.schedules"),
     (

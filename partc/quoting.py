@@ -1,0 +1,168 @@
+"""Text from outside as Python: literals, identifiers, and one line of a comment, a docstring or a table.
+
+Names of modules, parameters, batch entries, files and options may be any text. All of it enters emitted code, the
+printed IR and the documents through these functions, so that none of it can be more than text there.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import textwrap
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jinja2
+
+WIDTH = 120  # of a line of emitted code
+_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(.))", re.DOTALL)
+_STRING = re.compile(r"""(['"])((?:\\.|(?!\1)[^\\])*)(\1|$)|#""")
+_HIDDEN = "\ue000"  # has no picture: no text that these functions have written has it
+_SHORT = {"n": "\n", "r": "\r", "t": "\t"}
+_LETTERS = {character: letter for letter, character in _SHORT.items()}
+_MARKUP = re.compile(r"([\\`*_{}\[\]<>|~#!])")
+
+
+def literal(text: str) -> str:
+    """A Python string literal with this value, on one line."""
+    mark = "'" if '"' in text and "'" not in text else '"'
+    return f"{mark}{_escaped(text, mark)}{mark}"
+
+
+def literal_template(text: str, fields: str) -> str:
+    """An f-string: this text as it is, then `fields`, which are the emitter's own, such as `.{i}`."""
+    mark = "'" if '"' in text and "'" not in text else '"'
+    return f"f{mark}{_escaped(text, mark).replace('{', '{{').replace('}', '}}')}{fields}{mark}"
+
+
+def block_literal(text: str) -> str:
+    """A Python literal of several lines, which begins and ends with a line break."""
+    lines = (_escaped(line, '"' if '"""' in line else "") for line in _lines(text))
+    return '"""\n{}\n"""'.format("\n".join(lines))
+
+
+def quoted(text: str, mark: str) -> str:
+    """The text between two marks, on one line; `unquoted` reads it."""
+    return f"{mark}{_escaped(text, mark)}{mark}"
+
+
+def unquoted(text: str) -> str:
+    """The value of a text that `quoted` has written."""
+
+    def character(match: re.Match[str]) -> str:
+        number = match[1] or match[2] or match[3]
+        return chr(int(number, 16)) if number else _SHORT.get(match[4], match[4])
+
+    return _ESCAPE.sub(character, text[1:-1])
+
+
+def shown(text: str) -> str:
+    """The text on one line, for people: what has no picture is written as an escape."""
+    return text if text.isprintable() else "".join(map(_character, text))
+
+
+def shown_lines(text: str) -> str:
+    """Several lines for people, each as `shown` leaves it; no terminal takes any of it for a command."""
+    return "\n".join(map(shown, _lines(text)))
+
+
+def docstring(text: str) -> str:
+    """The text on one line inside a docstring."""
+    found = shown(text).replace("\\", "\\\\")
+    return found.replace('"', '\\"') if '"""' in found or found.endswith('"') else found
+
+
+def comment(text: str, indent: int = 0, prefix: str = "# ") -> str:
+    """Prose as comment lines (or, without prefix, docstring lines) that fit the width; no leading indent."""
+    lines = textwrap.wrap(
+        shown(text),
+        WIDTH - indent,
+        initial_indent=prefix,
+        subsequent_indent=prefix,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return f"\n{' ' * indent}".join(lines)
+
+
+def markdown(text: str) -> str:
+    """The text on one line of a Markdown document, also in a table's cell, without a meaning in its marks."""
+    plain = re.fullmatch(r"[\w .,:;()/+=@&'%-]*", text, re.ASCII)
+    return text if plain else _MARKUP.sub(r"\\\1", shown(text))
+
+
+def identifier(text: str) -> str:
+    """An ASCII identifier that reads like the text; neither a keyword nor one that starts with an underscore."""
+    found = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "value"
+    found = f"m{found}" if found[0].isdigit() else found
+    return f"{found}_" if keyword.iskeyword(found) or keyword.issoftkeyword(found) else found
+
+
+def split_comment(code: str) -> tuple[str, str]:
+    """A line of Python, and the comment at its end; a # inside a string is none."""
+    end = next((found.start() for found in _STRING.finditer(code) if not found[1]), len(code))
+    return code[:end], code[end:]
+
+
+def masked(code: str) -> tuple[str, tuple[str, ...]]:
+    """A line of Python with its strings' contents hidden, character by character; and these contents."""
+    code, comment = split_comment(code)
+    contents = tuple(found[2] for found in _STRING.finditer(code) if found[2])
+    hidden = _STRING.sub(lambda found: f"{found[1]}{_HIDDEN * len(found[2])}{found[3]}", code)
+    return hidden + comment, contents
+
+
+def unmasked(code: str, contents: Iterable[str]) -> str:
+    """The code with these contents again."""
+    left = iter(contents)
+    return re.sub(f"{_HIDDEN}+", lambda found: next(left), code)
+
+
+def encodable(text: str) -> bool:
+    """Whether UTF-8 has it: a lone half of a surrogate pair can be in no file."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+@lru_cache(maxsize=2)
+def environment(*, markup: bool = False) -> jinja2.Environment:
+    """The environment of all templates; with `markup`, of those that are HTML, which escape what they are given."""
+    import importlib.resources
+
+    import jinja2
+
+    folder = importlib.resources.files("partc.templates")
+    made = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=markup,
+    )
+    filters: tuple[Callable[..., str], ...] = (
+        literal, block_literal, shown, docstring, comment, markdown, identifier
+    )  # fmt: skip
+    made.filters.update((each.__name__, each) for each in filters)
+    return made
+
+
+def _lines(text: str) -> list[str]:
+    return text.split("\n")
+
+
+def _escaped(text: str, mark: str) -> str:
+    """With escapes for the mark, for backslashes and for what has no picture."""
+    if text.isprintable() and "\\" not in text and (not mark or mark not in text):
+        return text
+    return "".join(f"\\{c}" if c == "\\" or c == mark else c if c.isprintable() else _character(c) for c in text)
+
+
+def _character(character: str) -> str:
+    if character.isprintable():
+        return character
+    if character in _LETTERS:
+        return f"\\{_LETTERS[character]}"
+    number = ord(character)
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 65536 else f"\\U{number:08x}"

@@ -7,6 +7,7 @@ import math
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -57,12 +58,21 @@ class StepLog:
             self._tell(f"mfu is the share of {peak[0]:.3g} flops a second, {peak[1]}\n")
 
     def step(
-        self, step: int, loss: float, seconds: float, updated: Updated, peak_bytes: int, split: Split | None = None
+        self,
+        step: int,
+        loss: float,
+        seconds: float,
+        updated: Updated,
+        peak_bytes: int,
+        split: Split | None = None,
+        aside: Mapping[str, float] | None = None,
     ) -> None:
+        """`seconds` are all that passed; `aside` names those in which this rank's host did something else than train."""
         entry: dict[str, Any] = {"step": step, "loss": loss, "seconds": round(seconds, 6), "lr": updated.rate}
         entry |= {"tokens_per_second": round(self._tokens / seconds, 1), "peak_bytes": peak_bytes}
         entry |= {} if updated.norm is None else {"grad_norm": updated.norm, "skipped": updated.skipped}
         entry |= {} if split is None else {name: round(value, 6) for name, value in split._asdict().items()}
+        entry |= {} if aside is None else {name: round(value, 6) for name, value in aside.items()}
         entry |= {"mfu": round(self._flops / seconds / self._peak, 6)} if self._peak else {}
         if self._file is not None and self._path is not None:
             # JSON has neither NaN nor infinity.

@@ -6,6 +6,8 @@ import time
 
 import torch
 
+from .sending import finish
+
 # Of dense products, in 10^12 a second; fp32 without TF32, which torch leaves off. From NVIDIA's data sheets
 # of each, in the SXM form where there are several, halved where they state twice as much "with sparsity".
 _TERAFLOPS: tuple[tuple[str, dict[torch.dtype, float]], ...] = (
@@ -39,10 +41,10 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     x = torch.randn(side, side, device=device).to(dtype)
     best, until = float("inf"), time.monotonic() + _SECONDS
     while time.monotonic() < until or best == float("inf"):
-        _finish(device)
+        finish(device)
         start = time.perf_counter()
         x @ x
-        _finish(device)
+        finish(device)
         best = min(best, time.perf_counter() - start)
     return 2 * side**3 / best
 
@@ -55,8 +57,3 @@ def peak(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         if found is not None:
             return found, f"{name}'s data sheet"
     return measured_peak(device, dtype), "measured by a matrix product"
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

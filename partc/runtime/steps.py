@@ -26,6 +26,7 @@ from .gradients import Gradients
 from .graphs import Graph, Repeated
 from .job import Job
 from .layout import Shard
+from .sending import bring, finish, send
 from .update import LossScale, Update, Updated
 
 
@@ -34,7 +35,8 @@ class Done:
     """What a step has come to."""
 
     loss: float | None  # of the whole batch, on ranks of the stage that makes it
-    seconds: float
+    seconds: float  # from its first batch to the end of its update, on the device too where the host knows that
+    data: float  # of them, seconds in which the host makes batches and hands them to the device
     updated: Updated
     recorded: dict[str, Tensor]  # gradients, where they are wanted
 
@@ -74,23 +76,23 @@ class Steps:
         """Take a step, counted from 0. Raises UsageError P0528, on all ranks."""
         clock = self.comm.clock
         clock.step = step + 1
+        started = time.perf_counter()
         if self.scale is not None:
             self.comm.scales(self.scale.value)
-        seconds, losses = 0.0, list[Tensor | None]()
+        data, losses = 0.0, list[Tensor | None]()
         for index in range(self.job.accumulate):
             clock.entering("data")
             number = step * self.job.accumulate + index
+            begun = time.perf_counter()
             self._take(self.batch_of(number))
+            data += time.perf_counter() - begun
             self.comm.begins(self.job.seed, number)
-            started = time.perf_counter()
             first, last = index == 0, index == self.job.accumulate - 1
             made = self._run(first, last)
             losses.append(made if last or made is None else made.clone())
-            seconds += time.perf_counter() - started
             if self.job.check_nans:
                 self._check(step, made, partial(self._batch, first, last))
         clock.entering("the update", "work")
-        started = time.perf_counter()
         self._norm = self._measured()
         recorded = {f"gradient/{name}": self.scaled.copy(name) for name in self.gradients} if self.job.record else {}
         goes_on = self.update.begin(step, self._norm)
@@ -99,14 +101,17 @@ class Steps:
         known = [loss.item() for loss in losses if loss is not None]
         updated = self.update.ended(step, self._norm, skipped=not goes_on)
         self._norm = None
-        seconds += time.perf_counter() - started
+        if self.job.report is not None:
+            finish(self.device)  # ranks without a loss have only launched their work
+        seconds = time.perf_counter() - started
         loss = sum(known) / self.job.accumulate if known else None
-        return Done(loss=loss, seconds=seconds, updated=updated, recorded=recorded)
+        return Done(loss=loss, seconds=seconds, data=data, updated=updated, recorded=recorded)
 
     def _take(self, batch: Mapping[str, Tensor]) -> None:
         part = own_part(batch, self.inputs, self.job.sizes, self.coordinate)
         if self.graph is None or not self._local:
-            self._local = {name: x.to(self.device, copy=self.graph is not None) for name, x in part.items()}
+            part = part if self.graph is None else {name: x.clone() for name, x in part.items()}  # written to later
+            self._local = {name: bring(x, self.device) for name, x in part.items()}
             return
         for name, x in part.items():
             there = self._local[name]
@@ -116,7 +121,7 @@ class Steps:
                     f"steps cannot be repeated: {name} of the batch is {x.dtype} on this rank, and was {there.dtype}",
                     "have data(step) of the model file return equal types, or add --no-cuda-graphs",
                 )
-            there.copy_(x)
+            send(x, there)
 
     def _run(self, first: bool, last: bool) -> Tensor | None:
         if (first, last) not in self._batches:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from .clock import Interval, machine
-from .comm import Comm, Link, Pending
+from .comm import Comm, Link
 from .job import Job
 from .layout import DTYPES
 from .peak import peak
+from .sending import bring
 from .trace import Trace, wanted_steps
 
 _SHORT = {"fp64": "f64", "fp32": "f32", "bf16": "bf16", "fp16": "f16"}
@@ -110,9 +111,8 @@ class Times:
             self._trace.write()
 
     def _mean(self, intervals: Sequence[Interval]) -> Split:
-        own = torch.tensor(
-            split(intervals, self._lateness.of(intervals)), dtype=torch.float64, device=self._comm.device
-        )
+        own = torch.tensor(split(intervals, self._lateness.of(intervals)), dtype=torch.float64)
+        own = bring(own, self._comm.device)
         return Split(*(self._summed(own) / self._ranks).tolist())
 
     def _summed(self, x: Tensor) -> Tensor:
@@ -130,6 +130,7 @@ class _Lateness:
         self._in = [link for link in sorted(links) if link[0] not in stages]
         self._peers = links
         self._machine = machine()
+        self._near: set[int] | None = None  # peers that read the same clock, and know it, once all have told
         self._quickest = dict.fromkeys(links.values(), _FAR)  # by peer, from its sending to this rank's having
 
     def of(self, intervals: Sequence[Interval]) -> int:
@@ -137,19 +138,33 @@ class _Lateness:
         if not self._peers:
             return 0
         sent = self._told(
-            {link: [each.start for each in _over(intervals, "send", link)] for link in self._out}, intervals
+            {link: [each.start for each in _over(intervals, "send", link)] for link in self._out},
+            {link: len(_over(intervals, "recv", link)) for link in self._in},
         )
         for link, times in sent.items():
             delays = [each.end - at for each, at in zip(_over(intervals, "recv", link), times, strict=True)]
             self._quickest[self._peers[link]] = min([self._quickest[self._peers[link]], *delays])
-        known = {link: [self._machine, self._quickest[self._peers[link]]] for link in self._out}
-        offsets = {self._peers[link]: self._offset(link, *told) for link, told in self._told(known).items()}
+        offsets = self._offsets()
         late = 0
         for link, times in sent.items():
             for each, at in zip(_over(intervals, "recv", link), times, strict=True):
                 here = at + offsets[self._peers[link]]
                 late += max(0, min(here, each.end) - each.start)
         return late
+
+    def _offsets(self) -> dict[int, int]:
+        """By peer: of this rank's clock over the peer's."""
+        if self._near is None:
+            told = self._told({link: [self._machine] for link in self._out}, dict.fromkeys(self._in, 1))
+            here = {self._peers[link] for link, (there,) in told.items() if there == self._machine}
+            self._near = here & {self._peers[link] for link in self._out}
+        quickest = {link: [self._machine, self._quickest[self._peers[link]]] for link in self._far(self._out)}
+        told = self._told(quickest, dict.fromkeys(self._far(self._in), 2))
+        found = {self._peers[link]: self._offset(link, *numbers) for link, numbers in told.items()}
+        return dict.fromkeys(self._near, 0) | found
+
+    def _far(self, links: Sequence[Link]) -> list[Link]:
+        return [link for link in links if self._peers[link] not in (self._near or ())]
 
     def _offset(self, link: Link, machine: int, quickest: int) -> int:
         """Of this rank's clock over its peer's; `quickest` is what the peer has seen of this rank."""
@@ -158,17 +173,12 @@ class _Lateness:
             return 0 if machine == self._machine or mine == _FAR else mine
         return (mine - quickest) // 2
 
-    def _told(
-        self, said: Mapping[Link, Sequence[int]], intervals: Sequence[Interval] | None = None
-    ) -> dict[Link, list[int]]:
-        """What the other ends of the links that end here say: as many numbers as came over a link, or two."""
+    def _told(self, said: Mapping[Link, Sequence[int]], counts: Mapping[Link, int]) -> dict[Link, list[int]]:
+        """What the other ends of links that end here say, in so many numbers; the same is done at those ends."""
         device = self._comm.device
-        for link in self._out:
-            self._comm.send(torch.tensor(said[link], dtype=torch.int64, device=device), link)
-        heard: dict[Link, Pending[Tensor]] = {}
-        for link in self._in:
-            count = 2 if intervals is None else len(_over(intervals, "recv", link))
-            heard[link] = self._comm.recv((count,), torch.int64, link)
+        for link, numbers in said.items():
+            self._comm.send(bring(torch.tensor(numbers, dtype=torch.int64), device), link)
+        heard = {link: self._comm.recv((count,), torch.int64, link) for link, count in counts.items()}
         self._comm.drain()
         return {link: x.wait().tolist() for link, x in heard.items()}
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -365,6 +366,7 @@ def _train(
             graph=graph,
         )
         times.begin(job.start)
+        measuring = 0.0  # seconds between two steps, which the next one's throughput has to bear
         for step in range(job.start, job.steps):
             if interruption is not None and interruption.before(step):
                 break
@@ -372,11 +374,14 @@ def _train(
             if saver is not None and saver.behind(step + 1, job.save_slack):
                 clock.entering("the writing of a checkpoint")
                 saver.settle(comm.barrier)
-            rank.seconds.append(done.seconds)
+            seconds, aside = done.seconds + measuring, {"data": done.data, "measuring": measuring}
+            rank.seconds.append(seconds)
+            begun = time.perf_counter()
             split = times.end(step)
             if log is not None and done.loss is not None:
                 rank.losses.append(done.loss)
-                log.step(step, done.loss, done.seconds, done.updated, peak_bytes(device), split)
+                log.step(step, done.loss, seconds, done.updated, peak_bytes(device), split, aside)
+            measuring = time.perf_counter() - begun
             if job.record:
                 recorded = done.recorded | {f"parameter/{name}": x for name, x in rank.parameters.items()}
                 with writing(job.record, rank.number):

@@ -102,11 +102,19 @@ def read_package(directory: Path) -> dict[str, Any]:
 
 
 def torchrun_command(directory: Path, arguments: Sequence[str]) -> list[str]:
-    """The command that trains a package on this machine, one process per rank."""
+    """The command that trains a package on this machine, one process per rank; on CPUs if there are too few GPUs."""
     beside = Path(sys.executable).with_name("torchrun")
     launcher = [str(beside)] if beside.exists() else [sys.executable, "-m", "torch.distributed.run"]
     ranks = Mesh.parse(read_plan(directory)["mesh"]).size
-    return [*launcher, "--standalone", "--nproc-per-node", str(ranks), str(directory / "train.py"), *arguments]
+    device = ["--device", "cpu"] if 0 < gpus() < ranks and "--device" not in arguments else []
+    return [*launcher, "--standalone", "--nproc-per-node", str(ranks), str(directory / "train.py"), *device, *arguments]
+
+
+def gpus() -> int:
+    """How many this machine has, as far as this process may see them."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def run(
@@ -117,8 +125,6 @@ def run(
     The ranks' own output goes to stderr as it comes. Raises RunFailed, and PartcError for arguments that train.py
     does not take.
     """
-    import torch
-
     from partc.runtime.errors import UsageError
     from partc.runtime.graphs import need_gpus
     from partc.runtime.job import check_places, parse
@@ -129,7 +135,7 @@ def run(
         job = parse(given, directory)
         check_places(job)
         if job.cuda_graphs:
-            need_gpus(not job.virtual and torch.cuda.device_count() >= job.world_size)
+            need_gpus(not job.virtual and gpus() >= job.world_size and job.device != "cpu")
     except UsageError as error:
         raise PartcError(error.code, error.cause, help=error.help) from error
     command = (

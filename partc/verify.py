@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from partc.errors import PartcError
-from partc.launch import RunFailed, local_environment, read_package, read_reports, torchrun_command
+from partc.launch import RunFailed, gpus, local_environment, read_package, read_plan, read_reports, torchrun_command
 from partc.mesh import PIPELINE_AXIS, Mesh
 from partc.runtime.layout import Shard
 from partc.runtime.tensors import load
@@ -128,7 +128,8 @@ def _train_both(
     arguments = [*arguments, "--record", str(folder / "record"), "--report", str(folder / "report")]
     if (directory / "runtime" / "tuning.py").is_file():
         arguments.append("--no-tuning")  # a few steps aren't worth the time
-    if (directory / "runtime" / "graphs.py").is_file() and (virtual or not torch.cuda.is_available()):
+    ranks = Mesh.parse(read_plan(directory)["mesh"]).size
+    if (directory / "runtime" / "graphs.py").is_file() and (virtual or gpus() < ranks):
         arguments.append("--no-cuda-graphs")  # of GPUs
     package = (
         [sys.executable, str(directory / "train.py"), "--virtual", *arguments]

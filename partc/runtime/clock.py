@@ -1,8 +1,9 @@
 """What a rank is doing, and how long each thing took: for reports of ranks that hang, for metrics and for traces.
 
-`doing` is always up to date. Intervals are kept only after `start`. They come in two levels: what the
-rank's program is at (an action of the schedule, the update), one after the other; and inside of those
-every collective and transfer. What is not inside one of the latter is the rank's own work.
+`doing` is always up to date; a GPU does later what the host tells it, and then it is what that is at. Intervals are
+kept only after `start`. They come in two levels: what the rank's program is at (an action of the schedule, the update),
+one after the other; and inside of those every collective and transfer. What is not inside one of the latter is the
+rank's own work.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -44,12 +46,28 @@ class Clock:
         self._since: Mark = 0
         self._kept: list[tuple[Mark, Mark, Mark, Kind, str, str, int, str]] = []
         self._marks: _Host | _Cuda | None = None
+        self._followed: _Followed | None = None
+
+    def follow(self, device: torch.device) -> None:
+        """Have `doing` ask the device, if its work is done later than the host's."""
+        if device.type == "cuda":
+            self._followed = _Followed(device)
 
     @property
     def doing(self) -> str:
-        """In words, with the step."""
-        where = f"{self._at} of step {self.step}" if self.step else self._at
-        return f"{where}, {self._inside}" if self._inside else where
+        """In words, with the step. Any thread may ask."""
+        host = f"{self._here}, {self._inside}" if self._inside else self._here
+        behind = self._followed.behind() if self._followed is not None else None
+        return host if behind is None else f"{behind} on its GPU (the host is at {host})"
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the device has come further, as far as anybody asked what it is at; 0 if it is idle."""
+        return 0.0 if self._followed is None else self._followed.waited
+
+    @property
+    def _here(self) -> str:
+        return f"{self._at} of step {self.step}" if self.step else self._at
 
     def entering(self, what: str, kind: Kind = "aside") -> None:
         """From now on the rank is at `what`."""
@@ -58,6 +76,8 @@ class Clock:
             self._kept.append((self._since, now, self._since, self._kind, self._at, "", 0, ""))
             self._since = now
         self._at, self._kind = what, kind
+        if self._followed is not None:
+            self._followed.entering(self._here)
 
     def mark(self) -> Mark:
         """Now, for `begin` and `end`."""
@@ -121,7 +141,6 @@ class _Cuda:
     """
 
     def __init__(self) -> None:
-        torch.cuda.synchronize()
         self._first = self.mark()
         self._first.synchronize()
         self._zero = time.monotonic_ns()
@@ -132,5 +151,46 @@ class _Cuda:
         return event
 
     def read(self, marks: Sequence[torch.cuda.Event]) -> Sequence[int]:
-        torch.cuda.synchronize()
+        self.mark().synchronize()  # after all others on the stream
         return [self._zero + round(self._first.elapsed_time(mark) * 1e6) for mark in marks]
+
+
+class _Followed:
+    """Where the host has told the device to be at something else, and which of these places it has come to."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._reached = "start-up"
+        self._ahead: deque[tuple[torch.cuda.Event, str]] = deque()  # of what it has been told; the main thread's alone
+        self._seen: tuple[torch.cuda.Event | None, float] = None, 0.0  # what it had yet to come to, and since when
+
+    def entering(self, what: str) -> None:
+        """What the host tells from now on is part of this."""
+        if torch.cuda.is_current_stream_capturing():
+            return  # recorded work is done when it is repeated
+        event = torch.cuda.Event()
+        event.record()
+        self._ahead.append((event, what))
+        while self._ahead and self._ahead[0][0].query():
+            self._reached = self._ahead.popleft()[1]
+
+    def behind(self) -> str | None:
+        """What the device is at, if it has something else to do after that."""
+        reached, ahead = self._reached, self._ahead.copy()
+        try:
+            with torch.cuda.device(self._device):  # a thread that asks elsewhere would make a context there
+                for event, what in ahead:
+                    if not event.query():
+                        if event is not self._seen[0]:
+                            self._seen = event, time.monotonic()
+                        return reached
+                    reached = what
+        except RuntimeError as error:  # the main thread meets the same, and tells all
+            return f"{reached}, {str(error).strip().partition(chr(10))[0]},"
+        self._seen = None, 0.0
+        return None
+
+    @property
+    def waited(self) -> float:
+        event, since = self._seen
+        return 0.0 if event is None else time.monotonic() - since

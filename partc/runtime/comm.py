@@ -62,6 +62,16 @@ def timed(
     return Pending(finish)
 
 
+def timed_at_once(
+    clock: Clock, kind: Kind, name: str, over: str, size: int, start: Callable[[], Pending[Tensor]]
+) -> Tensor:
+    """What comes, with the clock told that all of it was waited for."""
+    begun = clock.begin(name, over)
+    x = start().wait()
+    clock.end(begun, kind, name, over, size)
+    return x
+
+
 def there(x: Tensor) -> Pending[Tensor]:
     """A tensor that need not come from anywhere."""
     return Pending(lambda: x)
@@ -78,32 +88,38 @@ class Axis:
 
     name = ""  # the axes it goes over
     clock: Clock | None = None  # which is told of every collective
+    overlaps = True  # whether what is started goes on beside the rank's own work
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
 
+    @property
+    def at_once(self) -> Axis:
+        """The same group for collectives that are waited for where they start, if it can do these with less."""
+        return self
+
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
         """The sum (or maximum) over the group, in a new tensor."""
-        return self.start_all_reduce(x, op).wait()
+        return self.at_once.start_all_reduce(x, op).wait()
 
     def all_reduce_(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
         """The same into `x` itself, for a tensor that nothing else reads."""
-        return self.start_all_reduce_(x, op).wait()
+        return self.at_once.start_all_reduce_(x, op).wait()
 
     def all_gather(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
         """The shards of all ranks side by side along `rest`."""
-        return self.start_all_gather(x, dim=dim, outer=outer).wait()
+        return self.at_once.start_all_gather(x, dim=dim, outer=outer).wait()
 
     def reduce_scatter(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
         """This rank's part, along `rest`, of the sum over the group."""
-        return self.start_reduce_scatter(x, dim=dim, outer=outer).wait()
+        return self.at_once.start_reduce_scatter(x, dim=dim, outer=outer).wait()
 
     def all_to_all(
         self, x: Tensor, *, split_dim: int, split_outer: int = 1, concat_dim: int, concat_outer: int = 1
     ) -> Tensor:
         """Cut along one dimension, join along another: a tensor sharded there is now sharded here."""
-        return self.start_all_to_all(
+        return self.at_once.start_all_to_all(
             x, split_dim=split_dim, split_outer=split_outer, concat_dim=concat_dim, concat_outer=concat_outer
         ).wait()
 
@@ -147,7 +163,7 @@ class Axis:
         """
         if self.size > 1:
             for run in runs(gradients):
-                self._timed("all_reduce", self._all_reduce, run, "sum").wait()
+                self.at_once.start_all_reduce_(run).wait()
 
     def take(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
         """This rank's part along `rest`; moves nothing."""
@@ -167,7 +183,10 @@ class Axis:
     def _timed(self, name: str, start: Callable[..., Pending[Tensor]], x: Tensor, *rest: ReduceOp) -> Pending[Tensor]:
         if self.clock is None:
             return start(x, *rest)
-        return timed(self.clock, "collective", name, self.name, x.nbytes, lambda: start(x, *rest))
+        going = partial(start, x, *rest)
+        if self.overlaps:
+            return timed(self.clock, "collective", name, self.name, x.nbytes, going)
+        return there(timed_at_once(self.clock, "collective", name, self.name, x.nbytes, going))
 
     def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
         """Reduce a contiguous tensor in place."""

@@ -7,7 +7,9 @@ numbers groups by how many a process has made before, which pipeline stages don'
 
 from __future__ import annotations
 
+import copy
 import datetime
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,43 +22,99 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from .clock import Clock
 from .comm import Axis, Comm, Link, Pending, ReduceOp, axes_and_groups
 from .errors import PeerLost
-from .torch_private import all_gather_base, process_group, reduce_scatter_base
+from .sending import finish
+from .torch_private import (
+    all_gather_base,
+    all_reduce,
+    all_to_all_base,
+    nccl_settings,
+    process_group,
+    reduce_scatter_base,
+)
 
 _DIRECT = 1 << 20  # bytes to receive up to which everyone sends everything: fewer turns than a ring takes
+# Multiprocessors that a link's kernels take: receives are posted ahead, and hold them while others compute.
+LINK_BLOCKS = 4
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class NcclAxis(Axis):
-    """A group of GPUs over a process group."""
+    """A group of GPUs over a process group.
+
+    Started collectives run on a stream of their own. Those that are waited for at once run in the caller's: without
+    events there and back.
+    """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.process_group = group
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
-        options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
+    @property
+    def at_once(self) -> NcclAxis:
+        axis = copy.copy(self)
+        axis.overlaps = False
+        return axis
+
+    def connect(self, device: torch.device, *, link: bool) -> None:
+        """Have the first operation behind us, with which NCCL connects: not while others wait on the GPU for peers."""
+        x = torch.zeros(1, device=device)
+        if not link:
+            self._all_reduce(x, "sum").wait()
+        else:
+            group = self.process_group
+            with _peers():
+                _arriving(group.recv([x], 0, 0) if self.rank else group.send([x], 1, 0), x).wait()
+        finish(device)
+
+    def disconnect(self) -> None:
+        """Once all its work is done, on all its ranks: without it the interpreter's end would abort it."""
         with _peers():
-            return _arriving(self.process_group.allreduce([x], options), x)
+            self.process_group.shutdown()
+        self.process_group = None
+
+    def abort(self) -> None:
+        """Have kernels end that wait for lost ranks."""
+        if self.process_group is not None:
+            self.process_group.abort()
+
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
+        with _peers():
+            return _arriving(all_reduce(self.process_group, x, _OPS[op], overlaps=self.overlaps), x)
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         whole = x.new_empty((self.size, *x.shape))
         with _peers():
-            return _arriving(all_gather_base(self.process_group, whole.view(-1), x.view(-1)), whole, x)
+            going = all_gather_base(self.process_group, whole.view(-1), x.view(-1), overlaps=self.overlaps)
+            return _arriving(going, whole, x)
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         part = x.new_empty(x.shape[1:])
         with _peers():
-            return _arriving(reduce_scatter_base(self.process_group, part.view(-1), x.view(-1)), part, x)
+            going = reduce_scatter_base(self.process_group, part.view(-1), x.view(-1), overlaps=self.overlaps)
+            return _arriving(going, part, x)
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
         result = torch.empty_like(x)
         with _peers():
-            return _arriving(self.process_group.alltoall_base(_bytes(result), _bytes(x), [], []), result, x)
+            going = all_to_all_base(self.process_group, _bytes(result), _bytes(x), overlaps=self.overlaps)
+            return _arriving(going, result, x)
 
 
 class GlooAxis(NcclAxis):
     """A group of CPUs. gloo's own all-gather and reduce-scatter take up to five times as long as these."""
+
+    @property
+    def at_once(self) -> GlooAxis:
+        return self
+
+    def connect(self, device: torch.device, *, link: bool) -> None:
+        """A group of gloo's is connected once it is made."""
+
+    def disconnect(self) -> None:
+        self.process_group = None  # its threads end here, not while the interpreter goes down
+
+    def abort(self) -> None:
+        """Nothing of gloo's outlives its process."""
 
     def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
         if x.numel() * x.element_size() * (self.size - 1) > _DIRECT:
@@ -102,8 +160,11 @@ class GlooAxis(NcclAxis):
 
 
 def _arriving(work: Any, x: Tensor, source: Tensor | None = None) -> Pending[Tensor]:
-    """What some work, or each of several, makes; `source` is held as long as it is read."""
-    parts = list(work) if isinstance(work, list) else [work]
+    """What some work, or each of several, makes; `source` is held as long as it is read.
+
+    None is work in the caller's stream, for which nothing waits.
+    """
+    parts = list(work) if isinstance(work, list) else [] if work is None else [work]
     held = [source]
 
     def finish() -> Tensor:
@@ -145,13 +206,16 @@ class DistributedComm(Comm):
         # Every rank connects in one order, by the ranks of each group: of all groups not yet connected,
         # the first in that order always has its whole membership waiting for it, so nobody waits forever.
         axis = NcclAxis if device.type == "cuda" else GlooAxis
+        if device.type == "cuda":
+            nccl_settings(os.environ, pipeline=bool(links))
         made: dict[str, NcclAxis] = {}
         for ranks, name in sorted(wanted):
             prefix = PrefixStore(f"{name}:{'-'.join(map(str, ranks))}", store)
-            place = ranks.index(rank)
+            place, link = ranks.index(rank), name not in groups
             with _peers():
-                group = process_group(prefix, place, len(ranks), device, timeout)
+                group = process_group(prefix, place, len(ranks), device, timeout, most_blocks=LINK_BLOCKS * link)
             made[name] = axis(group, place, len(ranks))
+            made[name].connect(device, link=link)
         self._made = tuple(made.values())
         self._links = {link: made[f"link {link[0]} {link[1]}"] for link in links}
         super().__init__(*axes_and_groups(coordinate, {name: made[name] for name in groups}), clock)
@@ -202,13 +266,21 @@ class DistributedComm(Comm):
             arrive(self._store, f"said/{self._barriers}", self._world_size)
             return [self._store.get(f"said/{self._barriers}/{rank}").decode() for rank in range(self._world_size)]
 
+    def disconnect(self) -> None:
+        """Let go of all groups, in the order in which they were made; no work may be under way."""
+        for axis in self._made:
+            axis.disconnect()
+
+    def abort(self) -> None:
+        """Let go of all groups, whatever they are at. It may take as long as a rank waits for others."""
+        for axis in self._made:
+            axis.abort()
+
     def close(self) -> None:
         """Leave. Rank 0 may be the one that holds the store: it goes last."""
         if self._world_size > 1:
             with _peers():
                 arrive(self._store, "left", self._world_size, wait=self._rank == 0)
-        for axis in self._made:
-            axis.process_group = None  # its threads end here, not while the interpreter goes down
 
 
 def arrive(store: Store, place: str, count: int, *, wait: bool = True) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from .errors import PeerLost, UsageError
+from .sending import finish
 
 WARM = 2  # times that work is done as it is: what is made once is there by then, and kernels are compiled
 
@@ -27,6 +28,9 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Do it."""
+
+    def reset(self) -> None:
+        """Forget it."""
 
 
 class Repeated(Generic[T]):
@@ -75,6 +79,9 @@ class CudaGraph:
     def replay(self) -> None:
         self._graph.replay()
 
+    def reset(self) -> None:
+        self._graph.reset()
+
 
 @contextmanager
 def recording(wanted: bool, device: torch.device) -> Iterator[Callable[[], Graph] | None]:
@@ -100,10 +107,24 @@ def need_gpus(there: bool) -> None:
 
 @contextmanager
 def _cuda_graphs(device: torch.device) -> Iterator[Callable[[], Graph]]:
-    """Makes graphs. All that is done inside is on a stream of its own, as the default one cannot be captured."""
+    """Makes graphs, which end with the context: a communicator cannot be destroyed while a recording has its work.
+
+    All that is done inside is on a stream of its own, as the default one cannot be captured.
+    """
     before, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     stream.wait_stream(before)
     pool = torch.cuda.graph_pool_handle()
-    with torch.cuda.stream(stream):
-        yield lambda: CudaGraph(pool)
-    before.wait_stream(stream)
+    made: list[CudaGraph] = []
+
+    def make() -> CudaGraph:
+        made.append(CudaGraph(pool))
+        return made[-1]
+
+    try:
+        with torch.cuda.stream(stream):
+            yield make
+        before.wait_stream(stream)
+        finish(device)
+    finally:
+        for graph in made:
+            graph.reset()

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from .devices import WANTED, Wanted
 from .errors import UsageError
 from .given import fitting
 from .layout import parse_mesh
@@ -44,6 +45,7 @@ class Job:
     lr: float
     seed: int
     virtual: bool
+    device: Wanted
     record: Path | None
     report: Path | None
     metrics: Path | None
@@ -189,7 +191,8 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         metavar="FILE",
         help="start from a state dict: safetensors, their index, or a Hugging Face folder; --resume goes first",
     )
-    add("--virtual", action="store_true", help="all ranks in this one process")
+    add("--virtual", action="store_true", help="all ranks in this one process, on the CPU")
+    add("--device", choices=WANTED, default="auto", help="of every rank: by default its own GPU if all have one")
     add(
         "--metrics",
         type=_path,
@@ -238,6 +241,8 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     for name, allowed in _RANGES.items():
         if arguments[name] is not None and not allowed.has(arguments[name]):
             raise _out_of_range(name, arguments[name], str(allowed))
+    if arguments["virtual"] and arguments["device"] == "cuda":
+        raise UsageError("P0521", "--virtual ranks are on the CPU", "leave out --device cuda, or --virtual", alike=True)
     if arguments["trace_steps"] is not None:
         if arguments["trace"] is None:
             raise UsageError("P0521", "--trace-steps has no --trace", "name a folder: --trace DIR", alike=True)

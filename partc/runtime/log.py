@@ -67,7 +67,7 @@ class StepLog:
         split: Split | None = None,
         aside: Mapping[str, float] | None = None,
     ) -> None:
-        """`seconds` are all that passed; `aside` names those in which this rank's host did something else than train."""
+        """`seconds` are all that passed; `aside` names those in which the host did something else than train."""
         entry: dict[str, Any] = {"step": step, "loss": loss, "seconds": round(seconds, 6), "lr": updated.rate}
         entry |= {"tokens_per_second": round(self._tokens / seconds, 1), "peak_bytes": peak_bytes}
         entry |= {} if updated.norm is None else {"grad_norm": updated.norm, "skipped": updated.skipped}

@@ -32,6 +32,10 @@ class Together:
         there = self._store.check([f"{key}/problem"])
         return self._store.get(f"{key}/problem").decode() if there else ""
 
+    def claimed(self, thing: str) -> int:
+        """The rank that was first to say so of a thing; not in an order with others' calls."""
+        return int(self._store.compare_set(f"claimed/{thing}", "", str(self.rank)))
+
     def _key(self) -> str:
         self._calls += 1
         return f"together/{self._calls}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _disabled_torch_function_impl as without_overrides
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import AllgatherOptions, Store
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -20,11 +21,14 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "all_gather_base",
+    "all_reduce",
+    "all_to_all_base",
     "clone_store",
     "connected_store",
     "foreach_add_",
     "foreach_copy_",
     "lone_store",
+    "nccl_settings",
     "process_group",
     "recompile_limit",
     "reduce_scatter_base",
@@ -38,12 +42,40 @@ __all__ = [
 foreach_add_, foreach_copy_ = torch._foreach_add_, torch._foreach_copy_  # many tensors in one launch
 
 
-def process_group(store: Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> Any:
-    """Connect to the others of a group: the classes are those that `new_group` makes."""
+# How NCCL's groups behave, where the user's environment does not say otherwise.
+_NCCL_SETTINGS = {
+    # A lost rank is told by name (see watch): torch's own watchdog would kill the process before that.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # The signal to write dumps stands in the ranks' store under a name that outlives restarts.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Each link is a group of its own, so its transfers wait for no others.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
+# Where receives are posted ahead and hold the GPU, a communicator connects whole when it is made, not in a later step.
+_NCCL_PIPELINE = {"NCCL_RUNTIME_CONNECT": "0"}
+
+
+def nccl_settings(environment: MutableMapping[str, str], *, pipeline: bool) -> None:
+    """Called before the first group is made, which reads them."""
+    for name, value in (_NCCL_SETTINGS | (_NCCL_PIPELINE if pipeline else {})).items():
+        environment.setdefault(name, value)
+
+
+def process_group(
+    store: Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta, *, most_blocks: int = 0
+) -> Any:
+    """Connect to the others of a group: the classes are those that `new_group` makes.
+
+    On GPUs its kernels take `most_blocks` multiprocessors at most, unless that is 0.
+    """
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        if most_blocks:
+            options.config.max_ctas = most_blocks
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+        group.eager_connect_single_device(device)
+        return group
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
@@ -67,12 +99,28 @@ def lone_store() -> Store:
     return store
 
 
-def all_gather_base(group: Any, whole: Tensor, part: Tensor) -> Any:
-    return group._allgather_base(whole, part)
+def all_reduce(group: Any, x: Tensor, op: Any, *, overlaps: bool) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, overlaps
+    return group.allreduce([x], options)
 
 
-def reduce_scatter_base(group: Any, part: Tensor, whole: Tensor) -> Any:
-    return group._reduce_scatter_base(part, whole)
+def all_gather_base(group: Any, whole: Tensor, part: Tensor, *, overlaps: bool) -> Any:
+    options = AllgatherOptions()
+    options.asyncOp = overlaps
+    return group._allgather_base(whole, part, options)
+
+
+def reduce_scatter_base(group: Any, part: Tensor, whole: Tensor, *, overlaps: bool) -> Any:
+    options = dist.ReduceScatterOptions()
+    options.asyncOp = overlaps
+    return group._reduce_scatter_base(part, whole, options)
+
+
+def all_to_all_base(group: Any, into: Tensor, x: Tensor, *, overlaps: bool) -> Any:
+    options = dist.AllToAllOptions()
+    options.asyncOp = overlaps
+    return group.alltoall_base(into, x, [], [], options)
 
 
 def without_modes() -> AbstractContextManager[Any]:

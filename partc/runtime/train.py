@@ -24,7 +24,9 @@ from torch.distributed.distributed_c10d import Store
 from .checkpoint import Held, Place, Saver
 from .clock import Clock
 from .comm import Comm
+from .cycles import collected
 from .data import global_batch, load_model_file
+from .devices import own_device
 from .errors import UsageError, enough_memory, writing
 from .executor import Action, Slot, Stage, gradient_buffers, parse_schedule, told_by
 from .given import given
@@ -46,7 +48,7 @@ from .together import Together
 from .torch_private import lone_store
 from .tuning import settle
 from .update import LossScale, Rate, Update, updating, write_casts
-from .watch import Watch
+from .watch import Watch, breaking_off
 
 
 @dataclass(slots=True)
@@ -176,15 +178,19 @@ def _train_this_rank(job: Job) -> bool:
     interruption = None if job.save is None else Interruption(number, place.size)
     clock = Clock()
     with (
+        breaking_off() as leaving,
         Caught(checkpoints=job.save is not None) as caught,
-        Watch(meet(place, job.timeout, caught), place, caught, clock, job.timeout, interruption) as watch,
+        Watch(meet(place, job.timeout, caught), place, caught, clock, job.timeout, interruption, leaving) as watch,
         enough_memory(f"rank {number}", clock),
     ):
-        store, device = watch.store, _device()
+        store = watch.store
+        clock.entering("the choice of its device")
+        together = Together(store, number, place.size)
+        device = own_device(job.device, together)
+        clock.follow(device)
         rank = _load_rank(number, device, job.root)
         model_file = load_model_file(job.root / "model.py")
         clock.entering("the choice of its checkpoint")
-        together = Together(store, number, place.size)
         say = _say if number == 0 else lambda line: None
         if job.save is not None:  # until this process ends: a checkpoint may be on its way until then
             sole(job.save, together, timeout=job.timeout, say=say)
@@ -207,21 +213,13 @@ def _train_this_rank(job: Job) -> bool:
             timeout=datetime.timedelta(seconds=job.timeout),
             clock=clock,
         )
+        leaving.append(comm.abort)
         _train(job, rank, comm, lambda step: _batch(job, model_file, step), device, store, interruption)
         clock.entering("the end of the run")
         comm.barrier()
+        comm.disconnect()
     comm.close()
     return _stopped(job, rank)
-
-
-def _device() -> torch.device:
-    """This process's own GPU; the CPU where there aren't enough for all processes of this machine."""
-    place, count = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if torch.cuda.device_count() < count:
-        return torch.device("cpu")
-    device = torch.device("cuda", place)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _batch(job: Job, model_file: ModuleType, step: int) -> dict[str, Tensor]:
@@ -300,7 +298,7 @@ def _train(
         saver = Saver(job.save, keep=job.keep, place=place, store=store, attempt=job.attempt, run=job.run)
     clock = comm.clock
     rank.done = job.start
-    with torch.no_grad(), recording(job.cuda_graphs, device) as graph:
+    with torch.no_grad(), recording(job.cuda_graphs, device) as graph, ExitStack() as stack:
         gradients, buffers = gradient_buffers(rank.shards, rank.parameters, compiled=rank.compiled)
         how: dict[str, Any] = {"lr": job.lr, "weight_decay": job.weight_decay, "no_decay": job.no_decay}
         how["graphs"] = job.cuda_graphs
@@ -365,6 +363,7 @@ def _train(
             settle=saver.wait if saver is not None else lambda: None,
             graph=graph,
         )
+        collect = stack.enter_context(collected()) if not job.virtual else lambda done: None
         times.begin(job.start)
         measuring = 0.0  # seconds between two steps, which the next one's throughput has to bear
         for step in range(job.start, job.steps):
@@ -381,6 +380,7 @@ def _train(
             if log is not None and done.loss is not None:
                 rank.losses.append(done.loss)
                 log.step(step, done.loss, seconds, done.updated, peak_bytes(device), split, aside)
+            collect(step + 1)
             measuring = time.perf_counter() - begun
             if job.record:
                 recorded = done.recorded | {f"parameter/{name}": x for name, x in rank.parameters.items()}

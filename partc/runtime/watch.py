@@ -16,6 +16,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -34,6 +36,8 @@ INTERVAL = 1.0  # seconds between signs of life, in worlds of a usual size
 SILENT = 3.0  # intervals without one after which a rank is looked at more closely
 PATIENCE = 15.0  # seconds without one after which a rank that does not run is lost
 HURRY = 5.0  # the same, once a connection has broken or the launcher stops everybody
+
+ABORTED = 5.0  # seconds in which connections may be broken off; they may wait for peers, too
 
 _FAILED, _SUSPECT = "failed", "suspect"
 _NAMED = 4  # ranks that a message names
@@ -59,8 +63,10 @@ class Watch:
         clock: Clock,
         timeout: float,
         interruption: Interruption | None,
+        leaving: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.store = store
+        self._leaving = leaving  # called before this process ends from here
         self.clock = clock
         self._interruption = interruption
         self._patience = max(3 * INTERVAL, min(PATIENCE, timeout))
@@ -147,6 +153,8 @@ class Watch:
             now = time.monotonic()
             lost = self._lost(store, min(now - before, 2 * self._interval))
             before = now
+            if not lost and self.clock.waited > self._timeout:  # on CPUs the transfer itself gives up
+                lost = f"rank {self._rank} has not moved for {self._timeout:g} s in {self.clock.doing}"
             if lost:
                 store.compare_set(_FAILED, "", lost)
                 continue
@@ -236,13 +244,39 @@ class Watch:
         return self._caught.wait(0.05 if pending else self._interval)
 
     def _stop(self, why: str, code: int) -> None:
+        doing = self.clock.doing
+        _break_off(self._leaving)
         # Rank 0's process may hold the store, where the others have yet to read why.
-        leave(why, self._rank, self.clock.doing, code, linger=3 * self._interval if code == 1 and not self._rank else 0)
+        leave(why, self._rank, doing, code, linger=3 * self._interval if code == 1 and not self._rank else 0)
 
     def _outlast_others(self) -> None:
         """Rank 0's process may hold the store, where the others have yet to read why."""
         if self._rank == 0:
             time.sleep(3 * self._interval)
+
+
+@contextmanager
+def breaking_off() -> Iterator[list[Callable[[], None]]]:
+    """On an error inside, call what is in the list: what breaks connections off that would hold this process."""
+    leaving: list[Callable[[], None]] = []
+    try:
+        yield leaving
+    except BaseException:
+        _break_off(leaving)
+        raise
+
+
+def _break_off(leaving: Sequence[Callable[[], None]]) -> None:
+    """Without waiting long, and whatever fails: the process ends after that."""
+
+    def run() -> None:
+        for each in leaving:
+            with suppress(Exception):
+                each()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(ABORTED)
 
 
 def _place(sign: str) -> str:

@@ -137,7 +137,7 @@ def cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Cros
         rows=math.prod(shape[:-1]),
         classes=classes,
         step=step,
-        long=max([math.prod(shape), *(bound or 0 for bound in places)]) >= WIDE,
+        long=max([math.prod(shape[:-1]) * -(-classes // step) * step, *(bound or 0 for bound in places)]) >= WIDE,
         dtype=TRITON[logit.dtype],
         logit=logit.text,
         label=f"{label.text} - {first}" if label and first else label.text if label else "",

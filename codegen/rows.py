@@ -55,6 +55,11 @@ class Tiling:
         return self.wide * self.across != self.columns
 
     @property
+    def reach(self) -> int:
+        """Elements of all tiles, with those that aren't there: their places are computed before they are masked."""
+        return self.high * self.programs * self.steps * self.wide * self.across
+
+    @property
     def warps(self) -> int:
         return max(4, min(16, self.high * self.wide // 512))
 
@@ -287,7 +292,7 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     return Rows(
         **draft.told(),  # type: ignore[arg-type]
         tiling=tiles,
-        long=max([tiles.rows * tiles.columns, *(place or 0 for place in places)]) >= WIDE,
+        long=max([tiles.reach, *(place or 0 for place in places)]) >= WIDE,
         before=tuple(before),
         lines=tuple(body),
         sums=tuple(sums),

@@ -184,11 +184,12 @@ def memory_command(
         return
     if region is not None:
         raise PartcError("P0004", "--region goes with --symbolic", help="add it, or leave --region out")
+    from partc.memory import RESERVE
     from partc.memory_table import page
 
     account, mesh = asked.memory(target, given, optimizer)
     if as_json:
-        print(json.dumps(account.document()))
+        print(json.dumps(account.document() | {"reserve": RESERVE}))
         return
     place = None if rank is None else asked.place(mesh, rank)
     console.echo(page(account, mesh, place=place, width=width), nl=False)

@@ -151,6 +151,13 @@ PACKAGES: Mapping[str, Entry] = {
         "the run's rank 0 and its host; the lock ends with the processes, however they end, so that a killed run "
         "can be resumed at once, or after the seconds that its other ranks take to notice. The file itself may stay.",
     ),
+    "P0540": Entry(
+        "some ranks have a GPU of their own and others have none",
+        "Every rank computes on a GPU that no other rank has, or all compute on CPUs: that of its place among its "
+        "machine's processes (LOCAL_RANK), or the only one that its process sees (CUDA_VISIBLE_DEVICES, SLURM's "
+        "--gpus-per-task). The message names a rank that sees none where rank 0 sees some, that has no GPU left, or "
+        "that shares one. `train.py --device cpu` trains on CPUs, `--device cuda` refuses to.",
+    ),
     "P0601": Entry(
         "the output folder is not partc's",
         "partc replaces a package that it wrote, and an empty folder, and nothing else. Give another folder "

@@ -19,6 +19,10 @@ CATEGORIES = (
     "communication",
 )  # fmt: skip
 
+# What a GPU holds of a process beside its tensors: CUDA's context (0.5 GiB), libraries' work spaces and NCCL's
+# communicators (some 0.1 GiB each). An estimate, which the account shows and does not count.
+RESERVE = 2 << 30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:

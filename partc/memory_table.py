@@ -17,7 +17,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 
-from partc.memory import CATEGORIES, Account, Moment, RankMemory
+from partc.memory import CATEGORIES, RESERVE, Account, Moment, RankMemory
 from partc.mesh import PIPELINE_AXIS, Mesh
 from partc.printer import readable
 
@@ -49,6 +49,9 @@ def page(account: Account, mesh: Mesh, *, place: int | None = None, width: int =
         console.print(line, no_wrap=True, crop=True)
     if rank.host:
         console.print(f"\ncheckpoint: {readable(rank.host)} more in host memory, with train.py --save", soft_wrap=True)
+    console.print(
+        f"\non a GPU: about {readable(RESERVE)} more, for CUDA, NCCL and libraries' work spaces", soft_wrap=True
+    )
     console.print(f"\nin steps after the first, with {account.optimizer}")
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 

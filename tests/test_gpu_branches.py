@@ -6,6 +6,7 @@ Kernels are not launched; their arguments have to be on the device.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable
@@ -18,7 +19,11 @@ from torch import Tensor
 
 import partc
 from partc.runtime import train
+from partc.runtime.checkpoint import Held, Place, Saver
+from partc.runtime.layout import DTYPES, Shard
+from partc.runtime.sending import bring
 from partc.runtime.steps import Done, Steps
+from partc.runtime.tensors import load
 from partc.runtime.torch_private import lone_store
 from partc.runtime.update import Updated
 from partc.runtime.virtual import VirtualComm, World
@@ -55,7 +60,7 @@ class Unread(Steps):
         self._norm = self._measured()
         self.update.begin(step, torch.ones(()))
         self._updated()
-        return Done(loss=None, seconds=0.0, updated=Updated(rate=0.0, norm=None), recorded={})
+        return Done(loss=None, seconds=0.0, data=0.0, updated=Updated(rate=0.0, norm=None), recorded={})
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +132,60 @@ def test_a_step_that_waits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     with pytest.raises(RuntimeError, match="meta"):
         steps_taken(package, monkeypatch)
+
+
+def test_batches_go_to_a_gpu_from_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    x = torch.arange(3.0)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda x: (said.append("pinned"), x)[1])
+    monkeypatch.setattr(Tensor, "to", lambda x, device, non_blocking=False: (said.append(f"{non_blocking}"), x)[1])
+    bring(x, torch.device("cuda", 0))
+    assert said == ["pinned", "True"]
+    assert bring(x, torch.device("cpu")).data_ptr() == x.data_ptr() and said[2:] == ["False"]
+
+
+class Runtime:
+    """What of CUDA's runtime pins memory."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}  # bytes, by address
+
+    def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
+        self.pinned[place] = size
+        return 0
+
+    def cudaHostUnregister(self, place: int) -> int:
+        del self.pinned[place]
+        return 0
+
+
+def test_a_checkpoints_host_memory_is_as_large_as_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not rounded up to powers of two, and pinned once; it is let go of with the last tensor in it."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda: type("E", (), {"record": lambda s: 0, "synchronize": lambda s: 0})()
+    )
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: x.device.type == "cpu"))
+    shapes = {"a": (1025,), "b": (3, 700), "c": (), "d": (2,)}
+    held = {
+        name: Held(Shard(f"{kind}[{', '.join(map(str, shape))}]"), torch.randn(shape).to(DTYPES[kind]))
+        for (name, shape), kind in zip(shapes.items(), ("f32", "f32", "f32", "f64"), strict=True)
+    }
+    place = Place(rank=0, world_size=1, sizes={}, coordinate={})
+    saver = Saver(tmp_path, keep=2, place=place, store=lone_store(), attempt="one", run={})
+    for step in (1, 2):
+        saver.save(step, held)
+        saver.wait()
+        (size,) = runtime.pinned.values()
+        exact = sum(each.tensor.nbytes for each in held.values())
+        assert exact <= size <= exact + 64 * len(held)
+    (file,) = (tmp_path / "step_00000002").glob("*.safetensors")
+    found = load(file)[0]
+    assert all(torch.equal(found[name], each.tensor) for name, each in held.items())
+    del saver
+    gc.collect()
+    assert not runtime.pinned

@@ -292,6 +292,9 @@ def test_recordings_share_a_stream_and_its_memory(monkeypatch: pytest.MonkeyPatc
         def replay(self) -> None:
             said.append("replay")
 
+        def reset(self) -> None:
+            said.append("reset")
+
     @contextmanager
     def capturing(*given: object, **named: object) -> Iterator[None]:
         call = signature.bind(None, *given, **named).arguments
@@ -304,6 +307,7 @@ def test_recordings_share_a_stream_and_its_memory(monkeypatch: pytest.MonkeyPatc
         "graph_pool_handle": lambda: "pool", "graph": capturing,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("the device is done"))
     with recording(True, torch.device("cuda", 0)) as make:
         assert make is not None
         works = [Repeated(lambda: said.append("done"), make()), Repeated(lambda: said.append("else"), make())]
@@ -315,4 +319,11 @@ def test_recordings_share_a_stream_and_its_memory(monkeypatch: pytest.MonkeyPatc
         *("done", "else") * 2,
         *("capture on side", "done", "replay", "capture on side", "else", "replay"),
         *("replay", "replay", "main waits for side"),
+        *("the device is done", "reset", "reset"),  # communicators cannot be destroyed while recordings have their work
     ]
+    said.clear()
+    with pytest.raises(ZeroDivisionError), recording(True, torch.device("cuda", 0)) as make:
+        assert make is not None
+        make()
+        raise ZeroDivisionError
+    assert said == ["side waits for main", "reset"], "of a device that may hang nothing is waited for"

@@ -11,6 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import partc
+from partc.codegen.kernels import kernel
+from partc.codegen.package import kernel_module
+from partc.codegen.pointwise import Pointwise
+from partc.codegen.rows import Rows
 from partc.interpret import evaluate
 from partc.kernels.interpreted import rounds
 from partc.layout import Layout
@@ -343,3 +347,36 @@ def test_random_graphs_equal_pytorch(kernels: Kernels, graph: Graph, strided: bo
     if strided:
         values = {name: torch.stack([x, x], -1)[..., 0] for name, x in values.items()}
     check(kernels, graph, values, fused=False)
+
+
+NEAR = 2**31  # where 32 bits end
+
+
+@pytest.mark.parametrize("count", [NEAR - 1, NEAR - 100, NEAR - 1024, NEAR - 4095, NEAR - 4097, NEAR // 2 + 1])
+def test_blocks_that_end_beyond_32_bits_count_in_64(count: int) -> None:
+    """What a masked block computes beyond its elements must not come out below their number."""
+    x, y, z = (value(name, count) for name in "xyz")
+    graph = Graph(inputs=(x,), ops=(op("neg", "x", makes=y), op("exp", "y", makes=z)), outputs=("z",))
+    after = fuse(program_of(graph, dense=True), kernels="triton").regions[0].forward
+    (fused,) = after.ops
+    built = kernel(fused, {key: found.type for key, found in after.definitions().items()}, {})
+    ends = [-(-count // each["BLOCK"]) * each["BLOCK"] for each in built.candidates]
+    assert isinstance(built, Pointwise) and built.wide == (count > NEAR - 4097)
+    assert built.wide or max(ends) <= NEAR
+
+
+@pytest.mark.parametrize("rows", [NEAR // 8 + 1, NEAR // 6 - 1, NEAR // 8 - 5, NEAR // 16])
+def test_tiles_that_end_beyond_32_bits_count_in_64(rows: int) -> None:
+    """Rows of 6 are held in 8 columns, and the last tile has rows that are not there."""
+    x, y, z = (value(name, rows, 6) for name in "xyz")
+    graph = Graph(inputs=(x,), ops=(op("mul", "x", 0.5, makes=y), op("softmax", "y", -1, makes=z)), outputs=("z",))
+    after = fuse(program_of(graph, dense=True), kernels="triton").regions[0].forward
+    (fused,) = after.ops
+    built = kernel(fused, {key: found.type for key, found in after.definitions().items()}, {})
+    assert isinstance(built, Rows)
+    tiles = built.tiling
+    last = (tiles.programs * tiles.steps * tiles.high - 1) * 6 + tiles.wide - 1
+    assert built.long or last < NEAR
+    assert built.long == (rows > NEAR // 16)
+    text = kernel_module(built)
+    assert ("tl.program_id(0).to(tl.int64)" in text) == built.long, "before it is multiplied"

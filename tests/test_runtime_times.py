@@ -6,7 +6,9 @@ import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +18,15 @@ from partc.runtime import times as module
 from partc.runtime.clock import Interval
 from partc.runtime.errors import UsageError
 from partc.runtime.job import parse
+from partc.runtime.layout import tokens_per_step
 from partc.runtime.log import StepLog
 from partc.runtime.peak import known_peak, measured_peak
+from partc.runtime.steps import Steps
 from partc.runtime.times import Split, Times
 from partc.runtime.trace import wanted_steps
 from partc.runtime.update import Updated
 from partc.runtime.virtual import VirtualComm, World
+from tests.durable import train
 from tests.zoo import EXAMPLES
 
 LINKS = {(0, 1): 1, (1, 0): 1}, {(0, 1): 0, (1, 0): 0}
@@ -153,6 +158,51 @@ def test_metrics_of_a_run_add_up(built: Path, tmp_path: Path) -> None:
         assert min(entry["compute"], entry["exposed_communication"], entry["bubble"]) >= 0
         assert entry["mfu"] == pytest.approx(2 * flops / entry["seconds"] / 1e9, rel=1e-3)
         assert entry["bubble"] > 0 and entry["tokens_per_second"] > 0
+
+
+def test_a_step_takes_all_that_it_takes(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that does later what it is told: when the next batch is copied there, or a loss is read."""
+    owed, spent = [0.0], {"device": 0.0, "copies": 0.0, "measuring": 0.0}
+
+    def settle() -> None:
+        time.sleep(owed[0])
+        spent["device"] += owed[0]
+        owed[0] = 0.0
+
+    run, take, end = Steps._run, Steps._take, Times.end
+
+    def launched(steps: Steps, first: bool, last: bool) -> Any:
+        owed[0] += 0.02
+        return run(steps, first, last)
+
+    def copied(steps: Steps, batch: Any) -> None:
+        settle()
+        time.sleep(0.01)
+        spent["copies"] += 0.01
+        take(steps, batch)
+
+    def ended(times: Times, step: int) -> Any:
+        time.sleep(0.005)
+        spent["measuring"] += 0.005
+        return end(times, step)
+
+    item = torch.Tensor.item
+    monkeypatch.setattr(Steps, "_run", launched)
+    monkeypatch.setattr(Steps, "_take", copied)
+    monkeypatch.setattr(Times, "end", ended)
+    monkeypatch.setattr(torch.Tensor, "item", lambda x: (settle(), item(x))[1])
+    partc.compile(EXAMPLES / "mlp.py", mesh="1").write(tmp_path / "build")
+    log = tmp_path / "m.jsonl"
+    done = train(tmp_path / "build", "--steps", 3, "--accumulate", 4, "--metrics", log, "--peak-flops", 1)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len(lines) == 3 and spent["device"] >= 3 * 4 * 0.02 - 1e-9
+    tokens = tokens_per_step(json.loads((tmp_path / "build" / "plan.json").read_text())) * 4
+    for line in lines:
+        assert line["seconds"] >= 4 * (0.02 + 0.01) and line["data"] >= 4 * 0.01
+        assert line["tokens_per_second"] == pytest.approx(tokens / line["seconds"], rel=1e-3)
+    assert [line["measuring"] >= 0.005 for line in lines] == [False, True, True], "the next step has to bear it"
+    assert all(line["seconds"] >= 4 * 0.03 + line["measuring"] for line in lines)
 
 
 def test_what_cannot_be_asked_for(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:

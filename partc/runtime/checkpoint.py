@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from .documents import decoded, parsed
 from .errors import PeerLost, UsageError
 from .layout import Shard
 from .manifest import NAME, Manifest, Saved, checkpoints, folder_name, read
+from .pinned import pinned
 from .tensors import write
 from .torch_private import clone_store
 
@@ -97,6 +98,7 @@ class Saver:
         self.saved = self._begun = step
         mine = {name: self._mine(name, each) for name, each in held.items()}
         wholes = {name: (str(each.tensor.dtype).removeprefix("torch."), each.shape) for name, each in held.items()}
+        self._pin(held, mine)
         copies = {
             name: [(piece, self._copied(name, index, piece, held[name].tensor)) for index, piece in enumerate(found)]
             for name, found in mine.items()
@@ -141,12 +143,24 @@ class Saver:
             return ()
         return pieces(dims, held.shape, place.sizes, place.coordinate)
 
+    def _pin(self, held: Mapping[str, Held], mine: Mapping[str, Sequence[Piece]]) -> None:
+        """Have memory for all pieces of a GPU's that are saved for the first time."""
+        parts = {
+            (name, index): held[name].tensor.detach()[piece.here.slices]
+            for name, found in mine.items()
+            for index, piece in enumerate(found)
+            if held[name].tensor.is_cuda
+        }
+        new = {key: part for key, part in parts.items() if not _fits(self._buffers.get(key), part)}
+        if new:
+            self._buffers.update(zip(new, pinned(list(new.values())), strict=True))
+
     def _copied(self, name: str, index: int, piece: Piece, tensor: Tensor) -> Tensor:
         """The piece in host memory that is used again for every save."""
         part = tensor.detach()[piece.here.slices]
         buffer = self._buffers.get((name, index))
-        if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
-            buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+        if buffer is None or not _fits(buffer, part):
+            buffer = torch.empty(part.shape, dtype=part.dtype)
             self._buffers[name, index] = buffer
         return buffer.copy_(part, non_blocking=True)
 
@@ -238,6 +252,10 @@ class Saver:
     @staticmethod
     def _note(rank: int) -> str:
         return f"rank_{rank:03d}.json"
+
+
+def _fits(buffer: Tensor | None, part: Tensor) -> bool:
+    return buffer is not None and buffer.shape == part.shape and buffer.dtype == part.dtype
 
 
 class _Digesting:

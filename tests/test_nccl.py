@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import partc
+from partc.launch import torchrun_command
 from partc.runtime import comm as communication
 from partc.runtime import distributed, torch_private, train
 from partc.runtime.clock import Clock
@@ -24,6 +25,7 @@ from partc.runtime.errors import UsageError
 from partc.runtime.together import Together
 from partc.runtime.torch_private import lone_store, nccl_settings
 from tests.durable import imported_from
+from tests.durable import train as run_train
 from tests.zoo import EXAMPLES
 
 CUDA = torch.device("cuda", 0)
@@ -447,3 +449,22 @@ def test_the_clock_of_one_axis_is_not_anothers() -> None:
     """A view of an axis for what is waited for at once is the axis, but for that."""
     axis = communication.Axis(1, 4)
     assert axis.at_once is axis and axis.overlaps
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without GPUs")
+def test_gpus_that_are_asked_for_and_not_there_are_an_error_of_all(tmp_path: Path) -> None:
+    build = partc.compile(EXAMPLES / "mlp.py", mesh="2").write(tmp_path / "build")
+    done = run_train(build, "--device", "cuda", real=True)
+    said = done.stderr.count("error P0540: not every rank has a GPU of its own: rank ")
+    assert done.returncode and said == 1 and "--device cpu" in done.stderr, done.stderr
+    done = run_train(build, "--device", "cuda")
+    assert done.returncode == 2 and "P0521: --virtual ranks are on the CPU" in done.stderr
+    assert run_train(build, "--device", "cpu", "--steps", 1, real=True).returncode == 0
+
+
+def test_fewer_gpus_than_ranks_are_told_in_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = partc.compile(EXAMPLES / "mlp.py", mesh="2").write(tmp_path / "build")
+    for count, told in ((0, False), (1, True), (2, False)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert ("--device cpu" in " ".join(torchrun_command(build, []))) == told
+        assert torchrun_command(build, ["--device", "cuda"]).count("--device") == 1

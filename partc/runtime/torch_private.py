@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _disabled_torch_function_impl as without_overrides
+from torch._C._distributed_c10d import AllgatherOptions
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.distributed_c10d import AllgatherOptions, Store
+from torch.distributed.distributed_c10d import Store
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 

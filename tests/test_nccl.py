@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from partc.runtime.comm import Pending
 from partc.runtime.devices import own_device
 from partc.runtime.distributed import LINK_BLOCKS, DistributedComm
 from partc.runtime.errors import UsageError
+from partc.runtime.meeting import World, _Meeting
 from partc.runtime.together import Together
 from partc.runtime.torch_private import lone_store, nccl_settings
 from tests.durable import imported_from
@@ -260,13 +262,19 @@ def test_settings_of_nccl_are_defaults() -> None:
 
 
 def test_a_start_forgets_what_an_ended_one_told_its_monitors() -> None:
+    class Caught:
+        def wait(self, seconds: float) -> bytes:
+            time.sleep(seconds)
+            return b""
+
     store = dist.HashStore()
     store.set("exception_dump", "1")
     store.set("other", "kept")
-    joined = threading.Thread(target=lambda: distributed._session(store, 1, 2, datetime.timedelta(seconds=20)))
-    joined.start()
-    distributed._session(store, 0, 2, datetime.timedelta(seconds=20))
-    joined.join()
+    meetings = [_Meeting(World(rank, 2, "localhost", 1), 20.0, Caught()) for rank in range(2)]  # type: ignore[arg-type]
+    other = threading.Thread(target=meetings[1]._session, args=(store,))
+    other.start()
+    meetings[0]._session(store)
+    other.join()
     assert not store.check(["exception_dump"]) and store.check(["other"])
 
 
@@ -292,12 +300,13 @@ def test_a_run_ends_with_its_groups(fails: bool, package: Path, monkeypatch: pyt
             raise UsageError("P0528", "cause", "help", alike=True)
 
     monkeypatch.setattr(distributed, "DistributedComm", Comm)
-    monkeypatch.setattr(distributed, "meet", lambda size, timeout: (lone_store(), 0))
+    monkeypatch.setattr(train, "meet", lambda *given: lone_store())
+    monkeypatch.setattr(train, "world", lambda: World(0, 1))
+    monkeypatch.setattr(train, "world_size", lambda: 8)
     monkeypatch.setattr(train, "Watch", Watching)
     monkeypatch.setattr(train, "_train", trained)
     monkeypatch.setattr(train, "_materialise", lambda *given: None)
     monkeypatch.setattr(train, "_stopped", lambda *given: False)
-    monkeypatch.setenv("WORLD_SIZE", "8")
     with imported_from(package):
         job = train.parse(["--device", "cpu"], package)
         monkeypatch.setattr(Together, "told", lambda self, text: text)

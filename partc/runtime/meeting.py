@@ -11,11 +11,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn
 
 from torch.distributed import DistError
@@ -29,7 +28,8 @@ from .torch_private import connected_store, lone_store
 SPEAK = 20.0  # seconds after which a rank says for whom it waits
 STOPPED = 15.0  # seconds after which a process that was stopped is a failure
 HURRY = 5.0  # seconds in which a rank finds out why its launcher stops everybody
-ANSWER = 10.0  # seconds in which a store answers
+ANSWER = 10.0  # seconds in which a connection is made
+LOOK = 2.0  # seconds between counts of those that are missing
 
 _OPEN = 10  # ranks that a message names
 
@@ -79,6 +79,8 @@ def meet(world: World, timeout: float, caught: Caught) -> Store:
 
 
 class _Meeting:
+    """A thread talks to the store, which may not answer; the main thread watches for whom it waits."""
+
     def __init__(self, world: World, timeout: float, caught: Caught) -> None:
         self._world = world
         self._timeout = timeout
@@ -89,17 +91,33 @@ class _Meeting:
         self._known: dict[int, str] = {}  # places of siblings
         self._stopped: dict[int, float] = {}  # by rank, the seconds in which this process ran and that one did not
         self._looked = self._began
+        self._waiting = f"{store_holder()} does not answer"
+        self._missed = self._began  # when `_waiting` was found
+        self._found: Store | None = None
+        self._error: Exception | None = None
 
     def store(self) -> Store:
-        store = self._open() if self._world.hosts else self._reached()
+        thread = threading.Thread(target=self._join, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self._pause()
+        if isinstance(self._error, DistError):
+            self._leave(f"{store_holder()} died ({_first_line(self._error)})", 1)
+        if self._error is not None:
+            raise self._error
+        assert self._found is not None
+        return self._found
+
+    def _join(self) -> None:
         try:
-            return PrefixStore(self._session(store), store)
-        except DistError as error:
-            self._leave(f"{store_holder()} died ({_first_line(error)})", 1)
+            store = self._open() if self._world.hosts else self._reached()
+            self._found = PrefixStore(self._session(store), store)
+        except Exception as error:  # the main thread raises it
+            self._error = error
 
     def _open(self) -> Store:
         try:
-            return self._connected(master=True)
+            return self._connected()
         except DistError as error:
             cause = f"rank 0 cannot open port {self._world.port} for the ranks' store: {_first_line(error)}"
             if "EADDRINUSE" in str(error):
@@ -109,27 +127,22 @@ class _Meeting:
     def _reached(self) -> Store:
         """The store that another process holds, perhaps later than now."""
         address, port = self._world.address, self._world.port
-        waiting, cause = store_holder(), ""
-
-        def absent() -> str:
-            return f"{waiting} is not there ({cause})"
-
         while True:
             try:
                 socket.create_connection((address, port), timeout=ANSWER).close()
-                return self._connected(master=False)
+                self._waiting = f"{store_holder()} does not answer at {address}:{port}"
+                return self._connected()
             except (OSError, UnicodeError) as error:
-                cause = f"{address}:{port}: {getattr(error, 'strerror', None) or error}"
+                why = getattr(error, "strerror", None) or error
+                self._waiting = f"{store_holder()} is not there ({address}:{port}: {why})"
             except DistError:
-                cause = f"{address}:{port} does not answer as a store of ranks does"
-            self._pause(0.2, absent)
+                self._waiting = f"what answers at {address}:{port} is not the ranks' store"
+            time.sleep(0.2)
 
-    def _connected(self, *, master: bool) -> Store:
-        seconds = self._timeout if master else ANSWER
-        limit = datetime.timedelta(seconds=seconds)
-        store = connected_store(self._world.address, self._world.port, self._world.size, limit, master=master)
-        store.set_timeout(datetime.timedelta(seconds=self._timeout))
-        return store
+    def _connected(self) -> Store:
+        limit = datetime.timedelta(seconds=self._timeout)
+        place = self._world
+        return connected_store(place.address, place.port, place.size, limit, master=place.hosts)
 
     def _session(self, store: Store) -> str:
         """A name that the ranks of this start alone have.
@@ -139,13 +152,14 @@ class _Meeting:
         answer. Under an ended rank 0's name nobody answers, or everybody has been counted already.
         """
         size, rank = self._world.size, self._world.rank
+        self._waiting = "rank 0 has not come"
         if rank == 0:
             store.delete_key("exception_dump")  # by which NCCL's monitors of an ended start tell others to write dumps
             name = uuid.uuid4().hex
             store.set(f"{name}/alive/0", _first_sign())
             store.set("session", name)
             while not store.check([f"{name}/full"]):
-                self._pause(0.02, partial(_not_there, store, name, size))
+                self._look_for_missing(store, name)
             store.set(f"{name}/begins", "")
             return name
         tried = ""
@@ -165,11 +179,18 @@ class _Meeting:
                         store.set(f"{name}/full", "")
                 if fresh and store.check([f"{name}/begins"]):
                     return name
-            self._pause(0.02, partial(_not_there, store, tried if fresh else "", size))
+            self._look_for_missing(store, tried if fresh else "")
 
-    def _pause(self, seconds: float, waiting: Callable[[], str]) -> None:
-        """Wait a little, and look whether there is still somebody to wait for; `waiting` says who that is."""
-        for number in self._caught.wait(seconds):
+    def _look_for_missing(self, store: Store, name: str) -> None:
+        """Once in a while, for messages; the rest of the time this is a short pause."""
+        time.sleep(0.02)
+        if name and time.monotonic() - self._missed > LOOK:
+            self._waiting = _not_there(store, name, self._world.size)
+            self._missed = time.monotonic()
+
+    def _pause(self) -> None:
+        """Wait a little, and look whether there is still somebody to wait for."""
+        for number in self._caught.wait(0.02):
             if number == signal.SIGINT:
                 self._leave("interrupted", 130)
             if number in TERMINATING and self._terminated is None:
@@ -179,13 +200,14 @@ class _Meeting:
             self._look_around(min(now - self._looked, 1.0))
             self._looked = now
         if self._terminated is not None and now - self._terminated > HURRY:
-            self._leave(f"stopped by SIGTERM while {waiting()}", 143)
+            self._leave(f"stopped by SIGTERM while {self._waiting}", 143)
         if now - self._began > self._timeout:
-            self._leave(f"{waiting()} after {self._timeout:g} s", 1)
+            self._leave(f"{self._waiting} after {self._timeout:g} s", 1)
         if now - self._began > SPEAK and not self._spoken:
             self._spoken = True
-            if self._world.rank == 0 or os.environ.get("LOCAL_RANK", str(self._world.rank)) in ("0", "1"):
-                _say(f"rank {self._world.rank} waits: {waiting()}; it gives up after {self._timeout:g} s (--timeout)")
+            rank = self._world.rank
+            if rank == 0 or os.environ.get("LOCAL_RANK", str(rank)) in ("0", "1"):
+                _say(f"rank {rank} waits: {self._waiting}; it gives up after {self._timeout:g} s (--timeout)")
 
     def _look_around(self, passed: float) -> None:
         """Leave where a process that the launcher has started here has ended, or was stopped."""

@@ -120,7 +120,7 @@ class Watch:
         try:
             self.store.compare_set(key, "", text)
         except RuntimeError as error:
-            print(f"rank {self._rank}: cannot reach the other ranks' store: {error}", file=sys.stderr)
+            print(f"rank {self._rank}: cannot reach the other ranks' store: {_first_line(error)}", file=sys.stderr)
 
     def _run(self, store: Store) -> None:
         try:

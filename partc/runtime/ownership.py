@@ -46,16 +46,21 @@ def sole(folder: Path, together: Together, *, timeout: float, say: Callable[[str
         if together.rank == 0:
             descriptor = _opened(folder)
             # Less than the others wait for rank 0.
-            if not _taken_alone(descriptor, folder, min(PATIENCE, timeout / 2), say):
+            if _taken_alone(descriptor, folder, min(PATIENCE, timeout / 2), say):
+                _lock(descriptor, _SHARED)  # before the others are told, who share it
+            else:
                 problem, code = f"{_named(descriptor)} saves into {folder}", "P0539"
+    except BlockingIOError:  # a lock is let go of before it is shared
+        problem, code = f"{_named(descriptor)} saves into {folder}", "P0539"
     except OSError as error:
         problem = f"rank {together.rank} cannot write a checkpoint in {folder}: {error.strerror}"
     code, _, problem = together.told(f"{code} {problem}").partition(" ")
     if not problem:
         mine = ""
         try:
-            descriptor = _opened(folder) if together.rank else descriptor
-            _lock(descriptor, _SHARED)
+            if together.rank:
+                descriptor = _opened(folder)
+                _lock(descriptor, _SHARED)
         except BlockingIOError:
             mine = f"P0539 {_named(descriptor)} saves into {folder}"
         except OSError as error:

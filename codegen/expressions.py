@@ -170,10 +170,16 @@ def _dropout(o: Operands) -> str:
     return f"functional.dropout({o.args[0]}, {o.args[1]}, {_draw(number, o, o.op.results[0].type.layout.dims[:dims])})"
 
 
-def _attention_dropout(o: Operands) -> str:
-    q, k = (o.types[arg.name].layout for arg in o.op.args[:2] if isinstance(arg, Ref))
-    draw = _draw(o.args[7], o, (*q.dims[:3], (SubDim(k.shape[2]),)))
-    return f"functional.attention_dropout({', '.join((*o.args[:7], draw))})"
+def _attention_dropout(first: int) -> Emit:
+    """`first` is the place of the queries among the operands; keys follow. The draw covers all weights."""
+
+    def emit(o: Operands) -> str:
+        q, k = (o.types[arg.name].layout for arg in o.op.args[first : first + 2] if isinstance(arg, Ref))
+        *given, number = o.args
+        draw = _draw(number, o, (*q.dims[:3], (SubDim(k.shape[2]),)))
+        return f"functional.{o.op.name}({', '.join((*given, draw))})"
+
+    return emit
 
 
 def _where(o: Operands) -> str:
@@ -298,6 +304,9 @@ _TABLE: Mapping[str, Emit] = {
     "attention_backward": _function(
         "functional.attention_backward", "", "", "", "", "mask=", "out=", "lse=", "is_causal=False", "scale=None"
     ),
+    "attention_bias_backward": _function(
+        "functional.attention_bias_backward", "", "", "", "", "", "out=", "lse=", "is_causal=False", "scale=None"
+    ),
     "embedding": _function("torch.embedding"),
     "embedding_shard": _at_rank("functional.embedding_shard"),
     "embedding_dense_backward": lambda o: (
@@ -327,8 +336,9 @@ _TABLE: Mapping[str, Emit] = {
     "dropout_backward": _function("functional.dropout_backward"),
     "drop": _function("functional.dropout_backward"),
     "drawn": lambda o: f"{_draw(o.args[1], o, o.op.result.type.layout.dims)}.below({1 - float(o.args[0])!r})",
-    "attention_dropout": _attention_dropout,
-    "attention_dropout_backward": _function("functional.attention_dropout_backward"),
+    "attention_dropout": _attention_dropout(0),
+    "attention_dropout_backward": _attention_dropout(1),
+    "attention_dropout_bias_backward": _attention_dropout(1),
     "rand": _random("uniform"),
     "rand_like": _random("uniform"),
     "randn": _random("normal"),

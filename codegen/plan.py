@@ -31,6 +31,8 @@ def plan(
 
     `command` holds what else the user asked for, so that the compile can be repeated.
     """
+    from partc.attentions import documents  # which loads torch
+
     types = program.value_types()
     holders = program.holders()
     uncaptured = obstacle(program)
@@ -84,6 +86,7 @@ def plan(
             }
             for transfer in program.transfers
         ],
+        "attention": documents(program),
         "schedule": {str(index): " ".join(map(str, actions)) for index, actions in enumerate(program.schedule)},
         **({} if uncaptured is None else {"uncaptured": uncaptured.cause}),
         **({} if memory is None else {"memory": memory.document()}),

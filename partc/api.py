@@ -362,6 +362,7 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
 
     Raises PartcError P0416 if a rank holds too much, P0419 if a step cannot be recorded and is to be.
     """
+    from partc.attentions import without_kernel
     from partc.capturing import obstacle
     from partc.codegen.package import stage_modules
     from partc.fitting import check_limit
@@ -396,5 +397,9 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
         coverage=coverage(done.after("annotate")),
         flops=model_flops(done.after("annotate")),
         extra=done.extra,
-        warnings=(*done.warnings, *left_whole(done.after("expand"), loss_chunks=done.options.loss_chunks)),
+        warnings=(
+            *done.warnings,
+            *left_whole(done.after("expand"), loss_chunks=done.options.loss_chunks),
+            *without_kernel(done.program),
+        ),
     )

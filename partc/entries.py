@@ -158,6 +158,12 @@ PACKAGES: Mapping[str, Entry] = {
         "--gpus-per-task). The message names a rank that sees none where rank 0 sees some, that has no GPU left, or "
         "that shares one. `train.py --device cpu` trains on CPUs, `--device cuda` refuses to.",
     ),
+    "P0541": Entry(
+        "a kernel for attention that this machine does not have",
+        "train.py --attention names the kernel to prefer on GPUs: cudnn, flash3 (the package flash-attn-3, on GPUs of "
+        "compute capability 9.0), flash, efficient, or blocks, which is plain operations. Without it the first of "
+        "these that the GPU and torch have is taken, and train.py prints which, and why not the ones before it.",
+    ),
     "P0601": Entry(
         "the output folder is not partc's",
         "partc replaces a package that it wrote, and an empty folder, and nothing else. Give another folder "

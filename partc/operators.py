@@ -161,23 +161,6 @@ def _define_random() -> None:
     new = lambda size, dtype, number, device=None: torch.empty(size, dtype=dtype, device=device)  # noqa: E731
     _operator("rand", make, new)
     _operator("randn", make, new)
-    _operator(
-        "attention_dropout_backward",
-        "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor weights, Tensor kept, float? scale, float p)"
-        " -> (Tensor, Tensor, Tensor)",
-        lambda g, q, k, v, *_: (_like(q), _like(k), _like(v)),
-    )
-    _operator(
-        "attention_dropout",
-        "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, float p, int number)"
-        " -> (Tensor, Tensor, Tensor)",
-        lambda q, k, v, *_: (
-            q.new_empty([*q.shape[:-1], v.shape[-1]]),
-            q.new_empty([*q.shape[:-1], k.shape[-2]]),
-            q.new_empty([*q.shape[:-1], k.shape[-2]], dtype=torch.bool),
-        ),
-        lambda g, a, r: _ops.attention_dropout_backward(g[0], *a[:3], r[1], r[2], a[5], a[6]),
-    )
 
 
 def _kept(x: Tensor, dims: int) -> Tensor:
@@ -213,13 +196,42 @@ def _define_composites() -> None:
         "attention_backward",
         "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, bool is_causal, float? scale)"
         " -> (Tensor, Tensor, Tensor)",
-        lambda g, q, k, v, mask, out, lse, is_causal, scale: (_like(q), _like(k), _like(v)),
+        lambda g, q, k, v, *_: (_like(q), _like(k), _like(v)),
+    )
+    _operator(
+        "attention_bias_backward",
+        "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, bool is_causal, float? scale)"
+        " -> (Tensor, Tensor, Tensor, Tensor)",
+        lambda g, q, k, v, mask, *_: (_like(q), _like(k), _like(v), mask.new_empty(mask.shape)),
     )
     _operator(
         "attention",
         "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor)",
         _attention_shapes,
-        lambda g, a, r: _ops.attention_backward(g[0], a[0], a[1], a[2], a[3], r[0], r[1], a[4], a[5]),
+        lambda g, a, r: (_ops.attention_bias_backward if _is_learned(a[3]) else _ops.attention_backward)(
+            g[0], *a[:4], *r, *a[4:]
+        ),
+    )
+    drops = "bool is_causal, float? scale, float p, int number)"
+    _operator(
+        "attention_dropout_backward",
+        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, {drops}"
+        " -> (Tensor, Tensor, Tensor)",
+        lambda g, q, k, v, *_: (_like(q), _like(k), _like(v)),
+    )
+    _operator(
+        "attention_dropout_bias_backward",
+        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, {drops}"
+        " -> (Tensor, Tensor, Tensor, Tensor)",
+        lambda g, q, k, v, mask, *_: (_like(q), _like(k), _like(v), mask.new_empty(mask.shape)),
+    )
+    _operator(
+        "attention_dropout",
+        f"(Tensor q, Tensor k, Tensor v, Tensor? mask, {drops} -> (Tensor, Tensor)",
+        _attention_shapes,
+        lambda g, a, r: (
+            _ops.attention_dropout_bias_backward if _is_learned(a[3]) else _ops.attention_dropout_backward
+        )(g[0], *a[:4], *r, *a[4:]),
     )
     _operator(
         "embedding_shard_backward",
@@ -259,10 +271,12 @@ def _norm_gradients(found: Sequence[Tensor], args: Sequence[Any]) -> list[Tensor
     return [found[0], None, *weights]
 
 
-def _attention_shapes(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    b, h, s, _ = q.shape
+def _is_learned(mask: Tensor | None) -> bool:
+    return mask is not None and mask.requires_grad
+
+
+def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    b, h, s = q.shape[:3]
     # Attention kernels write [b, s, h, e] and return it transposed, so that heads merge without a copy.
     rows = q.new_empty([b, h, s], dtype=row_dtype(q))
     return q.new_empty([b, s, h, v.shape[-1]]).transpose(1, 2), rows
@@ -282,7 +296,7 @@ EXTRA_RESULTS: dict[str, tuple[str, ...]] = {
     "attention": ("lse",),
     "cross_entropy": ("lse",),
     "dropout": ("kept",),
-    "attention_dropout": ("weights", "kept"),
+    "attention_dropout": ("lse",),
 }
 
 

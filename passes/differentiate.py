@@ -161,8 +161,6 @@ def call_operator(op: Op, args: list[Any], attrs: dict[str, Any], live: set[str]
             return torch.ops.partc.embedding_shard(*args[:2], args[2] if len(args) > 2 else -1, attrs["axis"])
         case "matmul" if not (args[1].dim() == 2 or args[0].shape[:-2] == args[1].shape[:-2]):
             return torch.matmul(*args)
-        case "attention" if isinstance(op.args[3], Ref) and op.args[3].name in live:
-            return _attention_with_bias(*args)
     return operators.resolve(op.name)(*args, **attrs)
 
 
@@ -175,16 +173,6 @@ def _collective(name: str, args: list[Any], attrs: dict[str, Any], sizes: Sizes)
     elif "dim" in attrs:
         where = (attrs["dim"], attrs.get("outer", 1))
     return operator(*args, *where, axis, sizes[axis])
-
-
-def _attention_with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-    """Attention whose additive mask is learned, spelled out so that the mask has a gradient."""
-    if is_causal:
-        raise InternalError("attention with a learned mask and is_causal")
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
-    scores = torch.matmul(q, k.transpose(-1, -2)) * (scale if scale is not None else q.shape[-1] ** -0.5)
-    return torch.matmul(torch.softmax(scores + bias, dim=-1), v)
 
 
 def _tensor_arg(arg: Arg, values: Mapping[str, Any]) -> Any:

@@ -53,6 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "partc.assignment",
         "partc.capturing",
     ),
+    ("partc.attentions",),
     ("partc.placing", "partc.joint", "partc.interpret", "partc.symbols", "partc.size_names", "partc.formulas"),
     (
         "partc.modelfile",

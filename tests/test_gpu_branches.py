@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import partc
-from partc.runtime import train
+from partc.runtime import attention_kernels, train
 from partc.runtime.checkpoint import Held, Place, Saver
 from partc.runtime.layout import DTYPES, Shard
 from partc.runtime.sending import bring
@@ -68,6 +68,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: x.device == DEVICE), raising=False)
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(attention_kernels, "refusal", lambda *_: "")
     monkeypatch.setattr(train, "Steps", Unread)
     for name in ("adam", "sgd"):  # which ask for a device that they know
         module = importlib.import_module(f"torch.optim.{name}")

@@ -39,7 +39,11 @@ __all__ = [
     "resolve_lowered",
 ]
 
-_CAUSAL = {"attention": 4, "attention_dropout": 4, "attention_backward": 7}  # which argument says so
+# Which argument says so.
+_CAUSAL = {
+    "attention": 4, "attention_dropout": 4, "attention_backward": 7, "attention_dropout_backward": 7,
+    "attention_bias_backward": 7, "attention_dropout_bias_backward": 7,
+}  # fmt: skip
 PARTIAL = "partial"  # Choice.factor "partial0": a Partial value passes through the first linear group
 
 

@@ -37,6 +37,8 @@ LOWERED: Mapping[str, str] = {
     "_unsafe_index": "index", "log_sigmoid_forward": "log_sigmoid", "embedding_shard": "embedding",
     "shard_max": "amax", "sum_exp": "sum", "smooth_sum": "sum", "pick": "gather", "log_sum_exp": "logsumexp",
     "cross_entropy_rows": "cross_entropy", "take": "slice", "put": "pad",
+    "attention_bias_backward": "attention_backward", "attention_dropout_backward": "attention_backward",
+    "attention_dropout_bias_backward": "attention_backward",
 }  # fmt: skip
 
 
@@ -223,6 +225,7 @@ rule(
     "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t] -> [b (g r) s e]",
     blocked=_attention_blocked,
     work="b g r s t d + b g r s t e",
+    heavy=True,
 )
 
 # Norms, losses, lookups

@@ -1,6 +1,7 @@
 """Functions of regions through torch.compile: what stands between two collectives becomes few kernels.
 
-Collectives, and random numbers, which depend on where an element is, run as they are: graphs end before them.
+Collectives, random numbers, which depend on where an element is, and attention, whose kernel is chosen when it is
+called, run as they are: graphs end before them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from . import functional, random
+from . import attention, functional, random
 from .comm import Axis, Comm, Pending
 from .torch_private import recompile_limit
 
@@ -30,7 +31,7 @@ def _as_they_are() -> None:
     for owner, name in (*methods, (Comm, "draw"), (Pending, "wait"), (Pending, "then")):
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
     for name, function in vars(functional).copy().items():
-        if getattr(function, "__module__", "") == random.__name__:
+        if getattr(function, "__module__", "") in (attention.__name__, random.__name__):
             setattr(functional, name, torch.compiler.disable(function))
 
 

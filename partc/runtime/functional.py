@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from .accumulation import add_product, add_sum, add_sums, settled
-from .attention import attention, attention_backward, row_dtype
+from .attention import (
+    attention,
+    attention_backward,
+    attention_bias_backward,
+    attention_dropout,
+    attention_dropout_backward,
+    attention_dropout_bias_backward,
+    row_dtype,
+)
 from .chunked import gradients_of_logits, rows_of_logits
 from .embedding import (
     embedding_add_grad,
@@ -27,7 +35,7 @@ from .experts import (
     expert_matmul_grad_rows,
     expert_matmul_grad_weight,
 )
-from .random import attention_dropout, attention_dropout_backward, dropout, dropout_backward
+from .random import dropout, dropout_backward
 
 __all__ = [
     "add_product",
@@ -35,8 +43,10 @@ __all__ = [
     "add_sums",
     "attention",
     "attention_backward",
+    "attention_bias_backward",
     "attention_dropout",
     "attention_dropout_backward",
+    "attention_dropout_bias_backward",
     "cross_entropy",
     "cross_entropy_backward",
     "cross_entropy_rows",

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from . import attention_kernels
 from .devices import WANTED, Wanted
 from .errors import UsageError
 from .given import fitting
@@ -72,6 +73,7 @@ class Job:
     tuning: bool = True
     tuned: Path | None = None
     cuda_graphs: bool = False
+    attention: str = "auto"
     given: frozenset[str] = frozenset()  # of `_CONTINUED`, what the command line says
     checkpoint: Checkpoint | None = None  # which `resume` has found
     attempt: str = ""  # names this run, if it saves
@@ -232,6 +234,12 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         "--cuda-graphs",
         action=argparse.BooleanOptionalAction,
         help="record what the GPU does in a step, and repeat that: no launches from Python; as compiled by default",
+    )
+    add(
+        "--attention",
+        choices=attention_kernels.WANTED,
+        default="auto",
+        help="the kernel for attention to prefer on GPUs; what it cannot compute goes to the next. auto: the first",
     )
     add("--no-tuning", dest="tuning", action="store_false", help="have kernels keep the package's configurations")
     arguments = vars(parser.parse_args(argv))

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-
-from .attention import repeat_heads, scores_of, sum_heads
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio, odd
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None))
@@ -69,6 +67,11 @@ class Draw:
         places = tuple((torch.arange(size, device=device), size) for size in shape)
         return cls(start, places, tuple(shape), device)
 
+    def part(self, *cuts: slice) -> Draw:
+        """Those of a part of what is here."""
+        places = tuple((place[cut], size) for (place, size), cut in zip(self.places, cuts, strict=True))
+        return replace(self, places=places)
+
     def bits(self, offset: int = 0, per_element: int = 1) -> Tensor:
         """64 random bits for every element here, as i64. Element i takes output `per_element * i + offset`."""
         index: Tensor | None = None
@@ -112,38 +115,3 @@ def dropout(x: Tensor, p: float, draw: Draw) -> tuple[Tensor, Tensor]:
 def dropout_backward(grad: Tensor, kept: Tensor, p: float) -> Tensor:
     """The same elements of the gradient, scaled in the same way."""
     return grad * kept.to(grad.dtype).div_(1 - p)
-
-
-def attention_dropout(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    p: float,
-    draw: Draw,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention that drops weights out: out[b, h, s, v], and for backward the weights [b, h, s, t] and which are kept.
-
-    q[b, h, s, k], k[b, g, t, k], v[b, g, t, v]; `mask` is True where a position is read, or added to the scores.
-    """
-    scores = scores_of(q, repeat_heads(k, q.shape[1]), mask, is_causal, scale)
-    weights = scores.softmax(-1).nan_to_num_(nan=0.0)  # rows that read nothing are zero
-    dropped, kept = dropout(weights, p, draw)
-    return (dropped @ repeat_heads(v, q.shape[1]).to(weights.dtype)).to(q.dtype), weights, kept
-
-
-def attention_dropout_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, kept: Tensor, scale: float | None, p: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of the output."""
-    keys, values = (repeat_heads(x, q.shape[1]).to(weights.dtype) for x in (k, v))
-    wide = grad.to(weights.dtype)
-    grad_v = dropout_backward(weights, kept, p).mT @ wide
-    grad_weights = dropout_backward(wide @ values.mT, kept, p)
-    grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))
-    grad_scores *= q.shape[-1] ** -0.5 if scale is None else scale
-    grad_q = (grad_scores @ keys).to(q.dtype)
-    grad_k = grad_scores.mT @ q.to(weights.dtype)
-    return grad_q, sum_heads(grad_k, k.shape[1]).to(k.dtype), sum_heads(grad_v, v.shape[1]).to(v.dtype)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from . import attention_kernels
 from .checkpoint import Held, Place, Saver
 from .clock import Clock
 from .comm import Comm
@@ -39,6 +40,7 @@ from .log import StepLog
 from .meeting import meet, world, world_size
 from .memory import keep_freed_memory, peak_bytes
 from .ownership import sole
+from .restore import Say
 from .signals import Caught, release
 from .state import left_out, restore_left_out, restore_optimizer, restore_scale, state
 from .steps import Steps
@@ -130,6 +132,7 @@ def _train_virtual(job: Job, stack: ExitStack) -> bool:
     if job.save is not None:
         stack.callback(sole(job.save, together, timeout=job.timeout, say=_say))
     job = prepared(job, together, _say)
+    _settle_attention(job, torch.device("cpu"), _say)
     world = World(job.world_size)
     ranks = [_load_rank(number, torch.device("cpu"), job.root) for number in range(job.world_size)]
     model_file = load_model_file(job.root / "model.py")
@@ -195,6 +198,7 @@ def _train_this_rank(job: Job) -> bool:
         if job.save is not None:  # until this process ends: a checkpoint may be on its way until then
             sole(job.save, together, timeout=job.timeout, say=say)
         job = prepared(job, together, say)
+        _settle_attention(job, device, say)
         if rank.kernels is not None and device.type == "cuda" and job.tuning:
             clock.entering("the choice of its kernels' configurations")
             settle(rank.kernels, job.root / "kernels", device, together, file=job.tuned, say=say)
@@ -220,6 +224,10 @@ def _train_this_rank(job: Job) -> bool:
         comm.disconnect()
     comm.close()
     return _stopped(job, rank)
+
+
+def _settle_attention(job: Job, device: torch.device, say: Say) -> None:
+    attention_kernels.settle(job.attention, attention_kernels.cases(job.plan["attention"], DTYPES), device, say)
 
 
 def _batch(job: Job, model_file: ModuleType, step: int) -> dict[str, Tensor]:

@@ -12,9 +12,9 @@ from partc.codegen.collectives import NAMES, local_bytes, moved_bytes
 from partc.layout import Layout
 from partc.memory import Account
 from partc.program import Graph, Program, Region, TensorType
+from partc.runtime.plan import FORMAT
 
 _HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs, which UTF-8 does not have
-FORMAT = 1  # of plan.json; readers refuse what they don't know
 
 
 def plan(

@@ -71,7 +71,7 @@ def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str,
                 "P0603", f"{name} is a package, with a mesh and options of its own", help="inspect its model file"
             )
         kept = {name: plan[name] for name in ("mesh", "microbatches", "precision", "seed")}
-        command = {**_DEFAULTS, **plan.get("command", {})}
+        command = _DEFAULTS | {name: value for name, value in plan["command"].items() if name in _KEPT}
         if command["schedule"] == TABLE:
             command["schedule"] = str(Path(name) / TABLE)
         definitions = [f"{name}={value}" for name, value in plan["options"].items()]

@@ -12,24 +12,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from partc.codegen.plan import FORMAT
 from partc.errors import PartcError
 from partc.mesh import Mesh
 from partc.modelfile import is_file
-from partc.program import PRECISIONS
+from partc.runtime import plan as plans
+from partc.runtime.documents import Malformed
 
 Tell = Callable[[str], None]
-
-# What every reader of a plan relies on.
-_KINDS: Mapping[str, type] = {
-    "mesh": str, "microbatches": int, "precision": str, "seed": int, "options": dict, "command": dict, "stages": int,
-    "places": list, "inputs": dict, "parameters": dict, "regions": dict, "calls": list, "transfers": list,
-}  # fmt: skip
 
 
 class RunFailed(Exception):
@@ -62,30 +56,9 @@ def read_plan(directory: Path) -> dict[str, Any]:
             help="name a folder that `partc compile` wrote",
         )
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise PartcError(
-            "P0503", f"{path} is not JSON: {error}", help="compile again: the file has been changed"
-        ) from None
-    if not isinstance(plan, dict):
-        raise PartcError("P0503", f"{path} is not a plan", help="compile again: the file has been changed")
-    if plan.get("partc") != FORMAT:
-        raise PartcError(
-            "P0503",
-            f"{path} has format {plan.get('partc')!r}; this partc reads {FORMAT}",
-            help="compile again with this partc",
-        )
-    for name, kind in _KINDS.items():
-        if not isinstance(plan.get(name), kind) or isinstance(plan[name], bool):
-            raise PartcError(
-                "P0503",
-                f"{path} has no {name!r}, or one that is no {kind.__name__}",
-                help="compile again: the file has been changed",
-            )
-    if plan["precision"] not in PRECISIONS:
-        raise PartcError(
-            "P0503", f"{path} has precision {plan['precision']!r}", help="compile again: the file has been changed"
-        )
+        plan = plans.read(directory)
+    except Malformed as error:
+        raise PartcError("P0503", f"{path} {error}", help="compile again: the file has been changed") from None
     Mesh.parse(plan["mesh"])
     return plan
 

@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from partc.errors import PartcError
-from partc.runtime.clock import Interval
+from partc.runtime.clock import Interval, Kind
+from partc.runtime.documents import Malformed, Natural, at_least, at_most, contents, decoded, parsed
+from partc.runtime.plan import MOST_RANKS
 from partc.runtime.times import Split, split
 from partc.runtime.trace import FORMAT
 
-_NAME = re.compile(r"rank_(\d+)\.json")
-_KINDS: Mapping[str, type] = {
-    "package": str, "plan": str, "rank": int, "world_size": int, "peers": dict, "machine": int, "epoch": int,
-    "steps": list,
-}  # fmt: skip
+_NAME = re.compile(r"rank_([0-9]{3,9})\.json")
+_LINK = re.compile(r"link [0-9]{1,9} [0-9]{1,9}")
+_AXES = re.compile(r"([a-z][a-z0-9_]*)(,[a-z][a-z0-9_]*)*( [0-9]{1,9}(,[0-9]{1,9})*)?")  # "dp,tp", "pp 0,2"
+_OVER = {"send": _LINK, "recv": _LINK, "collective": _AXES}
+Time = Annotated[int, at_least(-(1 << 62)), at_most(1 << 62)]  # nanoseconds
+
+
+def _fields(fields: tuple[Any, ...]) -> str:
+    """Accepts what an interval's fields say together."""
+    start, end, kind, _, over, *_ = fields
+    if start > end:
+        return "which ends before it starts"
+    return "" if kind not in _OVER or _OVER[kind].fullmatch(over) else f"over {over!r}"
+
+
+_Interval = Annotated[tuple[Time, Time, Kind, str, str, Natural, str, Time], _fields]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    step: Natural
+    intervals: tuple[_Interval, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A rank's file."""
+
+    partc_trace: Literal[1]
+    package: str
+    plan: str
+    rank: Natural
+    world_size: Annotated[int, at_least(1), at_most(MOST_RANKS)]
+    peers: dict[str, Natural]
+    machine: int
+    epoch: Time
+    fields: tuple[str, ...]
+    steps: tuple[_Step, ...]
+
 
 Steps = Mapping[int, tuple[Interval, ...]]  # by number, counted from 1
 
@@ -28,7 +63,7 @@ Steps = Mapping[int, tuple[Interval, ...]]  # by number, counted from 1
 class Measured:
     """Some steps of a run. Every rank's times are nanoseconds of one clock."""
 
-    package: Path
+    package: str  # where it was
     plan: str  # the digest of its plan.json
     ranks: tuple[Steps, ...]
     peers: tuple[Mapping[str, int], ...]  # by rank: link -> the rank at its other end
@@ -37,6 +72,18 @@ class Measured:
     @property
     def steps(self) -> tuple[int, ...]:
         return tuple(self.ranks[0])
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes that collectives went over."""
+        found = {
+            x.over.partition(" ")[0]
+            for rank in self.ranks
+            for step in rank.values()
+            for x in step
+            if x.kind == "collective"
+        }
+        return frozenset(axis for over in found for axis in over.split(","))
 
     def span(self, step: int) -> tuple[int, int]:
         """When the first rank began a step, and when the last one ended it."""
@@ -70,66 +117,62 @@ class Measured:
 
 def read_trace(folder: Path) -> Measured:
     """The traces of all ranks. Raises PartcError P0607."""
-    paths = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError as error:
+        raise _wrong(f"{folder} cannot be read: {error.strerror}") from None
+    paths = {int(match[1]): folder / name for name in names if (match := _NAME.fullmatch(name))}
     if 0 not in paths:
         raise _wrong(f"{folder} has no rank_000.json")
     first = _read(paths[0])
-    heads = [first]
-    for rank in range(1, first["world_size"]):
+    files = [first]
+    for rank in range(1, first.world_size):
         if rank not in paths:
-            raise _wrong(f"{folder} has no rank_{rank:03d}.json, of {first['world_size']} ranks")
-        head = _read(paths[rank])
-        if (head["plan"], head["world_size"]) != (first["plan"], first["world_size"]) or head["rank"] != rank:
+            raise _wrong(f"{folder} has no rank_{rank:03d}.json, of {first.world_size} ranks")
+        file = _read(paths[rank])
+        if (file.plan, file.world_size, file.rank) != (first.plan, first.world_size, rank):
             raise _wrong(f"{paths[rank]} is of another run than {paths[0]}")
-        if list(head["steps"]) != list(first["steps"]):
+        if [each.step for each in file.steps] != [each.step for each in first.steps]:
             raise _wrong(f"{paths[rank]} has other steps than {paths[0]}")
-        heads.append(head)
-    one_machine = len({head["machine"] for head in heads}) == 1
+        files.append(file)
+    one_machine = len({file.machine for file in files}) == 1
     return Measured(
-        package=Path(first["package"]),
-        plan=first["plan"],
-        ranks=tuple(_shifted(head["steps"], 0 if one_machine else head["epoch"]) for head in heads),
-        peers=tuple(head["peers"] for head in heads),
+        package=first.package,
+        plan=first.plan,
+        ranks=tuple(_steps(file, 0 if one_machine else file.epoch) for file in files),
+        peers=tuple(file.peers for file in files),
         one_machine=one_machine,
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A file, with its steps as intervals."""
+def _read(path: Path) -> _File:
     try:
-        head = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _wrong(f"{path} cannot be read: {error}") from None
-    if not isinstance(head, dict) or head.get("partc_trace") != FORMAT:
-        raise _wrong(f"{path} is not a trace of format {FORMAT}")
-    for name, kind in _KINDS.items():
-        if not isinstance(head.get(name), kind) or isinstance(head[name], bool):
-            raise _wrong(f"{path} has no {name!r}, or one that is no {kind.__name__}")
-    if head.get("fields") != list(Interval._fields):
-        raise _wrong(f"{path} has intervals of {head.get('fields')}")
-    try:
-        head["steps"] = {int(each["step"]): tuple(map(_interval, each["intervals"])) for each in head["steps"]}
-    except (KeyError, TypeError, ValueError) as error:
-        raise _wrong(f"{path} has a step that is none: {error}") from None
-    if not head["steps"] or not all(any(x.kind == "work" for x in step) for step in head["steps"].values()):
-        raise _wrong(f"{path} has no step, or one without work")
-    return head
+        found = parsed(contents(path, within=path.parent))
+        if not isinstance(found, dict) or found.get("partc_trace") != FORMAT:
+            raise Malformed(f"is not a trace of format {FORMAT}")
+        if found.get("fields") != list(Interval._fields):
+            raise Malformed(f"has intervals of {found.get('fields')!r:.80}")
+        file = decoded(_File, found)
+    except Malformed as error:
+        raise _wrong(f"{path} {error}") from None
+    numbers = [each.step for each in file.steps]
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise _wrong(f"{path} has no step, or one twice")
+    if not all(any(fields[2] == "work" for fields in each.intervals) for each in file.steps):
+        raise _wrong(f"{path} has a step without work")
+    if any(peer >= file.world_size for peer in file.peers.values()):
+        raise _wrong(f"{path} has peers {file.peers}, of {file.world_size} ranks")
+    return file
 
 
-def _interval(fields: Sequence[Any]) -> Interval:
-    found = Interval(*fields)
-    for value, kind in zip(found, (int, int, str, str, str, int, str, int), strict=True):
-        if not isinstance(value, kind):
-            raise ValueError(f"{value!r} is no {kind.__name__}")
-    return found
-
-
-def _shifted(steps: Steps, by: int) -> Steps:
+def _steps(file: _File, by: int) -> Steps:
+    """A rank's steps on the common axis of time."""
     return {
-        step: tuple(
-            each._replace(start=each.start + by, end=each.end + by, posted=each.posted + by) for each in intervals
+        each.step: tuple(
+            found._replace(start=found.start + by, end=found.end + by, posted=found.posted + by)
+            for found in (Interval(*fields) for fields in each.intervals)
         )
-        for step, intervals in steps.items()
+        for each in file.steps
     }
 
 

@@ -5,13 +5,14 @@ The account has one entry for each coordinate on the pipeline axis: ranks that d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from partc.errors import PartcError
 from partc.naming import is_number
 from partc.printer import readable
+from partc.runtime.documents import Malformed, Natural, Positive, decoded
 
 # In the order in which they are shown: what lasts, what a step brings, what passes.
 CATEGORIES = (
@@ -24,14 +25,18 @@ CATEGORIES = (
 RESERVE = 2 << 30
 
 
+def _category(name: str) -> str:
+    return "" if name in CATEGORIES else f"none of {', '.join(CATEGORIES)}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """Tensors of one name that are there at one time: so many of them, with so many bytes in all."""
 
-    category: str
+    category: Annotated[str, _category]
     name: str  # of a parameter, with stars for numbers; or of a value, after its region's: "block.attn_q"
-    count: int
-    bytes: int
+    count: Positive
+    bytes: Natural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,21 +59,21 @@ class Moment:
     """An action of a step: the most bytes held during it, and those held when it ends."""
 
     action: str
-    peak: int
-    after: int
+    peak: Natural
+    after: Natural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
     """Of the ranks at one coordinate on the pipeline axis."""
 
-    place: int
-    stages: tuple[int, ...]
-    peak: int
+    place: Natural
+    stages: tuple[Natural, ...]
+    peak: Natural
     at: Place
     alive: tuple[Held, ...]  # at the peak, the largest first
     timeline: tuple[Moment, ...]
-    host: int = 0  # that `train.py --save` holds besides, in host memory: a copy of what this rank writes
+    host: Natural = 0  # that `train.py --save` holds besides, in host memory: a copy of what this rank writes
 
     @property
     def categories(self) -> dict[str, int]:
@@ -110,29 +115,22 @@ class Account:
     def of(cls, document: Any) -> Account:
         """From what `document` gave. Raises PartcError P0506 for anything else."""
         try:
-            return cls(optimizer=document["optimizer"], ranks=tuple(map(_rank, document["ranks"])))
-        except (KeyError, TypeError, ValueError) as error:
+            if document is None:
+                raise Malformed("there is none")
+            account = decoded(cls, document)
+            if [rank.place for rank in account.ranks] != list(range(max(1, len(account.ranks)))):
+                raise Malformed("its ranks are not numbered from 0")
+        except Malformed as error:
             raise PartcError(
-                "P0506", f"the account of memory cannot be read: {error!r}", help="compile the model again"
-            ) from error
+                "P0506", f"the account of memory cannot be read: {error}", help="compile the model again"
+            ) from None
+        return account
 
 
 def consists(rank: RankMemory) -> str:
     """What a rank's peak is made of, the most first."""
     parts = sorted(rank.categories.items(), key=lambda item: -item[1])
     return ", ".join(f"{readable(size)} {name}" for name, size in parts)
-
-
-def _rank(document: Mapping[str, Any]) -> RankMemory:
-    return RankMemory(
-        **{
-            **document,
-            "stages": tuple(document["stages"]),
-            "at": Place(**document["at"]),
-            "alive": tuple(Held(**item) for item in document["alive"]),
-            "timeline": tuple(Moment(**item) for item in document["timeline"]),
-        }
-    )
 
 
 def together(items: Iterable[tuple[str, str, int]]) -> tuple[Held, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -11,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from partc.errors import PartcError
+from partc.runtime.documents import Malformed, contents, parsed
 
 MANIFEST = "files.sha256"  # what partc wrote, in the form that `sha256sum -c` reads
 PAGE = '<meta name="generator" content="partc">'  # the mark of a report
@@ -43,7 +43,7 @@ def _check_target(directory: Path) -> None:
         )
     for name, digest in _manifest(directory).items():
         path = directory / name
-        if path.is_file() and _digest(path.read_bytes()) != digest:
+        if path.is_symlink() or (path.is_file() and _digest(path.read_bytes()) != digest):
             raise PartcError(
                 "P0606",
                 f"{path} has been changed since partc wrote it",
@@ -130,20 +130,36 @@ def _link(source: Path, target: Path) -> None:
 
 def _is_package(directory: Path) -> bool:
     try:
-        plan = json.loads((directory / "plan.json").read_text())
-    except (OSError, ValueError):
+        plan = parsed(contents(directory / "plan.json"))
+    except Malformed:
         return False
     return isinstance(plan, dict) and isinstance(plan.get("partc"), int)
 
 
 def _manifest(directory: Path) -> dict[str, str]:
-    """Name -> digest of what partc wrote there."""
+    """Name -> digest of what partc wrote there. Raises PartcError P0606 for files elsewhere, which it never writes."""
     try:
-        lines = (directory / MANIFEST).read_text().splitlines()
-    except (OSError, ValueError):
+        lines = contents(directory / MANIFEST, within=directory).decode().splitlines()
+    except (Malformed, UnicodeDecodeError):
         return {}
     pairs = (line.partition("  ") for line in lines)
-    return {name: digest for digest, found, name in pairs if found}
+    listed = {name: digest for digest, found, name in pairs if found}
+    for name in listed:
+        if not _inside(directory, name):
+            raise PartcError(
+                "P0606",
+                f"{directory / MANIFEST} lists {name!r}, which is not in the folder",
+                help="compile to another folder with -o, or remove the file",
+            )
+    return listed
+
+
+def _inside(directory: Path, name: str) -> bool:
+    """Whether a listed name is that of a file in the folder, with no link on its way."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
+        return False
+    return (directory / path).parent.resolve() == directory.resolve() / path.parent
 
 
 def _digest(data: bytes) -> str:

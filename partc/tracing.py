@@ -11,6 +11,7 @@ import click
 
 from partc import asked, console
 from partc.errors import PartcError
+from partc.runtime.documents import Malformed, contents
 
 if TYPE_CHECKING:
     from partc.forecast import Forecast
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 @click.command("trace", short_help="What ranks did in a step, beside the prediction.")
 @click.argument("directory", metavar="DIR", type=Path)
 @click.option("-o", "--output", type=Path, metavar="FILE", help="DIR/trace.json, or DIR-trace.json for a package")
-@click.option("--package", type=Path, metavar="DIR", help="of the trace, where it has moved")
+@click.option("--package", type=Path, metavar="DIR", help="that the trace is of: adds the prediction")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 def trace_command(directory: Path, output: Path | None, package: Path | None, as_json: bool) -> None:
     """Make a Chrome trace of the folder that `train.py --trace DIR` wrote, for ui.perfetto.dev.
 
-    Every rank is a process with its actions, collectives and transfers; above each pipeline rank stands
-    what was predicted for it. Of a package, DIR, the prediction alone.
+    Every rank is a process with its actions, collectives and transfers; with --package, above each pipeline
+    rank stands the prediction for it. Of a package, DIR, the prediction alone.
     """
     from partc.launch import read_plan
     from partc.mesh import Mesh
@@ -62,19 +63,24 @@ def trace_command(directory: Path, output: Path | None, package: Path | None, as
 
 
 def _package_of(measured: Measured, given: Path | None) -> tuple[Path | None, str]:
-    """The trace's own package, or why there is no prediction. Raises PartcError P0608 for another one."""
-    root = given or measured.package
+    """The package to predict with, or why there is no prediction. Raises PartcError P0608 for another one.
+
+    A prediction runs the package's model file: of the package that the user names, never of one that a file names.
+    """
+    from partc.launch import read_plan
+    from partc.mesh import Mesh
+
+    if given is None:
+        return None, f"no prediction: --package DIR adds it; the run was of {measured.package!r}"
     try:
-        digest = hashlib.sha256((root / "plan.json").read_bytes()).hexdigest()
-    except OSError:
+        digest = hashlib.sha256(contents(given / "plan.json")).hexdigest()
+    except Malformed:
         digest = ""
-    if digest == measured.plan:
-        return root, ""
-    if given is not None:
+    mesh = Mesh.parse(read_plan(given)["mesh"]) if digest == measured.plan else None
+    if mesh is None or mesh.size != len(measured.ranks) or not measured.axes <= set(mesh.names):
         cause = f"{given} is not the package that the trace was made with"
         raise PartcError("P0608", cause, help="compile it again as it was, or leave --package out")
-    state = "has changed since" if digest else "is gone"
-    return None, f"no prediction: the package {root} {state}; --package DIR names another copy"
+    return given, ""
 
 
 def _forecast(root: Path) -> Forecast:

@@ -120,7 +120,9 @@ def test_other_models(folder: Path, tmp_path: Path) -> None:
     plan = json.loads((build(folder, "dp=2") / "plan.json").read_text())
     known = plan["parameters"]
     others = {
-        "its 'embed.weight' is f64[23, 16], here it is f64[23, 32]": {"embed.weight": {"shape": [23, 32]}},
+        "its 'embed.weight' is f64[23, 16], here it is f64[23, 32]": {
+            "embed.weight": {"shape": [23, 32], "layout": "[24, 32]"}
+        },
         "it has no 'more.bias', which is f64[16] here": {"more.bias": known["blocks.0.norm.bias"]},
         "it has 'blocks.1.norm.bias', which is unknown here": {"blocks.1.norm.bias": None},
         "its 'scale' is f64[], here it is f32[]": {"scale": {"dtype": "f32"}},

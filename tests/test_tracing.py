@@ -89,7 +89,7 @@ def slices(document: dict[str, Any], process: int, kind: str) -> list[dict[str, 
 
 
 def test_a_run_beside_its_prediction(traced: Path, package: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", str(traced)]) == 0
+    assert main(["trace", str(traced), "--package", str(package)]) == 0
     said = capsys.readouterr().out
     assert "measured" in said and "predicted" in said and "computation times" in said
     document = checked(traced / "trace.json")
@@ -166,17 +166,17 @@ def test_wrong_folders_are_refused(
         ({"plan": "0"}, "another run"),
         ({"steps": good["steps"][:1]}, "other steps"),
         ({"steps": []}, "no step"),
-        ({"steps": [{"step": 2, "intervals": [[1, 2, "work"]]}]}, "a step that is none"),
-        ({"steps": [{"step": 2, "intervals": [["a", 2, "work", "", "", 0, "", 0]]}]}, "a step that is none"),
+        ({"steps": [{"step": 2, "intervals": [[1, 2, "work"]]}]}, "has 3 items, not 8"),
+        ({"steps": [{"step": 2, "intervals": [["a", 2, "work", "", "", 0, "", 0]]}]}, "not an integer"),
         ({"fields": []}, "intervals of"),
-        ({"rank": "5"}, "no 'rank'"),
+        ({"rank": "5"}, "rank is '5', not an integer"),
         ({"partc_trace": 7}, "format 1"),
     ):
         (folder / "rank_005.json").write_text(json.dumps(good | change))
         said = refused(capsys, folder)
         assert "P0607" in said and word in said, said
     (folder / "rank_005.json").write_text("{" * 10)
-    assert "cannot be read" in refused(capsys, folder)
+    assert "is not JSON" in refused(capsys, folder)
     assert "P0608" in refused(capsys, package, "--package", package)
 
 
@@ -187,7 +187,7 @@ def test_without_its_package_a_trace_is_shown_alone(
         head = json.loads(path.read_text())
         (tmp_path / path.name).write_text(json.dumps(head | {"package": str(tmp_path / "moved")}))
     assert main(["trace", str(tmp_path)]) == 0
-    assert "no prediction: the package" in capsys.readouterr().out
+    assert "no prediction: --package DIR" in capsys.readouterr().out
     assert "prediction" not in checked(tmp_path / "trace.json")["otherData"]
     assert main(["trace", str(tmp_path), "--package", str(package)]) == 0
     assert "computation times" in capsys.readouterr().out
@@ -209,9 +209,9 @@ def test_clocks_of_several_machines_meet_in_the_time_of_day(traced: Path, packag
                     [a + day, b + day, *rest[:-1], rest[-1] + day] for a, b, *rest in step["intervals"]
                 ]
         (tmp_path / path.name).write_text(json.dumps(head))
-    assert main(["trace", str(tmp_path)]) == 0
+    assert main(["trace", str(tmp_path), "--package", str(package)]) == 0
     there = checked(tmp_path / "trace.json")
-    assert main(["trace", str(traced), "-o", str(tmp_path / "here.json")]) == 0
+    assert main(["trace", str(traced), "--package", str(package), "-o", str(tmp_path / "here.json")]) == 0
     here = checked(tmp_path / "here.json")
     assert there["otherData"]["clock"] != here["otherData"]["clock"]
     # What rank 0 took for the time of day when it began to write may differ from rank 4's by what passed between.

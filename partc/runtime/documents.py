@@ -43,6 +43,10 @@ def at_least(least: float) -> Check:
     return lambda value: "" if value >= least else f"less than {least}"
 
 
+def at_most(most: float) -> Check:
+    return lambda value: "" if value <= most else f"more than {most}"
+
+
 def more_than(bound: float) -> Check:
     return lambda value: "" if value > bound else f"not more than {bound}"
 
@@ -154,12 +158,12 @@ def _object(kind: Any, found: Mapping[str, object], place: str, loose: bool) -> 
     hints = _hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     for name in found:
-        if name not in fields and not open:
+        if name not in fields and not loose:
             raise Malformed(f"{place or 'it'} has a field {_shown(name)}, which is unknown")
     values = {}
     for name, field in fields.items():
         if name in found:
-            values[name] = _decoded(hints[name], found[name], f"{place}.{name}" if place else name, open)
+            values[name] = _decoded(hints[name], found[name], f"{place}.{name}" if place else name, loose)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise Malformed(f"{place or 'it'} has no {name}")
     return kind(**values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import math
 import os
 import tempfile
@@ -19,7 +18,9 @@ from typing import Any, NoReturn
 import torch
 
 from . import attention_kernels
+from . import plan as plans
 from .devices import WANTED, Wanted
+from .documents import Malformed
 from .errors import UsageError
 from .given import fitting
 from .layout import parse_mesh
@@ -265,7 +266,12 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     resume = arguments.pop("resume")
     if resume == "" and arguments["save"] is None:
         raise UsageError("P0521", "--resume has no folder", "name one, or add --save DIR to continue there", alike=True)
-    plan = json.loads(plan_file.read_text())
+    try:
+        plan = plans.read(root)
+    except Malformed as error:
+        raise UsageError(
+            "P0503", f"{plan_file} {error}", "compile again: the file has been changed", alike=True
+        ) from None
     for pattern in arguments["no_decay"] or ():
         if not spared(plan["parameters"], (pattern,)):
             help = "plan.json lists the parameters' names; quote patterns, so that the shell leaves them as they are"

@@ -41,6 +41,7 @@ from .documents import (
 )
 from .errors import UsageError
 from .layout import DTYPES, short_name
+from .plan import Mesh, Option, Precision
 from .tensors import BadTensorFile, Shape, TensorFile
 
 FORMAT = 1
@@ -95,12 +96,6 @@ def _dtype(name: str) -> str:
     return "" if name in _LONG else f"none of {', '.join(_LONG)}"
 
 
-def _mesh(text: str) -> str:
-    named = re.fullmatch(r"[a-z][a-z0-9_]*=[1-9][0-9]{0,6}(,[a-z][a-z0-9_]*=[1-9][0-9]{0,6})*", text)
-    axes = [part.partition("=")[0] for part in text.split(",")]
-    return "" if named and len(set(axes)) == len(axes) else "no mesh"
-
-
 def _hex(digest: str) -> str:
     return "" if re.fullmatch("[0-9a-f]{64}", digest) else "no sha256 digest"
 
@@ -111,7 +106,7 @@ class _Run:
 
     seed: int
     optimizer: Literal["adamw", "sgd"]
-    mesh: Annotated[str, _mesh]
+    mesh: Mesh
     accumulate: Positive = 1
     lr: Annotated[float, at_least(0)] = 0.0
     clip: Annotated[float, more_than(0)] | None = None
@@ -122,8 +117,8 @@ class _Run:
     no_decay: tuple[str, ...] = ()
     name: str | None = None
     microbatches: Positive | None = None
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
-    options: dict[str, str | int | float | bool] | None = None
+    precision: Precision | None = None
+    options: dict[str, Option] | None = None
     init: str | None = None
 
 

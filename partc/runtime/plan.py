@@ -1,0 +1,208 @@
+"""plan.json: the declared form of a package's decisions, for all that read them again."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from .documents import Malformed, Natural, Positive, contents, decoded, parsed
+
+FORMAT = 1  # of plan.json; readers refuse others
+NAME = "plan.json"
+MOST_RANKS = 1 << 20
+_AXIS = re.compile(r"([a-z][a-z0-9_]*)=([1-9][0-9]{0,6})")
+_LAYOUT = re.compile(r"\[([^\[\]]*)\](?: (?:partial|vary)\([a-z0-9_,]+\))*")
+_FACTOR = re.compile(r"([0-9]{1,18})(?:@([a-z][a-z0-9_]*(?:,[a-z][a-z0-9_]*)*))?")
+
+
+def mesh(text: str) -> str:
+    """Accepts `pp=2,dp=2,tp=2`."""
+    axes = [_AXIS.fullmatch(part) for part in text.split(",")]
+    found = {axis[1]: int(axis[2]) for axis in axes if axis}
+    fits = len(found) == len(axes) and math.prod(found.values()) <= MOST_RANKS
+    return "" if fits else "no mesh"
+
+
+def _layout(text: str) -> str:
+    match = _LAYOUT.fullmatch(text)
+    factors = re.split(r", |\s*[·*]\s*", match[1]) if match and match[1] else []
+    return "" if match and all(map(_FACTOR.fullmatch, factors)) else "no layout"
+
+
+def _schedule(name: str) -> str:
+    """Accepts names, and the package's own file: no other one."""
+    return "" if re.fullmatch(r"[a-z0-9-]*|schedule\.csv", name) else "no schedule"
+
+
+Mesh = Annotated[str, mesh]
+Layout = Annotated[str, _layout]
+DType = Literal["f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "u8", "bool"]
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Option = str | int | float | bool
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    dtype: DType
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """`shape` is the model's own, without the rows that the layout has besides."""
+
+    dtype: DType
+    layout: Layout
+    shape: tuple[Natural, ...]
+    trainable: bool
+    reduce: Names
+    gather: Names
+    stages: tuple[Natural, ...]
+    aliases: Names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What the compile was asked for besides, where that was not the default."""
+
+    schedule: Annotated[str, _schedule] = ""
+    virtual_stages: Positive | None = None
+    shard: Names = ()
+    casts: Names = ()
+    zero: str = ""
+    recompute: str = ""
+    kernels: Literal["", "aten", "triton", "inductor"] = ""
+    bucket: str = ""
+    nodes: Positive | None = None
+    grad_reduce: Literal["", "fp32", "bf16"] = ""
+    compress_grads: Literal["", "none", "bf16", "int8"] = ""
+    loss_chunks: Positive = 1
+    cuda_graphs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    op: str
+    axis: str
+    bytes: Natural
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    phase: Literal["setup", "step", "microbatch"]
+    values: dict[str, str]
+    saved: Names
+    forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    name: str
+    region: str
+    stage: Natural
+    reads: Names
+    makes: Names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    value: str
+    source: Natural
+    target: Natural
+    gradient: bool
+    bytes: Natural
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`memory` has a form of its own, which those declare that show it."""
+
+    partc: int
+    mesh: Mesh
+    microbatches: Positive
+    precision: Precision
+    seed: int
+    draws: Natural
+    repeated: bool
+    flops: Natural
+    zero: Literal[0, 1, 2, 3]
+    updates: Names
+    options: dict[str, Option]
+    command: Command
+    stages: Positive
+    places: tuple[Natural, ...]
+    inputs: dict[str, Input]
+    parameters: dict[str, Parameter]
+    regions: dict[str, Region]
+    calls: tuple[Call, ...]
+    transfers: tuple[Transfer, ...]
+    name: str = ""
+    schedule: dict[str, str] | None = None
+    uncaptured: str = ""
+    memory: Any = None
+
+
+def read(root: Path) -> dict[str, Any]:
+    """The plan of the package in `root`, of the form `Plan`. Raises Malformed."""
+    content = parsed(contents(root / NAME))
+    if not isinstance(content, dict):
+        raise Malformed("is not a plan")
+    if content.get("partc") != FORMAT or isinstance(content["partc"], bool):
+        raise Malformed(f"has format {content.get('partc')!r}; this partc reads {FORMAT}")
+    plan = decoded(Plan, content, loose=True)
+    for why in _contradictions(plan):
+        raise Malformed(f"contradicts itself: {why}")
+    return content
+
+
+def _contradictions(plan: Plan) -> Iterator[str]:
+    sizes = {axis[1]: int(axis[2]) for axis in map(_AXIS.fullmatch, plan.mesh.split(",")) if axis}
+    if len(plan.places) != plan.stages:
+        yield f"{plan.stages} stages have {len(plan.places)} places"
+    if any(place >= sizes.get("pp", 1) for place in plan.places):
+        yield f"a place in {list(plan.places)} is none of the {sizes.get('pp', 1)} pipeline ranks"
+    for name, entry in plan.parameters.items():
+        if any(stage >= plan.stages for stage in entry.stages):
+            yield f"{name!r} is of stages {list(entry.stages)}, of {plan.stages}"
+        shape = _whole(entry.layout)
+        if len(shape) != len(entry.shape) or any(map(int.__gt__, entry.shape, shape)):
+            yield f"{name!r} has shape {list(entry.shape)} and layout {entry.layout}"
+    for call in plan.calls:
+        if call.region not in plan.regions or call.stage >= plan.stages:
+            yield f"call {call.name!r} is of region {call.region!r} and stage {call.stage}"
+    for transfer in plan.transfers:
+        if max(transfer.source, transfer.target) >= plan.stages:
+            yield f"{transfer.value!r} goes from stage {transfer.source} to {transfer.target}, of {plan.stages}"
+    for kind, entries in (("input", plan.inputs), ("parameter", plan.parameters)):
+        for name, typed in entries.items():
+            if why := _uncuttable(typed.layout, {**sizes, "mb": plan.microbatches}):
+                yield f"{kind} {name!r}: {why}"
+
+
+def _factors(layout: str) -> list[list[tuple[int, list[str]]]]:
+    """By dimension, its factors: sizes, and the axes that cut them."""
+    inside = layout[1 : layout.index("]")]
+    dims = [re.split(r"\s*[·*]\s*", dim) for dim in inside.split(", ")] if inside else []
+    matches = [[_FACTOR.fullmatch(factor) for factor in dim] for dim in dims]
+    return [[(int(found[1]), found[2].split(",") if found[2] else []) for found in dim if found] for dim in matches]
+
+
+def _whole(layout: str) -> tuple[int, ...]:
+    return tuple(math.prod(size for size, _ in dim) for dim in _factors(layout))
+
+
+def _uncuttable(layout: str, sizes: Mapping[str, int]) -> str:
+    cut = [axis for dim in _factors(layout) for _, axes in dim for axis in axes]
+    if len(set(cut)) != len(cut):
+        return f"{layout} is cut over one axis twice"
+    for dim in _factors(layout):
+        for size, axes in dim:
+            if size % math.prod(sizes.get(axis, 1) for axis in axes):
+                return f"{layout} does not divide"
+    return ""

@@ -12,7 +12,7 @@ import partc
 from partc.codegen.written import Written
 from partc.runtime.compression import BLOCK, TorchCodec, room
 from tests.test_zero import tied
-from tests.triton_runs import Kernels, there
+from tests.triton_runs import Kernels, interpreted, there
 
 
 @pytest.fixture(scope="module", params=["bf16", "int8"])
@@ -62,6 +62,7 @@ def test_an_overflow_is_seen_and_leaves_nothing(codecs: tuple[Any, TorchCodec], 
     assert torch.equal(found.isfinite(), right.isfinite()) and not found.isfinite().all()
 
 
+@interpreted
 def test_packages_send_with_them() -> None:
     """In less memory: what was left out is written over, and nothing is padded or converted apart."""
     batch = {"ids": torch.randint(16, (8, 4))}

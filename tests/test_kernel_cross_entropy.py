@@ -22,7 +22,7 @@ from partc.verifier import faults_of
 from tests.programs import fused_graph
 from tests.test_chunk import SHIFTED
 from tests.test_kernels import TOLERANCE, kernels, program_of
-from tests.triton_runs import Kernels
+from tests.triton_runs import Kernels, interpreted
 
 __all__ = ["kernels"]
 
@@ -263,6 +263,7 @@ def _kernel(graph: Graph) -> Op:
     return found
 
 
+@interpreted
 @pytest.mark.parametrize(("mesh", "smoothing"), [("1x2x2", 0.1), ("tp=2", 0.0)])
 def test_weighted_losses_of_packages(mesh: str, smoothing: float) -> None:
     """Means over the weights of what is not ignored, with no softmax and no logits of PyTorch's."""

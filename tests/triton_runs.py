@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from partc.layout import Sizes
 from partc.program import Graph, Op, TensorType
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="virtual ranks have no GPU")
 SHARED = Path(__file__).parent.parent / "partc" / "kernels"
 
 

@@ -58,6 +58,14 @@ def rounds() -> None:
         return self.min_max(given[0], val_reduce_op=numpy.max) if name == "larger" else reduced(self, given)
 
     interpreter.ReduceOps.apply_impl = reduce
+    patched = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        """Numbers have one dimension there, and NumPy from 2.4 on makes none of its own of such: Triton 3.6 asks it."""
+        patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch
     for name in ("cast_impl", "create_fp_ext", "create_fp_trunc"):
         setattr(builder, name, cast)
     builder.create_fp_to_fp = lambda self, source, target, mode: cast(self, source, target)

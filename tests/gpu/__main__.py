@@ -1,101 +1,131 @@
-"""On a machine with a GPU: kernels against PyTorch, their bytes a second against a copy, training against peers.
+"""On a machine with a GPU: kernels against PyTorch, packages against their models, then speed against peers.
 
-    python -m tests.gpu                       # all of it
-    python -m tests.gpu --part bandwidth      # or correctness, verify, graphs, training
-    python -m tests.gpu --part training --only "GPT-2 124M, liger" --only "GPT-2 124M, partc"
+    python -m tests.gpu --list                 # the parts, in the order in which they are worth their time
+    python -m tests.gpu                        # all of them
+    python -m tests.gpu --part nccl --part verify --out results
+    python -m tests.gpu --part gpt2 --only "partc, triton"
 
-Nothing in here is cached or stored: every figure is of this run. Exit code 1 where something is wrong or too slow.
+A part ends within its seconds, under ten minutes, whatever hangs in it: rows that found no time say so. Results go into
+`gpu.md` and `gpu.jsonl` of --out, or of the folder that $OUT names, row by row. Nothing is cached: every figure is of
+this run. Exit code 1 where something is wrong or too slow; what cannot be had here is skipped by name.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
+import importlib.util
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
 import torch
 
+from partc.mesh import Mesh
 from partc.runtime.tensors import load
 from partc.verify import relative_error
-from partc.verify import verify as compared
 from tests.gpu import bandwidth, training
+from tests.gpu.commands import ROOT, done
+from tests.gpu.results import Deadline, Results, folder_of
 
-ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("correctness", "verify", "graphs", "bandwidth", "training")
-
-
-@click.command()
-@click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, default=PARTS)
-@click.option("--steps", type=int, default=30, show_default=True, help="of training that are timed, after 10 others")
-@click.option("--only", multiple=True, help="rows of the training table that have this in their names")
-def main(parts: tuple[str, ...], steps: int, only: tuple[str, ...]) -> None:
-    """Everything, or some parts."""
-    if not torch.cuda.is_available():
-        raise click.ClickException("there is no GPU here")
-    import triton
-
-    name = torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}, Python {sys.version.split()[0]}")
-    checks = {"correctness": correctness, "verify": verify, "graphs": graphs}
-    good = [checks[part]() for part in parts if part in checks]
-    if "bandwidth" in parts:
-        good.append(bandwidth.table())
-    if "training" in parts:
-        good.append(training.table(steps, only))
-    sys.exit(0 if all(good) else 1)
+PARTC = (sys.executable, "-m", "partc")
+PLACES = 8  # processes that compile and run kernels' tests side by side
 
 
-def correctness() -> bool:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of work, with the seconds that it may take."""
+
+    what: str
+    seconds: int
+    run: Callable[[Results, Deadline, tuple[str, ...]], bool]
+
+
+def tests(names: tuple[str, ...], results: Results, deadline: Deadline, only: tuple[str, ...]) -> bool:
     """The kernels' own tests, with the GPU in the interpreter's place."""
-    print("\n# Kernels against PyTorch in fp64", flush=True)
-    names = (
-        *("kernels", "kernel_rows", "kernel_cross_entropy", "kernel_dropout", "kernel_embedding", "kernel_places"),
-        *("kernel_adamw", "kernel_compression", "tuning"),
-    )
-    tests = [f"tests/test_{name}.py" for name in names]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *tests]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "0"}).returncode == 0
-
-
-def verify() -> bool:
-    """Packages on one GPU against the single-device model."""
-    print("\n# Packages against the single-device model", flush=True)
+    beside = ["-n", str(PLACES)] if importlib.util.find_spec("xdist") else ["-p", "no:xdist"]
     good = True
-    for precision in ("fp64", "fp32", "bf16"):
-        with tempfile.TemporaryDirectory() as folder:
-            build = str(Path(folder) / "build")
-            partc = [sys.executable, "-m", "partc"]
-            compiled = [*partc, "compile", "examples/gpt.py", "--mesh", "1", "--kernels", "triton"]
-            done = subprocess.run([*compiled, "--precision", precision, "-o", build], cwd=ROOT)
-            good = good and done.returncode == 0
-            good = good and subprocess.run([*partc, "verify", build], cwd=ROOT).returncode == 0
-            if good and precision != "bf16":
-                updated = compared(Path(build), optimizer="adamw", lr=1e-3, clip=0.1, accumulate=2)
-                print(f"by AdamW, clipped: {updated.worst}")
-                good = updated.ok
+    results.table("Tests on the GPU", "tests", "result")
+    for name in names:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", *beside, f"tests/test_{name}.py"]
+        why = done(command, deadline.left, {"TRITON_INTERPRET": "0"}, show=True)
+        results.row(name, why or "passed")
+        good = good and not why
     return good
 
 
-def graphs() -> bool:
+def marked(results: Results, deadline: Deadline, only: tuple[str, ...]) -> bool:
+    """Tests that need a device and no kernels."""
+    files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:xdist", *files]
+    why = done(command, deadline.left, show=True)
+    results.table("Tests of the runtime on the GPU", "tests", "result")
+    results.row("-m gpu", why or "passed")
+    return not why
+
+
+def nccl(results: Results, deadline: Deadline, only: tuple[str, ...]) -> bool:
+    """Groups of NCCL's on one GPU; packages on several, where there are several."""
+    results.table("NCCL", "what", "result")
+    why = done([sys.executable, "-m", "tests.gpu.nccl"], min(120, deadline.left), show=True)
+    results.row("a group of one: options, both streams, recordings, shutdown", why or "works")
+    good = not why
+    count = torch.cuda.device_count()
+    meshes = {
+        "dp=2": (), "tp=2": (), "pp=2": (), "dp=2 --zero 3": ("--zero", "3"), "dp=2 --cuda-graphs": ("--cuda-graphs",),
+        "2x2x1": (), "1x2x2": (), "2x2x2": (),
+    }  # fmt: skip
+    for name, options in meshes.items():
+        mesh = name.split()[0]
+        ranks = Mesh.parse(mesh).size
+        if ranks > count:
+            results.row(name, f"skipped: {ranks} GPUs, {count} here")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            build = str(Path(folder) / "build")
+            micro = ("--microbatches", "4") if "pp" in mesh or "x" in mesh else ()
+            made = [*PARTC, "compile", "examples/gpt.py", "--mesh", mesh, *micro, *options, "--precision", "fp64"]
+            why = done([*made, "-o", build], deadline.left) or done([*PARTC, "verify", build], deadline.left)
+        results.row(name, why or "equal to the single-device model")
+        good = good and not why
+    return good
+
+
+def verify(results: Results, deadline: Deadline, only: tuple[str, ...]) -> bool:
+    """Packages on one GPU against the single-device model."""
+    results.table("Packages against the single-device model", "package", "result")
+    good = True
+    for kernels in ("triton", "aten"):
+        for precision in ("fp64", "fp32", "bf16"):
+            with tempfile.TemporaryDirectory() as folder:
+                build = str(Path(folder) / "build")
+                made = [*PARTC, "compile", "examples/gpt.py", "--mesh", "1", "--kernels", kernels]
+                made += ["--precision", precision, "-o", build]
+                why = done(made, deadline.left) or done([*PARTC, "verify", build], deadline.left, show=True)
+                results.row(f"examples/gpt.py, {kernels}, {precision}", why or "equal")
+                good = good and not why
+    return good
+
+
+def graphs(results: Results, deadline: Deadline, only: tuple[str, ...]) -> bool:
     """Steps that are repeated from CUDA graphs against steps that are done: what each leaves behind."""
-    print("\n# CUDA graphs against the same package without", flush=True)
+    results.table("CUDA graphs against the same package without", "precision", "largest difference", "at", "result")
     good = True
     for precision, allowed in (("fp64", 1e-10), ("fp16", 0.02)):
         with tempfile.TemporaryDirectory() as folder:
             build = Path(folder) / "build"
-            partc = [sys.executable, "-m", "partc", "compile", "tests/models/noisy.py", "--mesh", "1"]
-            made = [*partc, "--microbatches", "2", "--precision", precision, "--kernels", "triton", "-o", str(build)]
-            train = [sys.executable, str(build / "train.py"), "--steps", "12", "--no-tuning", "--clip", "0.1"]
-            train += ["--accumulate", "3", "--warmup", "5", "--lr-schedule", "cosine"]
+            made = [*PARTC, "compile", "tests/models/noisy.py", "--mesh", "1", "--microbatches", "2"]
+            made += ["--precision", precision, "--kernels", "triton", "-o", str(build)]
+            train = [sys.executable, str(build / "train.py"), "--device", "cuda", "--steps", "12", "--no-tuning"]
+            train += ["--clip", "0.1", "--accumulate", "3", "--warmup", "5", "--lr-schedule", "cosine"]
             runs = {"--no-cuda-graphs": Path(folder) / "done", "--cuda-graphs": Path(folder) / "repeated"}
-            commands = [made, *([*train, how, "--record", str(record)] for how, record in runs.items())]
-            if any(subprocess.run(command, cwd=ROOT).returncode for command in commands):
-                return False
-            worst, where = apart(*runs.values())
-            print(f"{precision}: at most {worst:.1e} apart, at {where}")
+            why = done(made, deadline.left)
+            for how, record in runs.items():
+                why = why or done([*train, how, "--record", str(record)], deadline.left)
+            worst, where = (float("inf"), "") if why else apart(*runs.values())
+            results.row(precision, f"{worst:.1e}", where, why or ("equal" if worst <= allowed else "too far apart"))
             good = good and worst <= allowed
     return good
 
@@ -111,5 +141,58 @@ def apart(one: Path, other: Path) -> tuple[float, str]:
     return max(found)
 
 
+PARTS: Mapping[str, Part] = {
+    "nccl": Part("NCCL's groups as the runtime uses them, and packages on several GPUs", 300, nccl),
+    "verify": Part("packages on one GPU against the single-device model", 400, verify),
+    "graphs": Part("CUDA graphs against steps without", 300, graphs),
+    "runtime": Part("tests that need a device and no kernels", 200, marked),
+    "kernels": Part(
+        "tests of elementwise kernels", 560, partial(tests, ("kernels", "kernel_activations", "kernel_places"))
+    ),
+    "rows": Part(
+        "tests of kernels over rows",
+        560,
+        partial(tests, ("kernel_rows", "kernel_cross_entropy", "kernel_dropout", "kernel_embedding")),
+    ),
+    "writes": Part(
+        "tests of AdamW, compression, tuning", 560, partial(tests, ("kernel_adamw", "kernel_compression", "tuning"))
+    ),
+    "bandwidth": Part("kernels' bytes a second against a copy", 540, bandwidth.table),
+    "gpt2": Part(
+        "training GPT-2 124M against eager, torch.compile and Liger", 580, partial(training.table, "GPT-2 124M")
+    ),
+    "llama": Part("training Llama 1B against the same", 590, partial(training.table, "Llama 1B")),
+    "gpt2-autotune": Part("and against max-autotune", 580, partial(training.table, "GPT-2 124M", slow=True)),
+    "llama-autotune": Part("and against max-autotune", 590, partial(training.table, "Llama 1B", slow=True)),
+}
+
+
+@click.command()
+@click.option("--part", "parts", type=click.Choice(list(PARTS)), multiple=True, default=tuple(PARTS))
+@click.option("--only", multiple=True, help="rows of the training tables that have this in their names")
+@click.option("--out", type=click.Path(path_type=Path), help="a folder for results; $OUT by default")
+@click.option("--list", "listed", is_flag=True, help="say what parts there are")
+def main(parts: tuple[str, ...], only: tuple[str, ...], out: Path | None, listed: bool) -> None:
+    """Everything, or some parts."""
+    if listed:
+        for name, part in PARTS.items():
+            print(f"{name:<15} {part.seconds:>4} s  {part.what}")
+        return
+    if not torch.cuda.is_available():
+        raise click.ClickException("there is no GPU here")
+    import numpy
+    import triton
+
+    results = Results(folder_of(out))
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, NumPy {numpy.__version__}"
+    results.say(f"# {torch.cuda.get_device_name()}, {versions}, Python {sys.version.split()[0]}")
+    good = {name: PARTS[name].run(results, Deadline(PARTS[name].seconds), only) for name in parts}
+    results.table("Parts", "part", "result")
+    for name, well in good.items():
+        results.row(name, "good" if well else "not good")
+    sys.exit(0 if all(good.values()) else 1)
+
+
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     main()

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from partc.codegen.kernel import Kernel
 from partc.codegen.kernels import kernel
@@ -21,6 +19,7 @@ from partc.passes.fuse import fuse
 from partc.printer import fused_bytes
 from partc.program import DTypeArg, Graph, Op, Ref, TensorType
 from partc.runtime import tuning
+from tests.gpu.results import Deadline, Results
 from tests.programs import op, value
 from tests.test_kernel_rows import normed
 from tests.test_kernels import program_of
@@ -136,11 +135,13 @@ def launched(loaded: Kernels) -> Iterator[tuple[str, int, Callable[[], object], 
         yield name, size, partial(launch, *inputs), True
 
 
-def table() -> bool:
-    """Print it; whether every kernel is fast enough."""
+def table(results: Results, deadline: Deadline, only: tuple[str, ...]) -> bool:
+    """Whether every kernel is fast enough."""
     from triton.testing import do_bench
 
-    shown = Table("kernel", "bytes", "µs", "GB/s", "of a copy", title="Kernels at 4096 x 8192 in bf16, or of as many")
+    results.table(
+        "Kernels at 4096 x 8192 in bf16, or of as many", "kernel", "bytes", "µs", "GB/s", "of a copy", "result"
+    )
     good = True
     with tempfile.TemporaryDirectory() as folder:
         loaded = Kernels(Path(folder) / "kernels")
@@ -150,9 +151,13 @@ def table() -> bool:
             copied = float(do_bench(lambda s=source, t=target: t.copy_(s), return_mode="median"))
             took = float(do_bench(launch, return_mode="median"))
             share = copied / took
-            good = good and (share >= LEAST or not wanted)
-            shown.add_row(name, f"{size:,}", f"{1e3 * took:.1f}", f"{size / took / 1e6:.0f}", f"{share:.0%}")
-    Console(width=120).print(shown)
+            well = share >= LEAST or not wanted
+            good = good and well
+            speed = f"{size / took / 1e6:.0f}"
+            results.row(name, f"{size:,}", f"{1e3 * took:.1f}", speed, f"{share:.0%}", "good" if well else "too slow")
+            if deadline.left < 0:
+                results.row("the rest", "", "", "", "", "no time left")
+                return False
     return good
 
 

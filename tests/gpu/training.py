@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import subprocess
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from tests.gpu.commands import done
+from tests.gpu.results import Deadline, Results
 
-ROOT = Path(__file__).resolve().parents[2]
 PEER = Path(__file__).with_name("peer.py")
-WARM = 10
-MOST_SECONDS = 1200  # of one process: what takes longer has failed
+WARM, STEPS = 10, 30
+MOST_SECONDS = 180  # of a row; torch's autotuning takes what its part has
 LABELS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # kernels, and options of train.py
-    "partc, aten": ("aten", ()),
     "partc, triton": ("triton", ()),
     "partc, triton, CUDA graphs": ("triton", ("--cuda-graphs",)),
+    "partc, aten": ("aten", ()),
 }
-PEERS = ("eager", "compile", "max-autotune", "liger")
+PEERS = ("compile", "eager", "liger")
+SLOW = "max-autotune"
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12,
     "n_head": 12, "n_positions": 1024, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -43,77 +44,85 @@ class Measured:
     peak: int
 
 
-def table(steps: int, only: tuple[str, ...]) -> bool:
-    """Print it; whether the package is as fast as the best of its peers, in no more memory.
+def table(model: str, results: Results, deadline: Deadline, only: tuple[str, ...], *, slow: bool = False) -> bool:
+    """Whether the package is as fast as the best of its peers, in no more memory; `slow` is against one peer alone.
 
-    Rows are printed as they are measured. `only` those that have one of these in their names, if there are any.
+    What is compared comes first, as time may end. Peers that are not installed are skipped by name.
     """
-    shown = Table("model", "", "tokens/s", "to the best peer", "GiB", title="Training in bf16, AdamW, one GPU")
-    good = True
-    for name, (config, batch, seq) in MODELS.items():
-        wanted = [label for label in (*PEERS, *LABELS) if not only or any(text in f"{name}, {label}" for text in only)]
-        found: dict[str, Measured | None] = {}
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "config.json"
-            path.write_text(json.dumps(config))
-            for label in wanted:
-                how = (path, batch, seq, steps)
-                found[label] = _peer(label, *how) if label in PEERS else _package(label, *LABELS[label], *how)
-                print(f"{name}, {label}: {_said(found[label])}", flush=True)
-        peers = [measured for label in PEERS if (measured := found.get(label))]
-        ours = [measured for label in LABELS if "triton" in label and (measured := found.get(label))]
-        best = max((peer.speed for peer in peers), default=0.0)
-        for label, measured in found.items():
-            ratio = f"{measured.speed / best:.2f}" if measured and best else ""
-            row = (f"{measured.speed:,.0f}", ratio, f"{measured.peak / 2**30:.2f}") if measured else ("failed", "", "")
-            shown.add_row(name, label, *row)
-        if len(peers) < len(PEERS) and not only:
-            print(f"{name}: not all peers ran, so the package may be compared with too slow ones", flush=True)
-        least = min((peer.peak for peer in peers), default=0)
-        fast = any(each.speed >= best for each in ours) and all(each.peak <= least for each in ours)
-        good = good and (fast or not (peers and ours)) and None not in found.values()
-    Console(width=120).print(shown)
-    return good
+    config, batch, seq = MODELS[model]
+    rows = ("partc, triton", SLOW) if slow else ("partc, triton", "compile", *LABELS, *PEERS)
+    rows = tuple(
+        dict.fromkeys(label for label in rows if not only or any(text in f"{model}, {label}" for text in only))
+    )
+    title = f"Training {model} in bf16, AdamW, {batch} x {seq} tokens, one GPU"
+    results.table(title, "", "tokens/s", "to the best peer before it", "GiB", "result")
+    found: dict[str, Measured] = {}
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        for label in rows:
+            if label == "liger" and importlib.util.find_spec("liger_kernel") is None:
+                results.row(label, "", "", "", "skipped: liger_kernel is not installed")
+                continue
+            seconds = deadline.left if label == SLOW else min(MOST_SECONDS, deadline.left)
+            measure = _package if label in LABELS else _peer
+            measured = measure(label, path, batch, seq, seconds)
+            if isinstance(measured, str):
+                failed = True
+                results.row(label, "", "", "", measured)
+                continue
+            best = max((other.speed for name, other in found.items() if name not in LABELS), default=0.0)
+            ratio = f"{measured.speed / best:.2f}" if best else ""
+            results.row(label, f"{measured.speed:,.0f}", ratio, f"{measured.peak / 2**30:.2f}", "measured")
+            found[label] = measured
+    peers = [measured for label, measured in found.items() if label not in LABELS]
+    ours = [measured for label, measured in found.items() if "triton" in label]
+    if not peers or not ours:
+        return not failed
+    best, least = max(peer.speed for peer in peers), min(peer.peak for peer in peers)
+    fast, small = any(each.speed >= best for each in ours), all(each.peak <= least for each in ours)
+    results.say(
+        f"\nthe best of {len(ours)} packages: {max(each.speed for each in ours) / best:.2f} of the best peer's speed"
+    )
+    return fast and small and not failed
 
 
-def _said(measured: Measured | None) -> str:
-    return f"{measured.speed:,.0f} tokens/s, {measured.peak / 2**30:.2f} GiB" if measured else "failed"
+def _package(label: str, config: Path, batch: int, seq: int, seconds: float) -> Measured | str:
+    """What it measures, or why it does not. Packages with the same kernels are one, whose tuning is done once."""
+    kernels, options = LABELS[label]
+    limit = Deadline(seconds)
+    build, reports = config.parent / f"build {kernels}", config.parent / f"reports {label}"
+    if not build.exists():
+        sizes = ["--batch", str(batch), "--seq", str(seq), "--kernels", kernels, "-o", str(build)]
+        compiled = [
+            sys.executable,
+            "-m",
+            "partc",
+            "compile",
+            f"hf:{config}",
+            "--mesh",
+            "1",
+            "--precision",
+            "bf16",
+            *sizes,
+        ]
+        why = done(compiled, limit.left)
+        if why:
+            return f"compile: {why}"
+    run = [sys.executable, str(build / "train.py"), "--device", "cuda", "--steps", str(WARM + STEPS)]
+    why = done([*run, "--report", str(reports), *options], limit.left)
+    if why:
+        return why
+    report = json.loads((reports / "rank_000.json").read_text())
+    return Measured(batch * seq / statistics.median(report["step_seconds"][WARM:]), report["peak_bytes"])
 
 
-def _package(
-    label: str, kernels: str, options: tuple[str, ...], config: Path, batch: int, seq: int, steps: int
-) -> Measured | None:
-    build, metrics = config.parent / f"build {label}", config.parent / f"metrics {label}.jsonl"
-    sizes = ["--batch", str(batch), "--seq", str(seq)]
-    compiled = [sys.executable, "-m", "partc", "compile", f"hf:{config}", "--mesh", "1", "--precision", "bf16", *sizes]
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    run += [str(build / "train.py"), "--steps", str(WARM + steps), "--metrics", str(metrics), *options]
-    for command in ([*compiled, "--kernels", kernels, "-o", str(build)], run):
-        if not _done(command):
-            return None
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()][WARM:]
-    speeds = sorted(line["tokens_per_second"] for line in lines)
-    return Measured(speeds[len(speeds) // 2], max(line["peak_bytes"] for line in lines))
-
-
-def _peer(peer: str, config: Path, batch: int, seq: int, steps: int) -> Measured | None:
+def _peer(peer: str, config: Path, batch: int, seq: int, seconds: float) -> Measured | str:
     out = config.parent / f"{peer}.json"
-    words = [peer, str(config), str(batch), str(seq), str(WARM), str(steps), str(out)]
-    if not _done([sys.executable, str(PEER), *words]):
-        return None
+    words = [peer, str(config), str(batch), str(seq), str(WARM), str(STEPS), str(out)]
+    why = done([sys.executable, str(PEER), *words], seconds)
+    if why:
+        return why
     found = json.loads(out.read_text())
     return Measured(found["speed"], found["peak"])
-
-
-def _done(command: list[str]) -> bool:
-    """A failure is shown, and its row says so."""
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=MOST_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        print(f"{' '.join(command)}\ntook more than {MOST_SECONDS} s", flush=True)
-        return False
-    if done.returncode:
-        print(f"{' '.join(command)}\n{done.stdout[-3000:]}", flush=True)
-    return done.returncode == 0

@@ -251,6 +251,38 @@ def test_collectives_waited_for_at_once_run_in_the_callers_stream(
     assert all(each.posted < each.start for each in waits[1::2])
 
 
+def test_tensors_of_a_unit_travel_in_one_launch_without_copies() -> None:
+    said: list[str] = []
+
+    class Many:
+        def _start_coalescing(self) -> None:
+            said.append("start")
+
+        def _end_coalescing(self) -> Work:
+            said.append("end")
+            return Work()
+
+        def _allgather_base(self, whole: Tensor, part: Tensor, options: Any) -> None:
+            said.append(f"gather {tuple(part.shape)} {part.data_ptr() == parts[len(said) - 1].data_ptr()}")
+            whole.copy_(torch.cat([part, part + 1]))
+
+        def _reduce_scatter_base(self, part: Tensor, whole: Tensor, options: Any) -> None:
+            said.append(f"scatter {tuple(whole.shape)}")
+            part.copy_(whole[len(part) :])
+
+    axis = distributed.NcclAxis(Many(), 1, 2)
+    parts = [torch.zeros(2, 3), torch.ones(1)]
+    wholes = [torch.empty(4, 3), torch.empty(2)]
+    axis.start_all_gather_many(parts, wholes).wait()
+    assert said == ["start", "gather (2, 3) True", "gather (1,) True", "end"]
+    assert wholes[0].tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2 and wholes[1].tolist() == [1.0, 2.0]
+    said.clear()
+    found = axis.start_reduce_scatter_many(wholes).wait()
+    assert said == ["start", "scatter (4, 3)", "scatter (2,)", "end"]
+    assert found[0].tolist() == [[1.0] * 3] * 2 and found[1].tolist() == [2.0]
+    assert not distributed.GlooAxis.moves_many
+
+
 def test_settings_of_nccl_are_defaults() -> None:
     environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
     nccl_settings(environment, pipeline=False)

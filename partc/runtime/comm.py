@@ -46,14 +46,12 @@ class Pending(Generic[T]):
         return Pending(lambda: change(self._finish()), self._go_on)
 
 
-def timed(
-    clock: Clock, kind: Kind, name: str, over: str, size: int, start: Callable[[], Pending[Tensor]]
-) -> Pending[Tensor]:
+def timed(clock: Clock, kind: Kind, name: str, over: str, size: int, start: Callable[[], Pending[T]]) -> Pending[T]:
     """The same, with the clock told when it started and how long it was waited for."""
     posted = clock.mark()
     going = start()
 
-    def finish() -> Tensor:
+    def finish() -> T:
         begun = clock.begin(name, over)
         x = going.wait()
         clock.end(begun, kind, name, over, size, posted)
@@ -87,6 +85,7 @@ class Axis:
     """
 
     name = ""  # the axes it goes over
+    moves_many = False  # True if several tensors can travel in one collective without being copied side by side
     clock: Clock | None = None  # which is told of every collective
     overlaps = True  # whether what is started goes on beside the rank's own work
 
@@ -147,6 +146,21 @@ class Axis:
             return there(x)
         return self._timed("reduce_scatter", self._reduce_scatter, split(x, self.size, dim, outer).contiguous())
 
+    def start_all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
+        """Gather each part into its contiguous whole, ranks along dim 0; for axes of which `moves_many` is true."""
+        start = partial(self._all_gather_many, [x.contiguous() for x in parts], wholes)
+        return self._timed_many("all_gather", start, parts)
+
+    def start_reduce_scatter_many(self, wholes: Sequence[Tensor]) -> Pending[list[Tensor]]:
+        """This rank's part along dim 0 of the sum of each, for axes of which `moves_many` is true."""
+        parts = [x.new_empty((x.shape[0] // self.size, *x.shape[1:])) for x in wholes]
+        start = partial(self._reduce_scatter_many, [x.contiguous() for x in wholes], parts)
+        return self._timed_many("reduce_scatter", start, wholes).then(lambda done: parts)
+
+    def _timed_many(self, name: str, start: Callable[[], Pending[None]], moved: Sequence[Tensor]) -> Pending[None]:
+        size = sum(x.nbytes for x in moved)
+        return start() if self.clock is None else timed(self.clock, "collective", name, self.name, size, start)
+
     def start_all_to_all(
         self, x: Tensor, *, split_dim: int, split_outer: int = 1, concat_dim: int, concat_outer: int = 1
     ) -> Pending[Tensor]:
@@ -198,6 +212,14 @@ class Axis:
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         """[size, ...] -> [...]: this rank's row of the sum."""
+        raise NotImplementedError
+
+    def _all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
+        """Each [...] -> [size * ..., ...], by rank, into contiguous tensors that are there."""
+        raise NotImplementedError
+
+    def _reduce_scatter_many(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending[None]:
+        """Each [size * ..., ...] -> [...]: this rank's rows of the sum, into contiguous tensors that are there."""
         raise NotImplementedError
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:

@@ -47,7 +47,7 @@ def global_batch(
     Both are given those of the options that they take. Raises UsageError P0530 where `data` fails.
     """
     generator = torch.get_rng_state()
-    torch.manual_seed(seed * 1_000_003 + step + 1)
+    torch.default_generator.manual_seed(seed * 1_000_003 + step + 1)  # the host's alone: a device may be recording
     try:
         batch = _data(module, options, step) if hasattr(module, "data") else call_with_options(module.batch, options)
     finally:

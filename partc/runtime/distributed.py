@@ -25,11 +25,13 @@ from .errors import PeerLost
 from .sending import finish
 from .torch_private import (
     all_gather_base,
+    all_gather_many,
     all_reduce,
     all_to_all_base,
     nccl_settings,
     process_group,
     reduce_scatter_base,
+    reduce_scatter_many,
 )
 
 _DIRECT = 1 << 20  # bytes to receive up to which everyone sends everything: fewer turns than a ring takes
@@ -44,6 +46,8 @@ class NcclAxis(Axis):
     Started collectives run on a stream of their own. Those that are waited for at once run in the caller's: without
     events there and back.
     """
+
+    moves_many = True
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -93,6 +97,16 @@ class NcclAxis(Axis):
             going = reduce_scatter_base(self.process_group, part.view(-1), x.view(-1), overlaps=self.overlaps)
             return _arriving(going, part, x)
 
+    def _all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
+        with _peers():
+            going = all_gather_many(self.process_group, wholes, parts, overlaps=self.overlaps)
+            return _arriving_all(going, wholes, parts)
+
+    def _reduce_scatter_many(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending[None]:
+        with _peers():
+            going = reduce_scatter_many(self.process_group, parts, wholes, overlaps=self.overlaps)
+            return _arriving_all(going, parts, wholes)
+
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
         result = torch.empty_like(x)
         with _peers():
@@ -102,6 +116,8 @@ class NcclAxis(Axis):
 
 class GlooAxis(NcclAxis):
     """A group of CPUs. gloo's own all-gather and reduce-scatter take up to five times as long as these."""
+
+    moves_many = False
 
     @property
     def at_once(self) -> GlooAxis:
@@ -157,6 +173,18 @@ class GlooAxis(NcclAxis):
             return total.to(rows.dtype)
 
         return _arriving(work, received, x).then(summed)
+
+
+def _arriving_all(work: Any, results: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending[None]:
+    """The same of several tensors that one work moves."""
+    going = [_arriving(work, results[0])]
+    held = [results, sources]
+
+    def finish() -> None:
+        going.pop().wait()
+        held.clear()
+
+    return Pending(finish)
 
 
 def _arriving(work: Any, x: Tensor, source: Tensor | None = None) -> Pending[Tensor]:

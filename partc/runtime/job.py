@@ -66,6 +66,7 @@ class Job:
     save: Path | None = None
     save_every: int = SAVE_EVERY
     save_slack: int = 0
+    prefetch: int | None = None
     keep: int = KEEP
     resume: Path | None = None
     init: Path | None = None
@@ -151,7 +152,7 @@ _RANGES: dict[str, _Range] = {
     "steps": _Range(1, _MANY), "lr": _Range(0), "warmup": _Range(0, _MANY), "min_lr": _Range(0),
     "clip": _Range(0, above=True), "weight_decay": _Range(0), "accumulate": _Range(1, _MANY),
     "seed": _Range(0, 2**32 - 1), "peak_flops": _Range(0, above=True), "timeout": _Range(1, 10**7),
-    "save_every": _Range(1, _MANY), "save_slack": _Range(0, _MANY), "keep": _Range(1, _MANY),
+    "save_every": _Range(1, _MANY), "save_slack": _Range(0, _MANY), "prefetch": _Range(0, 64), "keep": _Range(1, _MANY),
     "exit_code": _Range(0, 255),
 }  # fmt: skip
 
@@ -187,6 +188,8 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     add("--weight-decay", type=float, metavar="X", help="the optimizer's own by default")
     add("--no-decay", action="append", metavar="GLOB", help="parameters without weight decay: '*.bias', '*norm*'")
     add("--accumulate", type=int, metavar="N", help="batches of data for each step of the optimizer; 1")
+    prefetch = "batches that a thread makes ahead, beside the steps; 1 on GPUs and 0 on CPUs"
+    add("--prefetch", type=int, metavar="N", help=prefetch)
     add("--seed", type=int, help="of the initial parameters and the data; the plan's by default")
     add(
         "--init",
@@ -252,6 +255,10 @@ def parse(argv: Sequence[str], root: Path) -> Job:
             raise _out_of_range(name, arguments[name], str(allowed))
     if arguments["virtual"] and arguments["device"] == "cuda":
         raise UsageError("P0521", "--virtual ranks are on the CPU", "leave out --device cuda, or --virtual", alike=True)
+    if arguments["virtual"] and arguments["prefetch"]:
+        raise UsageError(
+            "P0521", "--virtual ranks share their batches", "leave out --prefetch, or --virtual", alike=True
+        )
     if arguments["trace_steps"] is not None:
         if arguments["trace"] is None:
             raise UsageError("P0521", "--trace-steps has no --trace", "name a folder: --trace DIR", alike=True)

@@ -39,6 +39,12 @@ class Levels:
     def both(self) -> bool:
         return min(self.far.size, self.near.size) > 1
 
+    @property
+    def direct(self) -> Axis | None:
+        """The axis over which whole tensors travel without copies, if there is one level and its backend can."""
+        axis = self.near if self.far.size == 1 else self.far
+        return axis if axis.moves_many and not self.both else None
+
     def split(self, x: Tensor, dim: int, outer: int) -> Tensor:
         """What `comm.split` cuts a tensor in, as it is scattered: [near, far, elements of a part]."""
         return split(x, self.size, dim, outer).reshape(self.far.size, self.near.size, -1).transpose(0, 1)

@@ -84,7 +84,15 @@ class Parts:
         """`into` has tensors for the whole that are there already."""
         whole = {name: self._held[name].to(self._shards[name].read_dtype) for name in names}
         going = []
+        direct: list[Pending[None]] = []
         for levels, together in self._together({name: whole[name].dtype for name in names}):
+            if (axis := self._direct(levels, together)) is not None:
+                parts = {name: whole[name] for name in together}
+                for name, x in parts.items():
+                    whole[name] = into[name] if name in into else x.new_empty((levels.size * len(x), *x.shape[1:]))
+                places = [whole[name] for name in together]
+                direct.append(axis.start_all_gather_many(list(parts.values()), places))
+                continue
             shapes = [whole[name].shape for name in together]
             flat = _joined([whole.pop(name).reshape(-1) for name in together])
             going.append((levels, together, shapes, levels.start_all_gather(flat)))
@@ -92,6 +100,8 @@ class Parts:
 
         def finish() -> list[Tensor]:
             go_on()
+            while direct:
+                direct.pop(0).wait()
             while going:
                 levels, together, shapes, rows = going.pop(0)
                 columns = rows.wait().split([shape.numel() for shape in shapes], dim=2)
@@ -126,9 +136,14 @@ class Parts:
             if not self._shards[name].gather:
                 self._gradients[name].add_(gradients[name])
         for levels, together in self._together({name: self._gradients[name].dtype for name in gradients}):
+            dtype = self._wire or self._gradients[together[0]].dtype
+            if not self.compressed and (axis := self._direct(levels, together)) is not None:
+                going = axis.start_reduce_scatter_many([gradients[name].to(dtype) for name in together])
+                self._going.append(going.then(partial(self._add_each, together)))
+                continue
             rows = [levels.split(gradients[name], *self._seams[name]) for name in together]
             sizes = [row.shape[2] for row in rows]
-            flat = _joined(rows, self._wire or self._gradients[together[0]].dtype)
+            flat = _joined(rows, dtype)
             del rows
             across = partial(self._across, levels.far, together) if self.compressed else None
             self._going.append(levels.start_reduce_scatter(flat, across).then(partial(self._add, together, sizes)))
@@ -155,6 +170,14 @@ class Parts:
     def _add(self, names: Sequence[str], sizes: Sequence[int], sums: Tensor) -> None:
         for name, part in zip(names, sums.split(list(sizes)), strict=True):
             self._gradients[name].add_(part.view(self._gradients[name].shape))
+
+    def _add_each(self, names: Sequence[str], parts: Sequence[Tensor]) -> None:
+        for name, part in zip(names, parts, strict=True):
+            self._gradients[name].add_(part)
+
+    def _direct(self, levels: Levels, names: Sequence[str]) -> Axis | None:
+        """The axis over which these travel without copies: ranks hold consecutive rows of each of them."""
+        return levels.direct if all(self._seams[name] == (0, 1) for name in names) else None
 
     def keep(self, *names: str) -> list[Tensor]:
         """The whole parameters, in tensors that `refresh` brings up to date."""

@@ -230,12 +230,12 @@ class Recording:
 
     def _draw(self, step: Step) -> None:
         """Take the default generator past a draw, whose numbers nobody reads here."""
-        target = step.args[0] if step.fills is not None else None
-        name = step.operation.overloadpacket.__name__
-        words = None if target is None else _words(name, target.dtype, math.prod(target.shape), _is_dense(target))
-        if words is not None and _agrees(name, target.dtype):
-            _skip(torch.default_generator, words)
-            return
+        if step.fills is not None:
+            target, name = step.args[0], step.operation.overloadpacket.__name__
+            words = _words(name, target.dtype, math.prod(target.shape), _is_dense(target))
+            if words is not None and _agrees(name, target.dtype):
+                _skip(torch.default_generator, words)
+                return
         scratch = lambda view: torch.empty_strided(view.shape, view.stride, dtype=view.dtype)  # noqa: E731
         args, kwargs = tree_map_only(View, scratch, (step.args, step.kwargs))
         step.operation(*args, **kwargs)

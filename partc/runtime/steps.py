@@ -19,7 +19,7 @@ from torch import Tensor
 from . import nans
 from .accumulation import clear, complete
 from .comm import Comm
-from .data import in_microbatches, own_part
+from .data import in_microbatches
 from .errors import UsageError
 from .executor import Action, Stage, Told, run_step
 from .gradients import Gradients
@@ -58,7 +58,7 @@ class Steps:
     scaled: Gradients
     update: Update
     scale: LossScale | None
-    batch_of: Callable[[int], dict[str, Tensor]]  # by the number of a batch
+    part_of: Callable[[int], Mapping[str, Tensor]]  # this rank's part of the batch of a number, on the host
     settle: Callable[[], None]  # before an error that ends the run
     graph: Callable[[], Graph] | None = None  # makes one, if steps are to be recorded
 
@@ -84,7 +84,7 @@ class Steps:
             clock.entering("data")
             number = step * self.job.accumulate + index
             begun = time.perf_counter()
-            self._take(self.batch_of(number))
+            self._take(self.part_of(number))
             data += time.perf_counter() - begun
             self.comm.begins(self.job.seed, number)
             first, last = index == 0, index == self.job.accumulate - 1
@@ -107,8 +107,7 @@ class Steps:
         loss = sum(known) / self.job.accumulate if known else None
         return Done(loss=loss, seconds=seconds, data=data, updated=updated, recorded=recorded)
 
-    def _take(self, batch: Mapping[str, Tensor]) -> None:
-        part = own_part(batch, self.inputs, self.job.sizes, self.coordinate)
+    def _take(self, part: Mapping[str, Tensor]) -> None:
         if self.graph is None or not self._local:
             part = part if self.graph is None else {name: x.clone() for name, x in part.items()}  # written to later
             self._local = {name: bring(x, self.device) for name, x in part.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "all_gather_base",
+    "all_gather_many",
     "all_reduce",
     "all_to_all_base",
     "clone_store",
@@ -33,6 +34,7 @@ __all__ = [
     "process_group",
     "recompile_limit",
     "reduce_scatter_base",
+    "reduce_scatter_many",
     "storage_key",
     "tree_flatten",
     "tree_map_only",
@@ -116,6 +118,22 @@ def reduce_scatter_base(group: Any, part: Tensor, whole: Tensor, *, overlaps: bo
     options = dist.ReduceScatterOptions()
     options.asyncOp = overlaps
     return group._reduce_scatter_base(part, whole, options)
+
+
+def all_gather_many(group: Any, wholes: Sequence[Tensor], parts: Sequence[Tensor], *, overlaps: bool) -> Any:
+    """Several all-gathers in one launch."""
+    group._start_coalescing()
+    for whole, part in zip(wholes, parts, strict=True):
+        all_gather_base(group, whole, part, overlaps=overlaps)
+    return group._end_coalescing()
+
+
+def reduce_scatter_many(group: Any, parts: Sequence[Tensor], wholes: Sequence[Tensor], *, overlaps: bool) -> Any:
+    """Several reduce-scatters in one launch."""
+    group._start_coalescing()
+    for part, whole in zip(parts, wholes, strict=True):
+        reduce_scatter_base(group, part, whole, overlaps=overlaps)
+    return group._end_coalescing()
 
 
 def all_to_all_base(group: Any, into: Tensor, x: Tensor, *, overlaps: bool) -> Any:

@@ -26,10 +26,11 @@ from .checkpoint import Held, Place, Saver
 from .clock import Clock
 from .comm import Comm
 from .cycles import collected
-from .data import global_batch, load_model_file
+from .data import global_batch, load_model_file, own_part
 from .devices import own_device
 from .errors import UsageError, enough_memory, writing
 from .executor import Action, Slot, Stage, gradient_buffers, parse_schedule, told_by
+from .feed import Feed
 from .given import given
 from .graphs import recording
 from .init import initialise, state_shapes
@@ -353,6 +354,11 @@ def _train(
         comm.expect(job.plan["draws"], job.plan["microbatches"] if job.plan["repeated"] else 1)
         for stage in stages.values():
             stage.setup()
+
+        def part_of(number: int) -> dict[str, Tensor]:
+            return own_part(batch_of(number), rank.inputs, job.sizes, rank.module.COORDINATE)
+
+        ahead = int(device.type == "cuda") if job.prefetch is None else job.prefetch
         steps = Steps(
             job=job,
             comm=comm,
@@ -367,7 +373,7 @@ def _train(
             scaled=scaled,
             update=update,
             scale=scale,
-            batch_of=batch_of,
+            part_of=Feed(part_of, end=job.steps * job.accumulate, ahead=ahead, pin=device.type == "cuda"),
             settle=saver.wait if saver is not None else lambda: None,
             graph=graph,
         )

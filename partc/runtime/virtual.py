@@ -119,7 +119,12 @@ class _Group:
 
 
 class VirtualAxis(Axis):
-    """A group of virtual ranks: the first that waits once all have come computes everybody's result."""
+    """A group of virtual ranks: the first that waits once all have come computes everybody's result.
+
+    Tensors travel together as they do between GPUs, so that virtual runs prove those paths.
+    """
+
+    moves_many = True
 
     def __init__(self, world: World, name: str, ranks: tuple[int, ...], rank: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))
@@ -166,6 +171,25 @@ class VirtualAxis(Axis):
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         return self._meet("reduce_scatter", x, lambda parts: [row.clone() for row in _reduced(parts, "sum")])
+
+    def _all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
+        going = [(self._all_gather(part), whole) for part, whole in zip(parts, wholes, strict=True)]
+
+        def finish() -> None:
+            for pending, whole in going:
+                whole.copy_(pending.wait().view(whole.shape))
+
+        return Pending(finish)
+
+    def _reduce_scatter_many(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending[None]:
+        rows = [whole.view(self.size, *part.shape) for whole, part in zip(wholes, parts, strict=True)]
+        going = [(self._reduce_scatter(x), part) for x, part in zip(rows, parts, strict=True)]
+
+        def finish() -> None:
+            for pending, part in going:
+                part.copy_(pending.wait())
+
+        return Pending(finish)
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
         return self._meet(

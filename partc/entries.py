@@ -164,6 +164,13 @@ PACKAGES: Mapping[str, Entry] = {
         "compute capability 9.0), flash, efficient, or blocks, which is plain operations. Without it the first of "
         "these that the GPU and torch have is taken, and train.py prints which, and why not the ones before it.",
     ),
+    "P0542": Entry(
+        "an operation has no deterministic algorithm",
+        "`train.py --deterministic` has torch use algorithms that give the same bits in every run on the same GPUs, "
+        "and fail where it has none. They cost time, not measured yet: cuDNN's attention and FlashAttention 3 are left "
+        "out, the backward pass of flash attention sums in order, indexed sums sort first. On CPUs, and in kernels of `--kernels triton`, sums "
+        "have a fixed order anyway.",
+    ),
     "P0601": Entry(
         "the output folder is not partc's",
         "partc replaces a package that it wrote, and an empty folder, and nothing else. Give another folder "

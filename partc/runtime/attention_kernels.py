@@ -147,6 +147,8 @@ def _device_obstacle(kernel: Kernel, case: Case, gpu: Gpu) -> str:
         return "no bfloat16 before compute capability 8.0"
     if kernel.name == "cudnn" and not gpu.cudnn:
         return "not there"
+    if kernel.name == "cudnn" and torch.are_deterministic_algorithms_enabled():
+        return "not deterministic"
     if kernel.name == "cudnn" and case.t == 1:
         return "more than one key"
     # Registers of these GPUs don't hold the gradients of such heads.
@@ -189,7 +191,10 @@ def settle(wanted: str, cases: Mapping[str, Case], device: torch.device, say: Ca
         return
     assert device.index is not None
     gpu = gpu_at(device.index)
-    if wanted == "flash3" or (wanted == "auto" and not _prefers_cudnn(gpu) and _has_flash3(gpu)):
+    exact = torch.are_deterministic_algorithms_enabled()
+    if exact and wanted in ("cudnn", "flash3"):
+        raise _unavailable(wanted, "algorithms that are not deterministic", "leave out --attention or --deterministic")
+    if wanted == "flash3" or (wanted == "auto" and not exact and not _prefers_cudnn(gpu) and _has_flash3(gpu)):
         if not _has_flash3(gpu):
             cause = "flash_attn_interface, which is not installed" if gpu.capability[0] == 9 else "a GPU such as H100"
             raise _unavailable(wanted, cause, "pip install flash-attn-3, or leave out --attention")

@@ -76,6 +76,7 @@ class Job:
     tuned: Path | None = None
     cuda_graphs: bool = False
     attention: str = "auto"
+    deterministic: bool = False
     given: frozenset[str] = frozenset()  # of `_CONTINUED`, what the command line says
     checkpoint: Checkpoint | None = None  # which `resume` has found
     attempt: str = ""  # names this run, if it saves
@@ -233,6 +234,11 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         type=_path,
         metavar="FILE",
         help="configurations of kernels for GPUs; by default the first run times some, for kernels/tuned.json",
+    )
+    add(
+        "--deterministic",
+        action="store_true",
+        help="the same bits in every run on the same GPUs, by slower algorithms for attention and indexed sums",
     )
     add(
         "--cuda-graphs",

@@ -27,6 +27,7 @@ from .clock import Clock
 from .comm import Comm
 from .cycles import collected
 from .data import global_batch, load_model_file, own_part
+from .determinism import deterministic, told
 from .devices import own_device
 from .errors import UsageError, enough_memory, writing
 from .executor import Action, Slot, Stage, gradient_buffers, parse_schedule, told_by
@@ -104,7 +105,7 @@ def main(argv: Sequence[str], root: Path) -> int:
         if job.virtual or here:
             check_places(job)
         keep_freed_memory()
-        with enough_memory("this process", Clock()), ExitStack() as stack:
+        with enough_memory("this process", Clock()), deterministic(job.deterministic), ExitStack() as stack:
             stopped = _train_virtual(job, stack) if job.virtual else _train_this_rank(job)
     except UsageError as error:
         if not error.alike or os.environ.get("RANK", "0") == "0":
@@ -307,7 +308,7 @@ def _train(
         saver = Saver(job.save, keep=job.keep, place=place, store=store, attempt=job.attempt, run=job.run)
     clock = comm.clock
     rank.done = job.start
-    with torch.no_grad(), recording(job.cuda_graphs, device) as graph, ExitStack() as stack:
+    with torch.no_grad(), recording(job.cuda_graphs, device) as graph, told(), ExitStack() as stack:
         gradients, buffers = gradient_buffers(rank.shards, rank.parameters, compiled=rank.compiled)
         how: dict[str, Any] = {"lr": job.lr, "weight_decay": job.weight_decay, "no_decay": job.no_decay}
         how["graphs"] = job.cuda_graphs

@@ -167,9 +167,9 @@ PACKAGES: Mapping[str, Entry] = {
     "P0542": Entry(
         "an operation has no deterministic algorithm",
         "`train.py --deterministic` has torch use algorithms that give the same bits in every run on the same GPUs, "
-        "and fail where it has none. They cost time, not measured yet: cuDNN's attention and FlashAttention 3 are left "
-        "out, the backward pass of flash attention sums in order, indexed sums sort first. On CPUs, and in kernels of `--kernels triton`, sums "
-        "have a fixed order anyway.",
+        "and fail where it has none. They cost time, not measured yet: cuDNN's attention, FlashAttention 3 and sums "
+        "inside switches (NVLS) are left out, the backward pass of flash attention sums in order, indexed sums sort "
+        "first. On CPUs, and in kernels of `--kernels triton`, sums have a fixed order anyway.",
     ),
     "P0601": Entry(
         "the output folder is not partc's",

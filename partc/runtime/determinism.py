@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -24,15 +25,16 @@ def deterministic(wanted: bool) -> Iterator[None]:
         yield
         return
     os.environ.setdefault(*_WORKSPACE)
-    filled, convolutions = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.deterministic
+    memory: Any = torch.utils.deterministic
+    filled, convolutions = memory.fill_uninitialized_memory, torch.backends.cudnn.deterministic
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # all of it is written before it is read
+    memory.fill_uninitialized_memory = False  # all of it is written before it is read
     torch.backends.cudnn.deterministic = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        memory.fill_uninitialized_memory = filled
         torch.backends.cudnn.deterministic = convolutions
 
 

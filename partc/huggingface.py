@@ -10,6 +10,7 @@ from typing import Any
 from partc.errors import PartcError
 from partc.modelfile import is_file
 from partc.quoting import environment
+from partc.runtime.documents import Malformed, contents, decoded, parsed
 
 PREFIX = "hf:"
 # The architecture trained where a configuration names none, and the kind of batch each sort takes.
@@ -121,10 +122,10 @@ def _read(path: Path) -> dict[str, Any]:
     if not is_file(path):
         raise PartcError("P0231", f"there is no configuration {path}", help="give hf:PATH/config.json")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PartcError("P0231", f"{path} is no JSON: {error}", help="give a model's config.json") from error
-    if not isinstance(found, dict) or "model_type" not in found:
+        found = decoded(dict[str, Any], parsed(contents(path), finite=False))
+    except Malformed as error:
+        raise PartcError("P0231", f"{path} {error}", help="give a model's config.json") from None
+    if not isinstance(found.get("model_type"), str):
         raise PartcError("P0231", f"{path} has no model_type", help="give a model's config.json")
     return found
 

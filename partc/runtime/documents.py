@@ -91,11 +91,12 @@ def contents(path: Path, *, within: Path | None = None, largest: int = LARGEST) 
     return data
 
 
-def parsed(data: bytes | str) -> Any:
-    """The value of a JSON text. Raises Malformed."""
+def parsed(data: bytes | str, *, finite: bool = True) -> Any:
+    """The value of a JSON text. Raises Malformed. Python's own dialect has NaN and Infinity besides."""
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number, parse_float=_finite)
+        numbers: dict[str, Any] = {"parse_constant": _no_number, "parse_float": _finite} if finite else {}
+        return json.loads(text, object_pairs_hook=_once, **numbers)
     except UnicodeDecodeError as error:
         raise Malformed(f"is not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:

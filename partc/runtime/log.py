@@ -9,9 +9,11 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from .documents import Malformed, decoded, parsed
 from .errors import writing
 from .times import Split
 from .update import Updated
@@ -124,15 +126,22 @@ def _writer(folder: Path, start: int) -> Any:
     return SummaryWriter(str(folder), purge_step=start + 1 if start else None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What every line of the log has."""
+
+    step: int
+
+
 def _earlier(path: Path, start: int) -> str:
     """Lines of the run that this one continues, up to where it does."""
     if not start or not path.exists():
         return ""
     kept = []
-    for line in path.read_text().splitlines(keepends=True):
+    for line in path.read_text(errors="replace").splitlines(keepends=True):
         try:
-            if json.loads(line)["step"] < start and line.endswith("\n"):
+            if decoded(_Line, parsed(line), loose=True).step < start and line.endswith("\n"):
                 kept.append(line)
-        except (ValueError, KeyError, TypeError):
+        except Malformed:
             continue
     return "".join(kept)

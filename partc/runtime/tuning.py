@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from .documents import Malformed, contents, decoded, parsed
 from .errors import UsageError
 from .restore import Say
 from .together import Together
@@ -37,6 +38,7 @@ _WRONG = "wrong: "  # before the cause, in place of choices
 
 Configuration = Mapping[str, int]
 Choices = dict[str, dict[str, int]]  # by kernel
+Table = dict[str, Choices]  # by GPU and version of Triton, in the files
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +144,12 @@ def tuned(
     return choices
 
 
-def given(file: Path) -> dict[str, Any]:
+def given(file: Path) -> Table:
     """What a user's file has, which is as `tuned` writes it; digests may be left out. Raises UsageError P0532."""
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _unusable(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise _unusable(f"{file} is not JSON: {error}") from None
-    if not isinstance(table, dict) or not all(isinstance(each, dict) for each in table.values()):
-        raise _unusable(f"{file} is not an object of GPUs with their kernels")
-    return table
+        return decoded(Table, parsed(contents(file)))
+    except Malformed as error:
+        raise _unusable(f"{file} {error}") from None
 
 
 def from_given(kernels: Sequence[Kernel], file: Path, place: str, say: Say) -> Choices:
@@ -241,17 +238,13 @@ def _compiled(module: ModuleType) -> list[Any]:
 
 
 def _read(file: Path, say: Say) -> dict[str, Any]:
+    if not file.exists():
+        return {}
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return decoded(dict[str, Any], parsed(contents(file)))
+    except Malformed as error:
+        say(f"{file} is left aside: it {error}")
         return {}
-    except (OSError, ValueError) as error:
-        say(f"{file} cannot be read, and is left aside: {error}")
-        return {}
-    if not isinstance(table, dict):
-        say(f"{file} is left aside: it is not an object")
-        return {}
-    return table
 
 
 def _write(file: Path, place: str, new: Mapping[str, Configuration], say: Say) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from partc.codegen import collectives
@@ -26,6 +26,7 @@ from partc.codegen.source import Argument, Function, Line, RegionCode
 from partc.codegen.views import without_idle_views
 from partc.layout import Sizes
 from partc.program import Graph, Op, Ref, Region, Value
+from partc.rules import demands_dense
 
 
 def region_code(
@@ -37,16 +38,18 @@ def region_code(
     updates: Mapping[int, str] | None = None,
     *,
     gives: bool = False,
+    dense: Collection[str] = (),
 ) -> RegionCode:
     """`prefix` is the module path that sources of this region's operations share ("blocks.0").
 
     `updates` gives, for outputs that are buffers' next values, the buffers: they are stored, not returned.
-    Gradients of parameters are added to those there are or, with `gives`, returned.
+    Gradients of parameters are added to those there are or, with `gives`, returned. `dense` values need no copy
+    where a kernel demands dense memory.
     """
     fields = Names()
     for value in region.params:
         fields[value.name]
-    writer = _Writer(region=region, sizes=sizes, fields=fields, prefix=prefix, updates=updates or {}, gives=gives)
+    writer = _Writer(region=region, sizes=sizes, fields=fields, prefix=prefix, updates=updates or {}, gives=gives, dense=dense)
     saves = region.backward is not None
     forward = without_idle_views(
         replace(region.forward, outputs=(*region.forward.outputs, *(region.saved if saves else ()))), sizes
@@ -83,6 +86,7 @@ class _Writer:
     prefix: str
     updates: Mapping[int, str]
     gives: bool
+    dense: Collection[str]
 
     def forward(self, graph: Graph, name: str, doc: str, params_class: str) -> Function:
         names = self._scope()
@@ -184,6 +188,12 @@ class _Writer:
         values = (names[given[value.name]] if value.name in given else "None" for value in self.region.params)
         return Line(code=f"g = {params_class}({', '.join(values)})")
 
+    def _memory(self, op: Op, position: int, write: Callable[[str], str]) -> Callable[[str], str]:
+        """How values are written as an argument: as a copy where the kernel demands dense memory."""
+        if not demands_dense(op, position):
+            return write
+        return lambda name: write(name) if name in self.dense else f"{write(name)}.contiguous()"
+
     @property
     def _params(self) -> frozenset[str]:
         return frozenset(value.name for value in self.region.params)
@@ -247,8 +257,8 @@ class _Writer:
             write = lambda name: inlined[name] if name in inlined else names[name]  # noqa: E731
             operands = Operands(
                 op=op,
-                args=tuple(written(arg, write) for arg in op.args),
-                attrs={key: written(value, write) for key, value in op.attrs},
+                args=tuple(written(arg, self._memory(op, index, write)) for index, arg in enumerate(op.args)),
+                attrs={key: written(value, self._memory(op, -1, write)) for key, value in op.attrs},
                 types=types,
                 sizes=self.sizes,
                 started=any(value.name in started for value in op.results),

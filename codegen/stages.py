@@ -17,6 +17,7 @@ from partc.mesh import TIME_AXIS
 from partc.parts import Parts
 from partc.program import Phase, Program
 from partc.quoting import literal
+from partc.strides import dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,7 @@ class _Builder:
         self.index = index
         self.calls = [call for call in program.calls if call.stage == index]
         self.regions = {region.name: region for region in program.regions}
+        self.dense = dense(program)
         self.runs: dict[Phase, list[Run]] = {
             phase: runs(program, [call for call in self.calls if self.regions[call.region].phase == phase])
             for phase in ("setup", "step", "microbatch")
@@ -171,6 +173,7 @@ class _Builder:
                     called[region.name],
                     self._updated(run),
                     gives=self.program.zero >= 2 and self.parts.has_parts(run.calls[0]),
+                    dense=self.dense[region.name],
                 )
         return codes
 

@@ -15,7 +15,7 @@ from partc.rules.cuts import Cuts, factor_cuts
 from partc.rules.local import localize
 from partc.rules.notation import NotationError
 from partc.rules.rule import Dims, Factor, OpRule
-from partc.rules.table import LOWERED, TABLE, Precision, register
+from partc.rules.table import DENSE, LOWERED, TABLE, Precision, register
 
 __all__ = [
     "LOWERED",
@@ -24,6 +24,7 @@ __all__ = [
     "OpRule",
     "Precision",
     "choices",
+    "demands_dense",
     "factor_cuts",
     "fits",
     "flops",
@@ -201,6 +202,11 @@ def is_cheap(op: Op, activations: Collection[str]) -> bool:
     if entry is None or entry.user or entry.heavy:
         return False
     return not entry.matmul or all(name in activations for name in op.refs())
+
+
+def demands_dense(op: Op, position: int) -> bool:
+    """Whether the kernel reads an argument as dense memory. Of other libraries' operators that is unknown: they may."""
+    return "::" in op.name or position in DENSE.get(op.name, ())
 
 
 def precision_of(name: str) -> Precision:

@@ -40,6 +40,9 @@ LOWERED: Mapping[str, str] = {
     "attention_bias_backward": "attention_backward", "attention_dropout_backward": "attention_backward",
     "attention_dropout_bias_backward": "attention_backward",
 }  # fmt: skip
+# Kernels that read operands as if these were dense: the positions of the arguments. torch's composites and derivatives
+# copy such operands first, and regions are differentiated below them.
+DENSE: dict[str, frozenset[int]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,12 @@ def build(
     """Declare operations whose rule a builder makes from their shapes."""
     for name in names.split():
         TABLE[name] = Entry(build=builder, matmul=matmul, heavy=heavy, precision="low" if matmul else precision)
+
+
+def dense(names: str, *positions: int) -> None:
+    """Declare operations whose arguments at these positions must be dense in memory."""
+    for name in names.split():
+        DENSE[name] = frozenset(positions)
 
 
 def register(
@@ -319,3 +328,7 @@ build(
     shapes.pointwise,
     precision="high",
 )
+
+# What kernels demand of their operands' memory
+dense("native_group_norm", 0, 1, 2)
+dense("native_group_norm_backward", 0, 1, 2, 3, 4)

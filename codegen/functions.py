@@ -49,7 +49,9 @@ def region_code(
     fields = Names()
     for value in region.params:
         fields[value.name]
-    writer = _Writer(region=region, sizes=sizes, fields=fields, prefix=prefix, updates=updates or {}, gives=gives, dense=dense)
+    writer = _Writer(
+        region=region, sizes=sizes, fields=fields, prefix=prefix, updates=updates or {}, gives=gives, dense=dense
+    )
     saves = region.backward is not None
     forward = without_idle_views(
         replace(region.forward, outputs=(*region.forward.outputs, *(region.saved if saves else ()))), sizes

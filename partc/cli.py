@@ -280,8 +280,8 @@ def rule_command(model: str, **given: Any) -> None:
     console.echo(f"# rules cover {coverage(program)}")
     for item in missing(program):
         console.echo(f"\n# {item.source or 'in a loss of torch'}: equal sizes were taken for one factor; correct them.")
-        console.echo('# A factor that no result has is summed. Name those that must stay whole: blocked="k".')
-        console.echo(f'partc.rule("{item.op}", "{item.draft}")')
+        console.echo("# A factor that no result has is summed; blocked ones stay whole. Cuts were tried with numbers.")
+        console.echo(str(item))
 
 
 @cli.command("inspect", short_help="Show the program after any pass.")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from partc.errors import Source
-from partc.program import Op, Program, TensorType
+from partc.program import Op, Program, Ref, TensorType
 from partc.rules import flops, resolve
+from partc.rules.notation import NotationError, parse
+from partc.rules.table import Written
+from partc.trial import Build, trial
 
 LETTERS = "bsdhkvmnpqrtuwxyzacefgijlo"
 
@@ -26,11 +29,26 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """An operation without a rule, once for every name and signature."""
+    """An operation without a rule, once for every name and signature.
+
+    `draft` is the text of a rule that fits the shapes, `blocked` the factors that must stay whole by trial, `slots`
+    the positions of the operands where others stand between them. A draft that partc could not try, or that leaves
+    nothing to cut, has a `doubt`.
+    """
 
     op: str
-    draft: str  # the text of a rule that fits the shapes
+    draft: str
     source: Source | None
+    blocked: tuple[str, ...] = ()
+    slots: tuple[int, ...] | None = None
+    doubt: str = ""
+
+    def __str__(self) -> str:
+        """The call that registers it; a comment where there is a doubt."""
+        slots = "" if self.slots is None else f", slots={self.slots}"
+        blocked = f', blocked="{" ".join(self.blocked)}"' if self.blocked else ""
+        call = f'partc.rule("{self.op}", "{self.draft}"{slots}{blocked})'
+        return f"# {self.doubt}\n# {call}" if self.doubt else call
 
 
 def coverage(program: Program) -> Coverage:
@@ -53,7 +71,8 @@ def missing(program: Program) -> tuple[Missing, ...]:
         if resolve(op, types) is None:
             draft = _draft(op, types)
             name = op.name if "::" in op.name else f"aten::{op.name}"
-            found.setdefault((name, draft), Missing(op=name, draft=draft, source=op.source))
+            if (name, draft) not in found:
+                found[name, draft] = _tried(Missing(op=name, draft=draft, source=op.source), op, types)
     return tuple(found.values())
 
 
@@ -82,3 +101,34 @@ def _draft(op: Op, types: dict[str, TensorType]) -> str:
 
     operands = [f"x{index}{term(types[name].shape)}" for index, name in enumerate(op.refs())]
     return f"{', '.join(operands)} -> {', '.join(term(value.type.shape) for value in op.results)}"
+
+
+def _tried(draft: Missing, op: Op, types: dict[str, TensorType]) -> Missing:
+    """The draft without the factors whose cuts change what the operation computes."""
+    slots = tuple(index for index, arg in enumerate(op.args) if isinstance(arg, Ref))
+    plain = slots == tuple(range(len(slots)))
+    draft = replace(draft, slots=None if plain else slots)
+    if len(slots) < len(types_read := [*op.refs()]):
+        return replace(
+            draft, doubt=f"some of its {len(types_read)} operands are no arguments of their own: no rule says so"
+        )
+    notation = parse(draft.draft)
+    blocked: list[str] = []
+    cause = ""
+    while True:
+        written = Written(notation=notation, slots=slots, blocked=" ".join(blocked))
+        build: Build = lambda op, types: written(op, tuple(types[name] for name in op.refs()))  # noqa: B023, E731
+        try:
+            rule = build(op, types)
+            outcome = trial(op, types, build)
+        except NotationError as error:
+            return replace(draft, doubt=f"does not fit: {error}; correct it")
+        if outcome is None:
+            return replace(draft, blocked=tuple(blocked), doubt="could not be tried: check every factor by hand")
+        if rule is None or all(factor.kind == "blocked" for factor in rule.factors):
+            why = f": {cause}" if cause else ""
+            return replace(draft, blocked=tuple(blocked), doubt=f"no factor of it may be cut by itself{why}")
+        if not outcome:
+            return replace(draft, blocked=tuple(blocked))
+        blocked.append(outcome[0].factor)
+        cause = cause or outcome[0].cause

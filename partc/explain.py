@@ -207,6 +207,13 @@ CATALOGUE: Mapping[str, Entry] = {
         "The shapes at this call cannot be those that the rule describes: another number of tensors or "
         "dimensions, or one factor with two sizes. `slots` says which arguments the operands are.",
     ),
+    "P0315": Entry(
+        "a rule is wrong",
+        "Every rule that you register is tried before it is used: the operator on two parts, cut along each factor, "
+        "against the operator on the whole, on small shapes, forward and backward. A factor that no result carries is "
+        "summed, so that the parts' results must add up to the whole's: a mean's do not. Name factors that must stay "
+        'whole: `partc.rule("mylib::op", "x[b s] -> [b]", blocked="s")`.',
+    ),
     "P0401": Entry(
         "the batch does not divide",
         "Each of the dp ranks trains the same number of examples in each microbatch, so the batch must be a "

@@ -59,9 +59,13 @@ def _scaled(x: Tensor, dim: int, times: int = 1, over: int = 1) -> Tensor:
 
 
 def _define_marks() -> None:
-    """`mark` names a forward value in the traced graph; its gradient is named by `mark_grad`."""
-    _operator("mark_grad", "(Tensor x, str name) -> Tensor", _like)
-    _operator("mark", "(Tensor x, str name) -> Tensor", _like, lambda g, a, r: [_ops.mark_grad(g[0], a[1])])
+    """`mark` names a forward value in the traced graph; its gradient is named by `mark_grad`.
+
+    Marked values are dense: derivatives that look at strides are those for dense operands (rules.demands_dense).
+    """
+    dense = lambda x, name: x.new_empty(x.shape)  # noqa: E731
+    _operator("mark_grad", "(Tensor x, str name) -> Tensor", dense)
+    _operator("mark", "(Tensor x, str name) -> Tensor", dense, lambda g, a, r: [_ops.mark_grad(g[0], a[1])])
 
 
 def _define_collectives() -> None:

@@ -26,6 +26,7 @@ from partc.pins import Pin, check_pins
 from partc.placing import Places, build, spelled
 from partc.program import Choice, Program, Region, TensorType
 from partc.sharding import axis_order, tensor_axes
+from partc.trial import check_rules
 
 OBJECTIVES: Sequence[Mapping[str, float]] = (
     {"repeated_flops": 1.0},
@@ -35,8 +36,11 @@ OBJECTIVES: Sequence[Mapping[str, float]] = (
 
 
 def annotate(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
-    """Set choices and layouts on the tensor axis. Raises PartcError P0302 and P0303 for a pin that can't be met."""
+    """Set choices and layouts on the tensor axis. Raises PartcError P0302 and P0303 for a pin that can't be met,
+    and P0315 for a rule of the user's that is wrong.
+    """
     check_pins(program, pins)
+    check_rules(program)
     for axis in tensor_axes(program.sizes):
         places = build(program, axis, pins)
         solution = solve(places.problem, OBJECTIVES)

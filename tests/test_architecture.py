@@ -65,7 +65,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "partc.trace",
         "partc.origin",
     ),
-    ("partc.observed",),
+    ("partc.observed", "partc.trial"),
     ("partc.passes",),
     ("partc.templates", "partc.codegen"),
     (

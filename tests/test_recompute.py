@@ -10,6 +10,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from partc.codegen.functions import region_code
+from partc.codegen.names import region_names
 from partc.errors import PartcError
 from partc.options import Options
 from partc.parser import parse
@@ -132,7 +133,7 @@ def test_full_saves_inputs_alone(program: Program) -> None:
 
 def test_the_emitted_backward_draws_the_same_and_says_what_it_does_again(program: Program) -> None:
     done = recompute(program, recompute="selective").regions[0]
-    code = region_code(done, program.sizes, "", "")
+    code = region_code(done, program.sizes, "", "", region_names([done.name])[done.name])
     assert code.backward is not None
     lines = [text for line in code.backward.lines for text in (*(f"# {note}" for note in line.notes), line.code)]
     assert_expected_inline(

@@ -30,6 +30,7 @@ __all__ = [
     "flops",
     "is_cheap",
     "is_matmul",
+    "is_users",
     "localize",
     "operations",
     "placements",
@@ -191,6 +192,12 @@ def flops(op: Op, rule: OpRule) -> int:
 def is_matmul(op: Op) -> bool:
     entry = TABLE.get(op.name)
     return entry is not None and entry.matmul
+
+
+def is_users(name: str) -> bool:
+    """Whether the operation's rule is one of the user's."""
+    entry = TABLE.get(name)
+    return entry is not None and entry.user
 
 
 def is_cheap(op: Op, activations: Collection[str]) -> bool:

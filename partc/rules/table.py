@@ -332,3 +332,16 @@ build(
 # What kernels demand of their operands' memory
 dense("native_group_norm", 0, 1, 2)
 dense("native_group_norm_backward", 0, 1, 2, 3, 4)
+dense("native_layer_norm_backward", 3, 4)
+dense("_embedding_bag _embedding_bag_forward_only", 1, 2)
+dense("_embedding_bag_backward", 1, 2, 3, 4, 5)
+dense("_embedding_bag_per_sample_weights_backward", 2, 3, 4)
+dense("nll_loss2d_backward", 1)
+dense("max_pool3d max_pool3d_with_indices", 0)  # of four dimensions: they may be taken for channels-last images
+dense("max_pool3d_with_indices_backward", 0, 1)
+dense("adaptive_max_pool3d_backward", 2)
+dense("fractional_max_pool2d_backward fractional_max_pool3d_backward", 4)
+dense("_pdist_forward", 0)
+dense("_pdist_backward", 1, 3)
+dense("_linalg_det _linalg_slogdet", 0)  # whose factors are the transpose's if it is dense; derivatives know which
+dense("as_strided as_strided_copy as_strided_scatter", 0)

@@ -99,6 +99,7 @@ def _small(rule: OpRule, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, .
 class _Draw:
     operands: tuple[Tensor, ...]
     whole: tuple[Tensor, ...]
+    roots: tuple[int, ...]  # the operands that have gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +155,9 @@ class _Trial:
     def _wrong(self, choice: Choice, n: int, draw: _Draw) -> str:
         asked, made = placements(self.op, self.rule, choice, AXIS)
         held = [_placed(x, placement, n) for x, placement in zip(draw.operands, asked, strict=True)]
-        leaves = [[x.detach().clone().requires_grad_(x.is_floating_point()) for x in each] for each in held]
+        leaves = [
+            [x.detach().clone().requires_grad_(index in draw.roots) for x in each] for index, each in enumerate(held)
+        ]
         try:
             parts = [_run(self.op, [each[rank] for each in leaves]) for rank in range(n)]
         except Exception as error:
@@ -179,14 +182,14 @@ class _Trial:
         leaves: Sequence[Sequence[Tensor]],
         parts: Sequence[tuple[Tensor, ...]],
     ) -> str:
-        plain = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in draw.operands]
+        roots = draw.roots
+        plain = [x.detach().clone().requires_grad_(index in roots) for index, x in enumerate(draw.operands)]
         outputs = _run(self.op, plain)
         live = [number for number, x in enumerate(outputs) if x.requires_grad]
         if not live or not all(parts[0][number].requires_grad for number in live):
             return ""
         generator = torch.Generator().manual_seed(1)
         arriving = [torch.rand(outputs[k].shape, generator=generator, dtype=torch.float64).to(outputs[k]) for k in live]
-        roots = [index for index, x in enumerate(plain) if x.requires_grad]
         expected = _gradients([outputs[k] for k in live], [plain[i] for i in roots], arriving)
         sent = [_placed(grad, _dual(made[k]), n) for k, grad in zip(live, arriving, strict=True)]
         found = [
@@ -225,7 +228,18 @@ def _draws(op: Op, types: Sequence[TensorType], dtype: torch.dtype) -> Iterator[
         except Exception:  # whatever an operator says of shapes and numbers that it does not take
             continue
         if all(not _difference(x, y) for x, y in zip(whole, again, strict=True)):
-            yield _Draw(operands=operands, whole=whole)
+            yield _Draw(
+                operands=operands, whole=whole, roots=tuple(i for i in numbers if _differentiable(op, operands, i))
+            )
+
+
+def _differentiable(op: Op, operands: Sequence[Tensor], index: int) -> bool:
+    """Whether the operator has a derivative by an operand: of some, labels among them, torch refuses to take one."""
+    given = [x.detach().clone().requires_grad_(place == index) for place, x in enumerate(operands)]
+    try:
+        return any(x.requires_grad for x in _run(op, given))
+    except RuntimeError:
+        return False
 
 
 def _linear(choice: Choice) -> bool:
@@ -271,7 +285,8 @@ def _placed(x: Tensor, placement: Placement, n: int) -> list[Tensor]:
     if isinstance(placement, Shard):
         return list(split(x, n, placement.dim, placement.outer))
     if isinstance(placement, Partial):
-        parts = [x * (rank + 2) / 7 for rank in range(n - 1)]
+        generator = torch.Generator().manual_seed(2)
+        parts = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for _ in range(n - 1)]
         return [*parts, x - sum(parts[1:], parts[0])]
     return [x] * n
 

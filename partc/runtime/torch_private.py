@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import MutableMapping, Sequence
+import errno
+import os
+import socket
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,6 +45,9 @@ __all__ = [
     "without_overrides",
 ]
 
+LOOPBACK = "127.0.0.1"
+_WAITING = 1024  # connections that have not been accepted yet
+
 foreach_add_, foreach_copy_ = torch._foreach_add_, torch._foreach_copy_  # many tensors in one launch
 
 
@@ -79,13 +85,46 @@ def process_group(
         group = dist.ProcessGroupNCCL(store, rank, size, options)
         group.eager_connect_single_device(device)
         return group
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+    if not on_one_machine(os.environ):
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    settings = dist.ProcessGroupGloo._Options()
+    settings._timeout = timeout
+    settings._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    return dist.ProcessGroupGloo(store, rank, size, settings)
+
+
+def on_one_machine(environment: Mapping[str, str]) -> bool:
+    """Whether all ranks are on this machine, and the user names no network interface: nobody else need reach them."""
+    if "GLOO_SOCKET_IFNAME" in environment:
+        return False
+    here = environment.get("LOCAL_WORLD_SIZE")
+    reached = environment.get("MASTER_ADDR") in (LOOPBACK, "localhost")
+    return reached if here is None else here == environment.get("WORLD_SIZE")
+
+
+def _loopback(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK, port))
+        listener.listen(_WAITING)
+    except OSError as error:
+        listener.close()
+        name = errno.errorcode.get(error.errno or 0, "")
+        raise dist.DistNetworkError(f"{name}: {error.strerror}") from None
+    return listener
 
 
 def connected_store(address: str, port: int, size: int, timeout: datetime.timedelta, *, master: bool) -> Store:
-    """A store of several processes, which `master` holds; whoever comes later finds it there."""
+    """A store of several processes, which `master` holds; whoever comes later finds it there.
+
+    One that is reached over the loopback interface listens there alone; torch's own listens on all interfaces.
+    """
+    own: dict[str, Any] = {}
+    if master and address == LOOPBACK:
+        own["master_listen_fd"] = _loopback(port).detach()
     store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, size, master, timeout, wait_for_workers=False, multi_tenant=True
+        address, port, size, master, timeout, wait_for_workers=False, multi_tenant=True, **own
     )
     return store
 

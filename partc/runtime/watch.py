@@ -12,6 +12,7 @@ Silence counts in seconds in which the listener itself runs: a job that is suspe
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -34,13 +35,15 @@ from .torch_private import clone_store
 
 INTERVAL = 1.0  # seconds between signs of life, in worlds of a usual size
 SILENT = 3.0  # intervals without one after which a rank is looked at more closely
-PATIENCE = 15.0  # seconds without one after which a rank that does not run is lost
+PATIENCE = 15.0  # seconds without one after which a process that was stopped is lost
+AFAR = 22.0  # the same of one on another machine, which may have been stopped, or keep Python's lock
 HURRY = 5.0  # the same, once a connection has broken or the launcher stops everybody
 
 ABORTED = 5.0  # seconds in which connections may be broken off; they may wait for peers, too
 
 _FAILED, _SUSPECT = "failed", "suspect"
 _NAMED = 4  # ranks that a message names
+_ASKED = 256  # ranks of a world in which each may look at the signs of all
 
 
 @dataclass(slots=True)
@@ -70,6 +73,7 @@ class Watch:
         self.clock = clock
         self._interruption = interruption
         self._patience = max(3 * INTERVAL, min(PATIENCE, timeout))
+        self._afar = max(3 * INTERVAL, min(AFAR, timeout))
         self._timeout = timeout
         self._rank = world.rank
         self._size = world.size
@@ -95,7 +99,9 @@ class Watch:
             # Somebody else's failure, most likely: leave time to find out whose, and let the thread tell.
             self._tell(_SUSPECT, "")
             time.sleep(HURRY + 5 * self._interval)
-            self._note(f"rank {self._rank} lost its connection in {self.clock.doing}: {_first_line(error)}")
+            self._note(
+                f"rank {self._rank} lost its connection in {self.clock.doing}: {_first_line(error)}{self._busy()}"
+            )
             time.sleep(2 * self._interval)
         elif error is not None and not alike:
             why = (
@@ -111,6 +117,18 @@ class Watch:
             time.sleep(self._interval)  # rank 0 says it: a launcher stops everybody when the first one leaves
         elif error is not None and not alike:
             self._outlast_others()
+
+    def _busy(self) -> str:
+        """What ranks are in that do not wait for others: one of them may be what the others wait for."""
+        if self._size > _ASKED:
+            return ""
+        found = []
+        with suppress(RuntimeError):
+            for rank in range(self._size):
+                doing = self._sign(self.store, rank).partition(" ")[2].partition(" ")[2]
+                if doing and " over " not in doing and rank != self._rank:
+                    found.append(f"; rank {rank} is in {doing}")
+        return "".join(found[:_NAMED])
 
     def _note(self, failure: str) -> None:
         """Tell all ranks; the first failure stands."""
@@ -184,24 +202,23 @@ class Watch:
         """
         if not self._holder and store_holder().startswith("rank 0"):
             self._holder = _place(self._sign(store, 0))
-        patience = min(HURRY, self._patience) if store.check([_SUSPECT]) else self._patience
-        lost, stopped = [], []
+        hurry = store.check([_SUSPECT])
+        lost: dict[int, str] = {}
         ranks = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         for rank in ranks:
             seen = self._look_at(store, rank, passed)
-            how = self._judged(store, rank, seen, patience)
+            how = self._judged(store, rank, seen, hurry, bool(lost))
             if how:
-                lost.append(f"rank {rank} {how} (last seen in {seen.sign.split(' ', 2)[2]})")
-                stopped.append(_place(seen.sign))
+                lost[rank] = f"rank {rank} {how} (last seen in {seen.sign.split(' ', 2)[2]})"
             if seen.silent < SILENT * self._interval:
                 break
         mate = self._rank - int(os.environ.get("LOCAL_WORLD_SIZE", "0")) + 1
         if os.environ.get("LOCAL_RANK") == str(self._rank - mate) and mate < self._rank and mate not in ranks[:1]:
             self._renew(store, mate, self._look_at(store, mate, passed))
-        for place in stopped:
-            end_stopped(place)
+        for rank in lost:
+            end_stopped(_place(self._seen[rank].sign))
         more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
-        return ", ".join(lost[:_NAMED]) + more
+        return ", ".join(list(lost.values())[:_NAMED]) + more
 
     def _look_at(self, store: Store, rank: int, passed: float) -> _Seen:
         seen, sign = self._seen.setdefault(rank, _Seen()), self._sign(store, rank)
@@ -211,19 +228,24 @@ class Watch:
             seen.sign, seen.silent = sign, 0.0
         return seen
 
-    def _judged(self, store: Store, rank: int, seen: _Seen, patience: float) -> str:
-        """How a rank is lost; '' if it is not, or has left."""
+    def _judged(self, store: Store, rank: int, seen: _Seen, hurry: bool, another: bool) -> str:
+        """How a rank is lost; '' if it is not, or has left. With `another` lost rank before it, silence is enough."""
         if not seen.sign:
             return ""
         found = condition(_place(seen.sign))
         if found == "gone":
             return "died" if self._sign(store, rank) else ""  # it may just have left
         if found == "stopped":
+            patience = self._after(self._patience, hurry, another)
             return "stalls, stopped by a signal" if seen.silent > patience else ""
         if found == "runs":
             self._renew(store, rank, seen)
             return "stalls" if seen.silent > self._timeout else ""
+        patience = self._after(self._afar, hurry, another)
         return f"died or stalls, without a sign of life for {seen.silent:.0f} s" if seen.silent > patience else ""
+
+    def _after(self, patience: float, hurry: bool, another: bool) -> float:
+        return SILENT * self._interval if another else min(HURRY, patience) if hurry else patience
 
     def _renew(self, store: Store, rank: int, seen: _Seen) -> None:
         """Tell other machines that a silent rank of this one runs."""
@@ -285,4 +307,4 @@ def _place(sign: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:200]
+    return re.sub(r"^\[[^]]*\] ", "", str(error).strip().partition("\n")[0])[:200]  # without a place in C++

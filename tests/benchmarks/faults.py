@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -129,6 +129,7 @@ def _disturb(folder: Path, kind: str, fault: str, victim: int, delay: float | No
                 _until_saving(save, log, before)
                 delay = pause
             time.sleep(delay)
+            assert launcher.poll() is None, _read(output)
             os.kill(places[victim], signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
             hit = time.monotonic()
             done = max(0, _steps(log) - before)
@@ -143,8 +144,7 @@ def _disturb(folder: Path, kind: str, fault: str, victim: int, delay: float | No
             for pid in pids:
                 if Path(f"/proc/{pid}").exists() and rank_of(pid) is not None:
                     os.kill(pid, signal.SIGKILL)
-        output.seek(0)
-        text = output.read().decode(errors="replace")
+        text = _read(output)
     moment = "start-up" if not done else "saving" if saving else "training"
     said = re.search(
         rf"error P0505: .*\brank {victim} (died|failed|stalls)\b.*; rank (?!{victim}\b)\d+ stops, in \S", text
@@ -154,6 +154,11 @@ def _disturb(folder: Path, kind: str, fault: str, victim: int, delay: float | No
     return Round(
         kind=kind, fault=fault, victim=victim, moment=moment, seconds=seconds, named=said is not None, lost=lost, output=text
     )  # fmt: skip
+
+
+def _read(output: IO[bytes]) -> str:
+    output.seek(0)
+    return output.read().decode(errors="replace")
 
 
 def _ranks(launcher: subprocess.Popen[bytes], count: int) -> dict[int, int]:

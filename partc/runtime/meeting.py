@@ -32,6 +32,7 @@ ANSWER = 10.0  # seconds in which a connection is made
 LOOK = 2.0  # seconds between counts of those that are missing
 
 _OPEN = 10  # ranks that a message names
+_ALL = 64  # ranks of a world in which each may ask for all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class _Meeting:
         self._caught = caught
         self._began = time.monotonic()
         self._spoken = False
+        self._signals = b""  # which whoever comes next is to answer
         self._terminated: float | None = None
         self._known: dict[int, str] = {}  # places of siblings
         self._stopped: dict[int, float] = {}  # by rank, the seconds in which this process ran and that one did not
@@ -106,6 +108,7 @@ class _Meeting:
         if self._error is not None:
             raise self._error
         assert self._found is not None
+        self._caught.again(self._signals)
         return self._found
 
     def _join(self) -> None:
@@ -183,14 +186,18 @@ class _Meeting:
 
     def _look_for_missing(self, store: Store, name: str) -> None:
         """Once in a while, for messages; the rest of the time this is a short pause."""
-        time.sleep(0.02)
-        if name and time.monotonic() - self._missed > LOOK:
-            self._waiting = _not_there(store, name, self._world.size)
+        size = self._world.size
+        time.sleep(0.02 * max(1.0, size / 256))
+        names = self._world.rank == 0 or size <= _ALL  # of larger worlds the store has enough to do
+        if name and names and time.monotonic() - self._missed > LOOK:
+            self._waiting = _not_there(store, name, size)
             self._missed = time.monotonic()
 
     def _pause(self) -> None:
         """Wait a little, and look whether there is still somebody to wait for."""
-        for number in self._caught.wait(0.02):
+        signals = self._caught.wait(0.02)
+        self._signals += signals
+        for number in signals:
             if number == signal.SIGINT:
                 self._leave("interrupted", 130)
             if number in TERMINATING and self._terminated is None:

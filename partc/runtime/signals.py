@@ -52,6 +52,10 @@ class Caught:
         ready, _, _ = select.select([self._read], [], [], seconds)
         return os.read(self._read, 64) if ready else b""
 
+    def again(self, numbers: bytes) -> None:
+        """Have `wait` return these, too: nobody has answered them yet."""
+        os.write(self._write, numbers)
+
     def wake(self) -> None:
         """Have `wait` return now, in another thread."""
         os.write(self._write, b"\0")

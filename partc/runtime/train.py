@@ -423,7 +423,8 @@ def _stopped(job: Job, rank: Rank) -> bool:
     """Whether the run was interrupted, and says so once everything is saved."""
     stopped = rank.done < job.steps and job.start < job.steps
     if stopped and rank.number == 0:
-        _say(f"interrupted after step {rank.done}: what was done is saved in {job.save}, and --resume continues")
+        what = f"what was done is saved in {job.save}, and --resume continues" if rank.done else "nothing was done yet"
+        _say(f"interrupted after step {rank.done}: {what}")
     return stopped
 
 

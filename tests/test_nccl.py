@@ -6,6 +6,7 @@ import datetime
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from torch import Tensor
 import partc
 from partc.launch import torchrun_command
 from partc.runtime import comm as communication
-from partc.runtime import distributed, torch_private, train
+from partc.runtime import distributed, torch_private, train, watch
 from partc.runtime.clock import Clock
 from partc.runtime.comm import Pending
 from partc.runtime.devices import own_device
 from partc.runtime.distributed import LINK_BLOCKS, DistributedComm
 from partc.runtime.errors import UsageError
 from partc.runtime.meeting import World, _Meeting
+from partc.runtime.signals import Caught
 from partc.runtime.together import Together
 from partc.runtime.torch_private import lone_store, nccl_settings
 from tests.durable import imported_from
@@ -509,3 +511,45 @@ def test_fewer_gpus_than_ranks_are_told_in_the_command(tmp_path: Path, monkeypat
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         assert ("--device cpu" in " ".join(torchrun_command(build, []))) == told
         assert torchrun_command(build, ["--device", "cuda"]).count("--device") == 1
+
+
+def test_a_device_that_stands_still_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's kernels wait for ever: whose device has not moved for as long as a rank may wait is named, and all stop."""
+
+    class Stuck(Clock):
+        waited = 0.3  # type: ignore[assignment]
+        doing = "0F1 of step 3 on its GPU (the host is at the update of step 3)"  # type: ignore[assignment]
+
+    said: list[Any] = []
+    ended = threading.Event()
+
+    def leave(why: str, rank: int, doing: str, code: int, *, linger: float = 0.0) -> None:
+        said.append((why, rank, doing, code))
+        ended.set()
+        raise RuntimeError("left")
+
+    monkeypatch.setattr(watch, "leave", leave)
+    monkeypatch.setattr(threading, "excepthook", lambda given: None)
+    for timeout, stops in ((600.0, False), (0.2, True)):
+        said.clear()
+        ended.clear()
+        broken: list[str] = []
+        with (
+            Caught(checkpoints=False) as caught,
+            watch.Watch(lone_store(), World(0, 1), caught, Stuck(), timeout, None, [partial(broken.append, "off")]),
+        ):
+            assert ended.wait(10.0 if stops else 2.5) == stops
+        if stops:
+            where = "0F1 of step 3 on its GPU (the host is at the update of step 3)"
+            assert said[0] == (f"rank 0 has not moved for 0.2 s in {where}", 0, where, 1) and broken[0] == "off"
+
+
+def test_what_breaks_off_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "ABORTED", 0.2)
+    called: list[str] = []
+    began = time.monotonic()
+    with pytest.raises(ZeroDivisionError), watch.breaking_off() as leaving:
+        leaving.append(lambda: called.append("first") or 1 / 0)  # type: ignore[arg-type,func-returns-value]
+        leaving.append(lambda: time.sleep(20))
+        raise ZeroDivisionError
+    assert called == ["first"] and time.monotonic() - began < 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import hashlib
 import inspect
 import io
 import keyword
@@ -135,7 +136,8 @@ def _stored(model: nn.Module, batch: Mapping[str, Tensor], loss: Any) -> tuple[s
             )
         extra |= with_imports(module, module)
     imports = [] if loss is None else [_import(loss, "loss", extra)]
-    return _text(imports=imports, weights=WEIGHTS, batch=BATCH), extra
+    digest = hashlib.sha256(extra[WEIGHTS]).hexdigest()
+    return _text(imports=imports, weights=WEIGHTS, digest=digest, batch=BATCH), extra
 
 
 def _imported(build: Callable[..., Any], batch: Mapping[str, Tensor], loss: Any) -> tuple[str, dict[str, bytes]]:

@@ -113,7 +113,7 @@ def places(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
     items = (
         list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
     )
-    all_of_it = len(items) < 4 or (len(path) < 2 and len(items) < 20)
+    all_of_it = len(items) < 4 or len(items) < (30, 20, 4)[min(2, len(path))]
     few = items if all_of_it else [items[0], items[-1]]
     for key, item in few:
         yield (*path, key)

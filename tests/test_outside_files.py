@@ -35,16 +35,20 @@ def test_every_field_of_a_plan(package: Path, capsys: pytest.CaptureFixture[str]
     text = (package / "plan.json").read_text()
     refused = shown = 0
     try:
-        for what, plan in mutants(json.loads(text), Path("/secret.bin")):
+        for number, (what, plan) in enumerate(mutants(json.loads(text), Path("/secret.bin"))):
             (package / "plan.json").write_text(json.dumps(plan))
-            code = main(["memory", str(package)])
-            said = capsys.readouterr()
-            assert code in (0, 2) and ("error P0" in said.err) == (code == 2), (what, said.err)
-            refused, shown = refused + (code == 2), shown + (code == 0)
+            code = 0
             try:
                 parse(["--steps", "1"], package)
             except UsageError as error:
+                code = 2
                 assert error.code == "P0503", what
+            refused += code == 2
+            if code == 0 or number % 9 == 0:
+                shows = main(["memory", str(package)])
+                said = capsys.readouterr()
+                assert shows in (code, 2) and ("error P0" in said.err) == (shows == 2), (what, said.err)
+                shown += shows == 0
     finally:
         (package / "plan.json").write_text(text)
     assert refused > 400 and shown > 0

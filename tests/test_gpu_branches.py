@@ -21,6 +21,7 @@ import partc
 from partc.runtime import attention_kernels, train
 from partc.runtime.checkpoint import Held, Place, Saver
 from partc.runtime.layout import DTYPES, Shard
+from partc.runtime.pinned import pinned
 from partc.runtime.sending import bring
 from partc.runtime.steps import Done, Steps
 from partc.runtime.tensors import load
@@ -150,10 +151,12 @@ class Runtime:
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}  # bytes, by address
+        self.full = False
 
     def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
+        assert flags == 1
         self.pinned[place] = size
-        return 0
+        return 1 if self.full else 0
 
     def cudaHostUnregister(self, place: int) -> int:
         del self.pinned[place]
@@ -166,7 +169,6 @@ def test_a_checkpoints_host_memory_is_as_large_as_the_checkpoint(
     """Not rounded up to powers of two, and pinned once; it is let go of with the last tensor in it."""
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     monkeypatch.setattr(
         torch.cuda, "Event", lambda: type("E", (), {"record": lambda s: 0, "synchronize": lambda s: 0})()
     )
@@ -190,3 +192,6 @@ def test_a_checkpoints_host_memory_is_as_large_as_the_checkpoint(
     del saver
     gc.collect()
     assert not runtime.pinned
+    runtime.full = True
+    with pytest.raises(RuntimeError, match="CUDA cannot lock 64 bytes of host memory in place"):
+        pinned([torch.ones(2)])

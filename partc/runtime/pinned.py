@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _ALIGNED = 64  # bytes
+_PORTABLE = 1  # for all contexts of the process: cudaHostRegisterPortable
 
 
 def pinned(alike: Sequence[Tensor]) -> list[Tensor]:
@@ -32,5 +33,7 @@ def pinned(alike: Sequence[Tensor]) -> list[Tensor]:
 def _pin(whole: Tensor) -> None:
     """Until its memory is freed."""
     runtime = torch.cuda.cudart()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)))
+    code = int(runtime.cudaHostRegister(whole.data_ptr(), whole.nbytes, _PORTABLE))
+    if code:
+        raise RuntimeError(f"CUDA cannot lock {whole.nbytes} bytes of host memory in place (error {code})")
     weakref.finalize(whole.untyped_storage(), runtime.cudaHostUnregister, whole.data_ptr()).atexit = False

@@ -242,8 +242,9 @@ def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, r
 @click.argument("directory", metavar="DIR", type=Path)
 @click.argument("checkpoint", metavar="CKPT", type=Path)
 @click.option("--safetensors", "target", type=Path, required=True, metavar="OUT", help="the file to write")
+@click.option("--init", type=Path, metavar="FILE", help="that the training started from: has what the loss leaves out")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
-def export_command(directory: Path, checkpoint: Path, target: Path, as_json: bool) -> None:
+def export_command(directory: Path, checkpoint: Path, target: Path, init: Path | None, as_json: bool) -> None:
     """Write the model's own state dict from a checkpoint of package DIR, for load_state_dict and transformers.
 
     CKPT is a checkpoint, or the folder that --save was given: its newest whole one. `train.py --init OUT`
@@ -255,7 +256,7 @@ def export_command(directory: Path, checkpoint: Path, target: Path, as_json: boo
     with console.working("writing", quiet=as_json):
         from partc.export import export
 
-        done = export(directory, checkpoint, target, say=lambda line: console.echo(line, err=True))
+        done = export(directory, checkpoint, target, init=init, say=lambda line: console.echo(line, err=True))
     if as_json:
         document = {"step": done.step, "tensors": done.tensors, "bytes": done.bytes, "untrained": list(done.untrained)}
         print(json.dumps(document))

@@ -33,12 +33,20 @@ class Exported:
     untrained: tuple[str, ...]  # which the loss doesn't use: as they were at the beginning
 
 
-def export(directory: Path, checkpoint: Path, target: Path, *, say: Callable[[str], None] = print) -> Exported:
+def export(
+    directory: Path,
+    checkpoint: Path,
+    target: Path,
+    *,
+    init: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Exported:
     """Write the state dict that a checkpoint of a package has, one tensor at a time in memory.
 
     Every name that the model's own `state_dict()` has stands in it, tied weights under each of theirs,
     so that `load_state_dict` takes it as it is. `checkpoint` is one, or a folder of them, of which the
-    newest whole one is taken. Raises PartcError P0503, P0523 to P0525, P0527, P0601 and P0602.
+    newest whole one is taken. `init` is the file that the training started from, if any: parameters that the loss does
+    not use are read from there. Raises PartcError P0503, P0523 to P0525, P0527, P0601 and P0602.
     """
     plan = read_package(directory)
     if target.exists():
@@ -47,17 +55,17 @@ def export(directory: Path, checkpoint: Path, target: Path, *, say: Callable[[st
         source = newest(checkpoint, Together(lone_store(), 0, 1), needed=True, say=say)
         assert source is not None
         source.check_fits(plan)
-        return _write(directory, plan, source, target)
+        return _write(directory, plan, source, target, init)
     except UsageError as error:
         raise PartcError(error.code, error.cause, help=error.help) from None
 
 
-def _write(directory: Path, plan: Mapping[str, Any], source: Checkpoint, target: Path) -> Exported:
+def _write(directory: Path, plan: Mapping[str, Any], source: Checkpoint, target: Path, init: Path | None) -> Exported:
     module = load_model_file((directory / "model.py").resolve())
     state = state_shapes(module, plan["options"])
     first = {alias: name for name, entry in plan["parameters"].items() for alias in (name, *entry["aliases"])}
     untrained = tuple(name for name in state if first.get(name) not in source.tensors)
-    values = _initial(module, plan, source, untrained)
+    values = _initial(module, plan, source, untrained, init)
     described: dict[str, Described] = {}
     for name in state:
         saved = source.tensors.get(first.get(name, ""))
@@ -86,14 +94,22 @@ def _write(directory: Path, plan: Mapping[str, Any], source: Checkpoint, target:
     return Exported(step=source.step, tensors=len(described), bytes=size, untrained=untrained)
 
 
-def _initial(module: Any, plan: Mapping[str, Any], source: Checkpoint, names: tuple[str, ...]) -> dict[str, Tensor]:
+def _initial(
+    module: Any, plan: Mapping[str, Any], source: Checkpoint, names: tuple[str, ...], init: Path | None
+) -> dict[str, Tensor]:
     """What the training started from: its --init file, else the seed."""
     found: dict[str, Tensor] = {}
     if not names:
         return found
-    if source.run.get("init"):
+    if source.run.get("init") and init is None:  # a checkpoint names no files to read
+        raise PartcError(
+            "P0527",
+            f"{names[0]!r} is as it was in the file that the training started from: {source.run['init']!r}",
+            help="add --init with that file",
+        )
+    if init is not None:
         state = state_shapes(module, plan["options"])
-        file = fitting(Path(source.run["init"]), plan, lambda: state)
+        file = fitting(init, plan, lambda: state)
         first = {alias: name for name, entry in plan["parameters"].items() for alias in (name, *entry["aliases"])}
         found = {name: file.whole(first[name]) for name in names if first.get(name) in file.tensors}
     left = [name for name in names if name not in found]

@@ -76,7 +76,9 @@ def test_training_from_a_state_dict(folder: Path, tmp_path: Path) -> None:
     given["unused.bias"] = torch.tensor([3.0, 4.0], dtype=torch.float64)
     save(tmp_path / "changed", given)
     trained(package, "--steps", 1, "--init", tmp_path / "changed", "--save", tmp_path / "again")
-    assert main(["export", str(package), str(tmp_path / "again"), "--safetensors", str(tmp_path / "out")]) == 0
+    command = ["export", str(package), str(tmp_path / "again"), "--safetensors", str(tmp_path / "out")]
+    assert main(command) == 2 and not (tmp_path / "out").exists()  # what a checkpoint names is not read
+    assert main([*command, "--init", str(tmp_path / "changed")]) == 0
     assert torch.equal(load(tmp_path / "out")[0]["unused.bias"], given["unused.bias"])
 
 

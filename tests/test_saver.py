@@ -78,6 +78,21 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert path.name == "step_00000001" and whole(path)["weight"].eq(1).all()
 
 
+def test_tensors_without_elements_are_saved(tmp_path: Path) -> None:
+    one = saver(tmp_path)
+    empty = {
+        "none": Held(Shard("f32[0, 3]"), torch.empty(0, 3)),
+        "rows": Held(Shard("i64[4, 0]"), torch.empty(4, 0).long()),
+    }
+    one.save(1, held(torch.ones(4, 3)) | empty)
+    one.wait()
+    (path,) = checkpoints(tmp_path)
+    found = whole(path)
+    assert {name: (x.dtype, tuple(x.shape)) for name, x in found.items()} == {
+        "weight": (torch.float32, (4, 3)), "none": (torch.float32, (0, 3)), "rows": (torch.int64, (4, 0)),
+    }  # fmt: skip
+
+
 def test_nobody_commits_before_all_have_written(tmp_path: Path) -> None:
     store = lone_store()
     ranks = [

@@ -18,14 +18,14 @@ class Together:
         """What rank 0 says."""
         key = self._key()
         if self.rank == 0:
-            self._store.set(key, text)
+            self._store.set(key, _encodable(text))
         return self._store.get(key).decode()
 
     def first(self, problem: str) -> str:
         """Once every rank has come: the first problem that any of them has; '' if there is none."""
         key = self._key()
         if problem:
-            self._store.compare_set(f"{key}/problem", "", problem)
+            self._store.compare_set(f"{key}/problem", "", _encodable(problem))
         if self._store.add(key, 1) == self.size:
             self._store.set(f"{key}/all", "")
         self._store.wait([f"{key}/all"])
@@ -39,3 +39,8 @@ class Together:
     def _key(self) -> str:
         self._calls += 1
         return f"together/{self._calls}"
+
+
+def _encodable(text: str) -> str:
+    """Names of files may have bytes that are no text."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

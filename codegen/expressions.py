@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from partc.codegen import losses
 from partc.codegen.operands import DTYPES, Emit, Operands, arguments
 from partc.layout import Layout, SubDim
@@ -123,7 +125,18 @@ def _all_reduce(o: Operands) -> str:
 
 def _aten(o: Operands) -> str:
     namespace, _, name = o.op.name.rpartition("::")
-    return f"torch.ops.{namespace or 'aten'}.{name}({arguments(o.args, (), o.attrs)})"
+    device = "device=comm.device" if _takes_device(o.op) else ""
+    given = ", ".join(filter(None, (arguments(o.args, (), o.attrs), device)))
+    return f"torch.ops.{namespace or 'aten'}.{name}({given})"
+
+
+def _takes_device(op: Op) -> bool:
+    """Whether an operation makes a tensor from numbers alone, somewhere."""
+    if any(True for _ in op.refs()) or "::" in op.name:
+        return False
+    packet = getattr(torch.ops.aten, op.name, None)
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    return any(argument.name == "device" for each in overloads for argument in each._schema.arguments)
 
 
 def _slice(o: Operands) -> str:

@@ -32,6 +32,7 @@ class Captured:
     exported: torch.export.ExportedProgram
     model: nn.Module
     batch: Mapping[str, Tensor]
+    precision: str
 
 
 class _Step(nn.Module):
@@ -105,7 +106,7 @@ def capture(
             raise
         except (Exception, SystemExit) as error:
             raise explained(error, model, path) from error
-    return Captured(exported=exported, model=model, batch=batch)
+    return Captured(exported=exported, model=model, batch=batch, precision=precision)
 
 
 @contextmanager
@@ -142,7 +143,15 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
         raise PartcError(
             "P0205", f"model() returns {type(model).__name__}, not a torch.nn.Module", help="return the model"
         )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    try:
+        held = (*model.named_parameters(), *model.named_buffers())
+    except RecursionError as error:
+        raise PartcError(
+            "P0205",
+            "the modules of model() are nested deeper than Python's recursion limit",
+            help="nest them less deeply: nn.Sequential and nn.ModuleList hold any number side by side",
+        ) from error
+    for name, tensor in held:
         if is_lazy(tensor):
             raise PartcError(
                 "P0205",

@@ -152,6 +152,19 @@ CATALOGUE: Mapping[str, Entry] = {
         "The IR has one statement a line, as `partc inspect` prints it. The message names the line. Only text that "
         "was written or changed by hand can be malformed.",
     ),
+    "P0222": Entry(
+        "an operation that torch itself refuses",
+        "Tracing has shapes and no values, so it lets operations pass that PyTorch refuses when it computes: products "
+        "of tensors of different dtypes or of booleans, and operations without a derivative where a gradient must "
+        "pass. The message names the operation and its line. A package holds all weights in one dtype, so casts "
+        "in forward() follow that: x.to(self.weight.dtype), not x.bfloat16().",
+    ),
+    "P0223": Entry(
+        "an operation that runs functions of its own",
+        "torch.cond, torch.while_loop, scans, flex_attention and an enabled torch.autocast hold whole functions, whose "
+        "operations partc can neither cut nor cast. Branches on shapes and options are ordinary Python; those on "
+        "values are torch.where.",
+    ),
     "P0231": Entry(
         "the Hugging Face configuration cannot be read",
         "hf:PATH/config.json names a model's configuration file on this machine; nothing is downloaded, and no "

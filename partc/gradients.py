@@ -61,22 +61,8 @@ def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
     return frozenset(found)
 
 
-# Operations whose derivative is zero everywhere: gradients end there.
-_FLAT = frozenset(
-    {
-        "detach",
-        "floor",
-        "ceil",
-        "round",
-        "trunc",
-        "sign",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-    }
-)
+# Operations whose results have no gradient. Those whose gradient is zero everywhere have one, as in autograd.
+_FLAT = frozenset({"detach", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"})
 
 
 def reached(graph: Graph, roots: Iterable[str]) -> set[str]:

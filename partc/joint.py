@@ -26,6 +26,7 @@ _NOTHING = frozenset(
 _FILLED: Mapping[str, int | None] = {
     "zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "full_like": None, "new_full": None, "fill": None,
 }  # fmt: skip
+_LINEAR = frozenset({"neg", "add", "sub", "sum", "expand", "permute", "t", "transpose", "_to_copy", "all_reduce"})
 _IGNORED_ATTRS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"})
 _CUT = ("dim", "outer", "axis")
 _COLLECTIVE_ATTRS: Mapping[str, tuple[str, ...]] = {
@@ -107,12 +108,24 @@ def _wanted(
     """
     wanted = {name: node for name, node in gradients.items() if name in roots and node is not None}
     for name, node in wanted.items():
-        if node not in dependents:
+        if node not in dependents and not _is_zero(node):
             raise InternalError(f"{region.name}: the gradient of {name} depends on no gradient of an output")
     lost = [name for name in roots & _carriers(region, roots) if name not in wanted]
     if lost:
         raise InternalError(f"{region.name}: {', '.join(sorted(lost))} lost the gradient on the way back")
     return wanted
+
+
+def _is_zero(node: fx.Node) -> bool:
+    """Whether a gradient is made of zeros alone, as that of an operation which is flat everywhere."""
+    name = _packet(node)
+    if name in _FILLED or name in ("zeros", "full"):
+        number = 0 if name == "zeros" else node.args[-1] if _FILLED.get(name) is None else _FILLED[name]
+        return not isinstance(number, fx.Node) and number == 0
+    if name == "mul":
+        return any(map(_is_zero, node.all_input_nodes))
+    linear = name in _NOTHING or name in _RESHAPES or name in _LINEAR
+    return linear and bool(node.all_input_nodes) and all(map(_is_zero, node.all_input_nodes))
 
 
 def _carriers(region: Region, roots: frozenset[str]) -> set[str]:
@@ -335,6 +348,10 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
     name = _packet(node)
     args = tuple(read(arg) for arg in node.args)
     attrs = tuple((key, read(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED_ATTRS and arg is not None)
+    if name == "slice":
+        return name, _bounded(node, args), ()
+    if name == "cat":
+        return name, (args[0], (int(args[1]) if len(args) > 1 else 0) % node.meta["val"].dim()), ()
     if name in ("unbind", "split", "split_with_sizes") and len(node.meta["val"]) == 1:
         return "reshape", (args[0], tuple(node.meta["val"][0].shape)), ()
     if name in _RESHAPES:
@@ -359,13 +376,21 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
     if name == "_to_copy":
         return "to", (args[0], dict(attrs)["dtype"]), ()
     if name in ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk"):
-        dim = int(args[2]) if len(args) > 2 else 0
+        dim = (int(args[2]) if len(args) > 2 else 0) % node.meta["val"][0].dim()
         return "split", (args[0], tuple(part.shape[dim] for part in node.meta["val"]), dim), ()
-    if name == "_softmax":
-        return "softmax", args[:2], ()
-    if name == "_log_softmax":
-        return "log_softmax", args[:2], ()
+    if name in ("_softmax", "_log_softmax"):
+        return name[1:], (args[0], int(args[1]) % max(node.meta["val"].dim(), 1)), ()
     return name, args, attrs
+
+
+def _bounded(node: fx.Node, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
+    """The arguments of a slice: a dimension, bounds and a step that are numbers inside the tensor."""
+    (source,) = node.all_input_nodes
+    shape = source.meta["val"].shape
+    dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    assert isinstance(dim, int)
+    first, last, stride = slice(start, end, step).indices(shape[dim % len(shape)])
+    return args[0], dim % len(shape), first, max(first, last), stride
 
 
 def _permutation(node: fx.Node) -> tuple[int, ...]:

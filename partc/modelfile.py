@@ -165,11 +165,19 @@ def _value(name: str, text: str, parameter: inspect.Parameter | None, path: Path
 
 def _parameters(function: Any) -> dict[str, inspect.Parameter]:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: p for name, p in inspect.signature(function).parameters.items() if p.kind in named}
+    return {name: p for name, p in _signature(function).parameters.items() if p.kind in named}
 
 
 def _takes_any(function: Any) -> bool:
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _signature(function).parameters.values())
+
+
+def _signature(function: Any) -> inspect.Signature:
+    """The parameters of a callable; builtins such as dict tell none."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return inspect.Signature()
 
 
 def _applied(function: Any, options: Mapping[str, Option], path: Path) -> Callable[[], Any]:

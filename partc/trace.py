@@ -30,6 +30,13 @@ from partc.torch_private import OpOverload
 MAIN = "main"
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 _INLINED = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what products cast fp32 to, and take besides
+# Operations whose tensors must share one dtype: tracing, which has shapes alone, lets others pass.
+_PRODUCTS = frozenset({
+    "linear", "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "addmm", "addmv", "addbmm", "baddbmm", "addr",
+    "einsum", "tensordot", "bilinear", "cdist", "prelu", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d", "lstm", "gru", "rnn_tanh", "rnn_relu",
+})  # fmt: skip
 _DROPPED = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size"})
 
 
@@ -190,6 +197,7 @@ class _Reader:
         self.inputs: list[Value] = []
         self.states: dict[str, str] = {}  # parameter, by its first name -> its value
         self._owners = owners
+        self._low = _AUTOCAST.get(captured.precision)
 
     def read(self) -> Graph:
         signature = self._exported.graph_signature
@@ -258,13 +266,44 @@ class _Reader:
             self._inline(node, module)
             return
         try:
+            self._check(node, name)
             results = self._results(node)
             args = tuple(self._arg(arg) for arg in node.args)
-            attrs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED)
+            attrs = {key: self._arg(arg) for key, arg in node.kwargs.items() if key not in _IGNORED}
         except PartcError as error:
             error.source = error.source or source_of(node)
             raise
-        self._add(name, args, attrs, results, source_of(node))
+        out = attrs.pop("out", None)
+        if out is None:
+            self._add(name, args, tuple(attrs.items()), results, source_of(node))
+            return
+        made = replace(results[0], name=f"{results[0].name}_made")
+        self._add(name, args, tuple(attrs.items()), (made,), source_of(node))
+        self._add("copy_", (out, Ref(made.name)), (), results, source_of(node))
+
+    def _check(self, node: fx.Node, name: str) -> None:
+        """Refuse functions of functions, and products of different dtypes, which torch refuses once there are values.
+
+        Raises PartcError P0222 and P0223.
+        """
+        if any(arg.op == "get_attr" for arg in node.all_input_nodes):
+            raise PartcError(
+                "P0223",
+                f"torch's {name} runs functions of its own, which partc cannot cut",
+                help="write it with torch.where, or with branches and loops over shapes and options",
+            )
+        if name not in _PRODUCTS:
+            return
+        vals = (other.meta.get("val") for other in node.all_input_nodes)
+        found = {val.dtype for val in vals if isinstance(val, Tensor)}
+        cast = {torch.float32, self._low} if self._low is not None else set()
+        if torch.bool in found or (len(found) > 1 and not found <= cast):
+            given = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+            raise PartcError(
+                "P0222",
+                f"{name} takes tensors of one dtype that it can multiply, not {given}",
+                help="cast them with .to(x.dtype); all weights are held in one dtype, which --precision sets",
+            )
 
     def _results(self, node: fx.Node) -> tuple[Value, ...]:
         value = node.meta.get("val")
@@ -293,7 +332,17 @@ class _Reader:
         return tuple(results)
 
     def _inline(self, node: fx.Node, module: fx.GraphModule) -> None:
-        """A higher-order operation that runs a submodule: its operations take its place."""
+        """A higher-order operation that runs a submodule: its operations take its place.
+
+        Raises PartcError P0223 for an autocast, whose casts the trace lacks.
+        """
+        if _name(node) == "wrap_with_autocast" and node.args[2]:
+            raise PartcError(
+                "P0223",
+                "forward turns on torch.autocast, whose casts are not in the trace",
+                help="leave it out, and compile with --precision bf16 or fp16",
+                source=source_of(node) or next(filter(None, map(source_of, node.users)), None),
+            )
         operands = [arg for arg in node.args if isinstance(arg, fx.Node)]
         body = getattr(module, str(operands[0].target))
         places = [inner for inner in body.graph.nodes if inner.op == "placeholder"]

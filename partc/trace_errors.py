@@ -67,8 +67,8 @@ KNOWN: tuple[Known, ...] = (
     ),
     Known(
         pattern=r"RecursionError",
-        cause="forward calls itself without end",
-        help="look for a module or function that calls itself",
+        cause="forward nests calls deeper than Python's recursion limit",
+        help="look for a module or function that calls itself, or nest modules less deeply",
     ),
     Known(
         pattern=r"TypeError: (?:\w+\.)?(?:forward|loss)\(\) (?:got an unexpected|missing|takes)",

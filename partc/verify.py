@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,7 @@ def _compare_step(
                 if key not in mine or mine[key].shape != theirs.shape:
                     error = math.inf
                 else:
-                    error = relative_error(measure(mine[key] - theirs), 0.0, max(measure(whole), floors[kind]))
+                    error = relative_error(_apart(mine[key], theirs, measure), 0.0, max(measure(whole), floors[kind]))
                 yield Difference(kind=kind, name=name, rel_err=error, step=step, rank=rank)
 
 
@@ -215,6 +215,13 @@ def _whole(reference: Mapping[str, Tensor], kind: str, name: str, shard: Shard) 
     if f"{kind}/{name}" not in reference:
         return torch.zeros(shard.shape, dtype=shard.dtype)
     return reference[f"{kind}/{name}"]
+
+
+def _apart(mine: Tensor, theirs: Tensor, measure: Callable[[Tensor], float]) -> float:
+    """The measure of a difference; infinite where numbers that are not rounded differ."""
+    if not theirs.is_floating_point():
+        return 0.0 if torch.equal(mine, theirs) else math.inf
+    return measure(mine - theirs)
 
 
 def _largest(x: Tensor) -> float:

@@ -16,6 +16,7 @@ changes is saved too, as it was.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from partc import joint, operators
-from partc.errors import InternalError
+from partc.errors import InternalError, PartcError
 from partc.gradients import gradient_inputs, reached, trainable_params
 from partc.layout import Sizes
 from partc.naming import unique
@@ -128,7 +129,20 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
             )
             for value in arguments
         ]
-    return aot_export_joint_simple(local_forward, tuple(tensors), trace_joint=True)  # type: ignore[return-value]
+    try:
+        return aot_export_joint_simple(local_forward, tuple(tensors), trace_joint=True)  # type: ignore[return-value]
+    except RuntimeError as error:
+        found = re.search(r"derivative for (?:aten::)?(\w+) is not implemented", str(error))
+        if found is None:
+            raise
+        name = found[1]
+        source = next((op.source for op in region.forward.ops if op.name.rpartition("::")[2] == name), None)
+        raise PartcError(
+            "P0222",
+            f"torch has no derivative of {name}, and a gradient must pass through it",
+            help="detach() what it reads, or compute it from operations that have one",
+            source=source,
+        ) from error
 
 
 def _run(op: Op, values: dict[str, Any], live: set[str], sizes: Sizes) -> None:

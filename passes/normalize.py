@@ -170,15 +170,32 @@ def _baddbmm(w: Writer, op: Op) -> None:
 
 
 def _matmul(w: Writer, op: Op) -> None:
-    """`x @ w.T` is linear(x, w); vectors are matrices of one row or column."""
+    """`x @ w.T` is linear(x, w); a vector beside a matrix is one of one row or column."""
     left, right = op.args[:2]
+    ranks = (len(w.shape(left)), len(w.shape(right)))
+    if ranks == (1, 1):
+        w.add(op, "dot", (left, right))
+        return
+    if 1 in ranks:
+        if ranks[0] == 1:
+            left = w.add(op, "reshape", (left, (1, *w.shape(left))), _row(w, op, left, (1, *w.shape(left))))
+        else:
+            right = w.add(op, "reshape", (right, (*w.shape(right), 1)), _row(w, op, right, (*w.shape(right), 1)))
+        batch = w.shape(left)[:-2] if ranks[1] == 1 else w.shape(right)[:-2]
+        shape = (*batch, w.shape(left)[-2], w.shape(right)[-1])
+        product = w.add(op, "matmul", (left, right), w.value(f"{op.result.name}_product", shape, op.result.type.dtype))
+        w.add(op, "reshape", (product, op.result.type.shape))
+        return
     made = w.made.get(ref(right).name)
     if made is not None and made.name == "permute" and made.args[1] == (1, 0) and len(w.shape(left)) > 1:
         w.add(op, "linear", (left, made.args[0]))
-    elif op.name == "bmm" or min(len(w.shape(left)), len(w.shape(right))) > 1:
-        w.add(op, "matmul", (left, right))
     else:
-        w.keep(op)
+        w.add(op, "matmul", (left, right))
+
+
+def _row(w: Writer, op: Op, vector: Arg, shape: tuple[int, ...]) -> Value:
+    """A vector as a matrix."""
+    return w.value(f"{ref(vector).name}_matrix", shape, w.types[ref(vector).name].dtype)
 
 
 def _reduction(w: Writer, op: Op) -> None:

@@ -59,6 +59,9 @@ class _Linker:
         self.segments = segments
         self.stored = {value.name: name for value, name in _stored(program)}
         self.trained = {parameter.name: parameter.trainable for parameter in program.parameters}
+        given = dict(zip(program.calls[0].results, main.forward.outputs, strict=True))
+        locals_ = {name: value for value, name in self.stored.items()}
+        self.written = {given[value]: locals_[buffer] for buffer, value in program.updates}  # next value -> its buffer
         self.types = {name: value.type for name, value in main.forward.definitions().items()}
         self.types.update((value.name, value.type) for value in main.params)
         self.regions: dict[Hashable, Region] = {}
@@ -99,6 +102,7 @@ class _Linker:
         inside = set(made)
         read = dict.fromkeys(name for op in segment.ops for name in op.refs() if name not in inside)
         params = [name for name in read if name in self.stored]
+        params += [buffer for value, buffer in self.written.items() if value in inside and buffer not in params]
         inputs = [name for name in read if name not in self.stored]
         outputs = [name for name in made if readers.get(name, set()) - {index}]
         if segment.gives is not None:

@@ -28,7 +28,7 @@ def segments(main: Region, trained: set[str], keys: Mapping[int, str]) -> list[S
     lifted = _shared(_runs(still, keys), free - constant, set(main.forward.outputs))
     bound = [op for op in still if not all(value.name in free for value in op.results)]
     wanted = [*main.forward.outputs, *(name for op in bound for name in op.refs())]
-    inline = {id(op) for op in _slice(wanted, made, constant | lifted)}
+    inline = {id(op) for op in _slice(wanted, made, (constant | lifted) - set(main.forward.outputs))}
     bound_ids = {id(op) for op in bound}
     body = _runs([op for op in still if id(op) in bound_ids or id(op) in inline], keys)
     body = _joined(body, {value.name for value in main.params}, trained)

@@ -7,6 +7,7 @@ Without a limit on memory this is a minimum cut: the solver's relaxation is inte
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,11 +60,29 @@ def frontier(choice: Choice) -> tuple[Point, ...]:
         quick = problem.solve(problem.effort, bytes=limit)
         if quick is None:
             return tuple(found)
-        point = problem.solve(problem.bytes, effort=quick.effort)
-        if point is None:
-            raise InternalError("a choice that was found is gone")
+        smaller = problem.solve(problem.bytes, effort=quick.effort)
+        point = smaller if smaller is not None and smaller.bytes < quick.bytes else quick
+        while found and found[-1].effort >= point.effort:
+            found.pop()
         found.append(point)
         limit = point.bytes - 1
+
+
+class _Limit:
+    """A row of numbers and the most that their sum may be, in the solver's unit.
+
+    Numbers above the limit count as just above it: the solver's tolerance is a share of the largest.
+    """
+
+    def __init__(self, row: Any, most: int) -> None:
+        self.most = most
+        self.unit = math.gcd(*map(int, row)) or 1
+        self.row = np.minimum(row / self.unit, most // self.unit + 1)
+        self.room = most // self.unit
+
+    def excess(self, number: int) -> int:
+        """The units by which a sum passes the limit."""
+        return max(0, -(-(number - self.most) // self.unit))
 
 
 class _Problem:
@@ -91,16 +110,32 @@ class _Problem:
         self.bytes = np.array([*(0 for _ in choice.ops), *(choice.bytes[name] for name in self.values)], dtype=float)
 
     def solve(self, prices: Any, *, bytes: int | None = None, effort: int | None = None) -> Point | None:
-        """The cheapest choice within these limits, if there is one."""
-        from scipy.optimize import Bounds, LinearConstraint, milp
+        """The cheapest choice within these limits, if there is one.
 
+        Limits are checked in whole numbers: the solver's answers are within its tolerance only, so that a
+        limit which one passes is lowered by as much.
+        """
         if not self.values:
             return Point(saved=frozenset(), bytes=0, effort=0) if (bytes or 0) >= 0 else None
+        given = ((self.bytes, bytes), (self.effort, effort))
+        limits = [_Limit(row, most) for row, most in given if most is not None]
+        for attempt in itertools.count():
+            point = self._solved(prices, limits)
+            if point is None:
+                return None
+            numbers = [number for number, most in ((point.bytes, bytes), (point.effort, effort)) if most is not None]
+            excess = [limit.excess(number) for limit, number in zip(limits, numbers, strict=True)]
+            if not any(excess):
+                return point
+            for limit, units in zip(limits, excess, strict=True):
+                limit.room -= units << attempt
+        return None
+
+    def _solved(self, prices: Any, limits: Sequence[_Limit]) -> Point | None:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         constraints = [LinearConstraint(self.matrix, self.lower, np.inf)]
-        for row, limit in ((self.bytes, bytes), (self.effort, effort)):
-            if limit is not None:
-                unit = math.gcd(*map(int, row)) or 1  # small numbers are exact to the solver
-                constraints.append(LinearConstraint(row[None, :] / unit, -np.inf, limit // unit + 0.5))
+        constraints += [LinearConstraint(limit.row[None, :], -np.inf, limit.room + 0.5) for limit in limits]
         unit = math.gcd(*map(int, prices)) or 1
         found = milp(
             prices / unit,
@@ -109,13 +144,7 @@ class _Problem:
             bounds=Bounds(0, 1),
             options={"mip_rel_gap": 0.0},
         )
-        if found.x is None:
-            return None
-        point = self._point(found.x > 0.5)
-        within = (bytes is None or point.bytes <= bytes) and (effort is None or point.effort <= effort)
-        if not within:
-            raise InternalError(f"a choice of {point.bytes} bytes is not within {bytes}")
-        return point
+        return None if found.x is None else self._point(found.x > 0.5)
 
     def _point(self, chosen: Sequence[bool]) -> Point:
         count = len(self.choice.ops)

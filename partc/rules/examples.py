@@ -9,8 +9,10 @@ from partc.rules.rule import Dims, OpRule, argument, integers, make
 from partc.rules.shapes import Builder, Types
 
 
-def examples(*slots: int, dims: Sequence[tuple[int, str, int]] = ()) -> Builder:
+def examples(*slots: int, dims: Sequence[tuple[int, str, int]] = (), least: int = 1) -> Builder:
     """Operations that treat the examples of their first dimension alike, in the operands at `slots`.
+
+    A first operand of fewer than `least` dimensions is one example.
 
     `dims` are the arguments that name the dimensions along which they work (position, name, default):
     none of these may be the first.
@@ -18,6 +20,8 @@ def examples(*slots: int, dims: Sequence[tuple[int, str, int]] = ()) -> Builder:
 
     def build(op: Op, types: Types) -> OpRule | None:
         first = types[0].shape
+        if len(first) < least:
+            return None
         for position, name, default in dims:
             given = argument(op, position, name, default)
             named = integers(given) if given is not None else (0,)
@@ -41,8 +45,10 @@ def examples(*slots: int, dims: Sequence[tuple[int, str, int]] = ()) -> Builder:
     return build
 
 
-def recurrent(op: Op, types: Types) -> OpRule:
+def recurrent(op: Op, types: Types) -> OpRule | None:
     """lstm(x, (h, c), weights, …), gru(x, h, weights, …): only the batch may be cut, of x, of states and of results."""
+    if len(types[0].shape) < 3:  # one example
+        return None
     first = bool(argument(op, 8, "batch_first", False))
     states = len(op.args[1]) if isinstance(op.args[1], tuple) else 1
     known: dict[str, int] = {"b": types[0].shape[0 if first else 1]}

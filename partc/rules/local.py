@@ -68,6 +68,17 @@ def _convolution(op: Op, sizes: Sizes) -> Op:
     return replace(op, attrs=attrs)
 
 
+def _repeat_interleave(op: Op, sizes: Sizes) -> Op:
+    """The size that the dimension is to have is this rank's."""
+    dim = argument(op, 2, "dim")
+    if argument(op, 3, "output_size") is None or not isinstance(dim, int):
+        return op
+    local = op.result.type.layout.local_shape(sizes)[dim]
+    if len(op.args) > 3:
+        return _with(op, 3, local)
+    return replace(op, attrs=tuple((name, local if name == "output_size" else value) for name, value in op.attrs))
+
+
 _LOCAL: dict[str, Callable[[Op, Sizes], Op]] = {
     "reshape": _result_shape(1),
     "expand": _result_shape(1),
@@ -86,4 +97,5 @@ _LOCAL: dict[str, Callable[[Op, Sizes], Op]] = {
     "conv3d": _convolution,
     "split": _split,
     "slice": _slice,
+    "repeat_interleave": _repeat_interleave,
 }

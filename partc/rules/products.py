@@ -99,6 +99,17 @@ def matmul_grad_right(op: Op, types: Types) -> OpRule:
     return make(operands, [result], sizes, linear=[(0,), (1,)], work=[tuple(sizes)])
 
 
+def distances(op: Op, types: Types) -> OpRule:
+    """cdist(x, y): x [*batch, s, d], y [*batch, t, d]; batches broadcast, and vectors are whole."""
+    a, b = types[0].shape, types[1].shape
+    whole = op.results[0].type.shape[:-2]
+    names, sizes = named_dims(whole)
+    sizes.update({"s": a[-2], "t": b[-2], "d": a[-1]})
+    left: Dims = (*broadcast_dims(a[:-2], whole), ("s",), ("d",))
+    right: Dims = (*broadcast_dims(b[:-2], whole), ("t",), ("d",))
+    return make([(left, types[0]), (right, types[1])], [(*names, ("s",), ("t",))], sizes, blocked={"d"})
+
+
 def _batched(shape: Sequence[int]) -> tuple[Sequence[int], Dims, dict[str, int]]:
     """All dimensions but the last two, one factor each."""
     names, sizes = named_dims(shape[:-2])

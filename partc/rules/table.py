@@ -288,10 +288,13 @@ build("index_select", products.index_select)
 build("index", products.index)
 
 # Each example by itself: the batch may be cut, nothing else
-build("conv_transpose1d conv_transpose2d conv_transpose3d", examples(0), heavy=True, precision="low")
-build("pixel_shuffle pixel_unshuffle prelu", examples(0))
+for _dims in (1, 2, 3):
+    build(f"conv_transpose{_dims}d", examples(0, least=2 + _dims), heavy=True, precision="low")
+build("pixel_shuffle pixel_unshuffle", examples(0, least=4))
+build("prelu", examples(0))
 build("upsample_nearest1d upsample_linear1d upsample_nearest3d upsample_trilinear3d", examples(0))
-build("cdist bilinear", examples(0, 1), heavy=True, precision="high")
+build("cdist", products.distances, heavy=True, precision="high")
+build("bilinear", examples(0, 1, least=2), heavy=True, precision="high")
 build("pairwise_distance", examples(0, 1), precision="high")
 build("cosine_similarity", examples(0, 1, dims=((2, "dim", 1),)), precision="high")
 build("unfold", examples(0, dims=((1, "dimension", 0),)))

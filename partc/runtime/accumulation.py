@@ -46,6 +46,11 @@ class Gradient(Tensor):
         return super().index_add_(dim, index, source, alpha=alpha)
 
 
+def in_rows(x: Tensor) -> Tensor:
+    """x[*rows, d] as a matrix, which may be empty."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 def clear(gradients: Iterable[Tensor]) -> None:
     """Have them count as zero."""
     for gradient in gradients:

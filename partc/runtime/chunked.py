@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .accumulation import add_product
+from .accumulation import add_product, in_rows
 
 LINE = 64  # numbers: rows of logits for kernels begin where as many of them do, 128 bytes of 16 bits each
 
@@ -87,6 +87,6 @@ def gradients_of_logits(
 
 def _cut(chunks: int, x: Tensor, *per_row: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Rows in as many parts, of nearly equal size."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat = in_rows(x)
     for tensor in (flat, *(other.reshape(-1) for other in per_row)):
         yield tensor.tensor_split(min(chunks, max(1, len(flat))))

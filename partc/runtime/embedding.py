@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .accumulation import in_rows
 from .attention import row_dtype
 
 
@@ -22,7 +23,7 @@ def embedding_shard_add_grad(into: Tensor, grad: Tensor, ids: Tensor, rank: int,
     local, outside = _local_ids(ids, into.shape[0], rank)
     if padding_idx >= 0:
         outside = outside | (ids == padding_idx)
-    rows = grad.masked_fill(outside.unsqueeze(-1), 0).reshape(-1, grad.shape[-1])
+    rows = in_rows(grad.masked_fill(outside.unsqueeze(-1), 0))
     into.index_add_(0, local.reshape(-1), rows.to(into.dtype))
 
 
@@ -37,7 +38,7 @@ def embedding_add_grad(into: Tensor, grad: Tensor, ids: Tensor, padding_idx: int
     """Add the gradient of a whole table, from that of `F.embedding(ids, table)`, to `into`[n, d]."""
     if padding_idx >= 0:
         grad = grad.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
-    into.index_add_(0, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]).to(into.dtype))
+    into.index_add_(0, ids.reshape(-1), in_rows(grad).to(into.dtype))
 
 
 def embedding_grad(grad: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:

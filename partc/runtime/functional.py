@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .accumulation import add_product, add_sum, add_sums, settled
+from .accumulation import add_product, add_sum, add_sums, in_rows, settled
 from .attention import (
     attention,
     attention_backward,
@@ -85,17 +85,17 @@ __all__ = [
 
 def linear_grad_weight(grad: Tensor, x: Tensor) -> Tensor:
     """Gradient of w[o, i] in y[*rows, o] = x[*rows, i] wᵀ, from that of y."""
-    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    return in_rows(grad).t() @ in_rows(x)
 
 
 def linear_add_grad_weight(into: Tensor, grad: Tensor, x: Tensor) -> None:
     """The same, added to the gradient buffer, without a temporary where that can be."""
-    add_product(into, grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+    add_product(into, in_rows(grad).t(), in_rows(x))
 
 
 def linear_grad_bias(grad: Tensor) -> Tensor:
     """Gradient of b[o] in y[*rows, o] = ... + b."""
-    return grad.reshape(-1, grad.shape[-1]).sum(0)
+    return in_rows(grad).sum(0)
 
 
 # -- norms -------------------------------------------------------------------------------------

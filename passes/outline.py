@@ -59,9 +59,9 @@ class _Linker:
         self.segments = segments
         self.stored = {value.name: name for value, name in _stored(program)}
         self.trained = {parameter.name: parameter.trainable for parameter in program.parameters}
-        given = dict(zip(program.calls[0].results, main.forward.outputs, strict=True))
-        locals_ = {name: value for value, name in self.stored.items()}
-        self.written = {given[value]: locals_[buffer] for buffer, value in program.updates}  # next value -> its buffer
+        made = dict(zip(program.calls[0].results, main.forward.outputs, strict=True))
+        params = {name: value for value, name in self.stored.items()}
+        self.written = {made[value]: params[buffer] for buffer, value in program.updates}  # next value -> its buffer
         self.types = {name: value.type for name, value in main.forward.definitions().items()}
         self.types.update((value.name, value.type) for value in main.params)
         self.regions: dict[Hashable, Region] = {}

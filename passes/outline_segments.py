@@ -22,13 +22,14 @@ class Segment:
 def segments(main: Region, trained: set[str], keys: Mapping[int, str]) -> list[Segment]:
     """The operations of the region, cut into calls in an order that can run."""
     free, constant = _free_values(main, trained)
+    constant = constant - set(main.forward.outputs)  # a buffer takes them in every microbatch
     ops = main.forward.ops
     made = {value.name: op for op in ops for value in op.results}
     still = [op for op in ops if not all(value.name in constant for value in op.results)]
     lifted = _shared(_runs(still, keys), free - constant, set(main.forward.outputs))
     bound = [op for op in still if not all(value.name in free for value in op.results)]
     wanted = [*main.forward.outputs, *(name for op in bound for name in op.refs())]
-    inline = {id(op) for op in _slice(wanted, made, (constant | lifted) - set(main.forward.outputs))}
+    inline = {id(op) for op in _slice(wanted, made, constant | lifted)}
     bound_ids = {id(op) for op in bound}
     body = _runs([op for op in still if id(op) in bound_ids or id(op) in inline], keys)
     body = _joined(body, {value.name for value in main.params}, trained)

@@ -121,7 +121,7 @@ def _is_zero(node: fx.Node) -> bool:
     name = _packet(node)
     if name in _FILLED or name in ("zeros", "full"):
         number = 0 if name == "zeros" else node.args[-1] if _FILLED.get(name) is None else _FILLED[name]
-        return not isinstance(number, fx.Node) and number == 0
+        return isinstance(number, int | float) and number == 0
     if name == "mul":
         return any(map(_is_zero, node.all_input_nodes))
     linear = name in _NOTHING or name in _RESHAPES or name in _LINEAR
@@ -387,8 +387,9 @@ def _bounded(node: fx.Node, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
     """The arguments of a slice: a dimension, bounds and a step that are numbers inside the tensor."""
     (source,) = node.all_input_nodes
     shape = source.meta["val"].shape
-    dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
-    assert isinstance(dim, int)
+    given = [arg if isinstance(arg, int) else None for arg in args[1:]]
+    dim, start, end, step = (*given, *(0, None, None, 1)[len(given) :])
+    assert dim is not None
     first, last, stride = slice(start, end, step).indices(shape[dim % len(shape)])
     return args[0], dim % len(shape), first, max(first, last), stride
 

@@ -143,7 +143,7 @@ CAUSES: dict[str, tuple[Changes, str, str]] = {
     "an attribute that is not there": (((OUT, "self.nothing(h)"),), "has no attribute 'nothing'", PLAIN_RUN),
     "an error of the model's own": (((OUT, "[][len(h)]"),), "IndexError: list index out of range", PLAIN_RUN),
     "words of torch in it": ((("        h =", "        raise ValueError('a dtype of data-dependent u0')\n        h ="),), "ValueError: a dtype of data-dependent u0", PLAIN_RUN),
-    "no end": ((("h = ", "h = self.forward(x); h = "),), "deeper than Python.s recursion limit", "calls itself"),
+    "no end": ((("h = ", "h = self.forward(x); h = "),), "deeper than Python's recursion limit", "calls itself"),
     "another name": ((('{"x":', '{"y":'),), "unexpected keyword argument 'y'", "entries of batch()"),
     "no loss": (((f"return {OUT}", OUT),), "the model returns NoneType", "return a tensor"),
     "torch.func": (((OUT, "torch.func.vmap(torch.sin)(h).sum()"),), "no operation on tensors", "torch.func"),

@@ -12,17 +12,15 @@ def attention(w: Writer, op: Op) -> None:
     p = argument(op, 4, "dropout_p", 0.0)
     mask, causal = argument(op, 3, "attn_mask"), argument(op, 5, "is_causal", False)
     args = (*op.args[:3], mask, bool(causal), argument(op, 6, "scale"))
-    if not p:
-        w.add(op, "attention", args)
-        return
+    name, more = ("attention_dropout", (p, w.draw())) if p else ("attention", ())
     if len(w.shape(op.args[0])) == 4:
-        w.add(op, "attention_dropout", (*args, p, w.draw()))
+        w.add(op, name, (*args, *more))
     else:
-        _four_dimensional(w, op, args, p)
+        _four_dimensional(w, op, name, args, more)
 
 
-def _four_dimensional(w: Writer, op: Op, args: tuple[Arg, ...], p: Arg) -> None:
-    """Attention with dropout whose operands have other dimensions than [b, h, s, k]: those before s make b and h."""
+def _four_dimensional(w: Writer, op: Op, name: str, args: tuple[Arg, ...], more: tuple[Arg, ...]) -> None:
+    """Attention whose operands have other dimensions than [b, h, s, k]: those before s make b and h."""
     shape, dtype = op.result.type.shape, op.result.type.dtype
     before = shape[:-2]
 
@@ -41,5 +39,5 @@ def _four_dimensional(w: Writer, op: Op, args: tuple[Arg, ...], p: Arg) -> None:
 
     q, k, v, mask = (turned(arg) for arg in args[:4])
     heads = w.value(f"{op.result.name}_heads", (*w.shape(q)[:3], shape[-1]), dtype)
-    out = w.add(op, "attention_dropout", (q, k, v, mask, *args[4:], p, w.draw()), heads)
+    out = w.add(op, name, (q, k, v, mask, *args[4:], *more), heads)
     w.add(op, "reshape", (out, shape))

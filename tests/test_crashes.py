@@ -99,6 +99,11 @@ HOLDS = {
         body="torch.repeat_interleave(w(x).view(2, 4, 4, 2), 3, 2, output_size=12)", batch="torch.randn(2, 4, 8)"
     ),
     "an identity matrix in a loss": Case(body=EYE),
+    "attention of five dimensions": Case(
+        body="F.scaled_dot_product_attention(w(x), w(x), w(x), is_causal=True)", batch="torch.randn(4, 2, 3, 5, 8)"
+    ),
+    "attention of three dimensions": Case(body="F.scaled_dot_product_attention(w(x), w(x), w(x))", batch=CUBE),
+    "attention of two dimensions": Case(body="F.scaled_dot_product_attention(w(x), w(x), w(x))"),
     "a boolean buffer": Case(
         body="torch.where(self.b, w(x), 0.0)", init=("register_buffer('b', torch.ones(8, 8).tril().bool())",)
     ),

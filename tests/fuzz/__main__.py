@@ -57,8 +57,9 @@ def _modules(start: int, end: float) -> int:
             except modules.Failed as failure:
                 failures[failure.kind] += 1
                 if failures[failure.kind] == 1:
+                    print(f"FAILED seed {start}: {failure}", flush=True)
                     smaller = modules.shrunk(case, failure.kind, server)
-                    print(f"FAILED seed {start}: {failure}\n{smaller.text}", flush=True)
+                    print(smaller.text, flush=True)
                     print(f"python -m tests.fuzz --case {shlex.quote(str(smaller))}", flush=True)
             start += 1
     total = counts.total() + failures.total()

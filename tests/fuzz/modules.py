@@ -389,7 +389,7 @@ def _compare(case: Case, state: Mapping[str, Tensor], expected: Plain) -> None:
 # -- smaller cases -----------------------------------------------------------------------------
 
 
-def shrunk(case: Case, kind: str, server: Server, *, attempts: int = 60) -> Case:
+def shrunk(case: Case, kind: str, server: Server, *, attempts: int = 30) -> Case:
     """A smaller case that fails in the same way: without lines, without options, on fewer ranks."""
     done = False
     while not done and attempts > 0:

@@ -87,7 +87,7 @@ def process_group(
         return group
     if not on_one_machine(os.environ):
         return dist.ProcessGroupGloo(store, rank, size, timeout)
-    settings = dist.ProcessGroupGloo._Options()
+    settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     settings._timeout = timeout
     settings._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     return dist.ProcessGroupGloo(store, rank, size, settings)

@@ -203,3 +203,24 @@ def test_what_is_read_can_run(name: str) -> None:
         wanted = {(stage, m, way) for stage in range(len(found.places)) for m in range(microbatches) for way in "FB"}
         assert {item for item in done if item[2] != "W"} == wanted and len(done) == len(set(done))
     assert read_again > 20 and refused > 100
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0",
+        b"\xff\xfe0F0",
+        "٠F٠,٠B٠".encode(),
+        b'"' * 200_000,
+        b"0F0," * 9999,
+        b"x" * 100_000,
+        "0F0\u2028,0B0".encode(),
+    ],
+)
+def test_odd_files(tmp_path: Path, data: bytes) -> None:
+    """Refused with a message that a terminal has room for."""
+    (tmp_path / "x.csv").write_bytes(data)
+    for path in (tmp_path / "x.csv", tmp_path, tmp_path / "none.csv", tmp_path / "\0.csv"):
+        with pytest.raises(PartcError, match=r"P04(07|08|09|10)") as caught:
+            read(path, ranks=1, microbatches=1)
+        assert len(str(caught.value)) < 500 + 2 * len(str(tmp_path))

@@ -22,9 +22,10 @@ from pathlib import Path
 from partc.errors import PartcError, Source
 from partc.schedules.kind import Compute, ComputeKind
 
-_ACTION = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,6})")
-_PASSED_OVER = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_ACTION = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,6})", re.ASCII)
+_PASSED_OVER = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*", re.ASCII)
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_SHOWN = 80  # characters of a cell in a message
 COMPUTES = ("F", "B", "I", "W")
 
 
@@ -61,7 +62,7 @@ def read(path: Path, *, ranks: int, microbatches: int) -> Table:
     """Read and check a table for so many pipeline ranks and microbatches. Raises PartcError P0407 to P0411."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise PartcError("P0407", f"cannot read the schedule {path}: {reason}", help=_SHAPE) from None
     return parse(text, file=str(path), ranks=ranks, microbatches=microbatches)
@@ -124,7 +125,7 @@ class _Reader:
                 elif word and not _PASSED_OVER.fullmatch(word):
                     raise PartcError(
                         "P0408",
-                        f"cell {column}: {text.strip()!r} is not an action",
+                        f"cell {column}: {text.strip()[:_SHOWN]!r} is not an action",
                         help="an action is a stage, F, B, I or W, and a microbatch: 0F0, 1B2, 3W7",
                         source=Source(file=self.file, line=row),
                     )

@@ -16,7 +16,7 @@ from partc.layout import SubDim
 from partc.mesh import TIME_AXIS
 from partc.parts import Parts
 from partc.program import Phase, Program
-from partc.quoting import literal
+from partc.quoting import literal, masked
 from partc.strides import dense
 
 
@@ -110,8 +110,8 @@ class _Builder:
             for code in (self.codes[name] for name in regions)
         )
         lines = [*init, *setup, *prepare, *forward, *backward, *weight, *self.weights.reduce()]
-        text = "\n".join(line.code for _, functions in units for f in functions for line in f.lines)
-        text += "\n".join(line.code for line in lines)
+        text = "\n".join(masked(line.code)[0] for _, functions in units for f in functions for line in f.lines)
+        text += "\n".join(masked(line.code)[0] for line in lines)
         compiled = {
             function.name
             for run in (self.runs["microbatch"] if self.program.compiled else ())

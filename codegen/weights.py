@@ -12,7 +12,7 @@ from partc.codegen.names import Names
 from partc.codegen.source import Line, RegionCode
 from partc.parts import Parts
 from partc.program import Parameter, Program
-from partc.quoting import literal, literal_template
+from partc.quoting import literal, literal_template, masked
 from partc.reductions import Bucket, Reductions
 
 
@@ -64,7 +64,7 @@ class Weights:
                 lines.append(
                     Line(code=f"{self.attribute(run, 'grad ')} = {self._tensors(run, makers[1], 'gradients')}")
                 )
-        parted = any("self.parts." in line.code for line in lines)
+        parted = any("self.parts." in masked(line.code)[0] for line in lines)
         if parted:
             held = ("comm", "self.parameters", "parameters", "gradients")
             lines.insert(0, Line(code=f"self.parts = Parts({', '.join((*held, *self._moving()))})"))

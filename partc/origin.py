@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partc.errors import PartcError
+from partc.errors import PartcError, first_line
 from partc.gradients import trains
 from partc.huggingface import is_configuration
 from partc.mesh import Mesh
@@ -196,7 +196,14 @@ def _require_guard(function: Any) -> None:
 
 def _saved(item: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(item, buffer)
+    try:
+        torch.save(item, buffer)
+    except Exception as error:  # whatever pickle finds that it can't give a name
+        raise PartcError(
+            "P0215",
+            f"a package could not load what torch.save makes of the model or its batch: {first_line(error)}",
+            help="define classes at the top level of a module, or give a function that builds the model",
+        ) from error
     return buffer.getvalue()
 
 

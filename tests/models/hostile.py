@@ -20,8 +20,40 @@ CONTROLS = (
     "\0", "a\nb", "a\rb", "a\tb", "a\x1cb", "a\x85b", "a\u2028b", "a\u2029b", "\x1b[31m", "\x07", "\u202e", "\xa0", "\u3000",
     "\ue000", "\ufeff", " ", "  ", "\n",
 )  # fmt: skip
-LETTERS = ("X", "é", "a b", "a_b", "日本", "\U0001f600", "ﬁ", "fi", "²", "٣", "1", "01", "1e5", "-1", "_", "__", "n" * 300)
-KEYWORDS = ("class", "self", "lambda", "match", "None", "True", "print", "len", "loss", "step", "data", "partc", "model_")
+LETTERS = (
+    "X",
+    "é",
+    "a b",
+    "a_b",
+    "日本",
+    "\U0001f600",
+    "ﬁ",
+    "fi",
+    "²",
+    "٣",
+    "1",
+    "01",
+    "1e5",
+    "-1",
+    "_",
+    "__",
+    "n" * 300,
+)
+KEYWORDS = (
+    "class",
+    "self",
+    "lambda",
+    "match",
+    "None",
+    "True",
+    "print",
+    "len",
+    "loss",
+    "step",
+    "data",
+    "partc",
+    "model_",
+)
 EMITTED = (
     "torch", "functional", "kernels", "comm", "p", "g", "saved", "kept", "left", "number", "batch", "received", "gradients",
     "Stage", "Saved", "Values", "Shard", "Received", "Comm", "Tensor", "F", "math", "next", "zip", "reversed", "range", "i",

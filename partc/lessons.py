@@ -345,13 +345,13 @@ def stage_class(text: str, file: str, regions: Mapping[str, str], lessons: Lesso
         and not (isinstance(node, ast.ImportFrom) and node.module == "runtime.compiled")
     ]
     functions: dict[str, Learnt] = {}
+    lines = text.split("\n")
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "runtime":
             node.module = f"partc.{node.module}"
         elif isinstance(node, ast.FunctionDef):
-            source = (ast.get_source_segment(text, node) or "").replace(
-                ast.get_docstring(node, clean=False) or "", "", 1
-            )
+            source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            source = source.replace(ast.get_docstring(node, clean=False) or "", "", 1)
             region = regions.get(node.name, node.name)
             functions[node.name] = Learnt(name=node.name, region=region, text=source, file=file)
             node.decorator_list = []  # what is compiled holds what it is made of, or less

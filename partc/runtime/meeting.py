@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -232,17 +233,20 @@ class _Meeting:
                 self._leave(f"rank {rank} died before it joined the others", 1)
             self._stopped[rank] = self._stopped.get(rank, 0.0) + passed if found == "stopped" else 0.0
             if self._stopped[rank] > STOPPED:
-                end_stopped(place)
-                self._leave(f"rank {rank} stalls: it was stopped by a signal before it joined the others", 1)
+                why = f"rank {rank} stalls: it was stopped by a signal before it joined the others"
+                self._leave(why, 1, stopped=(place,))
 
-    def _leave(self, why: str, code: int) -> NoReturn:
-        leave(why, self._world.rank, "the meeting of all ranks", code, linger=2.0 if self._world.hosts else 0.0)
+    def _leave(self, why: str, code: int, *, stopped: Sequence[str] = ()) -> NoReturn:
+        linger = 2.0 if self._world.hosts or stopped else 0.0
+        leave(why, self._world.rank, "the meeting of all ranks", code, linger=linger, stopped=stopped)
 
 
-def leave(why: str, rank: int, doing: str, code: int, *, linger: float = 0.0) -> NoReturn:
-    """End this process, whatever its main thread is in; the others may need its store for some seconds yet."""
+def leave(why: str, rank: int, doing: str, code: int, *, linger: float = 0.0, stopped: Sequence[str] = ()) -> NoReturn:
+    """End this process, whatever its main thread is in, and those that were stopped; the others may need them first."""
     _say(f"error P0505: {why}; rank {rank} stops, in {doing}")
     time.sleep(linger)
+    for place in stopped:
+        end_stopped(place)
     os._exit(code)
 
 

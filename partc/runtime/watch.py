@@ -29,7 +29,7 @@ from .clock import Clock
 from .errors import PeerLost, UsageError
 from .interruption import Interruption
 from .meeting import World, leave, store_holder
-from .processes import condition, end_stopped, here
+from .processes import condition, end_stopped, here, siblings
 from .signals import TERMINATING, Caught
 from .torch_private import clone_store
 
@@ -154,9 +154,13 @@ class Watch:
             seconds = seconds + 1 if turns == self._turns else 0
             turns = self._turns
             if seconds > self._patience + 2 * self._interval:
-                stopped = bool(self._holder) and condition(self._holder) == "stopped"
-                end_stopped(self._holder)
-                self._stop(f"{store_holder()} {'stalls, stopped by a signal' if stopped else 'does not answer'}", 1)
+                # Without a store each rank finds out for itself, before it ends what the others look at.
+                found = {rank: place for rank, place in siblings().items() if condition(place) == "stopped"}
+                holder = condition(self._holder) == "stopped"
+                why = f"{store_holder()} {'stalls, stopped by a signal' if holder else 'does not answer'}"
+                others = sorted(rank for rank, place in found.items() if place != self._holder)
+                why += "".join(f", rank {rank} stalls, stopped by a signal" for rank in others[:_NAMED])
+                self._stop(why, 1, stopped=(self._holder, *found.values()))
 
     def _look_around(self, store: Store) -> None:
         interruption = self._interruption
@@ -265,11 +269,12 @@ class Watch:
         pending = self._interruption is not None and self._interruption.pending
         return self._caught.wait(0.05 if pending else self._interval)
 
-    def _stop(self, why: str, code: int) -> None:
+    def _stop(self, why: str, code: int, *, stopped: Sequence[str] = ()) -> None:
         doing = self.clock.doing
         _break_off(self._leaving)
         # Rank 0's process may hold the store, where the others have yet to read why.
-        leave(why, self._rank, doing, code, linger=3 * self._interval if code == 1 and not self._rank else 0)
+        linger = 3 * self._interval if stopped or (code == 1 and not self._rank) else 0.0
+        leave(why, self._rank, doing, code, linger=linger, stopped=stopped)
 
     def _outlast_others(self) -> None:
         """Rank 0's process may hold the store, where the others have yet to read why."""

@@ -35,8 +35,8 @@ PACKAGES: Mapping[str, Entry] = {
     ),
     "P0505": Entry(
         "the package, or its single-device model, stopped with an error",
-        "What it printed last is shown; the first rank that failed has the reason, the others stop because of it. A rank "
-        "that dies, is stopped by a signal or never comes is named by the others, with what it and they were in.",
+        "What it printed last is shown; the first rank that failed has the reason, the others stop because of it. A "
+        "rank that dies, is stopped by a signal or never comes is named by the others, with what it and they were in.",
     ),
     "P0506": Entry(
         "a package without a readable account of its memory",

@@ -51,7 +51,7 @@ def test_a_process_that_is_killed_lets_go(tmp_path: Path) -> None:
         assert holder.stdout is not None and holder.stdout.readline() == "holds\n"
         error = refused(tmp_path)
         assert error.code == "P0539" and f"process {holder.pid} on {socket.gethostname()!r}" in error.cause
-        done = train(build(tmp_path, "dp=2"), "--steps", 1, "--save", tmp_path, "--timeout", 0.2)
+        done = train(build(tmp_path, "dp=2"), "--steps", 1, "--save", tmp_path, "--timeout", 1)
         assert done.returncode == 2 and "error P0539" in done.stderr and not checkpoints(tmp_path)
     finally:
         holder.kill()

@@ -27,23 +27,36 @@ Loss = Callable[[Any, Mapping[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """An exported program, and the module it came from: names, ties and which parameters are trained."""
+    """An exported program, and the module it came from: names and ties.
+
+    `trained` names the parameters to which autograd gives a gradient, zeros included. The other ones keep `grad`
+    None in eager training, and an optimizer passes over them: no decay, no moments, no share of the norm.
+    """
 
     exported: torch.export.ExportedProgram
     model: nn.Module
     batch: Mapping[str, Tensor]
     precision: str
+    trained: frozenset[str]
 
 
 class _Step(nn.Module):
     """What is traced: one batch, its entries in the order of `names`, to one loss."""
 
-    def __init__(self, model: nn.Module, loss: Loss | None, path: Path | None, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        path: Path | None,
+        names: Sequence[str],
+        trained: Callable[[frozenset[str]], None],
+    ) -> None:
         super().__init__()
         self.model = model
         self._loss = loss
         self._path = path
         self._names = names
+        self._trained = trained  # is told, for an export puts attributes back
 
     def forward(self, *entries: Tensor) -> Tensor:
         batch = dict(zip(self._names, entries, strict=True))
@@ -55,6 +68,7 @@ class _Step(nn.Module):
             raise
         except Exception as error:  # torch.export would print the graph so far beside it, or its whole message
             raise explained(error, self.model, self._path) from error
+        self._trained(_with_gradient(self.model, loss))
         for store, name, buffer in held:
             now = store[name]
             if buffer is not None and now is not None and now is not buffer:
@@ -94,19 +108,37 @@ def capture(
     dtype = held_in(precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = _built(build, path)
+    trained: list[frozenset[str]] = []
     with mode:
         _make_fake(model, dtype)
         batch = _part(_batch(make_batch, mode, dtype, path), parts)
         try:
             with computing_in(dtype), without_own_backward(), stacks_of_losses():
-                step = _Step(model, loss, path, tuple(batch))
+                step = _Step(model, loss, path, tuple(batch), trained.append)
                 exported = torch.export.export(step, tuple(batch.values()), strict=False)
         except PartcError as error:
             error.source = error.source or blame(error, path)
             raise
         except (Exception, SystemExit) as error:
             raise explained(error, model, path) from error
-    return Captured(exported=exported, model=model, batch=batch, precision=precision)
+    return Captured(exported=exported, model=model, batch=batch, precision=precision, trained=trained[-1])
+
+
+def _with_gradient(model: nn.Module, loss: Tensor) -> frozenset[str]:
+    """The parameters at the leaves of the loss's autograd graph, under all of their names.
+
+    torch's own account of what is differentiable: `round(w)` has a gradient of zeros, `argmax(w)` and whatever is
+    detached or made under no_grad have none.
+    """
+    leaves, seen, left = set(), set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaves.add(id(getattr(node, "variable", None)))
+        left.extend(before for before, _ in node.next_functions)
+    return frozenset(name for name, x in model.named_parameters(remove_duplicate=False) if id(x) in leaves)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from partc.runtime.data import load_model_file
 from partc.runtime.errors import UsageError
 from partc.runtime.given import fitting
 from partc.runtime.init import initialise, state_shapes
+from partc.runtime.layout import DTYPES
 from partc.runtime.restore import Checkpoint, newest
 from partc.runtime.tensors import Described, write
 from partc.runtime.together import Together
@@ -97,10 +98,11 @@ def _write(directory: Path, plan: Mapping[str, Any], source: Checkpoint, target:
 def _initial(
     module: Any, plan: Mapping[str, Any], source: Checkpoint, names: tuple[str, ...], init: Path | None
 ) -> dict[str, Tensor]:
-    """What the training started from: its --init file, else the seed."""
+    """Initial values, from the training's --init file or else the seed, in the dtypes that the package holds."""
     found: dict[str, Tensor] = {}
     if not names:
         return found
+    held = {alias: entry["dtype"] for name, entry in plan["parameters"].items() for alias in (name, *entry["aliases"])}
     if source.run.get("init") and init is None:  # a checkpoint names no files to read
         raise PartcError(
             "P0527",
@@ -115,4 +117,4 @@ def _initial(
     left = [name for name in names if name not in found]
     if left:
         initialise(module, plan["options"], source.run["seed"], left, found.__setitem__, size=None)
-    return found
+    return {name: x.to(DTYPES[held[name]]) if name in held else x for name, x in found.items()}

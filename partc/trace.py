@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def trace_model(
 
 def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -> Program:
     """The program of an exported model: the region `main`, called once."""
-    parameters = _parameters(captured.model)
+    parameters = _parameters(captured.model, captured.trained)
     owners = {alias: p.name for p in parameters for alias in (p.name, *p.aliases)}
     reader = _Reader(captured, owners)
     graph = reader.read()
@@ -154,7 +154,7 @@ def _share(graph: Graph, loss: Value, count: int) -> tuple[Graph, Value]:
     return replace(graph, ops=(*graph.ops, op), outputs=(share.name, *graph.outputs[1:])), share
 
 
-def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
+def _parameters(model: nn.Module, trained: Container[str]) -> tuple[Parameter, ...]:
     """Every parameter and buffer once, under its first name; the other names of tied ones are aliases."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -166,7 +166,7 @@ def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
         Parameter(
             name=found[0],
             type=tensor_type(tensors[key], f"{found[0]} of the model"),
-            trainable=isinstance(tensors[key], nn.Parameter) and tensors[key].requires_grad,
+            trainable=found[0] in trained,
             aliases=tuple(found[1:]),
         )
         for key, found in names.items()

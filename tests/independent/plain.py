@@ -1,0 +1,135 @@
+"""A training loop as anyone would write it: one device, eager autograd, torch.optim. It reads nothing of a package."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a model is trained; every field is an option of train.py, with train.py's default."""
+
+    steps: int = 4
+    optimizer: str = "adamw"
+    lr: float = 1e-3
+    weight_decay: float | None = None
+    no_decay: tuple[str, ...] = ()
+    clip: float | None = None
+    accumulate: int = 1
+    lr_schedule: str = "constant"
+    warmup: int = 0
+    min_lr: float = 0.0
+
+    @property
+    def arguments(self) -> list[str]:
+        """The same on train.py's command line."""
+        given = [("steps", self.steps), ("optimizer", self.optimizer), ("lr", self.lr), ("accumulate", self.accumulate)]
+        given += [("lr-schedule", self.lr_schedule), ("warmup", self.warmup), ("min-lr", self.min_lr)]
+        given += [("weight-decay", self.weight_decay), ("clip", self.clip)]
+        given += [("no-decay", glob) for glob in self.no_decay]
+        return [word for name, value in given if value is not None for word in (f"--{name}", str(value))]
+
+    def rate(self, step: int) -> float:
+        """Up to `lr` in `warmup` steps, then down to `min_lr`, which the last step has."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if self.lr_schedule == "constant":
+            return self.lr
+        peak, last = max(self.warmup - 1, 0), self.steps - 1
+        way = (step - peak) / (last - peak) if last > peak else 0.0
+        share = 1 - way if self.lr_schedule == "linear" else 0.5 + 0.5 * math.cos(math.pi * way)
+        return self.min_lr + (self.lr - self.min_lr) * share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """The end of a training."""
+
+    state: dict[str, Tensor]
+    losses: tuple[float, ...]
+    gone_without: frozenset[str]  # parameters whose grad was None at the end
+
+
+def train(path: Path, recipe: Recipe, *, microbatches: int = 1, seed: int = 0) -> Trained:
+    """Train a model file's model in fp64. `microbatches` is more than 1 where each is a batch of its own."""
+    module = load(path)
+    torch.manual_seed(seed)
+    model: nn.Module = module.model().double()
+    optimizer = _optimizer(model, recipe)
+    losses = []
+    with doubles():
+        for step in range(recipe.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.rate(step)
+            optimizer.zero_grad(set_to_none=True)
+            total = 0.0
+            for number in range(step * recipe.accumulate, (step + 1) * recipe.accumulate):
+                batch = {name: x.double() if x.is_floating_point() else x for name, x in module.data(number).items()}
+                parts = _parts(batch, microbatches)
+                with _drawing(module, seed, number):
+                    for part in parts:
+                        loss = module.loss(model, part) if hasattr(module, "loss") else model(**part)
+                        (loss / (len(parts) * recipe.accumulate)).backward()
+                        total += loss.item() / (len(parts) * recipe.accumulate)
+            if recipe.clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+            optimizer.step()
+            losses.append(total)
+    without = frozenset(name for name, x in model.named_parameters() if x.grad is None)
+    state = {name: x.detach().clone() for name, x in model.state_dict().items()}
+    return Trained(state=state, losses=tuple(losses), gone_without=without)
+
+
+def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    spared: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for name, x in model.named_parameters():
+        spared[any(fnmatch.fnmatchcase(name, glob) for glob in recipe.no_decay)].append(x)
+    decay = {} if recipe.weight_decay is None else {"weight_decay": recipe.weight_decay}
+    groups: list[dict[str, Any]] = [{"params": spared[False], **decay}, {"params": spared[True], "weight_decay": 0.0}]
+    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[recipe.optimizer]
+    return kind([group for group in groups if group["params"]], lr=recipe.lr)
+
+
+def _parts(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    rows = next(x.shape[0] for x in batch.values() if x.dim())
+    cut = {name: x.chunk(count) if x.dim() and x.shape[0] == rows else [x] * count for name, x in batch.items()}
+    return [{name: pieces[index] for name, pieces in cut.items()} for index in range(count)]
+
+
+def _drawing(module: ModuleType, seed: int, number: int) -> Any:
+    """Random numbers inside a model are partc's own, element by element; torch's have another order on every mesh."""
+    if not getattr(module, "RANDOM", False):
+        return nullcontext()
+    from partc.sampling import Sampling
+
+    return Sampling(seed, number)
+
+
+@contextmanager
+def doubles() -> Iterator[None]:
+    """While fp64 is torch's default, as the model makes tensors of its own in it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"independent_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

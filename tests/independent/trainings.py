@@ -1,0 +1,170 @@
+"""Packages trained in real processes over gloo, and their exported ends beside the plain loop's."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import partc
+from partc.errors import PartcError
+from partc.export import export
+from partc.launch import local_environment, torchrun_command
+from tests.independent.plain import Recipe, Trained, train
+from tests.prefork import Server
+
+MODELS = Path(__file__).parent / "models"
+ALLOWED = 1e-10  # of a tensor's largest element, or of 1: fp64 sums in another order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A mesh, how a package is compiled for it, and how it is trained."""
+
+    mesh: str
+    recipe: Recipe
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        words = [f"{key}={value}" for key, value in self.options.items() if key != "microbatches"]
+        return " ".join([self.mesh, *words])
+
+
+_DECAY = {"weight_decay": 0.1, "clip": 0.5}
+SETTINGS: tuple[Setting, ...] = (
+    Setting(mesh="dp=2", recipe=Recipe(**_DECAY, lr_schedule="linear", min_lr=1e-4)),
+    Setting(mesh="tp=2", recipe=Recipe(optimizer="sgd", lr=0.05, weight_decay=0.05, clip=1.0)),
+    Setting(
+        mesh="pp=2",
+        options={"microbatches": 4},
+        recipe=Recipe(**_DECAY, accumulate=2, warmup=2, lr_schedule="cosine", min_lr=1e-5),
+    ),
+    Setting(mesh="dp=2,tp=2", options={"zero": 1}, recipe=Recipe(**_DECAY, no_decay=("*bias", "*norm*"))),
+    Setting(mesh="pp=2,dp=2", options={"microbatches": 2, "zero": 3}, recipe=Recipe(**_DECAY, accumulate=2)),
+    Setting(mesh="pp=2,tp=2", options={"microbatches": 4, "schedule": "zero-bubble"}, recipe=Recipe(**_DECAY)),
+    Setting(mesh="pp=2,dp=2,tp=2", options={"microbatches": 2, "zero": 2}, recipe=Recipe(**_DECAY, warmup=3)),
+    Setting(mesh="dp=4", options={"zero": 3, "recompute": "selective"}, recipe=Recipe(**_DECAY, accumulate=3)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One model in one setting: the largest error of its state dict and losses, or the code that refuses it."""
+
+    model: str
+    setting: str
+    error: float = float("inf")
+    where: str = ""
+    refused: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.refused) or self.error <= ALLOWED
+
+
+def model_files() -> list[Path]:
+    return sorted(path for path in MODELS.glob("*.py") if not path.name.startswith("_"))
+
+
+def row(path: Path, settings: Sequence[Setting], torchrun: bool) -> list[Outcome]:
+    """One model in all settings."""
+    server = None if torchrun else Server()
+    found = []
+    for setting in settings:
+        with tempfile.TemporaryDirectory(prefix="partc-independent-") as folder:
+            try:
+                found.append(compared(path, setting, Path(folder), server))
+            except Exception as error:  # a bug of partc, which the table shows beside the others
+                said = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"
+                found.append(Outcome(model=path.stem, setting=setting.name, where=said))
+    if server is not None:
+        server.close()
+    return found
+
+
+class Ended(Exception):
+    """A rank that stopped with an error, and its own words."""
+
+
+def compared(path: Path, setting: Setting, folder: Path, server: Server | None) -> Outcome:
+    """Compile, train and export a model, and hold its end against the plain loop's."""
+    try:
+        package = partc.compile(str(path), mesh=setting.mesh, precision="fp64", **setting.options)
+    except PartcError as refusal:
+        return Outcome(model=path.stem, setting=setting.name, refused=refusal.code)
+    build = package.write(folder / "build")
+    found = packaged(build, setting.recipe, folder, server)
+    parts = setting.options["microbatches"] if package.program.repeated else 1
+    plain = train(path, setting.recipe, microbatches=parts)
+    where, error = max(differences(found, plain), key=lambda item: item[1])
+    return Outcome(model=path.stem, setting=setting.name, error=error, where=where)
+
+
+def packaged(build: Path, recipe: Recipe, folder: Path, server: Server | None) -> Trained:
+    """A package's end: forked ranks where a server has torch loaded, else torchrun."""
+    log = folder / "log.jsonl"
+    arguments = [*recipe.arguments, "--save", str(folder / "ckpt"), "--metrics", str(log)]
+    if server is None:
+        done = subprocess.run(
+            torchrun_command(build, arguments), env=local_environment(), capture_output=True, text=True
+        )
+        if done.returncode:
+            raise Ended(done.stderr)
+    else:
+        _forked(build, arguments, folder, server)
+    export(build, folder / "ckpt", folder / "end.safetensors", say=lambda line: None)
+    losses = tuple(json.loads(line)["loss"] for line in log.read_text().splitlines())
+    return Trained(state=load_file(folder / "end.safetensors"), losses=losses, gone_without=frozenset())
+
+
+def _forked(build: Path, arguments: Sequence[str], folder: Path, server: Server) -> None:
+    """Every rank a process of its own, with the environment that torchrun gives it."""
+    size = json.loads((build / "plan.json").read_text())["mesh"]
+    ranks = 1
+    for axis in size.split(","):
+        ranks *= int(axis.rpartition("=")[2])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    running = []
+    for rank in range(ranks):
+        own = {key: str(value) for key, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        command = [str(build / "train.py"), *arguments]
+        running.append(server.start(command, folder / f"rank_{rank}.txt", {**os.environ, "OMP_NUM_THREADS": "1"} | own))
+    codes = [process.wait() for process in running]
+    if any(codes):
+        failed = [(folder / f"rank_{rank}.txt").read_text()[-3000:] for rank, code in enumerate(codes) if code]
+        raise Ended("\n".join(failed))
+
+
+def differences(found: Trained, plain: Trained) -> Iterator[tuple[str, float]]:
+    """Per loss and per entry of the state dict, the largest difference."""
+    for step, (mine, theirs) in enumerate(zip(found.losses, plain.losses, strict=True)):
+        yield f"loss {step}", abs(mine - theirs) / max(1.0, abs(theirs))
+    if found.state.keys() != plain.state.keys():
+        yield f"names {sorted(found.state.keys() ^ plain.state.keys())}", float("inf")
+        return
+    for name, theirs in plain.state.items():
+        yield name, _difference(found.state[name], theirs)
+
+
+def _difference(mine: Tensor, theirs: Tensor) -> float:
+    if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
+        return float("inf")
+    if not theirs.numel() or torch.equal(mine, theirs):
+        return 0.0
+    error = float((mine.double() - theirs.double()).abs().max()) / max(1.0, float(theirs.double().abs().max()))
+    return error if error == error else float("inf")

@@ -24,7 +24,7 @@ FIRST_SCALE, GROWTH, BACKOFF, PATIENCE = 2.0**16, 2.0, 0.5, 2000  # torch.amp.Gr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """The learning rate by step: a linear warm-up, then constant or down to `least` at the last step.
+    """The learning rate by step: a linear warm-up to `base`, then constant or down to `least`, the last step's rate.
 
     A function of the step alone, so that a continued run needs nothing more. Cosine: Loshchilov and
     Hutter 2017, SGDR, equation 5 without restarts.
@@ -42,7 +42,8 @@ class Rate:
             return self.base * (step + 1) / self.warmup
         if self.decline == "constant":
             return self.base
-        done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        peak = max(0, self.warmup - 1)  # the step that has the whole rate
+        done = min(1.0, (step - peak) / max(1, self.steps - 1 - peak))
         left = 1 - done if self.decline == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.least + (self.base - self.least) * left
 

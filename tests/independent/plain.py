@@ -68,24 +68,23 @@ def train(path: Path, recipe: Recipe, *, microbatches: int = 1, seed: int = 0) -
     model: nn.Module = module.model().double()
     optimizer = _optimizer(model, recipe)
     losses = []
-    with doubles():
-        for step in range(recipe.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.rate(step)
-            optimizer.zero_grad(set_to_none=True)
-            total = 0.0
-            for number in range(step * recipe.accumulate, (step + 1) * recipe.accumulate):
-                batch = {name: x.double() if x.is_floating_point() else x for name, x in module.data(number).items()}
-                parts = _parts(batch, microbatches)
-                with _drawing(module, seed, number):
-                    for part in parts:
-                        loss = module.loss(model, part) if hasattr(module, "loss") else model(**part)
-                        (loss / (len(parts) * recipe.accumulate)).backward()
-                        total += loss.item() / (len(parts) * recipe.accumulate)
-            if recipe.clip is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-            optimizer.step()
-            losses.append(total)
+    for step in range(recipe.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.rate(step)
+        optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for number in range(step * recipe.accumulate, (step + 1) * recipe.accumulate):
+            batch = {name: x.double() if x.is_floating_point() else x for name, x in module.data(number).items()}
+            parts = _parts(batch, microbatches)
+            with doubles(), _drawing(module, seed, number):
+                for part in parts:
+                    loss = module.loss(model, part) if hasattr(module, "loss") else model(**part)
+                    (loss / (len(parts) * recipe.accumulate)).backward()
+                    total += loss.item() / (len(parts) * recipe.accumulate)
+        if recipe.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        optimizer.step()
+        losses.append(total)
     without = frozenset(name for name, x in model.named_parameters() if x.grad is None)
     state = {name: x.detach().clone() for name, x in model.state_dict().items()}
     return Trained(state=state, losses=tuple(losses), gone_without=without)

@@ -2,6 +2,7 @@
 # make test    the whole test suite
 # make models  a table: every model on every mesh, verified in fp64 (ARGS="--quick --only 'gpt*'")
 # make strategies  ZeRO x recomputation x schedules x meshes on three models, verified in fp64
+# make independent  a table: models unlike the others, trained by packages and by plain loops, ends compared in fp64
 # make fuzz    random programs, meshes and schedules for 10 minutes (MINUTES=2 SEED=7)
 # make check   formatting, lint, types
 # make bench   compile times and step times
@@ -14,7 +15,7 @@ MESH ?= 2x2x2
 BUILD ?= build
 WORKERS ?= 2
 
-.PHONY: demo test models strategies fuzz check bench clean
+.PHONY: demo test models strategies independent fuzz check bench clean
 
 demo: $(VENV)/.partc
 	$(BIN)/partc compile examples/gpt.py --mesh $(MESH) --microbatches 4 -o $(BUILD)
@@ -29,6 +30,9 @@ models: $(VENV)/.dev
 
 strategies: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python tests/benchmarks/strategies.py --workers $(WORKERS) $(ARGS)
+
+independent: $(VENV)/.dev
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m tests.independent --workers $(WORKERS) $(ARGS)
 
 fuzz: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))

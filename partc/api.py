@@ -139,12 +139,15 @@ class Package:
         on_phase(Phase(label="Written", seconds=total, note=f"{counted(count, 'file')} in {directory}"))
         return path
 
-    def verify(self, *, steps: int = 3, virtual: bool = True) -> VerifyResult:
-        """Train from the same seed as the single-device model and compare: see `partc verify`."""
+    def verify(self, *, steps: int = 3, virtual: bool = True, arguments: Sequence[str] = ()) -> VerifyResult:
+        """Train from the same seed as the single-device model and compare: see `partc verify`.
+
+        `arguments` are options of train.py: ("--optimizer", "sgd", "--weight-decay", "0.1").
+        """
         from partc.verify import verify
 
         with tempfile.TemporaryDirectory(prefix="partc-package-") as folder:
-            return verify(self.write(Path(folder) / "build"), steps=steps, virtual=virtual)
+            return verify(self.write(Path(folder) / "build"), steps=steps, virtual=virtual, arguments=arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

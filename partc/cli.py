@@ -105,20 +105,29 @@ def _print_report(report: Mapping[str, Any]) -> None:
         console.echo(f"{place}{item['op']} ({item['place']}) {why} on every rank of {item['axis']}: {cost}")
 
 
-@cli.command("verify", short_help="Hold a package against its single-device model.")
+@cli.command(
+    "verify",
+    short_help="Hold a package against its single-device model.",
+    context_settings={"ignore_unknown_options": True},
+)
 @click.argument("directory", metavar="DIR", type=Path)
 @click.option("--steps", type=int, default=3, show_default=True)
 @click.option("--virtual", is_flag=True, help="all ranks in one process")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
-def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool) -> None:
-    """Train a package and its single-device model from one seed; compare loss, gradients and parameters."""
+@click.argument("rest", nargs=-1, type=click.UNPROCESSED)
+def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, rest: tuple[str, ...]) -> None:
+    """Train a package and its single-device model from one seed; compare loss, gradients and parameters.
+
+    Other options go to train.py and to torch's own optimizer alike: --optimizer, --lr, --weight-decay, --no-decay,
+    --clip, --accumulate, --lr-schedule, --warmup, --min-lr, --seed. The defaults are train.py's, with --clip 1.
+    """
     from partc.launch import read_package
 
     read_package(directory)
     with console.working("training twice, as the package and as the single-device model", quiet=as_json):
         from partc.verify import verify
 
-        result = verify(directory, steps=steps, virtual=virtual)
+        result = verify(directory, steps=steps, virtual=virtual, arguments=rest)
     worst = result.worst
     if as_json:
         print(
@@ -133,7 +142,7 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool) ->
         )
     else:
         for step, (mine, theirs) in enumerate(zip(result.losses, result.reference_losses, strict=True)):
-            console.echo(f"step {step}   loss {mine:.9g}   single device {theirs:.9g}")
+            console.echo(f"step {step + 1}   loss {mine:.9g}   single device {theirs:.9g}")
         place = f"{worst.kind} {worst.name}" if worst.kind != worst.name else worst.kind
         where = f"{place}, step {worst.step}, rank {worst.rank}"
         error = f"relative error {worst.rel_err:.2e} of {result.tolerance:.0e} allowed"

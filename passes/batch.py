@@ -21,6 +21,7 @@ from partc.errors import PartcError
 from partc.gradients import input_only
 from partc.layout import Layout, Partial, Placement, Replicated, Shard, Varying
 from partc.mesh import TIME_AXIS
+from partc.naming import unique
 from partc.program import FLOATING, Call, Choice, Op, Program, Region, TensorType
 from partc.rules import OpRule, placements, resolve
 from partc.sharding import batch_axes
@@ -74,6 +75,7 @@ class _Walk:
         self.summed = summed
         self.demanded: set[str] = set()
         self.regions = {region.name: region for region in program.regions}
+        self.names = set(self.regions)
         self.variants: dict[tuple[str, tuple[Placement, ...]], tuple[Region, tuple[Placement, ...]]] = {}
         self.values: dict[str, Placement] = {}
         self.pure = input_only(program)
@@ -99,8 +101,8 @@ class _Walk:
         given = tuple(self.values[name] for name in call.args)
         key = (region.name, given)
         if key not in self.variants:
-            taken = sum(1 for name, _ in self.variants if name == region.name)
-            name = region.name if not taken else f"{region.name}_{taken + 1}"
+            met = any(name == region.name for name, _ in self.variants)
+            name = unique(region.name, self.names) if met else region.name
             self.variants[key] = self._region(replace(region, name=name), given, call)
         variant, given_back = self.variants[key]
         for name, placement in zip(call.results, given_back, strict=True):

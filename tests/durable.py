@@ -85,9 +85,9 @@ def whole(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def same_records(left: Path, right: Path, step: int) -> None:
-    """Parameters and gradients of every rank after a step are equal, bit by bit."""
-    names = sorted(path.name for path in left.glob(f"step_{step:04d}_*"))
-    assert names == sorted(path.name for path in right.glob(f"step_{step:04d}_*")) != []
+    """Parameters and gradients of every rank after a step, counted from 0, are equal bit by bit."""
+    names = sorted(path.name for path in left.glob(f"step_{step + 1:04d}_*"))
+    assert names == sorted(path.name for path in right.glob(f"step_{step + 1:04d}_*")) != []
     for name in names:
         mine, theirs = load(left / name)[0], load(right / name)[0]
         assert mine.keys() == theirs.keys()

@@ -55,7 +55,7 @@ def test_what_is_written(folder: Path) -> None:
 
 def test_its_values_are_the_ranks_own(folder: Path) -> None:
     tensors = whole(folder / "full" / "step_00000004")
-    record, _ = load(folder / "record" / "step_0003_rank_000.safetensors")
+    record, _ = load(folder / "record" / "step_0004_rank_000.safetensors")
     assert torch.equal(tensors["blocks.0.norm.weight"], record["parameter/blocks.0.norm.weight"])
     assert torch.equal(tensors["embed.weight"][:12], record["parameter/embed.weight"])
     parts = record["parameter/blocks.0.qkv.weight"].view(3, 8, 16)

@@ -208,7 +208,8 @@ def _state(shape: tuple[int, ...], generator: torch.Generator, steps: float) -> 
 def test_packages_update_with_it(mesh: str, optimizer: str, tmp_path: Path) -> None:
     """As the single-device model does; a continued run has the same bits, and PyTorch's kernels go on from it too."""
     package = build(tmp_path / "triton", mesh, kernels="triton")
-    result = verify(package, steps=2, virtual=True, optimizer=optimizer, lr=0.01, clip=0.05, accumulate=2)
+    options = ("--optimizer", optimizer, "--lr", "0.01", "--clip", "0.05", "--accumulate", "2")
+    result = verify(package, steps=2, virtual=True, arguments=options)
     assert result.ok and result.worst.rel_err < 1e-11
     how = ("--clip", 0.05, "--weight-decay", 0.1, "--no-decay", "*.bias", "--optimizer", optimizer)
     trained(package, "--steps", 3, "--record", tmp_path / "whole", *how)

@@ -30,7 +30,7 @@ def test_odd_vocabularies_equal_one_device(mesh: str, microbatches: int, tmp_pat
         model.source(tmp_path), mesh=mesh, microbatches=microbatches, precision="fp64", options=model.options
     )
     package.write(tmp_path / "build")
-    result = verify(tmp_path / "build", steps=3, virtual=True, optimizer="adamw")
+    result = verify(tmp_path / "build", steps=3, virtual=True)
     assert result.ok, result.worst
     tied = package.program.parameter("transformer.wte.weight")
     ways = package.program.mesh.axis("tp")

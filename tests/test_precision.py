@@ -177,7 +177,7 @@ def test_the_loss_curve_is_autocasts(kind: str, mesh: str, zero: int, tmp_path: 
     """
     (tmp_path / "net.py").write_text(LEARNABLE)
     package = partc.compile(tmp_path / "net.py", mesh=mesh, precision=kind, zero=zero, microbatches=2)
-    result = verify(package.write(tmp_path / "build"), steps=200, virtual=True, optimizer="adamw", lr=3e-3)
+    result = verify(package.write(tmp_path / "build"), steps=200, virtual=True, arguments=["--lr", "3e-3"])
     mine, theirs = torch.tensor(result.losses), torch.tensor(result.reference_losses)
     assert theirs[-20:].mean() < 0.7 * theirs[:20].mean()
     relative = (mine - theirs) / theirs

@@ -27,6 +27,10 @@ def _package(folder: Path, mesh: str, **options: object) -> Path:
     return partc.compile(tied, batch, mesh=mesh, **given).write(folder / "build")  # type: ignore[arg-type]
 
 
+def _sgd(clip: float) -> list[str]:
+    return ["--optimizer", "sgd", "--lr", "0.5", "--clip", str(clip)]
+
+
 @pytest.mark.parametrize(
     ("mesh", "zero", "schedule"),
     [("1", 0, "1f1b"), ("2x2", 0, "1f1b"), ("2x2x2", 1, "1f1b"), ("2x2x2", 3, "zbv"), ("pp=2,dp=2", 2, "interleaved")],
@@ -34,42 +38,47 @@ def _package(folder: Path, mesh: str, **options: object) -> Path:
 def test_clipping_is_that_of_one_device(mesh: str, zero: int, schedule: str, tmp_path: Path) -> None:
     """Weights that are tied over stages, replicated, cut or frozen count once each in the norm."""
     package = _package(tmp_path, mesh, zero=zero, schedule=schedule)
-    result = verify(package, steps=3, virtual=True, clip=0.05, lr=0.5)
+    result = verify(package, steps=3, virtual=True, arguments=_sgd(clip=0.05))
     assert result.ok, result.worst
 
 
 def test_clipping_matters(tmp_path: Path) -> None:
     package = _package(tmp_path, "1")
-    clipped, plain = (verify(package, steps=3, virtual=True, clip=clip, lr=0.5) for clip in (0.05, None))
+    clipped, plain = (verify(package, steps=3, virtual=True, arguments=_sgd(clip=clip)) for clip in (0.05, 1e6))
     assert clipped.losses[0] == plain.losses[0]
     assert abs(clipped.losses[-1] - plain.losses[-1]) > 1e-3
 
 
 @pytest.mark.parametrize(("mesh", "zero"), [("2x2x2", 0), ("pp=2,dp=2", 1), ("2x2", 3)])
 def test_accumulated_batches_are_one_step(mesh: str, zero: int, tmp_path: Path) -> None:
-    result = verify(_package(tmp_path, mesh, zero=zero), steps=2, virtual=True, accumulate=3, clip=0.1)
+    result = verify(
+        _package(tmp_path, mesh, zero=zero), steps=2, virtual=True, arguments=["--accumulate", "3", "--clip", "0.1"]
+    )
     assert result.ok, result.worst
 
 
+@pytest.mark.parametrize("warmup", [0, 1, 4])
 @pytest.mark.parametrize("decline", ["constant", "linear", "cosine"])
-def test_rates_are_those_of_torchs_schedulers(decline: Decline) -> None:
-    base, warmup, steps, least = 0.3, 4, 15, 0.01
+def test_rates_are_those_of_torchs_schedulers(decline: Decline, warmup: int) -> None:
+    base, steps, least = 0.3, 15, 0.01
+    peak = max(warmup - 1, 0)
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=base)
-    rising = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, 1.0, warmup - 1)
+    rising = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / max(warmup, 1), 1.0, peak)
     falling: torch.optim.lr_scheduler.LRScheduler
     if decline == "cosine":
-        falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps - warmup, eta_min=least)
+        falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps - 1 - peak, eta_min=least)
     elif decline == "linear":
-        falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, least / base, steps - warmup)
+        falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, least / base, steps - 1 - peak)
     else:
         falling = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    both = torch.optim.lr_scheduler.SequentialLR(optimizer, [rising, falling], [warmup])
+    both = torch.optim.lr_scheduler.SequentialLR(optimizer, [rising, falling], [peak])
     rate = Rate(base=base, warmup=warmup, decline=decline, least=least, steps=steps)
     for step in range(steps):
         assert rate.at(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9), step
         optimizer.step()
         both.step()
+    assert decline == "constant" or rate.at(steps - 1) == pytest.approx(least, rel=1e-9)
 
 
 def test_weights_without_decay() -> None:
@@ -133,7 +142,7 @@ def test_an_overflow_is_skipped_on_all_ranks_together(tmp_path: Path) -> None:
     assert all(math.isfinite(line["loss"]) for line in lines)
     assert done.stderr.count("overflow: skipped") == sum(skipped)
     for rank in range(4):
-        steps = [load(tmp_path / "record" / f"step_{step:04d}_rank_{rank:03d}.safetensors")[0] for step in range(20)]
+        steps = [load(tmp_path / "record" / f"step_{step:04d}_rank_{rank:03d}.safetensors")[0] for step in range(1, 21)]
         for step in range(1, 20):
             names = [name for name in steps[step] if name.startswith("parameter/")]
             same = all(torch.equal(steps[step][name], steps[step - 1][name]) for name in names)

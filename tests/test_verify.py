@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import partc
+import partc.capture
 from partc.errors import PartcError
 from partc.launch import RunFailed, run
 from partc.verify import verify
@@ -35,7 +39,7 @@ def replace_in(path: Path, old: str, new: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_virtual_ranks_equal_the_single_device_model(package: Path, optimizer: str) -> None:
-    result = verify(package, steps=3, virtual=True, optimizer=optimizer)
+    result = verify(package, steps=3, virtual=True, arguments=["--optimizer", optimizer])
     assert result.ok
     assert result.worst.rel_err < 1e-12
     assert len(result.losses) == len(result.reference_losses) == 3
@@ -66,9 +70,100 @@ def test_processes_equal_the_single_device_model(package: Path) -> None:
 )
 def test_wrong_packages_fail(package: Path, file: str, old: str, new: str, worst: str) -> None:
     replace_in(package / file, old, new)
-    result = verify(package, steps=1, virtual=True)
+    result = verify(package, steps=1, virtual=True, arguments=["--optimizer", "sgd"])
     assert not result.ok
     assert result.worst.kind == worst
+
+
+LATER = "[x['step'].fill_(1000.0) for x in self._optimizer.state.values() if x], self._optimizer.step()"
+TRAINED = ["--weight-decay", "0.1", "--clip", "0.01", "--warmup", "2", "--lr-schedule", "cosine", "--accumulate", "2"]
+# What an update could get wrong, as text in the package's runtime: (file, right, wrong, options that show it).
+UPDATES = {
+    "decay by half": (
+        "optimizer.py",
+        '{"weight_decay": decay}',
+        '{"weight_decay": decay / 2}',
+        ["--weight-decay", "0.1"],
+    ),
+    "decay by default off": ("optimizer.py", "{} if decay is None", '{"weight_decay": 0.0} if decay is None', []),
+    "decay of what is spared": ("optimizer.py", '"weight_decay": 0.0', '"weight_decay": 0.1', ["--no-decay", "*bias"]),
+    "no clipping": ("update.py", "self._gradients.clip(norm, self._clip)", "pass", ["--clip", "0.01"]),
+    "no clipping by default": ("update.py", "self._gradients.clip(norm, self._clip)", "pass", ["--optimizer", "sgd"]),
+    "a norm of one rank": (
+        "update.py",
+        "total = self._comm.group((name,)).all_reduce(total)",
+        "pass",
+        ["--clip", "0.01"],
+    ),
+    "no bias correction": ("optimizer.py", "self._optimizer.step()", LATER, []),
+    "other betas": ("optimizer.py", "lr=lr, fused=True", "lr=lr, fused=True, betas=(0.9, 0.99)", []),
+    "another epsilon": ("optimizer.py", "lr=lr, fused=True", "lr=lr, fused=True, eps=1e-6", []),
+    "batches summed, not averaged": ("steps.py", "measure(self.job.accumulate)", "measure(1)", ["--accumulate", "2"]),
+    "the first batch alone": ("steps.py", "range(self.job.accumulate)", "range(1)", ["--accumulate", "2"]),
+    "no warm-up": ("update.py", "if step < self.warmup", "if False", ["--warmup", "3"]),
+    "no way down": ("update.py", 'self.decline == "constant"', "True", ["--lr-schedule", "linear"]),
+}
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["fp32", pytest.param("fp64", marks=pytest.mark.matrix), pytest.param("bf16", marks=pytest.mark.matrix)],
+)
+def test_updates_that_go_wrong_are_seen(precision: str, tmp_path: Path) -> None:
+    """One package, whose runtime gets one fault after the other; as it is, it passes with every fault's options."""
+    batch = {"x": torch.randn(8, 6)}
+    package = partc.compile(deep, batch, mesh="dp=2,tp=2", precision=precision).write(tmp_path / "build")
+    assert verify(package, virtual=True, arguments=TRAINED).ok
+    passed, plain = {}, {}
+    for fault, (file, right, wrong, options) in UPDATES.items():
+        path, key = package / "runtime" / file, tuple(options)
+        text = path.read_text()
+        if key not in plain:
+            plain[key] = tmp_path / f"plain_{len(plain)}"
+            assert verify(package, virtual=True, arguments=options, reference=plain[key]).ok, fault
+        replace_in(path, right, wrong)
+        result = verify(package, virtual=True, arguments=options, reference=plain[key])
+        path.write_text(text)
+        passed |= {fault: result.worst} if result.ok else {}
+    assert not passed
+
+
+def deep() -> nn.Module:
+    return Deep()
+
+
+class Deep(nn.Module):
+    """A frozen scale, a layer that only no_grad reads, and one that trains; its loss is large enough to be clipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.target = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.target(x)
+        return 30 * (self.last(self.first(x).tanh()) - target).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_decay_of_what_no_gradient_reaches_is_seen(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that took requires_grad for a gradient would decay the target, whose gradient is None."""
+    batch = {"x": torch.randn(8, 6)}
+    right = partc.compile(deep, batch, mesh="dp=2", precision=precision)
+    assert right.verify().ok
+    every = frozenset(name for name, _ in Deep().named_parameters())
+    monkeypatch.setattr(partc.capture, "_with_gradient", lambda model, loss: every)
+    result = partc.compile(deep, batch, mesh="dp=2", precision=precision).verify()
+    assert not result.ok and result.worst.name.startswith("target.") and result.worst.kind == "parameter"
+
+
+@pytest.mark.parametrize("arguments", [["--save", "x"], ["--lr", "no"], ["--clip", "0"], ["--metrics", "log"]])
+def test_options_that_verify_does_not_take(package: Path, arguments: list[str]) -> None:
+    with pytest.raises(PartcError, match=r"P0504|P0521|P0535"):
+        verify(package, virtual=True, arguments=arguments)
 
 
 def test_a_package_that_crashes_is_no_result(package: Path) -> None:

@@ -69,8 +69,11 @@ class StepLog:
         split: Split | None = None,
         aside: Mapping[str, float] | None = None,
     ) -> None:
-        """`seconds` are all that passed; `aside` names those in which the host did something else than train."""
-        entry: dict[str, Any] = {"step": step, "loss": loss, "seconds": round(seconds, 6), "lr": updated.rate}
+        """Log a step, whose number the loop counts from 0; users read numbers from 1, as checkpoints have them.
+
+        `seconds` are all that passed; `aside` names those in which the host did something else than train.
+        """
+        entry: dict[str, Any] = {"step": step + 1, "loss": loss, "seconds": round(seconds, 6), "lr": updated.rate}
         entry |= {"tokens_per_second": round(self._tokens / seconds, 1), "peak_bytes": peak_bytes}
         entry |= {} if updated.norm is None else {"grad_norm": updated.norm, "skipped": updated.skipped}
         entry |= {} if split is None else {name: round(value, 6) for name, value in split._asdict().items()}
@@ -140,7 +143,7 @@ def _earlier(path: Path, start: int) -> str:
     kept = []
     for line in path.read_text(errors="replace").splitlines(keepends=True):
         try:
-            if decoded(_Line, parsed(line), loose=True).step < start and line.endswith("\n"):
+            if decoded(_Line, parsed(line), loose=True).step <= start and line.endswith("\n"):
                 kept.append(line)
         except Malformed:
             continue

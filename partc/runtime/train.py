@@ -401,7 +401,7 @@ def _train(
                 recorded = done.recorded | {f"parameter/{name}": x for name, x in rank.parameters.items()}
                 with writing(job.record, rank.number):
                     job.record.mkdir(parents=True, exist_ok=True)
-                    save(job.record / f"step_{step:04d}_rank_{rank.number:03d}.safetensors", recorded)
+                    save(job.record / f"step_{step + 1:04d}_rank_{rank.number:03d}.safetensors", recorded)
             rank.done = step + 1
             if saver is not None and job.saves_after(step + 1):
                 clock.entering("saving")

@@ -117,7 +117,7 @@ def cut_run(folder: Path, name: str, how: signal.Signals, steps: int, lr: float)
     assert done.returncode == 0, done.stderr
     said = next(line for line in done.stderr.splitlines() if line.startswith("continuing from"))
     found = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [entry["step"] for entry in found] == list(range(steps))
+    assert [entry["step"] for entry in found] == list(range(1, steps + 1))
     return [entry["loss"] for entry in found], int(said.rpartition(" ")[2])
 
 

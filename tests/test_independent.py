@@ -1,0 +1,107 @@
+"""The independent harness: plain loops with torch.optim against packages in real processes, state dicts in fp64.
+
+`make independent` runs all models on all settings and prints a table; here are a few, and the rest under `matrix`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import partc
+from partc.errors import PartcError
+from partc.export import export
+from tests.durable import trained
+from tests.independent.plain import Recipe, train
+from tests.independent.trainings import ALLOWED, MODELS, SETTINGS, Setting, compared, differences, model_files
+from tests.prefork import Server
+
+CHEAP = {"no_gradient": (0, 4), "frozen_parts": (1, 2), "vae_drawn": (3,), "used_twice": (5,)}
+PAIRS = [pytest.param(name, SETTINGS[index]) for name, chosen in CHEAP.items() for index in chosen] + [
+    pytest.param(path.stem, setting, marks=pytest.mark.matrix)
+    for path in model_files()
+    for index, setting in enumerate(SETTINGS)
+    if index not in CHEAP.get(path.stem, ())
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("model", "setting"), PAIRS, ids=str)
+def test_a_package_ends_where_a_plain_loop_ends(model: str, setting: Setting, server: Server, tmp_path: Path) -> None:
+    outcome = compared(MODELS / f"{model}.py", setting, tmp_path, server)
+    assert outcome.ok, outcome
+
+
+@pytest.mark.processes
+def test_torchrun_ends_there_too(tmp_path: Path) -> None:
+    outcome = compared(MODELS / "no_gradient.py", SETTINGS[2], tmp_path, None)
+    assert not outcome.refused and outcome.ok, outcome
+
+
+@pytest.mark.parametrize(
+    "options", [{"mesh": "pp=2", "microbatches": 5}, {"mesh": "dp=3"}, {"mesh": "dp=2", "microbatches": 16}]
+)
+def test_batches_that_do_not_divide_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(PartcError, match="P0401"):
+        partc.compile(str(MODELS / "siamese.py"), **options)
+
+
+def test_there_are_enough() -> None:
+    assert len(model_files()) >= 40 and len({setting.mesh for setting in SETTINGS}) >= 6
+
+
+@pytest.mark.parametrize(
+    "other", [{"weight_decay": 0.05}, {"clip": 0.4}, {"min_lr": 2e-4}, {"accumulate": 2}, {"no_decay": ("*bias",)}]
+)
+def test_another_recipe_ends_elsewhere(other: dict[str, Any]) -> None:
+    """A control: what the comparison allows is much less than what one option makes of the end."""
+    path, recipe = MODELS / "no_gradient.py", SETTINGS[0].recipe
+    found, plain = train(path, dataclasses.replace(recipe, **other)), train(path, recipe)
+    assert max(error for _, error in differences(found, plain)) > 1e5 * ALLOWED
+
+
+class TestInOneProcess:
+    """What a plain loop does, held against virtual ranks, where real ones would add nothing but time."""
+
+    @pytest.fixture(scope="class")
+    def build(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("no_gradient")
+        package = partc.compile(
+            str(MODELS / "no_gradient.py"), mesh="pp=2,dp=2", precision="fp64", microbatches=2, zero=2
+        )
+        return package.write(folder / "build")
+
+    def test_only_parameters_with_gradients_are_trained(self, build: Path) -> None:
+        from partc.launch import read_package
+
+        entries = read_package(build)["parameters"]
+        without = train(MODELS / "no_gradient.py", Recipe(steps=1)).gone_without
+        assert {name for name, entry in entries.items() if not entry["trainable"]} == without
+
+    def test_a_run_cut_in_the_middle_of_its_schedule(self, build: Path, tmp_path: Path) -> None:
+        recipe = Recipe(steps=7, weight_decay=0.1, clip=0.3, warmup=3, lr_schedule="cosine", min_lr=1e-5, accumulate=2)
+        save = ("--save", tmp_path / "ckpt", "--save-every", 1, "--keep", 9, "--resume")
+        trained(build, *recipe.arguments, *save)
+        for last in (2, 5):  # continued in the warm-up, then on the way down
+            for step in range(last + 1, recipe.steps + 1):
+                shutil.rmtree(tmp_path / "ckpt" / f"step_{step:08d}")
+            assert f"after step {last}" in trained(build, *recipe.arguments, *save)
+        export(build, tmp_path / "ckpt", tmp_path / "end.safetensors", say=lambda line: None)
+        end, plain = load_file(tmp_path / "end.safetensors"), train(MODELS / "no_gradient.py", recipe).state
+        assert end.keys() == plain.keys()
+        for name, x in plain.items():
+            assert end[name].dtype == x.dtype and torch.allclose(end[name], x, rtol=0, atol=1e-10), name

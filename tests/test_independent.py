@@ -40,7 +40,7 @@ def server() -> Iterator[Server]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("model", "setting"), PAIRS, ids=str)
+@pytest.mark.parametrize(("model", "setting"), PAIRS, ids=lambda each: each if isinstance(each, str) else each.name)
 def test_a_package_ends_where_a_plain_loop_ends(model: str, setting: Setting, server: Server, tmp_path: Path) -> None:
     outcome = compared(MODELS / f"{model}.py", setting, tmp_path, server)
     assert outcome.ok, outcome
@@ -71,7 +71,7 @@ def test_another_recipe_ends_elsewhere(other: dict[str, Any]) -> None:
     """A control: what the comparison allows is much less than what one option makes of the end."""
     path, recipe = MODELS / "no_gradient.py", SETTINGS[0].recipe
     found, plain = train(path, dataclasses.replace(recipe, **other)), train(path, recipe)
-    assert max(error for _, error in differences(found, plain)) > 1e5 * ALLOWED
+    assert max(error for _, error in differences(found, plain)) > 100 * ALLOWED
 
 
 class TestInOneProcess:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,12 @@ def compared(path: Path, setting: Setting, folder: Path, server: Server | None) 
     except PartcError as refusal:
         return Outcome(model=path.stem, setting=setting.name, refused=refusal.code)
     build = package.write(folder / "build")
-    found = packaged(build, setting.recipe, folder, server)
+    names = [parameter.name for parameter in package.program.parameters]
+    spared = tuple(glob for glob in setting.recipe.no_decay if fnmatch.filter(names, glob))  # others are refused
+    recipe = replace(setting.recipe, no_decay=spared)
+    found = packaged(build, recipe, folder, server)
     parts = setting.options["microbatches"] if package.program.repeated else 1
-    plain = train(path, setting.recipe, microbatches=parts)
+    plain = train(path, recipe, microbatches=parts)
     where, error = max(differences(found, plain), key=lambda item: item[1])
     return Outcome(model=path.stem, setting=setting.name, error=error, where=where)
 

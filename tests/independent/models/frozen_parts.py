@@ -20,7 +20,7 @@ class Frozen(nn.Module):
 
     def forward(self, x: Tensor, label: Tensor) -> Tensor:
         h = self.trunk((x - self.mean) * self.mask / self.count * self.passing)
-        h = self.moving(self.still(h + self.up(self.down(h))))
+        h = self.moving(self.still(h + self.up(self.down(h))).tanh())
         return nn.functional.cross_entropy(self.head(self.dropped(h)), label)
 
 

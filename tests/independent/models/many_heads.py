@@ -17,7 +17,7 @@ class Heads(nn.Module):
         h = self.trunk(x)
         losses = [
             F.cross_entropy(self.classes(h), label, weight=self.weights),
-            F.gaussian_nll_loss(self.value(h), value, torch.ones_like(value) * 0.5),
+            F.mse_loss(self.value(h), value) / 2,
             F.binary_cross_entropy_with_logits(self.kinds(h), kinds),
             F.softplus(-self.rank(h).squeeze(-1) * (label * 2 - 3)).mean(),
         ]

@@ -138,8 +138,8 @@ class Parts:
         for levels, together in self._together({name: self._gradients[name].dtype for name in gradients}):
             dtype = self._wire or self._gradients[together[0]].dtype
             if not self.compressed and (axis := self._direct(levels, together)) is not None:
-                going = axis.start_reduce_scatter_many([gradients[name].to(dtype) for name in together])
-                self._going.append(going.then(partial(self._add_each, together)))
+                scattered = axis.start_reduce_scatter_many([gradients[name].to(dtype) for name in together])
+                self._going.append(scattered.then(partial(self._add_each, together)))
                 continue
             rows = [levels.split(gradients[name], *self._seams[name]) for name in together]
             sizes = [row.shape[2] for row in rows]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from partc.errors import PartcError, first_line
+from partc.frozen import Watch, check
 from partc.installed import is_machinery
 from partc.modelfile import blame
 from partc.ownbackward import refuse_hooks, without_own_backward
@@ -50,9 +51,11 @@ class _Step(nn.Module):
         path: Path | None,
         names: Sequence[str],
         trained: Callable[[frozenset[str]], None],
+        watch: Watch,
     ) -> None:
         super().__init__()
         self.model = model
+        self._watch = watch
         self._loss = loss
         self._path = path
         self._names = names
@@ -63,7 +66,8 @@ class _Step(nn.Module):
         stores = [module._buffers for module in self.modules()]
         held = [(store, name, buffer) for store in stores for name, buffer in store.items()]
         try:
-            loss = self._forward(batch)
+            with self._watch.watching():
+                loss = self._forward(batch)
         except PartcError:
             raise
         except Exception as error:  # torch.export would print the graph so far beside it, or its whole message
@@ -103,7 +107,8 @@ def capture(
     """Build under fake tensors and export, for one of `parts` equal parts of the batch.
 
     Raises PartcError P0205 (the model or the batch can't be built), P0206 (it doesn't trace),
-    P0208 (the loss is no scalar), P0401 (the batch doesn't divide).
+    P0208 (the loss is no scalar), P0225 (it depends on state that packages do not have), P0401 (the batch
+    doesn't divide).
     """
     dtype = held_in(precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -114,14 +119,17 @@ def capture(
         batch = _part(_batch(make_batch, mode, dtype, path), parts)
         try:
             with computing_in(dtype), without_own_backward(), stacks_of_losses():
-                step = _Step(model, loss, path, tuple(batch), trained.append)
-                exported = torch.export.export(step, tuple(batch.values()), strict=False)
+                watch = Watch(model, loss)
+                step = _Step(model, loss, path, tuple(batch), trained.append, watch)
+                trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
+                exported, found = trace(), trained[-1]
+                check(exported, watch, trace)
         except PartcError as error:
             error.source = error.source or blame(error, path)
             raise
         except (Exception, SystemExit) as error:
             raise explained(error, model, path) from error
-    return Captured(exported=exported, model=model, batch=batch, precision=precision, trained=trained[-1])
+    return Captured(exported=exported, model=model, batch=batch, precision=precision, trained=found)
 
 
 def _with_gradient(model: nn.Module, loss: Tensor) -> frozenset[str]:

@@ -165,6 +165,14 @@ CATALOGUE: Mapping[str, Entry] = {
         "operations partc can neither cut nor cast. Branches on shapes and options are ordinary Python; those on "
         "values are torch.where.",
     ),
+    "P0225": Entry(
+        "forward depends on state that a package would not have",
+        "A package does in every step what was traced in one: attributes and globals that forward changes, clocks, "
+        "and numbers of Python's or NumPy's random modules would keep their first values, and parameters, buffers or "
+        "requires_grad that forward changes would not change. Other changes are no trouble: a counter for a log, a "
+        "table that is filled once. Keep state in a registered buffer, updated by tensor operations, and draw with "
+        "torch.rand or dropout.",
+    ),
     "P0231": Entry(
         "the Hugging Face configuration cannot be read",
         "hf:PATH/config.json names a model's configuration file on this machine; nothing is downloaded, and no "

@@ -60,6 +60,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "partc.sources",
         "partc.huggingface",
         "partc.ownbackward",
+        "partc.frozen",
         "partc.capture",
         "partc.trace_errors",
         "partc.trace",

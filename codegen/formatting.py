@@ -80,6 +80,15 @@ def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[in
     if assigned and any(comma >= assigned.end() and comma < len(code) - 1 for comma in commas):
         items = _items(code[assigned.end() :], [comma - assigned.end() for comma in commas if comma >= assigned.end()])
         return _exploded(indent, f"{code[: assigned.end()].rstrip()} (", items, ")")
+    if assigned and assigned.group(2):
+        links = _links(code, assigned.end(), brackets)
+        if len(links) > 1:
+            value = code[assigned.end() :]
+            whole = len(indent) + len(_INDENT) + len(value) <= WIDTH
+            starts = [assigned.end(), *links, len(code)]
+            chain = [value] if whole else [code[left:right] for left, right in itertools.pairwise(starts)]
+            steps = (step for each in chain for step in _fitted(indent + _INDENT, each))
+            return [f"{indent}{code[: assigned.end()]}(", *steps, f"{indent})"]
     full = [bracket for bracket in brackets if bracket.end > bracket.start + 1]
     if full:
         bracket = full[0] if code.startswith(("def ", "class ")) else full[-1]
@@ -103,6 +112,16 @@ def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[in
         lines = _exploded(indent, "(", targets, f") = {code[assigned.end() :]}")
         return [*lines[:-1], *_fitted(indent, lines[-1].lstrip())]
     return [indent + code]
+
+
+def _links(code: str, start: int, brackets: list[_Bracket]) -> list[int]:
+    """Where methods of what calls return stand, if the code from `start` is one chain of calls."""
+    after = [bracket for bracket in brackets if bracket.start >= start]
+    bounds = [start, *(at for bracket in after for at in (bracket.start, bracket.end + 1)), len(code)]
+    between = [code[left:right] for left, right in zip(bounds[::2], bounds[1::2], strict=True)]
+    if not all(re.fullmatch(r"[\w.]*", text) for text in between):
+        return []
+    return [bracket.end + 1 for bracket in after if code[bracket.end + 1 : bracket.end + 2] == "."]
 
 
 def _clauses(code: str) -> list[str]:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from partc.program import MOVING, Graph, Op, Program, Region
+from partc.program import MOVING, Graph, Op, Program, Ref, Region
 from partc.rules import kernels
+
+# Written with their operands in this order; PyTorch lays their results out as the first operand of that shape.
+_ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
 
 
 def dense(program: Program) -> Mapping[str, frozenset[str]]:
@@ -50,27 +53,31 @@ def _strided(program: Program, found: Mapping[str, frozenset[str]]) -> Iterable[
 
 
 def _dense_in(region: Region, strided: Collection[str]) -> frozenset[str]:
+    shapes = {name: type.shape for graph in region.graphs for name, type in region.types(graph).items()}
     params = {value.name for value in region.params}
     inputs = {value.name for value in region.forward.inputs} - set(strided)
-    found = _kept(region.forward, params | inputs)
+    found = _kept(region.forward, shapes, params | inputs)
     if region.backward is not None:
         incoming = {value.name for value in region.backward.inputs} - set(region.saved) - set(strided)
-        found |= _kept(region.backward, params | incoming | (found & set(region.saved)))
+        found |= _kept(region.backward, shapes, params | incoming | (found & set(region.saved)))
     if region.weight is not None:
-        found |= _kept(region.weight, params | (found & set(region.kept)))
+        found |= _kept(region.weight, shapes, params | (found & set(region.kept)))
     return frozenset(found)
 
 
-def _kept(graph: Graph, given: Iterable[str]) -> set[str]:
+def _kept(graph: Graph, shapes: Mapping[str, tuple[int, ...]], given: Iterable[str]) -> set[str]:
     found = set(given)
     for op in graph.ops:
-        if _keeps(op, found):
+        if _keeps(op, found, shapes):
             found.update(value.name for value in op.results)
     return found
 
 
-def _keeps(op: Op, dense: Collection[str]) -> bool:
+def _keeps(op: Op, dense: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether the operation's results are dense, given which of its operands are."""
+    first = op.args[0] if op.name in _ARITHMETIC else None
+    if isinstance(first, Ref) and first.name in dense and shapes[first.name] == op.result.type.shape:
+        return True
     if op.name in kernels.CONTIGUOUS or not any(True for _ in op.refs()):
         return True
     if op.name not in MOVING | {"reshape", "alias", "cat", "sum"} and kernels.kind(op) != "pointwise":

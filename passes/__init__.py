@@ -108,6 +108,14 @@ PIPELINE: tuple[Pass, ...] = (
         ensures=("local",),
     ),
     Pass(
+        name="outermost",
+        label="Turned",
+        does="sequences stand before the batch where they are gathered and scattered, so that nothing is copied twice",
+        requires=("local",),
+        ensures=("turned",),
+        optional=True,
+    ),
+    Pass(
         name="zero",
         label="Parted",
         does="what parameters, gradients and the optimizer hold is spread over dp",

@@ -17,6 +17,7 @@ changes is saved too, as it was.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,9 +28,9 @@ from torch import Tensor, fx
 from partc import joint, operators
 from partc.errors import InternalError, PartcError
 from partc.gradients import gradient_inputs, reached, trainable_params
-from partc.layout import Sizes
+from partc.layout import Layout, Sizes
 from partc.naming import unique
-from partc.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region
+from partc.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
 from partc.rules.rule import integers
 from partc.saving import changed_buffers
 from partc.torch_private import FakeTensorMode, aot_export_joint_simple
@@ -56,7 +57,7 @@ def _differentiate_region(region: Region, inputs: frozenset[str], params: frozen
     if not live.intersection(region.forward.outputs):
         return region
     found = joint.split(_trace_joint(region, roots, live, sizes), region, roots, live, sizes)
-    return replace(found, backward=found.backward and _plain_sums(found.backward, sizes))
+    return replace(found, backward=found.backward and _one_copy(_plain_sums(found.backward, sizes), region, sizes))
 
 
 def _plain_sums(graph: Graph, sizes: Sizes) -> Graph:
@@ -81,6 +82,48 @@ def _plain_sums(graph: Graph, sizes: Sizes) -> Graph:
     dropped = {op.result.name for op in plain.values()}
     ops = (plain.get(op.results[0].name, op) for op in graph.ops if op.results[0].name not in dropped)
     return replace(graph, ops=tuple(ops))
+
+
+def _one_copy(graph: Graph, region: Region, sizes: Sizes) -> Graph:
+    """cat((reshape(a, [b, s, h·d]), …), 2) of a[b, s, h, d] is reshape(cat((a, …), 2), [b, s, …]).
+
+    So end the gradients of one product's parts. Each is a view of a result of attention's backward, which a reshape of
+    its own may have to copy first.
+    """
+    makers = {value.name: op for op in graph.ops for value in op.results}
+    types = {value.name: value.type for value in region.params} | {
+        value.name: value.type for values in (region.forward, graph) for value in values.definitions().values()
+    }
+    reads = Counter(name for op in graph.ops for name in op.refs()) + Counter(graph.outputs)
+    taken = {*types}
+    instead: dict[int, tuple[Op, ...]] = {}
+    for op in graph.ops:
+        parts = [makers.get(name) for name in op.refs()] if op.name == "cat" and not op.attrs else []
+        merged = [
+            each for each in parts if each is not None and each.name == "reshape" and reads[each.result.name] == 1
+        ]
+        if not parts or len(merged) != len(parts):
+            continue
+        shapes = [types[next(each.refs())].layout.local_shape(sizes) for each in merged]
+        joined = op.result.type.layout.local_shape(sizes)
+        last = len(joined) - 1
+        fits = all(
+            len(shape) == last + 2 and shape[:last] == joined[:last] and shape[-1] == shapes[0][-1] for shape in shapes
+        )
+        if op.args[1] not in (last, -1) or not fits:
+            continue
+        heads = (*joined[:last], joined[last] // shapes[0][-1], shapes[0][-1])
+        whole = Value(name=unique(f"{op.result.name}_heads", taken), type=_whole(op.result.type, heads))
+        instead |= {id(each): () for each in merged}
+        instead[id(op)] = (
+            replace(op, args=(tuple(Ref(next(each.refs())) for each in merged), last), results=(whole,)),
+            Op(name="reshape", args=(Ref(whole.name), joined), results=op.results, source=op.source),
+        )
+    return replace(graph, ops=tuple(step for op in graph.ops for step in instead.get(id(op), (op,))))
+
+
+def _whole(type: TensorType, shape: tuple[int, ...]) -> TensorType:
+    return replace(type, layout=Layout.replicated(shape))
 
 
 def _with_copies(region: Region, changed: frozenset[str]) -> Region:

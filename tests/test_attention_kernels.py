@@ -404,3 +404,19 @@ def test_dropout_in_attention_is_warned_of() -> None:
     [warning] = package.warnings
     assert f"noisy.py:{dropped[0].line}: on GPUs attention runs in blocks" in warning  # type: ignore[union-attr]
     assert partc.compile(ROOT / "tests/models/noisy.py", mesh="1", precision="fp64").warnings == ()
+
+
+@pytest.mark.parametrize("mesh", ["1", "1x1x2"])
+def test_gradients_of_a_joint_projection_are_copied_once(mesh: str) -> None:
+    """From where attention's backward leaves them into one buffer, of which the product's gradients are made."""
+    package = partc.compile(ROOT / "tests/models/between.py", mesh=mesh, precision="fp64")
+    graph = package.program.region("block").backward
+    assert graph is not None
+    [joint] = (op for op in graph.ops if op.name == "cat")
+    makers = {value.name: op for op in graph.ops for value in op.results}
+    parts = [makers[name] for name in joint.refs()]
+    assert [op.name for op in parts] == ["permute"] * 3
+    assert {makers[name].name for op in parts for name in op.refs()} == {"attention_backward"}
+    [merged] = (op for op in graph.ops if joint.result.name in op.refs())
+    assert merged.name == "reshape" and len(merged.result.type.shape) == 3
+    assert package.verify(steps=1, virtual=True).ok

@@ -86,12 +86,19 @@ def block_forward(
 ) -> tuple[Tensor, Saved]:
     """blocks.0 to blocks.1 (gpt.py:58)."""
     norm1, norm1_rstd = functional.rms_norm(x, (64,), p.norm1_weight, 1e-05)  # f32[16@dp,mb, 32@tp, 64]
-    # all-gather 8.0 KiB over tp: attn.wq, attn.wk and attn.wv need all of dim 1
-    norm1_full = comm.tp.all_gather(norm1, dim=1)  # f32[16@dp,mb, 32, 64] vary(tp)
-    del norm1
-    attn_q = F.linear(norm1_full, p.attn_wq_weight).reshape(2, 32, 2, 16).transpose(1, 2)  # f32[16@dp,mb, 4@tp, 32, 16]
-    attn_k = F.linear(norm1_full, p.attn_wk_weight).reshape(2, 32, 1, 16).transpose(1, 2)  # f32[16@dp,mb, 2@tp, 32, 16]
-    attn_v = F.linear(norm1_full, p.attn_wv_weight).reshape(2, 32, 1, 16).transpose(1, 2)  # f32[16@dp,mb, 2@tp, 32, 16]
+    norm1_turned = norm1.transpose(0, 1)  # f32[32@tp, 16@dp,mb, 64]
+    # all-gather 8.0 KiB over tp: attn.wq, attn.wk and attn.wv need all of dim 0
+    norm1_full = comm.tp.all_gather(norm1_turned, dim=0)  # f32[32, 16@dp,mb, 64] vary(tp)
+    del norm1, norm1_turned
+    attn_q = (
+        F.linear(norm1_full, p.attn_wq_weight).reshape(32, 2, 2, 16).permute(1, 2, 0, 3)
+    )  # f32[16@dp,mb, 4@tp, 32, 16]
+    attn_k = (
+        F.linear(norm1_full, p.attn_wk_weight).reshape(32, 2, 1, 16).permute(1, 2, 0, 3)
+    )  # f32[16@dp,mb, 2@tp, 32, 16]
+    attn_v = (
+        F.linear(norm1_full, p.attn_wv_weight).reshape(32, 2, 1, 16).permute(1, 2, 0, 3)
+    )  # f32[16@dp,mb, 2@tp, 32, 16]
     attn_split_0, attn_split_1 = attn_q.split((8, 8), dim=3)  # f32[16@dp,mb, 4@tp, 32, 8]
     attn_neg = -attn_split_1  # f32[16@dp,mb, 4@tp, 32, 8]
     attn_cat = torch.cat((attn_neg, attn_split_0), dim=3)  # f32[16@dp,mb, 4@tp, 32, 16]
@@ -111,25 +118,28 @@ def block_forward(
     attn_heads, attn_heads_lse = functional.attention(
         attn_q_2, attn_k_2, attn_v, is_causal=True
     )  # f32[16@dp,mb, 4@tp, 32, 16]
-    attn_merged = attn_heads.transpose(1, 2).reshape(2, 32, 32)  # f32[16@dp,mb, 32, 64@tp]
-    attn_wo_partial = F.linear(attn_merged, p.attn_wo_weight)  # f32[16@dp,mb, 32, 64] partial(tp)
-    # reduce-scatter 8.0 KiB over tp: each rank has a part of the sum in attn.wo and keeps its share of dim 1
-    attn_wo = comm.tp.reduce_scatter(attn_wo_partial, dim=1)  # f32[16@dp,mb, 32@tp, 64]
+    attn_merged = attn_heads.permute(2, 0, 1, 3).reshape(32, 2, 32)  # f32[32, 16@dp,mb, 64@tp]
+    attn_wo_partial = F.linear(attn_merged, p.attn_wo_weight)  # f32[32, 16@dp,mb, 64] partial(tp)
+    # reduce-scatter 8.0 KiB over tp: each rank has a part of the sum in attn.wo and keeps its share of dim 0
+    attn_wo_turned = comm.tp.reduce_scatter(attn_wo_partial, dim=0)  # f32[32@tp, 16@dp,mb, 64]
     del attn_wo_partial
+    attn_wo = attn_wo_turned.transpose(0, 1)  # f32[16@dp,mb, 32@tp, 64]
     x_2 = x + attn_wo  # f32[16@dp,mb, 32@tp, 64]
-    del attn_wo
+    del attn_wo_turned, attn_wo
     norm2, norm2_rstd = functional.rms_norm(x_2, (64,), p.norm2_weight, 1e-05)  # f32[16@dp,mb, 32@tp, 64]
-    # all-gather 8.0 KiB over tp: mlp.gate and mlp.up need all of dim 1
-    norm2_full = comm.tp.all_gather(norm2, dim=1)  # f32[16@dp,mb, 32, 64] vary(tp)
-    del norm2
-    mlp_gate = F.linear(norm2_full, p.mlp_gate_weight)  # f32[16@dp,mb, 32, 176@tp]
-    mlp_silu = F.silu(mlp_gate)  # f32[16@dp,mb, 32, 176@tp]
-    mlp_up = F.linear(norm2_full, p.mlp_up_weight)  # f32[16@dp,mb, 32, 176@tp]
-    mlp_hidden = mlp_silu * mlp_up  # f32[16@dp,mb, 32, 176@tp]
-    mlp_down_partial = F.linear(mlp_hidden, p.mlp_down_weight)  # f32[16@dp,mb, 32, 64] partial(tp)
-    # reduce-scatter 8.0 KiB over tp: each rank has a part of the sum in mlp.down and keeps its share of dim 1
-    mlp_down = comm.tp.reduce_scatter(mlp_down_partial, dim=1)  # f32[16@dp,mb, 32@tp, 64]
+    norm2_turned = norm2.transpose(0, 1)  # f32[32@tp, 16@dp,mb, 64]
+    # all-gather 8.0 KiB over tp: mlp.gate and mlp.up need all of dim 0
+    norm2_full = comm.tp.all_gather(norm2_turned, dim=0)  # f32[32, 16@dp,mb, 64] vary(tp)
+    del norm2, norm2_turned
+    mlp_gate = F.linear(norm2_full, p.mlp_gate_weight)  # f32[32, 16@dp,mb, 176@tp]
+    mlp_silu = F.silu(mlp_gate)  # f32[32, 16@dp,mb, 176@tp]
+    mlp_up = F.linear(norm2_full, p.mlp_up_weight)  # f32[32, 16@dp,mb, 176@tp]
+    mlp_hidden = mlp_silu * mlp_up  # f32[32, 16@dp,mb, 176@tp]
+    mlp_down_partial = F.linear(mlp_hidden, p.mlp_down_weight)  # f32[32, 16@dp,mb, 64] partial(tp)
+    # reduce-scatter 8.0 KiB over tp: each rank has a part of the sum in mlp.down and keeps its share of dim 0
+    mlp_down_turned = comm.tp.reduce_scatter(mlp_down_partial, dim=0)  # f32[32@tp, 16@dp,mb, 64]
     del mlp_down_partial
+    mlp_down = mlp_down_turned.transpose(0, 1)  # f32[16@dp,mb, 32@tp, 64]
     y = x_2 + mlp_down  # f32[16@dp,mb, 32@tp, 64]
     saved = (
         mlp_hidden,
@@ -182,22 +192,23 @@ def block_backward(
         norm1_rstd,
     ) = saved
     del saved
-    # all-gather 8.0 KiB over tp: mlp and mlp.down need all of dim 1
-    grad_mlp_down_full = comm.tp.all_gather(grad_y, dim=1)  # f32[16@dp,mb, 32, 64]
-    grad_mlp_hidden = grad_mlp_down_full @ p.mlp_down_weight  # f32[16@dp,mb, 32, 176@tp]
-    grad_mlp_up = grad_mlp_hidden * mlp_silu  # f32[16@dp,mb, 32, 176@tp]
+    grad_mlp_down_turned = grad_y.transpose(0, 1)  # f32[32@tp, 16@dp,mb, 64]
+    # all-gather 8.0 KiB over tp: mlp and mlp.down need all of dim 0
+    grad_mlp_down_full = comm.tp.all_gather(grad_mlp_down_turned, dim=0)  # f32[32, 16@dp,mb, 64]
+    grad_mlp_hidden = grad_mlp_down_full @ p.mlp_down_weight  # f32[32, 16@dp,mb, 176@tp]
+    grad_mlp_up = grad_mlp_hidden * mlp_silu  # f32[32, 16@dp,mb, 176@tp]
     del mlp_silu
-    grad_mlp_silu = grad_mlp_hidden * mlp_up  # f32[16@dp,mb, 32, 176@tp]
+    grad_mlp_silu = grad_mlp_hidden * mlp_up  # f32[32, 16@dp,mb, 176@tp]
     del mlp_up, grad_mlp_hidden
-    grad_norm2_full_1 = grad_mlp_up @ p.mlp_up_weight  # f32[2, 32, 64]
-    grad_mlp_gate = torch.ops.aten.silu_backward(grad_mlp_silu, mlp_gate)  # f32[16@dp,mb, 32, 176@tp]
+    grad_norm2_full_1 = grad_mlp_up @ p.mlp_up_weight  # f32[32, 2, 64]
+    grad_mlp_gate = torch.ops.aten.silu_backward(grad_mlp_silu, mlp_gate)  # f32[32, 16@dp,mb, 176@tp]
     del mlp_gate, grad_mlp_silu
-    grad_norm2_full_2 = grad_mlp_gate @ p.mlp_gate_weight  # f32[2, 32, 64]
-    grad_norm2_full = grad_norm2_full_1 + grad_norm2_full_2  # f32[16@dp,mb, 32, 64] partial(tp)
+    grad_norm2_full_2 = grad_mlp_gate @ p.mlp_gate_weight  # f32[32, 2, 64]
+    grad_norm2_full = grad_norm2_full_1 + grad_norm2_full_2  # f32[32, 16@dp,mb, 64] partial(tp)
     del grad_norm2_full_1, grad_norm2_full_2
     # reduce-scatter 8.0 KiB over tp, while what follows runs: each rank has a part of the sum in mlp.gate and keeps its
-    # share of dim 1
-    grad_norm2_coming = comm.tp.start_reduce_scatter(grad_norm2_full, dim=1)  # f32[16@dp,mb, 32@tp, 64]
+    # share of dim 0
+    grad_norm2_turned_coming = comm.tp.start_reduce_scatter(grad_norm2_full, dim=0)  # f32[32@tp, 16@dp,mb, 64]
     del grad_norm2_full
     functional.linear_add_grad_weight(
         g.mlp_down_weight, grad_mlp_down_full, mlp_hidden
@@ -207,16 +218,17 @@ def block_backward(
     del grad_mlp_up
     functional.linear_add_grad_weight(g.mlp_gate_weight, grad_mlp_gate, norm2_full)  # f32[176@tp, 64] partial(dp,mb)
     del norm2_full, grad_mlp_gate
-    grad_norm2 = grad_norm2_coming.wait()  # f32[16@dp,mb, 32@tp, 64]
+    grad_norm2 = grad_norm2_turned_coming.wait().transpose(0, 1)  # f32[16@dp,mb, 32@tp, 64]
     grad_x_2_1, grad_norm2_weight = functional.rms_norm_backward(
         grad_norm2, x_2, (64,), p.norm2_weight, norm2_rstd
     )  # f32[2, 16, 64]
     g.norm2_weight.add_(grad_norm2_weight)
     grad_x_2 = grad_y + grad_x_2_1  # f32[16@dp,mb, 32@tp, 64]
-    # all-gather 8.0 KiB over tp: attn and attn.wo need all of dim 1
-    grad_attn_wo_full = comm.tp.all_gather(grad_x_2, dim=1)  # f32[16@dp,mb, 32, 64]
-    grad_attn_merged = grad_attn_wo_full @ p.attn_wo_weight  # f32[16@dp,mb, 32, 64@tp]
-    grad_attn_heads = grad_attn_merged.reshape(2, 32, 2, 16).transpose(1, 2)  # f32[16@dp,mb, 4@tp, 32, 16]
+    grad_attn_wo_turned = grad_x_2.transpose(0, 1)  # f32[32@tp, 16@dp,mb, 64]
+    # all-gather 8.0 KiB over tp: attn and attn.wo need all of dim 0
+    grad_attn_wo_full = comm.tp.all_gather(grad_attn_wo_turned, dim=0)  # f32[32, 16@dp,mb, 64]
+    grad_attn_merged = grad_attn_wo_full @ p.attn_wo_weight  # f32[32, 16@dp,mb, 64@tp]
+    grad_attn_heads = grad_attn_merged.reshape(32, 2, 2, 16).permute(1, 2, 0, 3)  # f32[16@dp,mb, 4@tp, 32, 16]
     grad_attn_q_2, grad_attn_k_2, grad_attn_v = functional.attention_backward(
         grad_attn_heads, attn_q_2, attn_k_2, attn_v, mask=None, out=attn_heads, lse=attn_heads_lse, is_causal=True
     )  # f32[16@dp,mb, 4@tp, 32, 16]
@@ -227,7 +239,7 @@ def block_backward(
     grad_attn_split_1_2 = -grad_attn_neg_2  # f32[16@dp,mb, 2@tp, 32, 8]
     grad_attn_k_3 = torch.cat((grad_attn_split_0_2, grad_attn_split_1_2), dim=3)  # f32[2, 1, 32, 16]
     grad_attn_k = grad_attn_k_1 + grad_attn_k_3  # f32[16@dp,mb, 2@tp, 32, 16]
-    grad_attn_wk = grad_attn_k.transpose(1, 2).reshape(2, 32, 16)  # f32[16@dp,mb, 32, 32@tp]
+    grad_attn_wk = grad_attn_k.permute(2, 0, 1, 3).reshape(32, 2, 16)  # f32[32, 16@dp,mb, 32@tp]
     grad_attn_cat = grad_attn_q_2 * sin  # f32[16@dp,mb, 4@tp, 32, 16]
     grad_attn_q_1 = grad_attn_q_2 * cos  # f32[2, 2, 32, 16]
     grad_attn_neg = grad_attn_cat[:, :, :, :8]  # f32[16@dp,mb, 4@tp, 32, 8]
@@ -235,24 +247,24 @@ def block_backward(
     grad_attn_split_1 = -grad_attn_neg  # f32[16@dp,mb, 4@tp, 32, 8]
     grad_attn_q_3 = torch.cat((grad_attn_split_0, grad_attn_split_1), dim=3)  # f32[2, 2, 32, 16]
     grad_attn_q = grad_attn_q_1 + grad_attn_q_3  # f32[16@dp,mb, 4@tp, 32, 16]
-    grad_attn_wq = grad_attn_q.transpose(1, 2).reshape(2, 32, 32)  # f32[16@dp,mb, 32, 64@tp]
-    grad_attn_wv = grad_attn_v.transpose(1, 2).reshape(2, 32, 16)  # f32[16@dp,mb, 32, 32@tp]
-    grad_norm1_full_1 = grad_attn_wv @ p.attn_wv_weight  # f32[2, 32, 64]
-    grad_norm1_full_2 = grad_attn_wk @ p.attn_wk_weight  # f32[2, 32, 64]
-    grad_norm1_full_3 = grad_norm1_full_1 + grad_norm1_full_2  # f32[2, 32, 64]
+    grad_attn_wq = grad_attn_q.permute(2, 0, 1, 3).reshape(32, 2, 32)  # f32[32, 16@dp,mb, 64@tp]
+    grad_attn_wv = grad_attn_v.permute(2, 0, 1, 3).reshape(32, 2, 16)  # f32[32, 16@dp,mb, 32@tp]
+    grad_norm1_full_1 = grad_attn_wv @ p.attn_wv_weight  # f32[32, 2, 64]
+    grad_norm1_full_2 = grad_attn_wk @ p.attn_wk_weight  # f32[32, 2, 64]
+    grad_norm1_full_3 = grad_norm1_full_1 + grad_norm1_full_2  # f32[32, 2, 64]
     del grad_norm1_full_1, grad_norm1_full_2
-    grad_norm1_full_4 = grad_attn_wq @ p.attn_wq_weight  # f32[2, 32, 64]
-    grad_norm1_full = grad_norm1_full_3 + grad_norm1_full_4  # f32[16@dp,mb, 32, 64] partial(tp)
+    grad_norm1_full_4 = grad_attn_wq @ p.attn_wq_weight  # f32[32, 2, 64]
+    grad_norm1_full = grad_norm1_full_3 + grad_norm1_full_4  # f32[32, 16@dp,mb, 64] partial(tp)
     # reduce-scatter 8.0 KiB over tp, while what follows runs: each rank has a part of the sum in attn.wq and keeps its
-    # share of dim 1
-    grad_norm1_coming = comm.tp.start_reduce_scatter(grad_norm1_full, dim=1)  # f32[16@dp,mb, 32@tp, 64]
+    # share of dim 0
+    grad_norm1_turned_coming = comm.tp.start_reduce_scatter(grad_norm1_full, dim=0)  # f32[32@tp, 16@dp,mb, 64]
     functional.linear_add_grad_weight(g.attn_wo_weight, grad_attn_wo_full, attn_merged)  # f32[64, 64@tp] partial(dp,mb)
     del grad_attn_wo_full
     functional.linear_add_grad_weight(g.attn_wv_weight, grad_attn_wv, norm1_full)  # f32[32@tp, 64] partial(dp,mb)
     functional.linear_add_grad_weight(g.attn_wk_weight, grad_attn_wk, norm1_full)  # f32[32@tp, 64] partial(dp,mb)
     functional.linear_add_grad_weight(g.attn_wq_weight, grad_attn_wq, norm1_full)  # f32[64@tp, 64] partial(dp,mb)
     del norm1_full
-    grad_norm1 = grad_norm1_coming.wait()  # f32[16@dp,mb, 32@tp, 64]
+    grad_norm1 = grad_norm1_turned_coming.wait().transpose(0, 1)  # f32[16@dp,mb, 32@tp, 64]
     grad_x_1, grad_norm1_weight = functional.rms_norm_backward(
         grad_norm1, x, (64,), p.norm1_weight, norm1_rstd
     )  # f32[2, 16, 64]

@@ -1,0 +1,157 @@
+"""Put the sequence outermost where it is gathered and scattered, so that the parts of ranks lie one after the other.
+
+    x_full = all_gather(x, dim=1)    # [2, 32, 64]        x_turned = permute(x, (1, 0, 2))         # [16, 2, 64]
+    h      = linear(x_full, w)       # [2, 32, 176]       x_full   = all_gather(x_turned, dim=0)   # [32, 2, 64]
+    y_part = linear(h, v)            # [2, 32, 64]   ->   h        = linear(x_full, w)             # [32, 2, 176]
+    y      = reduce_scatter(y_part,  # [2, 16, 64]        y_part   = linear(h, v)                  # [32, 2, 64]
+                            dim=1)                        y_turned = reduce_scatter(y_part, dim=0) # [16, 2, 64]
+                                                          y        = permute(y_turned, (1, 0, 2))  # [2, 16, 64]
+
+Collectives move memory that is outermost. Along the second dimension of a batch of several, a gather's result and a
+scatter's operand are copied once more, whole; of a turned gather only the rank's own part is copied, and of a turned
+scatter nothing. What stands between the two works on rows and takes them in any order; a permutation takes the turn up.
+Where anything else reads the values in between, they stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from partc.layout import Sizes
+from partc.naming import unique
+from partc.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.rules import kernels
+from partc.rules.rule import integers
+
+_TURN = {0: 1, 1: 0}  # where the two first dimensions go
+_SEEDS = ("all_gather", "reduce_scatter")
+
+
+def outermost(program: Program) -> Program:
+    """Rewrite the forward graph of every region; those of backward are derived from it later."""
+    return replace(program, regions=tuple(_region(region, program.sizes) for region in program.regions))
+
+
+def _region(region: Region, sizes: Sizes) -> Region:
+    types = region.types(region.forward)
+    found = _Turns(region.forward, types, sizes)
+    turned: set[str] = set()
+    for op in region.forward.ops:
+        if found.is_seed(op):
+            turned |= found.around(op)
+    return replace(region, forward=_rewritten(region.forward, turned, types, found)) if turned else region
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Which values can be turned together."""
+
+    graph: Graph
+    types: Mapping[str, TensorType]
+    sizes: Sizes
+
+    def is_seed(self, op: Op) -> bool:
+        """Whether the collective copies more than it must: along the second dimension, of a first one of several."""
+        if op.name not in _SEEDS:
+            return False
+        where, shape = dict(op.attrs), self._shape(next(op.refs()))
+        is_second = (where["dim"], where.get("outer", 1)) == (1, 1) and len(shape) > 2
+        return is_second and shape[0] > 1 and self.sizes[str(where["axis"])] > 1
+
+    def around(self, seed: Op) -> set[str]:
+        """The values that turn with what the collective gathers or scatters; none where one of them cannot."""
+        makers = {value.name: op for op in self.graph.ops for value in op.results}
+        first = seed.result.name if seed.name == "all_gather" else next(seed.refs())
+        found, waiting = {first}, [first]
+        while waiting:
+            name = waiting.pop()
+            if name in self.graph.outputs or name not in makers or len(self._shape(name)) < 2:
+                return set()
+            near = [makers[name], *(op for op in self.graph.ops if name in op.refs())]
+            for place, op in enumerate(near):
+                more = self._with(op, makes=place == 0)
+                if more is None:
+                    return set()
+                waiting.extend(more - found)
+                found |= more
+        return found
+
+    def _with(self, op: Op, *, makes: bool) -> set[str] | None:
+        """The other values of an operation that turn if one of them does; None if the operation works in one order."""
+        if op.name == "permute" or (self.is_seed(op) and makes == (op.name == "all_gather")):
+            return set()
+        results = {value.name for value in op.results}
+        match op.name:
+            case "linear":
+                return results | {next(op.refs())}
+            case "matmul" if len(self._shape([*op.refs()][1])) == 2:
+                return results | {next(op.refs())}
+            case "split" if int(integers(op.args[2])[0] if isinstance(op.args[2], tuple) else op.args[2]) > 1:  # type: ignore[arg-type]
+                return results | {*op.refs()}
+            case "slice" if isinstance(op.args[1], int) and op.args[1] > 1:
+                return results | {*op.refs()}
+            case "reshape":
+                before, after = self._shape(next(op.refs())), self._shape(op.result.name)
+                return results | {*op.refs()} if before[:2] == after[:2] else None
+        if kernels.kind(op) == "pointwise":
+            return self._elementwise(op, results)
+        return None
+
+    def _elementwise(self, op: Op, results: set[str]) -> set[str] | None:
+        whole, found = self._shape(op.result.name), results
+        for name in op.refs():
+            shape = self._shape(name)
+            if shape[:2] == whole[:2] and len(shape) == len(whole):
+                found = found | {name}
+            elif len(shape) > len(whole) - 2 and set(shape[: len(shape) - len(whole) + 2]) != {1}:
+                return None
+        return found
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self.types[name].layout.local_shape(self.sizes)
+
+
+def _rewritten(graph: Graph, turned: set[str], types: Mapping[str, TensorType], turns: _Turns) -> Graph:
+    taken = {*types}
+    ops: list[Op] = []
+    for op in graph.ops:
+        reads, makes = not turned.isdisjoint(op.refs()), any(value.name in turned for value in op.results)
+        results = tuple(_turned(value) if value.name in turned else value for value in op.results)
+        if not reads and not makes:
+            ops.append(op)
+        elif op.name == "all_gather":
+            [name] = op.refs()
+            part = _turned(Value(name=unique(f"{name}_turned", taken), type=types[name]))
+            ops.append(_permutation(name, part, op))
+            ops.append(replace(op, args=(Ref(part.name),), attrs=_outermost(op), results=results))
+        elif op.name == "reduce_scatter" and not makes:
+            part = replace(_turned(op.result), name=unique(f"{op.result.name}_turned", taken))
+            ops.append(replace(op, attrs=_outermost(op), results=(part,)))
+            ops.append(_permutation(part.name, op.result, op))
+        elif op.name == "permute":
+            order: Iterable[int] = integers(op.args[1])
+            order = [_TURN.get(dim, dim) if reads else dim for dim in order]
+            order = (order[1], order[0], *order[2:]) if makes else tuple(order)
+            ops.append(replace(op, args=(op.args[0], tuple(order)), results=results, choices=()))
+        else:
+            args = op.args
+            if op.name == "reshape":
+                shape = integers(op.args[1])
+                args = (op.args[0], (shape[1], shape[0], *shape[2:]))
+            ops.append(replace(op, args=args, results=results, choices=()))
+    return replace(graph, ops=tuple(ops))
+
+
+def _turned(value: Value) -> Value:
+    first, second, *rest = value.type.layout.dims
+    return replace(value, type=replace(value.type, layout=replace(value.type.layout, dims=(second, first, *rest))))
+
+
+def _permutation(name: str, result: Value, op: Op) -> Op:
+    order: tuple[Arg, ...] = (1, 0, *range(2, len(result.type.shape)))
+    return Op(name="permute", args=(Ref(name), order), results=(result,), source=op.source)
+
+
+def _outermost(op: Op) -> tuple[tuple[str, Arg], ...]:
+    return tuple((key, 0 if key == "dim" else value) for key, value in op.attrs)

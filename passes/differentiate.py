@@ -110,7 +110,8 @@ def _one_copy(graph: Graph, region: Region, sizes: Sizes) -> Graph:
         fits = all(
             len(shape) == last + 2 and shape[:last] == joined[:last] and shape[-1] == shapes[0][-1] for shape in shapes
         )
-        if op.args[1] not in (last, -1) or not fits:
+        dim = op.args[1] if len(op.args) > 1 else 0
+        if dim not in (last, -1) or not fits:
             continue
         heads = (*joined[:last], joined[last] // shapes[0][-1], shapes[0][-1])
         whole = Value(name=unique(f"{op.result.name}_heads", taken), type=_whole(op.result.type, heads))

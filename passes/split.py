@@ -47,6 +47,8 @@ def _split(region: Region) -> Region:
     kept = tuple(dict.fromkeys(name for op in rest for name in op.refs() if name not in own))
     if not first:
         kept = tuple(value.name for value in graph.inputs)
+    if not kept:  # gradients of weights that are constants
+        return region
     values = graph.definitions()
     return replace(
         region,

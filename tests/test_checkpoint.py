@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import partc
+from partc.runtime import ownership
 from partc.runtime.manifest import checkpoints, read
 from partc.runtime.tensors import load
 from tests.durable import TIED, build, losses, same_records, trained, whole
@@ -41,7 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_is_written(folder: Path) -> None:
     assert [path.name for path in checkpoints(folder / "full")] == ["step_00000006", "step_00000004", "step_00000002"]
-    assert sorted(path.name for path in (folder / "full").iterdir())[0] == "step_00000002"  # and nothing hidden
+    found = sorted(path.name for path in (folder / "full").iterdir())
+    assert found[:2] == [ownership.NAME, "step_00000002"]  # and nothing else hidden
     manifest = read(folder / "full" / "step_00000004")
     assert manifest.step == 4 and manifest.run["optimizer"] == "adamw" and manifest.run["seed"] == 0
     assert manifest.tensors["embed.weight"].shape == (23, 16)  # 24 rows are held
@@ -147,7 +149,8 @@ def test_only_the_newest_are_kept(folder: Path, tmp_path: Path) -> None:
     (save / ".step_00000001.interrupted").mkdir(parents=True)
     (save / "notes.txt").write_text("mine")
     trained(package, "--steps", 4, "--save", save, "--save-every", 1, "--keep", 2, "--optimizer", "sgd")
-    assert sorted(path.name for path in save.iterdir()) == ["notes.txt", "step_00000003", "step_00000004"]
+    found = sorted(path.name for path in save.iterdir())
+    assert found == [ownership.NAME, "notes.txt", "step_00000003", "step_00000004"]
     said = trained(package, "--steps", 5, "--save", save, "--save-every", 1, "--keep", 2, "--resume")
     assert "after step 4" in said and [path.name for path in checkpoints(save)] == ["step_00000005", "step_00000004"]
     assert read(save / "step_00000005").run["optimizer"] == "sgd"  # as before

@@ -109,7 +109,7 @@ def main(argv: Sequence[str], root: Path) -> int:
             stopped = _train_virtual(job, stack) if job.virtual else _train_this_rank(job)
     except UsageError as error:
         if not error.alike or os.environ.get("RANK", "0") == "0":
-            print(error, file=sys.stderr, flush=True)
+            _say(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -428,8 +428,10 @@ def _stopped(job: Job, rank: Rank) -> bool:
     return stopped
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    """Names in it may have any character: a terminal shows them, and obeys none."""
+    shown = (c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
+    print("".join(shown), file=sys.stderr, flush=True)
 
 
 def _write_report(job: Job, folder: Path, rank: Rank, device: torch.device) -> None:

@@ -185,7 +185,7 @@ def test_a_check_that_does_not_hold_exits_with_1(
     stage.write_text(changed)
     assert main(["verify", str(wrong), "--virtual", "--steps", "1"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step 0   loss ") and "worst of " in lines[1] and "of 1e-10 allowed" in lines[1]
+    assert lines[0].startswith("step 1   loss ") and "worst of " in lines[1] and "of 1e-10 allowed" in lines[1]
     assert lines[2] == "NOT equal to the single-device model"
 
 

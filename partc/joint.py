@@ -26,7 +26,28 @@ _NOTHING = frozenset(
 _FILLED: Mapping[str, int | None] = {
     "zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "full_like": None, "new_full": None, "fill": None,
 }  # fmt: skip
-_LINEAR = frozenset({"neg", "add", "sub", "sum", "expand", "permute", "t", "transpose", "_to_copy", "all_reduce"})
+_BILINEAR = frozenset(
+    {"mul", "mm", "bmm", "linear_grad_input", "linear_grad_weight", "matmul_grad_left", "matmul_grad_right"}
+)
+_LINEAR = frozenset(
+    {
+        "linear_grad_bias",
+        "reduce_scatter",
+        "all_gather",
+        "take",
+        "put",
+        "neg",
+        "add",
+        "sub",
+        "sum",
+        "expand",
+        "permute",
+        "t",
+        "transpose",
+        "_to_copy",
+        "all_reduce",
+    }
+)
 _IGNORED_ATTRS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"})
 _CUT = ("dim", "outer", "axis")
 _COLLECTIVE_ATTRS: Mapping[str, tuple[str, ...]] = {
@@ -122,7 +143,7 @@ def _is_zero(node: fx.Node) -> bool:
     if name in _FILLED or name in ("zeros", "full"):
         number = 0 if name == "zeros" else node.args[-1] if _FILLED.get(name) is None else _FILLED[name]
         return isinstance(number, int | float) and number == 0
-    if name == "mul":
+    if name in _BILINEAR:
         return any(map(_is_zero, node.all_input_nodes))
     linear = name in _NOTHING or name in _RESHAPES or name in _LINEAR
     return linear and bool(node.all_input_nodes) and all(map(_is_zero, node.all_input_nodes))

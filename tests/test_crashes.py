@@ -93,6 +93,7 @@ HOLDS = {
         body="w(x) + self.c(self.h(x))", init=("h = nn.Linear(8, 0)", "c = nn.Linear(0, 8)"), mesh="2x2"
     ),
     "copysign of a parameter": Case(body="w(x) * torch.copysign(torch.ones_like(p), p)", init=VECTORS),
+    "copysign of a layer": Case(body="x * torch.copysign(p, w(x))", init=VECTORS),
     "sgn of a parameter": Case(body="w(x) * torch.sgn(p)", init=VECTORS),
     "floor of a parameter": Case(body="w(x) * torch.floor(p)", init=VECTORS),
     "repeats with a size": Case(

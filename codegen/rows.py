@@ -48,7 +48,7 @@ class Tiling:
     @property
     def cuts_rows(self) -> bool:
         """Whether some of a tile's rows aren't there."""
-        return self.high * self.programs * self.steps != self.rows
+        return self.steps > 1 or self.high * self.programs != self.rows
 
     @property
     def cuts_columns(self) -> bool:
@@ -57,7 +57,8 @@ class Tiling:
     @property
     def reach(self) -> int:
         """Elements of all tiles, with those that aren't there: their places are computed before they are masked."""
-        return self.high * self.programs * self.steps * self.wide * self.across
+        most = 2 * self.high * self.programs if self.steps > 1 else 0  # which a candidate takes in a step
+        return (max(self.rows, self.high * self.programs) + most) * self.wide * self.across
 
     @property
     def warps(self) -> int:
@@ -118,13 +119,31 @@ class Rows(Kernel):
 
     @property
     def configuration(self) -> Configuration:
-        return {"ROWS": self.tiling.high, "COLUMNS": self.tiling.wide, "num_warps": self.tiling.warps}
+        loop = {"PROGRAMS": self.tiling.programs, "STAGES": 1} if self.tiling.steps > 1 else {}
+        return {"ROWS": self.tiling.high, "COLUMNS": self.tiling.wide, **loop, "num_warps": self.tiling.warps}
 
     @property
     def candidates(self) -> list[Configuration]:
-        """Warps whose threads have 16 elements each or more, and 32 or fewer: with others, derivatives spill."""
+        """Warps whose threads have 16 elements each or more, and 32 or fewer: with others, derivatives spill.
+
+        Where programs take several tiles one after the other: also smaller tiles, half and twice as many programs, and
+        loads of the next tile while one is computed.
+        """
         least, most = self.tiling.high * self.tiling.wide // 1024, max(8, self.tiling.warps)
-        return [each for each in super(Rows, self).candidates if least <= each["num_warps"] <= most]
+        found = [each for each in super(Rows, self).candidates if least <= each["num_warps"] <= most]
+        if self.tiling.steps > 1:
+            own, programs = self.configuration, self.tiling.programs
+            found += [{**own, "PROGRAMS": each} for each in (programs // 2, 2 * programs) if each]
+            found += [{**own, "STAGES": 2}]
+            if self.tiling.high > 1:
+                small = {**own, "ROWS": self.tiling.high // 2, "num_warps": max(4, self.tiling.warps // 2)}
+                found += [small, {**small, "PROGRAMS": 2 * programs}, {**small, "STAGES": 2}]
+        return found
+
+    @property
+    def programs(self) -> str:
+        """How many there are, as its launcher knows it."""
+        return 'CONFIGURATION["PROGRAMS"]' if self.tiling.steps > 1 else str(self.tiling.programs)
 
     @property
     def written(self) -> list[Result]:
@@ -135,7 +154,8 @@ class Rows(Kernel):
     @property
     def parameters(self) -> list[str]:
         made = [*(f"{result.name}_ptr" for result in self.written), *(f"{part.name}_ptr" for part in self.parts)]
-        return [*self.read, *made, "ROWS: tl.constexpr", "COLUMNS: tl.constexpr"]
+        loop = ("PROGRAMS: tl.constexpr", "STAGES: tl.constexpr") if self.tiling.steps > 1 else ()
+        return [*self.read, *made, "ROWS: tl.constexpr", "COLUMNS: tl.constexpr", *loop]
 
     @property
     def parts(self) -> list[Parts]:
@@ -145,7 +165,8 @@ class Rows(Kernel):
 
     def place(self, total: Sum) -> str:
         """The row of its parts that a program writes."""
-        return f"({total.row * self.tiling.programs} + program)" if total.row else "program"
+        programs = "PROGRAMS" if self.tiling.steps > 1 else str(self.tiling.programs)
+        return f"({total.row} * {programs} + program)" if total.row else "program"
 
     @property
     def added(self) -> list[str]:
@@ -246,7 +267,19 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     each = (variables(shape[:first], "r"), variables(shape[first:], "c"))
     index: Index = tuple(ZERO if loop.size == 1 else loop.symbol for loops in each for loop in loops)
     every = {loop.symbol: loop.size for loops in each for loop in loops}
-    own = ["row", "column", "in_rows", "in_columns", "inside", "program", "step", "ROWS", "COLUMNS"]
+    own = [
+        "row",
+        "column",
+        "in_rows",
+        "in_columns",
+        "inside",
+        "program",
+        "step",
+        "ROWS",
+        "COLUMNS",
+        "PROGRAMS",
+        "STAGES",
+    ]
     own += [f"{name}_{number}" for name in ("row", "column") for number in range(len(shape))]
     lowering = draft.lowering(own, every, columns=index[first:])
     statistic: Index = (*index[:first], *(ZERO for _ in index[first:]))

@@ -190,6 +190,25 @@ def test_every_candidate_makes_the_same(tmp_path: Path) -> None:
         assert several > 2 * len(kernels)
 
 
+def test_loops_over_tiles_make_the_same_in_every_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other numbers of programs, smaller tiles and loads ahead: rows are as many, and sums the same to rounding."""
+    import importlib
+
+    monkeypatch.setattr("partc.codegen.rows.TILE", 64)
+    monkeypatch.setattr("partc.codegen.rows.PROGRAMS", 3)
+    built = partc.compile(Path(__file__).parent / "models/tied.py", mesh="1", kernels="triton", precision="fp64")
+    package = built.write(tmp_path / "b")
+    with imported_from(package):
+        kernels = kernels_of(importlib.import_module("kernels"))
+        looped = [each for each in kernels if "PROGRAMS" in each.candidates[0]]
+        assert looped and all(len({each["PROGRAMS"] for each in one.candidates}) == 3 for one in looped)
+        for each in looped:
+            right = made(each, each.candidates[0])
+            for choice in each.candidates[1:]:
+                for mine, theirs in zip(made(each, choice), right, strict=True):
+                    torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
 def made(kernel: Kernel, choice: Mapping[str, int]) -> list[Tensor]:
     """What a launch makes, and what it is given, which it may write over."""
     torch.manual_seed(0)

@@ -216,7 +216,7 @@ def _dims(w: Writer, op: Op) -> tuple[tuple[int, ...], bool]:
     rank = len(w.shape(op.args[0]))
     given = argument(op, 1, "dim")
     dims = (given,) if isinstance(given, int) else given
-    named = [number(dim) % rank for dim in dims] if isinstance(dims, tuple) else []
+    named = [number(dim) % rank for dim in dims] if isinstance(dims, tuple) and rank else []
     return tuple(sorted(named or range(rank))), bool(argument(op, 2, "keepdim", False))
 
 
@@ -230,7 +230,7 @@ def _mean(w: Writer, op: Op) -> None:
 
 def _softmax(w: Writer, op: Op) -> None:
     rank = len(op.result.type.shape)
-    w.add(op, op.name.removeprefix("_"), (_as_float(w, op), number(op.args[1]) % rank))
+    w.add(op, op.name.removeprefix("_"), (_as_float(w, op), number(op.args[1]) % max(rank, 1)))
 
 
 def _rms_norm(w: Writer, op: Op) -> None:

@@ -25,9 +25,9 @@ from partc.runtime.job import parse
 from partc.runtime.layout import Shard
 from partc.runtime.tensors import load
 
-# What rounding alone may do. fp64 leaves no room for anything else; fp32 sums in another order. Parameters below fp64
-# are measured against the update from the package's own gradients, in fp32 on both sides. Constants are what no
-# gradient reaches: buffers, and parameters that stay as they are.
+# What rounding alone may do. fp64 leaves no room for anything else; fp32 sums in another order. Parameters are measured
+# against torch.optim's update from the package's own gradients, which are measured against the model's. Constants are
+# what no gradient reaches: buffers, and parameters that stay as they are.
 TOLERANCES: Mapping[str, Mapping[str, float]] = {
     "fp64": {"loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10, "constant": 1e-10},
     # Against torch's autocast, which rounds in other places: activations have 8 (bf16) or 11 (fp16) bits.
@@ -103,11 +103,10 @@ def verify(
             Difference(kind="loss", name="loss", rel_err=relative_error(mine, theirs, abs(theirs)), step=step + 1)
             for step, (mine, theirs) in enumerate(zip(losses, reference_losses, strict=True))
         ]
-        updates = None if plan["precision"] == "fp64" else _Updates(plan, start[0], recipe)
+        updates = _Updates(plan, start[0], recipe)
         for step, (tensors, _) in enumerate(reference_steps):
             recorded = _recorded(plan, folder / "record", step + 1)
-            expected = tensors if updates is None else updates.after(recorded, tensors)
-            differences += _compare_step(plan, recorded, step + 1, expected)
+            differences += _compare_step(plan, recorded, step + 1, updates.after(recorded, tensors))
     tolerances = TOLERANCES[_rounding(plan)]
     worst = max(differences, key=lambda difference: difference.rel_err / tolerances[difference.kind])
     return VerifyResult(
@@ -220,8 +219,8 @@ def _holders(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> Iterator[tupl
 class _Updates:
     """torch's optimizer on the gradients that the package made: what its parameters must be, almost exactly.
 
-    In fewer bits than 64 two trainings part ways where a gradient is nothing but rounding, which Adam divides by its
-    own size: parameters are no measure of each other then, but the update from equal gradients is.
+    Two trainings part ways where a gradient is nothing but rounding, as that of a bias before a norm: Adam divides it by
+    its own size. Their parameters are no measure of each other then, but the update from equal gradients is.
     """
 
     def __init__(self, plan: Mapping[str, Any], start: Mapping[str, Tensor], recipe: Mapping[str, Any]) -> None:

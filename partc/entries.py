@@ -30,7 +30,7 @@ PACKAGES: Mapping[str, Entry] = {
         "`partc verify`, `run` and `inspect` take a folder that `partc compile` wrote; plan.json is its mark.",
     ),
     "P0504": Entry(
-        "a verification or run of no steps, or an option that a verification does not take",
+        "a run or verification of no steps, or an option that verify does not take",
         "--steps is 1 or more. `partc verify` starts from the seed and keeps nothing: of train.py's options it takes "
         "those of the optimizer, such as --optimizer, --lr, --weight-decay, --clip, --accumulate and --warmup.",
     ),

@@ -50,6 +50,9 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
         model.zero_grad(set_to_none=True)
         numbers = range(step * update.accumulate, (step + 1) * update.accumulate)
         total = sum(_backward(module, model, plan, seed, number, update.accumulate) for number in numbers)
+        for _, x in names:
+            if x.grad is not None:
+                x.grad = x.grad.clone()  # that of sgn and its like has no memory to write to
         recorded = {f"gradient/{name}": x.grad.clone() for name, x in names if x.grad is not None}
         update.step()
         save(folder / f"step_{step + 1:04d}.safetensors", recorded | _state(model), {"loss": repr(total)})

@@ -153,7 +153,7 @@ def test_logits_far_from_each_other(kernels: Kernels, vast: Tensor) -> None:
     torch.testing.assert_close(made["nll"], right, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "wide"), [(2**18, False), (2**18 + 1, True)])
+@pytest.mark.parametrize(("rows", "wide"), [(2**18 - 2**10, False), (2**18 + 1, True)])
 def test_indices_have_64_bits_where_results_have_so_many_elements(rows: int, wide: bool) -> None:
     """Too many to run: it can be read."""
     shape = f"{rows}, {2**13 - (0 if wide else 1)}"

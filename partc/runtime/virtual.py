@@ -173,23 +173,22 @@ class VirtualAxis(Axis):
         return self._meet("reduce_scatter", x, lambda parts: [row.clone() for row in _reduced(parts, "sum")])
 
     def _all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
-        going = [(self._all_gather(part), whole) for part, whole in zip(parts, wholes, strict=True)]
+        sizes = [part.numel() for part in parts]
 
-        def finish() -> None:
-            for pending, whole in going:
-                whole.copy_(pending.wait().view(whole.shape))
+        def place(rows: Tensor) -> None:
+            for whole, columns in zip(wholes, rows.split(sizes, 1), strict=True):
+                whole.view(columns.shape).copy_(columns)
 
-        return Pending(finish)
+        return self._all_gather(torch.cat([part.view(-1) for part in parts])).then(place)
 
     def _reduce_scatter_many(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending[None]:
-        rows = [whole.view(self.size, *part.shape) for whole, part in zip(wholes, parts, strict=True)]
-        going = [(self._reduce_scatter(x), part) for x, part in zip(rows, parts, strict=True)]
+        sizes = [part.numel() for part in parts]
 
-        def finish() -> None:
-            for pending, part in going:
-                part.copy_(pending.wait())
+        def place(row: Tensor) -> None:
+            for part, piece in zip(parts, row.split(sizes), strict=True):
+                part.view(-1).copy_(piece)
 
-        return Pending(finish)
+        return self._reduce_scatter(torch.cat([whole.view(self.size, -1) for whole in wholes], 1)).then(place)
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
         return self._meet(

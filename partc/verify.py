@@ -219,7 +219,7 @@ def _holders(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> Iterator[tupl
 class _Updates:
     """torch's optimizer on the gradients that the package made: what its parameters must be, almost exactly.
 
-    Two trainings part ways where a gradient is nothing but rounding, as that of a bias before a norm: Adam divides it by
+    Two trainings part ways where a gradient is nothing but rounding, as of a bias before a norm: Adam divides it by
     its own size. Their parameters are no measure of each other then, but the update from equal gradients is.
     """
 

@@ -523,7 +523,7 @@ def test_a_device_that_stands_still_ends_the_run(monkeypatch: pytest.MonkeyPatch
     said: list[Any] = []
     ended = threading.Event()
 
-    def leave(why: str, rank: int, doing: str, code: int, *, linger: float = 0.0) -> None:
+    def leave(why: str, rank: int, doing: str, code: int, **how: object) -> None:
         said.append((why, rank, doing, code))
         ended.set()
         raise RuntimeError("left")

@@ -1,7 +1,11 @@
 """Every private torch name that partc uses, so that a torch upgrade has one place to look."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._library import simple_registry
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.proxy import TracerBase
@@ -23,4 +27,20 @@ __all__ = [
     "TracerBase",
     "aot_export_joint_simple",
     "below_autograd",
+    "without_order",
 ]
+
+
+@contextmanager
+def without_order() -> Iterator[None]:
+    """Trace the checks of linear algebra as operations without effects.
+
+    Newer releases of torch thread a token through a graph to keep their order, as one more input and output.
+    """
+    holder = simple_registry.singleton.find("aten::_linalg_check_errors").effect
+    before = holder.effect
+    holder.register(None)
+    try:
+        yield
+    finally:
+        holder.register(before)

@@ -33,7 +33,7 @@ from partc.naming import unique
 from partc.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
 from partc.rules.rule import integers
 from partc.saving import changed_buffers
-from partc.torch_private import FakeTensorMode, aot_export_joint_simple
+from partc.torch_private import FakeTensorMode, aot_export_joint_simple, without_order
 
 
 def differentiate(program: Program) -> Program:
@@ -174,7 +174,8 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
             for value in arguments
         ]
     try:
-        return aot_export_joint_simple(local_forward, tuple(tensors), trace_joint=True)  # type: ignore[return-value]
+        with without_order():
+            return aot_export_joint_simple(local_forward, tuple(tensors), trace_joint=True)  # type: ignore[return-value]
     except RuntimeError as error:
         found = re.search(r"derivative for (?:aten::)?(\w+) is not implemented", str(error))
         if found is None:

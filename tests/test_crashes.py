@@ -74,6 +74,19 @@ HOLDS = {
     "batch of matrices @ vector": Case(body="w(x) @ p", init=VECTORS, batch=CUBE, mesh="2x2"),
     "distances of the batch's own rows": Case(body="torch.cdist(w(x), w(x) + 1)", mesh="2"),
     "distances of batches": Case(body="torch.cdist(w(x), x)", batch=CUBE, mesh="2x2"),
+    "inverse of a matrix": Case(
+        body="w(x) @ torch.linalg.inv(q.T @ q + torch.eye(8))", init=("q = nn.Parameter(torch.randn(8, 8))",)
+    ),
+    "systems of equations": Case(
+        body="torch.linalg.solve(w(x)[:, :, None] * x[:, None] / 40 + torch.eye(8), x[:, :, None])",
+        mesh="dp=2,tp=2",
+        microbatches=2,
+    ),
+    "Cholesky factor": Case(
+        body="w(x) @ torch.linalg.cholesky(q.T @ q + torch.eye(8))",
+        init=("q = nn.Parameter(torch.randn(8, 8))",),
+        mesh="dp=2",
+    ),
     "exponential of a matrix": Case(body="w(x) @ torch.matrix_exp(q)", init=("q = nn.Parameter(torch.randn(8, 8))",)),
     "spectral norm": Case(
         body="self.sn(w(x))", init=("sn = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4))",), mesh="2"

@@ -9,6 +9,11 @@ from partc.codegen.collectives import local_bytes
 from partc.layout import Sizes
 from partc.program import VIEWS, Graph, Op, Ref
 
+# Operations of ATen, and of partc, that give another sight of their first operand's memory, or may.
+_SIGHTS = frozenset({
+    "to", "take", "detach", "contiguous", "diagonal", "unfold", "select", "narrow", "squeeze", "unsqueeze", "t",
+    "transpose", "view", "view_as", "movedim", "as_strided", "unbind", "chunk", "real", "imag", "flatten",
+})  # fmt: skip
 # A peak this close to the lowest one is not worth another line.
 _CLOSE = 1.1
 
@@ -25,7 +30,7 @@ class _Storage:
 
 def shares_memory(op: Op) -> bool:
     """Whether an operation's result may be another sight of its first operand."""
-    return op.name in VIEWS or op.name == "to"
+    return op.name in VIEWS or op.name in _SIGHTS
 
 
 def overwritten(op: Op) -> dict[int, int]:

@@ -54,8 +54,8 @@ def without_kernel(program: Program) -> Iterator[str]:
 def _case(op: Op, region: Region, sizes: Mapping[str, int]) -> Case:
     types = region.types(region.forward)
     q, k, v = (types[arg.name].layout.local_shape(sizes) for arg in op.args[:3] if isinstance(arg, Ref))
-    lse = op.results[1].name
-    backward = [each for graph in region.graphs[1:] for each in graph.ops if lse in each.refs()]
+    kept = {value.name for value in op.results[1:]}  # log-sum-exps, where a gradient passes
+    backward = [each for graph in region.graphs[1:] for each in graph.ops if kept.intersection(each.refs())]
     dtype = next(types[arg.name].dtype for arg in op.args[:1] if isinstance(arg, Ref))
     return Case(
         dtype=DTYPES[dtype],

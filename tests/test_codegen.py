@@ -17,8 +17,9 @@ from partc.codegen.calls import runs
 from partc.codegen.collectives import comment
 from partc.codegen.expressions import expression
 from partc.codegen.formatting import formatted
+from partc.codegen.functions import region_code
 from partc.codegen.lifetimes import deletions
-from partc.codegen.names import Names, class_name, identifier
+from partc.codegen.names import Names, class_name, identifier, region_names
 from partc.codegen.operands import Operands
 from partc.codegen.package import files, render, stage_module
 from partc.codegen.views import without_idle_views
@@ -521,3 +522,19 @@ def test_a_collective_says_what_moves_and_why() -> None:
     assert said[4] == (
         "reduce-scatter 384 B over tp: each rank has a part of the sum in attn.wo and keeps its share of dim 1"
     )
+
+
+@pytest.mark.parametrize("sight", ["unfold", "diagonal", "detach"])
+def test_a_sum_over_ranks_never_overwrites_what_another_name_shows(sight: str) -> None:
+    """The operand of the all-reduce shares memory with a value that is read later."""
+    ops = (
+        op("h: f32[4, 4]", "exp", "x"),
+        op("seen: f32[4, 4]", sight, "h"),
+        op("whole: f32[4, 4]", "all_reduce", "seen", axis="tp"),
+        op("out: f32[4, 4]", "add", "whole", "h"),
+    )
+    graph = Graph(inputs=(value("x", "f32[4, 4]"),), ops=ops, outputs=("out",))
+    alone = Region(name="one", params=(), forward=graph)
+    code = region_code(alone, {"tp": 2}, "", "", region_names(["one"])["one"])
+    text = "\n".join(line.code for line in code.forward.lines)
+    assert "tp.all_reduce(" in text and "all_reduce_(" not in text

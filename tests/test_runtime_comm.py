@@ -194,10 +194,14 @@ def test_processes(tmp_path: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    from partc.runtime.distributed import DistributedComm, meet
+    from partc.runtime.distributed import DistributedComm
+    from partc.runtime.meeting import meet, world
+    from partc.runtime.signals import Caught
 
-    timeout = datetime.timedelta(seconds=30)
-    store, rank = meet(SIZE, timeout)
+    timeout, place = datetime.timedelta(seconds=30), world()
+    rank = place.rank
+    with Caught(checkpoints=False) as caught:
+        store = meet(place, 30.0, caught)
     comm = DistributedComm(
         rank=rank,
         coordinate={"tp": rank},

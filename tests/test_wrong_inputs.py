@@ -113,7 +113,7 @@ CONFIGURATIONS: list[tuple[str | bytes | dict[str, Any], str]] = [
     ({"id2label": 7}, "P0231"), ({"image_size": [3, 4, 5]}, "P0231"), ({"image_size": "4"}, "P0231"),
     ({"architectures": [], "model_type": "zz"}, "P0232"), ({"architectures": ["ZzForCausalLM"]}, "P0232"),
     ({"architectures": ["Zz"]}, "P0232"), ({"architectures": ["x; import osForCausalLM"]}, "P0232"),
-    ({"model_type": 3}, "P0205"), ({"num_attention_heads": 5}, "P0205"), ({"hidden_size": -4}, "P0205"),
+    ({"model_type": 3}, "P0231"), ({"num_attention_heads": 5}, "P0205"), ({"hidden_size": -4}, "P0205"),
     ({"hidden_size": "big"}, "P0205"), ({"hidden_size": 32.5}, "P0205"), ({"hidden_size": 2**70}, "P0205"),
     ({"vocab_size": "many"}, "P0231"), ({"hidden_act": "zzz"}, "P0205"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "P0206"),

@@ -18,9 +18,9 @@ WORKERS ?= 2
 .PHONY: demo test models strategies independent fuzz check bench clean
 
 demo: $(VENV)/.partc
-	$(BIN)/partc compile examples/gpt.py --mesh $(MESH) --microbatches 4 -o $(BUILD)
-	$(BIN)/partc verify $(BUILD)
-	$(BIN)/partc run $(BUILD) --steps 20
+	$(BIN)/partc compile examples/gpt.py --mesh $(MESH) --microbatches 4 -o "$(BUILD)"
+	$(BIN)/partc verify "$(BUILD)"
+	$(BIN)/partc run "$(BUILD)" --steps 20
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --durations=10 -m "not matrix" $(ARGS)

@@ -229,7 +229,7 @@ class _Updates:
         self._values = {
             name: nn.Parameter(start[f"parameter/{name}"].clone())
             for name, entry in self._entries.items()
-            if entry["dtype"][0] in "bf"
+            if start[f"parameter/{name}"].is_floating_point()
         }
         settings = {name: value for name, value in recipe.items() if name != "seed"}
         self._update = Update(self._values, **settings)

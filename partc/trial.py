@@ -212,7 +212,7 @@ def _gradients(outputs: Sequence[Tensor], roots: Sequence[Tensor], arriving: Seq
 def _draws(op: Op, types: Sequence[TensorType], dtype: torch.dtype) -> Iterator[_Draw]:
     """Operands that the operator takes, of several kinds, and its results; of the same each time it runs.
 
-    Labels, signs and probabilities are different kinds of numbers: of few operands, each may be of each kind.
+    Operands may have to be normals, signs or probabilities. If there are few operands, every combination is tried.
     """
     numbers = [index for index, type in enumerate(types) if type.differentiable]
     mixed = (

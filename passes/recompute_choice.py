@@ -69,7 +69,7 @@ def frontier(choice: Choice) -> tuple[Point, ...]:
 
 
 class _Limit:
-    """A row of numbers and the most that their sum may be, in the solver's unit.
+    """A row of coefficients and the upper bound of their sum, in the solver's unit.
 
     Numbers above the limit count as just above it: the solver's tolerance is a share of the largest.
     """

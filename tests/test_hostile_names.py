@@ -113,7 +113,7 @@ def test_the_text_of_an_option_reaches_the_model_as_it_is(text: str, plain: Path
 
 
 def runs(path: Path) -> list[str]:
-    """Calls in an emitted file that only a payload has."""
+    """Yields the calls in an emitted file that only a payload could have written."""
     calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     return [call.id for call in calls if isinstance(call, ast.Name) and call.id in ("open", "alert")]
 
@@ -153,7 +153,7 @@ def test_files_of_hostile_names(name: str, tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("text", [PAYLOADS[0], PAYLOADS[4]])
 def test_classes_of_hostile_names(text: str, tmp_path: Path) -> None:
-    """Given as an object, whose file is imported by its module's name."""
+    """A model given as an object: its package imports the file by the module's name."""
     kind = type(text, (nn.Linear,), {"__module__": "torch.nn"})
     model = nn.Sequential(nn.Linear(4, 4), kind(4, 1))
     try:

@@ -166,27 +166,28 @@ LOSSES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("wrong", CASES)
-def test_a_wrong_model_file(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes, code, line = CASES[wrong]
+def changed(changes: Changes) -> str:
+    """The text of the right model file after some changes, each of which finds its place."""
     text = PLAIN
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
-    refused(text, code, line, tmp_path, capsys)
+    return text
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrong", CASES)
+def test_a_wrong_model_file(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes, code, line = CASES[wrong]
+    refused(changed(changes), code, line, tmp_path, capsys)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("wrong", CAUSES)
 def test_the_cause_is_named_in_three_lines(wrong: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     changes, cause, help = CAUSES[wrong]
-    text = PLAIN
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
     path = tmp_path / "net.py"
-    path.write_text(text)
+    path.write_text(changed(changes))
     assert main(["compile", str(path), "--mesh", "2", "-o", str(tmp_path / "build")]) == 2
     err = capfd.readouterr().err
     first, second, *more = err.splitlines()

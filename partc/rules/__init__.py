@@ -212,7 +212,7 @@ def is_cheap(op: Op, activations: Collection[str]) -> bool:
 
 
 def demands_dense(op: Op, position: int) -> bool:
-    """Whether the kernel reads an argument as dense memory. Of other libraries' operators that is unknown: they may."""
+    """True if the kernel reads this argument as dense memory. Operators of other libraries are assumed to do so."""
     return "::" in op.name or position in DENSE.get(op.name, ())
 
 

@@ -127,7 +127,7 @@ def attention_dropout(
     p: float,
     draw: Draw,
 ) -> tuple[Tensor, Tensor]:
-    """Attention that drops weights out: out[b, h, s, v] and the log-sum-exps of the rows before that.
+    """Attention with dropout of its weights: out[b, h, s, v], and the log-sum-exps of the score rows before dropout.
 
     `draw` has the numbers of all weights [b, h, s, t]; backward draws them again.
     """

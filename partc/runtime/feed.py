@@ -28,17 +28,14 @@ class Feed:
         if not self._ahead:
             return self._make(number)
         if not self._coming or self._coming[0].number != number:
-            self._coming = deque([self._started(number, None)])
+            self._coming = deque([_Coming(number, self._made, None)])
         coming = self._coming.popleft()
         part = coming.result()
         last = self._coming[-1] if self._coming else coming
         while len(self._coming) < self._ahead and last.number + 1 < self._end:
-            last = self._started(last.number + 1, last)
+            last = _Coming(last.number + 1, self._made, last)
             self._coming.append(last)
         return part
-
-    def _started(self, number: int, before: _Coming | None) -> _Coming:
-        return _Coming(number, self._made, before)
 
     def _made(self, number: int) -> Part:
         part = self._make(number)

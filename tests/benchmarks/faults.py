@@ -184,11 +184,11 @@ def _until_saving(save: Path, log: Path, before: int) -> None:
 
 
 def _steps(log: Path) -> int:
-    """The last step in the log."""
+    """The number of the last step in the log; steps count from 1."""
     lines = log.read_text().splitlines() if log.exists() else []
     for line in reversed(lines):
         try:
-            return int(json.loads(line)["step"]) + 1
+            return int(json.loads(line)["step"])
         except ValueError:  # half a line
             continue
     return 0

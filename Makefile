@@ -6,6 +6,8 @@
 # make fuzz    random programs, meshes and schedules for 10 minutes (MINUTES=2 SEED=7)
 # make check   formatting, lint, types
 # make bench   compile times and step times
+# make docs    the pages of docs/ as a site in site/; warnings are errors
+# make refresh the quoted code and pictures of README.md and docs/, made anew
 # Each sets up .venv by itself. Another interpreter: make PYTHON=python3.12 demo
 
 PYTHON ?= python3
@@ -15,7 +17,7 @@ MESH ?= 2x2x2
 BUILD ?= build
 WORKERS ?= 2
 
-.PHONY: demo test models strategies independent fuzz check bench clean
+.PHONY: demo test models strategies independent fuzz check bench docs refresh clean
 
 demo: $(VENV)/.partc
 	$(BIN)/partc compile examples/gpt.py --mesh $(MESH) --microbatches 4 -o "$(BUILD)"
@@ -45,6 +47,12 @@ check: $(VENV)/.dev
 bench: $(VENV)/.dev
 	for benchmark in tests/benchmarks/compile_time.py tests/benchmarks/step_time.py; do $(BIN)/python $$benchmark || exit 1; done
 
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict --quiet
+
+refresh: $(VENV)/.dev
+	$(BIN)/python -m tests.documentation
+
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 
@@ -60,3 +68,7 @@ $(VENV)/.partc: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
 	@touch $@ $(VENV)/.partc
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@

@@ -189,7 +189,7 @@ PACKAGES: Mapping[str, Entry] = {
     ),
     "P0604": Entry(
         "no pass has this name",
-        "The passes, in order, are listed in passes/__init__.py and in the README; `trace` names the program "
+        "The passes, in order, are listed in passes/__init__.py and docs/architecture.md; `trace` names the program "
         "before the first of them, `all` every one.",
     ),
     "P0605": Entry(

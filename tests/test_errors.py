@@ -88,7 +88,9 @@ def test_transformers_is_not_installed(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_codes_named_in_the_documentation_exist() -> None:
-    assert set(ANYWHERE.findall((ROOT / "README.md").read_text())) <= set(CATALOGUE)
+    pages = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    named = {code for page in pages for code in ANYWHERE.findall(page.read_text())}
+    assert named and named <= set(CATALOGUE)
 
 
 def test_the_catalogue_is_ordered_and_complete() -> None:

@@ -155,7 +155,7 @@ def test_verify_virtual(package: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_readmes_model_file_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "README.md").read_text().split("```python\n", 1)[1].split("```", 1)[0]
+    text = (ROOT / "README.md").read_text().split("```python\n# mine.py\n", 1)[1].split("```", 1)[0]
     path, folder = model_file(tmp_path, text), str(tmp_path / "build")
     assert main(["compile", path, "--mesh", "1x2x2", "--microbatches", "2", "-D", "width=20", "-o", folder]) == 0
     assert main(["verify", folder, "--virtual", "--steps", "2"]) == 0

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from partc.codegen.calls import Run
-from partc.codegen.collectives import moved
 from partc.codegen.source import Function, Line, RegionCode
 from partc.codegen.weights import counted, strings
-from partc.parts import Kind, Parts
-from partc.program import Call, Phase, Program, TensorType, Transfer
+from partc.communication.descriptions import moved
+from partc.communication.parts import Kind, Parts
+from partc.ir.program import Call, Phase, Program, TensorType, Transfer
 from partc.quoting import literal, literal_template
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from partc.program import Call, Program, Region
+from partc.ir.program import Call, Program, Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

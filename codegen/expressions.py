@@ -9,8 +9,8 @@ import torch
 
 from partc.codegen import losses
 from partc.codegen.operands import DTYPES, Emit, Operands, arguments
-from partc.layout import Layout, SubDim
-from partc.program import Op, Ref
+from partc.ir.layout import Layout, SubDim
+from partc.ir.program import Op, Ref
 from partc.rules import kernels
 from partc.rules.rule import integers
 
@@ -308,7 +308,7 @@ _TABLE: Mapping[str, Emit] = {
     "expert_matmul_grad_weight": _function("functional.expert_matmul_grad_weight"),
     "bmm": _infix("@"),
     "mm": _infix("@"),
-    # norms, attention, embedding, loss: what torch has no plain function for is in runtime/functional.py
+    # norms, attention, embedding, loss: what torch has no plain function for is in runtime/ops/functional.py
     "rms_norm": _function("functional.rms_norm"),
     "rms_norm_backward": _function("functional.rms_norm_backward"),
     "layer_norm": _function("functional.layer_norm"),

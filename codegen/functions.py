@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from partc.codegen import collectives
 from partc.codegen.expressions import (
     accumulates,
     accumulation,
@@ -24,8 +23,9 @@ from partc.codegen.parted import added, parted
 from partc.codegen.remade import remarks
 from partc.codegen.source import Argument, Function, Line, RegionCode
 from partc.codegen.views import without_idle_views
-from partc.layout import Sizes
-from partc.program import Graph, Op, Ref, Region, Value
+from partc.communication import descriptions
+from partc.ir.layout import Sizes
+from partc.ir.program import Graph, Op, Ref, Region, Value
 from partc.rules import demands_dense
 
 
@@ -266,7 +266,7 @@ class _Writer:
                 started=any(value.name in started for value in op.results),
                 exclusive=bool(op.args) and isinstance(op.args[0], Ref) and op.args[0].name in fresh,
             )
-            comment = collectives.comment(op, graph, types, self.sizes, self._label, apart=operands.started)
+            comment = descriptions.comment(op, graph, types, self.sizes, self._label, apart=operands.started)
             over = [f"written over {written(op.args[place], write)}" for place in overwritten(op).values()]
             notes = tuple(filter(None, (remade.get(op.results[0].name), comment, *over)))
             statement = self._statement(op, operands, order, index, uses, graph, names, buffers, inlined, notes)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from partc.codegen.collectives import local_bytes
-from partc.layout import Sizes
-from partc.program import VIEWS, Graph, Op, Ref
+from partc.communication.descriptions import local_bytes
+from partc.ir.layout import Sizes
+from partc.ir.program import VIEWS, Graph, Op, Ref
 
 # Operations of ATen, and of partc, that give another sight of their first operand's memory, or may.
 _SIGHTS = frozenset({

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from partc.layout import Sizes
-from partc.program import Arg, DType, DTypeArg, Op, Ref, TensorType
+from partc.ir.layout import Sizes
+from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType
 from partc.quoting import literal
 
 DTYPES: Mapping[DType, str] = {

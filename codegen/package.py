@@ -8,21 +8,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from partc.codegen import plan as plans
-from partc.codegen.collectives import NAMES, local_bytes, readable_bytes
 from partc.codegen.formatting import formatted
 from partc.codegen.ranks import rank_codes
 from partc.codegen.stages import StageCode, stage_code
-from partc.memory import Account
-from partc.parts import Parts
-from partc.program import Program
+from partc.communication.descriptions import NAMES, local_bytes, readable_bytes
+from partc.communication.parts import Parts
+from partc.cost.memory import Account
+from partc.cost.saved_tensors import most_saved
+from partc.ir.program import Program
 from partc.quoting import environment
-from partc.saving import most_saved
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     import jinja2
 
-    from partc.codegen.kernel import Kernel
-    from partc.codegen.written import Written
+    from partc.codegen.kernels.kernel import Kernel
+    from partc.codegen.kernels.written import Written
 
 
 def render(
@@ -199,8 +201,8 @@ def _kernels(program: Program) -> Iterator[tuple[str, str]]:
     """What the stages call in place of several operations; and what updates parameters and sends their gradients."""
     if not program.fused:
         return
-    from partc.codegen.kernels import kernels
-    from partc.codegen.written import written
+    from partc.codegen.kernels.fused import kernels
+    from partc.codegen.kernels.written import written
 
     fused = tuple(kernels(program))
     others = tuple(written(program))
@@ -217,10 +219,16 @@ def _kernels(program: Program) -> Iterator[tuple[str, str]]:
 
 def _runtime() -> Iterator[tuple[str, str]]:
     """The runtime library, copied as it is."""
-    folder = importlib.resources.files("partc.runtime")
+    yield from _sources("runtime", importlib.resources.files("partc.runtime"))
+
+
+def _sources(path: str, folder: Traversable) -> Iterator[tuple[str, str]]:
+    """The Python files of a folder and of those below it, by their paths."""
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if entry.name.endswith(".py"):
-            yield f"runtime/{entry.name}", entry.read_text(encoding="utf-8")
+            yield f"{path}/{entry.name}", entry.read_text(encoding="utf-8")
+        elif entry.is_dir() and entry.name != "__pycache__":
+            yield from _sources(f"{path}/{entry.name}", entry)
 
 
 def _template(name: str) -> jinja2.Template:

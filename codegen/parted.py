@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from partc.codegen.expressions import summed_by_programs
 from partc.codegen.names import Names
 from partc.codegen.source import Line
-from partc.program import Graph, Op, Value
+from partc.ir.program import Graph, Op, Value
 
 Buffers = Mapping[str, list[str]]  # value -> the gradients that it is added to
 

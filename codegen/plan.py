@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from partc.capturing import obstacle
-from partc.codegen.collectives import NAMES, local_bytes, moved_bytes
-from partc.layout import Layout
-from partc.memory import Account
-from partc.program import Graph, Program, Region, TensorType
+from partc.codegen.cuda_graphs import obstacle
+from partc.communication.descriptions import NAMES, local_bytes, moved_bytes
+from partc.cost.memory import Account
+from partc.ir.layout import Layout
+from partc.ir.program import Graph, Program, Region, TensorType
 from partc.runtime.plan import FORMAT
 
 _HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs, which UTF-8 does not have
@@ -31,7 +31,7 @@ def plan(
 
     `command` holds what else the user asked for, so that the compile can be repeated.
     """
-    from partc.attentions import documents  # which loads torch
+    from partc.codegen.attentions import documents  # which loads torch
 
     types = program.value_types()
     holders = program.holders()

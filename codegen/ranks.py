@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from partc.layout import Layout
-from partc.mesh import PIPELINE_AXIS
-from partc.naming import is_number
-from partc.program import Program
+from partc.communication.reductions import Reductions
+from partc.ir.layout import Layout
+from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.naming import is_number
+from partc.ir.program import Program
 from partc.quoting import literal
-from partc.reductions import Reductions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

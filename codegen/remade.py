@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from partc.codegen.collectives import readable_bytes
-from partc.layout import Sizes
-from partc.program import Graph, Op, Region
-from partc.saving import memory_of
+from partc.communication.descriptions import readable_bytes
+from partc.cost.saved_tensors import memory_of
+from partc.ir.layout import Sizes
+from partc.ir.program import Graph, Op, Region
 
 
 def remarks(graph: Graph, region: Region, sizes: Sizes) -> dict[str, str]:

@@ -12,12 +12,12 @@ from partc.codegen.names import Names, identifier, region_names
 from partc.codegen.source import Argument, Function, Line, RegionCode
 from partc.codegen.steps import Steps
 from partc.codegen.weights import Entry, Repeated, Weights, strings
-from partc.layout import SubDim
-from partc.mesh import TIME_AXIS
-from partc.parts import Parts
-from partc.program import Phase, Program
+from partc.communication.parts import Parts
+from partc.ir.layout import SubDim
+from partc.ir.mesh import TIME_AXIS
+from partc.ir.program import Phase, Program
 from partc.quoting import literal, masked
-from partc.strides import dense
+from partc.rules.strides import dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from partc.codegen.access import Access, Stage, access, indented, over, units
 from partc.codegen.calls import Run
 from partc.codegen.names import Names, identifier
 from partc.codegen.source import Line, RegionCode
-from partc.parts import KINDS, Kind
-from partc.program import Call
+from partc.communication.parts import KINDS, Kind
+from partc.ir.program import Call
 from partc.quoting import literal
 
 _READS = (

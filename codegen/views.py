@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from partc.errors import InternalError
-from partc.layout import Sizes
-from partc.program import Graph, Op, Ref
+from partc.ir.layout import Sizes
+from partc.ir.program import Graph, Op, Ref
 
 
 def without_idle_views(graph: Graph, sizes: Sizes) -> Graph:

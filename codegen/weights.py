@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from partc.codegen.calls import Run
-from partc.codegen.collectives import local_bytes, moved, readable_bytes
 from partc.codegen.names import Names
 from partc.codegen.source import Line, RegionCode
-from partc.parts import Parts
-from partc.program import Parameter, Program
+from partc.communication.descriptions import local_bytes, moved, readable_bytes
+from partc.communication.parts import Parts
+from partc.communication.reductions import Bucket, Reductions
+from partc.ir.program import Parameter, Program
 from partc.quoting import literal, literal_template, masked
-from partc.reductions import Bucket, Reductions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partc import passes
-from partc.accounting import ReplicatedOp, communication, replicated_ops
-from partc.coverage import Coverage, coverage
+from partc.compilation.options import BUCKET, TABLE, Options
+from partc.compilation.phase_notes import counted, coupled, note, sentence, size
+from partc.cost.accounting import ReplicatedOp, communication, replicated_ops
+from partc.cost.flops import model_flops
+from partc.cost.memory import Account
+from partc.cost.saved_tensors import Time, most_saved
 from partc.errors import PartcError
-from partc.memory import Account
-from partc.mesh import Mesh
-from partc.options import BUCKET, TABLE, Options
-from partc.output import write
-from partc.printer import readable
-from partc.program import Program
-from partc.saving import Time, most_saved
+from partc.ir.mesh import Mesh
+from partc.ir.printer import readable
+from partc.ir.program import Program
+from partc.ir.verifier import verify_program
+from partc.package.output import write
+from partc.rules.coverage import Coverage, coverage
 from partc.settings import EMITTED, tell
-from partc.verifier import verify_program
-from partc.wording import counted, coupled, note, sentence, size
-from partc.work import model_flops
 
 if TYPE_CHECKING:
     from partc.codegen.package import StageModule
-    from partc.verify import VerifyResult
+    from partc.package.verify import VerifyResult
 
 PhaseObserver = Callable[["Phase"], None]
 
@@ -144,7 +144,7 @@ class Package:
 
         `arguments` are options of train.py: ("--optimizer", "sgd", "--weight-decay", "0.1").
         """
-        from partc.verify import verify
+        from partc.package.verify import verify
 
         with tempfile.TemporaryDirectory(prefix="partc-package-") as folder:
             return verify(self.write(Path(folder) / "build"), steps=steps, virtual=virtual, arguments=arguments)
@@ -264,8 +264,8 @@ def compilation(
     start = time.perf_counter()
     import torch
 
-    from partc.origin import Origin, trace
-    from partc.trace import Batches
+    from partc.frontend.origin import Origin, trace
+    from partc.frontend.trace import Batches
 
     done(Phase(label="Loaded", seconds=time.perf_counter() - start, note=f"torch {torch.__version__}"))
 
@@ -328,7 +328,7 @@ def _early(
     program: Program, options: Options, last: str, until: str | None, observe: passes.Observer
 ) -> tuple[passes.Step, ...]:
     """The passes from the schedule on, with as much gathered ahead as costs no rank memory."""
-    from partc.early import early
+    from partc.rehearsal.early import early
 
     late = passes.run(program, options.for_passes, behind=last, verify=verify_program)[-1].program
     known = options.for_passes | {"early": early(late)}
@@ -339,7 +339,7 @@ def _within_budget(
     program: Program, options: Options, until: str | None, observe: passes.Observer
 ) -> tuple[passes.Step, ...]:
     """The passes, with so much recomputation that ranks hold no more than the budget: each is told of once."""
-    from partc.fitting import within
+    from partc.compilation.fitting import within
     from partc.passes.recompute import frontiers_of
 
     last = passes.before("recompute")[-1]
@@ -365,12 +365,12 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
 
     Raises PartcError P0416 if a rank holds too much, P0419 if a step cannot be recorded and is to be.
     """
-    from partc.attentions import without_kernel
-    from partc.capturing import obstacle
+    from partc.codegen.attentions import without_kernel
+    from partc.codegen.cuda_graphs import obstacle
     from partc.codegen.package import stage_modules
-    from partc.fitting import check_limit
+    from partc.compilation.fitting import check_limit
     from partc.passes.chunk import left_whole
-    from partc.rehearsal import rehearse
+    from partc.rehearsal.rehearsal import rehearse
 
     phases = dict(done.phases)
 

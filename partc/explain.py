@@ -327,8 +327,8 @@ CATALOGUE: Mapping[str, Entry] = {
     "P0416": Entry(
         "a rank needs more memory than --memory-limit allows",
         "The account of a step, as `partc memory` shows it, is more than that on some rank. The message says of what, "
-        "and lists options that lower it, each compiled and accounted for, and all that go together. The account is "
-        "of tensors: on a GPU leave about 2 GiB (partc/memory.py: RESERVE) to CUDA, NCCL and libraries' work spaces.",
+        "and lists options that lower it, each compiled and accounted for, and all that go together. The account is of "
+        "tensors: on a GPU leave about 2 GiB (partc/cost/memory.py: RESERVE) to CUDA, NCCL and libraries' work spaces.",
     ),
     "P0418": Entry(
         "losses in chunks",

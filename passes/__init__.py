@@ -15,8 +15,8 @@ from typing import Any
 
 from partc import fuel
 from partc.errors import InternalError, PartcError
-from partc.printer import print_program
-from partc.program import Program
+from partc.ir.printer import print_program
+from partc.ir.program import Program
 from partc.settings import IR, OP_COUNTS, PASSES, settings, tell
 
 if __name__ != "partc.passes":

@@ -19,14 +19,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from partc.assignment import Solution, solve
 from partc.errors import InternalError, PartcError
-from partc.layout import Layout, Placement, Replicated, Varying
-from partc.pins import Pin, check_pins
-from partc.placing import Places, build, spelled
-from partc.program import Choice, Program, Region, TensorType
-from partc.sharding import axis_order, tensor_axes
-from partc.trial import check_rules
+from partc.ir.layout import Layout, Placement, Replicated, Varying
+from partc.ir.program import Choice, Program, Region, TensorType
+from partc.rules.trial import check_rules
+from partc.sharding.assignment import Solution, solve
+from partc.sharding.choices import axis_order, tensor_axes
+from partc.sharding.pins import Pin, check_pins
+from partc.sharding.placements import Places, build, spelled
 
 OBJECTIVES: Sequence[Mapping[str, float]] = (
     {"repeated_flops": 1.0},

@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from partc.errors import PartcError
-from partc.gradients import input_only
-from partc.layout import Layout, Partial, Placement, Replicated, Shard, Varying
-from partc.mesh import TIME_AXIS
-from partc.naming import unique
-from partc.program import FLOATING, Call, Choice, Op, Program, Region, TensorType
+from partc.ir.gradients import input_only
+from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Varying
+from partc.ir.mesh import TIME_AXIS
+from partc.ir.naming import unique
+from partc.ir.program import FLOATING, Call, Choice, Op, Program, Region, TensorType
 from partc.rules import OpRule, placements, resolve
-from partc.sharding import batch_axes
+from partc.sharding.choices import batch_axes
 
 
 def batch(program: Program) -> Program:

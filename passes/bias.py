@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from partc.layout import Sizes
-from partc.naming import unique
-from partc.program import Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.layout import Sizes
+from partc.ir.naming import unique
+from partc.ir.program import Graph, Op, Program, Ref, Region, TensorType, Value
 
 
 def bias(program: Program) -> Program:

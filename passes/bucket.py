@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from partc.layout import Sizes
-from partc.program import Call, Graph, Parameter, Program, Value
+from partc.ir.layout import Sizes
+from partc.ir.program import Call, Graph, Parameter, Program, Value
 
 BUCKET = 25_000_000  # bytes of gradients that are summed together, at least
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
+from partc.communication.events import Collective, CommunicationPlan, Event, Transfer, events
 from partc.errors import InternalError
-from partc.events import Collective, CommunicationPlan, Event, Transfer, events
-from partc.mesh import PIPELINE_AXIS, Mesh
-from partc.program import Action, Program
+from partc.ir.mesh import PIPELINE_AXIS, Mesh
+from partc.ir.program import Action, Program
 
 
 def check(program: Program) -> Program:

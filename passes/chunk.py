@@ -22,10 +22,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.errors import PartcError, Source
-from partc.layout import Layout, Sizes
-from partc.naming import unique
+from partc.ir.layout import Layout, Sizes
+from partc.ir.naming import unique
+from partc.ir.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.row_losses import below_own, in_pieces
-from partc.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
 
 _PIECES = frozenset({"cross_entropy", "shard_max", "sum_exp", "pick", "smooth_sum"})
 _GRADIENTS: Mapping[str, int] = {"linear_grad_input": 0, "linear_grad_weight": 1, "linear_grad_bias": 2, "sum": 2}

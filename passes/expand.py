@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from partc.layout import Sizes
-from partc.program import Arg, Graph, Op, Program, Ref, TensorType, Value
+from partc.ir.layout import Sizes
+from partc.ir.program import Arg, Graph, Op, Program, Ref, TensorType, Value
 
 
 def expand(program: Program) -> Program:

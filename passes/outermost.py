@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from partc.layout import Sizes
-from partc.naming import unique
-from partc.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.layout import Sizes
+from partc.ir.naming import unique
+from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import kernels
 from partc.rules.rule import integers
 

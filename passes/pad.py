@@ -18,10 +18,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from partc.layout import Layout
-from partc.program import Op, Program, Ref, Region, TensorType, Value
-from partc.runtime.chunked import LINE
-from partc.sharding import tensor_axes
+from partc.ir.layout import Layout
+from partc.ir.program import Op, Program, Ref, Region, TensorType, Value
+from partc.runtime.ops.chunked import LINE
+from partc.sharding.choices import tensor_axes
 
 _LEAST = 4  # rows on each rank, below which a cut is not worth a mask
 _PIECE = 8  # numbers of 16 bits in what is moved at a time

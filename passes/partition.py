@@ -19,13 +19,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from partc.errors import InternalError, PartcError
-from partc.gradients import gradient_inputs, reached, trainable_params
-from partc.layout import Layout, Sizes
-from partc.mesh import TIME_AXIS
-from partc.program import ITEMSIZE, Arg, Op, Program, Ref, Region, TensorType, Value
-from partc.reshard import Step, plan
+from partc.ir.gradients import gradient_inputs, reached, trainable_params
+from partc.ir.layout import Layout, Sizes
+from partc.ir.mesh import TIME_AXIS
+from partc.ir.program import ITEMSIZE, Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import localize, resolve
-from partc.sharding import layouts
+from partc.sharding.choices import layouts
+from partc.sharding.reshard import Step, plan
 
 _SUFFIX = {
     "all_reduce": "sum",

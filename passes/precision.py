@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from partc.errors import Source
-from partc.naming import unique
-from partc.program import FLOATING, VIEWS, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.naming import unique
+from partc.ir.program import FLOATING, VIEWS, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import Precision, is_matmul, precision_of
 
 _WIDE: DType = "f32"

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from partc.layout import Layout
-from partc.naming import unique
-from partc.program import DType, DTypeArg, Graph, Op, Ref, Region, TensorType, Value
+from partc.ir.layout import Layout
+from partc.ir.naming import unique
+from partc.ir.program import DType, DTypeArg, Graph, Op, Ref, Region, TensorType, Value
 from partc.rules.kernels import lacks_total
 
 

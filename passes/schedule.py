@@ -20,8 +20,8 @@ from itertools import zip_longest
 from typing import Literal
 
 from partc.errors import PartcError
-from partc.mesh import PIPELINE_AXIS
-from partc.program import Action, ActionKind, Program
+from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.program import Action, ActionKind, Program
 from partc.schedules import SCHEDULES, Compute, compute_order
 from partc.schedules.table import Table
 

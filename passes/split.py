@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from partc.errors import InternalError
-from partc.program import Graph, Op, Program, Region
+from partc.ir.program import Graph, Op, Program, Region
 
 
 def split(program: Program, *, halves: bool = False) -> Program:

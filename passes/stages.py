@@ -19,9 +19,9 @@ from dataclasses import replace
 from functools import cache
 
 from partc.errors import PartcError
-from partc.gradients import arriving, gradient_inputs, input_only
-from partc.mesh import PIPELINE_AXIS
-from partc.program import Call, Program, Region, Transfer
+from partc.ir.gradients import arriving, gradient_inputs, input_only
+from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.program import Call, Program, Region, Transfer
 from partc.rules import flops, resolve
 
 

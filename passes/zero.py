@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from partc.layout import Layout, Sizes, SubDim
-from partc.program import FLOATING, Parameter, Program
+from partc.ir.layout import Layout, Sizes, SubDim
+from partc.ir.program import FLOATING, Parameter, Program
 
 
 def zero(program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = ()) -> Program:

@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 
 from partc.cli import main
-from partc.comparison import Candidate, candidates
+from partc.reports.schedule_comparison import Candidate, candidates
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -18,11 +18,11 @@ from torch import Tensor
 
 import partc
 from partc import runtime
-from partc.launch import local_environment, torchrun_command
-from partc.runtime.manifest import read
-from partc.runtime.restore import Checkpoint
-from partc.runtime.tensors import load
-from partc.runtime.train import main
+from partc.package.launch import local_environment, torchrun_command
+from partc.runtime.checkpoint.manifest import read
+from partc.runtime.checkpoint.restore import Checkpoint
+from partc.runtime.checkpoint.safetensors import load
+from partc.runtime.train.train import main
 
 TIED = Path(__file__).parent / "models" / "tied.py"
 
@@ -52,7 +52,7 @@ def train(package: Path, *arguments: object, real: bool = False) -> subprocess.C
 def imported_from(package: Path) -> Iterator[None]:
     """`ranks` and `stages` are this package's; its runtime is the one under test."""
     before, path = set(sys.modules), list(sys.path)
-    for found in pkgutil.iter_modules(runtime.__path__, "partc.runtime."):
+    for found in pkgutil.walk_packages(runtime.__path__, "partc.runtime."):
         importlib.import_module(found.name)
     for name in [name for name in sys.modules if name.startswith("partc.runtime")]:
         sys.modules[name.removeprefix("partc.")] = sys.modules[name]

@@ -120,7 +120,7 @@ def later(peaks: Sequence[int], arguments: Sequence[str]) -> int:
 def main(argv: Sequence[str]) -> int:
     package, report, *rest = argv
     sys.path.insert(0, package)
-    train: Any = importlib.import_module("runtime.train")
+    train: Any = importlib.import_module("runtime.train.train")
     meter = Meter()
     metered(train, meter)
     status: int = train.main(rest, Path(package))

@@ -26,17 +26,17 @@ PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch",
 
 def quick_starts() -> Server:
     """From here on `verify` in one process starts its two from such a server; torchrun starts its own."""
-    import partc.verify
-    from partc.launch import local_environment
+    import partc.package.verify
+    from partc.package.launch import local_environment
 
-    plain, server = partc.verify._start, Server()
+    plain, server = partc.package.verify._start, Server()
 
     def start(command: list[str], output: Path, variables: Mapping[str, str]) -> Any:
-        if "--virtual" not in command and "partc.reference" not in command:
+        if "--virtual" not in command and "partc.package.reference" not in command:
             return plain(command, output, variables)
         return server.start(command[1:], output, {**local_environment(), **variables})
 
-    partc.verify._start = start
+    partc.package.verify._start = start
     return server
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from partc.accounting import communication, replicated_ops
+from partc.cost.accounting import communication, replicated_ops
 from partc.errors import Source
-from partc.mesh import Mesh
-from partc.program import Call, Choice, Graph, Parameter, Program, Region, Transfer
+from partc.ir.mesh import Mesh
+from partc.ir.program import Call, Choice, Graph, Parameter, Program, Region, Transfer
 from tests.programs import op, value
 
 F32 = 4

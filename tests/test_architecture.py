@@ -7,12 +7,12 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from partc.example_files import FILES
+from partc.frontend.example_files import FILES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,86 +20,13 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
-# A module may import those of its own layer and of the layers above it in this list. Packages stand for
-# all their modules, unless a longer name has a line of its own.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("partc", "partc.errors", "partc.entries", "partc.installed", "partc.example_files", "partc.quoting"),
-    ("partc.settings", "partc.mesh", "partc.layout", "partc.fuel", "partc.explain"),
-    ("partc.program", "partc.pins", "partc.naming", "partc.schedules"),
-    (
-        "partc.printer",
-        "partc.simulate",
-        "partc.parser",
-        "partc.reshard",
-        "partc.rules",
-        "partc.verifier",
-        "partc.torch_private",
-        "partc.runtime",
-        "partc.kernels",
-    ),
-    ("partc.reductions",),
-    ("partc.parts",),
-    ("partc.turns",),
-    (
-        "partc.saving",
-        "partc.memory",
-        "partc.ledger",
-        "partc.strides",
-        "partc.roofline",
-        "partc.sharding",
-        "partc.gradients",
-        "partc.events",
-        "partc.operators",
-        "partc.assignment",
-        "partc.capturing",
-    ),
-    ("partc.attentions",),
-    ("partc.placing", "partc.joint", "partc.interpret", "partc.symbols", "partc.size_names", "partc.formulas"),
-    (
-        "partc.modelfile",
-        "partc.sources",
-        "partc.huggingface",
-        "partc.ownbackward",
-        "partc.frozen",
-        "partc.capture",
-        "partc.trace_errors",
-        "partc.trace",
-        "partc.origin",
-    ),
-    ("partc.observed", "partc.trial"),
-    ("partc.passes",),
-    ("partc.templates", "partc.codegen"),
-    (
-        "partc.accounting",
-        "partc.forecast",
-        "partc.laid",
-        "partc.work",
-        "partc.coverage",
-        "partc.output",
-        "partc.options",
-        "partc.lessons",
-        "partc.standins",
-        "partc.rehearsal",
-        "partc.fitting",
-        "partc.early",
-    ),
-    ("partc.launch", "partc.reference", "partc.sampling", "partc.verify", "partc.doctor", "partc.export"),
-    (
-        "partc.api",
-        "partc.wording",
-        "partc.comparison",
-        "partc.drawing",
-        "partc.stacking",
-        "partc.report",
-        "partc.memory_table",
-    ),
-    ("partc.formula_table",),
-    ("partc.measured", "partc.chrome"),
-    ("partc.inspection", "partc.dump", "partc.console", "partc.asked"),
-    ("partc.tracing",),
-    ("partc.cli", "partc.__main__"),
-)
-RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+# The folders of partc/ from the lowest layer to the highest: a module imports from its own folder and from lower ones.
+# "" stands for the files beside the folders.
+LAYERS = (
+    "runtime", "kernels", "", "ir", "schedules", "rules", "sharding", "communication", "cost", "frontend", "passes",
+    "templates", "codegen", "rehearsal", "package", "compilation", "api", "reports", "cli", "__main__",
+)  # fmt: skip
+RUNTIME = ("", "device", "processes", "comm", "ops", "execution", "optimizer", "checkpoint", "train")
 
 
 def module_name(path: Path) -> str:
@@ -110,21 +37,18 @@ def module_name(path: Path) -> str:
 
 def ours() -> list[Path]:
     """Every module once: the links inside partc/ are not followed."""
-    folders = [ROOT / "partc", ROOT / "partc" / "rules", ROOT / "partc" / "schedules", ROOT / "partc" / "runtime"]
-    folders += [ROOT / "partc" / "kernels"]
-    folders += [ROOT / "passes", ROOT / "codegen", ROOT / "templates"]
-    return sorted(path for folder in folders for path in folder.glob("*.py"))
+    files = (path for folder in ("partc", "passes", "codegen", "templates") for path in (ROOT / folder).rglob("*.py"))
+    links = tuple(link for link in (ROOT / "partc").iterdir() if link.is_symlink())
+    return sorted(path for path in files if not any(path.is_relative_to(link) for link in links))
 
 
 MODULES = {module_name(path): path for path in ours()}
 
 
-def rank_of(module: str) -> int:
-    name = module
-    while name not in RANK:
-        name = name.rpartition(".")[0]
-        assert name not in ("", "partc"), f"{module} is in no layer: add it to LAYERS"
-    return RANK[name]
+def place(module: str, layers: tuple[str, ...], above: str) -> int:
+    """The layer of a module below the package `above`."""
+    name = module.removeprefix(above).removeprefix(".").partition(".")[0]
+    return layers.index(name if name in layers else "")
 
 
 def imports(path: Path, *, late: bool) -> Iterator[tuple[int, str]]:
@@ -155,18 +79,36 @@ def imports(path: Path, *, late: bool) -> Iterator[tuple[int, str]]:
     yield from walk(ast.parse(path.read_text()).body)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_down_the_layers(module: str) -> None:
-    path = MODULES[module]
-    for line, target in imports(path, late=True):
-        if target.split(".")[0] == "partc":
-            assert rank_of(target) <= rank_of(module), f"{path.name}:{line} imports {target}"
+@pytest.mark.parametrize(("above", "layers"), [("partc", LAYERS), ("partc.runtime", RUNTIME)])
+def test_imports_go_down_the_layers(above: str, layers: tuple[str, ...]) -> None:
+    below = {module: path for module, path in MODULES.items() if f"{module}.".startswith(f"{above}.")}
+    folders = {module.removeprefix(f"{above}.").partition(".")[0] for module, path in below.items() if module != above}
+    assert {
+        name for name in folders if f"{above}.{name}" not in below or below[f"{above}.{name}"].stem == "__init__"
+    } <= {*layers}
+    for module, path in below.items():
+        for line, target in imports(path, late=True):
+            if target in below:
+                assert place(target, layers, above) <= place(module, layers, above), f"{path}:{line} imports {target}"
 
 
 def test_no_import_cycles() -> None:
+    """Neither between modules nor between the folders and files of one folder."""
     graph = {
         name: {target for _, target in imports(path, late=False) if target in MODULES} for name, path in MODULES.items()
     }
+    for depth in range(2, 2 + max(name.count(".") for name in graph)):
+        joined: dict[str, set[str]] = {}
+        for name, targets in graph.items():
+            joined.setdefault(cut(name, depth), set()).update(cut(target, depth) for target in targets)
+        acyclic(joined)
+
+
+def cut(name: str, depth: int) -> str:
+    return ".".join(name.split(".")[:depth])
+
+
+def acyclic(graph: Mapping[str, set[str]]) -> None:
     done: set[str] = set()
 
     def visit(name: str, stack: tuple[str, ...]) -> None:
@@ -181,7 +123,7 @@ def test_no_import_cycles() -> None:
 
 
 def test_the_runtime_needs_torch_alone() -> None:
-    for path in (ROOT / "partc" / "runtime").glob("*.py"):
+    for path in (ROOT / "partc" / "runtime").rglob("*.py"):
         for line, target in imports(path, late=True):
             top = target.split(".")[0]
             allowed = top == "torch" or target.startswith("partc.runtime") or top in sys.stdlib_module_names
@@ -200,7 +142,7 @@ def test_the_runtime_needs_torch_alone() -> None:
         "from partc.cli import main; main(['compile', '--help'])",
         "from partc.cli import main; main(['explain', 'P0103'])",
         "from partc.cli import main; main(['compile', 'no.py', '--mesh', '2xx2'])",
-        "from partc.launch import read_plan; from pathlib import Path; read_plan(Path('tests/handmade_package'))",
+        "from partc.package.launch import read_plan; from pathlib import Path; read_plan(Path('tests/handmade_package'))",
         "from partc.passes import PIPELINE",
         "import partc.schedules",
     ],

@@ -13,11 +13,22 @@ import torch
 from torch import Tensor
 
 import partc
-from partc.attentions import attentions, without_kernel
-from partc.runtime import attention, attention_kernels, functional
-from partc.runtime.attention_kernels import BLOCKS, GOOD_CUDNN, GPUS, WANTED, Case, Gpu, cases, on_cpu, on_gpu, settle
+from partc.codegen.attentions import attentions, without_kernel
 from partc.runtime.errors import UsageError
 from partc.runtime.layout import DTYPES
+from partc.runtime.ops import attention, attention_kernels, functional
+from partc.runtime.ops.attention_kernels import (
+    BLOCKS,
+    GOOD_CUDNN,
+    GPUS,
+    WANTED,
+    Case,
+    Gpu,
+    cases,
+    on_cpu,
+    on_gpu,
+    settle,
+)
 from partc.runtime.random import Draw
 from partc.runtime.torch_private import TorchDispatchMode
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from partc import api, passes
+from partc.compilation.fitting import within
+from partc.compilation.options import Options
+from partc.cost.saved_tensors import Slot, Time, held_inputs
 from partc.errors import PartcError
-from partc.fitting import within
-from partc.options import Options
+from partc.ir.program import Program, Region
 from partc.passes.recompute import frontiers_of, remade
-from partc.passes.recompute_budget import MOST_POINTS, Dealt, slots, varied
-from partc.program import Program, Region
-from partc.rehearsal import rehearse
-from partc.saving import Slot, Time, held_inputs
+from partc.passes.recompute.budget import MOST_POINTS, Dealt, slots, varied
+from partc.rehearsal.rehearsal import rehearse
 from tests.fuzz.model import Fuzzed
 from tests.fuzz.search import KINDS
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import partc
+from partc.communication.events import Collective, CommunicationPlan, Event, Transfer, events
 from partc.errors import InternalError
-from partc.events import Collective, CommunicationPlan, Event, Transfer, events
-from partc.mesh import Mesh
+from partc.ir.mesh import Mesh
 from partc.passes.check import check, prove
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 import partc
 from partc.errors import PartcError
+from partc.ir.printer import print_region
+from partc.ir.program import Program
+from partc.ir.verifier import verify_program
 from partc.passes.chunk import chunk
-from partc.printer import print_region
-from partc.program import Program
-from partc.runtime import functional
-from partc.verifier import verify_program
+from partc.runtime.ops import functional
 from tests.programs import fused_graph
 from tests.test_memory import TOLD, alone
 from tests.zoo import MODELS

@@ -14,7 +14,6 @@ import jsonschema
 import pytest
 
 from partc.codegen.calls import runs
-from partc.codegen.collectives import comment
 from partc.codegen.expressions import expression
 from partc.codegen.formatting import formatted
 from partc.codegen.functions import region_code
@@ -23,10 +22,11 @@ from partc.codegen.names import Names, class_name, identifier, region_names
 from partc.codegen.operands import Operands
 from partc.codegen.package import files, render, stage_module
 from partc.codegen.views import without_idle_views
+from partc.communication.descriptions import comment
 from partc.errors import Source
-from partc.layout import Layout
-from partc.mesh import Mesh
-from partc.program import (
+from partc.ir.layout import Layout
+from partc.ir.mesh import Mesh
+from partc.ir.program import (
     Action,
     Arg,
     Call,
@@ -41,7 +41,7 @@ from partc.program import (
     Transfer,
     Value,
 )
-from partc.verify import verify
+from partc.package.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).parent / "golden"

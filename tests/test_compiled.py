@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import partc
-from partc.parser import parse
-from partc.printer import print_program
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
 from tests.zoo import EXAMPLES, MODELS
 
 
@@ -18,7 +18,7 @@ def test_functions_of_microbatches_are_compiled_and_others_not() -> None:
     assert parse(print_program(package.program)).compiled
     stage = dict(package.files())["stages/stage_0.py"]
     assert isinstance(stage, str)
-    assert "from runtime.compiled import compiled\n" in stage
+    assert "from runtime.ops.compiled import compiled\n" in stage
     for name, marked in (("block_forward", True), ("block_backward", True), ("rotary", False)):
         assert (f"@compiled\ndef {name}(" in stage) == marked
     assert "kernels" not in {path.split("/")[0] for path, _ in package.files()}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import partc
 from partc.errors import PartcError
-from partc.verify import verify
+from partc.package.verify import verify
 from tests.zoo import MODELS
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.console import guarded
+from partc.cli.console import guarded
 from partc.errors import PartcError
-from partc.passes.recompute_choice import Choice, frontier
+from partc.passes.recompute.choice import Choice, frontier
 
 HEAD = """\
 import functools

@@ -11,10 +11,10 @@ import pytest
 import partc
 from partc.errors import PartcError, Source
 from partc.explain import AREAS, CATALOGUE, explanation, listing
-from partc.huggingface import model_source
-from partc.launch import RunFailed
-from partc.passes import normalize_writer
-from partc.verify import verify
+from partc.frontend.huggingface import model_source
+from partc.package.launch import RunFailed
+from partc.package.verify import verify
+from partc.passes.normalize import writer
 
 NET = """import torch
 from torch import nn
@@ -64,7 +64,7 @@ def test_every_explained_code_is_tested() -> None:
 
 def test_a_tensor_where_none_stands() -> None:
     with pytest.raises(PartcError) as failure:
-        normalize_writer.ref(3)
+        writer.ref(3)
     assert failure.value.code == "P0213"
 
 

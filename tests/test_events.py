@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 import partc
-from partc.events import Collective, CommunicationPlan, events
+from partc.communication.events import Collective, CommunicationPlan, events
 from tests.zoo import MODELS
 
 RECORDED = """
 import json, runpy, sys
 folder, out = sys.argv[1:]
 sys.path.insert(0, folder)
-from runtime.virtual import VirtualAxis
+from runtime.comm.virtual import VirtualAxis
 found, meet = {}, VirtualAxis._meet
 
 def recorded(self, operation, x, combine):

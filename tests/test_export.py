@@ -13,10 +13,10 @@ from torch import Tensor
 
 import partc
 from partc.cli import main
-from partc.runtime.data import global_batch, load_model_file
+from partc.runtime.checkpoint.given_parameters import INDEX, fitting
+from partc.runtime.checkpoint.safetensors import load, save
 from partc.runtime.errors import UsageError
-from partc.runtime.given import INDEX, fitting
-from partc.runtime.tensors import load, save
+from partc.runtime.train.data import global_batch, load_model_file
 from tests.durable import build, losses, train, trained, whole
 from tests.models import tied
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.verify import verify
+from partc.package.verify import verify
 from tests.zoo import MODELS
 
 pytest.importorskip("transformers")

@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 import partc
-from partc.runtime import attention_kernels, train
-from partc.runtime.checkpoint import Held, Place, Saver
+from partc.runtime.checkpoint.checkpoint import Held, Place, Saver
+from partc.runtime.checkpoint.safetensors import load
+from partc.runtime.comm.virtual import VirtualComm, World
+from partc.runtime.device.pinned import pinned
+from partc.runtime.device.sending import bring
 from partc.runtime.layout import DTYPES, Shard
-from partc.runtime.pinned import pinned
-from partc.runtime.sending import bring
-from partc.runtime.steps import Done, Steps
-from partc.runtime.tensors import load
+from partc.runtime.ops import attention_kernels
+from partc.runtime.optimizer.update import Updated
 from partc.runtime.torch_private import lone_store
-from partc.runtime.update import Updated
-from partc.runtime.virtual import VirtualComm, World
+from partc.runtime.train import train
+from partc.runtime.train.steps import Done, Steps
 from tests.durable import imported_from
 
 ROOT = Path(__file__).parents[1]

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import partc
-from partc.capturing import obstacle
+from partc.codegen.cuda_graphs import obstacle
 from partc.errors import PartcError
+from partc.runtime.checkpoint.safetensors import load
+from partc.runtime.device.cuda_graphs import CudaGraph, Repeated, recording
 from partc.runtime.errors import UsageError
-from partc.runtime.graphs import CudaGraph, Repeated, recording
-from partc.runtime.tensors import load
-from partc.runtime.update import LossScale
-from partc.runtime.watch import PeerLost
+from partc.runtime.optimizer.update import LossScale
+from partc.runtime.processes.watchdog import PeerLost
 from tests.cpu_graph import Refused, cpu_graphs
 from tests.durable import TIED, train
 from tests.zoo import MODELS

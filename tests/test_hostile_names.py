@@ -13,11 +13,11 @@ from torch import nn
 import partc
 from partc.api import compilation, package
 from partc.cli import main
-from partc.huggingface import model_source
-from partc.options import Options
-from partc.parser import parse
-from partc.printer import print_program
-from partc.report import page
+from partc.compilation.options import Options
+from partc.frontend.huggingface import model_source
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
+from partc.reports.html_report import page
 from tests.models.hostile import CONTROLS, NAMES, PAYLOADS
 
 MODEL = Path(__file__).parent / "models" / "hostile.py"

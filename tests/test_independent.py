@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import partc
 from partc.errors import PartcError
-from partc.export import export
+from partc.package.export import export
 from tests.durable import trained
 from tests.independent.plain import Recipe, train
 from tests.independent.trainings import ALLOWED, MODELS, SETTINGS, Setting, compared, differences, model_files
@@ -86,7 +86,7 @@ class TestInOneProcess:
         return package.write(folder / "build")
 
     def test_only_parameters_with_gradients_are_trained(self, build: Path) -> None:
-        from partc.launch import read_package
+        from partc.package.launch import read_package
 
         entries = read_package(build)["parameters"]
         without = train(MODELS / "no_gradient.py", Recipe(steps=1)).gone_without

@@ -10,11 +10,11 @@ import pytest
 from partc import passes
 from partc.api import compilation
 from partc.cli import main
-from partc.dump import Dump
+from partc.cli.dump import Dump
+from partc.cli.inspection import program_text, text
+from partc.compilation.options import Options
 from partc.errors import PartcError
-from partc.inspection import program_text, text
-from partc.options import Options
-from partc.parser import parse
+from partc.ir.parser import parse
 
 ROOT = Path(__file__).parent.parent
 MLP = str(ROOT / "examples" / "mlp.py")

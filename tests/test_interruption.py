@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.launch import local_environment, torchrun_command
-from partc.runtime.manifest import checkpoints, read
+from partc.package.launch import local_environment, torchrun_command
+from partc.runtime.checkpoint.manifest import checkpoints, read
 from tests.durable import losses, same_records, train, trained
 from tests.test_runtime_death import SECONDS, by_hand, package, wait_for_steps
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import partc
-from partc.codegen.written import Written
-from partc.runtime.compression import BLOCK, TorchCodec, room
+from partc.codegen.kernels.written import Written
+from partc.runtime.comm.compression import BLOCK, TorchCodec, room
 from tests.test_zero import tied
 from tests.triton_runs import Kernels, interpreted, there
 

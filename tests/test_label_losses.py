@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.program import Program
+from partc.ir.program import Program
 
 MODEL = Path(__file__).parent / "models" / "label_losses.py"
 
@@ -50,8 +50,8 @@ def test_softmaxes_and_log_sum_exps_are_kernels_of_rows_of_any_length(
     kind: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the logits in few bits alone: neither they nor a gradient of theirs is made in fp32."""
-    for module in ("fuse_forms", "fuse_cross_entropy"):
-        monkeypatch.setattr(f"partc.passes.{module}.MOST_COLUMNS", most)
+    for module in ("forms", "cross_entropy"):
+        monkeypatch.setattr(f"partc.passes.fuse.{module}.MOST_COLUMNS", most)
     for precision in ("fp64", "bf16"):
         package = compiled(kind, "1", precision=precision, kernels="triton")
         made = {op.name for region in package.program.regions for graph in region.graphs for op in graph.ops}

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import partc
-from partc.accounting import communication
-from partc.mesh import Mesh
+from partc.cost.accounting import communication
+from partc.ir.mesh import Mesh
+from partc.runtime.comm.virtual import VirtualComm, World
+from partc.runtime.execution.parts import Parts
 from partc.runtime.layout import Shard
-from partc.runtime.parts import Parts
-from partc.runtime.virtual import VirtualComm, World
 from tests.test_zero import _ids, tied
 
 NODES = {"dp_out": 2, "dp_mid": 2, "dp_in": 3}

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import partc
-from partc.memory import CATEGORIES, Account
-from partc.memory_table import chart, page
-from partc.mesh import PIPELINE_AXIS, Mesh
-from partc.rehearsal import rehearse
-from partc.runtime.manifest import read
+from partc.cost.memory import CATEGORIES, Account
+from partc.ir.mesh import PIPELINE_AXIS, Mesh
+from partc.rehearsal.rehearsal import rehearse
+from partc.reports.memory_table import chart, page
+from partc.runtime.checkpoint.manifest import read
 from tests.durable import imported_from, trained
 from tests.meter import Meter, later, measured, metered
 from tests.zoo import MODELS
@@ -35,7 +35,7 @@ def alone(package: Path, *arguments: str) -> int:
     import importlib
 
     with imported_from(package):
-        train: Any = importlib.import_module("runtime.train")
+        train: Any = importlib.import_module("runtime.train.train")
         meter, plain = Meter(), train._train
         metered(train, meter)
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.verify import verify
+from partc.package.verify import verify
 from tests.zoo import EXAMPLES, MODELS
 
 MESHES = ("2", "tp=2", "pp=2", "2x2", "2x2x2", "1x4x2", "2x1x4")

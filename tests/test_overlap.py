@@ -13,20 +13,20 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import partc
-from partc.events import Collective, events
-from partc.mesh import Mesh
-from partc.parser import parse
+from partc.communication.events import Collective, events
+from partc.ir.mesh import Mesh
+from partc.ir.parser import parse
+from partc.ir.printer import print_program, print_region
+from partc.ir.program import MOVING
+from partc.ir.verifier import verify_program
+from partc.package.verify import verify
 from partc.passes.bucket import bucket
 from partc.passes.overlap import overlap
-from partc.printer import print_program, print_region
-from partc.program import MOVING
-from partc.rehearsal import rehearse
+from partc.rehearsal.rehearsal import rehearse
+from partc.runtime.comm.virtual import VirtualComm, World
+from partc.runtime.execution.parts import Parts, ahead
+from partc.runtime.execution.sums import Bucket, Sums
 from partc.runtime.layout import Shard
-from partc.runtime.parts import Parts, ahead
-from partc.runtime.sums import Bucket, Sums
-from partc.runtime.virtual import VirtualComm, World
-from partc.verifier import verify_program
-from partc.verify import verify
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import partc
-from partc.parser import parse
-from partc.printer import print_program
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
+from partc.package.verify import verify
 from partc.runtime.layout import Shard
-from partc.verify import verify
 from tests.zoo import MODELS, Model
 
 

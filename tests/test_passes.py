@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from partc import fuel, passes
 from partc import settings as environment
 from partc.errors import InternalError, PartcError
-from partc.program import Op, Program, Ref, Region
+from partc.ir.program import Op, Program, Ref, Region
 from partc.settings import Settings
 from tests.programs import tiny
 
@@ -64,11 +65,14 @@ def test_the_list_is_complete_and_in_order() -> None:
         facts |= set(entry.ensures)
         assert importlib.util.find_spec(f"partc.passes.{entry.name}"), entry.name
     folder = passes.__spec__.submodule_search_locations[0]  # type: ignore[union-attr,index]
-    files = {path.stem: path.read_text() for path in Path(folder).glob("*.py") if path.stem != "__init__"}
-    assert set(passes.NAMES) <= set(files)
-    for helper in set(files) - set(passes.NAMES):  # what is no pass of its own belongs to one
-        spellings = (f"from partc.passes.{helper} import", f"from partc.passes import {helper}")
-        assert any(spelling in text for spelling in spellings for text in files.values()), helper
+    found = [path.relative_to(Path(folder)).with_suffix("") for path in Path(folder).rglob("*.py")]
+    texts = [path.read_text() for path in Path(folder).rglob("*.py")]
+    modules = {".".join(path.parts).removesuffix(".__init__") for path in found} - {"__init__"}
+    assert set(passes.NAMES) <= modules
+    for module in modules - set(passes.NAMES):  # what is no pass of its own belongs to one
+        above, _, name = f"partc.passes.{module}".rpartition(".")
+        spelling = re.compile(rf"from {above}(\.{name} import| import .*\b{name}\b)")
+        assert any(spelling.search(text) for text in texts), module
     assert len({entry.label for entry in passes.PIPELINE}) == len(passes.PIPELINE)
 
 

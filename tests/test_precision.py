@@ -11,12 +11,12 @@ from torch import nn
 
 import partc
 from partc.errors import PartcError
-from partc.parser import parse
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
+from partc.ir.program import RANDOM
+from partc.package.verify import verify
 from partc.passes.precision import precision
-from partc.printer import print_program
-from partc.program import RANDOM
 from partc.rules import operations, precision_of
-from partc.verify import verify
 from tests.zoo import MODELS
 
 PROGRAM = """

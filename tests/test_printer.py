@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import partc
 from partc.api import compilation
+from partc.compilation.options import Options
 from partc.errors import PartcError, Source
-from partc.layout import Layout
-from partc.mesh import Mesh
-from partc.options import Options
-from partc.parser import parse
-from partc.printer import print_program, print_region
-from partc.program import (
+from partc.ir.layout import Layout
+from partc.ir.mesh import Mesh
+from partc.ir.parser import parse
+from partc.ir.printer import print_program, print_region
+from partc.ir.program import (
     Call,
     Choice,
     DTypeArg,

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import partc
-from partc.runtime.comm import Axis, Comm
+from partc.package.verify import verify
+from partc.runtime.comm.comm import Axis, Comm
 from partc.runtime.layout import local_part, parse_dims
 from partc.runtime.random import GOLDEN, Draw, dropout, dropout_backward, mixed, stream
-from partc.verify import verify
 from tests.zoo import MODELS
 
 CPU = torch.device("cpu")

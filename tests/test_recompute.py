@@ -11,18 +11,18 @@ from expecttest import assert_expected_inline
 
 from partc.codegen.functions import region_code
 from partc.codegen.names import region_names
+from partc.compilation.options import Options
+from partc.cost.saved_tensors import flights, held_inputs, saved_bytes
 from partc.errors import PartcError
-from partc.options import Options
-from partc.parser import parse
+from partc.ir.parser import parse
+from partc.ir.printer import print_program, print_region
+from partc.ir.program import Call, Program, Ref, Region
+from partc.ir.verifier import verify_program
 from partc.passes.recompute import WORTH, recompute
-from partc.passes.recompute_choice import Choice, least
+from partc.passes.recompute.choice import Choice, least
 from partc.passes.split import split
-from partc.printer import print_program, print_region
-from partc.program import Call, Program, Ref, Region
 from partc.rules import is_cheap
-from partc.saving import flights, held_inputs, saved_bytes
 from partc.schedules import SCHEDULES, compute_order
-from partc.verifier import verify_program
 from tests.programs import op, value
 
 PROGRAM = """

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import partc
-from partc.saving import most_saved
-from partc.verify import verify
+from partc.cost.saved_tensors import most_saved
+from partc.package.verify import verify
 from tests.zoo import MODELS
 
 KINDS = ("selective", "full")
@@ -97,7 +97,7 @@ MEASURE = """
 import json, runpy, sys
 sys.path.insert(0, sys.argv[1])
 sys.argv = ["train.py", "--virtual", "--steps", "1"]
-from runtime import executor
+from runtime.execution import executor
 peaks = {}
 
 def tensors(value):

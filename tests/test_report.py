@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.rehearsal import rehearsed
-from partc.report import page, write_html
+from partc.cost.simulation import timeline
+from partc.rehearsal.rehearsal import rehearsed
+from partc.reports.html_report import page, write_html
+from partc.reports.memory_chart import HEIGHT, MOST_STACKS, stacked
 from partc.schedules import SCHEDULES
-from partc.simulate import timeline
-from partc.stacking import HEIGHT, MOST_STACKS, stacked
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.runtime.comm import Comm
-from partc.runtime.data import global_batch, local_batch
-from partc.runtime.executor import gradient_buffers, parse_schedule, run_step, told_by
+from partc.runtime.comm.comm import Comm
+from partc.runtime.comm.virtual import VirtualComm, World
+from partc.runtime.execution.executor import gradient_buffers, parse_schedule, run_step, told_by
 from partc.runtime.layout import Received, Shard
-from partc.runtime.virtual import VirtualComm, World
+from partc.runtime.train.data import global_batch, local_batch
 
 MICROBATCHES = 4
 ROWS = 3

@@ -14,18 +14,18 @@ import pytest
 import torch
 
 import partc
-from partc.runtime import times as module
 from partc.runtime.clock import Interval
+from partc.runtime.comm.virtual import VirtualComm, World
+from partc.runtime.device.peak_flops import known_peak, measured_peak
 from partc.runtime.errors import UsageError
-from partc.runtime.job import parse
 from partc.runtime.layout import tokens_per_step
-from partc.runtime.log import StepLog
-from partc.runtime.peak import known_peak, measured_peak
-from partc.runtime.steps import Steps
-from partc.runtime.times import Split, Times
-from partc.runtime.trace import wanted_steps
-from partc.runtime.update import Updated
-from partc.runtime.virtual import VirtualComm, World
+from partc.runtime.optimizer.update import Updated
+from partc.runtime.train import step_times as module
+from partc.runtime.train.job import parse
+from partc.runtime.train.log import StepLog
+from partc.runtime.train.step_times import Split, Times
+from partc.runtime.train.steps import Steps
+from partc.runtime.train.trace import wanted_steps
 from tests.durable import train
 from tests.zoo import EXAMPLES
 

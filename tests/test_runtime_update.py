@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import partc
-from partc.runtime.optimizer import make_optimizer
-from partc.runtime.tensors import load
-from partc.runtime.update import BACKOFF, FIRST_SCALE, GROWTH, PATIENCE, Decline, LossScale, Rate
-from partc.verify import verify
+from partc.package.verify import verify
+from partc.runtime.checkpoint.safetensors import load
+from partc.runtime.optimizer.optimizer import make_optimizer
+from partc.runtime.optimizer.update import BACKOFF, FIRST_SCALE, GROWTH, PATIENCE, Decline, LossScale, Rate
 from tests.test_zero import tied
 
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.runtime import checkpoint
-from partc.runtime.checkpoint import Held, Place, Saver
+from partc.runtime.checkpoint import checkpoint
+from partc.runtime.checkpoint.checkpoint import Held, Place, Saver
+from partc.runtime.checkpoint.manifest import checkpoints, read
+from partc.runtime.checkpoint.safetensors import TensorFile
+from partc.runtime.device.host_memory import peak_bytes
 from partc.runtime.errors import UsageError
 from partc.runtime.layout import Shard
-from partc.runtime.log import StepLog
-from partc.runtime.manifest import checkpoints, read
-from partc.runtime.memory import peak_bytes
-from partc.runtime.tensors import TensorFile
 from partc.runtime.torch_private import lone_store
+from partc.runtime.train.log import StepLog
 from tests.durable import build, trained, whole
 
 RUN = {"seed": 0, "optimizer": "sgd", "mesh": "tp=2"}

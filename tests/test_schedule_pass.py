@@ -11,9 +11,9 @@ import pytest
 
 import partc
 from partc.errors import InternalError, PartcError
+from partc.ir.program import Program
 from partc.passes.check import check
 from partc.passes.schedule import schedule
-from partc.program import Program
 from partc.schedules import SCHEDULES, Compute
 from partc.schedules.table import Table
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import partc
+from partc.package.verify import verify
 from partc.schedules import SCHEDULES, compute_order, stage_ranks
-from partc.verify import verify
 from tests.test_schedule_pass import random_rows
 
 GPT = Path(__file__).parents[1] / "examples" / "gpt.py"

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from partc.program import Action
-from partc.runtime.comm import Comm
-from partc.runtime.executor import parse_schedule, run_step
+from partc.cost.simulation import Durations, Timeline, chain, simulate
+from partc.ir.program import Action
+from partc.runtime.comm.comm import Comm
+from partc.runtime.execution.executor import parse_schedule, run_step
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
-from partc.simulate import Durations, Timeline, chain, simulate
 
 COUNTS = [(2, 2), (2, 8), (3, 7), (4, 4), (4, 8), (4, 16), (8, 16), (8, 32)]  # ranks, microbatches
 

@@ -8,12 +8,12 @@ import pytest
 from expecttest import assert_expected_inline
 
 from partc.errors import InternalError
-from partc.parser import parse
+from partc.ir.parser import parse
+from partc.ir.printer import print_program, print_region
+from partc.ir.program import Action, Program
+from partc.ir.verifier import verify_program
 from partc.passes.check import check
 from partc.passes.split import split
-from partc.printer import print_program, print_region
-from partc.program import Action, Program
-from partc.verifier import verify_program
 
 PROGRAM = """
 program two mesh pp=2,dp=1,tp=1 microbatches 2 loss loss

@@ -19,12 +19,12 @@ import partc
 from partc.codegen.functions import region_code
 from partc.codegen.names import region_names
 from partc.codegen.source import Function
-from partc.mesh import Mesh
+from partc.ir.mesh import Mesh
+from partc.ir.program import Call, Graph, Parameter, Program, Region, Value
 from partc.passes.differentiate import differentiate
-from partc.program import Call, Graph, Parameter, Program, Region, Value
+from partc.rules.strides import dense
 from partc.rules.table import DENSE
-from partc.runtime import functional
-from partc.strides import dense
+from partc.runtime.ops import functional
 from tests import op_cases
 from tests.example_cases import example_cases
 from tests.op_cases import Case, case, normal, type_of, whole

@@ -14,12 +14,12 @@ from torch import Tensor
 
 import partc
 from partc.errors import PartcError
-from partc.mesh import Mesh
-from partc.runtime.compression import BLOCK, Compressed, decode, encode, room
+from partc.ir.mesh import Mesh
+from partc.package.verify import verify
+from partc.runtime.comm.compression import BLOCK, Compressed, decode, encode, room
+from partc.runtime.comm.virtual import VirtualComm, World
+from partc.runtime.execution.sums import Bucket, Sums
 from partc.runtime.layout import Shard
-from partc.runtime.sums import Bucket, Sums
-from partc.runtime.virtual import VirtualComm, World
-from partc.verify import verify
 
 GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
 

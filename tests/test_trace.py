@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partc.errors import PartcError
-from partc.mesh import Mesh
-from partc.program import Program
-from partc.trace import Traced, trace_file, trace_model
+from partc.frontend.trace import Traced, trace_file, trace_model
+from partc.ir.mesh import Mesh
+from partc.ir.program import Program
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ONE = Mesh.parse("1")

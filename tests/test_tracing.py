@@ -16,10 +16,10 @@ import pytest
 
 import partc
 from partc.cli import main
-from partc.events import Collective, events
-from partc.forecast import Forecast
-from partc.program import ITEMSIZE
-from partc.simulate import timeline
+from partc.communication.events import Collective, events
+from partc.cost.forecast import Forecast
+from partc.cost.simulation import timeline
+from partc.ir.program import ITEMSIZE
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 COMMON = {"ph", "name", "pid", "tid", "ts"}

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import partc
-from partc.runtime import tuning
 from partc.runtime.errors import UsageError
-from partc.runtime.together import Together
+from partc.runtime.processes.agreement import Together
 from partc.runtime.torch_private import lone_store
-from partc.runtime.train import main
-from partc.runtime.tuning import Kernel, fastest, from_given, given, kernels_of, run_with, settle, tuned
+from partc.runtime.train import tuning
+from partc.runtime.train.train import main
+from partc.runtime.train.tuning import Kernel, fastest, from_given, given, kernels_of, run_with, settle, tuned
 from tests.durable import imported_from
 from tests.test_zero import tied
 from tests.triton_runs import INTERPRETED
@@ -194,8 +194,8 @@ def test_loops_over_tiles_make_the_same_in_every_configuration(tmp_path: Path, m
     """Other numbers of programs, smaller tiles and loads ahead: rows are as many, and sums the same to rounding."""
     import importlib
 
-    monkeypatch.setattr("partc.codegen.rows.TILE", 64)
-    monkeypatch.setattr("partc.codegen.rows.PROGRAMS", 3)
+    monkeypatch.setattr("partc.codegen.kernels.rows.TILE", 64)
+    monkeypatch.setattr("partc.codegen.kernels.rows.PROGRAMS", 3)
     built = partc.compile(Path(__file__).parent / "models/tied.py", mesh="1", kernels="triton", precision="fp64")
     package = built.write(tmp_path / "b")
     with imported_from(package):

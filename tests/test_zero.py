@@ -13,14 +13,14 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import partc
+from partc.communication.events import Collective, events
 from partc.errors import PartcError
-from partc.events import Collective, events
-from partc.mesh import Mesh
-from partc.parser import parse
+from partc.ir.mesh import Mesh
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
+from partc.package.verify import verify
 from partc.passes.zero import zero
-from partc.printer import print_program
 from partc.runtime.layout import Shard
-from partc.verify import verify
 from tests.zoo import MODELS
 
 PROGRAM = """

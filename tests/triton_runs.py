@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.codegen.kernel import Kernel
-from partc.codegen.kernels import kernel
+from partc.codegen.kernels.fused import kernel
+from partc.codegen.kernels.kernel import Kernel
+from partc.codegen.kernels.written import Written
 from partc.codegen.package import kernel_module
-from partc.codegen.written import Written
-from partc.interpret import results_of
+from partc.ir.interpreter import results_of
+from partc.ir.layout import Sizes
+from partc.ir.program import Graph, Op, TensorType
 from partc.kernels.interpreted import rounds
-from partc.layout import Sizes
-from partc.program import Graph, Op, TensorType
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="virtual ranks have no GPU")

@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from partc.errors import InternalError, PartcError
-from partc.layout import Partial, Placement, Replicated, Shard, Sizes, Varying
-from partc.program import FLOATING, Choice, Graph, Op, TensorType
+from partc.ir.layout import Partial, Placement, Replicated, Shard, Sizes, Varying
+from partc.ir.program import FLOATING, Choice, Graph, Op, TensorType
 from partc.rules import cuts as _cuts
 from partc.rules.cuts import Cuts, factor_cuts
 from partc.rules.local import localize

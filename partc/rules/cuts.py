@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from partc.program import Graph, Op, TensorType
+from partc.ir.program import Graph, Op, TensorType
 from partc.rules.rule import Dims, OpRule
 
 Cuts = Mapping[str, tuple[frozenset[int], ...]]  # value name -> per dimension, values of Shard.outer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partc.program import Op
+from partc.ir.program import Op
 from partc.rules.rule import Dims, OpRule, argument, integers, make
 from partc.rules.shapes import Builder, Types
 

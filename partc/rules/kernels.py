@@ -4,7 +4,7 @@ An elementwise operation is an expression of its operands, `{0}` for the first; 
 is a function of partc/kernels/functions.py. Operands come in the type that the operation computes in (fp32 for 16
 bits). Views, and what is made from numbers, are index expressions: they move nothing. Reductions go along the last
 dimensions, within what one program holds, or along all others. Composites are made of all these
-(partc.passes.fuse_composites).
+(partc.passes.fuse.composites).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from partc.program import FLOATING, ITEMSIZE, Arg, DType, DTypeArg, Op, Ref
+from partc.ir.program import FLOATING, ITEMSIZE, Arg, DType, DTypeArg, Op, Ref
 
 Spelling = str | Callable[[Op], str | None]
 Kind = Literal["pointwise", "view", "constant", "reduction", "composite", "streamed"]

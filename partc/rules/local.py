@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from partc.errors import InternalError
-from partc.layout import Sizes
-from partc.program import Arg, Op
+from partc.ir.layout import Sizes
+from partc.ir.program import Arg, Op
 from partc.rules.rule import OpRule, argument, integers
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partc.program import Op, TensorType
+from partc.ir.program import Op, TensorType
 from partc.rules.rule import Dims, OpRule, argument, integers, is_ref, make
 from partc.rules.shapes import Types, broadcast_dims, dim_index, named_dims
 

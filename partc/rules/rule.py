@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from partc.program import FLOATING, Arg, Op, Ref, TensorType
+from partc.ir.program import FLOATING, Arg, Op, Ref, TensorType
 
 Kind = Literal["parallel", "contracted", "blocked"]
 Dims = tuple[tuple[str, ...], ...]  # per dimension, the factors that make it, major first; () for a broadcast 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from partc.program import FLOATING, Arg, Op, TensorType
+from partc.ir.program import FLOATING, Arg, Op, TensorType
 from partc.rules.rule import Dims, OpRule, argument, integers, is_ref, make
 
 Types = tuple[TensorType, ...]  # of the operands, in the order of op.refs()

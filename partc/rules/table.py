@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from partc.errors import PartcError
-from partc.program import Op
+from partc.ir.program import Op
 from partc.rules import products, shapes
 from partc.rules.examples import examples, recurrent
 from partc.rules.notation import Notation, NotationError, bind, parse

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import partc
 from partc.errors import PartcError
-from partc.export import export
-from partc.launch import local_environment
-from partc.runtime.tensors import load
+from partc.package.export import export
+from partc.package.launch import local_environment
+from partc.runtime.checkpoint.safetensors import load
 from tests.fuzz.pieces import PIECES
 from tests.prefork import Server
 

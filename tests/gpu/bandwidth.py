@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from partc.codegen.kernel import Kernel
-from partc.codegen.kernels import kernel
-from partc.codegen.written import Written
-from partc.operators import DTYPES
+from partc.codegen.kernels.fused import kernel
+from partc.codegen.kernels.kernel import Kernel
+from partc.codegen.kernels.written import Written
+from partc.ir.operators import DTYPES
+from partc.ir.printer import fused_bytes
+from partc.ir.program import DTypeArg, Graph, Op, Ref, TensorType
 from partc.passes.fuse import fuse
-from partc.printer import fused_bytes
-from partc.program import DTypeArg, Graph, Op, Ref, TensorType
-from partc.runtime import tuning
+from partc.runtime.train import tuning
 from tests.gpu.results import Deadline, Results
 from tests.programs import op, value
 from tests.test_kernel_rows import normed

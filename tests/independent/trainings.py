@@ -20,8 +20,8 @@ from torch import Tensor
 
 import partc
 from partc.errors import PartcError
-from partc.export import export
-from partc.launch import local_environment, torchrun_command
+from partc.package.export import export
+from partc.package.launch import local_environment, torchrun_command
 from tests.independent.plain import Recipe, Trained, train
 from tests.prefork import Server
 

@@ -7,10 +7,10 @@ cut it.
 from typing import NamedTuple
 
 import torch
-from runtime import functional
-from runtime.comm import Comm
+from runtime.comm.comm import Comm
+from runtime.execution.sums import Bucket, Sums
 from runtime.layout import Received, Shard
-from runtime.sums import Bucket, Sums
+from runtime.ops import functional
 from torch import Tensor
 from torch.nn import functional as F
 

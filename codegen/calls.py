@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from partc.ir.program import Call, Program, Region
@@ -22,6 +22,11 @@ class Run:
     @property
     def loop(self) -> bool:
         return len(self.calls) > 1
+
+    @property
+    def title(self) -> str:
+        """The calls by name: "blocks.0 to blocks.1", or a single one."""
+        return f"{self.calls[0].name} to {self.calls[-1].name}" if self.loop else self.calls[0].name
 
     @property
     def prefix(self) -> str:
@@ -106,3 +111,9 @@ def place_of(region: Region) -> str:
     file = max({source.file for source in sources}, key=[source.file for source in sources].count)
     first = min(source.line for source in sources if source.file == file)
     return f" ({file.rpartition('/')[2]}:{first})"
+
+
+def listed(items: Iterable[str]) -> str:
+    """`a, b and c`, each once."""
+    words = list(dict.fromkeys(items))
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)

@@ -49,6 +49,7 @@ _TAKEN = frozenset(
         "tuple",
         "list",
         "dict",
+        "dataclass",
         "len",
         "print",
     ]
@@ -96,11 +97,23 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionNames:
-    """What a stage module calls the parts of a region: "block" for block_forward, BlockParams and BLOCK."""
+    """The names of a region's parts: "block" for block_forward, BlockParams and BLOCK."""
 
     stem: str
-    params: str
+    title: str
     constant: str
+
+    @property
+    def params(self) -> str:
+        return f"{self.title}Params"
+
+    @property
+    def saved(self) -> str:
+        return f"{self.title}Saved"
+
+    @property
+    def kept(self) -> str:
+        return f"{self.title}Kept"
 
     @property
     def forward(self) -> str:
@@ -121,11 +134,11 @@ class RegionNames:
     @property
     def every(self) -> tuple[str, ...]:
         functions = (self.forward, self.backward, self.backward_input, self.backward_weight)
-        return (self.stem, self.params, self.constant, *functions)
+        return (self.stem, self.params, self.saved, self.kept, self.constant, *functions)
 
 
 def region_names(regions: Iterable[str]) -> dict[str, RegionNames]:
-    """Names for the regions of one module, none of which is another's."""
+    """Names for the regions of a program, all different, also where files are told apart without regard to case."""
     found: dict[str, RegionNames] = {}
     taken = set(_TAKEN)
     for region in regions:
@@ -142,4 +155,4 @@ def region_names(regions: Iterable[str]) -> dict[str, RegionNames]:
 def _region_names(stem: str) -> RegionNames:
     constant = stem.upper()
     constant = f"{constant}_TABLE" if constant == stem else constant
-    return RegionNames(stem=stem, params=f"{class_name(stem)}Params", constant=constant)
+    return RegionNames(stem=stem, title=class_name(stem), constant=constant)

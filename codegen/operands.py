@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from partc.ir.layout import Sizes
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType
@@ -28,6 +28,16 @@ class Operands:
     sizes: Sizes
     exclusive: bool = False  # nothing else reads its first operand, which may be overwritten
     started: bool = False  # a collective that is waited for apart
+    used: set[str] = field(default_factory=set)  # modules, and arguments that all functions share, that its line reads
+
+    def named(self, path: str) -> str:
+        """A dotted name that the line reads: of a module, or of comm, p or g."""
+        self.used.add(path.partition(".")[0])
+        return path
+
+    def dtype(self, dtype: DType) -> str:
+        """The name of a dtype."""
+        return self.named(DTYPES[dtype])
 
     def shape(self, index: int) -> tuple[int, ...]:
         """The local shape of a tensor argument."""
@@ -44,12 +54,28 @@ class Operands:
         """The axis it goes over."""
         return self.attrs["axis"].strip('"')
 
+    @property
+    def rank(self) -> str:
+        """The part of that axis that this rank has."""
+        return f"{self.named('comm')}.{self.axis}.rank"
+
     def flat(self, index: int) -> str:
         """A tensor argument seen as a matrix: every dimension but the last in one."""
         return self.args[index] if len(self.shape(index)) == 2 else f"{self.args[index]}.flatten(0, -2)"
 
 
 Emit = Callable[[Operands], str]
+
+
+def modules(args: Iterable[Arg]) -> Iterator[str]:
+    """The modules that arguments read as Python source."""
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from modules(arg)
+        elif isinstance(arg, DTypeArg):
+            yield "torch"
+        elif isinstance(arg, float) and not math.isfinite(arg):
+            yield "math"
 
 
 def written(arg: Arg, name: Callable[[str], str]) -> str:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from partc.codegen import plan as plans
 from partc.codegen.formatting import formatted
 from partc.codegen.ranks import rank_codes
+from partc.codegen.regions import region_codes
+from partc.codegen.source import RegionCode
 from partc.codegen.stages import StageCode, stage_code
 from partc.communication.descriptions import NAMES, local_bytes, readable_bytes
 from partc.communication.parts import Parts
@@ -61,16 +63,16 @@ def files(
     report: Sequence[str] = (),
     command: Mapping[str, Any] | None = None,
     flops: int = 0,
-    modules: Sequence[StageModule] | None = None,
+    modules: Modules | None = None,
     memory: Account | None = None,
 ) -> Iterator[tuple[str, str]]:
     """The same one by one, so that a package of many ranks never stands in memory.
 
-    `report` holds sentences for the README: what a reader should know about this plan. `modules` are the stages',
-    where they are made already; `memory` is the account of what ranks hold.
+    `report` holds sentences for the README about this plan. `modules` are the program's, if they are made already;
+    `memory` is the account of the ranks' memory.
     """
-    modules = stage_modules(program) if modules is None else modules
-    stages = [module.code for module in modules]
+    modules = emit(program) if modules is None else modules
+    stages = [module.code for module in modules.stages]
     plan = plans.plan(
         program, options=options, seed=seed, precision=precision, command=command, flops=flops, memory=memory
     )
@@ -79,8 +81,8 @@ def files(
     yield "README.md", _readme(program, stages, plan, report)
     yield "train.py", _template("train.py.jinja").render(ranks=ranks)
     yield "model.py", model_source
-    for module in modules:
-        yield f"stages/stage_{module.index}.py", module.text
+    yield from ((module.path, module.text) for module in modules.regions)
+    yield from ((module.path, module.text) for module in modules.stages)
     rank_template = _template("rank.py.jinja")
     for rank in rank_codes(program):
         yield f"ranks/rank_{rank.rank:03d}.py", rank_template.render(rank=rank, ranks=ranks)
@@ -89,33 +91,58 @@ def files(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RegionModule:
+    """An emitted module of `regions/`."""
+
+    region: str
+    code: RegionCode
+    text: str
+
+    @property
+    def path(self) -> str:
+        return f"regions/{self.code.module}.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageModule:
-    """An emitted module: `functions` has the region of each."""
+    """An emitted module of `stages/`."""
 
     index: int
     code: StageCode
     text: str
-    functions: Mapping[str, str]
+
+    @property
+    def path(self) -> str:
+        return f"stages/stage_{self.index}.py"
 
 
-def stage_modules(program: Program) -> tuple[StageModule, ...]:
-    """Those of all stages."""
-    return tuple(_stage_module(program, index) for index in range(program.stages))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modules:
+    """The emitted modules of a program, but for those of ranks."""
+
+    regions: tuple[RegionModule, ...]
+    stages: tuple[StageModule, ...]
 
 
-def stage_module(program: Program, index: int) -> str:
-    """The text of one stage's module."""
-    return _stage_module(program, index).text
-
-
-def _stage_module(program: Program, index: int) -> StageModule:
-    code = stage_code(program, index)
-    text = _template("stage.py.jinja").render(stage=code, stages=program.stages, mesh=str(program.mesh))
-    regions = dict.fromkeys(call.region for call in program.calls if call.stage == index)
-    functions = {
-        function.name: region for region, (_, made) in zip(regions, code.units, strict=True) for function in made
-    }
-    return StageModule(index=index, code=code, text=formatted(text), functions=functions)
+def emit(program: Program) -> Modules:
+    """The modules of all regions and stages."""
+    codes = region_codes(program)
+    of_region, of_stage = _template("region.py.jinja"), _template("stage.py.jinja")
+    stages = [stage_code(program, index, codes) for index in range(program.stages)]
+    return Modules(
+        regions=tuple(
+            RegionModule(region=name, code=code, text=formatted(of_region.render(region=code, mesh=str(program.mesh))))
+            for name, code in codes.items()
+        ),
+        stages=tuple(
+            StageModule(
+                index=code.index,
+                code=code,
+                text=formatted(of_stage.render(stage=code, stages=program.stages, mesh=str(program.mesh))),
+            )
+            for code in stages
+        ),
+    )
 
 
 def _readme(program: Program, stages: list[StageCode], plan: Mapping[str, Any], report: Sequence[str]) -> str:

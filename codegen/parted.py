@@ -37,5 +37,5 @@ def added(op: Op, sums: Collection[str], buffers: Buffers, names: Names) -> tupl
         name = names[values[0].name] if len(values) == 1 else names.fresh("parts")
         add = f"add_sum({into[0]}, {name})" if len(values) == 1 else f"add_sums(({', '.join(into)}), {name})"
         targets.append(name)
-        lines += [Line(code=f"functional.{add}"), Line(code=f"del {name}")]
+        lines += [Line(code=f"functional.{add}", uses=frozenset({"functional", "g"})), Line(code=f"del {name}")]
     return targets, lines

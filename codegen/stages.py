@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from partc.codegen.calls import Run, place_of, runs
-from partc.codegen.functions import region_code
-from partc.codegen.names import Names, identifier, region_names
-from partc.codegen.source import Argument, Function, Line, RegionCode
+from partc.codegen.calls import Run, listed, runs
+from partc.codegen.names import Names, identifier
+from partc.codegen.source import Function, Line, RegionCode, imported
 from partc.codegen.steps import Steps
 from partc.codegen.weights import Entry, Repeated, Weights, strings
 from partc.communication.parts import Parts
@@ -17,15 +16,6 @@ from partc.ir.layout import SubDim
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.program import Phase, Program
 from partc.quoting import literal, masked
-from partc.rules.strides import dense
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Params:
-    """A tuple class of a region's parameters."""
-
-    name: str
-    fields: tuple[Argument, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +24,7 @@ class StageCode:
 
     index: int
     title: str
-    units: tuple[tuple[Params | None, tuple[Function, ...]], ...]
+    regions: tuple[str, ...]  # the lines that import them
     tables: tuple[tuple[str, tuple[Entry, ...]], ...]
     parameters: tuple[Entry | Repeated, ...]
     inputs: tuple[Entry, ...]
@@ -56,29 +46,29 @@ class StageCode:
     shared: tuple[Entry, ...]
     shared_note: str
     imports: frozenset[str]
-    compiled: frozenset[str]  # functions that torch.compile makes kernels of
+    compiled: bool
 
 
-def stage_code(program: Program, index: int) -> StageCode:
-    return _Builder(program, index).build()
+def stage_code(program: Program, index: int, regions: Mapping[str, RegionCode]) -> StageCode:
+    """`regions` has the code of every region of the program."""
+    return _Builder(program, index, regions).build()
 
 
 class _Builder:
     """Names and places of everything in one stage."""
 
-    def __init__(self, program: Program, index: int) -> None:
+    def __init__(self, program: Program, index: int, codes: Mapping[str, RegionCode]) -> None:
         self.program = program
         self.index = index
         self.calls = [call for call in program.calls if call.stage == index]
         self.regions = {region.name: region for region in program.regions}
-        self.dense = dense(program)
         self.runs: dict[Phase, list[Run]] = {
             phase: runs(program, [call for call in self.calls if self.regions[call.region].phase == phase])
             for phase in ("setup", "step", "microbatch")
         }
         self.types = program.value_types()
         self.parts = Parts(program)
-        self.codes = self._region_codes()
+        self.codes = {name: codes[name] for name in dict.fromkeys(call.region for call in self.calls)}
         self.attributes = Names(_STAGE_ATTRIBUTES)
         every = [run for phase in self.runs.values() for run in phase]
         self.weights = Weights(program, index, every, self.codes, self.attributes, self.parts)
@@ -101,31 +91,18 @@ class _Builder:
         backward = locals_.backward()
         weight = locals_.weight()
         tables, parameters = self.weights.tables()
-        regions = list(dict.fromkeys(call.region for call in self.calls))
-        units = tuple(
-            (
-                Params(name=code.params_class, fields=code.fields) if code.params_class else None,
-                tuple(function for function in (code.forward, code.backward, code.weight) if function),
-            )
-            for code in (self.codes[name] for name in regions)
-        )
         lines = [*init, *setup, *prepare, *forward, *backward, *weight, *self.weights.reduce()]
-        text = "\n".join(masked(line.code)[0] for _, functions in units for f in functions for line in f.lines)
-        text += "\n".join(masked(line.code)[0] for line in lines)
-        compiled = {
-            function.name
-            for run in (self.runs["microbatch"] if self.program.compiled else ())
-            for code in (self.codes[run.region.name],)
-            for function in (code.forward, code.backward, code.weight)
-            if function
-        }
+        text = "\n".join(masked(line.code)[0] for line in lines)
         loss = self.program.loss if self.makes(self.program.loss) else ""
         partial = self.types[self.program.loss].layout.partial if loss else ()
         return StageCode(
             index=self.index,
-            title=_listed(self._title(run) for run in self.runs["microbatch"] if self._has_parameters(run))
-            or _listed(run.prefix for run in self.runs["microbatch"]),
-            units=units,
+            title=listed(run.title for run in self.runs["microbatch"] if run.region.params)
+            or listed(run.prefix for run in self.runs["microbatch"]),
+            regions=tuple(
+                imported("regions." + code.module, code.imported)
+                for code in sorted(self.codes.values(), key=lambda code: code.module)
+            ),
             tables=tables,
             parameters=parameters,
             inputs=tuple(Entry(key=name, value=f"Shard({literal(self._input_type(name))})") for name in self._inputs()),
@@ -146,51 +123,11 @@ class _Builder:
             buckets=self.weights.buckets(),
             shared=self.weights.shared(),
             shared_note=self.weights.shared_note(),
-            compiled=frozenset(compiled),
+            compiled=self.program.compiled,
             imports=frozenset(
-                name
-                for name in ("torch", "F", "functional", "kernels", "math", "Parts", "Sums")
-                if re.search(rf"(?<![\w.]){name}[.(]", text)
+                name for name in ("torch", "kernels", "Parts", "Sums") if re.search(rf"(?<![\w.]){name}[.(]", text)
             ),
         )
-
-    def _region_codes(self) -> dict[str, RegionCode]:
-        codes: dict[str, RegionCode] = {}
-        called = region_names(dict.fromkeys(call.region for call in self.calls))
-        for phase_runs in self.runs.values():
-            for run in phase_runs:
-                region = run.region
-                if region.name in codes:
-                    continue
-                same = [other for other in phase_runs if other.region.name == region.name]
-                what = _listed(map(self._title, same)) if region.params else _PHASES[region.phase]
-                prefix = next(call.name for call in self.program.calls if call.region == region.name)
-                codes[region.name] = region_code(
-                    region,
-                    self.program.sizes,
-                    prefix,
-                    f"{what}{place_of(region)}.",
-                    called[region.name],
-                    self._updated(run),
-                    gives=self.program.zero >= 2 and self.parts.has_parts(run.calls[0]),
-                    dense=self.dense[region.name],
-                )
-        return codes
-
-    def _updated(self, run: Run) -> dict[int, str]:
-        """The outputs that are next values of buffers: position -> the buffer's name in the region."""
-        call, local = (
-            run.calls[0],
-            {name: value.name for name, value in zip(run.calls[0].params, run.region.params, strict=True)},
-        )
-        buffers = {value: buffer for buffer, value in self.program.updates}
-        return {index: local[buffers[name]] for index, name in enumerate(call.results) if name in buffers}
-
-    def _title(self, run: Run) -> str:
-        return f"{run.calls[0].name} to {run.calls[-1].name}" if run.loop else run.calls[0].name
-
-    def _has_parameters(self, run: Run) -> bool:
-        return bool(run.region.params)
 
     def makes(self, name: str) -> bool:
         return any(name in call.results for call in self.calls)
@@ -275,13 +212,3 @@ _STAGE_ATTRIBUTES = [
     "backward_weight",
     "reduce_gradients",
 ]
-_PHASES: dict[Phase, str] = {
-    "setup": "A constant of the model",
-    "step": "Counted over the batch, once per step",
-    "microbatch": "Made from the batch alone",
-}
-
-
-def _listed(items: Iterable[str]) -> str:
-    words = list(dict.fromkeys(items))
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)

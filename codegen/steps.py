@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from partc.codegen.access import Access, Stage, access, indented, over, units
 from partc.codegen.calls import Run
 from partc.codegen.names import Names, identifier
-from partc.codegen.source import Line, RegionCode
+from partc.codegen.source import Function, Line, RegionCode
 from partc.communication.parts import KINDS, Kind
 from partc.ir.program import Call
 from partc.quoting import literal
@@ -25,12 +25,7 @@ class Steps:
 
     def __init__(self, builder: Stage) -> None:
         self.b = builder
-        self.functions = [
-            function.name
-            for code in builder.codes.values()
-            for function in (code.forward, code.backward, code.weight)
-            if function is not None
-        ]
+        self.functions = [function.name for code in builder.codes.values() for function in code.functions]
         self.names = Names(
             (
                 "comm",
@@ -84,9 +79,9 @@ class Steps:
 
     def forward(self) -> list[Line]:
         lines = self._gathered("F")
-        saves = any(self.b.codes[run.region.name].differentiated for run in self.runs)
+        saves = any(self.b.codes[run.region.name].saved for run in self.runs)
         if saves:
-            lines.append(Line(code="saved: list[Saved] = []"))
+            lines.append(Line(code="saved: list[Any] = []"))
         for run in self.runs:
             lines.extend(self._forward_loop(run) if run.loop else self._forward_call(run, run.calls[0]))
         sent = dict.fromkeys(t.value for t in self.b.sent)
@@ -100,11 +95,11 @@ class Steps:
         code = self.b.codes[run.region.name]
         stored = {value for _, value in self.b.program.updates}
         kept = [target for target, name in zip(results, run.calls[-1].results, strict=True) if name not in stored]
-        targets = [*kept, "kept"] if code.differentiated else kept
+        targets = [*kept, "kept"] if code.saved else kept
         arguments = self.b.arguments(code.forward, run, args, "self.comm", p=way.p)
         assigned = f"{', '.join(targets)} = " if targets else ""
         lines = [Line(code=f"{assigned}{code.forward.name}({arguments})", notes=way.notes, indent=indent)]
-        if code.differentiated:
+        if code.saved:
             lines.append(Line(code=f"{indent}saved.append(kept)"))
         return lines
 
@@ -154,13 +149,13 @@ class Steps:
 
     def backward(self) -> list[Line]:
         lines = self._gathered(self._kind())
-        lines.extend([Line(code="kept: list[Saved] = []")] if self._split() else [])
+        lines.extend([Line(code="kept: list[Any] = []")] if self._split() else [])
         self.grads: dict[str, str] = {t.value: f"gradients[{literal(t.value)}]" for t in self.b.sent if t.gradient}
         taken = ("comm", "saved", "kept", "left", "gradients", "p", "g", "unit", "whole", "i", "name", "self")
         self.grad_names = Names((*taken, *self.functions))
         self.owed = self._owed()
         for run in reversed(self.runs):
-            if not self.b.codes[run.region.name].differentiated:
+            if self.b.codes[run.region.name].backward is None:
                 continue
             lines.extend(self._backward_loop(run) if run.loop else self._backward_call(run))
         returned = {t.value: self.grads.get(t.value) for t in self.b.received if t.gradient}
@@ -220,8 +215,9 @@ class Steps:
         lines: list[Line] = []
         incoming = [self._incoming(call.results[index], lines) for index in code.gradient_outputs]
         targets, sums = self._targets(call, code)
-        way = access(self.b, run, code.backward, self._kind()) if code.backward else None
-        return [*lines, *self._backward_statement(run, way, incoming, targets, ""), *sums]
+        assert code.backward is not None  # or it would not be run
+        way = access(self.b, run, code.backward, self._kind())
+        return [*lines, *self._backward_statement(run, way, code.backward, incoming, targets, ""), *sums]
 
     def _targets(self, call: Call, code: RegionCode) -> tuple[list[str], list[Line]]:
         """Variables for the gradients a call returns, and additions to those that are there already."""
@@ -285,7 +281,7 @@ class Steps:
         assert code.backward is not None  # a loop hands a value along, whose gradient is handed back
         way = access(self.b, run, code.backward, self._kind())
         lines.append(Line(code=over(run, way, backwards=True)))
-        lines.extend(self._backward_statement(run, way, incoming, results, "    "))
+        lines.extend(self._backward_statement(run, way, code.backward, incoming, results, "    "))
         lines.extend(sums)
         for argument, _ in run.carried:
             handed = targets.get(argument)
@@ -298,29 +294,18 @@ class Steps:
         return lines
 
     def _backward_statement(
-        self, run: Run, way: Access | None, incoming: list[str], targets: list[str], indent: str
+        self, run: Run, way: Access, function: Function, incoming: list[str], targets: list[str], indent: str
     ) -> list[Line]:
         code = self.b.codes[run.region.name]
-        function = code.backward
-        if function is None or way is None:
-            taken = ["*saved.pop()"] if run.region.saved else []
-            drop = [] if taken else [Line(code=f"{indent}saved.pop()")]
-            values = [*incoming, *taken]
-            left = f"({values[0]},)" if len(values) == 1 else f"({', '.join(values)})"
-            return [*drop, Line(code=f"{indent}kept.append({left})")]
         arguments = self.b.arguments(function, run, (), "self.comm", p=way.p, g=way.g)
         values = [argument for argument in (arguments, *incoming) if argument]
-        if any(argument.name == "saved" for argument in function.arguments):
-            values.append("saved.pop()")
-            drop = []
-        else:
-            drop = [Line(code=f"{indent}saved.pop()")]
-        more = [*(["g"] if function.gives else []), *(["left"] if code.weight is not None else [])]
+        values += ["saved.pop()"] if code.saved else []
+        more = [*(["g"] if function.gives else []), *(["left"] if code.kept else [])]
         used = [] if all(target == "_" for target in targets) and not more else [*targets, *more]
-        hand = (Line(code="kept.append(left)"),) if code.weight is not None else ()
+        hand = (Line(code="kept.append(left)"),) if code.kept else ()
         assigned = f"{', '.join(used)} = " if used else ""
         line = Line(code=f"{assigned}{function.name}({', '.join(values)})", notes=way.notes)
-        return [*drop, *indented((line, *hand, *way.closing), indent)]
+        return [*indented((line, *hand, *way.closing), indent)]
 
     def _kind(self) -> Kind:
         return "I" if self._split() else "B"

@@ -57,10 +57,11 @@ class Weights:
         for run in self.runs:
             if not run.region.params:
                 continue
-            cls = self.codes[run.region.name].params_class
+            code = self.codes[run.region.name]
+            cls = code.params.name if code.params else ""
             makers = self._parted(run, cls) if self.parts.has_parts(run.calls[0]) else (cls, cls)
             lines.append(Line(code=f"{self.attribute(run)} = {self._tensors(run, makers[0], 'parameters')}"))
-            if self.codes[run.region.name].differentiated and makers[1]:
+            if code.backward and makers[1]:
                 lines.append(
                     Line(code=f"{self.attribute(run, 'grad ')} = {self._tensors(run, makers[1], 'gradients')}")
                 )

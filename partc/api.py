@@ -26,7 +26,7 @@ from partc.rules.coverage import Coverage, coverage
 from partc.settings import EMITTED, tell
 
 if TYPE_CHECKING:
-    from partc.codegen.package import StageModule
+    from partc.codegen.package import Modules
     from partc.package.verify import VerifyResult
 
 PhaseObserver = Callable[["Phase"], None]
@@ -55,7 +55,7 @@ class Package:
     coverage: Coverage = field(default_factory=lambda: Coverage(ops=1.0, flops=1.0))
     extra: Mapping[str, bytes] = field(default_factory=dict)  # files that model_source reads
     warnings: tuple[str, ...] = ()
-    modules: tuple[StageModule, ...] = ()
+    modules: Modules | None = None
     memory: Account | None = None  # what ranks hold; None where it depends on numbers in the batch
 
     @property
@@ -110,7 +110,7 @@ class Package:
             report=[*self.warnings, *self._padding(), *(sentence(item) for item in self.replicated_ops)],
             command=self.options.command,
             flops=self.flops,
-            modules=self.modules or None,
+            modules=self.modules,
             memory=self.memory,
         )
         yield from self.extra.items()
@@ -128,7 +128,7 @@ class Package:
         def told() -> Iterator[tuple[str, str | bytes]]:
             nonlocal count
             for item in self.files():
-                if item[0].startswith("stages/"):
+                if item[0].startswith(("regions/", "stages/")):
                     tell(EMITTED, f"# {item[0]}\n{item[1]!s}")
                 count += 1
                 yield item
@@ -367,7 +367,7 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
     """
     from partc.codegen.attentions import without_kernel
     from partc.codegen.cuda_graphs import obstacle
-    from partc.codegen.package import stage_modules
+    from partc.codegen.package import emit
     from partc.compilation.fitting import check_limit
     from partc.passes.chunk import left_whole
     from partc.rehearsal.rehearsal import rehearse
@@ -381,8 +381,8 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
     if done.options.cuda_graphs and (found := obstacle(done.program)) is not None:
         raise found.error()
     start = time.perf_counter()
-    modules = stage_modules(done.program)
-    ended("Emitted", start, counted(len(modules), "stage module"))
+    modules = emit(done.program)
+    ended("Emitted", start, counted(len(modules.stages), "stage module"))
     start = time.perf_counter()
     memory = rehearse(done.program, modules=modules)
     ended("Rehearsed", start, f"a rank holds {readable(memory.worst.peak)} at most")

@@ -133,7 +133,8 @@ CATALOGUE: Mapping[str, Entry] = {
         "A package builds the model again in processes of its own. A module object is stored with its parameters "
         "and needs its classes importable by name; a function is imported from a copy of its file. Neither works "
         "for what is defined inside a function, and a script must do nothing when it is imported. Modules of your "
-        "own that a model file imports are copied to sources/; none may be called stages, ranks, runtime or kernels.",
+        "own that a model file imports are copied to sources/; none may be called regions, stages, ranks, runtime or "
+        "kernels.",
     ),
     "P0216": Entry(
         "the model has a backward pass of its own",

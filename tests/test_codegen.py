@@ -20,7 +20,7 @@ from partc.codegen.functions import region_code
 from partc.codegen.lifetimes import deletions
 from partc.codegen.names import Names, class_name, identifier, region_names
 from partc.codegen.operands import Operands
-from partc.codegen.package import files, render, stage_module
+from partc.codegen.package import emit, files, render
 from partc.codegen.views import without_idle_views
 from partc.communication.descriptions import comment
 from partc.errors import Source
@@ -270,19 +270,20 @@ def test_package_trains_like_the_model(tmp_path: Path, blocks: int, mesh: str) -
     assert result.ok, result.worst
 
 
-def test_emitted_stage_reads_as_agreed() -> None:
-    for index in range(2):
-        text = stage_module(classifier(4, "2x2x2"), index)
-        path = GOLDEN / f"classifier_stage_{index}.py.txt"
+def test_emitted_modules_read_as_agreed() -> None:
+    modules = emit(classifier(4, "2x2x2"))
+    assert [module.path for module in modules.regions] == [f"regions/{n}.py" for n in ("count", "block", "head")]
+    for module in (*modules.regions, *modules.stages):
+        path = GOLDEN / f"classifier_{module.path.rpartition('/')[2]}.txt"
         if os.environ.get("EXPECTTEST_ACCEPT"):
             GOLDEN.mkdir(exist_ok=True)
-            path.write_text(text)
-        assert text == path.read_text()
+            path.write_text(module.text)
+        assert module.text == path.read_text()
 
 
 def test_everything_emitted_is_formatted(tmp_path: Path) -> None:
     folder = write(tmp_path, emitted(classifier(5, "2x2x2")))
-    for name in ("stages", "ranks", "train.py"):
+    for name in ("regions", "stages", "ranks", "train.py"):
         check = [
             sys.executable,
             "-m",

@@ -20,7 +20,7 @@ def verified(name: str, folder: Path, **how: object) -> tuple[float, str]:
     model = MODELS[name]
     options = {**model.options, **SMALL} if model.config else {**SMALL, "depth": 2}
     package = partc.compile(model.source(folder), options=options, kernels="triton", **how)  # type: ignore[arg-type]
-    text = "".join(str(body) for path, body in package.files() if path.startswith("stages/"))
+    text = "".join(str(body) for path, body in package.files() if path.startswith("regions/"))
     result = package.verify(steps=2)
     assert result.ok
     return result.worst.rel_err, text
@@ -38,7 +38,7 @@ def test_packages_with_kernels_equal_the_single_device_model(tmp_path: Path, nam
 def test_norms_of_wide_rows_in_packages(tmp_path: Path) -> None:
     """Two microbatches: gradients of several weights are written to their buffers together, and then added."""
     package = partc.compile(WIDE, kernels="triton", mesh="2", microbatches=2, precision="fp64", options={"batch": 4})
-    text = "".join(str(body) for path, body in package.files() if path.startswith("stages/"))
+    text = "".join(str(body) for path, body in package.files() if path.startswith("regions/"))
     assert "layer_norm_grad_input" in text and "rms_norm_grad_weight" in text
     assert "functional.add_sums((g.norm_weight, g.norm_bias), parts)" in text
     result = package.verify(virtual=True, steps=2)

@@ -129,9 +129,9 @@ def test_a_step_that_waits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     partc.compile(ROOT / "examples/gpt.py", mesh="1", kernels="aten").write(package)
     stage = package / "stages" / "stage_0.py"
     text = stage.read_text()
-    assert "    saved: list[Saved] = []\n" in text
+    assert "    saved: list[Any] = []\n" in text
     stage.write_text(
-        text.replace("    saved: list[Saved] = []\n", "    saved: list[Saved] = []\n        self.cos.sum().item()\n")
+        text.replace("    saved: list[Any] = []\n", "    saved: list[Any] = []\n        self.cos.sum().item()\n")
     )
     with pytest.raises(RuntimeError, match="meta"):
         steps_taken(package, monkeypatch)

@@ -270,7 +270,7 @@ def test_weighted_losses_of_packages(mesh: str, smoothing: float) -> None:
     package = partc.compile(
         SHIFTED, mesh=mesh, options={"weighted": True, "smoothing": smoothing}, precision="fp64", kernels="triton"
     )
-    text = "".join(str(body) for path, body in package.files() if path.startswith("stages/"))
+    text = "".join(str(body) for path, body in package.files() if path.startswith("regions/"))
     assert "functional.cross_entropy" not in text and "functional.smooth_sum" not in text
     found = package.verify(virtual=True, steps=1)
     assert found.ok and found.worst.rel_err < 1e-13

@@ -12,7 +12,9 @@ import partc
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SHOWN = EXAMPLES / "gpt_2x2x2"  # what examples/gpt.py becomes, for people to read and reviews to see change
-REWRITE = "partc compile examples/gpt.py --mesh 2x2x2 --microbatches 4 -o build; then copy stages and ranks here"
+REWRITE = (
+    "partc compile examples/gpt.py --mesh 2x2x2 --microbatches 4 -o build; then copy regions, stages and ranks here"
+)
 
 
 @pytest.fixture(scope="module")

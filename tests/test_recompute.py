@@ -139,23 +139,21 @@ def test_the_emitted_backward_draws_the_same_and_says_what_it_does_again(program
     assert_expected_inline(
         "\n".join(lines),
         """\
-y, h, x = saved
-del saved
 grad_y = grad_loss.expand(6, 4)
-grad_out = torch.ops.aten.tanh_backward(grad_y, y)
-del y
+grad_out = torch.ops.aten.tanh_backward(grad_y, saved.y)
+del saved.y
 grad_drop = grad_out @ p.down
 # recomputed: 120 B that forward did not save
-act = F.gelu(h)
+act = F.gelu(saved.h)
 drop, drop_kept = functional.dropout(act, 0.5, comm.draw(number, "6, 8@tp"))
 del act
 functional.linear_add_grad_weight(g.down, grad_out, drop)
 del grad_out
 grad_act = functional.dropout_backward(grad_drop, drop_kept, 0.5)
 del grad_drop
-grad_h = torch.ops.aten.gelu_backward(grad_act, h)
-del h
-functional.linear_add_grad_weight(g.up, grad_h, x)""",
+grad_h = torch.ops.aten.gelu_backward(grad_act, saved.h)
+del saved.h
+functional.linear_add_grad_weight(g.up, grad_h, saved.x)""",
     )
     assert "number" in code.backward.passes and "comm" in code.backward.passes
 

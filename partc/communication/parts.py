@@ -152,15 +152,13 @@ class Parts:
                 seen.update(call.params)
 
     def has_parts(self, call: Call) -> bool:
-        """Whether it, or another call of its region in its stage, reads what isn't held so: they are written alike."""
-        return (call.stage, call.region) in self._parted
+        """Whether some call of its region reads parameters that ranks hold in parts: all calls share one function."""
+        return call.region in self._parted
 
     @cached_property
-    def _parted(self) -> frozenset[tuple[int, str]]:
+    def _parted(self) -> frozenset[str]:
         calls = self.program.calls
-        return frozenset(
-            (call.stage, call.region) for call in calls if any(name in self.parameters for name in call.params)
-        )
+        return frozenset(call.region for call in calls if any(name in self.parameters for name in call.params))
 
     def _moves(self, op: Literal["all_gather", "reduce_scatter"], names: Iterable[str]) -> Iterator[Move]:
         sizes: dict[tuple[str, tuple[str, ...]], int] = {}

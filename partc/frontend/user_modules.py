@@ -13,7 +13,7 @@ from partc.installed import is_installed
 
 FOLDER = "sources"
 # A package has modules of these names itself.
-RESERVED = frozenset({"stages", "ranks", "runtime", "kernels"})
+RESERVED = frozenset({"regions", "stages", "ranks", "runtime", "kernels"})
 
 
 def imported_by(path: Path, package: str = "") -> dict[str, bytes]:

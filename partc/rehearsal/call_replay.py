@@ -21,9 +21,9 @@ whose end tells from where on the function needs it no longer.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from torch import Tensor
 from partc.errors import InternalError
 from partc.rehearsal.ledger import Block, Event, Leaf, Ledger, Owned, Sight, Surge, sight
 from partc.runtime.torch_private import storage_key
+
+if TYPE_CHECKING:
+    from partc.codegen.package import RegionModule, StageModule
 
 Key = tuple[object, ...]
 
@@ -87,7 +90,7 @@ class Lessons:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learnt:
-    """A function of a stage's module: `region` is in front of its values' names."""
+    """A function of a region's module: `region` prefixes the names of its values."""
 
     name: str
     region: str
@@ -220,25 +223,25 @@ class Call:
         return handed
 
     def _handed(self, result: Any, returned: Callable[[Any], Leaf | Tensor]) -> Any:
-        """Tensors for the caller to compute with; those in plain tuples of a result are saved, and wait."""
+        """Tensors for the caller to compute with; those in records are saved, and wait."""
         self._ledger.call = self._ledger.line = ""
 
         def handed(item: Any) -> Any:
             if hasattr(item, "_fields"):
                 return _mapped(item, lambda x: self._tensor(x, returned, "gradients"))
-            return self._saved(item, returned) if isinstance(item, tuple) else self._tensor(item, returned)
+            return self._saved(item, returned) if _is_record(item) else self._tensor(item, returned)
 
         if isinstance(result, tuple) and not hasattr(result, "_fields"):
             return tuple(map(handed, result))
         return None if result is None else handed(result)
 
-    def _saved(self, items: tuple[Any, ...], returned: Callable[[Any], Leaf | Tensor]) -> Any:
+    def _saved(self, record: Any, returned: Callable[[Any], Leaf | Tensor]) -> Any:
         def waiting(item: Any) -> Leaf | Tensor:
             leaf = returned(item)
             self._outlives(leaf, "activations")
             return leaf
 
-        return _mapped(items, waiting)
+        return _mapped(record, waiting)
 
     def _outlives(self, leaf: Leaf | Tensor, category: str) -> None:
         """What was made in passing is kept for something."""
@@ -303,10 +306,18 @@ def _sight(leaf: Leaf | Tensor) -> Sight:
     return leaf.sight if isinstance(leaf, Leaf) else sight(leaf)
 
 
+def _is_record(value: Any) -> bool:
+    """Whether it is what a function keeps for another: an instance of an emitted dataclass."""
+    return is_dataclass(value) and not isinstance(value, Leaf | _Argument | _New)
+
+
 def _leaves(value: Any, kind: Any = (Leaf, Tensor)) -> Iterator[Any]:
-    """All of a kind in tuples, lists and dicts, in order."""
+    """All of a kind in tuples, lists, dicts and records, in order."""
     if isinstance(value, kind):
         yield value
+    elif _is_record(value):
+        for field in fields(value):
+            yield from _leaves(getattr(value, field.name), kind)
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _leaves(item, kind)
@@ -319,6 +330,8 @@ def _mapped(value: Any, each: Callable[[Any], Any]) -> Any:
     """The same structure of other leaves."""
     if isinstance(value, Leaf | Tensor | _Argument | _New):
         return each(value)
+    if _is_record(value):
+        return type(value)(*(_mapped(getattr(value, field.name), each) for field in fields(value)))
     if isinstance(value, tuple):
         items = [_mapped(item, each) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
@@ -332,34 +345,48 @@ def _mapped(value: Any, each: Callable[[Any], Any]) -> Any:
 # -- the emitted modules -----------------------------------------------------------------------
 
 
-def stage_class(text: str, file: str, regions: Mapping[str, str], lessons: Lessons, given: Mapping[str, Any]) -> Any:
-    """The Stage of an emitted module, whose functions learn. `regions` has those of functions; `given` replaces names.
+def region_module(module: RegionModule, lessons: Lessons, kernels: Any) -> dict[str, Any]:
+    """The names of an emitted region, whose functions learn. `kernels` are those of the package.
 
-    The module is what codegen has just made: nothing that a folder holds is run.
+    The text is what codegen has just made: nothing that a folder holds is run.
     """
-    tree = ast.parse(text)
-    tree.body = [
-        node
-        for node in tree.body
-        if not (isinstance(node, ast.Import) and node.names[0].name in given)
-        and not (isinstance(node, ast.ImportFrom) and node.module == "runtime.ops.compiled")
-    ]
     functions: dict[str, Learnt] = {}
-    lines = text.split("\n")
+    lines = module.text.split("\n")
+    tree = _tree(module.text, {"kernels"})
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "runtime":
-            node.module = f"partc.{node.module}"
-        elif isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef):
             source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
             source = source.replace(ast.get_docstring(node, clean=False) or "", "", 1)
-            region = regions.get(node.name, node.name)
-            functions[node.name] = Learnt(name=node.name, region=region, text=source, file=file)
+            functions[node.name] = Learnt(name=node.name, region=module.region, text=source, file=module.path)
             node.decorator_list = []  # what is compiled holds what it is made of, or less
             _instrument(node)
-    names: dict[str, Any] = {"__name__": f"partc.rehearsed.{file}", "_lessons": lessons, "_functions": functions}
-    exec(compile(ast.fix_missing_locations(tree), file, "exec"), names)
-    names.update(given)
-    return names["Stage"]
+    return _run(tree, module.path, {"_lessons": lessons, "_functions": functions, "kernels": kernels})
+
+
+def stage_class(module: StageModule, given: Mapping[str, Any]) -> Any:
+    """The Stage of an emitted module. `given` has the names that it imports from regions, and others to replace."""
+    return _run(_tree(module.text, given), module.path, given)["Stage"]
+
+
+def _tree(text: str, given: Collection[str]) -> ast.Module:
+    """An emitted module that imports partc's own runtime, and none of the `given` names."""
+    tree = ast.parse(text)
+    left: list[ast.stmt] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            node.names = [alias for alias in node.names if alias.name not in given]
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "runtime":
+            node.module = f"partc.{node.module}"
+        if not isinstance(node, ast.Import | ast.ImportFrom) or (node.names and node.names[0].name != "compiled"):
+            left.append(node)
+    tree.body = left
+    return tree
+
+
+def _run(tree: ast.Module, file: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": f"partc.rehearsed.{file}", **given}
+    exec(compile(ast.fix_missing_locations(tree), file, "exec", dont_inherit=True), names)
+    return names
 
 
 def _instrument(function: ast.FunctionDef) -> None:

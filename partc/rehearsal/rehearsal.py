@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partc.codegen.package import StageModule, stage_modules
+from partc.codegen.package import Modules, emit
 from partc.cost.memory import Account, RankMemory
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Program
-from partc.rehearsal.call_replay import Lessons, stage_class
+from partc.rehearsal.call_replay import Lessons, region_module, stage_class
 from partc.rehearsal.ledger import Ledger, Owned, counting
 from partc.rehearsal.meta_kernels import META, stand_ins
 from partc.runtime.checkpoint.boxes import pieces, speaks
@@ -41,8 +41,8 @@ Sizes = Mapping[str, int]
 MOST_COUNTED = 64  # ranks at one place of which each is looked at
 
 
-def rehearse(program: Program, *, optimizer: str = "adamw", modules: Sequence[StageModule] | None = None) -> Account:
-    """The account of a scheduled program, in a step after the first. `modules` are its stages', if made already."""
+def rehearse(program: Program, *, optimizer: str = "adamw", modules: Modules | None = None) -> Account:
+    """The account of a scheduled program, in a step after the first. `modules` are the program's, if made already."""
     return rehearsed(program, optimizer=optimizer, modules=modules)[0]
 
 
@@ -52,21 +52,25 @@ def peaks(program: Program) -> list[int]:
 
 
 def rehearsed(
-    program: Program, *, optimizer: str = "adamw", modules: Sequence[StageModule] | None = None
+    program: Program, *, optimizer: str = "adamw", modules: Modules | None = None
 ) -> tuple[Account, tuple[Ledger, ...]]:
     """And what was counted of each pipeline rank."""
     return _rehearsed(program, optimizer, modules, host=True)
 
 
 def _rehearsed(
-    program: Program, optimizer: str, modules: Sequence[StageModule] | None, *, host: bool
+    program: Program, optimizer: str, modules: Modules | None, *, host: bool
 ) -> tuple[Account, tuple[Ledger, ...]]:
-    modules = stage_modules(program) if modules is None else modules
+    modules = emit(program) if modules is None else modules
     lessons = Lessons()
+    kernels = stand_ins(program)
+    given = {"Parts": _NamedParts, "Sums": Sums, "Bucket": Bucket, "kernels": kernels}
+    for module in modules.regions:
+        given |= region_module(module, lessons, kernels)
     kept = _kept_by(optimizer)
     schedules = [parse_schedule(" ".join(map(str, actions))) for actions in program.schedule]
     ranks = [
-        _rank(program, place, [modules[stage] for stage in program.stages_at(place)], lessons, kept, schedules, host)
+        _rank(program, place, modules, lessons, given, kept, schedules, host)
         for place in range(program.mesh.axis(PIPELINE_AXIS))
     ]
     return Account(optimizer=optimizer, ranks=tuple(rank for rank, _ in ranks)), tuple(ledger for _, ledger in ranks)
@@ -75,8 +79,9 @@ def _rehearsed(
 def _rank(
     program: Program,
     place: int,
-    modules: Sequence[StageModule],
+    modules: Modules,
     lessons: Lessons,
+    given: Mapping[str, Any],
     kept: Sequence[_State],
     schedules: Sequence[Sequence[Action]],
     host: bool,
@@ -84,11 +89,7 @@ def _rank(
     with counting() as ledger:
         lessons.ledger = ledger
         comm = _QuietComm(ledger, program.mesh.sizes, place)
-        given = {"Parts": _NamedParts, "Sums": Sums, "Bucket": Bucket, "kernels": stand_ins(program)}
-        classes = {
-            module.index: stage_class(module.text, f"stages/stage_{module.index}.py", module.functions, lessons, given)
-            for module in modules
-        }
+        classes = {stage: stage_class(modules.stages[stage], given) for stage in program.stages_at(place)}
         shards: dict[str, Shard] = {
             name: shard for stage in classes.values() for name, shard in stage.parameters.items()
         }
@@ -206,12 +207,14 @@ def _kept_by(optimizer: str) -> tuple[_State, ...]:
 class _Turns:
     """Tells in which action a rank is, and for which calls the functions of its modules run there."""
 
-    def __init__(self, program: Program, modules: Sequence[StageModule], ledger: Ledger, lessons: Lessons) -> None:
+    def __init__(self, program: Program, modules: Modules, ledger: Ledger, lessons: Lessons) -> None:
         self._calls = {
-            module.index: [(call.name, call.region) for call in program.calls if call.stage == module.index]
-            for module in modules
+            stage: [(call.name, call.region) for call in program.calls if call.stage == stage]
+            for stage in range(program.stages)
         }
-        self._functions = {module.index: module.functions for module in modules}
+        self._functions = {
+            function.name: module.region for module in modules.regions for function in module.code.functions
+        }
         self._ledger, self._lessons = ledger, lessons
 
     def entering(self, what: str) -> None:
@@ -222,7 +225,7 @@ class _Turns:
             calls = calls[::-1]
         self._lessons.turns = {
             function: iter([name for name, other in calls if other == region])
-            for function, region in self._functions.get(int(stage or -1), {}).items()
+            for function, region in self._functions.items()
         }
 
 

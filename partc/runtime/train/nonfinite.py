@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import sys
@@ -94,6 +95,9 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, tuple | list):
         for value in values:
             yield from _tensors(value)
+    elif dataclasses.is_dataclass(values):
+        for field in dataclasses.fields(values):
+            yield from _tensors(getattr(values, field.name))
 
 
 def _finite(x: Tensor) -> bool:

@@ -87,8 +87,8 @@ class Rank:
 
     @property
     def compiled(self) -> bool:
-        """Whether torch.compile makes the functions of its stages."""
-        return any(hasattr(sys.modules[stage.__module__], "compiled") for stage in self.stage_classes.values())
+        """Whether torch.compile makes kernels of the functions that its stages call."""
+        return any(getattr(stage, "compiled", False) for stage in self.stage_classes.values())
 
     @property
     def logs(self) -> bool:

@@ -24,7 +24,7 @@ def test_functions_of_microbatches_are_compiled_and_others_not() -> None:
     ):
         text = texts[f"regions/{region}.py"]
         assert (f"@compiled\ndef {name}(" in text) == marked
-        assert ("from runtime.compiled import compiled\n" in text) == marked
+        assert ("from runtime.ops.compiled import compiled\n" in text) == marked
     assert "kernels" not in {path.split("/")[0] for path, _ in package.files()}
     assert package.memory is not None
 

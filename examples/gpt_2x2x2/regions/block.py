@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from runtime import functional
-from runtime.comm import Comm
+from runtime.comm.comm import Comm
+from runtime.ops import functional
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -7,8 +7,8 @@ cut it.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from runtime import functional
-from runtime.comm import Comm
+from runtime.comm.comm import Comm
+from runtime.ops import functional
 from torch import Tensor
 
 

@@ -5,7 +5,7 @@ cut it.
 """
 
 import torch
-from runtime.comm import Comm
+from runtime.comm.comm import Comm
 from torch import Tensor
 
 

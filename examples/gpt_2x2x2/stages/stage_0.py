@@ -8,9 +8,9 @@ from typing import Any
 from regions.block import BlockParams, block_backward, block_forward
 from regions.embed import EmbedParams, embed_backward, embed_forward
 from regions.rotary import rotary
-from runtime.comm import Comm
+from runtime.comm.comm import Comm
+from runtime.execution.sums import Bucket, Sums
 from runtime.layout import Received, Shard
-from runtime.sums import Bucket, Sums
 from torch import Tensor
 
 Values = dict[str, Tensor]

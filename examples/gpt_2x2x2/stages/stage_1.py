@@ -10,9 +10,9 @@ from regions.block import BlockParams, block_backward, block_forward
 from regions.head import HeadParams, head_backward, head_forward
 from regions.make_count import make_count
 from regions.rotary import rotary
-from runtime.comm import Comm
+from runtime.comm.comm import Comm
+from runtime.execution.sums import Bucket, Sums
 from runtime.layout import Received, Shard
-from runtime.sums import Bucket, Sums
 from torch import Tensor
 
 Values = dict[str, Tensor]

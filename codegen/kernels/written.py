@@ -11,7 +11,7 @@ from partc.communication.descriptions import readable_bytes
 from partc.communication.parts import Parts
 from partc.ir.program import ITEMSIZE, DType, Parameter, Program
 from partc.rules.kernels import CHUNKED
-from partc.runtime.comm.comm import compression
+from partc.runtime.comm import compression
 from partc.runtime.optimizer.flat import BETAS, EPS, EVEN, GRANULE, UNCOPIED
 
 TRIAL = 1 << 24

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from partc.package.export import export
 from tests.durable import trained
 from tests.independent.plain import Recipe, train
 from tests.independent.trainings import ALLOWED, MODELS, SETTINGS, Setting, compared, differences, model_files
-from tests.prefork import Server
+from tests.prefork import shared
 
 CHEAP = {"no_gradient": (0, 4), "frozen_parts": (1, 2), "vae_drawn": (3,), "used_twice": (5,)}
 PAIRS = [pytest.param(name, SETTINGS[index]) for name, chosen in CHEAP.items() for index in chosen] + [
@@ -32,17 +31,10 @@ PAIRS = [pytest.param(name, SETTINGS[index]) for name, chosen in CHEAP.items() f
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(("model", "setting"), PAIRS, ids=lambda each: each if isinstance(each, str) else each.name)
-def test_a_package_ends_where_a_plain_loop_ends(model: str, setting: Setting, server: Server, tmp_path: Path) -> None:
-    outcome = compared(MODELS / f"{model}.py", setting, tmp_path, server)
+def test_a_package_ends_where_a_plain_loop_ends(model: str, setting: Setting, tmp_path: Path) -> None:
+    outcome = compared(MODELS / f"{model}.py", setting, tmp_path, shared())
     assert outcome.ok, outcome
 
 

@@ -120,7 +120,8 @@ def test_a_region_that_communicates_nothing_is_named_too(tmp_path: Path) -> None
 @pytest.mark.processes
 def test_processes_name_it_too(tmp_path: Path) -> None:
     build = broken(tmp_path, "down = down * float('nan' if comm.step == 1 else 1)")
-    done = train(build, "--steps", 5, "--check-nans", real=True)
+    command = torchrun_command(build, ["--steps", "5", "--check-nans"])
+    done = subprocess.run(command, env=local_environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.count("error P0528: the loss of step 2 is nan: region block") == 1, done.stderr
     assert "P0505" not in done.stderr

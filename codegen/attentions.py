@@ -1,4 +1,4 @@
-"""The attentions of a finished program, as the choice of their kernels sees them."""
+"""The attentions of a finished program, as the choice of kernels sees them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BEST = Gpu(capability=(9, 0), cudnn=GOOD_CUDNN)  # the GPU with the most kernel
 
 
 def attentions(program: Program) -> dict[str, tuple[Case, Source | None]]:
-    """By region and result: one rank's, of one microbatch, and where the model has it."""
+    """By region and result: the attention of one rank for one microbatch, and its line in the model."""
     return {
         f"{region.name}.{op.results[0].name}": (_case(op, region, program.sizes), op.source)
         for region in program.regions
@@ -24,7 +24,7 @@ def attentions(program: Program) -> dict[str, tuple[Case, Source | None]]:
 
 
 def documents(program: Program) -> dict[str, dict[str, Any]]:
-    """The same for plan.json (`runtime.ops.attention_kernels.cases` reads it)."""
+    """The same as JSON for plan.json (`runtime.attention_kernels.cases` reads it)."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     return {
         place: {field: getattr(case, field) for field in Case.__dataclass_fields__} | {"dtype": names[case.dtype]}
@@ -33,7 +33,7 @@ def documents(program: Program) -> dict[str, dict[str, Any]]:
 
 
 def without_kernel(program: Program) -> Iterator[str]:
-    """Warnings of attentions that no fused kernel for GPUs computes. Double precision is for checks, and has none."""
+    """Warnings about attentions that no fused GPU kernel computes, except in double precision, which is for checks."""
     found: dict[str, list[str]] = {}
     for place, (case, source) in attentions(program).items():
         choice = on_gpu(case, _BEST)

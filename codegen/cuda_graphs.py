@@ -1,4 +1,4 @@
-"""Whether a step of a package can be recorded as CUDA graphs: the host may have no part in what the device does."""
+"""Whether a step of a package can be recorded as CUDA graphs, in which the host cannot take part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MASKABLE = frozenset({"index", "index_put"})  # tagged for their masks alone, w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obstacle:
-    """Why it cannot, and what to do without."""
+    """A reason against it, and a remedy."""
 
     cause: str
     help: str
@@ -25,7 +25,7 @@ class Obstacle:
 
 
 def obstacle(program: Program) -> Obstacle | None:
-    """The first that is found."""
+    """The first obstacle; None if there is none."""
     if program.mesh.axis(PIPELINE_AXIS) > 1:
         return Obstacle(
             cause="pipeline ranks send to each other when the host says so, in the order of its schedule",
@@ -51,7 +51,7 @@ def obstacle(program: Program) -> Obstacle | None:
 
 
 def _asks(op: Op) -> bool:
-    """Whether it waits for numbers of the device's."""
+    """Whether the operation waits for numbers from the device."""
     if op.name in _ASKS or op.body:
         return op.name in _ASKS or any(map(_asks, op.body))
     import torch

@@ -1,4 +1,4 @@
-"""How losses over classes are written: where classes are cut, with the place of this rank's."""
+"""Source of losses over classes; with sharded classes, the offset of this rank's classes is an argument."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from partc.codegen.operands import Operands, arguments
 
 
 def _first_class(o: Operands) -> str:
-    """The number of the first class in this rank's logits, where classes are sharded."""
+    """The number of the first class in this rank's logits, if classes are sharded."""
     index = 1 if o.op.name == "cross_entropy_backward" else 0
     return f"{o.rank} * {o.shape(index)[-1]}"
 
@@ -81,5 +81,5 @@ def _by_kernels(o: Operands) -> list[str]:
 
 
 def _first_row(o: Operands, index: int) -> str:
-    """The number of the first class in this rank's part of a head's weight."""
+    """The number of the first class in this rank's rows of a head's weight."""
     return f"{o.rank} * {o.shape(index)[0]}"

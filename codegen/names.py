@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from partc import quoting
 
-# What emitted functions read besides their own values.
+# Names that emitted functions read besides their own values.
 _TAKEN = frozenset(
     [
         "torch",
@@ -71,7 +71,7 @@ def class_name(name: str) -> str:
 
 
 class Names:
-    """Identifiers of one scope: equal names give the same identifier, different ones different ones."""
+    """The identifiers of one scope: a bijection from names to identifiers."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._used = set(taken)
@@ -83,7 +83,7 @@ class Names:
         return self._given[name]
 
     def fresh(self, wanted: str) -> str:
-        """An identifier no one else has: the wanted one, or the first free numbered one."""
+        """An unused identifier: the wanted one, or the first free numbered one."""
         found, number = wanted, 2
         while found in self._used:
             found, number = f"{wanted}_{number}", number + 1
@@ -91,13 +91,13 @@ class Names:
         return found
 
     def bind(self, name: str, text: str) -> None:
-        """Let `name` be written as this text (a parameter's field, another value's identifier)."""
+        """Spell `name` as this text (a parameter's field, another value's identifier)."""
         self._given[name] = text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionNames:
-    """The names of a region's parts: "block" for block_forward, BlockParams and BLOCK."""
+    """The identifiers of a region's parts: "block" for block_forward, BlockParams and BLOCK."""
 
     stem: str
     title: str
@@ -138,7 +138,7 @@ class RegionNames:
 
 
 def region_names(regions: Iterable[str]) -> dict[str, RegionNames]:
-    """Names for the regions of a program, all different, also where files are told apart without regard to case."""
+    """Identifiers for the regions of a program, distinct also where file names ignore case."""
     found: dict[str, RegionNames] = {}
     taken = set(_TAKEN)
     for region in regions:

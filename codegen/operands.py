@@ -1,4 +1,4 @@
-"""An operation with its arguments as Python source: what its line is written from."""
+"""Operations with their arguments as Python source, the input of their emitters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES: Mapping[DType, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operands:
-    """An operation's arguments, written out, and what its emitter may ask about them."""
+    """An operation's arguments as source, and its properties that emitters need."""
 
     op: Op
     args: tuple[str, ...]
@@ -51,7 +51,7 @@ class Operands:
 
     @property
     def axis(self) -> str:
-        """The axis it goes over."""
+        """The axis of a collective."""
         return self.attrs["axis"].strip('"')
 
     @property
@@ -60,7 +60,7 @@ class Operands:
         return f"{self.named('comm')}.{self.axis}.rank"
 
     def flat(self, index: int) -> str:
-        """A tensor argument seen as a matrix: every dimension but the last in one."""
+        """A tensor argument as a matrix: all dimensions but the last in one."""
         return self.args[index] if len(self.shape(index)) == 2 else f"{self.args[index]}.flatten(0, -2)"
 
 
@@ -95,7 +95,7 @@ def written(arg: Arg, name: Callable[[str], str]) -> str:
 
 
 def arguments(args: tuple[str, ...], names: tuple[str, ...], attrs: Mapping[str, str]) -> str:
-    """Arguments by the names a table entry gives: `dim=` is passed by name, `dim=0` only if it isn't 0."""
+    """Arguments with the names of a table entry: `dim=` is passed by name, `dim=0` only if it is not 0."""
     parts: list[str] = []
     for index, arg in enumerate(args):
         name, by_name, default = names[index].partition("=") if index < len(names) else ("", "", "")

@@ -1,4 +1,4 @@
-"""Gradients of weights that a kernel's programs each have a part of: added to their buffers as they are.
+"""Gradients of weights as a kernel's partial sums, one for each program, added to their buffers directly.
 
 grad_x, parts = kernels.layer_norm_backward_add(…, summed=False)
 functional.add_sums((g.weight, g.bias), parts)
@@ -18,14 +18,14 @@ Buffers = Mapping[str, list[str]]  # value -> the gradients that it is added to
 
 
 def parted(op: Op, uses: Mapping[str, int], graph: Graph, buffers: Buffers) -> frozenset[str]:
-    """The sums of a kernel, if all are added to a buffer, and nobody reads them."""
+    """The partial sums of a kernel, if all are added to buffers and nothing else reads them."""
     sums = summed_by_programs(op)
     kept = {name for name in sums if uses.get(name, 0) or name in graph.outputs or len(buffers.get(name, ())) != 1}
     return frozenset() if kept else sums
 
 
 def added(op: Op, sums: Collection[str], buffers: Buffers, names: Names) -> tuple[list[str], list[Line]]:
-    """Names of what programs have of these, and the lines that add it: sums of one type are in one tensor."""
+    """The names of the partial sums, and the lines that add them: sums of one type share a tensor."""
     alike: dict[str, list[Value]] = {}
     for value in op.results:
         if value.name in sums:

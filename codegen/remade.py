@@ -1,4 +1,4 @@
-"""What is said above the lines of a backward function that do again what the forward pass did."""
+"""Comments above the lines of a backward function that recompute forward values."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from partc.ir.program import Graph, Op, Region
 
 
 def remarks(graph: Graph, region: Region, sizes: Sizes) -> dict[str, str]:
-    """First result of the first operation of each such stretch of the graph -> the remark.
+    """First result of each stretch of recomputed operations -> the comment.
 
-    The bytes are those of what is read in between: without recomputation it would have been saved.
-    Views of saved values take none, and are not worth a word.
+    The bytes are those of the values that are read outside the stretch: without recomputation they would have been
+    saved. Views of saved values take none and get no comment.
     """
     made = {value.name: op.name for op in region.forward.ops for value in op.results}
     again = [op for op in graph.ops if _is_again(op, made)]

@@ -1,4 +1,4 @@
-"""Views that say nothing: reshapes to the shape a value has, chains of them, permutations that cancel."""
+"""Removal of redundant views: reshapes to the same shape, chains of views, permutations that cancel."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from partc.ir.program import Graph, Op, Ref
 
 
 def without_idle_views(graph: Graph, sizes: Sizes) -> Graph:
-    """The same graph with views composed, and identities and unread operations gone.
+    """The graph with views composed, and without identities and unread operations.
 
-    Looks at local shapes: a reshape that only restates a global shape is nothing on one rank.
-    An output that was an identity is now called by its operand's name, at the same place.
+    Looks at local shapes: a reshape that only restates a global shape is an identity on one rank. An output that was an
+    identity takes its operand's name, at the same position.
     """
     local = {name: value.type.layout.local_shape(sizes) for name, value in graph.definitions().items()}
     made: dict[str, Op] = {}

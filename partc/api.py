@@ -1,4 +1,4 @@
-"""The compiler as a function: `partc.compile(model, batch, mesh=...)` gives a Package."""
+"""The compiler as a function: `partc.compile(model, batch, mesh=...)` returns a Package."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PhaseObserver = Callable[["Phase"], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A phase of compiling that has ended: its label, its seconds, and what there is to say about it."""
+    """A finished phase of a compile: its label, its seconds, and a remark."""
 
     label: str
     seconds: float
@@ -43,7 +43,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A compiled model: the finished program, and everything that its folder is rendered from."""
+    """A compiled model: the finished program and all inputs of its folder."""
 
     program: Program
     model_source: str
@@ -60,17 +60,17 @@ class Package:
 
     @property
     def communication(self) -> dict[str, int]:
-        """Bytes that one rank receives per step over each axis, on the busiest stage."""
+        """The bytes that one rank receives per step over each axis, on the busiest stage."""
         return communication(self.program)
 
     @property
     def padded(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Per parameter with rows of zeros added, the model's shape and the one that ranks hold together."""
+        """For each parameter that is padded with rows of zeros, the model's shape and the padded shape."""
         return {item.name: (item.holds, item.type.shape) for item in self.program.parameters if item.holds}
 
     @property
     def report(self) -> dict[str, Any]:
-        """What `partc compile --json` prints."""
+        """The document that `partc compile --json` prints."""
         return {
             "ranks": self.program.mesh.size,
             "stages": self.program.stages,
@@ -98,7 +98,7 @@ class Package:
         }
 
     def files(self) -> Iterator[tuple[str, str | bytes]]:
-        """Every file by its path in the folder, rendered as it is asked for."""
+        """All files by their paths in the folder, rendered one at a time."""
         from partc.codegen.package import files
 
         yield from files(
@@ -122,7 +122,9 @@ class Package:
             yield f"`{name}` is held with {held[0]:,} rows for its {true[0]:,}: the rest are zeros that nothing reads."
 
     def write(self, directory: str | Path, *, on_phase: PhaseObserver = lambda phase: None) -> Path:
-        """Write the folder; an older package is replaced as a whole. Raises PartcError P0601, P0602 and P0606."""
+        """Write the folder and return its path; an older package is replaced as a whole. Raises PartcError P0601, P0602
+        and P0606.
+        """
         count = 0
 
         def told() -> Iterator[tuple[str, str | bytes]]:
@@ -140,7 +142,7 @@ class Package:
         return path
 
     def verify(self, *, steps: int = 3, virtual: bool = True, arguments: Sequence[str] = ()) -> VerifyResult:
-        """Train from the same seed as the single-device model and compare: see `partc verify`.
+        """Train the package and the single-device model from the same seed and compare: see `partc verify`.
 
         `arguments` are options of train.py: ("--optimizer", "sgd", "--weight-decay", "0.1").
         """
@@ -152,7 +154,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compilation:
-    """A program and how it came to be: what `partc inspect` looks into."""
+    """A program with the steps that led to it; `partc inspect` reads it."""
 
     traced: Program
     steps: tuple[passes.Step, ...]
@@ -169,7 +171,7 @@ class Compilation:
         return self.steps[-1].program if self.steps else self.traced
 
     def after(self, name: str) -> Program:
-        """The program after a pass that has run; `trace` is before the first. Raises PartcError P0604."""
+        """The program after a pass that has run, or before the first pass for `trace`. Raises PartcError P0604."""
         if passes.known(name) == passes.FIRST:
             return self.traced
         done = passes.NAMES[: passes.NAMES.index(name) + 1]
@@ -204,20 +206,24 @@ def compile(
 ) -> Package:
     """Compile a model for a mesh.
 
-    `model` is a model file (a path, or `hf:PATH/config.json`), whose `options` are what -D gives; or
-    an nn.Module or a function that builds one, with `batch`, one global batch as a dict of tensors,
-    and optionally `loss(model, batch)`. `schedule` is a name or the path of a CSV file.
-    `zero` is what data-parallel ranks hold in parts: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters
-    too; `"3@dp_in"` names the axes. `recompute` is what backward makes again: none, selective, full, operations by
-    name ("softmax,all_gather"), or a budget of all bytes that a rank holds, such as 18GB. A rank that holds more than
-    `memory_limit` ("80GB") is an error, which says what would help. With `precision` bf16 or fp16, `casts` overrides
-    what operations compute in ("softmax=bf16"). `bucket` is how many bytes of gradients are summed over ranks together;
-    `nodes` how many ranks share one, so that sums go inside nodes and then across; `grad_reduce` what sums
-    are made in, fp32 or bf16; `compress_grads` what crosses nodes: none, bf16 or int8, with error feedback.
-    With `loss_chunks` more than 1 logits are made in as many parts, of which one is in memory at a time.
-    `kernels` is auto, triton (fused operations, which need Triton), aten, or inductor (torch.compile). With
-    `cuda_graphs` the package records its steps on GPUs.
-    Raises PartcError for whatever is wrong with these.
+    `model` is a model file (a path, or `hf:PATH/config.json`) with `options` as `-D` gives them. Or it is an nn.Module
+    or a function that builds one; then `batch` is one global batch as a dict of tensors, and `loss(model, batch)` is
+    optional.
+
+    `mesh` is a mesh or its text ("2x2x2"); `microbatches` is the number of microbatches of a global batch. `schedule`
+    is a name or the path of a CSV file. `shard` pins layouts ("*.wq.weight=[@tp, _]"). `zero` is the ZeRO stage, 0 to
+    3; `"3@dp_in"` names the axes. `recompute` is none, selective, full, operations by name ("softmax,all_gather"), or
+    the largest number of bytes that a rank may hold ("18GB"). `memory_limit` ("80GB") makes a rank that holds more an
+    error, whose message lists remedies.
+
+    `precision` is fp32, bf16, fp16 or fp64; `casts` overrides the precision of operations ("softmax=bf16"). `bucket` is
+    the size of a gradient bucket in bytes. `nodes` is the number of ranks on a node; gradients are then summed inside
+    nodes first. `grad_reduce` is the precision of these sums, fp32 or bf16. `compress_grads` is the format of gradients
+    that cross nodes: none, bf16 or int8, with error feedback. `loss_chunks` is the number of chunks of logits, of which
+    one is in memory at a time. `kernels` is auto, triton, aten, or inductor. `cuda_graphs` makes the package record its
+    steps on GPUs.
+
+    Raises PartcError for invalid arguments.
     """
     checked = Options.checked(
         mesh=mesh,
@@ -254,7 +260,7 @@ def compilation(
     observe: passes.Observer = lambda step: None,
     on_phase: PhaseObserver = lambda phase: None,
 ) -> Compilation:
-    """Trace and run the passes, up to `until`; `observe` gets every step with its program."""
+    """Trace the model and run the passes, up to `until`; `observe` receives every step with its program."""
     phases: dict[str, float] = {}
 
     def done(phase: Phase) -> None:
@@ -327,7 +333,7 @@ def compilation(
 def _early(
     program: Program, options: Options, last: str, until: str | None, observe: passes.Observer
 ) -> tuple[passes.Step, ...]:
-    """The passes from the schedule on, with as much gathered ahead as costs no rank memory."""
+    """The passes from the schedule on, with as many early gathers as raise no rank's peak memory."""
     from partc.rehearsal.early import early
 
     late = passes.run(program, options.for_passes, behind=last, verify=verify_program)[-1].program
@@ -338,7 +344,7 @@ def _early(
 def _within_budget(
     program: Program, options: Options, until: str | None, observe: passes.Observer
 ) -> tuple[passes.Step, ...]:
-    """The passes, with so much recomputation that ranks hold no more than the budget: each is told of once."""
+    """The passes with the cheapest recomputation that fits the budget; each pass is reported once."""
     from partc.compilation.fitting import within
     from partc.passes.recompute import frontiers_of
 
@@ -361,9 +367,9 @@ def _within_budget(
 
 
 def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) -> Package:
-    """The package of a compilation that has run to its end.
+    """The package of a finished compilation.
 
-    Raises PartcError P0416 if a rank holds too much, P0419 if a step cannot be recorded and is to be.
+    Raises PartcError P0416 if a rank holds too much, P0419 if `cuda_graphs` is asked for and a step cannot be recorded.
     """
     from partc.codegen.attentions import without_kernel
     from partc.codegen.cuda_graphs import obstacle

@@ -1,4 +1,4 @@
-"""What `partc explain` says of packages (P05), output (P06) and the environment (P07)."""
+"""The catalogue's entries of packages (P05), output (P06) and the environment (P07)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A code's meaning in a line, and what more there is to know."""
+    """The title of a code, and its explanation."""
 
     title: str
     text: str

@@ -1,4 +1,4 @@
-"""What `partc explain P0103` says: every error code, what it means and what to do about it."""
+"""The catalogue of error codes: the meaning of each and its remedy, for `partc explain`."""
 
 from __future__ import annotations
 
@@ -350,7 +350,7 @@ CATALOGUE: Mapping[str, Entry] = {
 
 
 def explanation(code: str) -> str:
-    """The text of a code. Raises PartcError P0002."""
+    """The catalogue's text for a code. Raises PartcError P0002."""
     entry = CATALOGUE.get(code.strip().upper())
     if entry is None:
         raise PartcError("P0002", f"there is no error {code!r}", help="`partc explain` lists them all")
@@ -358,7 +358,7 @@ def explanation(code: str) -> str:
 
 
 def listing() -> str:
-    """Every code with its title, by area."""
+    """All codes with their titles, by area."""
     blocks = []
     for area, name in AREAS.items():
         lines = [f"  {code}  {entry.title}" for code, entry in CATALOGUE.items() if code.startswith(area)]

@@ -1,7 +1,7 @@
-"""The passes, one file each, in the order in which they run; the runner times, verifies and dumps.
+"""The ordered list of passes, and the runner that times, verifies and dumps them.
 
-Every pass is `name(program, **options) -> Program` in the file of its name. What it requires has
-been ensured by those before it: moving one up breaks the first requirement that is not met yet.
+Every pass is a function `name(program, **options) -> Program` in the file of its name. Earlier passes ensure the facts
+that it requires; the runner refuses an order in which a required fact is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if __name__ != "partc.passes":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """A pass as the runner sees it: its name is its file and its function."""
+    """A pass as the runner sees it; `name` names both its file and its function."""
 
     name: str
     label: str  # of its line while compiling
@@ -38,7 +38,7 @@ class Pass:
 
     @property
     def run(self) -> Callable[..., Program]:
-        """The function; its module loads now, so that listing the passes imports no torch."""
+        """The function; its module is imported here, so that listing the passes imports no torch."""
         found: Callable[..., Program] = getattr(importlib.import_module(f"partc.passes.{self.name}"), self.name)
         return found
 
@@ -54,7 +54,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="simplify",
         label="Simplified",
-        does="masks of constants are evaluated, composites that models spell out are recognised",
+        does="constant masks are evaluated, written-out composites are recognised",
         requires=("canonical",),
         ensures=("simple",),
         optional=True,
@@ -62,7 +62,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="pad",
         label="Padded",
-        does="vocabularies are rounded up to what the tensor axes divide and kernels read at a time",
+        does="vocabularies are padded to multiples of the tensor axes and of the lines that kernels read",
         requires=("canonical", "simple"),
         ensures=("padded",),
         options=("kernels",),
@@ -79,7 +79,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="precision",
         label="Mixed",
-        does="matrix products in few bits, what is delicate in fp32",
+        does="matrix products in bf16 or fp16, sensitive operations in fp32",
         requires=("regions",),
         ensures=("precision",),
         options=("low", "casts"),
@@ -88,7 +88,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="batch",
         label="Batched",
-        does="the batch is spread over dp and over microbatches",
+        does="the batch is cut over dp and over microbatches",
         requires=("regions",),
         ensures=("batch layouts",),
     ),
@@ -109,16 +109,16 @@ PIPELINE: tuple[Pass, ...] = (
     ),
     Pass(
         name="outermost",
-        label="Turned",
-        does="sequences stand before the batch where they are gathered and scattered, so that nothing is copied twice",
+        label="Transposed",
+        does="sequences precede the batch around gathers and scatters, so that nothing is copied twice",
         requires=("local",),
         ensures=("turned",),
         optional=True,
     ),
     Pass(
         name="zero",
-        label="Parted",
-        does="what parameters, gradients and the optimizer hold is spread over dp",
+        label="ZeRO",
+        does="ZeRO: parameters, gradients and optimizer state are sharded over dp",
         requires=("local",),
         ensures=("parts",),
         options=("zero", "zero_axes"),
@@ -127,7 +127,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="stages",
         label="Staged",
-        does="calls are dealt to pipeline stages; what crosses between them is sent",
+        does="calls are assigned to pipeline stages; values that cross stages are sent",
         requires=("local",),
         ensures=("stages",),
         options=("places",),
@@ -135,21 +135,21 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="differentiate",
         label="Differentiated",
-        does="every region's backward graph, with what it saves",
+        does="every region gets its backward graph and its saved values",
         requires=("local",),
         ensures=("backward",),
     ),
     Pass(
         name="expand",
         label="Expanded",
-        does="composites that talk to other ranks are spelled out",
+        does="composites that communicate are expanded",
         requires=("backward",),
         ensures=("plain",),
     ),
     Pass(
         name="chunk",
         label="Chunked",
-        does="logits in chunks of rows, with `--loss-chunks`, of which one is in memory at a time",
+        does="with `--loss-chunks`, logits are computed in chunks of rows, one in memory at a time",
         requires=("plain",),
         ensures=("chunked",),
         options=("loss_chunks",),
@@ -158,7 +158,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="recompute",
         label="Recomputed",
-        does="what backward makes again, in place of what forward would save for it",
+        does="backward recomputes values that forward does not save",
         requires=("plain",),
         ensures=("saved",),
         options=("recompute", "kind", "table", "times", "frontiers"),
@@ -167,7 +167,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="split",
         label="Split",
-        does="gradients of inputs and of weights apart, where the schedule runs them apart",
+        does="gradients of inputs and of weights are separated, if the schedule runs them separately",
         requires=("plain", "saved"),
         ensures=("split",),
         options=("halves",),
@@ -175,7 +175,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="bias",
         label="Biased",
-        does="biases are added in the products before them",
+        does="biases move into the products before them",
         requires=("plain", "split"),
         ensures=("biases",),
         optional=True,
@@ -183,7 +183,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="fuse",
         label="Fused",
-        does="operations that one kernel does in one pass over memory, where kernels are Triton's",
+        does="operations that one Triton kernel computes in one pass over memory are grouped",
         requires=("plain", "saved", "split"),
         ensures=("fused",),
         options=("kernels",),
@@ -192,7 +192,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="overlap",
         label="Overlapped",
-        does="collectives and the waits for them apart, with operations between",
+        does="collectives start early and are waited for late, with operations between",
         requires=("plain", "split"),
         ensures=("waits",),
         optional=True,
@@ -200,7 +200,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="bucket",
         label="Bucketed",
-        does="gradients are summed over ranks in buckets, while backward goes on",
+        does="gradients are summed over ranks in buckets, during backward",
         requires=("stages", "split"),
         ensures=("buckets",),
         options=("bucket", "halves", "near", "wire", "compress"),
@@ -208,7 +208,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="schedule",
         label="Scheduled",
-        does="what every rank does, in order",
+        does="every rank's actions are put in order",
         requires=("stages", "split"),
         ensures=("schedule",),
         options=("kind", "table", "early"),
@@ -227,7 +227,7 @@ FIRST = "trace"  # what the pipeline starts from, under the name that `--after` 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One pass done: the program after it, and what it took."""
+    """The result of one pass: the program after it and the time that it took."""
 
     name: str
     label: str
@@ -248,11 +248,10 @@ def run(
     verify: Callable[[Program, frozenset[str], str], None] | None = None,
     observe: Observer = lambda step: None,
 ) -> tuple[Step, ...]:
-    """Run the passes in order, up to and including `until`; every step is told to `observe` as it ends.
+    """Run the passes in order, up to and including `until`, and report every step to `observe`.
 
-    `behind` names a pass that has left the program as it is given: those after it run. `verify(program, facts, name)`
-    runs after each pass. Raises PartcError P0604 for a pass that
-    doesn't exist, P0702 for one that can't be left out.
+    `behind` names a pass that has already run on the given program: only later passes run. `verify(program, facts,
+    name)` runs after each pass. Raises PartcError P0604 for an unknown pass, and P0702 for one that cannot be left out.
     """
     if until == FIRST:
         return ()
@@ -290,17 +289,17 @@ def run(
 
 
 def up_to(name: str | None) -> tuple[Pass, ...]:
-    """The passes up to and including a named one; all of them for None."""
+    """The passes up to and including `name`; all passes for None."""
     return PIPELINE if name is None else PIPELINE[: NAMES.index(known(name)) + 1]
 
 
 def before(name: str) -> tuple[str, ...]:
-    """The names of what runs before a pass, the trace included."""
+    """The names of the passes that run before `name`, with `trace` first."""
     return (FIRST, *NAMES[: NAMES.index(name)])
 
 
 def known(name: str) -> str:
-    """The name itself, where a pass has it. Raises PartcError P0604."""
+    """Return the name if a pass has it. Raises PartcError P0604 otherwise."""
     if name not in (FIRST, *NAMES):
         raise PartcError("P0604", f"there is no pass {name!r}", help=f"the passes are {', '.join((FIRST, *NAMES))}")
     return name
@@ -321,7 +320,7 @@ def disabled() -> frozenset[str]:
 
 
 def provenance(traced: Program, steps: tuple[Step, ...]) -> dict[str, str]:
-    """Which pass first made each value: "region.value" -> pass, or `trace`."""
+    """The pass that first made each value: "region.value" -> name of the pass, or `trace`."""
     found: dict[str, str] = {}
     for name, program in ((FIRST, traced), *((step.name, step.program) for step in steps)):
         for region in program.regions:

@@ -1,4 +1,4 @@
-"""Make logits in chunks of rows, each only as long as its part of the loss takes.
+"""Compute logits in chunks of rows; each chunk lives only as long as its part of the loss takes.
 
     forward:                                            forward:
       logits = linear(x, w)                               most, sums, picked = linear_cross_entropy(x, w, labels, …)
@@ -10,10 +10,10 @@
       grad_x = linear_grad_input(d, w)
       grad_w = linear_grad_weight(d, x)
 
-The product with the head's weight is done once more for backward, a third of its time, and no more than a chunk of
-logits is ever in memory (Hsu et al. 2024, Liger Kernel, section 3.2; Wijmans et al. 2025, Cut Your Losses). Where
-classes are cut over an axis, chunks are of each rank's own classes: the same three numbers a row are combined.
-Casts, a bias or a mask of classes, and views and slices of rows may stand between the product and the loss.
+Backward repeats the product with the head's weight, a third of the product's total time, and at most one chunk of
+logits is in memory (Hsu et al. 2024, Liger Kernel, section 3.2; Wijmans et al. 2025, Cut Your Losses). If an axis cuts
+the classes, the chunks consist of each rank's own classes, and the same three numbers a row are combined. Casts, a bias
+or a mask of classes, and views and slices of rows may stand between the product and the loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GRADIENTS: Mapping[str, int] = {"linear_grad_input": 0, "linear_grad_weight": 1
 
 
 def chunk(program: Program, *, loss_chunks: int = 1) -> Program:
-    """Rewrite every loss of logits that a product makes. Raises PartcError P0418 if there is none that can be."""
+    """Rewrite every loss of logits that a product makes. Raises PartcError P0418 if none can be rewritten."""
     if loss_chunks == 1:
         return program
     regions, refused = _chunked(program, loss_chunks)
@@ -48,7 +48,7 @@ def chunk(program: Program, *, loss_chunks: int = 1) -> Program:
 
 
 def left_whole(program: Program, *, loss_chunks: int) -> tuple[str, ...]:
-    """What a user should know of losses that `chunk` leaves as they are, while it makes others in chunks."""
+    """Notes for the user about losses that `chunk` leaves whole although it rewrites others."""
     _, refused = _chunked(program, loss_chunks) if loss_chunks > 1 else ((), [])
     return tuple(
         f"{f'{each.source.file}:{each.source.line}: ' if each.source else ''}"
@@ -70,7 +70,7 @@ class _Refused:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A product, what stands between it and a loss, and what is done with the loss's gradient."""
+    """A product, the operations between it and a loss, and the uses of the loss's gradient."""
 
     linear: Op
     path: tuple[Op, ...]  # forward, from the product to the loss
@@ -85,7 +85,7 @@ class _Head:
 
 
 class _Losses:
-    """One region."""
+    """The losses of one region."""
 
     def __init__(self, region: Region, sizes: Sizes, chunks: int, refused: list[_Refused]) -> None:
         self.given = region
@@ -120,7 +120,7 @@ class _Losses:
     # -- which losses ---------------------------------------------------------------------------
 
     def _head(self, logits: str) -> _Head | None:
-        """What belongs to the loss of some logits; None, and a reason, where something stands between."""
+        """The head that makes some logits; None, with a reason recorded, if it cannot be chunked."""
         pieces = tuple(op for op in self.readers[logits] if op.name in _PIECES)
         if len({op.name for op in pieces}) < len(pieces):
             return self._refuse("several losses read its logits", pieces[-1])
@@ -145,7 +145,7 @@ class _Losses:
         return self._with_gradients(maker, tuple(path), pieces)
 
     def _between(self, op: Op, name: str) -> bool:
-        """Whether an operation treats every row alike, or picks rows."""
+        """Whether an operation treats all rows alike, or selects rows."""
         shape = self.types[name].shape
         match op.name:
             case "to" | "mask_classes":
@@ -159,7 +159,7 @@ class _Losses:
         return False
 
     def _vector(self, op: Op, classes: int) -> Ref | None:
-        """The number for each class that an addition adds."""
+        """The vector over classes that an addition adds."""
         second = op.args[1]
         return second if isinstance(second, Ref) and self.types[second.name].shape == (classes,) else None
 
@@ -194,7 +194,7 @@ class _Losses:
         return None
 
     def _places(self, ops: Sequence[Op]) -> Iterator[Source]:
-        """In the user's code: of these operations, else of what leads to them."""
+        """The lines in the user's code of these operations, or else of their operands."""
         found = list(ops)
         for op in found:
             if op.source and op.source.line:
@@ -224,7 +224,7 @@ class _Losses:
         return new_forward, replace(backward, ops=tuple(ops))
 
     def _rows(self, head: _Head) -> tuple[Ref, list[Op]]:
-        """The rows that are multiplied, seen as logits are at the loss."""
+        """The rows that are multiplied, in the shape that the logits have at the loss."""
         x = next(head.linear.refs())
         width = self.types[x].layout.dims[-1]
         views: list[Op] = []
@@ -243,7 +243,7 @@ class _Losses:
         return Ref(x), views
 
     def _bias(self, head: _Head) -> tuple[Arg, list[Op]]:
-        """All that is added to each row of logits, as one number for each class."""
+        """The sum of all additions to rows of logits, as a vector over classes."""
         classes = self.types[head.linear.result.name].shape[-1]
         added = list(head.linear.args[2:3])
         added += [self._vector(op, classes) for op in head.path if op.name == "add"]
@@ -262,7 +262,7 @@ class _Losses:
         return (terms[0] if terms else None), sums
 
     def _mask(self, op: Op) -> list[Op]:
-        """What a mask of classes does to logits, as one number for each class to add."""
+        """A mask of classes as a vector to add."""
         layout = Layout(op.result.type.layout.dims[-1:])
         type = replace(op.result.type, layout=layout)
         zeros, mask = (self._value(f"{op.result.name}_{word}", type) for word in ("zeros", "mask"))
@@ -280,7 +280,7 @@ class _Losses:
         ]
 
     def _forward(self, head: _Head, rows: Ref, bias: Arg) -> dict[int | None, Sequence[Op]]:
-        """The operation itself, and what follows in the place of each piece."""
+        """The chunked operation, and the replacement of each piece."""
         after: dict[int | None, Sequence[Op]] = {}
         pieces = {op.name: op for op in head.pieces}
         whole = pieces.get("cross_entropy")
@@ -324,7 +324,7 @@ class _Losses:
         yield from self._seen_back(views, made, wanted)
 
     def _seen_back(self, views: Sequence[Op], made: Value, wanted: Value) -> Iterator[Op]:
-        """The gradient of the rows at the loss as one of those at the product."""
+        """The gradient of the rows at the loss, as a gradient of the rows at the product."""
         width, partial = wanted.type.layout.dims[-1], wanted.type.layout.partial
         for index, op in enumerate(views):
             layout = Layout((*op.result.type.layout.dims[:-1], width), partial)
@@ -335,7 +335,7 @@ class _Losses:
             made = result
 
     def _over(self, head: _Head) -> tuple[tuple[str, Arg], ...]:
-        """The axis that classes are cut over."""
+        """The axis that cuts the classes."""
         return tuple((key, value) for key, value in head.gradient.attrs if key == "axis")
 
     def _value(self, name: str, type: TensorType) -> Value:

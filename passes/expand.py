@@ -1,4 +1,4 @@
-"""Spell out composites that talk to other ranks, once they are differentiated.
+"""Expand composites that communicate, after differentiation.
 
     nll, lse = cross_entropy(x, labels, …, axis=tp)   ->   most    = shard_max(x)
                                                            largest = all_reduce(most, op="max", axis=tp)
@@ -7,9 +7,9 @@
                                                            …
                                                            nll     = cross_entropy_rows(lse, picked, labels, …)
 
-Logits whose classes are cut over an axis are never gathered: each rank contributes its maximum,
-its sum of exponentials and the label's logit, one number a row (Shoeybi et al. 2019, section 3).
-Reshards in regions that nothing is differentiated in become the plain movement of data they are.
+Logits whose classes are cut over an axis are never gathered: each rank contributes its maximum, its sum of exponentials
+and the label's logit, one number a row each (Shoeybi et al. 2019, section 3). In regions without gradients, reshards
+become the collectives that move the same data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from partc.ir.program import Arg, Graph, Op, Program, Ref, TensorType, Value
 
 
 def expand(program: Program) -> Program:
-    """Replace every composite that the table knows by its operations, in forward graphs."""
+    """Replace every composite in the table by its operations, in forward graphs."""
     return replace(
         program,
         regions=tuple(
@@ -49,7 +49,7 @@ def _expanded(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> G
 
 
 def _same_movement(name: str) -> Callable[[Op, Mapping[str, TensorType], Sizes], tuple[Op, ...]]:
-    """Without a gradient, a reshard is whatever moves the same data."""
+    """An expansion of a reshard without gradients: the collective that moves the same data."""
     return lambda op, types, sizes: (replace(op, name=name),)
 
 

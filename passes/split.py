@@ -1,4 +1,4 @@
-"""Cut backward passes in two: gradients of inputs, which an earlier stage waits for, and gradients of weights.
+"""Split backward passes: gradients of inputs, which an earlier stage waits for, and gradients of weights.
 
     backward:                                    backward:
       input grad_y, x                              input grad_y, x
@@ -9,9 +9,9 @@
                                                    grad_w = linear_grad_weight(grad_y, x)
                                                    return grad_w
 
-Schedules without bubbles run the second part whenever nothing else is to be done (Qi et al. 2023,
-Zero Bubble Pipeline Parallelism). What the gradients of the inputs need anyway, collectives
-included, is done in the first part only; gradients of weights that fall out there stay there.
+Zero-bubble schedules run the second part when a rank would be idle (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
+Operations that the gradients of inputs need, collectives included, run in the first part; gradients of weights that
+these operations yield stay there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from partc.ir.program import Graph, Op, Program, Region
 
 
 def split(program: Program, *, halves: bool = False) -> Program:
-    """Give every region with trained parameters a weight graph, if the schedule runs the `halves` apart."""
+    """Give every region with trained parameters a weight graph, if the schedule runs the `halves` separately."""
     return replace(program, regions=tuple(map(_split, program.regions))) if halves else program
 
 
@@ -59,7 +59,7 @@ def _split(region: Region) -> Region:
 
 
 def _needed(ops: tuple[Op, ...], wanted: Iterable[str]) -> tuple[Op, ...]:
-    """The operations, in order, that make `wanted`."""
+    """The operations, in order, that compute `wanted`."""
     live = set(wanted)
     found = []
     for op in reversed(ops):

@@ -1,4 +1,4 @@
-"""Kernels that stream over rows of logits: numbers of each row in one pass, and the losses that follow from them."""
+"""Kernels that stream over rows of logits: statistics of each row in one pass, and the losses that follow from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OWN = ("row", "column", "start", "inside", "place", "here", "most", "total", "C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossEntropy(Kernel):
-    """A program for each row: lines before, in and after the loop over its classes."""
+    """A program for each row: the lines before, in and after the loop over its classes."""
 
     rows: int
     classes: int
@@ -49,7 +49,7 @@ class CrossEntropy(Kernel):
 
     @property
     def candidates(self) -> list[Configuration]:
-        """Also with other steps, which come out even too where this one does: there is no mask then."""
+        """Also other step sizes; if this one divides the classes, only those that do too: they need no mask."""
         warps = self.warps
         others = ((self.step, 2 * warps), (self.step // 2, max(1, warps // 2)), (2 * self.step, 2 * warps))
         return [
@@ -67,7 +67,7 @@ class CrossEntropy(Kernel):
 
     @property
     def lowest(self) -> str:
-        """Below every logit, and yet a number: what is subtracted from it stays one."""
+        """A finite number below every logit, so that differences stay numbers."""
         return LOWEST[self.dtype]
 
     @property
@@ -85,7 +85,7 @@ class CrossEntropy(Kernel):
 
 
 def cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> CrossEntropy:
-    """The kernel of a fused operation with pieces of a cross-entropy in it."""
+    """The kernel of a fused operation that contains pieces of a cross-entropy."""
     draft = Draft.of(op, types, sizes)
     pieces = {step.name: step for step in op.body if step.name in kernels.STREAMED}
     logits = next(next(iter(pieces.values())).refs())

@@ -1,4 +1,4 @@
-"""Kernels that add rows to a table: the gradient of what was looked up, without atomics and in a fixed order."""
+"""Kernels that add rows to a table: the gradient of a lookup, without atomics and in a fixed order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDEST = 1024  # columns of one program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding(Kernel):
-    """`count` rows of `width`, added to a table of `rows`."""
+    """`count` rows of width `width`, added to a table with `rows` rows."""
 
     grad: str
     ids: str
@@ -67,7 +67,7 @@ class Embedding(Kernel):
 
     @property
     def numbers_(self) -> str:
-        """As arguments before others."""
+        """The numbers as leading arguments."""
         return "".join(f"{name}, " for name in self.numbers)
 
 
@@ -96,7 +96,7 @@ def embedding(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Embeddin
 
 
 def working(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[tuple[int, ...], DType]]:
-    """Shapes and types of what a launch holds besides its result: sorted ids, their order, and parts of runs."""
+    """The shapes and types of a launch's workspace: sorted ids, their order, and parts of runs."""
     found = embedding(op, types, sizes)
     _, ids = op.body[0].args[:2]
     assert isinstance(ids, Ref)

@@ -1,4 +1,4 @@
-"""The kernels of a package: what every fused operation of a program is written as, in Triton."""
+"""The kernels of a package: the Triton source of all fused operations of a program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from partc.rules.kernels import STREAMED, TABLES
 
 
 def kernels(program: Program) -> Iterator[Kernel]:
-    """Every kernel once, by name; operations that are alike share one."""
+    """All kernels, each once, by name; equal operations share one."""
     done: set[str] = set()
     for region in program.regions:
         for graph in region.graphs:
@@ -27,7 +27,7 @@ def kernels(program: Program) -> Iterator[Kernel]:
 
 
 def kernel(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding: bool = False) -> Kernel:
-    """Of a fused operation; `rounding` after every elementwise operation is for tests."""
+    """The kernel of a fused operation; `rounding` after every elementwise operation is for tests."""
     if op.body[0].name in TABLES:
         return embedding(op, types, sizes)
     if any(step.name in STREAMED for step in op.body):
@@ -38,7 +38,7 @@ def kernel(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding: b
 
 
 def held_beside(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Sequence[tuple[tuple[int, ...], DType]]:
-    """Shapes and types of what a launch holds besides its arguments and results."""
+    """The shapes and types of a launch's memory besides its arguments and results."""
     if op.body[0].name in TABLES:
         return working(op, types, sizes)
     return parts(op, types, sizes) if "along" in dict(op.attrs) else ()

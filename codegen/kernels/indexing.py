@@ -1,4 +1,4 @@
-"""Where elements lie: index expressions of views and of memory, simplified by what is known of their ranges."""
+"""Positions of elements: index expressions of views and of memory, simplified by the ranges of their variables."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ ZERO = sympy.Integer(0)
 
 
 class FloorDiv(sympy.Function):  # type: ignore[misc]
-    """a // b of integers that are not negative."""
+    """a // b of non-negative integers."""
 
     nargs = 2
     is_integer = True
 
 
 class Modulo(sympy.Function):  # type: ignore[misc]
-    """a % b of integers that are not negative."""
+    """a % b of non-negative integers."""
 
     nargs = 2
     is_integer = True
 
 
 def largest(expr: sympy.Expr, ranges: Ranges) -> int | None:
-    """The largest value that an expression takes; None where a stride is known at run time only."""
+    """The largest value of an expression; None if it depends on a stride that is known at run time only."""
     if isinstance(expr, sympy.Integer):
         return int(expr)
     if isinstance(expr, sympy.Symbol):
@@ -52,7 +52,7 @@ def largest(expr: sympy.Expr, ranges: Ranges) -> int | None:
 
 
 def smallest(expr: sympy.Expr) -> int:
-    """The least value: a constant term, and what is subtracted counts in full elsewhere."""
+    """The smallest value: a constant term, minus the subtracted constants."""
     return int(expr.as_coeff_Add()[0])
 
 
@@ -62,7 +62,7 @@ def _stays_below(expr: sympy.Expr, by: int, ranges: Ranges) -> bool:
 
 
 def floor_divide(expr: sympy.Expr, by: int, ranges: Ranges) -> sympy.Expr:
-    """expr // by: what is a multiple of `by` divides by itself, what stays below it vanishes."""
+    """expr // by: multiples of `by` are divided, terms that stay below `by` vanish."""
     if by == 1:
         return expr
     whole, rest = _parts(expr, by)
@@ -74,7 +74,7 @@ def floor_divide(expr: sympy.Expr, by: int, ranges: Ranges) -> sympy.Expr:
 
 
 def modulo(expr: sympy.Expr, by: int, ranges: Ranges) -> sympy.Expr:
-    """expr % by, in the same way."""
+    """expr % by, simplified in the same way."""
     if by == 1:
         return ZERO
     _, rest = _parts(expr, by)
@@ -86,7 +86,7 @@ def modulo(expr: sympy.Expr, by: int, ranges: Ranges) -> sympy.Expr:
 
 
 def _parts(expr: sympy.Expr, by: int) -> tuple[sympy.Expr, sympy.Expr]:
-    """The terms that `by` divides, divided, and the others."""
+    """The terms that are multiples of `by`, divided by it, and the other terms."""
     whole, rest = ZERO, ZERO
     for term in sympy.Add.make_args(sympy.expand(expr)):
         factor, symbols = term.as_coeff_Mul()
@@ -100,7 +100,7 @@ def _parts(expr: sympy.Expr, by: int) -> tuple[sympy.Expr, sympy.Expr]:
 
 
 def flattened(index: Index, shape: Sequence[int]) -> sympy.Expr:
-    """The place of an element in memory that follows the shape."""
+    """The position of an element in contiguous memory."""
     place: sympy.Expr = ZERO
     for part, size in zip(index, shape, strict=True):
         place = place * size + part
@@ -108,7 +108,7 @@ def flattened(index: Index, shape: Sequence[int]) -> sympy.Expr:
 
 
 def unflattened(place: sympy.Expr, shape: Sequence[int], ranges: Ranges) -> Index:
-    """The inverse."""
+    """The inverse of `flattened`."""
     found: list[sympy.Expr] = []
     for size in reversed(shape[1:]):
         found.append(modulo(place, size, ranges))
@@ -117,13 +117,13 @@ def unflattened(place: sympy.Expr, shape: Sequence[int], ranges: Ranges) -> Inde
 
 
 def broadcast(index: Index, shape: Sequence[int]) -> Index:
-    """The element of an operand that an element of the result reads."""
+    """The element of an operand that belongs to an element of the broadcast result."""
     aligned = index[len(index) - len(shape) :]
     return tuple(ZERO if size == 1 else part for part, size in zip(aligned, shape, strict=True))
 
 
 def through(op: Op, index: Index, operand: Sequence[int], shape: Sequence[int], result: int, ranges: Ranges) -> Index:
-    """The element of a view's operand that an element of its result is. `result` numbers the results of a split."""
+    """The element of a view's operand behind an element of its result. `result` numbers the results of a split."""
     match op.name:
         case "alias":
             return index
@@ -151,7 +151,7 @@ def through(op: Op, index: Index, operand: Sequence[int], shape: Sequence[int], 
 
 
 def _reshaped(index: Index, operand: Sequence[int], shape: Sequence[int], ranges: Ranges) -> Index:
-    """By runs of dimensions that hold equally many elements on both sides: what stays a dimension stays itself."""
+    """Match runs of dimensions with equal numbers of elements, so that unchanged dimensions keep their indices."""
     found: list[sympy.Expr] = []
     i = j = 0
     while i < len(operand) or j < len(shape):

@@ -1,4 +1,4 @@
-"""What every emitted kernel has: its tensors, its launcher's words, and statements as lines."""
+"""The parts that all emitted kernels share: tensors, the launcher's arguments, and statements as lines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TORCH: Mapping[DType, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A tensor that the kernel makes; its dtype is torch's name for it. It may be written `over` an argument."""
+    """A tensor that the kernel writes, with torch's name of its dtype. It may be written `over` an argument."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ MOST_WARPS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """What is told of a kernel, and how it is launched. Its template has the rest."""
+    """The description of a kernel and its launch. Its template has the rest."""
 
     name: str
     operations: tuple[str, ...]
@@ -69,19 +69,19 @@ class Kernel:
 
     @property
     def configuration(self) -> Configuration:
-        """What it is launched with where nothing has been timed."""
+        """The configuration for launches that have not been tuned."""
         raise NotImplementedError
 
     @property
     def candidates(self) -> list[Configuration]:
-        """What may be faster, the configuration itself first: by default with other numbers of warps."""
+        """Configurations for tuning, the default first: by default other numbers of warps."""
         warps = self.configuration["num_warps"]
         others = [each for each in (2 * warps, warps // 2) if 1 <= each <= MOST_WARPS]
         return [self.configuration, *({**self.configuration, "num_warps": each} for each in others)]
 
     @property
     def below(self) -> int:
-        """What whole numbers that it is given are below."""
+        """Upper bound of the integer arguments."""
         return 2
 
     @property
@@ -90,7 +90,7 @@ class Kernel:
 
     @property
     def scratch(self) -> list[str]:
-        """What candidates are timed on, as text."""
+        """The operands for timing candidates, as source."""
         texts = []
         for item in self.arguments:
             below = f", {self.below}" if self.below > 2 and item.dtype.startswith("i") else ""
@@ -99,23 +99,23 @@ class Kernel:
 
     @property
     def functions(self) -> bool:
-        """Whether it is written with any of the functions that all kernels share."""
+        """Whether the kernel uses any of the shared functions."""
         return any("functions." in line for line in self.lines)
 
     @property
     def _told(self) -> dict[str, bool]:
-        """What it is told at launch, and whether that is a number; random numbers start at words in memory."""
+        """The scalar arguments of the launch, and whether each is a number; random numbers start at words in memory."""
         return {name: not name.startswith("counter") for name in self.numbers}
 
     @property
     def read(self) -> list[str]:
-        """The kernel's parameters for what it is given."""
+        """The kernel's parameters for its inputs."""
         read = (name for item in self.arguments for name in (f"{item.name}_ptr", *map(str, symbols(item).values())))
         return [*read, *(name if number else f"{name}_ptr" for name, number in self._told.items())]
 
     @property
     def given(self) -> list[str]:
-        """For these parameters, what the launch has."""
+        """The launcher's arguments for these parameters."""
         given = (
             text
             for item in self.arguments
@@ -124,7 +124,7 @@ class Kernel:
         return [*given, *self.numbers]
 
     def memory(self, result: Result) -> str:
-        """Where a result is written."""
+        """The expression of a result's memory."""
         if result.over:
             return f"{result.over}  # which nobody reads any more"
         return f"torch.empty({result.shape}, dtype=torch.{result.dtype}, device={self.arguments[0].name}.device)"
@@ -177,7 +177,7 @@ class Draft:
         return cls(op=op, types=every, sizes=sizes, outside=outside, arguments=arguments, results=results)
 
     def lowering(self, own: Sequence[str], ranges: Ranges, **more: object) -> Lowering:
-        """What finds the kernel's statements; `own` are names that the template uses."""
+        """The lowering that derives the kernel's statements; `own` are names that the template uses."""
         pointers = [
             f"{name}_ptr" for name in (*(x.name for x in self.arguments.values()), *(r.name for r in self.results))
         ]
@@ -195,7 +195,7 @@ class Draft:
         )
 
     def told(self) -> dict[str, object]:
-        """The fields of a Kernel that don't depend on its template."""
+        """The fields of a Kernel that do not depend on its template."""
         together, apart = fused_bytes(self.op, self.types, self.sizes)
         return {
             "name": kernel_name(self.op),
@@ -236,7 +236,7 @@ def expressions(statement: Statement) -> Iterator[sympy.Expr]:
 
 
 def bounds(statements: Sequence[Statement], ranges: Ranges) -> list[int | None]:
-    """The largest place that each load reads, or that is computed with; None where a stride is not known before."""
+    """The largest position of each load and of each position in a computation; None if a stride is unknown."""
     places = (
         (statement.place,) if isinstance(statement, Load) else statement.places
         for statement in statements
@@ -246,7 +246,7 @@ def bounds(statements: Sequence[Statement], ranges: Ranges) -> list[int | None]:
 
 
 def lines(statement: Load | Compute, ranges: Ranges, mask: str, names: Names) -> Iterator[str]:
-    """A statement as lines; `mask` says which elements there are, where not all are."""
+    """A statement as lines; `mask` excludes elements that do not exist."""
     conditions = [condition(guard, ranges) for guard in statement.guards]
     if isinstance(statement, Compute):
         parts = [*conditions, *(written(place, ranges) for place in statement.places)]
@@ -266,12 +266,12 @@ def lines(statement: Load | Compute, ranges: Ranges, mask: str, names: Names) ->
 
 
 def stored(found: Found, dtype: DType) -> str:
-    """A value in the type that memory has."""
+    """A value in the type of its memory."""
     return found.text if found.dtype == dtype else f"{found.text}.to({TRITON[dtype]})"
 
 
 def _summed(target: str, parts: Sequence[str]) -> Iterator[str]:
-    """Terms added up in statements that are not too long."""
+    """A sum in statements of bounded length."""
     line: list[str] = []
     sign = "="
     for part in parts:
@@ -283,7 +283,7 @@ def _summed(target: str, parts: Sequence[str]) -> Iterator[str]:
 
 
 def _both(conditions: Sequence[str]) -> str:
-    """All of them at once."""
+    """The conjunction of conditions."""
     found = [condition for condition in conditions if condition]
     return " & ".join(text if " " not in text else f"({text})" for text in found) if len(found) > 1 else "".join(found)
 
@@ -293,6 +293,6 @@ def _upcast(dtype: DType) -> str:
 
 
 def _told(op: Op) -> str:
-    """An operation, and where it stands in the model."""
+    """An operation, and its place in the model."""
     place = f"  # {op.source.file.rpartition('/')[2]}:{op.source.line}" if op.source and op.source.line else ""
     return f"{', '.join(value.name for value in op.results)} = {print_operation(op)}{place}"

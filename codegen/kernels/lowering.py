@@ -1,8 +1,8 @@
-"""What one kernel computes, as statements: from the elements of its results back to the memory that they come from.
+"""The computation of one kernel as statements, derived from the elements of its results back to memory.
 
-Every value is asked for at an index. An elementwise operation asks its operands at the same index, a view
-asks at another one, and what the kernel is given is loaded there. So views move nothing, and a value that is
-read at two indices is computed at both.
+Every value is requested at an index. An elementwise operation requests its operands at the same index, a view requests
+its operand at another index, and the kernel's inputs are loaded. So views move no data, and a value that is read at two
+indices is computed at both.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from partc.ir.layout import Sizes
 from partc.ir.program import FLOATING, Arg, DType, Op, Ref, TensorType
 from partc.rules import kernels
 
-# Numbers of a row that is streamed: the variables of the template.
+# Statistics of a streamed row: the variables of the template.
 STREAMS: Mapping[str, str] = {"shard_max": "largest", "sum_exp": "sums", "pick": "picked", "smooth_sum": "logits_sum"}
 
 
 @dataclass(slots=True, kw_only=True)
 class Lowering:
-    """The statements of one kernel, in order; each value once for every index that it is asked at."""
+    """The statements of one kernel, in order; each value once for every index at which it is requested."""
 
     body: tuple[Op, ...]
     arguments: Mapping[str, Argument]
@@ -65,7 +65,7 @@ class Lowering:
         return self.types[name].layout.local_shape(self.sizes)
 
     def value(self, name: str, index: Index, guards: Guards = ()) -> Found:
-        """The variable that has this element of a value; with guards, only where they hold."""
+        """The variable with this element of a value; with guards, valid only where they hold."""
         for known in ((), guards):
             if (name, index, known) in self._known:
                 return self._known[name, index, known]
@@ -143,7 +143,7 @@ class Lowering:
         return Found(self._statement(op.result.name, text), result, over=over)
 
     def _drawn(self, op: Op, index: Index) -> Found:
-        """Which elements a dropout keeps: by their places in the whole tensor, counted from the first one here."""
+        """Whether a dropout keeps an element, by its position in the whole tensor relative to the first one here."""
         place: sympy.Expr = ZERO
         for part, dim in zip(index, op.result.type.layout.dims, strict=True):
             here = [sub.size // math.prod(self.sizes[axis] for axis in sub.axes) for sub in dim]
@@ -160,7 +160,7 @@ class Lowering:
         return Found(self._statement(op.result.name, text, places=(place,)), "bool", over=over)
 
     def _logits_gradient(self, op: Op, index: Index, guards: Guards) -> Found:
-        """Of a cross-entropy: each row's numbers, and whether the column is the label's."""
+        """The gradient of a cross-entropy, from each row's statistics and whether the column is the label's."""
         _, logits, _, _, weight, ignore, smoothing, *total = op.args
         assert isinstance(logits, Ref)
         dtype = computed_in(op.result.type.dtype)
@@ -187,7 +187,7 @@ class Lowering:
         return Found(target, dtype, over=over)
 
     def class_weight(self, op: Op, weight: Arg, classes: int, column: sympy.Expr) -> Found:
-        """That of a class of this rank's, out of the weights of all."""
+        """The weight of one of this rank's classes, from the weights of all."""
         assert isinstance(weight, Ref)
         return self.value(weight.name, (self._class(op, classes, column),))
 
@@ -201,7 +201,7 @@ class Lowering:
         return column + rank * classes
 
     def _masked(self, op: Op, index: Index, guards: Guards) -> Found:
-        """A logit, or minus infinity in the place of what is no class."""
+        """A logit, or minus infinity for padded classes."""
         source, classes = op.args
         assert isinstance(source, Ref)
         logit = self.value(source.name, index, guards)
@@ -211,7 +211,7 @@ class Lowering:
         return Found(self._statement(op.result.name, text, places=(place,)), logit.dtype, over=over)
 
     def _reduced(self, op: Op, index: Index) -> Found:
-        """Along the last dimensions: of the rows that the index has."""
+        """A reduction along the last dimensions, for the rows of the index."""
         name = next(op.refs())
         first = len(self.shape(name)) - len(self.columns)
         source = self.value(name, (*index[:first], *self.columns))
@@ -221,7 +221,7 @@ class Lowering:
         return Found(target, source.dtype, over=source.over - along)
 
     def _looked_up(self, table: Arg, labels: Found | None) -> Found:
-        """A class's number, by labels; of what is no class, the first one's."""
+        """A label's entry in a table; labels that are no class read the first entry."""
         assert isinstance(table, Ref) and labels is not None
         (size,) = self.shape(table.name)
         text = f"tl.where(({labels.text} >= 0) & ({labels.text} < {size}), {labels.text}, 0)"
@@ -240,7 +240,7 @@ class Lowering:
         return constant(arg, "f32") if isinstance(arg, int | float) else None
 
     def _joined(self, op: Op, index: Index, guards: Guards) -> Found:
-        """Each part where it lies: one is chosen by the index."""
+        """The part of a `cat` that the index selects."""
         parts, dim = kernels.joined(op)
         dim %= len(index)
         start, size = 0, self.shape(op.result.name)[dim]
@@ -284,7 +284,7 @@ def _names(args: Sequence[Arg]) -> Iterator[str]:
 
 
 def _read_as(op: Op, place: int, found: Found, wanted: DType) -> DType:
-    """The type that an operand is asked for in, where the operation computes in `wanted`."""
+    """The type in which an operand is requested if the operation computes in `wanted`."""
     if kernels.CONDITIONS.get(op.name) == place:
         return "bool"
     if place in kernels.LABELS.get(op.name, ()):
@@ -293,7 +293,7 @@ def _read_as(op: Op, place: int, found: Found, wanted: DType) -> DType:
 
 
 def _computes(op: Op, operands: Sequence[Found | None]) -> DType:
-    """The type in which an operation computes: its result's; comparisons, in the widest of their operands'."""
+    """The type in which an operation computes: its result's; for comparisons, the widest type of the operands."""
     result = computed_in(op.result.type.dtype)
     if result != "bool" or op.name == "to" or op.name in kernels.LOGICAL:
         return result

@@ -1,4 +1,4 @@
-"""Kernels that go through the elements of what they make."""
+"""Kernels that iterate over the elements of their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHERS = ((512, 4), (2048, 4), (2048, 8), (4096, 8))  # and of candidates: eleme
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pointwise(Kernel):
-    """`count` elements, `block` to a program."""
+    """A kernel over `count` elements, `block` elements to a program."""
 
     count: int
     wide: bool
@@ -34,7 +34,7 @@ class Pointwise(Kernel):
 
     @property
     def candidates(self) -> list[Configuration]:
-        """Those whose last block is whole too, if this one's is: there is no mask then."""
+        """If this block size divides the elements, only sizes that do too: they need no mask."""
         others = ({"BLOCK": block, "num_warps": warps} for block, warps in OTHERS)
         return [self.configuration, *(each for each in others if self.masked or self.count % each["BLOCK"] == 0)]
 
@@ -82,7 +82,7 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
 
 
 def _shaped(name: str, op: Op) -> str:
-    """A single result before reshapes at its end, which leave its elements in their order: its loops are simpler."""
+    """The shape of a single result before the reshapes at its end, which keep the order of elements."""
     made = {step.result.name: step for step in op.body if step.name == "reshape"}
     while name in made and len(op.results) == 1:
         name = next(made[name].refs())
@@ -92,7 +92,7 @@ def _shaped(name: str, op: Op) -> str:
 def _collapsed(
     statements: Sequence[Statement], loops: Sequence[Variable]
 ) -> tuple[list[Statement], tuple[Variable, ...]]:
-    """The same with as few loops as do: a single one is the index itself."""
+    """The statements with the fewest loops; a single loop is the index itself."""
     place = sum(
         (loop.symbol * step for loop, step in zip(loops, contiguous([i.size for i in loops]), strict=True)), ZERO
     )
@@ -107,7 +107,7 @@ def _collapsed(
 
 
 def _loops(loops: Sequence[Variable], statements: Sequence[Statement]) -> Iterator[str]:
-    """How the loops' variables follow from the index, for those that some statement reads."""
+    """The loop variables that some statement reads, computed from the index."""
     if len(loops) < 2:
         return
     read = set().union(*(expr.free_symbols for statement in statements for expr in expressions(statement)))

@@ -1,8 +1,8 @@
-"""Kernels that hold rows: sums along them, and down all of them, with elementwise operations in between.
+"""Kernels over rows: sums along rows and down columns, with elementwise operations in between.
 
-A program takes ROWS rows at a time. Where something sums along rows, it holds them whole, in one block of
-COLUMNS elements; else columns are dealt to programs too. What is summed down the columns is summed in each
-program over the rows it takes, and then over programs by PyTorch: in the same order on every GPU.
+A program takes ROWS rows at a time. If it sums along rows, it holds them whole, in one block of COLUMNS elements;
+otherwise the columns are distributed over programs too. A sum down the columns is computed in each program over its
+rows, and then over programs by PyTorch: in the same order on every GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _REDUCED = {  # along rows: how, and what doesn't count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How rows and columns are dealt to programs: so many of each at a time, so often, by so many programs."""
+    """The distribution of rows and columns over programs: the size of a tile, tiles per program, and programs."""
 
     rows: int
     columns: int
@@ -58,7 +58,7 @@ class Tiling:
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether some of a tile's rows aren't there."""
+        """Whether some rows of a tile do not exist."""
         return self.steps > 1 or self.high * self.programs != self.rows
 
     @property
@@ -67,7 +67,7 @@ class Tiling:
 
     @property
     def reach(self) -> int:
-        """Elements of all tiles, with those that aren't there: their places are computed before they are masked."""
+        """The elements of all tiles, masked ones included: their positions are computed before they are masked."""
         most = 2 * self.high * self.programs if self.steps > 1 else 0  # which a candidate takes in a step
         return (max(self.rows, self.high * self.programs) + most) * self.wide * self.across
 
@@ -78,9 +78,9 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sum:
-    """Down all rows: `parts` are the sums of each program, `total` the variable in which one makes its own.
+    """A sum down all rows: `parts` are the sums of each program, `total` is the variable of a program's own sum.
 
-    Sums of one type share their parts, so that one launch adds them up: this one is the row `row` of so many.
+    Sums of one type share their parts, so that one launch adds them up; `row` is the index of this sum.
     """
 
     result: Result
@@ -97,7 +97,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The sums of programs, for some sums of one type."""
+    """The partial sums of the programs, for all sums of one type."""
 
     name: str
     sums: tuple[Sum, ...]
@@ -112,14 +112,14 @@ class Parts:
 
     @property
     def cast(self) -> str:
-        """To what the results are in."""
+        """The cast to the type of the results."""
         own, result = self.sums[0].kind
         return f".to(torch.{result})" if own != result else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows(Kernel):
-    """`lines` are done for each tile; `before` them, what is the same for all."""
+    """`lines` run for each tile; `before` holds the lines that are common to all tiles."""
 
     tiling: Tiling
     long: bool  # places take 64 bits
@@ -135,10 +135,10 @@ class Rows(Kernel):
 
     @property
     def candidates(self) -> list[Configuration]:
-        """Warps whose threads have 16 elements each or more, and 32 or fewer: with others, derivatives spill.
+        """Numbers of warps with 16 to 32 elements a thread: with others, derivatives spill.
 
-        Where programs take several tiles one after the other: also smaller tiles, half and twice as many programs, and
-        loads of the next tile while one is computed.
+        If programs process several tiles in sequence: also smaller tiles, half and twice as many programs, and loads of
+        the next tile during a computation.
         """
         least, most = self.tiling.high * self.tiling.wide // 1024, max(8, self.tiling.warps)
         found = [each for each in super(Rows, self).candidates if least <= each["num_warps"] <= most]
@@ -153,7 +153,7 @@ class Rows(Kernel):
 
     @property
     def programs(self) -> str:
-        """How many there are, as its launcher knows it."""
+        """The number of programs, as the launcher computes it."""
         return 'CONFIGURATION["PROGRAMS"]' if self.tiling.steps > 1 else str(self.tiling.programs)
 
     @property
@@ -170,7 +170,7 @@ class Rows(Kernel):
 
     @property
     def parts(self) -> list[Parts]:
-        """What is added up over programs."""
+        """The partial sums to add over programs."""
         names = dict.fromkeys(total.parts for total in self.sums)
         return [Parts(name=name, sums=tuple(each for each in self.sums if each.parts == name)) for name in names]
 
@@ -181,7 +181,7 @@ class Rows(Kernel):
 
     @property
     def added(self) -> list[str]:
-        """Statements that add up what several sums share."""
+        """The statements that add the shared parts of several sums."""
         shared = (parts for parts in self.parts if parts.rows > 1)
         return [
             f"{', '.join(total.result.name for total in parts.sums)} = {parts.name}.sum(1){parts.cast}"
@@ -190,13 +190,13 @@ class Rows(Kernel):
 
     @property
     def returned(self) -> list[str]:
-        """In the results' order; what is summed, over programs."""
+        """The return values in the order of the results, with sums over programs."""
         found = {total.result.name: self._total(total, parts) for parts in self.parts for total in parts.sums}
         return [found.get(result.name, result.name) for result in self.results]
 
     @property
     def unsummed(self) -> list[str]:
-        """What else is made, then what the programs have of sums: [programs, columns], or [sums, programs, columns]."""
+        """The other results, then the partial sums: [programs, columns], or [sums, programs, columns]."""
         return [*(result.name for result in self.written), *(parts.name for parts in self.parts)]
 
     @staticmethod
@@ -206,7 +206,7 @@ class Rows(Kernel):
 
 
 def tiling(rows: int, columns: int, *, whole: bool, summing: bool) -> Tiling:
-    """Tiles of up to TILE elements: whole rows where something sums along them."""
+    """Tiles of up to TILE elements: whole rows if the kernel sums along them."""
     few = max(NARROW, TILE // _power(rows)) if summing else WIDEST
     wide = _power(columns) if whole else min(_power(columns), few)
     high = max(1, min(_power(rows), TILE // wide))
@@ -220,7 +220,7 @@ def tiling(rows: int, columns: int, *, whole: bool, summing: bool) -> Tiling:
 
 @dataclass(frozen=True, slots=True)
 class _Reductions:
-    """Of a fused operation: the shape that has its rows, of which the first dimensions number them."""
+    """The reductions of a fused operation: the shape of its rows, whose first dimensions number them."""
 
     shape: tuple[int, ...]
     first: int
@@ -246,7 +246,7 @@ class _Reductions:
 
 
 def parts(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[tuple[int, ...], DType]]:
-    """Shapes and types of what a launch holds besides its results: what programs sum, and sums before they are cast."""
+    """The shapes and types of a launch's memory besides its results: partial sums, and sums before a cast."""
     found = _Reductions.of(op, types, sizes)
     whole, columns = (found.tiling.programs, found.tiling.columns), (found.tiling.columns,)
     dtypes = [value.type.dtype for value in op.results if value.name in found.down]
@@ -257,9 +257,9 @@ def parts(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[t
 def unsummed(
     op: Op, types: Mapping[str, TensorType], sizes: Sizes
 ) -> dict[tuple[DType, DType], tuple[tuple[int, ...], list[str]]]:
-    """The memory that sums of programs stand in, [sums, programs, columns], and the results that these are of.
+    """The memory of partial sums, [sums, programs, columns], with the results that they belong to.
 
-    By what is summed in, and what the results are in. One sum's has no first dimension.
+    The keys are the type of the sums and the type of the results. A single sum lacks the first dimension.
     """
     found = _Reductions.of(op, types, sizes)
     together: dict[tuple[DType, DType], list[str]] = {}
@@ -271,7 +271,7 @@ def unsummed(
 
 
 def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
-    """The kernel of a fused operation with reductions in it."""
+    """The kernel of a fused operation with reductions."""
     draft = Draft.of(op, types, sizes)
     sums_of = _Reductions.of(op, types, sizes)
     shape, first, down, tiles = sums_of.shape, sums_of.first, sums_of.down, sums_of.tiling
@@ -345,7 +345,7 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """Lines that know which tiles have parts that aren't there, and which variables have rows and columns."""
+    """Writes lines, knowing the masked parts of tiles and the dimensions of variables."""
 
     tiling: Tiling
     ranges: Ranges
@@ -356,7 +356,7 @@ class _Text:
         return way in self.over.get(variable, ())
 
     def mask(self, statement: Statement) -> str:
-        """Which of what a load reads is there."""
+        """The mask of a load."""
         if not isinstance(statement, Load) or statement.anywhere:
             return ""
         symbols = set().union(*(expr.free_symbols for expr in expressions(statement))) & set(self.ranges)
@@ -365,7 +365,7 @@ class _Text:
         return _masked(by_row, by_column)
 
     def reduced(self, statement: Reduce) -> Iterator[str]:
-        """Along rows: what lies beyond their ends doesn't count."""
+        """A reduction along rows, with masked elements neutral."""
         found = statement.source
         made, nothing = _REDUCED[statement.how]
         text = found.text
@@ -376,7 +376,7 @@ class _Text:
         yield f"{statement.target} = {made.format(text)}"
 
     def down(self, total: str, found: Found, dtype: DType) -> str:
-        """Down the rows of a tile."""
+        """A sum down the rows of a tile."""
         text = found.text
         if self.tiling.cuts_rows:
             text = f"tl.where(in_rows, {text}, 0.0)"
@@ -386,7 +386,7 @@ class _Text:
         return f"{total} {sign} tl.sum({text}, axis=0, keep_dims=True)"
 
     def store(self, result: Result, found: Found, dtype: DType, *, each_row: bool) -> str:
-        """An element for each of the tile, or one for each row."""
+        """A store of one element for each of the tile, or one for each row."""
         mask = _masked(self.tiling.cuts_rows, self.tiling.cuts_columns and not each_row)
         place = "row" if each_row else f"row * {self.tiling.columns} + column"
         return f"tl.store({result.name}_ptr + {place}, {stored(found, dtype)}{f', mask={mask}' if mask else ''})"
@@ -400,12 +400,12 @@ def _masked(by_row: bool, by_column: bool) -> str:
 
 
 def _one(shape: tuple[int, ...], first: int) -> tuple[int, ...]:
-    """One number for each row."""
+    """The shape with one number for each row."""
     return (*shape[:first], *(1 for _ in shape[first:]))
 
 
 def _power(count: int) -> int:
-    """The smallest power of two that is no smaller."""
+    """The smallest power of two that is at least `count`."""
     return 1 << max(0, count - 1).bit_length()
 
 
@@ -415,7 +415,7 @@ Loops = tuple[tuple[Variable, ...], tuple[Variable, ...]]  # of the rows, and of
 def collapsed_rows(
     statements: Sequence[Statement], each: Loops, over: Mapping[str, frozenset[sympy.Symbol]]
 ) -> tuple[list[Statement], Loops, dict[str, frozenset[int]]]:
-    """The same with as few loops as do, and which way each variable differs."""
+    """The statements with the fewest loops, and the directions in which each variable varies."""
     found = list(statements)
     few: list[tuple[Variable, ...]] = []
     for name, loops in zip(("row", "column"), each, strict=True):
@@ -438,7 +438,7 @@ def collapsed_rows(
 
 
 def row_loops(loops: Sequence[Variable], statements: Sequence[Statement], every: str) -> Iterator[str]:
-    """How several variables follow from the one that numbers rows, or columns."""
+    """Several loop variables, computed from the one that numbers rows or columns."""
     read = set().union(*(expr.free_symbols for statement in statements for expr in expressions(statement)))
     inside = math.prod(loop.size for loop in loops)
     for number, loop in enumerate(loops if len(loops) > 1 else ()):

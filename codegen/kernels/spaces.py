@@ -1,4 +1,6 @@
-"""The loops of a kernel: dimensions that every place in memory treats as one become one, and index expressions text."""
+"""The loops of a kernel: dimensions that are contiguous in every index expression are joined, and expressions become
+text.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from partc.codegen.kernels.statements import Guard, Load, Reduce, Statement
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A loop: its symbol and how many times it runs."""
+    """A loop: its symbol and its number of iterations."""
 
     symbol: sympy.Symbol
     size: int
 
 
 def variables(shape: Sequence[int], letter: str) -> tuple[Variable, ...]:
-    """One for each dimension."""
+    """One loop for each dimension."""
     return tuple(
         Variable(sympy.Symbol(f"{letter}{dim}", integer=True, nonnegative=True), size) for dim, size in enumerate(shape)
     )
@@ -29,9 +31,9 @@ def variables(shape: Sequence[int], letter: str) -> tuple[Variable, ...]:
 def collapsed(
     loops: Sequence[Variable], expressions: Iterable[sympy.Expr]
 ) -> tuple[tuple[Variable, ...], Mapping[sympy.Symbol, sympy.Expr]]:
-    """As few loops as do: neighbours join where each expression steps through both as through one.
+    """The fewest loops: neighbours are joined if every expression steps through both as through one.
 
-    Also what to put in place of the old symbols.
+    Also returns the expressions of the old symbols.
     """
     places = list(expressions)
     found: list[Variable] = []
@@ -54,7 +56,7 @@ def _follows(place: sympy.Expr, outer: Variable, inner: Variable) -> bool:
 
 
 def _step(place: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr | None:
-    """The coefficient of a variable; None where it stands inside a division."""
+    """The coefficient of a variable; None if it occurs inside a division."""
     if any(part.has(symbol) for part in place.atoms(FloorDiv, Modulo)):
         return None
     found: sympy.Expr = sympy.expand(place).coeff(symbol)
@@ -62,7 +64,7 @@ def _step(place: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr | None:
 
 
 def settled(statement: Statement, instead: Mapping[sympy.Symbol, sympy.Expr]) -> Statement:
-    """The statement with other expressions in place of symbols."""
+    """The statement with symbols replaced."""
     if isinstance(statement, Reduce):
         return statement
     guards = tuple(replace(guard, index=guard.index.subs(instead)) for guard in statement.guards)
@@ -72,7 +74,7 @@ def settled(statement: Statement, instead: Mapping[sympy.Symbol, sympy.Expr]) ->
 
 
 def folded(statement: Statement, loops: Sequence[Variable], whole: sympy.Symbol) -> Statement:
-    """The statement with one variable, that numbers all rounds of several loops, where a place steps as it does."""
+    """The statement with one variable for several loops, where a position steps through them as through one."""
     if isinstance(statement, Reduce) or len(loops) < 2:
         return statement
 
@@ -86,7 +88,7 @@ def folded(statement: Statement, loops: Sequence[Variable], whole: sympy.Symbol)
 
 
 def written(expr: sympy.Expr, ranges: Ranges) -> str:
-    """An index as source."""
+    """An index expression as source."""
     if isinstance(expr, sympy.Add):
         return joined(terms(expr, ranges))
     if isinstance(expr, sympy.Mul):
@@ -103,7 +105,7 @@ def written(expr: sympy.Expr, ranges: Ranges) -> str:
 
 
 def terms(place: sympy.Expr, ranges: Ranges) -> list[str]:
-    """What is added up to a place, with its sign: long steps first, what steps by the same stride together."""
+    """The signed terms of a position: long strides first, terms with one stride together."""
     strides = sorted((symbol for symbol in place.free_symbols if _is_stride(symbol, ranges)), key=str)
     rest = sympy.expand(place)
     found = []
@@ -130,7 +132,7 @@ def _atom(expr: sympy.Expr, ranges: Ranges) -> str:
 
 
 def _far(index: sympy.Expr, ranges: Ranges) -> str:
-    """An index that is multiplied with a stride known at run time only: how far that leads isn't known either."""
+    """An index times a stride that is known at run time only: the product is unbounded, so it is 64-bit."""
     text = _atom(index, ranges)
     return text if isinstance(index, sympy.Integer) else f"{text}.to(tl.int64)"
 
@@ -140,7 +142,7 @@ def _is_stride(expr: sympy.Expr, ranges: Ranges) -> bool:
 
 
 def _weight(term: sympy.Expr) -> tuple[int, int, str]:
-    """Long steps first, numbers last."""
+    """The sort key of terms: long strides first, constants last."""
     factor, rest = term.as_coeff_Mul()
     return (1 if rest == 1 else 0, -int(factor), str(rest))
 

@@ -1,4 +1,4 @@
-"""What kernels are made of: statements on elements, and the tensors whose memory they are in."""
+"""The statements of kernels, and the tensors that they access."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRITON: Mapping[DType, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Where an element exists: `low <= index < high`, of an index below `size`."""
+    """The condition for an element to exist: `low <= index < high`, of an index below `size`."""
 
     index: sympy.Expr
     low: int
@@ -32,7 +32,7 @@ Guards = tuple[Guard, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """`target` is the element of an argument at a place in its memory, as it is computed with."""
+    """`target` is the element of an argument at a position in memory, in the type for computation."""
 
     target: str
     source: str
@@ -44,7 +44,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """`target` is an expression. It has `{0}` for the first of its `guards`, and so on; then come its `places`."""
+    """`target` is an expression, in which `{0}` stands for the first of its `guards`, and so on; then come its
+    `places`.
+    """
 
     target: str
     text: str
@@ -54,7 +56,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce:
-    """`target` is the sum, or the largest, of a variable along each row."""
+    """`target` is the sum or the maximum of a variable along each row."""
 
     target: str
     source: Found
@@ -66,7 +68,7 @@ Statement = Load | Compute | Reduce
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A value at an index: a variable or a number, its type, and the loops that it differs over."""
+    """A value at an index: a variable or a number, its type, and the loops over which it varies."""
 
     text: str
     dtype: DType
@@ -76,7 +78,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """A tensor that the kernel is given; strides that are known at run time only are symbols."""
+    """A tensor argument of the kernel; strides that are known at run time only are symbols."""
 
     name: str
     shape: tuple[int, ...]
@@ -85,12 +87,12 @@ class Argument:
 
 
 def computed_in(dtype: DType) -> DType:
-    """16 bits are computed with in fp32."""
+    """The type for computation: fp32 for 16 bits."""
     return "f32" if dtype in ("bf16", "f16") else dtype
 
 
 def contiguous(shape: Sequence[int]) -> tuple[sympy.Expr, ...]:
-    """Strides of memory that follows the shape."""
+    """The strides of contiguous memory."""
     found: list[sympy.Expr] = []
     step = 1
     for size in reversed(shape):
@@ -104,7 +106,7 @@ def constant(number: Arg, dtype: DType) -> Found:
 
 
 def cast(found: Found, dtype: DType) -> str:
-    """The value in another type. A number takes the type of what it meets, unless fp32 can't hold it exactly."""
+    """The value in another type. A number takes the type of the other operand, unless fp32 cannot hold it exactly."""
     if found.number is not None:
         number = float(found.number) if dtype in FLOATING and isinstance(found.number, int) else found.number
         if dtype == "bool":

@@ -1,4 +1,4 @@
-"""Kernels that don't depend on a model's operations: what packages update parameters and send gradients with."""
+"""Kernels that do not depend on the model's operations: updates of parameters, compression of gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRIAL = 1 << 24
 INTERPRETED = 1 << 16  # numbers of a block where kernels are interpreted, each program at some cost
 
 
-# A gradient of each row's loss, logits, labels, and log-sum-exps.
+# The arguments: gradients of the rows' losses, logits, labels, and log-sum-exps.
 LOGITS_TRIED = (
     "scratch((1024,), torch.float32, device)", "scratch((1024, 16384), torch.bfloat16, device)",
     "scratch((1024,), torch.int64, device, 16384)", "scratch((1024,), torch.float32, device)",
@@ -27,10 +27,10 @@ LOGITS_TRIED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A module of kernels that a package has whatever its model is.
+    """A module of kernels that packages contain whatever the model is.
 
-    `block` is how many numbers a program has; `alone`, whether the module is called for one function of its name;
-    `trial`, how many numbers candidates are timed on.
+    `block` is the number of elements of a program; `alone` says that the module has one function, of its name; `trial`
+    is the number of elements for timing.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Written:
 
     @property
     def interpreting(self) -> Configuration:
-        """Its own, where there is another."""
+        """The configuration for Triton's interpreter, if different."""
         return self._configuration(self.interpreted, self.warps) if self.interpreted else {}
 
     @property
@@ -87,7 +87,7 @@ class Written:
 
     @property
     def scratch(self) -> list[str]:
-        """What candidates are timed on, as text."""
+        """The operands for timing candidates, as source."""
         flat, none = f"scratch(({self.trial},), torch.float32, device)", "torch.ones((), device=device)"
         rows = f"scratch((4, {self.trial // 4}), torch.float32, device)"
         return {
@@ -102,7 +102,7 @@ LOGITS = Written(name="logits", alone=False, block=4096, interpreted=0, warps=8)
 
 
 def written(program: Program) -> Iterator[Written]:
-    """Those of a package, if it trains something."""
+    """The modules of a package; none if nothing is trained."""
     trained = [parameter for parameter in program.parameters if parameter.trainable]
     sizes = sorted({ITEMSIZE[parameter.type.dtype] for parameter in trained})
     if not sizes:
@@ -123,14 +123,14 @@ def written(program: Program) -> Iterator[Written]:
 
 
 def _updated(parameter: Parameter, times: int, read: DType, program: Program) -> int:
-    """The bytes that an update moves of a parameter: so many times its own, and of what is read of it in other bits."""
+    """The bytes that an update moves of a parameter: multiples of its own, and those of its low-precision copy."""
     size = parameter.type.local_bytes(program.sizes)
     cast = read != parameter.type.dtype and not parameter.gather
     return times * size + (size // ITEMSIZE[parameter.type.dtype] * ITEMSIZE[read] if cast else 0)
 
 
 def _places(program: Program) -> Iterator[set[str]]:
-    """The parameters that ranks at each coordinate on the pipeline axis hold."""
+    """The parameters that the ranks at each pipeline coordinate hold."""
     holders = program.holders()
     for place in range(max(map(program.place, range(program.stages))) + 1):
         yield {name for name, stages in holders.items() if any(program.place(stage) == place for stage in stages)}

@@ -1,4 +1,4 @@
-"""The command line. Every import that is slow to load waits until a command needs it."""
+"""The command line. Slow imports wait until a command needs them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line: 0 done, 1 a check did not hold, 2 the input is wrong, 70 a bug in partc."""
+    """Run the command line and return its exit code: 0 done, 1 a check did not hold, 2 the input is wrong, 70 a bug in
+    partc.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     return console.guarded(lambda: cli(args=given, prog_name="partc", standalone_mode=False), json="--json" in given)
 
@@ -54,7 +56,7 @@ cli.add_command(trace_command)
 @click.argument("model")
 @compile_options.compile_options(required=True)
 @click.option("-o", "--output", type=Path, default=Path("build"), show_default=True, help="folder of the package")
-@click.option("--memory-limit", metavar="BYTES", help="fail if a rank holds more than 80GB, and say what would help")
+@click.option("--memory-limit", metavar="BYTES", help="fail if a rank holds more (80GB), and list remedies")
 @click.option(
     "--dump-after", metavar="PASS|all", multiple=True, help="write the program after a pass, beside the output"
 )
@@ -108,7 +110,7 @@ def _print_report(report: Mapping[str, Any]) -> None:
 
 @cli.command(
     "verify",
-    short_help="Hold a package against its single-device model.",
+    short_help="Compare a package with its single-device model.",
     context_settings={"ignore_unknown_options": True},
 )
 @click.argument("directory", metavar="DIR", type=Path)
@@ -157,13 +159,15 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
         raise console.CheckFailed
 
 
-@cli.command("memory", short_help="What ranks hold at most, and when.")
+@cli.command("memory", short_help="Show the peak memory of ranks, and its contents.")
 @click.argument("target", metavar="MODEL|DIR")
 @compile_options.compile_options(required=False)
-@click.option("--rank", type=int, metavar="N", help="of this rank; of the one that holds most by default")
-@click.option("--optimizer", type=click.Choice(("adamw", "sgd")), help="of a model; a package's account is of adamw")
-@click.option("--symbolic", is_flag=True, help="formulas in batch, sequence, widths and axes, region by region")
-@click.option("--region", metavar="NAME", help="with --symbolic, of this region alone")
+@click.option("--rank", type=int, metavar="N", help="the rank to show [default: the rank with the highest peak]")
+@click.option(
+    "--optimizer", type=click.Choice(("adamw", "sgd")), help="the optimizer of a model; a package's account uses adamw"
+)
+@click.option("--symbolic", is_flag=True, help="print formulas in batch, sequence, widths and axes for each region")
+@click.option("--region", metavar="NAME", help="with --symbolic, only this region")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 def memory_command(
     target: str,
@@ -174,18 +178,16 @@ def memory_command(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Account for the memory of a training step: parameters, gradients, optimizer, activations, what passes.
+    """Account for the memory of a training step: parameters, gradients, optimizer, activations, communication.
 
-    A package's account is what compile has put down; a model is compiled for it.
+    For a package, print the account that its compile recorded. For a model, compile it first.
     """
     width = shutil.get_terminal_size((120, 24)).columns
     if symbolic:
         from partc.reports import formula_table
 
         if rank is not None or optimizer is not None:
-            raise PartcError(
-                "P0004", "--symbolic speaks of regions and all ranks", help="leave out --rank, --optimizer"
-            )
+            raise PartcError("P0004", "--symbolic covers regions and all ranks", help="leave out --rank, --optimizer")
         found = compile_options.formulas(target, given)
         if as_json:
             print(json.dumps(formula_table.document(found, region=region)))
@@ -212,9 +214,9 @@ def memory_command(
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 @click.argument("rest", nargs=-1, type=click.UNPROCESSED)
 def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, rest: tuple[str, ...]) -> None:
-    """Print the torchrun line that trains a package on this machine, then run it.
+    """Print the torchrun command that trains a package on this machine, then run it.
 
-    Other options go to train.py: its optimizer, learning rate, log, checkpoints (`-- --help` lists them).
+    Other options go to train.py: optimizer, learning rate, log, checkpoints (`-- --help` lists them).
     """
     from partc.package.launch import run
 
@@ -252,13 +254,18 @@ def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, r
 @click.argument("directory", metavar="DIR", type=Path)
 @click.argument("checkpoint", metavar="CKPT", type=Path)
 @click.option("--safetensors", "target", type=Path, required=True, metavar="OUT", help="the file to write")
-@click.option("--init", type=Path, metavar="FILE", help="that the training started from: has what the loss leaves out")
+@click.option(
+    "--init",
+    type=Path,
+    metavar="FILE",
+    help="the state dict that training started from, for tensors that the loss does not use",
+)
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 def export_command(directory: Path, checkpoint: Path, target: Path, init: Path | None, as_json: bool) -> None:
     """Write the model's own state dict from a checkpoint of package DIR, for load_state_dict and transformers.
 
-    CKPT is a checkpoint, or the folder that --save was given: its newest whole one. `train.py --init OUT`
-    starts from such a file.
+    CKPT is a checkpoint, or a folder that --save wrote: then its newest complete checkpoint. `train.py --init OUT`
+    starts from the file.
     """
     from partc.package.launch import read_package
 
@@ -278,11 +285,11 @@ def export_command(directory: Path, checkpoint: Path, target: Path, init: Path |
         console.echo(f"as at the beginning, for the loss does not use them: {', '.join(done.untrained)}")
 
 
-@cli.command("rule", short_help="Draft the rules that a model's operations lack.")
+@cli.command("rule", short_help="Draft rules for a model's operations without one.")
 @click.argument("model")
 @compile_options.compile_options(required=True)
 def rule_command(model: str, **given: Any) -> None:
-    """Print a line for every operation of MODEL that has no rule, to be checked and put into the model file."""
+    """Print a draft rule for every operation of MODEL that has none, to be checked and put into the model file."""
     from partc.api import compilation
     from partc.rules.coverage import coverage, missing
 
@@ -298,25 +305,25 @@ def rule_command(model: str, **given: Any) -> None:
 @cli.command("inspect", short_help="Show the program after any pass.")
 @click.argument("target", metavar="MODEL|DIR")
 @compile_options.compile_options(required=False)
-@click.option("--after", metavar="PASS", help="the program as this pass leaves it; `trace` is before the first")
+@click.option("--after", metavar="PASS", help="the program after this pass; `trace` is before the first")
 @click.option("--region", metavar="NAME", help="only this region")
-@click.option("--diff", is_flag=True, help="what the pass changed")
-@click.option("--sources", is_flag=True, help="with the line of the model that each operation comes from")
-@click.option("--provenance", is_flag=True, help="which pass first made each value")
-@click.option("--explain", "name", metavar="NAME", help="why a value or weight is placed as it is")
-@click.option("--schedules", is_flag=True, help="every schedule's predicted timeline, side by side")
+@click.option("--diff", is_flag=True, help="the changes of the pass")
+@click.option("--sources", is_flag=True, help="with the model's line of each operation")
+@click.option("--provenance", is_flag=True, help="the pass that first made each value")
+@click.option("--explain", "name", metavar="NAME", help="the reasons for the layout of a value or weight")
+@click.option("--schedules", is_flag=True, help="the predicted timelines of all schedules, side by side")
 @click.option(
-    "--durations", metavar="F=1,B=2,...", help="of a rank's F, B, I, W for a microbatch, and comm, for --schedules"
+    "--durations", metavar="F=1,B=2,...", help="durations of F, B, I, W of a microbatch and of comm, for --schedules"
 )
 @click.option("--html", type=Path, metavar="FILE", help="one page with everything, for a browser")
 def inspect_command(target: str, **given: Any) -> None:
-    """Show what the compiler makes of a model, or has made of a package's."""
+    """Show the program of a model or of a package, after any pass."""
     from partc.cli import inspection
 
     wanted = {key: given.pop(key) for key in ("after", "region", "diff", "sources", "provenance", "name", "html")}
     side_by_side, durations = given.pop("schedules"), given.pop("durations")
     if durations is not None and not side_by_side:
-        raise PartcError("P0412", "--durations are those of --schedules", help="add --schedules")
+        raise PartcError("P0412", "--durations needs --schedules", help="add --schedules")
     model, options, definitions = compile_options.target(target, given)
     if side_by_side:
         console.echo(_schedules(options, durations), nl=False)
@@ -369,7 +376,7 @@ def _write_page(done: Compilation, path: Path) -> None:
 @cli.command("examples", short_help="Copy the example model files.")
 @click.argument("directory", metavar="DIR", type=Path, default=Path("examples"))
 def examples_command(directory: Path) -> None:
-    """Copy the example model files into DIR, which is examples/ by default."""
+    """Copy the example model files into DIR (examples/ by default)."""
     from partc.frontend.example_files import copy_examples
 
     for path in copy_examples(directory):
@@ -377,10 +384,10 @@ def examples_command(directory: Path) -> None:
     console.next_step(f"partc compile {directory / 'gpt.py'} --mesh 2x2x2 --microbatches 4")
 
 
-@cli.command("doctor", short_help="What this machine can do.")
+@cli.command("doctor", short_help="Report the capabilities of this machine.")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 def doctor_command(as_json: bool) -> None:
-    """What this machine can do: torch, triton, GPUs, gloo and NCCL, and what that means."""
+    """Report the capabilities of this machine: torch, triton, GPUs, gloo and NCCL."""
     from partc.cli.doctor import findings
 
     found = list(findings())
@@ -395,10 +402,10 @@ def doctor_command(as_json: bool) -> None:
         raise console.CheckFailed
 
 
-@cli.command("explain", short_help="Say more about an error code.")
+@cli.command("explain", short_help="Explain an error code.")
 @click.argument("code", required=False)
 def explain_command(code: str | None) -> None:
-    """Say more about an error code, or list them all."""
+    """Explain an error code, or list all codes."""
     from partc.explain import explanation, listing
 
     console.echo(listing() if code is None else explanation(code))

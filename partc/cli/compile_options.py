@@ -1,4 +1,4 @@
-"""What the command line asks for: the options of a compile, and a model's or a package's own."""
+"""The command line's compile options, and the model or package that they apply to."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DEFAULTS = {
 
 
 def options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
-    """The checked options of a compile, and those for the model file."""
+    """The checked options of a compile, and the options of the model file."""
     from partc.compilation.options import Options
 
     definitions: dict[str, str] = {}
@@ -60,7 +60,7 @@ def _define(definitions: dict[str, str], name: str, value: str) -> None:
 
 
 def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str, str]]:
-    """What to compile again: a model with these options, or a package with its own."""
+    """The model file, compile options and model options to compile: those given, or those of a package."""
     if Path(name).is_dir():
         from partc.compilation.options import TABLE
         from partc.package.launch import read_plan
@@ -87,7 +87,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def compile_options(required: bool) -> Callable[[Command], Command]:
-    """The options that decide a compile, for each command that does one."""
+    """A decorator that adds the compile options to a command."""
     options = [
         click.option(
             "--mesh", metavar="SPEC", required=required, help="sizes of the axes: 8, 4x8, 2x4x8 or pp=2,dp=4,tp=8"
@@ -95,7 +95,9 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         click.option("-D", "definitions", metavar="NAME=VALUE", multiple=True, help="an option of the model file"),
         click.option("--batch", type=int, help="the same as -D batch=..., for hf: models"),
         click.option("--seq", type=int, help="the same as -D seq=..., for hf: models"),
-        click.option("--microbatches", type=int, default=1, show_default=True, help="parts of the batch in time"),
+        click.option(
+            "--microbatches", type=int, default=1, show_default=True, help="number of microbatches of the global batch"
+        ),
         click.option(
             "--schedule",
             metavar="NAME|FILE.csv",
@@ -104,27 +106,29 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             help=f"{', '.join(SCHEDULES)}, or a table of actions",
         ),
         click.option(
-            "--virtual-stages", type=int, metavar="N", help="stages on each rank, for interleaved [default: 2]"
+            "--virtual-stages", type=int, metavar="N", help="stages of each rank, for interleaved [default: 2]"
         ),
         click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True),
         click.option(
             "--cast", "casts", metavar="OP=TYPE", multiple=True, help="with bf16 or fp16: softmax=fp32, add=any"
         ),
-        click.option("--seed", type=int, default=0, show_default=True, help="of the initial parameters and the data"),
+        click.option(
+            "--seed", type=int, default=0, show_default=True, help="seed of the initial parameters and the data"
+        ),
         click.option(
             "--zero",
             metavar="0|1|2|3[@AXES]",
             default="0",
             show_default=True,
-            help="what dp ranks hold in parts: optimizer state (1), gradients too (2), parameters too (3)",
+            help="ZeRO: shard optimizer state (1), also gradients (2), also parameters (3) over dp",
         ),
         click.option(
             "--recompute",
             metavar="none|selective|full|OPS|BYTES",
             default="none",
             show_default=True,
-            help="what backward makes again: nothing; what is large and quickly made; all but regions' inputs; "
-            "operations by name (softmax,all_gather); or what must be, so that a rank holds no more than 18GB",
+            help="recompute in backward: nothing; large and cheap values; all but the inputs of regions; operations by "
+            "name (softmax,all_gather); or as little as keeps every rank within a number of bytes (18GB)",
         ),
         click.option(
             "--loss-chunks",
@@ -132,44 +136,47 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             default=1,
             show_default=True,
             metavar="N",
-            help="make logits in so many parts, of which one is in memory at a time, and again for backward",
+            help="compute logits in N chunks, one in memory at a time; backward computes them again",
         ),
         click.option(
             "--kernels",
             type=click.Choice(("auto", "triton", "aten", "inductor")),
             default="auto",
             show_default=True,
-            help="Triton's, fused where one pass over memory does, PyTorch's own, or what torch.compile makes of "
-            "regions; auto is Triton's where a GPU is",
+            help="fused Triton kernels, PyTorch's own kernels (aten), or torch.compile's (inductor); auto is triton if "
+            "this machine has a GPU, else aten",
         ),
         click.option(
             "--bucket",
             metavar="BYTES",
             default="25MB",
             show_default=True,
-            help="gradients that are summed over ranks together, while backward goes on",
+            help="size of the gradient buckets that are summed during backward",
         ),
         click.option(
-            "--nodes", type=int, metavar="N", help="ranks that share a node: sums go inside nodes, then across"
+            "--nodes",
+            type=int,
+            metavar="N",
+            help="ranks of a node: gradients are summed inside nodes first, then across",
         ),
         click.option(
             "--grad-reduce",
             type=click.Choice(("fp32", "bf16")),
             default="fp32",
             show_default=True,
-            help="what gradients are summed over ranks in",
+            help="precision of gradient sums over ranks",
         ),
         click.option(
             "--compress-grads",
             type=click.Choice(("none", "bf16", "int8")),
             default="none",
             show_default=True,
-            help="what gradients cross nodes in (all ranks, without --nodes), with error feedback",
+            help="format of gradients that cross nodes (without --nodes: ranks), with error feedback",
         ),
         click.option(
             "--cuda-graphs",
             is_flag=True,
-            help="train.py records what a GPU does in a step and repeats it; an error where that cannot be",
+            help="make train.py record a step as CUDA graphs and replay it; an error if impossible",
         ),
         click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
     ]
@@ -183,7 +190,7 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
 
 
 def memory(name: str, given: Mapping[str, Any], optimizer: str | None) -> tuple[Account, Mesh]:
-    """What a package's plan says of its ranks' memory, or a model's account; and the mesh."""
+    """The memory account from a package's plan or of a compiled model, and the mesh."""
     from partc.ir.mesh import Mesh
 
     if Path(name).is_dir() and optimizer in (None, "adamw"):
@@ -205,7 +212,7 @@ def memory(name: str, given: Mapping[str, Any], optimizer: str | None) -> tuple[
 
 
 def formulas(name: str, given: Mapping[str, Any]) -> Formulas:
-    """What a model's calls, or a package's, hold and move, in the names of their sizes."""
+    """The symbolic memory, traffic and flops of a model or package."""
     from partc.api import compilation
     from partc.cost.formulas import formulas as of
 

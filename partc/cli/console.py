@@ -1,4 +1,4 @@
-"""How the command line speaks: phases, progress, errors and exit codes."""
+"""The command line's output: phases, progress, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ DONE, FAILED, WRONG_INPUT, BUG, INTERRUPTED = 0, 1, 2, 70, 130
 
 
 class CheckFailed(Exception):
-    """A check did not hold, and that has been said."""
+    """A check failed, and the failure has been printed."""
 
 
 def guarded(command: Callable[[], Any], *, json: bool) -> int:
-    """Run a command and turn whatever it raises into words and an exit code; no traceback for wrong input.
+    """Run a command and turn its exceptions into messages and an exit code; wrong input prints no traceback.
 
     With `json`, an error is a JSON document on stdout too.
     """
@@ -66,7 +66,7 @@ def guarded(command: Callable[[], Any], *, json: bool) -> int:
 
 
 def echo(text: str = "", *, nl: bool = True, err: bool = False) -> None:
-    """Print text in which names from outside stand: a terminal shows them, and obeys none."""
+    """Print text that contains outside names; control characters in them do not reach the terminal."""
     click.echo(shown_lines(text), nl=nl, err=err)
 
 
@@ -92,23 +92,23 @@ def _keep(error: BaseException) -> str:
 
 
 def next_step(command: str) -> None:
-    """The last line of a command that went well."""
+    """Print the last line of a successful command."""
     echo(f"\nnext: {command}")
 
 
 def shortened(place: str) -> str:
-    """A file's path from the current folder, where it lies below that."""
+    """A file's path relative to the current folder, if it is below that."""
     below = os.path.relpath(place)
     return place if below.startswith("..") else below
 
 
 def finite(number: float) -> float | None:
-    """JSON has no infinity."""
+    """The number, or None if it is not finite: JSON has no infinity."""
     return number if math.isfinite(number) else None
 
 
 class Phases:
-    """One aligned line per phase as it ends; while one runs, a spinner on a terminal."""
+    """One aligned line for each finished phase, and a spinner on a terminal for the current one."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
@@ -135,7 +135,7 @@ class Phases:
 
 @contextmanager
 def working(what: str, *, quiet: bool) -> Iterator[None]:
-    """A spinner with the time that has passed, where stdout is a terminal."""
+    """A spinner with the elapsed time, if stdout is a terminal."""
     spinner = None if quiet else _spinner(what)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What this machine can do, and what that means: `partc doctor`."""
+"""`partc doctor`: the capabilities of this machine, and their consequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing looked at. `ok` is None where it is merely good to know."""
+    """One finding. `ok` is None if it is only informative."""
 
     what: str
     found: str
@@ -23,7 +23,7 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """Look at everything, most basic first."""
+    """Examine everything, the most basic first."""
     yield _python()
     yield _cores()
     if not _present("torch"):
@@ -105,7 +105,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _gloo_works() -> str:
-    """Connect a group of one: finds a host name that doesn't resolve, which stops every local run."""
+    """Connect a group of one process: this detects a host name that does not resolve, which breaks every local run."""
     import torch
     import torch.distributed as dist
 

@@ -16,14 +16,14 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """Which passes to write the program after, and where: `build-dump/04-annotate.txt`."""
+    """The passes after which the program is written, and the folder: `build-dump/04-annotate.txt`."""
 
     folder: Path
     names: frozenset[str]
 
     @classmethod
     def of(cls, wanted: Sequence[str], output: Path) -> Dump:
-        """Raises PartcError P0604, and P0601 where the folder has other files in it."""
+        """Check names and folder. Raises PartcError P0604, and P0601 if the folder holds other files."""
         names = frozenset(passes.known(name) for name in wanted if name != ALL)
         if ALL in wanted:
             names = frozenset((passes.FIRST, *passes.NAMES))

@@ -1,4 +1,4 @@
-"""What `partc inspect` shows: a program after any pass, what the pass changed, and why a layout was chosen."""
+"""The texts of `partc inspect`: a program after any pass, the changes of a pass, the reasons for a layout."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ EXPLAINED = "batch"  # what annotate, and with it its explanation, starts from
 
 
 def last_pass(*, after: str | None, name: str | None, html: Path | None) -> str | None:
-    """How far to compile; None is to the end. Raises PartcError P0604."""
+    """The last pass to run; None for all. Raises PartcError P0604."""
     if name is not None:
         return EXPLAINED
     return None if html is not None or after is None else passes.known(after)
 
 
 def text(done: Compilation, *, after: str | None, region: str | None, diff: bool, sources: bool) -> str:
-    """The program as a pass leaves it, or the lines that the pass changed. Raises PartcError P0605."""
+    """The program after a pass, or the lines that the pass changed. Raises PartcError P0605."""
     last = after or passes.NAMES[-1]
     now = program_text(done.after(last), region=region, sources=sources)
     if not diff:
@@ -40,7 +40,7 @@ def text(done: Compilation, *, after: str | None, region: str | None, diff: bool
 def program_text(
     program: Program, *, region: str | None = None, sources: bool = False, missing_ok: bool = False
 ) -> str:
-    """The IR as text, of all or one region. Raises PartcError P0605."""
+    """The IR as text, of the program or of one region. Raises PartcError P0605."""
     if region is None:
         return print_program(program, sources=sources)
     found = next((item for item in program.regions if item.name == region), None)
@@ -67,7 +67,7 @@ def origins(done: Compilation, *, region: str | None) -> str:
 
 
 def explained(done: Compilation, name: str) -> str:
-    """What was chosen for a value or weight, and what every other placement would have cost more."""
+    """The chosen layout of a value or weight, and the additional cost of every alternative."""
     from partc.passes.annotate import explain
 
     found = explain(done.program, name, pins=done.options.pins)
@@ -85,7 +85,7 @@ def explained(done: Compilation, name: str) -> str:
 
 
 def _cost(option: object) -> str:
-    """What a whole step would cost more, in words."""
+    """The additional cost of a step, in words."""
     from partc.communication.descriptions import readable_bytes
 
     kinds = (

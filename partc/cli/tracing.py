@@ -1,4 +1,4 @@
-"""`partc trace`: what ranks did in a step, beside what was predicted, for Perfetto."""
+"""`partc trace`: a Chrome trace of measured steps beside the prediction, for Perfetto."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def trace_command(directory: Path, output: Path | None, package: Path | None, as_json: bool) -> None:
     """Make a Chrome trace of the folder that `train.py --trace DIR` wrote, for ui.perfetto.dev.
 
-    Every rank is a process with its actions, collectives and transfers; with --package, above each pipeline
-    rank stands the prediction for it. Of a package, DIR, the prediction alone.
+    Every rank is a process with its actions, collectives and transfers; with --package, the prediction for each
+    pipeline rank stands above it. If DIR is a package, the trace is the prediction alone.
     """
     from partc.ir.mesh import Mesh
     from partc.package.launch import read_plan
@@ -63,9 +63,10 @@ def trace_command(directory: Path, output: Path | None, package: Path | None, as
 
 
 def _package_of(measured: Measured, given: Path | None) -> tuple[Path | None, str]:
-    """The package to predict with, or why there is no prediction. Raises PartcError P0608 for another one.
+    """The package for the prediction, or the reason for its absence. Raises PartcError P0608 for another package.
 
-    A prediction runs the package's model file: of the package that the user names, never of one that a file names.
+    A prediction runs the package's model file. For safety it uses only a package that the user names, never one that a
+    file names.
     """
     from partc.ir.mesh import Mesh
     from partc.package.launch import read_plan

@@ -1,4 +1,4 @@
-"""What is said about a collective: what moves, how much, over which axis, and for whom."""
+"""Comments of collectives: the collective, its bytes, its axis and its readers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES: Mapping[str, str] = {
     "all_to_all": "all-to-all",
 }
 _CODES = {"u8": "int8", "bf16": "bf16"}  # what gradients travel in, by what that looks like
-# Walked through to find who really reads, or makes, a value.
+# Operations that are transparent in the search for a value's readers and makers.
 _VIEWS = VIEWS | {"to"}
 _TRANSPARENT = _VIEWS | {"add", "sub", "neg", "cat"}
 
@@ -25,7 +25,7 @@ def local_bytes(type: TensorType, sizes: Sizes) -> int:
 
 
 def moved_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> int:
-    """Bytes one rank receives in a collective, by ring algorithms; 0 for any other operation."""
+    """The bytes that one rank receives in a collective, with ring algorithms; 0 for any other operation."""
     axis = dict(op.attrs).get("axis")
     if op.name not in NAMES or not isinstance(axis, str):
         return 0
@@ -50,9 +50,9 @@ def comment(
     *,
     apart: bool = False,
 ) -> str:
-    """One sentence without a full stop, or nothing for an operation that isn't a collective.
+    """One sentence without a full stop; empty for an operation that is not a collective.
 
-    `apart` says that it is waited for later.
+    `apart` says that the collective is waited for later.
     """
     attrs = dict(op.attrs)
     axis = attrs.get("axis")
@@ -83,7 +83,7 @@ def comment(
 
 
 def moved(moves: Sequence[Move]) -> str:
-    """`all-gather 53.0 KiB over dp`: collectives of one kind, of what ranks hold in parts."""
+    """`all-gather 53.0 KiB over dp`: collectives of one kind, over shards."""
     sizes: dict[str, int] = {}
     for move in sorted(moves, key=lambda move: move.turn):
         coded = f" in {_CODES[move.dtype]}" if move.op == "all_to_all" else ""
@@ -104,7 +104,7 @@ def readable_bytes(count: int) -> str:
 
 
 def _makers(name: str, axis: str, graph: Graph, types: Mapping[str, TensorType]) -> list[Op]:
-    """The operations whose results were first partial over the axis."""
+    """The operations whose results first became partial over the axis."""
     made = {value.name: op for op in graph.ops for value in op.results}
     found: dict[int, Op] = {}
     order = {id(op): index for index, op in enumerate(graph.ops)}
@@ -125,7 +125,7 @@ def _makers(name: str, axis: str, graph: Graph, types: Mapping[str, TensorType])
 
 
 def _readers(name: str, graph: Graph) -> list[Op]:
-    """The operations that read a value, seen through views of it."""
+    """The operations that read a value, directly or through views."""
     found: list[Op] = []
     names = {name}
     for op in graph.ops:

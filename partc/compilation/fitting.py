@@ -1,9 +1,9 @@
-"""Make a program fit the memory that there is: a budget of recomputation, and what would help where a limit is passed.
+"""Fitting a program into memory: recomputation under a budget, and remedies if a limit is exceeded.
 
-A budget (`--recompute 18GB`) is of all that a rank holds at one time, not of saved activations alone. What it holds
-besides them is known once a step has been rehearsed, and changes with what is recomputed. So the choice is made as if
-everything new took as little as what is known, rehearsed, and made again with what was found: the first that fits is
-one of the least recomputation.
+A budget (`--recompute 18GB`) covers all memory of a rank, not only saved activations. The rest is known once a step has
+been rehearsed, and it changes with the choice of recomputation. So the choice is made under the assumption that other
+memory is as small as any known, rehearsed, and made again with the new knowledge: the first choice that fits is one of
+least recomputation.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Chosen = Callable[[Sequence[Sequence[Time]]], tuple[Step, ...]]  # times of each
 
 
 def within(budget: int, start: Program, choose: Chosen, *, further: int = FURTHER) -> tuple[Step, ...]:
-    """The steps with the least recomputation for which no rank of the pipeline holds more than `budget` bytes.
+    """The steps with the least recomputation under which no pipeline rank holds more than `budget` bytes.
 
-    `start` is the program before it is decided what calls save. Everything is saved at first, and as little as can be
-    next; then what would fit if the times of all that was tried were those of any choice, until something does.
-    `further` attempts look for something quicker, as if no more were held at any time than was ever found: where none
-    is left, there is none. Raises PartcError P0415 if nothing that was tried fits.
+    `start` is the program before the saved values are decided. The first two attempts save everything and as little as
+    possible. Later attempts assume the memory of all attempts so far, until one fits. `further` attempts look for a
+    faster choice, under the assumption that no more memory is held than was ever found; if none is left, there is none.
+    Raises PartcError P0415 if no attempt fits.
     """
     tries = _Tries(budget, start, choose)
     fits = tries.next(lambda time: time)
@@ -56,7 +56,7 @@ def within(budget: int, start: Program, choose: Chosen, *, further: int = FURTHE
 
 
 class _Tries:
-    """Programs that have been made and rehearsed, and the times that were found."""
+    """The rehearsed programs, and the moments that were found."""
 
     def __init__(self, budget: int, start: Program, choose: Chosen) -> None:
         self._budget, self._start, self._choose = budget, start, choose
@@ -66,7 +66,7 @@ class _Tries:
         self.ended = False  # whether the last one had been tried before
 
     def next(self, each: Callable[[Time], Time]) -> tuple[Step, ...] | None:
-        """The passes' steps with what is chosen if these are the times, where it is new and fits."""
+        """The steps with the best choice under these moments, if it is new and fits."""
         steps = self._choose([tuple(map(each, times)) for times in self._times])
         chosen, program = steps[0].program, steps[-1].program
         self.ended = any(chosen.regions == other.regions and chosen.calls == other.calls for other in self._seen)
@@ -94,7 +94,7 @@ def _too_little(budget: int, account: Account) -> PartcError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """Options that were tried, and what the rank that holds most holds with them."""
+    """A combination of options, and the peak of the worst rank with it."""
 
     flags: str
     peak: int
@@ -104,7 +104,7 @@ Compiled = Callable[[Options], Program]
 
 
 def check_limit(account: Account, limit: int, options: Options, compiled: Compiled) -> None:
-    """Raises PartcError P0416 if a rank holds more than `limit` bytes, with what other options come to."""
+    """Raise PartcError P0416 if a rank holds more than `limit` bytes, with the peaks of other options."""
     worst = account.worst
     if worst.peak <= limit:
         return
@@ -129,7 +129,7 @@ def _rank(account: Account, rank: RankMemory) -> str:
 
 
 def _remedies(options: Options, peak: int, limit: int, compiled: Compiled) -> Iterator[Remedy]:
-    """The single changes that lower the peak; where none of them is enough, as few together as are."""
+    """The single changes that lower the peak; if none suffices, the smallest sufficient combination."""
     singles = []
     for flags, change in _changes(options, limit):
         found = _peak(replace(options, **change), compiled)
@@ -152,7 +152,7 @@ def _remedies(options: Options, peak: int, limit: int, compiled: Compiled) -> It
 
 
 def _peak(options: Options, compiled: Compiled) -> int | None:
-    """None where the options can't be had together with the model."""
+    """The peak under these options; None if they do not suit the model."""
     try:
         _ = options.places
         return rehearse(compiled(options)).worst.peak
@@ -185,7 +185,7 @@ def _changes(options: Options, limit: int) -> Iterator[tuple[str, Mapping[str, A
 
 
 def _meshes(options: Options) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """As many ranks, of which fewer hold copies."""
+    """Meshes of as many ranks with less replication."""
     mesh = options.mesh
     spread = [name for name in mesh.names if is_batch_axis(name) and mesh.axis(name) % 2 == 0]
     for name in ("tp", PIPELINE_AXIS) if spread and options.table is None else ():

@@ -1,4 +1,4 @@
-"""What the user decides about a compile, checked."""
+"""The user's decisions about a compile, checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TABLE = "schedule.csv"  # the file of a package that has the user's table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The mesh and how to use it."""
+    """The mesh and the decisions about its use."""
 
     mesh: Mesh
     microbatches: int = 1
@@ -74,7 +74,10 @@ class Options:
         loss_chunks: int = 1,
         cuda_graphs: bool = False,
     ) -> Options:
-        """Raises PartcError P0004, P0101 to P0105, P0301, P0404 to P0414 and P0418."""
+        """Check raw values and build the options.
+
+        Raises PartcError P0004, P0101 to P0105, P0301, P0404 to P0414 and P0418.
+        """
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
         if nodes is not None:
             parsed = parsed.cut_at(nodes)
@@ -152,17 +155,17 @@ class Options:
 
     @property
     def budget(self) -> int | None:
-        """The bytes that a rank may hold, where recomputation has to see to it."""
+        """The bytes that a rank may hold, if recomputation has a budget; else None."""
         return parse_bytes(self.recompute)
 
     @property
     def split_backward(self) -> bool:
-        """Whether some backward passes run as two halves."""
+        """Whether some backward passes run as two halves (I and W)."""
         return SCHEDULES[self.schedule].split_backward if self.table is None else self.table.split_backward
 
     @property
     def command(self) -> dict[str, Any]:
-        """What else the plan keeps, so that the compile can be repeated from it."""
+        """The options that the plan records, so that the compile can be repeated."""
         found: dict[str, Any] = {"schedule": self.schedule if self.table is None else TABLE}
         found["shard"] = list(self.shard)
         if self.casts:
@@ -193,7 +196,7 @@ class Options:
 
     @property
     def for_passes(self) -> dict[str, Any]:
-        """By the names under which passes take them."""
+        """The options by the names that passes use."""
         return {
             "pins": self.pins,
             "places": self.places,
@@ -214,7 +217,7 @@ class Options:
 
 
 def _settled(kernels: str) -> str:
-    """Triton's where this machine has a GPU for them, unless one was asked for."""
+    """Resolve `auto`: Triton where this machine has a GPU for it, else PyTorch's kernels."""
     if kernels != "auto":
         return kernels
     import torch
@@ -223,7 +226,7 @@ def _settled(kernels: str) -> str:
 
 
 def _cast(text: str) -> tuple[str, Precision]:
-    """`softmax=bf16`: an operation, and what it computes in; `any` is as its operands."""
+    """Parse `softmax=bf16`: an operation and its precision; `any` follows the operands."""
     name, _, wanted = text.partition("=")
     kinds: Mapping[str, Precision] = {"bf16": "low", "fp16": "low", "fp32": "high", "any": "any"}
     if wanted not in kinds:
@@ -235,7 +238,7 @@ def _cast(text: str) -> tuple[str, Precision]:
 
 
 def _zero(text: str, mesh: Mesh) -> tuple[int, tuple[str, ...]]:
-    """`3`, or `3@dp_in`: the level, and the axes over which it spreads; all of the batch's by default."""
+    """Parse `3` or `3@dp_in`: the ZeRO stage and the axes it spreads over, by default all batch axes."""
     level, _, names = text.partition("@")
     if level not in ("0", "1", "2", "3"):
         raise _unknown("ZeRO level", level, ("0", "1", "2", "3"))

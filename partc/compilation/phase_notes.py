@@ -1,4 +1,4 @@
-"""What a compile says in words: of its phases, and of what a package's README should tell."""
+"""The sentences of a compile: remarks on its phases, and notes for the package's README."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from partc.ir.program import Program
 
 
 def coupled(error: PartcError, microbatches: int) -> str:
-    """What it means that an operation needs the whole batch, in a sentence."""
+    """The consequence of an operation that needs the whole batch, in a sentence."""
     where = f"{error.source}: " if error.source else ""
     return (
         f"{where}{error.cause}. Each of the {microbatches} microbatches is a batch of its own: statistics are "
@@ -23,7 +23,7 @@ def size(program: Program) -> str:
 
 
 def note(step: passes.Step) -> str:
-    """What a pass's line says besides its time."""
+    """The remark on a pass's line, beside its time."""
     program = step.program
     match step.name:
         case "outline":
@@ -48,6 +48,6 @@ def counted(count: int, noun: str) -> str:
 
 
 def sentence(item: ReplicatedOp) -> str:
-    """For the package's README: what is computed more than once."""
+    """A note for the package's README about a repeated computation."""
     why = "is repeated" if item.rule else "has no rule and is repeated"
     return f"`{item.place}` ({item.op}) {why} on every rank of {item.axis}: {item.flops:,} operations a step."

@@ -1,4 +1,4 @@
-"""The floating-point work of a training step: what a utilisation of the hardware is a share of."""
+"""The floating-point operations of a training step, as the basis of hardware utilisation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ _ATTENTION = ("attention", "attention_dropout")
 
 
 def model_flops(program: Program) -> int:
-    """Of one batch, forward and backward, on all ranks together, each product once however often ranks repeat it.
+    """The flops of one batch, forward and backward, on all ranks together; repeated products count once.
 
-    Counts matrix products and convolutions, as PaLM's MFU does (Chowdhery et al. 2022, appendix B): nothing
-    that is recomputed; of causal attention the half that is not masked. A product's gradient costs another
-    product for each operand that has one: nothing for a batch's own values, nor for frozen weights.
-    Transposed convolutions and operations without a rule count nothing. `program` is as annotate leaves
-    it: shapes are still those of the whole batch.
+    Counts matrix products and convolutions, as PaLM's MFU does (Chowdhery et al. 2022, appendix B): no recomputation;
+    half of causal attention. A product's gradient costs another product for each operand that needs one: none for batch
+    entries or frozen weights. Transposed convolutions and operations without a rule do not count. `program` is the
+    result of annotate, with shapes of the whole batch.
     """
     regions = {region.name: region for region in program.regions}
     trained: set[str] = {parameter.name for parameter in program.parameters if parameter.trainable}
@@ -35,7 +34,7 @@ def model_flops(program: Program) -> int:
 
 
 def _of_region(region: Region, call: Call, trained: set[str]) -> tuple[int, tuple[bool, ...]]:
-    """Its work, and which results have a gradient; `trained` holds the program's values that have one."""
+    """The region's flops, and whether each result has a gradient; `trained` are the program's values with one."""
     graph: Graph = region.forward
     types = region.types(graph)
     given = zip((*region.params, *graph.inputs), (*call.params, *call.args), strict=True)
@@ -58,5 +57,5 @@ def _of_op(op: Op, types: dict[str, TensorType], learning: set[str]) -> int:
         q, k, v = learns[:3]
         return forward + forward * ((q or k) + q + k + v) // 2  # two products: scores by queries and keys, values
     added = {*rule.added, *rule.integral}
-    # A product of more than two tensors is done as products of pairs, of which the largest decides.
+    # A product of more than two tensors is computed in pairs; the largest pair decides.
     return forward * (1 + min(2, sum(learn for index, learn in enumerate(learns) if index not in added)))

@@ -1,6 +1,6 @@
-"""What a rank's memory holds in a step: the most bytes at one time, what they are, and how they come and go.
+"""The memory account of a rank's step: the peak, its contents, and their course over the step.
 
-The account has one entry for each coordinate on the pipeline axis: ranks that differ on other axes alone hold as much.
+There is one entry for each coordinate on the pipeline axis: ranks that differ only on other axes hold equal amounts.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from partc.ir.naming import is_number
 from partc.ir.printer import readable
 from partc.runtime.documents import Malformed, Natural, Positive, decoded
 
-# In the order in which they are shown: what lasts, what a step brings, what passes.
+# In the order of display: permanent, of a step, temporary.
 CATEGORIES = (
     "parameters", "copies", "gradients", "optimizer", "constants", "batch", "activations", "temporaries",
     "communication",
 )  # fmt: skip
 
-# What a GPU holds of a process beside its tensors: CUDA's context (0.5 GiB), libraries' work spaces and NCCL's
-# communicators (some 0.1 GiB each). An estimate, which the account shows and does not count.
+# The memory of a process on a GPU besides tensors: CUDA's context (0.5 GiB), the workspaces of libraries, and NCCL's
+# communicators (about 0.1 GiB each). An estimate that the account shows and does not count.
 RESERVE = 2 << 30
 
 
@@ -31,7 +31,7 @@ def _category(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Tensors of one name that are there at one time: so many of them, with so many bytes in all."""
+    """The tensors of one name that exist at one time: their number and their bytes."""
 
     category: Annotated[str, _category]
     name: str  # of a parameter, with stars for numbers; or of a value, after its region's: "block.attn_q"
@@ -41,7 +41,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where in a step something is: the action, the call and the line of the stage's module, with its operation."""
+    """A place in a step: the action, the call, the line of the stage's module, and the operation."""
 
     action: str
     call: str = ""
@@ -56,7 +56,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """An action of a step: the most bytes held during it, and those held when it ends."""
+    """An action of a step: the peak during it, and the bytes held at its end."""
 
     action: str
     peak: Natural
@@ -65,7 +65,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Of the ranks at one coordinate on the pipeline axis."""
+    """The account of the ranks at one coordinate on the pipeline axis."""
 
     place: Natural
     stages: tuple[Natural, ...]
@@ -77,7 +77,7 @@ class RankMemory:
 
     @property
     def categories(self) -> dict[str, int]:
-        """The peak's bytes, by what they are."""
+        """The bytes of the peak, by category."""
         found = dict.fromkeys(CATEGORIES, 0)
         for item in self.alive:
             found[item.category] += item.bytes
@@ -86,34 +86,34 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Of all ranks, in a step after the first: with the optimizer's state, of the optimizer that is named."""
+    """The account of all ranks in a step after the first, with the state of the named optimizer."""
 
     optimizer: str
     ranks: tuple[RankMemory, ...]
 
     @property
     def worst(self) -> RankMemory:
-        """The rank that holds most at one time; the first of several."""
+        """The rank with the highest peak; the first of several."""
         return max(self.ranks, key=lambda rank: rank.peak)
 
     def __str__(self) -> str:
-        """The rank that holds most: how much, of what, and where."""
+        """The rank with the highest peak: its bytes, its categories and its place in the step."""
         worst = self.worst
         rank = f"pipeline rank {worst.place}, " if len(self.ranks) > 1 else ""
         return f"{readable(worst.peak)} ({rank}at {worst.at.action}): {consists(worst)}"
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Each pipeline rank's peak, and what the largest of them consists of."""
+        """Each pipeline rank's peak, and the contents of the largest."""
         return {"peaks": [rank.peak for rank in self.ranks], "categories": self.worst.categories}
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The account as a JSON document."""
         return asdict(self)
 
     @classmethod
     def of(cls, document: Any) -> Account:
-        """From what `document` gave. Raises PartcError P0506 for anything else."""
+        """Read the result of `document`. Raises PartcError P0506 for anything else."""
         try:
             if document is None:
                 raise Malformed("there is none")
@@ -128,15 +128,15 @@ class Account:
 
 
 def consists(rank: RankMemory) -> str:
-    """What a rank's peak is made of, the most first."""
+    """The categories of a rank's peak, in words, the largest first."""
     parts = sorted(rank.categories.items(), key=lambda item: -item[1])
     return ", ".join(f"{readable(size)} {name}" for name, size in parts)
 
 
 def together(items: Iterable[tuple[str, str, int]]) -> tuple[Held, ...]:
-    """Category, name and bytes of single tensors -> those of one name together, the largest first.
+    """Group single tensors (category, name, bytes) by name, the largest group first.
 
-    Numbers in names are stars: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are two of one name.
+    Numbers in names become stars: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are two tensors of one name.
     """
     found: dict[tuple[str, str], list[int]] = {}
     for category, name, size in items:

@@ -1,4 +1,4 @@
-"""How long an operation takes on one rank: the slower of its arithmetic and its traffic, on a named machine."""
+"""The duration of an operation on one rank: the slower of its arithmetic and its traffic, on a named machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from partc.rules import flops, resolve_lowered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a rank reaches, not what its data sheet says: an H100 on NVLink. Only their ratios decide anything."""
+    """The rates that a rank reaches (not those of the data sheet): an H100 on NVLink. Only their ratios matter."""
 
     flops: Mapping[DType, float]  # of matrix products, a second
     memory: float = 2.6e12  # bytes a second, read or written
@@ -27,7 +27,7 @@ H100 = Machine(flops={"f64": 5e13, "f32": 3e14, "bf16": 6e14, "f16": 6e14})
 
 
 def seconds(op: Op, types: Mapping[str, TensorType], sizes: Sizes, machine: Machine = H100) -> float:
-    """For one run of an operation whose shapes are local; views take nothing."""
+    """The seconds of one run of an operation with local shapes; views take none."""
     if op.name in VIEWS:
         return 0.0
     axis = dict(op.attrs).get("axis")
@@ -42,7 +42,7 @@ def seconds(op: Op, types: Mapping[str, TensorType], sizes: Sizes, machine: Mach
 
 
 def _flops(op: Op, shapes: Mapping[str, TensorType], results: list[TensorType]) -> float:
-    """Of its matrix products."""
+    """The floating-point operations of its matrix products."""
     if op.name == "convolution":
         weight = shapes[list(op.refs())[1]].shape
         return 2.0 * math.prod(results[0].shape) * math.prod(weight[1:])

@@ -1,4 +1,4 @@
-"""What forward passes hand to backward passes: bytes of one call, and of all microbatches in flight on a rank."""
+"""Saved values: the bytes that forward passes hand to backward passes, by call and for all microbatches in flight."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ Saving = tuple[Slot, int]  # calls of a slot, and how many bytes each of them sa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Time:
-    """A time in a rank's step: the microbatches that have saved all that they save, and what is held besides.
+    """A moment of a rank's step: the microbatches that have saved all their values, and the other memory.
 
-    `inside` are the calls that a further microbatch is in: what it has saved up to the last of them is held too.
-    `given` is what all calls save for `besides` to be held, where no less than the least of times that are alike is
-    held with any other choice; if empty, it is held whatever they do, and with calls that save something else as much
-    as lies between.
+    `inside` are the calls that a further microbatch has entered; the values that it has saved up to the last of them
+    count too. `given` are the choices of all calls under which `besides` is held; for equal moments, no other choice
+    holds less than the least. If `given` is empty, `besides` is held for every choice.
     """
 
     flight: Flight
@@ -42,20 +41,20 @@ _UNITS = {
 
 
 def parse_bytes(text: str) -> int | None:
-    """The bytes of `18GB`, `1.5GiB` or `64KiB`; None for anything else."""
+    """The bytes of `18GB`, `1.5GiB` or `64KiB`; None for other text."""
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]?i?B)", text, flags=re.ASCII | re.IGNORECASE)
     return int(Fraction(found[1]) * _UNITS[found[2].upper()]) if found and found[2].upper() in _UNITS else None
 
 
 def written(bytes: int, *, fewer: bool = False) -> str:
-    """As options take them, of a few digits: no fewer bytes, or no more."""
+    """Bytes as options take them, rounded to few digits: up, or down with `fewer`."""
     if bytes < 10**7:
         return f"{bytes}B"
     return f"{bytes // 10**6 if fewer else math.ceil(bytes / 1e6)}MB"
 
 
 def held_inputs(program: Program) -> dict[str, frozenset[str]]:
-    """Per region, the inputs that a stage keeps through the step anyway: the batch's entries, constants, counts."""
+    """For each region, the inputs that a stage keeps through the step anyway: batch entries, constants, counts."""
     phases = {region.name: region.phase for region in program.regions}
     lasting = set(program.inputs)
     for call in program.calls:
@@ -73,7 +72,7 @@ def held_inputs(program: Program) -> dict[str, frozenset[str]]:
 
 
 def changed_buffers(program: Program) -> dict[str, frozenset[str]]:
-    """Per region, the parameters whose value is another one when the backward pass runs."""
+    """For each region, the buffers whose value has changed when the backward pass runs."""
     updated = {buffer for buffer, _ in program.updates}
     params = {region.name: region.params for region in program.regions}
     found: dict[str, frozenset[str]] = {}
@@ -84,7 +83,7 @@ def changed_buffers(program: Program) -> dict[str, frozenset[str]]:
 
 
 def memory_of(graph: Graph) -> dict[str, str]:
-    """Every value by name, with the one that it may be another sight of; parameters stand for themselves."""
+    """Every value by name, with the value that it may alias; parameters stand for themselves."""
     found = {value.name: value.name for value in graph.inputs}
     for op in graph.ops:
         shown = op.args[0].name if op.name in VIEWS and isinstance(op.args[0], Ref) else ""
@@ -93,9 +92,9 @@ def memory_of(graph: Graph) -> dict[str, str]:
 
 
 def saved_values(region: Region, held: frozenset[str]) -> tuple[str, ...]:
-    """What one call saves for its backward pass, besides parameters and inputs that are `held` anyway.
+    """The values that one call saves for its backward pass, without parameters and `held` inputs.
 
-    Of views of one value, that value.
+    Views of a value count as that value.
     """
     values = region.forward.definitions()
     memory = memory_of(region.forward)
@@ -104,13 +103,13 @@ def saved_values(region: Region, held: frozenset[str]) -> tuple[str, ...]:
 
 
 def saved_bytes(region: Region, held: frozenset[str], sizes: Sizes) -> int:
-    """And the bytes of it."""
+    """The bytes of the saved values."""
     values = region.forward.definitions()
     return sum(values[name].type.local_bytes(sizes) for name in saved_values(region, held))
 
 
 def stage_bytes(program: Program) -> tuple[int, ...]:
-    """What every stage saves of one microbatch."""
+    """The bytes that every stage saves of one microbatch."""
     held = held_inputs(program)
     each = {region.name: saved_bytes(region, held[region.name], program.sizes) for region in program.regions}
     lasting = {region.name for region in program.regions if region.phase != "microbatch"}
@@ -121,7 +120,7 @@ def stage_bytes(program: Program) -> tuple[int, ...]:
 
 
 def flights(row: Sequence[Action | Compute]) -> tuple[Flight, ...]:
-    """The most that a rank has in flight, from F to the end of B or W: every mix of stages that no other contains."""
+    """The maximal sets of microbatches that a rank has in flight, from F to the end of B or W."""
     now: dict[int, int] = {}
     found: list[Mapping[int, int]] = []
     for action in row:
@@ -136,7 +135,7 @@ def flights(row: Sequence[Action | Compute]) -> tuple[Flight, ...]:
 
 
 def most_saved(program: Program) -> tuple[int, ...]:
-    """The most bytes that each pipeline rank has saved at one time, in a scheduled program."""
+    """The largest number of bytes that each pipeline rank has saved at one time, in a scheduled program."""
     each = stage_bytes(program)
     return tuple(
         max((sum(count * each[stage] for stage, count in flight) for flight in flights(row)), default=0)

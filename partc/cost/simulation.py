@@ -1,4 +1,4 @@
-"""Play a schedule with given durations: when each computation runs, what is idle, what is held.
+"""A simulation of a schedule with given durations: the time of each computation, idle time, activations in flight.
 
     2 ranks, 3 microbatches, 1f1b, backwards twice as long as forwards:
 
@@ -6,9 +6,9 @@
     0      [0F0 ][0F1 ]      [   0B0    ][0F2 ][   0B1    ]      [   0B2    ]
     1            [1F0 ][   1B0    ][1F1 ][   1B1    ][1F2 ][   1B2    ]
 
-A rank does its actions in order. A forward pass waits for the values it reads from other stages, a
-backward pass for their gradients; sends and receives wait for nothing, and a transfer begins when both
-ends are ready. The same play finds schedules that cannot go on.
+A rank runs its actions in order. A forward pass waits for the values that it reads from other stages, a backward pass
+for their gradients. Sends and receives do not wait; a transfer begins when both ends are ready. The simulation also
+detects schedules that deadlock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Link = tuple[int, int, bool]  # a stage that makes a value, a later one that rea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """Of a stage's computations, in any unit: by default that of a forward pass, with I and W as long as one."""
+    """The durations of a stage's computations, in forward passes by default; I and W take as long as F."""
 
     forward: float = 1.0
     backward: float = 2.0
@@ -37,7 +37,7 @@ class Durations:
 
     @classmethod
     def parse(cls, text: str) -> Durations:
-        """From `F=1,I=1.2,W=0.8,comm=0.1`: B is I + W if it isn't given, what is missing besides 1, comm 0.
+        """Parse `F=1,I=1.2,W=0.8,comm=0.1`. B defaults to I + W, comm to 0, everything else to 1.
 
         Raises PartcError P0412.
         """
@@ -66,7 +66,7 @@ class Durations:
         return ",".join(f"{key}={value:g}" for key, value in named.items())
 
     def shared(self, part: float) -> Durations:
-        """Those of a stage that has this part of the work; a transfer takes as long as before."""
+        """The durations of a stage with this share of the work; transfers take as long as before."""
         return Durations(
             forward=part * self.forward,
             backward=part * self.backward,
@@ -77,14 +77,14 @@ class Durations:
         )
 
     def of(self, kind: str) -> float:
-        """Of an action; those that compute nothing take no time."""
+        """The duration of an action; actions without computation take no time."""
         known = {"F": self.forward, "B": self.backward, "I": self.inputs, "W": self.weights}
         return known.get(kind, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A computation and when it runs."""
+    """A computation with its start and end."""
 
     compute: Compute
     start: float
@@ -93,7 +93,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A schedule in time: the computations of every pipeline rank, and the actions at which ranks wait for ever."""
+    """A schedule in time: the computations of every pipeline rank, and the actions at which ranks deadlock."""
 
     ranks: tuple[tuple[Span, ...], ...]
     reductions: tuple[tuple[tuple[int, float, float], ...], ...] = ()  # by rank: stage, start, end
@@ -101,23 +101,23 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """When the last computation ends."""
+        """The end of the last computation."""
         return max((span.end for line in self.ranks for span in line), default=0.0)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For how long each rank computes."""
+        """The time in which each rank computes."""
         return tuple(sum(span.end - span.start for span in line) for line in self.ranks)
 
     @property
     def bubble(self) -> float:
-        """The share of the step in which a rank computes nothing, on average."""
+        """The share of the step in which a rank is idle, on average."""
         length = self.makespan * len(self.ranks)
         return 1 - sum(self.busy) / length if length else 0.0
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """How many forward passes each rank holds activations of at most: from F to the end of B or W."""
+        """The largest number of forward passes whose activations each rank holds: from F to the end of B or W."""
         peaks = []
         for line in self.ranks:
             held = peak = 0
@@ -130,7 +130,7 @@ class Timeline:
 
 
 def chain(stages: int) -> tuple[Link, ...]:
-    """Every stage reads from the one before it."""
+    """The links of a chain: every stage reads from the one before it."""
     return tuple((stage, stage + 1, True) for stage in range(stages - 1))
 
 
@@ -141,11 +141,11 @@ def simulate(
     durations: Durations | Sequence[Durations] = Durations(),
     links: Sequence[Link] | None = None,
 ) -> Timeline:
-    """Play the rows, one for each pipeline rank; `places` has the rank of every stage.
+    """Simulate the rows, one for each pipeline rank; `places` holds the rank of every stage.
 
-    Durations are the same for all stages or one for each. `links` are what stages read of each
-    other, by default a chain. Rows may hold sends and receives: then values leave and arrive once
-    these are reached, and as soon as they are made otherwise.
+    Durations are common to all stages, or one for each. `links` are the values that stages read from each other, by
+    default a chain. If the rows contain sends and receives, values leave and arrive when these are reached; otherwise
+    they do as soon as they are computed.
     """
     each = [durations] * len(places) if isinstance(durations, Durations) else durations
     play = _Play(rows, places, each, chain(len(places)) if links is None else links)
@@ -156,7 +156,7 @@ def simulate(
 
 
 def timeline(program: Program, durations: Durations | Sequence[Durations] = Durations()) -> Timeline:
-    """The predicted step of a scheduled program. Raises InternalError if its schedule can't go on."""
+    """The predicted step of a scheduled program. Raises InternalError if its schedule deadlocks."""
     links = [(transfer.source, transfer.target, transfer.gradient) for transfer in program.transfers]
     places = {action.stage: rank for rank, row in enumerate(program.schedule) for action in row}
     found = simulate(
@@ -170,7 +170,7 @@ def timeline(program: Program, durations: Durations | Sequence[Durations] = Dura
 
 
 class _Play:
-    """Where every rank stands, and what has been made and sent."""
+    """The state of a simulation: the position of every rank, and the values computed and sent."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class _Play:
                 self.reads["B"].setdefault(source, []).append(target)
 
     def advance(self, rank: int) -> bool:
-        """Run a rank until it waits; whether it did anything."""
+        """Run a rank until it waits; return whether it did anything."""
         before = self.position[rank]
         row = self.rows[rank]
         while self.position[rank] < len(row) and self._run(rank, row[self.position[rank]]):
@@ -232,7 +232,7 @@ class _Play:
         return True
 
     def _ready(self, rank: int, stage: int, what: str, index: int | None) -> float | None:
-        """From when on all that a computation reads is there; None while some of it is not made."""
+        """The time from which all inputs of a computation are present; None while one of them is not computed."""
         latest = 0.0
         posted = self.posted.get((stage, what, index), 0.0)
         for other in self.reads[what].get(stage, ()):

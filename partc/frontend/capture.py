@@ -1,4 +1,4 @@
-"""Export a model's forward pass without allocating a weight."""
+"""Export of a model's forward pass without allocating weights."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Loss = Callable[[Any, Mapping[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """An exported program, and the module it came from: names and ties.
+    """An exported program, and the module behind it: its names and ties.
 
-    `trained` names the parameters to which autograd gives a gradient, zeros included. The other ones keep `grad`
-    None in eager training, and an optimizer passes over them: no decay, no moments, no share of the norm.
+    `trained` names the parameters to which autograd gives a gradient, zeros included. The `grad` of the others stays
+    None in eager training, and an optimizer skips them: no decay, no moments, no share of the norm.
     """
 
     exported: torch.export.ExportedProgram
@@ -42,7 +42,7 @@ class Captured:
 
 
 class _Step(nn.Module):
-    """What is traced: one batch, its entries in the order of `names`, to one loss."""
+    """The traced module: from one batch, with its entries in the order of `names`, to one loss."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class _Step(nn.Module):
         for store, name, buffer in held:
             now = store[name]
             if buffer is not None and now is not None and now is not buffer:
-                # Another tensor under a buffer's name is its next value, which an export would drop.
+                # Another tensor under a buffer's name is the buffer's next value, which an export would drop.
                 with torch.no_grad():
                     buffer.copy_(now)
                 store[name] = buffer
@@ -104,11 +104,10 @@ def capture(
     path: Path | None = None,
     parts: int = 1,
 ) -> Captured:
-    """Build under fake tensors and export, for one of `parts` equal parts of the batch.
+    """Build the model under fake tensors and export it, for one of `parts` equal parts of the batch.
 
-    Raises PartcError P0205 (the model or the batch can't be built), P0206 (it doesn't trace),
-    P0208 (the loss is no scalar), P0225 (it depends on state that packages do not have), P0401 (the batch
-    doesn't divide).
+    Raises PartcError P0205 (the model or the batch cannot be built), P0206 (it does not trace), P0208 (the loss is no
+    scalar), P0225 (it depends on state that packages do not have), P0401 (the batch does not divide).
     """
     dtype = held_in(precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -135,8 +134,8 @@ def capture(
 def _with_gradient(model: nn.Module, loss: Tensor) -> frozenset[str]:
     """The parameters at the leaves of the loss's autograd graph, under all of their names.
 
-    torch's own account of what is differentiable: `round(w)` has a gradient of zeros, `argmax(w)` and whatever is
-    detached or made under no_grad have none.
+    This is torch's own definition of differentiability: `round(w)` has a gradient of zeros; `argmax(w)` and values that
+    are detached or computed under no_grad have none.
     """
     leaves, seen, left = set(), set(), [loss.grad_fn]
     while left:
@@ -151,7 +150,7 @@ def _with_gradient(model: nn.Module, loss: Tensor) -> frozenset[str]:
 
 @contextmanager
 def stacks_of_losses() -> Iterator[None]:
-    """While a model is traced, operations of its loss remember what called them too, not those of modules alone."""
+    """A context in which traced operations of the loss record their stacks too, not only those of modules."""
 
     def kept(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
         first = next((index for index, frame in enumerate(frames) if frame.name == "forward"), len(frames))
@@ -209,7 +208,7 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
 
 
 def _make_fake(model: nn.Module, dtype: torch.dtype) -> None:
-    """Swap every parameter and buffer for a fake one on the CPU, ties kept, floats cast."""
+    """Replace every parameter and buffer by a fake one on the CPU; ties are kept, floats are cast."""
     made: dict[int, Tensor] = {}
 
     def fake(old: Tensor) -> Tensor:
@@ -244,7 +243,7 @@ def _batch(
 
 
 def _part(batch: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
-    """The first of equal parts of every entry that is as long as the batch."""
+    """The first of `parts` equal parts of every entry that is as long as the batch."""
     rows = next((x.shape[0] for x in batch.values() if x.dim()), 0)
     if rows % parts:
         raise PartcError(
@@ -259,7 +258,7 @@ def _part(batch: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
 
 
 def _check_entry(name: object, x: Tensor) -> None:
-    """Raises PartcError P0205 for an entry that no rank could be given a part of."""
+    """Check that an entry can be distributed over ranks. Raises PartcError P0205."""
     if not isinstance(name, str) or not encodable(name):
         raise PartcError("P0205", f"batch() names an entry {name!a}, which is no text", help="give it another name")
     wrong = None

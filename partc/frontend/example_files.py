@@ -11,9 +11,9 @@ FILES = ("mlp.py", "gpt.py", "text_gpt.py", "alice29.txt")
 
 
 def copy_examples(directory: Path) -> list[Path]:
-    """Copy every example into a folder and return the copies. A file that is there already must have the same bytes.
+    """Copy every example into a folder and return the copies. An existing file must have the same bytes.
 
-    Raises PartcError P0609 (another file of that name is there) and P0602 (the folder cannot be written).
+    Raises PartcError P0609 (another file of that name exists) and P0602 (the folder cannot be written).
     """
     copies = [directory / name for name in FILES]
     texts = [(_SHIPPED / name).read_bytes() for name in FILES]
@@ -31,7 +31,7 @@ def copy_examples(directory: Path) -> list[Path]:
 
 
 def hint(path: Path) -> str:
-    """The help for a model file that does not exist: where the examples are, if the name is one of theirs."""
+    """The help for a missing model file: the location of the examples, if the name is one of theirs."""
     if path.name in FILES:
         return f"`partc examples` copies partc's own {path.name} and others to examples/"
     return "give a Python file or hf:PATH/config.json; `partc examples` copies a few to examples/"

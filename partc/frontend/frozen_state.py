@@ -1,12 +1,12 @@
-"""State that a trace would freeze in silence: what forward changes or draws outside the graph, and whether it matters.
+"""State that a trace would silently freeze: changes outside the graph and random draws in forward, and their effect.
 
     def forward(self, x):
         self.calls += 1                       # harmless: nothing that is traced reads it
         return x * self.calls                 # refused: every step of a package would multiply by the first number
 
-A model is traced once more where its first trace left attributes, globals or random states changed, or where the
-user's code names clocks or random numbers. Where both traces give one graph, the change is harmless. Tensors that
-forward keeps are caches if they are made of constants alone.
+A model is traced a second time if its first trace changed attributes, globals or random states, or if the user's code
+names clocks or random numbers. If both traces give the same graph, the change is harmless. Tensors that forward keeps
+are caches if they consist of constants.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ DEPTH, ITEMS = 4, 4096
 TRIES = 5  # traces with other random numbers
 CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 SHIFT = 200_451.37  # seconds by which clocks go ahead in a second trace: another hour of another day of the week
-# Names in the user's code that may give another value in each step.
+# Names in the user's code that may have another value in each step.
 FICKLE = frozenset({*CLOCKS, "random", "datetime", "now", "today", "urandom", "uuid1", "uuid4", "secrets", "ctime"})
 _INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A value that the trace left changed: `what` names it for the user."""
+    """A value that the trace left changed; `what` names it for the user."""
 
     key: tuple[str, str]
     what: str
@@ -54,7 +54,7 @@ class Change:
 
 @dataclass(slots=True)
 class State:
-    """All that forward could change outside the graph, as it was at one moment."""
+    """A snapshot of everything that forward could change outside the graph."""
 
     model: nn.Module
     modules: tuple[types.ModuleType, ...]
@@ -108,7 +108,7 @@ class State:
         self.owners[key] = owner
 
     def changes(self, now: State) -> list[Change]:
-        """What differs, tensors last."""
+        """The differences to a later snapshot, tensors last."""
         found = []
         for key in dict.fromkeys((*self.values, *now.values)):
             old, new = self.values.get(key), now.values.get(key)
@@ -130,7 +130,7 @@ class State:
 
 
 def _is_users(item: Any) -> bool:
-    """Whether code is the user's own, not an installed package's."""
+    """Whether code belongs to the user and not to an installed package."""
     home = item if isinstance(item, types.ModuleType) else sys.modules.get(getattr(item, "__module__", None) or "")
     file = getattr(home, "__file__", None)
     return bool(file) and not is_installed(Path(str(file)))
@@ -144,7 +144,7 @@ def _content(cell: Any) -> Any:
 
 
 def _frozen(value: Any, kept: list[Any], depth: int, known: dict[int, Any]) -> Any:
-    """The value as it is now, comparable later."""
+    """A copy of the value that can be compared later."""
     if value is None or isinstance(value, bool | int | float | str | bytes | complex | torch.dtype | torch.device):
         return (type(value).__name__, repr(value))
     if isinstance(value, Tensor):
@@ -167,7 +167,7 @@ def _frozen(value: Any, kept: list[Any], depth: int, known: dict[int, Any]) -> A
 
 
 def _member(old: Any, new: Any) -> str:
-    """The first name of a module's members that stands for something else now."""
+    """The name of the first changed member of a module."""
     if old is None or new is None:
         return ""
     changed = sorted({*new[1]} ^ {*old[1]}, key=repr)
@@ -211,7 +211,7 @@ def _named(where: str, name: str, owner: Any) -> str:
 
 @dataclass(slots=True)
 class Watch:
-    """What forward changes, of a model that is traced. An export puts attributes back as they were."""
+    """Records the changes by forward of a model that is traced; an export restores attributes afterwards."""
 
     model: nn.Module
     loss: Any
@@ -235,7 +235,7 @@ class Watch:
                     self.ends.append((module, name, _renewed(vars(module).get(name))))
 
     def go_on(self) -> None:
-        """Attributes as forward left them, with tensors of no values in place of those that it made."""
+        """Restore the attributes that forward left, with fake tensors in place of its new ones."""
         for module, name, value in self.ends:
             vars(module)[name] = value
         self.ends.clear()
@@ -255,9 +255,9 @@ def check(
     watch: Watch,
     again: Callable[[], torch.export.ExportedProgram],
 ) -> None:
-    """Refuse what forward changes or draws where it changes what is traced. Raises PartcError P0225.
+    """Refuse changes and random draws in forward that affect the trace. Raises PartcError P0225.
 
-    `again` traces once more; it is called only where something has changed, or where the code names what may.
+    `again` traces once more; it is called only if something has changed, or if the code names clocks or random numbers.
     """
     state, first = watch.state, dict(watch.changes)
     if state is None:
@@ -299,7 +299,7 @@ def draws(exported: torch.export.ExportedProgram) -> bool:
 
 
 def signature(exported: torch.export.ExportedProgram) -> tuple[Any, ...]:
-    """What the loss is computed from, node by node: equal for traces that compute the same."""
+    """The computation of the loss, node by node: equal for equal traces."""
     module = exported.graph_module
     output = next(node for node in module.graph.nodes if node.op == "output").args[0][0]
     constants = {
@@ -356,7 +356,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 @contextmanager
 def other_times(state: State, seed: int) -> Iterator[None]:
-    """Clocks that go ahead, and other random numbers."""
+    """A context with shifted clocks and other random numbers."""
     originals = {name: getattr(time, name) for name in CLOCKS}
     shifted = {name: _ahead(clock, SHIFT * seed, name) for name, clock in originals.items()}
     places: list[tuple[Any, str]] = [(time, name) for name in CLOCKS]
@@ -391,7 +391,7 @@ def _ahead(clock: Any, shift: float, name: str) -> Any:
 
 
 def refusal(change: Change | None, state: State) -> PartcError:
-    """P0225 for a change that the traced program depends on; None stands for clocks and random numbers."""
+    """P0225 for a change that affects the traced program; None stands for clocks and random numbers."""
     if change is not None:
         what = f"forward changes {change.what}"
         helped = (
@@ -419,7 +419,7 @@ def refusal(change: Change | None, state: State) -> PartcError:
 
 
 def where(change: Change, state: State) -> Source | None:
-    """The first line of the user's code that changes it."""
+    """The first line of the user's code that makes the change."""
     name = change.name
     members = change.key[0].startswith("members ") and change.key[1] != "requires_grad"
     if not members and (change.always or change.key[0] in ("random", "numpy.random", "torch")):
@@ -458,7 +458,7 @@ def _word(node: ast.AST) -> str:
 
 
 def _lines(state: State, wanted: Any) -> Iterator[Source]:
-    """Lines of the user's functions, constructors left out, where a node of their syntax is a wanted one."""
+    """The lines of the user's functions (without constructors) that contain a wanted syntax node."""
     homes = dict.fromkeys((*state.modules, *(m for m in map(_home, state.model.modules()) if m is not None)))
     for home in homes:
         file = getattr(home, "__file__", None)

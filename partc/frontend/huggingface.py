@@ -1,4 +1,4 @@
-"""Model files for Hugging Face configurations: the architecture as transformers has it, a random batch."""
+"""Model files for Hugging Face configurations: the architecture from transformers, with a random batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partc.quoting import environment
 from partc.runtime.documents import Malformed, contents, decoded, parsed
 
 PREFIX = "hf:"
-# The architecture trained where a configuration names none, and the kind of batch each sort takes.
+# The default architecture of each model type, and its kind of batch.
 _DEFAULTS: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -55,8 +55,8 @@ def is_configuration(model: object) -> bool:
 def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     """The model file for `hf:PATH/config.json`.
 
-    Raises PartcError P0231 (no such file, or no JSON), P0232 (an architecture that is not known),
-    P0233 (transformers is not installed).
+    Raises PartcError P0231 (no such file, or no JSON), P0232 (an unknown architecture), P0233 (transformers is not
+    installed).
     """
     path = Path(model.removeprefix(PREFIX))
     config = _read(path)

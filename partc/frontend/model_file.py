@@ -1,4 +1,4 @@
-"""The user's model file: what it must define, its options, and where it goes wrong."""
+"""The user's model file: its required functions, its options, and its errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Option = int | float | bool | str
 class ModelFile:
     """A loaded model file: its functions with the options applied, and its text.
 
-    `options` are the given ones, converted to the types of the parameters they meet.
+    `options` are the given ones, converted to the types of the parameters' defaults.
     """
 
     name: str
@@ -39,8 +39,8 @@ class ModelFile:
 def load(path: Path, options: Mapping[str, str]) -> ModelFile:
     """Import a model file and apply `-D` options to its functions.
 
-    Raises PartcError P0201 (no such file), P0202 (doesn't import), P0203 (a function is missing),
-    P0204 (an option nobody takes, or of the wrong type).
+    Raises PartcError P0201 (no such file), P0202 (the import fails), P0203 (a function is missing), P0204 (an unknown
+    option, or a wrong type).
     """
     if not is_file(path):
         raise PartcError("P0201", f"there is no model file {path}", help=hint(path))
@@ -62,7 +62,7 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; False also for names that none can have."""
+    """Whether the path is a file; False also for invalid names."""
     try:
         return path.is_file()
     except OSError:  # a name that no file can have
@@ -102,7 +102,7 @@ def _imported(path: Path) -> ModuleType:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[None]:
-    """Modules next to a file can be imported, as when Python runs it."""
+    """A context in which modules next to the file can be imported, as when Python runs it."""
     folder = str(path.parent.resolve())
     sys.path.insert(0, folder)
     try:
@@ -112,7 +112,7 @@ def _beside(path: Path) -> Iterator[None]:
 
 
 def blame(error: BaseException, path: Path | None = None) -> Source | None:
-    """The innermost line of the user's own file in an error's traceback; else the innermost outside torch and partc."""
+    """The innermost line of the user's own file in the traceback; else the innermost line outside torch and partc."""
     if isinstance(error, SyntaxError) and error.filename:
         return Source(file=error.filename, line=error.lineno or 1)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
@@ -173,7 +173,7 @@ def _takes_any(function: Any) -> bool:
 
 
 def _signature(function: Any) -> inspect.Signature:
-    """The parameters of a callable; builtins such as dict tell none."""
+    """The parameters of a callable; builtins such as dict report none."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Where a model comes from: a model file, or Python objects; and the model file that its package gets."""
+"""The origin of a model, a model file or Python objects, and the model file that its package gets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _RENAMED = "given_model"  # for a function's file whose own name a package has a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """A traced program, the text of its package's model.py with the options to call it with, and what that reads."""
+    """A traced program, the text of its package's model.py with its options, and the files that model.py reads."""
 
     program: Program
     source: str
@@ -53,7 +53,7 @@ def trace(
     batches: Batches,
     precision: str,
 ) -> Origin:
-    """Trace whatever `partc.compile` takes. Raises PartcError P0214, P0215 and those of the trace."""
+    """Trace any model that `partc.compile` accepts. Raises PartcError P0214, P0215 and those of the trace."""
     with _quiet():
         if isinstance(model, str | os.PathLike):
             text = {name: str(value) for name, value in options.items()}
@@ -93,7 +93,7 @@ def _check_trains(program: Program) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch logs on the way to an error that partc explains itself."""
+    """A context that suppresses torch's log messages before an error that partc explains."""
     before = logging.root.manager.disable
     if settings().debug < PASSES:
         logging.disable(logging.CRITICAL)
@@ -115,7 +115,7 @@ def _batch(batch: Any) -> dict[str, Tensor]:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, the given model left as it is."""
+    """A copy of the model on the meta device."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         bare = torch.empty_like(tensor, device="meta")
@@ -124,7 +124,7 @@ def _without_memory(model: nn.Module) -> nn.Module:
 
 
 def _stored(model: nn.Module, batch: Mapping[str, Tensor], loss: Any) -> tuple[str, dict[str, bytes]]:
-    """A model file that loads the model as it is, and the code of its classes where that isn't installed."""
+    """A model file that loads the pickled model, and the code of its classes unless they are installed."""
     extra = {WEIGHTS: _saved(model), BATCH: _saved(dict(batch))}
     for kind in {type(module) for module in model.modules()}:
         module = _module_of(kind)
@@ -141,7 +141,7 @@ def _stored(model: nn.Module, batch: Mapping[str, Tensor], loss: Any) -> tuple[s
 
 
 def _imported(build: Callable[..., Any], batch: Mapping[str, Tensor], loss: Any) -> tuple[str, dict[str, bytes]]:
-    """A model file that imports the function, and the code of that where it isn't installed."""
+    """A model file that imports the function, and the function's code unless it is installed."""
     extra = {BATCH: _saved(dict(batch))}
     imports = [_import(build, "model", extra)]
     imports += [] if loss is None else [_import(loss, "loss", extra)]
@@ -149,7 +149,7 @@ def _imported(build: Callable[..., Any], batch: Mapping[str, Tensor], loss: Any)
 
 
 def _import(function: Any, name: str, extra: dict[str, bytes]) -> str:
-    """The line that imports a function under a name; its file joins `extra`."""
+    """The line that imports a function under a name; the function's file is added to `extra`."""
     own = getattr(function, "__qualname__", "")
     if not _is_importable(own) or "." in own:
         raise PartcError(
@@ -169,7 +169,7 @@ def _import(function: Any, name: str, extra: dict[str, bytes]) -> str:
 
 
 def _is_importable(name: str) -> bool:
-    """Whether an import statement may have this name."""
+    """Whether the name is valid in an import statement."""
     return all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split("."))
 
 
@@ -178,7 +178,7 @@ def _module_of(item: Any) -> str:
 
 
 def _require_guard(function: Any) -> None:
-    """A script is imported by its package: it must then do nothing but define. Raises PartcError P0215."""
+    """Check that importing a script only defines names, since its package imports it. Raises PartcError P0215."""
     path = inspect.getsourcefile(function)
     statements = ast.parse(Path(path).read_text()).body if path and Path(path).is_file() else [ast.Pass()]
     defines = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)

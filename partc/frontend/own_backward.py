@@ -1,7 +1,7 @@
-"""What changes gradients behind the forward pass's back: partc would not see it, so it is refused.
+"""Refusal of custom gradients, which partc would not see.
 
-partc differentiates the operations that forward runs. A `torch.autograd.Function` with a backward of
-its own, or a hook on gradients, says something else, and a package would train otherwise than the model.
+partc differentiates the operations that forward runs. A `torch.autograd.Function` with a custom backward, or a hook on
+gradients, would be lost, and a package would train differently from the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from partc.torch_private import GRADIENT_HOOKS, TENSOR_HOOKS
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Raises PartcError P0216 where a module or a weight has a hook on its gradients."""
+    """Raise PartcError P0216 if a module or a weight has a hook on its gradients."""
     found = [(name or type(model).__name__, module) for name, module in model.named_modules()]
     for name, module in found:
         if any(getattr(module, kind, None) for kind in GRADIENT_HOOKS):
@@ -30,7 +30,7 @@ def refuse_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def without_own_backward() -> Iterator[None]:
-    """While a model is traced, its own autograd functions and hooks raise PartcError P0216; torch's run."""
+    """A context in which the model's autograd functions and hooks raise PartcError P0216; torch's own run."""
     apply, hook = vars(torch.autograd.Function)["apply"], Tensor.register_hook
 
     def refused_apply(cls: type, *args: Any, **kwargs: Any) -> Any:

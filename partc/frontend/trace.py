@@ -1,4 +1,4 @@
-"""From a model to the IR: one region that holds the whole forward pass, operation by operation."""
+"""From a model to the IR: one region with the operations of the whole forward pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAIN = "main"
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 _INLINED = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what products cast fp32 to, and take besides
-# Operations whose tensors must share one dtype: tracing, which has shapes alone, lets others pass.
+# Operations whose tensors must share one dtype; tracing without values does not check it.
 _PRODUCTS = frozenset({
     "linear", "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "addmm", "addmv", "addbmm", "baddbmm", "addr",
     "einsum", "tensordot", "bilinear", "cdist", "prelu", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
@@ -42,7 +42,7 @@ _DROPPED = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scala
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """A traced model: its program, and what a package needs to build the model again."""
+    """A traced model: its program, and the means by which a package builds the model again."""
 
     program: Program
     model_source: str
@@ -51,14 +51,14 @@ class Traced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """How many microbatches a step has, and whether each is a batch of its own (`repeated`)."""
+    """The number of microbatches of a step, and whether each is a batch of its own (`repeated`)."""
 
     microbatches: int = 1
     repeated: bool = False
 
     @property
     def parts(self) -> int:
-        """In how many parts the batch is cut before the model sees one."""
+        """The number of parts into which the batch is cut before the model sees one."""
         return self.microbatches if self.repeated else 1
 
 
@@ -68,7 +68,7 @@ ONE_BATCH = Batches()
 def trace_file(
     path: Path, options: Mapping[str, str], *, mesh: Mesh, batches: Batches = ONE_BATCH, precision: str = "fp32"
 ) -> Traced:
-    """Trace a model file, or what `hf:PATH/config.json` stands for. Raises PartcError P0201 to P0233."""
+    """Trace a model file, or the model of `hf:PATH/config.json`. Raises PartcError P0201 to P0233."""
     if is_configuration(path):
         return _trace_configuration(str(path), options, mesh=mesh, batches=batches, precision=precision)
     file = load(path, options)
@@ -80,7 +80,7 @@ def trace_file(
 def _trace_configuration(
     model: str, options: Mapping[str, str], *, mesh: Mesh, batches: Batches, precision: str
 ) -> Traced:
-    """Trace the model file that partc writes for a configuration; the package gets the same file."""
+    """Trace the model file that partc generates for a configuration; the package gets the same file."""
     source = model_source(model)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{Path(model.removeprefix(PREFIX)).resolve().parent.name or 'model'}.py"
@@ -148,14 +148,14 @@ def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -
 
 
 def _share(graph: Graph, loss: Value, count: int) -> tuple[Graph, Value]:
-    """The loss of one of `count` batches as its share of their mean."""
+    """Divide the loss of one of `count` batches by `count`."""
     share = Value(name=f"{loss.name}_share", type=loss.type)
     op = Op(name="div", args=(Ref(loss.name), count), results=(share,))
     return replace(graph, ops=(*graph.ops, op), outputs=(share.name, *graph.outputs[1:])), share
 
 
 def _parameters(model: nn.Module, trained: Container[str]) -> tuple[Parameter, ...]:
-    """Every parameter and buffer once, under its first name; the other names of tied ones are aliases."""
+    """All parameters and buffers, each under its first name; further names of tied ones are aliases."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for source in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -174,7 +174,7 @@ def _parameters(model: nn.Module, trained: Container[str]) -> tuple[Parameter, .
 
 
 def tensor_type(tensor: Tensor, name: str) -> TensorType:
-    """The type of a dense tensor that no axis cuts yet. Raises PartcError P0209 for others, by the given name."""
+    """The type of a dense tensor that no axis cuts yet. Raises PartcError P0209 for other tensors."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise PartcError("P0209", f"{name} is a {kind} tensor", help="use dense tensors")
@@ -231,7 +231,7 @@ class _Reader:
                 raise InternalError(f"input {node.name} of kind {spec.kind}")
 
     def _constant(self, node: fx.Node, target: str) -> None:
-        """A tensor that forward made from Python numbers: written out if it is small."""
+        """A tensor that forward created from Python numbers; small ones become literals."""
         type = tensor_type(node.meta["val"], "a constant of forward")
         values = self._constants.get(target)
         if values is None or values.numel() > 4096 or hasattr(values, "fake_mode"):
@@ -282,7 +282,7 @@ class _Reader:
         self._add("copy_", (out, Ref(made.name)), (), results, source_of(node))
 
     def _check(self, node: fx.Node, name: str) -> None:
-        """Refuse functions of functions, and products of different dtypes, which torch refuses once there are values.
+        """Refuse higher-order functions, and products of different dtypes, which fail once there are values.
 
         Raises PartcError P0222 and P0223.
         """
@@ -332,7 +332,7 @@ class _Reader:
         return tuple(results)
 
     def _inline(self, node: fx.Node, module: fx.GraphModule) -> None:
-        """A higher-order operation that runs a submodule: its operations take its place.
+        """Replace a higher-order operation that runs a submodule by the submodule's operations.
 
         Raises PartcError P0223 for an autocast, whose casts the trace lacks.
         """
@@ -357,7 +357,7 @@ class _Reader:
                 self._names[user] = made if node.args[0] is not False else self._stopped(user, made)
 
     def _stopped(self, user: fx.Node, made: str) -> str:
-        """What was made under no_grad: no gradient passes."""
+        """Detach a value that was computed under no_grad."""
         value = Value(name=f"{user.name}_stopped", type=tensor_type(user.meta["val"], user.name))
         self._add("detach", (Ref(made),), (), (value,), source_of(user))
         return value.name
@@ -404,7 +404,7 @@ def _name(node: fx.Node) -> str:
 
 
 def source_of(node: fx.Node) -> Source | None:
-    """The innermost line of model code that made a node, and the module that ran."""
+    """The innermost line of model code that made a node, and the module that ran it."""
     stack = node.meta.get("nn_module_stack") or {}
     module = next(reversed([path for path, _ in stack.values()]), "").removeprefix("model").removeprefix(".")
     module = re.sub(r"@\d+$", "", module)

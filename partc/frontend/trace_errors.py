@@ -1,4 +1,4 @@
-"""Why a model does not trace, in the words of its author: a table of known causes, else torch's own first line."""
+"""The causes of failed traces in the user's terms: a table of known causes, else torch's own first line."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _CHECK = "call the model on one batch in plain PyTorch, without partc, to see th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """A pattern over `Type: first line` of an exception, the cause that it stands for, and what helps.
+    """A pattern over `Type: first line` of an exception, its cause, and a remedy.
 
-    `{0}`, `{1}` are the pattern's groups; an empty cause keeps the exception's own words.
+    `{0}`, `{1}` are the pattern's groups; an empty cause keeps the exception's own message.
     """
 
     pattern: str
@@ -82,7 +82,7 @@ KNOWN: tuple[Known, ...] = (
 
 
 def explained(error: BaseException, model: nn.Module, path: Path | None) -> PartcError:
-    """The coded error P0206 for an exception that ended a trace, at the model's own line."""
+    """The error P0206 for an exception that ended a trace, at the model's own line."""
     said = first_line(error)
     text = f"{type(error).__name__}: {said}"
     known = None if _raised_by_the_model(error) else next((e for e in KNOWN if re.search(e.pattern, text)), None)
@@ -101,7 +101,7 @@ def explained(error: BaseException, model: nn.Module, path: Path | None) -> Part
 
 
 def _raised_by_the_model(error: BaseException) -> bool:
-    """True if a raise or an assert of a file outside torch made the exception: its words are its author's."""
+    """Whether a raise or an assert outside torch made the exception, so that its message is the author's."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or is_machinery(frames[-1].filename):
         return False
@@ -109,7 +109,7 @@ def _raised_by_the_model(error: BaseException) -> bool:
 
 
 def plain_tensors(model: nn.Module) -> Iterator[str]:
-    """The names of tensors that modules hold as plain attributes, which neither state dicts nor packages know."""
+    """The names of tensors that modules hold as plain attributes, which neither state dicts nor packages contain."""
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor):

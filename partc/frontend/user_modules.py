@@ -1,4 +1,4 @@
-"""The user's own modules that a model is made of: its package takes their files along, in `sources/`."""
+"""The user's own modules that a model imports; its package contains their files, in `sources/`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from partc.errors import PartcError, Source
 from partc.installed import is_installed
 
 FOLDER = "sources"
-# A package has modules of these names itself.
+# The names of a package's own modules.
 RESERVED = frozenset({"regions", "stages", "ranks", "runtime", "kernels"})
 
 
 def imported_by(path: Path, package: str = "") -> dict[str, bytes]:
-    """What the file at `path`, of a module in `package`, imports of the user's own, and what those import.
+    """The user's own modules that a file imports, directly and indirectly.
 
-    Files by their paths in the package. Imports inside functions count once they have run.
-    Raises PartcError P0215 where a name is one that packages have themselves.
+    `path` is the file, of a module in `package`. Files go by their paths in the package. Imports inside functions count
+    once they have run. Raises PartcError P0215 for a name that packages use themselves.
     """
     found: dict[str, bytes] = {}
     waiting = [(path, package)]
@@ -46,7 +46,7 @@ def imported_by(path: Path, package: str = "") -> dict[str, bytes]:
 
 
 def with_imports(module: str, name: str) -> dict[str, bytes]:
-    """The file of a loaded module under another name, its packages and what they all import; nothing if installed."""
+    """The files of a loaded module under another name, of its packages and of their imports; empty if installed."""
     file = _own_file(module)
     if file is None:
         return {}
@@ -61,7 +61,7 @@ def with_imports(module: str, name: str) -> dict[str, bytes]:
 
 
 def _imports(path: Path, package: str) -> Iterator[tuple[str, int]]:
-    """Every module that a file's import statements may name, with the line."""
+    """All modules that the file's import statements may name, with their lines."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -79,7 +79,7 @@ def _imports(path: Path, package: str) -> Iterator[tuple[str, int]]:
 
 
 def _own_file(module: str) -> Path | None:
-    """The Python file of a loaded module, None if it is installed or part of partc or the standard library."""
+    """The Python file of a loaded module; None if it is installed or belongs to partc or the standard library."""
     name = getattr(sys.modules.get(module), "__file__", None)
     if name is None:
         return None

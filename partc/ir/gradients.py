@@ -1,4 +1,4 @@
-"""Which values of a program owe a gradient, and to whom."""
+"""The values of a program that need a gradient, and the readers that supply it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from partc.ir.program import Graph, Program
 
 
 def trainable_params(program: Program) -> dict[str, frozenset[str]]:
-    """Per region, its parameters (relative names) that are trained in some call."""
+    """For each region, its parameters (relative names) that are trained in some call."""
     trained = {parameter.name for parameter in program.parameters if parameter.trainable}
     found: dict[str, set[str]] = {region.name: set() for region in program.regions}
     regions = {region.name: region for region in program.regions}
@@ -20,13 +20,13 @@ def trainable_params(program: Program) -> dict[str, frozenset[str]]:
 
 
 def trains(program: Program) -> bool:
-    """Whether some gradient of the loss reaches a parameter, in a program that is one region still."""
+    """Whether a gradient of the loss reaches a parameter, in a program of a single region."""
     region, trained = program.regions[0], trainable_params(program)
     return region.forward.outputs[0] in reached(region.forward, trained[region.name])
 
 
 def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
-    """Per region, its inputs whose gradient some call owes to an earlier one."""
+    """For each region, its inputs whose gradient some call returns to an earlier one."""
     trainable = trainable_params(program)
     regions = {region.name: region for region in program.regions}
     needs: dict[str, set[str]] = {name: set() for name in regions}
@@ -45,9 +45,9 @@ def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
 
 
 def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
-    """Calls' arguments that the loss depends on through them, as (call, argument, stage): gradients come back there.
+    """Arguments of calls through which the loss depends on them, as (call, argument, stage): gradients return there.
 
-    What a call only detaches, or hands to one that does, gets none.
+    Arguments that a call only detaches, directly or in a later call, have none.
     """
     regions = {region.name: region for region in program.regions}
     wanted, found = {program.loss}, set()
@@ -61,7 +61,7 @@ def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
     return frozenset(found)
 
 
-# Operations whose results have no gradient. Those whose gradient is zero everywhere have one, as in autograd.
+# Operations whose results have no gradient. As in autograd, a gradient that is zero everywhere counts as one.
 _FLAT = frozenset({"detach", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"})
 
 
@@ -75,7 +75,7 @@ def reached(graph: Graph, roots: Iterable[str]) -> set[str]:
 
 
 def input_only(program: Program) -> frozenset[str]:
-    """Names of the calls whose results depend on inputs and constants alone, on no parameter."""
+    """Names of the calls whose results depend on inputs and constants, and on no parameter."""
     trainable = {parameter.name for parameter in program.parameters if parameter.trainable}
     pure_values = set(program.inputs)
     calls = set()

@@ -1,4 +1,4 @@
-"""Run the IR with plain torch, operation by operation: what every other way of running it is held against."""
+"""A reference interpreter: runs the IR with plain torch, operation by operation, as the oracle of tests."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from partc.ir.program import Arg, DTypeArg, Graph, Op, Program, Ref
 
 
 def evaluate(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The graph's outputs by name. `values` holds its inputs and the parameters that it reads.
+    """The graph's outputs by name. `values` holds its inputs and parameters.
 
-    Layouts are ignored: shapes are the global ones, as before partition.
+    Layouts are ignored: shapes are global, as before the partition pass.
     """
     known = dict(values)
     for op in graph.ops:
@@ -26,7 +26,7 @@ def evaluate(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def evaluate_program(program: Program, batch: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-    """The loss of a whole batch, before partition; parameters are by the names of `program.parameters`."""
+    """The loss of a whole batch, before the partition pass; parameters go by the names in `program.parameters`."""
     regions = {region.name: region for region in program.regions}
     known = dict(batch)
     for call in program.calls:
@@ -39,7 +39,7 @@ def evaluate_program(program: Program, batch: Mapping[str, Tensor], parameters: 
 
 
 def results_of(op: Op, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What one operation defines."""
+    """The results of one operation, by name."""
     if op.body:
         inside = dict(known)
         for inner in op.body:
@@ -70,7 +70,7 @@ def _value(arg: Arg, known: Mapping[str, Tensor]) -> Any:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
-    """Every step spelled out; heads of k and v serve as many heads of q as it takes."""
+    """Attention with every step spelled out; each head of k and v serves a group of heads of q."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if is_causal:
@@ -82,7 +82,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: 
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | None, ignore: int, smoothing: float) -> Tensor:
-    """Per-row losses over the last dimension."""
+    """The loss of each row, over the last dimension."""
     flat = F.cross_entropy(
         logits.flatten(0, -2),
         labels.flatten(),

@@ -1,4 +1,4 @@
-"""Layouts: how a tensor's dimensions are made of sub-dimensions, and which mesh axes shard them."""
+"""Layouts: the sub-dimensions of a tensor's dimensions, and the mesh axes that shard them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SubDim:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A placement on one axis: dimension `dim`, seen as [outer, rest], is cut along `rest`."""
+    """A placement on one axis: dimension `dim`, viewed as [outer, rest], is cut along `rest`."""
 
     dim: int
     outer: int = 1
@@ -36,7 +36,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Varying:
-    """Equal on every rank of the axis, used differently there: its gradient is a sum over ranks."""
+    """Equal on every rank of the axis, with a gradient that is a sum over these ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ Placement = Shard | Replicated | Varying | Partial
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sub-dimensions of each dimension, from major to minor, and what holds on the other axes.
+    """The sub-dimensions of each dimension, from major to minor, and the partial and varying axes.
 
-    An axis that appears nowhere is replicated. `[16@dp · 2048@tp, 4096]` is a flattened
-    (batch, sequence) dimension whose parts are sharded over two axes.
+    An axis that appears nowhere is replicated. `[16@dp · 2048@tp, 4096]` is a flattened (batch, sequence) dimension
+    whose two parts are sharded over two axes.
     """
 
     dims: tuple[tuple[SubDim, ...], ...]
@@ -95,7 +95,7 @@ class Layout:
         return tuple(math.prod(sub.size for sub in dim) for dim in self.dims)
 
     def local_shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """What one rank (and one microbatch) holds."""
+        """The shape that one rank holds for one microbatch."""
         return tuple(
             math.prod(sub.size // math.prod(sizes[axis] for axis in sub.axes) for sub in dim) for dim in self.dims
         )
@@ -106,7 +106,7 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis this layout says something about."""
+        """All axes that are not replicated."""
         return (*self.sharded_axes, *self.partial, *self.varying)
 
     def placement(self, axis: str) -> Placement:
@@ -127,10 +127,10 @@ class Layout:
         return {axis: self.placement(axis) for axis in order}
 
     def normalized(self, sizes: Sizes) -> Layout:
-        """The one spelling of this layout: equal layouts compare equal once normalized.
+        """The canonical form: equal layouts compare equal once normalized.
 
-        Axes of size 1 shard nothing and are dropped from the dimensions; an unsharded sub-dimension
-        joins the one before it; one that is cut down to single elements joins the next.
+        Axes of size 1 shard nothing and are dropped from the dimensions. An unsharded sub-dimension joins the one
+        before it. A sub-dimension that is cut down to single elements joins the next one.
         """
         dims = tuple(_normalized_dim(dim, sizes) for dim in self.dims)
         partial, varying = (
@@ -148,7 +148,7 @@ class Layout:
         )
 
     def dual(self) -> Layout:
-        """The gradient's layout: what varies is summed, what is partial has an equal gradient everywhere."""
+        """The layout of the gradient: varying axes become partial, partial axes become replicated."""
         return replace(self, partial=self.varying, varying=())
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read what `str` prints; `*` may stand for `·`. Raises ValueError."""
+        """Parse the result of `str`; `*` may stand for `·`. Raises ValueError."""
         match = re.fullmatch(r"\[([^\]]*)\]((?:\s+(?:partial|vary)\([\w,]+\))*)", text.strip())
         if not match:
             raise ValueError(f"not a layout: {text!r}")
@@ -173,7 +173,7 @@ class Layout:
 def index_ranges(
     layout: Layout, coordinate: Mapping[str, int], sizes: Sizes
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Per dimension, the global ranges [start, end) that the rank at a coordinate holds, in local order."""
+    """For each dimension, the global ranges [start, end) that the rank at a coordinate holds, in local order."""
     return tuple(_dim_ranges(dim, coordinate, sizes) for dim in layout.dims)
 
 

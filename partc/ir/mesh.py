@@ -28,7 +28,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, spec: str) -> Mesh:
-        """Read `8`, `4x8`, `2x4x8` or `pp=2,dp=4,tp=8`. Raises PartcError P0101 to P0104."""
+        """Parse `8`, `4x8`, `2x4x8` or `pp=2,dp=4,tp=8`. Raises PartcError P0101 to P0104."""
         text = spec.strip()
         if re.fullmatch(r"[0-9]+(x[0-9]+)*", text):
             sizes = [_size(part, spec) for part in text.split("x")]
@@ -87,18 +87,18 @@ class Mesh:
         return math.prod(size for _, size in self.axes)
 
     def axis(self, name: str) -> int:
-        """Size of an axis; 1 where the mesh doesn't have it."""
+        """The size of an axis; 1 if the mesh lacks it."""
         return self.sizes.get(name, 1)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis."""
+        """The coordinate of a rank on each axis."""
         place: dict[str, int] = {}
         for name, size in reversed(self.axes):
             rank, place[name] = divmod(rank, size)
         return {name: place[name] for name in self.names}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at a coordinate; axes left out count as 0."""
+        """The rank at a coordinate; missing axes count as 0."""
         rank = 0
         for name, size in self.axes:
             rank = rank * size + coordinate.get(name, 0)
@@ -112,7 +112,7 @@ class Mesh:
         return tuple(self.rank(place) for place in members)
 
     def inside(self, count: int) -> tuple[str, ...]:
-        """The axes whose ranks share a node of `count` ranks, those of size 1 left out."""
+        """The axes whose ranks share a node of `count` ranks, without axes of size 1."""
         found: list[str] = []
         stride = 1
         for name, size in reversed(self.axes):
@@ -122,9 +122,9 @@ class Mesh:
         return tuple(reversed(found))
 
     def cut_at(self, count: int) -> Mesh:
-        """The mesh with an axis of the batch that goes over nodes of `count` ranks in two: dp_out and dp_in.
+        """The mesh with the batch axis that spans several nodes of `count` ranks cut in two: dp_out and dp_in.
 
-        Raises PartcError P0105 where nodes don't hold whole rows of ranks.
+        Raises PartcError P0105 if a node does not hold whole rows of ranks.
         """
         if count < 1 or (self.size % count and count % self.size):
             raise PartcError(
@@ -152,7 +152,7 @@ class Mesh:
 
 
 def is_batch_axis(name: str) -> bool:
-    """Whether ranks along an axis have other examples: dp, or a part of it (dp_in)."""
+    """Whether the ranks along an axis hold different examples: dp, or a piece of it (dp_in)."""
     return name == BATCH_AXIS or name.startswith(f"{BATCH_AXIS}_")
 
 

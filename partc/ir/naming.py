@@ -1,4 +1,4 @@
-"""Names for values, from the model's own words: its modules and its variables."""
+"""Readable names for values, from the model's modules and variables."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from partc.errors import Source
 from partc.ir.program import Op
 
 _PLAIN = re.compile(r"\W+", re.ASCII)
-# Values that normalize makes of a loss: their names say what they are.
+# Values that normalize makes of a loss; their names are descriptive already.
 GIVEN = frozenset({"nll", "nll_sum", "counted", "counted_as_number", "count", "error", "squares", "squares_sum"})
-# Operations that a module of their own usually stands for: its name is the best one for the result.
+# Operations that usually have a module of their own, whose name is the best name for the result.
 _LEAVES = frozenset({"linear", "matmul", "embedding", "rms_norm", "layer_norm", "conv1d", "conv2d"})
 _VAGUE = frozenset({"x", "y", "h", "output"})  # variables that say less than a module's name
 _VIEWS = frozenset({"reshape", "permute", "expand", "to"})
@@ -25,7 +25,7 @@ _VIEWS = frozenset({"reshape", "permute", "expand", "to"})
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A statement of the model's code: where it starts, and the variables it assigns ('out' if it returns)."""
+    """A statement of the model's code: its start, and the variables that it assigns ('out' for a return)."""
 
     file: str
     line: int
@@ -33,23 +33,23 @@ class Statement:
 
 
 def identifier(text: str) -> str:
-    """A Python identifier that reads like `text`."""
+    """A Python identifier similar to `text`."""
     name = _PLAIN.sub("_", text).strip("_") or "value"
     return f"_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
 
 
 def unreserved(name: str) -> str:
-    """The name, or another where it would read as that of a value's gradient."""
+    """The name, changed if it would read as a gradient's name."""
     return f"own_{name}" if name.startswith("grad_") else name
 
 
 def is_number(part: str) -> bool:
-    """Whether a part of a module's path is a place in a list."""
+    """Whether a part of a module's path is an index into a list."""
     return part.isascii() and part.isdigit()
 
 
 def unique(stem: str, taken: set[str]) -> str:
-    """`stem`, or `stem_2`, `stem_3`, …; the name is then taken."""
+    """`stem`, or `stem_2`, `stem_3`, …; the name is added to `taken`."""
     name, count = stem, 1
     while name in taken:
         count += 1
@@ -61,9 +61,8 @@ def unique(stem: str, taken: set[str]) -> str:
 def name_values(ops: Sequence[Op], prefix: str, taken: Iterable[str]) -> dict[str, str]:
     """A readable name for every value that `ops` define, for operations inside the module `prefix`.
 
-    What a statement ends with has the variable's name, under that of the module: `attn_q`. What
-    comes before is called after its module, or after the module and the operation; a view after
-    what it shows.
+    The last value of a statement gets the variable's name, prefixed by the module: `attn_q`. Earlier values are named
+    after their module, or after the module and the operation. A view is named after its operand.
     """
     statements = [statement_of(op.source) for op in ops]
     reused, owners = _reused(statements), _owners(ops, statements)
@@ -89,7 +88,7 @@ def name_values(ops: Sequence[Op], prefix: str, taken: Iterable[str]) -> dict[st
 def _ends(index: int, statements: Sequence[Statement | None], owners: Sequence[str]) -> bool:
     """Whether no later operation belongs to the same run of the statement.
 
-    Between an operation and the next one of its statement stand at most those of modules called there.
+    Between two operations of a statement there are only operations of modules that it calls.
     """
     at, owner = statements[index], owners[index]
     if at in statements[index + 1 : index + 2]:
@@ -103,7 +102,7 @@ def _ends(index: int, statements: Sequence[Statement | None], owners: Sequence[s
 
 
 def _owners(ops: Sequence[Op], statements: Sequence[Statement | None]) -> list[str]:
-    """The module in whose forward each operation's statement stands: an outer one that runs it too."""
+    """The module in whose forward each operation's statement stands; this may be an outer module."""
     modules: dict[Statement | None, set[str]] = {}
     paths = [op.source.module if op.source else "" for op in ops]
     for path, at in zip(paths, statements, strict=True):
@@ -115,7 +114,7 @@ def _owners(ops: Sequence[Op], statements: Sequence[Statement | None]) -> list[s
 
 
 def _reused(statements: Sequence[Statement | None]) -> frozenset[str]:
-    """Variables that several statements assign: they say less than the module does."""
+    """Variables that several statements assign; their names say less than the module's."""
     places: dict[str, set[tuple[str, int]]] = {}
     for at in statements:
         for target in at.targets if at else ():
@@ -139,7 +138,7 @@ def _parts(op: Op, path: list[str], target: str | None, position: int, reused: f
 
 
 def _adds_bias(op: Op) -> bool:
-    """Whether normalize split it off a linear operation: it gives what that one gave."""
+    """Whether normalize split the operation off a linear operation, so that it produces the linear's result."""
     first = next(op.refs(), "").removesuffix("_whole")
     return op.name == "add" and first == f"{op.results[0].name.removesuffix('_whole')}_product"
 
@@ -150,7 +149,7 @@ def _inside(module: str, prefix: str) -> list[str]:
 
 
 def statement_of(source: Source | None) -> Statement | None:
-    """The assignment or return that a line of code belongs to, if the file can be read."""
+    """The assignment or return that contains a line of code, if the file can be read."""
     if source is None or not source.line:
         return None
     return _statements(source.file).get(source.line)

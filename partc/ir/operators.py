@@ -1,7 +1,7 @@
-"""The torch operators that stand for collectives and composites while a region is differentiated.
+"""torch operators that represent collectives and composites while a region is differentiated.
 
-They carry shapes and derivatives, never values: regions are differentiated on fake tensors, and
-the emitted code calls partc.runtime instead. A tensor operand of a collective is the local shard.
+They carry shapes and derivatives, never values: regions are differentiated on fake tensors, and the emitted code calls
+partc.runtime instead. A tensor operand of a collective is the local shard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ops = torch.ops.partc
 
 
 def _operator(name: str, schema: str, shapes: Shapes, gradients: Gradients | None = None) -> None:
-    """Define `partc::name` from its schema, its result shapes and, where it has one, its derivative."""
+    """Define `partc::name` from its schema, its result shapes and its derivative, if it has one."""
     _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, shapes, "CompositeExplicitAutograd")
     if gradients is None:
@@ -59,9 +59,9 @@ def _scaled(x: Tensor, dim: int, times: int = 1, over: int = 1) -> Tensor:
 
 
 def _define_marks() -> None:
-    """`mark` names a forward value in the traced graph; its gradient is named by `mark_grad`.
+    """`mark` names a forward value in the traced graph; `mark_grad` names its gradient.
 
-    Marked values are dense: derivatives that look at strides are those for dense operands (rules.demands_dense).
+    Marked values are dense: derivatives that depend on strides are those for dense operands (rules.demands_dense).
     """
     dense = lambda x, name: x.new_empty(x.shape)  # noqa: E731
     _operator("mark_grad", "(Tensor x, str name) -> Tensor", dense)
@@ -270,7 +270,7 @@ def _statistics(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _norm_gradients(found: Sequence[Tensor], args: Sequence[Any]) -> list[Tensor | None]:
-    """Gradients in the order x, normalized_shape, weight, bias; none for what isn't there."""
+    """Gradients in the order x, normalized_shape, weight, bias; None for absent operands."""
     weights = [grad if isinstance(arg, Tensor) else None for grad, arg in zip(found[1:], args[2:], strict=False)]
     return [found[0], None, *weights]
 
@@ -293,7 +293,7 @@ _define_experts()
 _define_random()
 _define_composites()
 
-# Names of results beyond the first, for the operators that return what their backward reads.
+# Names of results beyond the first, of operators that return values for their backward.
 EXTRA_RESULTS: dict[str, tuple[str, ...]] = {
     "rms_norm": ("rstd",),
     "layer_norm": ("mean", "rstd"),

@@ -1,4 +1,4 @@
-"""Read the IR's text back: the inverse of partc.ir.printer."""
+"""The parser of the IR's text: the inverse of partc.ir.printer."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _KINDS = "|".join(sorted(get_args(ActionKind), key=len, reverse=True))
 
 
 class _Malformed(Exception):
-    """What is wrong with a line."""
+    """The error in a malformed line."""
 
 
 def parse(text: str) -> Program:
-    """The program that a text describes. Raises PartcError P0221, with the line, where it is malformed."""
+    """Parse the text of a program. Raises PartcError P0221, with the line, if it is malformed."""
     reader = _Reader()
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
@@ -68,7 +68,7 @@ def parse(text: str) -> Program:
 
 @dataclass(slots=True)
 class _Body:
-    """A region being read."""
+    """A region under construction."""
 
     name: str
     phase: Phase
@@ -251,7 +251,7 @@ class _Reader:
         return self._bodies[-1].graphs[self._bodies[-1].current]
 
     def _inner(self, text: str) -> None:
-        """A line of the body of the operation above."""
+        """Parse a line in the body of the operation above."""
         ops = self._here()[1]
         if not ops:
             raise _Malformed("this stands below no operation")
@@ -282,7 +282,7 @@ class _Reader:
 
 
 class _Call:
-    """Reads `name(args, key=value)`."""
+    """A parser of `name(args, key=value)`."""
 
     def __init__(self, text: str) -> None:
         self._tokens = list(_tokens(text))
@@ -357,7 +357,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _split_comment(text: str) -> tuple[str, str, str]:
-    """Code and comment, parted at the first # outside a string."""
+    """Split a line at the first # outside a string into code and comment."""
     match = re.match(rf'((?:"(?:[^"\\]|\\.)*"|{_QUOTED}|[^"#`])*)(#?)(.*)', text)
     if match is None:
         raise _Malformed(f"{text!r} is not understood")

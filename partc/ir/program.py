@@ -1,7 +1,7 @@
-"""The IR: a program is calls of a few regions; a region is typed operations, one per line of its text.
+"""The IR: a program is a sequence of calls of a few regions; a region holds graphs of typed operations.
 
-Everything here is frozen. Passes return new objects; the printer and the parser (partc.ir.printer)
-are the only other code that knows the shape of these classes by heart.
+All classes here are frozen. Passes return new objects. Besides this module, only the printer and the parser enumerate
+the fields of these classes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ ITEMSIZE: Mapping[str, int] = {
     "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
 }  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")  # what a package computes in
-# Operations that draw random numbers; the last argument says which one it is, counted through a call.
+# Operations that draw random numbers; the last argument is the operation's number within its call.
 RANDOM = frozenset({"dropout", "attention_dropout", "rand", "randn", "rand_like", "randn_like", "drawn"})
-# Between ranks. One whose result a `wait` reads is only started where it stands.
+# Collectives. If a `wait` reads the result, the operation only starts the collective.
 MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
-# Operations whose results may be another sight of their first operand's memory.
+# Operations whose results may alias their first operand.
 VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias", "wait"})
 FLOATING = frozenset({"f64", "f32", "bf16", "f16"})
 
@@ -62,15 +62,15 @@ class TensorType:
         return self.dtype in FLOATING
 
     def local_elements(self, sizes: Sizes) -> int:
-        """How many one rank holds of it."""
+        """The number of elements that one rank holds."""
         return math.prod(self.layout.local_shape(sizes))
 
     def local_bytes(self, sizes: Sizes) -> int:
-        """What one rank holds of it."""
+        """The number of bytes that one rank holds."""
         return self.local_elements(sizes) * ITEMSIZE[self.dtype]
 
     def local(self, sizes: Sizes) -> TensorType:
-        """What one rank holds, as a type of its own."""
+        """The type of one rank's shard."""
         return replace(self, layout=Layout.replicated(self.layout.local_shape(sizes)))
 
     def __str__(self) -> str:
@@ -87,11 +87,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How an operation is spread over one axis.
+    """The distribution of one operation over one axis.
 
-    `factor` is the name of one of its rule's factors, cut after `outer` (see layout.Shard), or
-    None: repeated on every rank of the axis on operands whose gradients are partial sums.
-    An axis without a choice repeats the operation on replicated operands.
+    `factor` names a factor of the operation's rule that is cut after `outer` elements (see layout.Shard). None means
+    that every rank of the axis repeats the operation, on operands whose gradients are partial sums. An axis without a
+    choice repeats the operation on replicated operands.
     """
 
     axis: str
@@ -103,10 +103,10 @@ class Choice:
 class Op:
     """One operation: `results = name(*args, **attrs)`.
 
-    `name` is a key of the rule table: an ATen packet name ("linear", "mul"), a composite
-    ("cross_entropy"), a collective ("all_gather") or a user's "mylib::op". One called "fused" is
-    a bracket around the operations in `body`, which one kernel does: its arguments are what they
-    read from outside, its results are those of theirs that others read.
+    `name` is a key of the rule table: an ATen packet name ("linear", "mul"), a composite ("cross_entropy"), a
+    collective ("all_gather") or a user's "mylib::op". An operation named "fused" brackets the operations in `body`,
+    which one kernel computes: its arguments are the values that the body reads from outside, its results are the body's
+    results that are read outside.
     """
 
     name: str
@@ -176,14 +176,14 @@ Phase = Literal["setup", "step", "microbatch"]
 class Region:
     """A distinct body of the model: traced, sharded, differentiated and printed once.
 
-    `params` are the region's parameters and buffers under names relative to the module
-    ("attn.wq.weight"); graphs read them by these names. `phase` says when calls run: once
-    ("setup": made of constants alone), once per step on the whole local batch ("step": made of
-    inputs alone and reduced over the batch), or for every microbatch.
-    After differentiation `forward` returns its outputs followed by what `saved` names, and
-    `backward` takes the gradients of the outputs, then the saved values; it returns gradients of
-    those inputs and parameters that need one, named "grad_<input>". Once split, it returns those of
-    the inputs followed by what `kept` names, which `weight` takes to return those of the parameters.
+    `params` are the region's parameters and buffers, named relative to the module ("attn.wq.weight"); graphs read them
+    by these names. `phase` says how often calls run: once ("setup": computed from constants only), once per step on the
+    whole local batch ("step": computed from inputs only and reduced over the batch), or for every microbatch.
+
+    After differentiation `forward` returns its outputs, followed by the values in `saved`. `backward` takes the
+    gradients of the outputs and the saved values. It returns the gradients of the inputs and parameters that need one,
+    named "grad_<input>". After the split pass, `backward` returns the gradients of inputs, followed by the values in
+    `kept`; `weight` takes the latter and returns the gradients of parameters.
     """
 
     name: str
@@ -197,11 +197,11 @@ class Region:
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
-        """All that there are: forward, backward, weight."""
+        """The graphs that exist: forward, backward, weight."""
         return tuple(graph for graph in (self.forward, self.backward, self.weight) if graph is not None)
 
     def mapped(self, change: Callable[[Graph], Graph]) -> Region:
-        """The region with another graph for each that there is."""
+        """The region with `change` applied to each of its graphs."""
         return replace(
             self,
             forward=change(self.forward),
@@ -210,7 +210,7 @@ class Region:
         )
 
     def types(self, graph: Graph) -> dict[str, TensorType]:
-        """Of all that one of its graphs names: parameters, inputs and results."""
+        """The types of all names in a graph: parameters, inputs and results."""
         found = {value.name: value.type for value in self.params}
         found.update((name, value.type) for name, value in graph.definitions().items())
         return found
@@ -248,7 +248,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A program value that one stage makes and a later one reads; its gradient returns if `gradient`."""
+    """A program value that one stage computes and a later stage reads; `gradient` says that its gradient returns."""
 
     value: str
     source: int
@@ -261,11 +261,11 @@ ActionKind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What a rank does next, in the grammar of torch's pipeline schedules: 2F0, 0SEND_F1, 1REDUCE_GRAD.
+    """An entry of a rank's schedule, in the grammar of torch's pipeline schedules: 2F0, 0SEND_F1, 1REDUCE_GRAD.
 
-    B is the whole backward pass; I and W are its two halves, gradients of inputs and of weights.
-    SEND_F sends a microbatch's values to every stage that reads them, RECV_F receives all that
-    the stage reads from others; SEND_B and RECV_B do the same for their gradients.
+    B is the whole backward pass; I and W are its halves, the gradients of inputs and of weights. SEND_F sends a
+    microbatch's values to every stage that reads them. RECV_F receives all values that the stage reads from other
+    stages. SEND_B and RECV_B do the same for gradients.
     """
 
     stage: int
@@ -322,12 +322,12 @@ class Program:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Sizes of every axis a layout may name: the mesh's, and the microbatches' where they share one batch."""
+        """The sizes of all axes that a layout may name: the mesh's, and `mb` where microbatches share one batch."""
         return {**self.mesh.sizes, TIME_AXIS: 1 if self.repeated else self.microbatches}
 
     @property
     def batch_entries(self) -> tuple[str, ...]:
-        """The batch's entries whose first dimension is the batch: as long as the first one's."""
+        """The batch entries whose first dimension has the length of the batch."""
         types = self.value_types()
         sizes = [types[name].shape[0] for name in self.inputs if types[name].shape]
         return tuple(name for name in self.inputs if types[name].shape and types[name].shape[0] == sizes[0])
@@ -345,7 +345,7 @@ class Program:
         return tuple(stage for stage in range(self.stages) if self.place(stage) == place)
 
     def travels(self, transfer: Transfer) -> bool:
-        """Whether a transfer goes from rank to rank, and not between two stages of one."""
+        """Whether a transfer crosses ranks (and not only stages of one rank)."""
         return self.place(transfer.source) != self.place(transfer.target)
 
     def region(self, name: str) -> Region:
@@ -358,7 +358,7 @@ class Program:
         return next(parameter for parameter in self.parameters if parameter.name == name)
 
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """Per parameter, the stages whose calls use it: a tied or shared weight may have several."""
+        """For each parameter, the stages whose calls read it: a tied or shared weight may have several."""
         found: dict[str, set[int]] = {}
         for call in self.calls:
             for name in call.params:
@@ -366,7 +366,9 @@ class Program:
         return {name: tuple(sorted(stages)) for name, stages in found.items()}
 
     def owners(self) -> dict[str, tuple[int, ...]]:
-        """Of the stages that use a parameter, the last at each pipeline coordinate: it reduces the gradient."""
+        """For each parameter, the last stage that reads it at each pipeline coordinate; this stage reduces the
+        gradient.
+        """
         found = {}
         for name, stages in self.holders().items():
             last = {self.place(stage): stage for stage in stages}

@@ -1,4 +1,4 @@
-"""From a checkpoint back to plain PyTorch: the model's own state dict in one safetensors file."""
+"""Export of a checkpoint to plain PyTorch: the model's own state dict in one safetensors file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from partc.runtime.train.init import initialise, state_shapes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What `partc export` prints."""
+    """The document that `partc export` prints."""
 
     step: int
     tensors: int
@@ -42,12 +42,12 @@ def export(
     init: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Exported:
-    """Write the state dict that a checkpoint of a package has, one tensor at a time in memory.
+    """Write the state dict of a package's checkpoint, with one tensor at a time in memory.
 
-    Every name that the model's own `state_dict()` has stands in it, tied weights under each of theirs,
-    so that `load_state_dict` takes it as it is. `checkpoint` is one, or a folder of them, of which the
-    newest whole one is taken. `init` is the file that the training started from, if any: parameters that the loss does
-    not use are read from there. Raises PartcError P0503, P0523 to P0525, P0527, P0601 and P0602.
+    The file contains all names of the model's own `state_dict()`, tied weights under each of their names, so that
+    `load_state_dict` accepts it. `checkpoint` is a checkpoint, or a folder of them; then the newest complete one is
+    used. `init` is the file that the training started from, if any: it supplies parameters that the loss does not use.
+    Raises PartcError P0503, P0523 to P0525, P0527, P0601 and P0602.
     """
     plan = read_package(directory)
     if target.exists():
@@ -98,7 +98,7 @@ def _write(directory: Path, plan: Mapping[str, Any], source: Checkpoint, target:
 def _initial(
     module: Any, plan: Mapping[str, Any], source: Checkpoint, names: tuple[str, ...], init: Path | None
 ) -> dict[str, Tensor]:
-    """Initial values, from the training's --init file or else the seed, in the dtypes that the package holds."""
+    """Initial values, from the training's --init file or else from the seed, in the package's dtypes."""
     found: dict[str, Tensor] = {}
     if not names:
         return found

@@ -1,4 +1,4 @@
-"""Run a package on this machine: the exact torchrun line, then what the ranks report."""
+"""Running a package on this machine: the torchrun command, and the reports of the ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tell = Callable[[str], None]
 
 
 class RunFailed(Exception):
-    """A package (or the model it came from) stopped with an error: exit code 1, and its own words in `output`."""
+    """A package (or its model) stopped with an error: exit code 1, with its output in `output`."""
 
     def __init__(self, what: str, code: int, output: str) -> None:
         super().__init__("\n".join([f"{what} stopped with exit code {code}", *output.splitlines()[-30:]]))
@@ -37,7 +37,7 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What `partc run --json` prints."""
+    """The document that `partc run --json` prints."""
 
     losses: tuple[float, ...]
     step_seconds: tuple[float, ...]
@@ -47,7 +47,7 @@ class RunResult:
 
 
 def read_plan(directory: Path) -> dict[str, Any]:
-    """The decisions of a package. Raises PartcError P0503 for a folder that is none."""
+    """The plan of a package. Raises PartcError P0503 if the folder is no package."""
     path = directory / "plan.json"
     if not is_file(path):
         raise PartcError(
@@ -64,7 +64,7 @@ def read_plan(directory: Path) -> dict[str, Any]:
 
 
 def read_package(directory: Path) -> dict[str, Any]:
-    """The plan of a package that is whole: every file that it needs to run is there. Raises PartcError P0503."""
+    """The plan of a package whose files are all present. Raises PartcError P0503."""
     plan = read_plan(directory)
     ranks = [f"ranks/rank_{rank:03d}.py" for rank in range(Mesh.parse(plan["mesh"]).size)]
     stages = [f"stages/stage_{stage}.py" for stage in range(plan["stages"])]
@@ -84,7 +84,7 @@ def torchrun_command(directory: Path, arguments: Sequence[str]) -> list[str]:
 
 
 def gpus() -> int:
-    """How many this machine has, as far as this process may see them."""
+    """The number of GPUs that this process can see."""
     import torch
 
     return torch.cuda.device_count()
@@ -93,10 +93,9 @@ def gpus() -> int:
 def run(
     directory: Path, *, steps: int = 10, arguments: Sequence[str] = (), tell: Tell = lambda line: None
 ) -> RunResult:
-    """Train a package for some steps with real processes; `tell` gets the torchrun line first.
+    """Train a package for some steps with real processes; `tell` receives the torchrun command first.
 
-    The ranks' own output goes to stderr as it comes. Raises RunFailed, and PartcError for arguments that train.py
-    does not take.
+    The ranks' output goes to stderr as it comes. Raises RunFailed, and PartcError for arguments that train.py rejects.
     """
     from partc.runtime.device.cuda_graphs import need_gpus
     from partc.runtime.errors import UsageError
@@ -121,7 +120,7 @@ def run(
         reports = read_reports(folder)
         if job.report is not None:
             shutil.copytree(folder, job.report, dirs_exist_ok=True)
-        # torchrun fails when it is stopped, even where its ranks have saved and ended well.
+        # torchrun fails when it is stopped, even if its ranks have saved and exited successfully.
         if code and not (stopped and len(reports) == job.world_size):
             raise RunFailed("the package", code, "")
     from partc.runtime.layout import tokens_per_step  # which loads torch
@@ -139,7 +138,7 @@ def run(
 
 
 def _watched(command: Sequence[str]) -> tuple[int, bool]:
-    """Run a command to its end; returns its exit code, and whether it was asked to stop. Signals are passed on."""
+    """Run a command to its end and pass signals on; return its exit code, and whether it was asked to stop."""
     asked: list[int] = []
     process = subprocess.Popen(command, env=local_environment(), stdout=sys.stderr)
 
@@ -163,11 +162,11 @@ def _watched(command: Sequence[str]) -> tuple[int, bool]:
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:
-    """What each rank wrote at its end, by rank."""
+    """The final report of each rank, by rank."""
     reports = [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
     return sorted(reports, key=lambda report: int(report["rank"]))
 
 
 def local_environment() -> dict[str, str]:
-    """This process's environment, with one thread per rank unless the user says otherwise."""
+    """The environment of this process, with one thread per rank unless the user set another number."""
     return {"OMP_NUM_THREADS": "1", **os.environ}

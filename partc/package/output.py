@@ -1,4 +1,4 @@
-"""Put a package in its folder: as a whole, and never over what partc did not write."""
+"""Writing a package's folder: atomically, and never over files that partc did not write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _CACHES = "__pycache__"
 
 
 def check_target(directory: Path) -> None:
-    """Raises PartcError P0601 (not partc's to replace), P0602 (unusable), P0606 (changed by hand)."""
+    """Check that the folder may be replaced. Raises PartcError P0601 (not partc's), P0602 (unusable), P0606 (changed by
+    hand).
+    """
     try:
         _check_target(directory)
     except (OSError, RuntimeError, ValueError) as error:  # loops of links, names that no file can have
@@ -54,9 +56,8 @@ def _check_target(directory: Path) -> None:
 def write(files: Iterable[tuple[str, str | bytes]], directory: Path) -> Path:
     """Write a package and return its folder.
 
-    It is written beside its place and moved there when complete: until then an older package stays
-    as it was. The older one's files go; what a user put among them stays. Raises PartcError P0601,
-    P0602 and P0606.
+    The package is written beside its place and moved there when complete; until then an older package is unchanged. The
+    older package's files are removed, and a user's files among them stay. Raises PartcError P0601, P0602 and P0606.
     """
     check_target(directory)
     target = directory.resolve()
@@ -82,7 +83,7 @@ def write(files: Iterable[tuple[str, str | bytes]], directory: Path) -> Path:
 
 
 def write_page(text: str, path: Path, *, mark: str = PAGE, option: str = "--html") -> None:
-    """Write a report, over an older one at most, which has `mark` in it. Raises PartcError P0601 and P0602."""
+    """Write a report; it replaces at most an older report, which contains `mark`. Raises PartcError P0601 and P0602."""
     try:
         if path.exists() and mark not in path.read_text(encoding="utf-8", errors="replace"):
             raise PartcError("P0601", f"{path} is a file that partc did not write", help=f"name another with {option}")
@@ -109,7 +110,7 @@ def _write_all(files: Iterable[tuple[str, str | bytes]], folder: Path) -> None:
 
 
 def _keep_others(old: Path, new: Path) -> None:
-    """Copy the user's own files of the old folder to the new one: logs, checkpoints, notes."""
+    """Copy the user's own files from the old folder to the new one: logs, checkpoints, notes."""
     ours = {*_manifest(old), MANIFEST, "plan.json"}
     for root, folders, names in os.walk(old):
         folders[:] = [name for name in folders if name != _CACHES]
@@ -121,7 +122,7 @@ def _keep_others(old: Path, new: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same file under a second name, for the first is about to go; a copy where links don't work."""
+    """Hard-link the file under a second name, since the first will be removed; copy it if links do not work."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:
@@ -137,7 +138,7 @@ def _is_package(directory: Path) -> bool:
 
 
 def _manifest(directory: Path) -> dict[str, str]:
-    """Name -> digest of what partc wrote there. Raises PartcError P0606 for files elsewhere, which it never writes."""
+    """Name -> digest of the files that partc wrote. Raises PartcError P0606 for paths outside the folder."""
     try:
         lines = contents(directory / MANIFEST, within=directory).decode().splitlines()
     except (Malformed, UnicodeDecodeError):
@@ -155,7 +156,7 @@ def _manifest(directory: Path) -> dict[str, str]:
 
 
 def _inside(directory: Path, name: str) -> bool:
-    """Whether a listed name is that of a file in the folder, with no link on its way."""
+    """Whether a listed name is a file in the folder, reached without symbolic links."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
         return False

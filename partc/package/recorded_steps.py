@@ -1,4 +1,4 @@
-"""What ranks wrote with `train.py --trace`: read, checked, and put on one axis of time."""
+"""The traces that ranks wrote with `train.py --trace`: read, checked, and put on one axis of time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Time = Annotated[int, at_least(-(1 << 62)), at_most(1 << 62)]  # nanoseconds
 
 
 def _fields(fields: tuple[Any, ...]) -> str:
-    """Accepts what an interval's fields say together."""
+    """A validator of an interval's fields together."""
     start, end, kind, _, over, *_ = fields
     if start > end:
         return "which ends before it starts"
@@ -42,7 +42,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """A rank's file."""
+    """A rank's trace file."""
 
     partc_trace: Literal[1]
     package: str
@@ -61,7 +61,7 @@ Steps = Mapping[int, tuple[Interval, ...]]  # by number, counted from 1
 
 @dataclass(frozen=True)
 class Measured:
-    """Some steps of a run. Every rank's times are nanoseconds of one clock."""
+    """Measured steps of a run. All times are nanoseconds of one clock."""
 
     package: str  # where it was
     plan: str  # the digest of its plan.json
@@ -75,7 +75,7 @@ class Measured:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes that collectives went over."""
+        """The axes over which collectives ran."""
         found = {
             x.over.partition(" ")[0]
             for rank in self.ranks
@@ -86,13 +86,13 @@ class Measured:
         return frozenset(axis for over in found for axis in over.split(","))
 
     def span(self, step: int) -> tuple[int, int]:
-        """When the first rank began a step, and when the last one ended it."""
+        """The start of a step on the first rank and its end on the last."""
         found = [each for rank in self.ranks for each in rank[step] if each.kind == "work"]
         return min(each.start for each in found), max(each.end for each in found)
 
     @cached_property
     def messages(self) -> tuple[tuple[int, int, Interval, Interval], ...]:
-        """Sender, receiver, the sending and the waiting of all that was sent from rank to rank."""
+        """For each message between ranks: sender, receiver, the sending interval and the waiting interval."""
         return tuple(message for step in self.steps for message in self._messages(step))
 
     def _messages(self, step: int) -> Iterator[tuple[int, int, Interval, Interval]]:
@@ -105,7 +105,7 @@ class Measured:
 
     @cached_property
     def split(self) -> tuple[float, Split]:
-        """Seconds of a step, and where they go: means over its ranks and all steps."""
+        """The seconds of a step, and their split: means over ranks and steps."""
         late = [0] * len(self.ranks)
         for _, receiver, sent, got in self.messages:
             late[receiver] += max(0, min(sent.start, got.end) - got.start)

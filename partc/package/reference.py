@@ -1,7 +1,7 @@
-"""The single-device model, trained plainly: what `partc verify` holds a package against.
+"""The single-device model, trained plainly: the reference of `partc verify`.
 
-Run as `python -m partc.package.reference PACKAGE FOLDER SETTINGS`, a process of its own: it uses the package's
-model.py and plan.json, autograd, torch's optimizers and the whole batch, and nothing else that was emitted.
+Run as `python -m partc.package.reference PACKAGE FOLDER SETTINGS` in a process of its own. It uses the package's
+model.py and plan.json, autograd, torch's optimizers and the whole batch, and no other emitted file.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Update:
-    """torch's own optimizer, clipping and schedule, by the options of train.py. Parameters without `grad` stay."""
+    """torch's own optimizer, clipping and schedule, with the options of train.py. Parameters without `grad` do not
+    change.
+    """
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class Update:
         self.passed(updated=True)
 
     def passed(self, *, updated: bool) -> None:
-        """End a step; one whose gradients overflow updates nothing, and its rate passes."""
+        """End a step. A step with overflowing gradients updates nothing, but its learning rate passes."""
         if updated:
             self._optimizer.step()
         with warnings.catch_warnings():
@@ -112,7 +114,7 @@ class Update:
 def _schedule(
     optimizer: torch.optim.Optimizer, decline: str, lr: float, steps: int, warmup: int, least: float
 ) -> lr_scheduler.LRScheduler:
-    """A linear warm-up to `lr`, and the way down to `least`, which the last step has."""
+    """A linear warm-up to `lr`, and the decline to `least`, the rate of the last step."""
     peak = max(warmup - 1, 0)
     down = max(1, steps - 1 - peak)
     rising = lr_scheduler.LinearLR(optimizer, 1 / max(warmup, 1), 1.0, peak)
@@ -127,7 +129,7 @@ def _schedule(
 
 
 def _backward(module: Any, model: nn.Module, plan: dict[str, Any], seed: int, number: int, accumulate: int) -> float:
-    """Add the gradients of a batch's part of the step's loss, which is returned."""
+    """Add the gradients of a batch's part of the step's loss, and return that part."""
     batch = global_batch(module, plan["options"], seed=seed, step=number, dtype=held_in(plan["precision"]))
     parts = _microbatches(batch, plan)
     total = 0.0
@@ -147,12 +149,12 @@ def _backward(module: Any, model: nn.Module, plan: dict[str, Any], seed: int, nu
 
 
 def _mixed(precision: str) -> torch.autocast:
-    """torch's own mixed precision, where the package has partc's."""
+    """torch's own mixed precision, in place of partc's."""
     return torch.autocast("cpu", AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
 
 
 def _microbatches(batch: dict[str, Tensor], plan: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """The whole batch; or its microbatches, one after the other, where the plan takes each for a batch of its own."""
+    """The whole batch; or its microbatches, if the plan treats each as a batch of its own."""
     if not plan["repeated"]:
         return [batch]
     count = plan["microbatches"]
@@ -162,7 +164,7 @@ def _microbatches(batch: dict[str, Tensor], plan: dict[str, Any]) -> list[dict[s
 
 
 def loss_of(module: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The model file's loss: its own function, or what the model returns, or that object's `.loss`."""
+    """The model file's loss: its own function, or the model's result, or that object's `.loss`."""
     result = module.loss(model, batch) if hasattr(module, "loss") else model(**batch)
     if not isinstance(result, Tensor):
         result = result.loss

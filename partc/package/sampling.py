@@ -1,4 +1,4 @@
-"""The single device's random operations, drawn by element as packages draw them."""
+"""The single device's random operations, drawn by element as in packages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from partc.torch_private import TorchDispatchMode
 
 
 class Sampling(TorchDispatchMode):
-    """Replaces torch's generator while a model runs eagerly; random operations are numbered as they come.
+    """Replaces torch's generator while a model runs eagerly; random operations are numbered in order.
 
-    The count is kept as the seed of torch's CPU generator: whatever runs a part of the model again, as
-    activation checkpointing does in backward, first puts that generator back, and so draws the same.
-    A dropout is one Bernoulli draw to torch, and so it is here: its place in the order is all that counts.
+    The count is kept as the seed of torch's CPU generator: code that runs a part of the model again, such as activation
+    checkpointing in backward, first restores that generator, and so draws the same. Torch sees a dropout as one
+    Bernoulli draw, and so it is here: only its position in the order counts.
     """
 
     def __init__(self, seed: int, step: int) -> None:
@@ -116,7 +116,7 @@ def _multinomial(sampling: Sampling, func: Any, given: Given) -> Tensor:
 
 
 def _rrelu(sampling: Sampling, func: Any, given: Given) -> Tensor:
-    """What multiplies each element is left in `noise`, where backward reads it."""
+    """rrelu; the multiplier of each element is left in `noise`, where backward reads it."""
     x: Tensor = given["self"]
     lower, upper = given.get("lower", 1 / 8), given.get("upper", 1 / 3)
     if not given.get("training", False):
@@ -167,7 +167,7 @@ def _native_dropout(sampling: Sampling, func: Any, given: Given) -> tuple[Tensor
 
 
 def _draws(names: Sequence[str], given: Given) -> bool:
-    """Whether this call draws: attention does only where it drops, which it does not unless told to."""
+    """Whether this call draws: attention does only with dropout."""
     return "dropout_p" not in names or bool(given.get("dropout_p"))
 
 
@@ -176,7 +176,7 @@ def _makes_tensors(func: Any) -> bool:
 
 
 def _given_back(func: Any, x: Tensor, result: Tensor) -> Tensor:
-    """In place where the operation is."""
+    """Return the result, in place if the operation is in place."""
     return x.copy_(result) if func._schema.name.endswith("_") else result
 
 

@@ -1,4 +1,4 @@
-"""Proof by training: a package against the single-device model it was compiled from."""
+"""Verification by training: a package against the single-device model that it was compiled from."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from partc.runtime.errors import UsageError
 from partc.runtime.layout import Shard
 from partc.runtime.train.job import parse
 
-# What rounding alone may do. fp64 leaves no room for anything else; fp32 sums in another order. Parameters are measured
+# Tolerances for rounding. fp64 leaves no room for anything else; fp32 sums in another order. Parameters are measured
 # against torch.optim's update from the package's own gradients, which are measured against the model's. Constants are
-# what no gradient reaches: buffers, and parameters that stay as they are.
+# buffers and parameters without gradients.
 TOLERANCES: Mapping[str, Mapping[str, float]] = {
     "fp64": {"loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10, "constant": 1e-10},
     # Against torch's autocast, which rounds in other places: activations have 8 (bf16) or 11 (fp16) bits.
@@ -58,7 +58,7 @@ SMALLEST_SCALE: Mapping[str, float] = {"fp64": 1e-3, "fp32": 1e-2, "bf16": 1e-1,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One comparison: a loss, a gradient, a parameter or a constant, on one rank after one step, counted from 1."""
+    """One comparison: a loss, gradient, parameter or constant, on one rank after one step (counted from 1)."""
 
     kind: str
     name: str
@@ -69,7 +69,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyResult:
-    """What `partc verify --json` prints."""
+    """The document that `partc verify --json` prints."""
 
     ok: bool
     losses: tuple[float, ...]
@@ -89,10 +89,10 @@ def verify(
 ) -> VerifyResult:
     """Train twice from the same seed, and compare every loss, gradient and parameter on every rank.
 
-    `arguments` are train.py's options that say how to train; its defaults hold, and gradients are clipped (`CLIP`).
-    With `virtual`, all ranks run in one process. `reference` is where the single-device model's run is kept: one
-    that stands there is used again, so that packages of one model on many meshes share it. Raises RunFailed when
-    either training stops, and PartcError P0504 and those of train.py for options that it does not take.
+    `arguments` are training options of train.py; its defaults apply, and gradients are clipped (`CLIP`). With
+    `virtual`, all ranks run in one process. `reference` is a folder for the single-device run: a run that is there is
+    used again, so that packages of one model on many meshes share it. Raises RunFailed if a training stops, and
+    PartcError P0504 and those of train.py for invalid options.
     """
     plan = read_package(directory)
     if steps < 1:
@@ -128,7 +128,7 @@ def verify(
 
 
 def _recipe(directory: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """How both are trained, as train.py reads its options."""
+    """The training options of both runs, as train.py parses them."""
     try:
         job = parse(arguments, directory)
     except UsageError as error:
@@ -145,7 +145,7 @@ def _recipe(directory: Path, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def relative_error(mine: Tensor | float, theirs: Tensor | float, scale: float) -> float:
-    """The largest difference over `scale`; infinite where either isn't a number."""
+    """The largest difference divided by `scale`; infinite if either is not a number."""
     error = (
         float((torch.as_tensor(mine) - torch.as_tensor(theirs)).abs().amax()) if torch.as_tensor(mine).numel() else 0.0
     )
@@ -155,7 +155,7 @@ def relative_error(mine: Tensor | float, theirs: Tensor | float, scale: float) -
 
 
 def _train_both(directory: Path, folder: Path, reference: Path, virtual: bool, recipe: Mapping[str, Any]) -> None:
-    """Run the single-device model, unless its run is there already, and the package side by side."""
+    """Run the package, and beside it the single-device model unless its run exists."""
     arguments = list(_options(recipe))
     arguments += ["--record", str(folder / "record"), "--report", str(folder / "report")]
     if (directory / "runtime" / "train" / "tuning.py").is_file():
@@ -187,7 +187,7 @@ def _train_both(directory: Path, folder: Path, reference: Path, virtual: bool, r
 
 
 def _options(recipe: Mapping[str, Any]) -> Iterator[str]:
-    """The recipe on train.py's command line."""
+    """The training options on train.py's command line."""
     for name, value in recipe.items():
         for each in value if isinstance(value, list | tuple) else (value,):
             if each is not None:
@@ -200,7 +200,7 @@ def _start(command: list[str], output: Path, variables: Mapping[str, str]) -> su
 
 
 def _rounding(plan: Mapping[str, Any]) -> str:
-    """Whose rounding a package shows: gradients may travel in less than they are made in."""
+    """The precision that determines the tolerance: gradients may travel in fewer bits than they are computed in."""
     command = plan.get("command", {})
     fewer = [command[name] for name in ("compress_grads", "grad_reduce") if name in command]
     return str(fewer[0] if fewer else plan["precision"])
@@ -225,10 +225,10 @@ def _holders(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> Iterator[tupl
 
 
 class _Updates:
-    """torch's optimizer on the gradients that the package made: what its parameters must be, almost exactly.
+    """torch's optimizer on the package's own gradients; its result must equal the package's parameters almost exactly.
 
-    Two trainings part ways where a gradient is nothing but rounding, as of a bias before a norm: Adam divides it by
-    its own size. Their parameters are no measure of each other then, but the update from equal gradients is.
+    Two trainings diverge where a gradient is pure rounding, such as that of a bias before a norm: Adam divides it by
+    its own size. Their parameters cannot be compared then, but the updates from equal gradients can.
     """
 
     def __init__(self, plan: Mapping[str, Any], start: Mapping[str, Tensor], recipe: Mapping[str, Any]) -> None:
@@ -243,7 +243,7 @@ class _Updates:
         self._update = Update(self._values, **settings)
 
     def after(self, records: Records, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The reference's gradients and buffers of a step, and the parameters that the package's gradients lead to."""
+        """The reference's gradients and buffers of a step, and the parameters after the package's gradients."""
         trained = [name for name in self._values if f"gradient/{name}" in reference]
         for name in trained:
             self._values[name].grad = self._gradient(name, records)
@@ -257,7 +257,7 @@ class _Updates:
         return {**reference, **{key: x for key, x in found.items() if key not in fixed}}
 
     def _gradient(self, name: str, records: Records) -> Tensor:
-        """A whole gradient from the parts that ranks hold; zeros where none does."""
+        """A whole gradient, assembled from the ranks' shards; zeros if no rank holds it."""
         entry, whole = self._entries[name], torch.zeros_like(self._values[name])
         shard = Shard(entry["dtype"] + entry["layout"], holds=tuple(entry["shape"]))
         places = torch.arange(1, whole.numel() + 1).view(whole.shape)  # 0 is padding
@@ -272,7 +272,7 @@ class _Updates:
 def _compare_step(
     plan: Mapping[str, Any], records: Records, step: int, reference: Mapping[str, Tensor]
 ) -> Iterator[Difference]:
-    """Every rank's gradients and parameters of a step against their slices of the reference."""
+    """Compare every rank's gradients and parameters of a step with slices of the reference."""
     sizes = Mesh.parse(plan["mesh"]).sizes
     smallest = SMALLEST_SCALE[_rounding(plan)]
     measure = _root_mean_square if _rounding(plan) in MIXED else _largest
@@ -297,7 +297,7 @@ def _compare_step(
 
 
 def _whole(reference: Mapping[str, Tensor], kind: str, name: str, shard: Shard) -> Tensor:
-    """The reference's tensor; a parameter that the loss doesn't depend on has a gradient of zeros."""
+    """The reference's tensor; a parameter that the loss does not depend on has a gradient of zeros."""
     if f"parameter/{name}" not in reference:
         raise PartcError(
             "P0502",
@@ -310,7 +310,7 @@ def _whole(reference: Mapping[str, Tensor], kind: str, name: str, shard: Shard) 
 
 
 def _apart(mine: Tensor, theirs: Tensor, measure: Callable[[Tensor], float]) -> float:
-    """The measure of a difference; infinite where numbers that are not rounded differ."""
+    """The measure of a difference; infinite if integers or booleans differ."""
     if not theirs.is_floating_point():
         return 0.0 if torch.equal(mine, theirs) else math.inf
     return measure(mine - theirs)
@@ -321,5 +321,5 @@ def _largest(x: Tensor) -> float:
 
 
 def _root_mean_square(x: Tensor) -> float:
-    """What rounding in few bits leaves of a tensor as a whole: single elements may fall on the other side of a relu."""
+    """The effect of rounding on a tensor as a whole; single elements may fall on the other side of a relu."""
     return float(x.double().square().mean().sqrt()) if x.numel() and x.is_floating_point() else 0.0

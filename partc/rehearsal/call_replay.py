@@ -1,4 +1,4 @@
-"""What each function of the emitted code does to memory: learnt when it first runs, played again from then on.
+"""The effects of emitted functions on memory: recorded when a function first runs, replayed from then on.
 
     def block_forward(comm, p, x):                 def block_forward(comm, p, x):
         h = x @ p.w                                    _call = _lessons.enter("block_forward", (p, x))
@@ -13,9 +13,9 @@
                                                        …
                                                        return _call.leave((y, (h, x)))
 
-Whoever calls the function refers to what he passed, or has handed it over: Python's own rules decide when a tensor
-ends, in a function that is played as in one that runs. So an argument has a stand-in while the function is learnt,
-whose end tells from where on the function needs it no longer.
+The caller of a function keeps its references to the arguments, or has given them up: Python's own rules decide when a
+tensor ends, in a replayed function as in a running one. For this reason arguments have substitutes while a function is
+recorded; the end of a substitute is the point at which the function no longer needs the argument.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """A result that is one of the arguments' tensors, by its number; `sight` is another one of it, if any."""
+    """A result that is one of the arguments' tensors, by its number; `sight` is another view of it, if any."""
 
     number: int
     sight: Sight | None
@@ -48,7 +48,7 @@ class _Argument:
 
 @dataclass(frozen=True, slots=True)
 class _New:
-    """A result whose memory the function made, by the number of that."""
+    """A result in memory that the function allocated, by the number of the allocation."""
 
     number: int
     sight: Sight
@@ -56,7 +56,7 @@ class _New:
 
 @dataclass(slots=True)
 class Lesson:
-    """What a function does: for a while it has memory of its own, then lets go of arguments, and so on."""
+    """The effects of a function: alternately temporary memory and releases of arguments."""
 
     steps: list[tuple[Surge, tuple[int, ...]]] = field(default_factory=list)
     blocks: list[tuple[int, str, str]] = field(default_factory=list)  # of results: bytes, category, name
@@ -64,7 +64,7 @@ class Lesson:
 
 
 class Lessons:
-    """All that has been learnt, by function: functions of equal text do the same."""
+    """All recorded functions; functions of equal text have equal effects."""
 
     def __init__(self) -> None:
         self.learnt: dict[Key, Lesson] = {}
@@ -72,17 +72,17 @@ class Lessons:
         self.turns: Mapping[str, Iterator[str]] = {}  # of functions, the calls that they run for, in order
 
     def enter(self, function: Learnt, arguments: tuple[Any, ...]) -> Call:
-        """Called by a function that begins."""
+        """Called at the start of a function."""
         self.ledger.call = next(self.turns.get(function.name, iter(())), "")
         places: dict[int, int] = {}
         leaves = list(_leaves(arguments))
         same = tuple(places.setdefault(self._memory(leaf), len(places)) for leaf in leaves)
-        # What a function does to memory doesn't depend on where in theirs its arguments begin.
+        # A function's effects on memory do not depend on the storage offsets of its arguments.
         seen = tuple(_sight(leaf)[:3] for leaf in leaves)
         return Call(self, function, (function.text, seen, same), same)
 
     def _memory(self, leaf: Leaf | Tensor) -> int:
-        """The identity of what is behind a tensor."""
+        """The identity of the memory behind a tensor."""
         owner = leaf.owner if isinstance(leaf, Leaf) else leaf
         block = owner.block if isinstance(owner, Owned) else self.ledger.block(owner)
         return storage_key(owner) if block is None and isinstance(owner, Tensor) else id(block)
@@ -115,7 +115,7 @@ class Call:
         return self._key in self._lessons.learnt
 
     def play(self, arguments: list[Any]) -> Any:
-        """Do what the function did. Nothing else may refer to what the list has."""
+        """Replay the function's effects. Nothing else may refer to the contents of the list."""
         lesson = self._lessons.learnt[self._key]
         leaves: list[Leaf | Tensor | None] = list(_leaves(arguments))
         arguments.clear()
@@ -138,7 +138,7 @@ class Call:
         return self._handed(lesson.result, returned)
 
     def stand_ins(self, *arguments: Any) -> tuple[Any, ...]:
-        """Other tensors like the arguments: their ends are the function's doing."""
+        """Substitutes for the arguments, whose ends the function determines."""
         self._held = list(_leaves(arguments))
         bases: dict[int, Tensor] = {}
         numbers = iter(range(len(self._held)))
@@ -179,17 +179,17 @@ class Call:
             self._held[number] = None
 
     def at(self, line: int) -> None:
-        """The function comes to a line of its file."""
+        """The function reaches a line of its file."""
         self._ledger.line = f"{self._function.file}:{line}"
 
     def named(self, name: str, value: Any) -> None:
-        """What the function calls a value."""
+        """The function names a value."""
         block = self._ledger.block(value) if isinstance(value, Tensor) else None
         if block is not None and not block.name:
             block.name = f"{self._function.region}.{name}"
 
     def leave(self, result: Any) -> Any:
-        """Called with what the function returns."""
+        """Called with the function's result."""
         heard, self._ledger.heard = self._ledger.heard, None
         assert heard is not None
         numbers: dict[Block, int] = {}
@@ -223,7 +223,7 @@ class Call:
         return handed
 
     def _handed(self, result: Any, returned: Callable[[Any], Leaf | Tensor]) -> Any:
-        """Tensors for the caller to compute with; those in records are saved, and wait."""
+        """Tensors for the caller to compute with; tensors in records are saved values."""
         self._ledger.call = self._ledger.line = ""
 
         def handed(item: Any) -> Any:
@@ -244,7 +244,7 @@ class Call:
         return _mapped(record, waiting)
 
     def _outlives(self, leaf: Leaf | Tensor, category: str) -> None:
-        """What was made in passing is kept for something."""
+        """Record that a temporary value is kept."""
         owner = leaf.owner if isinstance(leaf, Leaf) else leaf
         block = owner.block if isinstance(owner, Owned) else self._ledger.block(owner)
         if block is not None and block.category in ("temporaries", "communication"):
@@ -267,7 +267,7 @@ class Call:
 
 
 def _passed(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:
-    """An argument that is a result, seen otherwise if a sight is given."""
+    """An argument as a result, as another view if `sight` is given."""
     assert leaf is not None
     if sight is None:
         return leaf
@@ -275,14 +275,14 @@ def _passed(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:
 
 
 def _seen(x: Tensor, sight: Sight) -> Tensor:
-    """The same memory otherwise."""
+    """The same memory under another view."""
     dtype, shape, stride, offset = sight
     flat = x if x.dtype == dtype else x.view(-1).view(dtype)
     return flat.as_strided(shape, stride, offset)
 
 
 def _steps(heard: Iterable[Event]) -> list[tuple[Surge, tuple[int, ...]]]:
-    """What the function had for itself at most, up to the end of each argument and up to its own."""
+    """The function's peaks of temporary memory, up to the end of each argument and up to its own."""
     steps: list[tuple[Surge, tuple[int, ...]]] = []
     alive: dict[Block, None] = {}
     now = 0
@@ -307,12 +307,12 @@ def _sight(leaf: Leaf | Tensor) -> Sight:
 
 
 def _is_record(value: Any) -> bool:
-    """Whether it is what a function keeps for another: an instance of an emitted dataclass."""
+    """Whether a value is an instance of an emitted dataclass, which a function keeps for another."""
     return is_dataclass(value) and not isinstance(value, Leaf | _Argument | _New)
 
 
 def _leaves(value: Any, kind: Any = (Leaf, Tensor)) -> Iterator[Any]:
-    """All of a kind in tuples, lists, dicts and records, in order."""
+    """All objects of a kind in tuples, lists, dicts and records, in order."""
     if isinstance(value, kind):
         yield value
     elif _is_record(value):
@@ -327,7 +327,7 @@ def _leaves(value: Any, kind: Any = (Leaf, Tensor)) -> Iterator[Any]:
 
 
 def _mapped(value: Any, each: Callable[[Any], Any]) -> Any:
-    """The same structure of other leaves."""
+    """The same structure with other leaves."""
     if isinstance(value, Leaf | Tensor | _Argument | _New):
         return each(value)
     if _is_record(value):
@@ -390,7 +390,7 @@ def _run(tree: ast.Module, file: str, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def _instrument(function: ast.FunctionDef) -> None:
-    """Tell `_lessons` what the function does; see the module's own words."""
+    """Insert the calls of `_lessons` into the function; see the module's docstring."""
     taken = [arg.arg for arg in function.args.args if arg.arg not in ("comm", "number")]
     listed = ", ".join(taken)
     opening = f"_call = _lessons.enter(_functions[{function.name!r}], ({listed}{',' if taken else ''}))\n"

@@ -1,7 +1,7 @@
-"""The times of a rank's step as a rehearsal of it found them: what is held besides what microbatches have saved.
+"""The moments of a rank's step as its rehearsal found them: memory besides the saved values of microbatches.
 
-That changes little with what they save. So the times of a few rehearsed programs say what others would hold, which
-save less or more.
+This memory changes little with the saved values. So the moments of a few rehearsed programs predict the memory of
+others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Peaks = Mapping[tuple[str, str], int]  # the most bytes in every action and call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """The calls of a stage that save something, in order: what each is a call of, and what it saves."""
+    """The calls of a stage that save values, in order, with their regions and saved bytes."""
 
     slots: Mapping[str, Slot]
     bytes: Mapping[str, int]
@@ -28,7 +28,7 @@ class _Stage:
         return sum(self.bytes.values())
 
     def up_to(self, name: str) -> int:
-        """What is saved at the end of the last call that is like this one."""
+        """The bytes that are saved at the end of the last call of this name."""
         calls = list(self.bytes)
         alike = [other for other in calls if self._kind(other) == self._kind(name)]
         return sum(self.bytes[other] for other in calls[: calls.index(alike[-1]) + 1])
@@ -38,7 +38,7 @@ class _Stage:
 
 
 def observed(plain: Program, chosen: Program, schedule: Sequence[Action], peaks: Peaks) -> tuple[Time, ...]:
-    """The times of the rank with this schedule; `chosen` is the program `plain` with what calls save decided."""
+    """The moments of the rank with this schedule; `chosen` is the program `plain` with its saved values decided."""
     stages = {action.stage: _stage(plain, chosen, action.stage) for action in schedule}
     inside: dict[str, list[tuple[str, int]]] = {}
     for (action, call), bytes in peaks.items():

@@ -1,7 +1,7 @@
-"""Counts the memory behind tensors that have none: every storage from the operation that makes it to its end.
+"""A ledger of tensor memory: counts every storage from the operation that makes it to its end.
 
-Tensors are those of the device meta: they have shapes and storages, which live as long as someone refers to them, and
-no bytes. So whoever runs code on them learns what it would hold and when, from Python's own rules.
+The tensors are on the device meta. They have shapes and storages, which live as long as someone refers to them, but no
+bytes. Running code on them shows its memory over time, by Python's own reference counting.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from partc.torch_private import TorchDispatchMode
 
 
 class Block:
-    """Memory of one storage. Its category may become a more precise one while it lives."""
+    """The memory of one storage. Its category may become more precise while it lives."""
 
     __slots__ = ("bytes", "category", "name")
 
@@ -34,7 +34,7 @@ class Block:
 
 
 class Owned:
-    """Holds a block without a tensor: the block ends with the last reference to this."""
+    """Holds a block without a tensor: the block ends with the last reference to this object."""
 
     __slots__ = ("__weakref__", "block", "ledger")
 
@@ -51,7 +51,7 @@ Sight = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]  # dtype, shap
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor that nobody computes with for now: who holds its memory, and how it sees that."""
+    """A tensor that is not computed with at present: the owner of its memory, and its view of it."""
 
     owner: Owned | Tensor
     sight: Sight
@@ -63,7 +63,7 @@ def sight(x: Tensor) -> Sight:
 
 @dataclass(frozen=True, slots=True)
 class Surge:
-    """What a stretch of code that has run before makes for itself: at most, where, and what that is."""
+    """The temporary memory of code that has run before: its peak, the place of the peak, and its contents."""
 
     bytes: int
     line: str
@@ -73,7 +73,7 @@ class Surge:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that is heard of while a function runs: "+" or "-" and a block, or "drop" and arguments' numbers."""
+    """An event while a function runs: "+" or "-" and a block, or "drop" and the numbers of arguments."""
 
     kind: str
     what: Any
@@ -85,9 +85,9 @@ Entry = tuple[str, Block | Surge | None]  # "+" block, "-" block, "^" surge, "."
 
 
 class Ledger(TorchDispatchMode):
-    """All storages that operations make inside it, by category and name.
+    """All storages that operations create inside it, by category and name.
 
-    `category` and `name` are what new ones get. `action`, `call`, `line` say where the code is.
+    `category` and `name` apply to new storages. `action`, `call` and `line` give the current place in the code.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Ledger(TorchDispatchMode):
         self.add(block, op)
 
     def add(self, block: Block, op: str = "") -> None:
-        """From now on there is this block."""
+        """Register a new block."""
         self.now += block.bytes
         self._tape.append(("+", block))
         if self.heard is not None:
@@ -130,7 +130,7 @@ class Ledger(TorchDispatchMode):
         self._reaches(self.now, op, self.line)
 
     def holds(self, bytes: int) -> Owned:
-        """Memory that nobody computes with: it is there as long as what this returns."""
+        """Reserve memory that is not computed with, until the returned object is dropped."""
         block = Block(bytes, self.category, self.name)
         self.add(block)
         return Owned(self, block)
@@ -142,7 +142,7 @@ class Ledger(TorchDispatchMode):
             self.heard.append(Event("-", block))
 
     def surges(self, surge: Surge) -> None:
-        """For a moment there is more."""
+        """Record a momentary surge."""
         self._tape.append(("^", surge))
         self._reaches(self.now + surge.bytes, surge.op, surge.line)
 
@@ -155,7 +155,7 @@ class Ledger(TorchDispatchMode):
             self.at = Place(action=self.action, call=self.call, line=line, op=op)
 
     def watch(self, x: Tensor, block: Block, ended: Callable[[], None]) -> None:
-        """Know a storage by its block, and be told when it ends."""
+        """Associate a storage with its block, and call `ended` when it ends."""
         key = storage_key(x)
 
         def last(_: object) -> None:
@@ -165,13 +165,13 @@ class Ledger(TorchDispatchMode):
         self._found[key] = (weakref.ref(x.untyped_storage(), last), block)
 
     def block(self, x: Tensor) -> Block | None:
-        """What is known of a tensor's memory."""
+        """The block of a tensor's storage, if known."""
         found = self._found.get(storage_key(x))
         return None if found is None else found[1]
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Operations in here make nothing that counts."""
+        """A context whose operations do not count."""
         before, self._muted = self._muted, True
         try:
             yield
@@ -180,7 +180,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def making(self, category: str, name: str = "") -> Iterator[None]:
-        """What operations in here make is of this kind."""
+        """A context whose operations create storages of this category and name."""
         before = self.category, self.name
         self.category, self.name = category, name
         try:
@@ -189,19 +189,19 @@ class Ledger(TorchDispatchMode):
             self.category, self.name = before
 
     def enters(self, action: str) -> None:
-        """The next action of the step begins."""
+        """Begin the next action of the step."""
         self._actions.append(action)
         self._tape.append((".", None))
         self.action, self.call, self.line = action, "", ""
 
     def starts(self) -> None:
-        """The step begins: what was there before is there, and what was held at most before does not matter."""
+        """Begin the step: keep existing blocks, and forget the earlier peak."""
         self.peak = -1
         self.peaks.clear()
         self._reaches(self.now, "", "")
 
     def rank(self, place: int, stages: tuple[int, ...], host: int) -> RankMemory:
-        """What was found, since `starts`."""
+        """The account since `starts`."""
         alive, surged = self._alive()
         return RankMemory(
             place=place,
@@ -214,7 +214,7 @@ class Ledger(TorchDispatchMode):
         )
 
     def kinds(self) -> Iterator[tuple[str, Mapping[str, int]]]:
-        """Of each action, its most bytes by category."""
+        """For each action, its peak bytes by category."""
         now: Counter[str] = Counter()
         total = most = 0
         found: Mapping[str, int] = {}
@@ -250,7 +250,7 @@ class Ledger(TorchDispatchMode):
         return list(alive), last.alive if isinstance(last, Surge) else ()
 
     def _moments(self) -> Iterator[Moment]:
-        """Of each action that was entered."""
+        """The moment of each action that was entered."""
         now = peak = 0
         entered = -1
         for kind, what in self._tape:
@@ -275,7 +275,7 @@ def _by_category(blocks: Iterable[Block]) -> dict[str, int]:
 
 
 class _Even(TorchFunctionMode):
-    """Where the batch decides which rows an expert gets, every one gets as many: its numbers are not there."""
+    """Routing for tensors without values: every expert gets the same number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,6 +292,6 @@ class _Even(TorchFunctionMode):
 
 @contextmanager
 def counting() -> Iterator[Ledger]:
-    """Operations in here, on tensors of the meta device, are counted."""
+    """A context that counts operations on tensors of the meta device."""
     with _Even(), Ledger() as ledger, torch.no_grad():
         yield ledger

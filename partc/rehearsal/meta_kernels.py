@@ -1,4 +1,4 @@
-"""In place of a package's kernels: functions on tensors without memory, which make as much as those do."""
+"""Substitutes for a package's kernels: functions on tensors without memory that allocate as much as the kernels do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ META = torch.device("meta")
 
 
 def stand_ins(program: Program) -> SimpleNamespace:
-    """In place of kernels: functions that make as much memory as those do, and nothing else."""
+    """Functions that allocate as much memory as the kernels, and do nothing else."""
 
     def stand_in(op: Op, types: Mapping[str, TensorType]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
         shapes = [(value.type.layout.local_shape(program.sizes), DTYPES[value.type.dtype]) for value in op.results]
@@ -62,7 +62,7 @@ def stand_ins(program: Program) -> SimpleNamespace:
 
 @dataclass(frozen=True, slots=True)
 class _Codec:
-    """In place of the kernels that gradients are sent in few bits by."""
+    """A substitute for the kernels that compress gradients."""
 
     kind: str
 

@@ -1,7 +1,7 @@
 """Steps as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-The format is the Trace Event Format (Duca and Sinclair 2016) in its JSON object form: complete events
-(X), metadata (M), and flows (s, f) from sends to what receives them, times in microseconds.
+The format is the Trace Event Format (Duca and Sinclair 2016) as a JSON object: complete events (X), metadata (M), and
+flows (s, f) from sends to their receivers, with times in microseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMPUTE, COMMUNICATION = 0, 1  # threads of a process
 _THREADS = {COMPUTE: "compute", COMMUNICATION: "communication"}
 _PREDICTED = 1_000_000  # process ids of predicted ranks begin here
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d*)")
-# What collectives outside of the schedule's actions are for, where the name of their place doesn't say it.
+# The purposes of collectives outside the schedule's actions, where the name of the place does not tell.
 _OTHERS = {
     ("the update", "all_reduce"): "the norm of the whole model's gradient",
     ("the update", "all_gather"): "every rank keeps the updated parameters whole",
@@ -35,7 +35,7 @@ Event = dict[str, Any]
 
 
 def document(forecast: Forecast | None, measured: Measured | None, mesh: Mesh | None) -> str:
-    """Measured ranks, each pipeline coordinate's prediction above its own, and in `otherData` what that rests on."""
+    """The trace of measured ranks, with the prediction above each pipeline coordinate, and its basis in `otherData`."""
     events = list(_measured(measured, forecast, mesh)) if measured is not None else []
     about: dict[str, Any] = {"producer": "partc"}
     if measured is not None:
@@ -55,7 +55,7 @@ def document(forecast: Forecast | None, measured: Measured | None, mesh: Mesh | 
 
 
 def basis(forecast: Forecast, measured: Measured | None) -> str:
-    """What a prediction rests on, in a sentence."""
+    """The basis of a prediction, in a sentence."""
     machine = "an H100's arithmetic, memory and NVLink (partc/cost/roofline.py)"
     if measured is None:
         return f"durations are those of {machine}"
@@ -71,16 +71,16 @@ def summary(seconds: float, parts: Split) -> dict[str, float]:
 
 
 def predicted_split(forecast: Forecast) -> tuple[float, Split]:
-    """Seconds of the predicted step, and where they go on average."""
+    """The seconds of the predicted step, and their average split."""
     return forecast.seconds, Split(*forecast.split())
 
 
 def calibrated(forecast: Forecast, measured: Measured, mesh: Mesh) -> Forecast:
-    """The forecast with computation and communication each as long in total as it was on this machine.
+    """The forecast with total computation and total communication scaled to the measurement.
 
-    A collective takes as long as the rank that came last has waited in it, where it was waited for soon
-    after it was started. Of transfers those count whose receiver was there before the sender. So no
-    waiting for others is taken for slowness.
+    A collective's time is the time that the last rank to arrive waited in it, if the wait follows the start at once.
+    Transfers count if the receiver was ready before the sender. Thus waiting for other ranks is not mistaken for slow
+    communication.
     """
     work = sum(
         (1 if each.kind == "work" else -1) * (each.end - each.start)
@@ -114,7 +114,7 @@ def calibrated(forecast: Forecast, measured: Measured, mesh: Mesh) -> Forecast:
 
 
 def _collectives(intervals: Sequence[Interval]) -> Iterator[tuple[tuple[str, str, int], Interval]]:
-    """With what tells each from the others of a step: the action, the axes, and which one of these it is."""
+    """The collectives with keys that are unique within a step: (action, axes, index)."""
     seen: dict[tuple[str, str], int] = {}
     for each in sorted((each for each in intervals if each.kind == "collective"), key=lambda each: each.posted):
         key = each.within, each.over
@@ -123,7 +123,7 @@ def _collectives(intervals: Sequence[Interval]) -> Iterator[tuple[tuple[str, str
 
 
 def _group(mesh: Mesh, rank: int, over: str) -> tuple[object, ...]:
-    """What the ranks that meet in a collective share: their places on the other axes."""
+    """A key common to the ranks that meet in a collective: their coordinates on the other axes."""
     axes = (PIPELINE_AXIS,) if over.startswith(f"{PIPELINE_AXIS} ") else tuple(over.split(","))
     return over, *((axis, place) for axis, place in mesh.coordinate(rank).items() if axis not in axes)
 
@@ -167,7 +167,7 @@ def _slice(each: Interval, rank: int, first: int, step: int, why: str) -> Event:
 
 
 def _reasons(intervals: Sequence[Interval], forecast: Forecast, place: int) -> dict[int, str]:
-    """What collectives are for, where an action starts as many of them, alike, as the plan says."""
+    """The purposes of collectives, for actions that start as many of them as the plan has."""
     places = sorted((each.start, each.name) for each in intervals if each.kind in ("work", "aside"))
     by_action: dict[tuple[float, str], list[int]] = {}
     for index, each in enumerate(intervals):
@@ -191,7 +191,7 @@ def _reasons(intervals: Sequence[Interval], forecast: Forecast, place: int) -> d
 
 
 def _predicted(forecast: Forecast, begin: float) -> Iterator[Event]:
-    """One predicted step, `begin` microseconds after the trace's start."""
+    """One predicted step, starting `begin` microseconds after the start of the trace."""
     drawn: dict[str, tuple[int, float, float]] = {}  # process, start, end
     for place, spans in enumerate(forecast.places):
         process = _PREDICTED + place
@@ -248,7 +248,7 @@ def _complete(
 
 
 def _flow(identity: str, source: tuple[int, int, float], target: tuple[int, int, float]) -> Iterator[Event]:
-    """An arrow between the slices that lie around two points: process, thread and time of each."""
+    """An arrow between the slices around two points, each given as process, thread and time."""
     for phase, (process, thread, at) in (("s", source), ("f", target)):
         event = {"ph": phase, "name": "transfer", "cat": "transfer", "id": identity, "pid": process, "tid": thread}
         yield event | {"ts": round(at, 3)} | ({"bp": "e"} if phase == "f" else {})

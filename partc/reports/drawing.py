@@ -1,4 +1,4 @@
-"""Pictures of a program as data: where boxes, lines and bars stand; templates draw them."""
+"""Pictures of a program as data: positions of boxes, lines and bars, which templates draw."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """From one box to another; `text` is the layout of the value that flows there, written once a value."""
+    """A line from one box to another; `text` is the layout of the value that flows along it, labelled once."""
 
     path: str
     text: str
@@ -58,7 +58,7 @@ class Bar:
 
 
 def draw(region: Region, graph: Graph, sizes: Sizes) -> Drawing:
-    """Operations in layers: each below everything it reads; each layer ordered by what it hangs on."""
+    """Place operations in layers: each below everything it reads, each layer ordered by its readers."""
     types = region.types(graph)
     makers: dict[str, int] = {value.name: index for index, value in enumerate(graph.inputs)}
     nodes: list[tuple[str, Op | None]] = [(value.name, None) for value in graph.inputs]
@@ -142,7 +142,7 @@ def _line(a: Box, b: Box, text: str, *, labelled: bool) -> Line:
 
 
 def bars(step: Timeline, length: float) -> tuple[tuple[Bar, ...], ...]:
-    """A timeline's computations, rank by rank, where a picture's whole width is `length` long."""
+    """The bars of a timeline's computations, rank by rank, for a picture as wide as `length`."""
     stages = [sorted({span.compute.stage for span in line}) for line in step.ranks]
     return tuple(
         tuple(

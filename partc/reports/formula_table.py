@@ -25,7 +25,7 @@ Row = tuple[str, str, str]
 
 
 def page(found: Formulas, *, region: str | None = None, width: int = 120) -> str:
-    """Of all regions, or of one. Raises PartcError P0605 if there is none of that name."""
+    """The formulas of all regions, or of one. Raises PartcError P0605 if there is no such region."""
     from rich.console import Console
 
     out = io.StringIO()
@@ -47,7 +47,7 @@ def page(found: Formulas, *, region: str | None = None, width: int = 120) -> str
 
 
 def document(found: Formulas, *, region: str | None = None) -> dict[str, Any]:
-    """As JSON has it: formulas as Python writes them."""
+    """The formulas as JSON; each formula is a Python expression."""
     return {
         "names": {item.name: {"value": item.value, "meaning": item.meaning} for item in found.names},
         "proportions": {name: str(formula) for name, formula in found.proportions.items()},
@@ -74,7 +74,7 @@ def document(found: Formulas, *, region: str | None = None) -> dict[str, Any]:
 
 
 def chosen(found: Formulas, region: str | None) -> Sequence[RegionFormulas]:
-    """All regions, or the one of a name."""
+    """All regions, or the named one."""
     if region is None:
         return found.regions
     one = [item for item in found.regions if item.name == region]
@@ -85,7 +85,7 @@ def chosen(found: Formulas, region: str | None) -> Sequence[RegionFormulas]:
 
 
 def arranged(found: Formulas, formula: Expr) -> str:
-    """A sum as a product of what its terms have in common, and of h if one has nothing more, with the rest of each."""
+    """A sum with the common factors of its terms in front, with h if a term has no other factor."""
     from sympy import Integer, cancel
 
     shares = [axis for axis in formula.free_symbols if formula.subs(axis, 1) == 0]
@@ -124,7 +124,7 @@ def _text(term: Expr) -> str:
 
 
 def _product(term: Expr) -> str:
-    """Letters in the order in which the field writes them."""
+    """The letters of a product in the order that papers use."""
     count, rest = term.as_coeff_Mul()
     powers = {str(base): int(power) for base, power in rest.as_powers_dict().items() if base.is_Symbol}
     ordered = sorted(powers, key=lambda name: (len(name) > 1, ORDER.find(name) % len(ORDER), name))

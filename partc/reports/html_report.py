@@ -26,7 +26,7 @@ MOST_BARS = 6000  # of all schedules together; with more only their figures are 
 
 @dataclass(slots=True)
 class Branch:
-    """A part of the model's module tree: branches by name, and the calls that stand there."""
+    """A part of the model's module tree: branches by name, and the calls at this level."""
 
     name: str
     branches: dict[str, Branch] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def page(program: Program) -> str:
 
 
 def _facts(program: Program) -> list[tuple[str, str]]:
-    """What the page says first."""
+    """The facts at the head of the page."""
     held = sum(_elements(parameter.type.shape) for parameter in program.parameters if parameter.trainable)
     moved = [f"{readable(size)} over {axis}" for axis, size in communication(program).items() if size]
     return [
@@ -110,7 +110,7 @@ def _first(program: Program) -> int:
 
 
 def _lines(program: Program, step: Timeline) -> list[Mapping[str, Any]]:
-    """The timeline of each pipeline coordinate: its ranks do the same."""
+    """The timeline of each pipeline coordinate, common to its ranks."""
     found: list[Mapping[str, Any]] = []
     for place, line in enumerate(bars(step, step.makespan)):
         ranks = [r for r in range(program.mesh.size) if program.mesh.coordinate(r).get(PIPELINE_AXIS, 0) == place]
@@ -133,7 +133,7 @@ def _schedules(program: Program) -> list[Mapping[str, Any]]:
 
 
 def _memory(program: Program) -> tuple[Account, Sequence[tuple[str, Mapping[str, int]]]]:
-    """The account, and of each action of the rank that holds most what it is."""
+    """The memory account, and the categories of each action of the rank with the highest peak."""
     account, ledgers = rehearsed(program)
     return account, list(ledgers[account.worst.place].kinds())
 

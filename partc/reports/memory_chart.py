@@ -1,4 +1,4 @@
-"""The picture of a rank's memory over a step: one stack of kinds for each action, and their legend."""
+"""The chart of a rank's memory over a step: one stack of categories for each action, and a legend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from partc.ir.printer import readable
 
 WIDTH, HEIGHT = 1000.0, 190.0  # in pixels
 MOST_STACKS = 250  # more actions than these are drawn as the fullest of each few
-# From below: what lasts, what a step brings, what passes.
+# From below: permanent, of a step, temporary.
 KINDS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("parameters", "copies"),
     "gradients": ("gradients",),
@@ -23,7 +23,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A rectangle of a stack, and the number of its kind."""
+    """A rectangle of a stack, and the number of its category."""
 
     kind: int
     y: float
@@ -32,7 +32,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """What is held at most in an action."""
+    """The peak of an action."""
 
     x: float
     width: float
@@ -42,7 +42,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A step of the rank that holds most."""
+    """A step of the rank with the highest peak."""
 
     title: str
     width: float
@@ -52,7 +52,7 @@ class Picture:
 
 
 def stacked(account: Account, actions: Sequence[tuple[str, Mapping[str, int]]]) -> Picture:
-    """Draw what is held in every action, by category, of the account's worst rank."""
+    """Draw the peak of every action by category, for the account's worst rank."""
     worst = account.worst
     most = _by_kind(worst.categories)
     each = -(-len(actions) // MOST_STACKS)

@@ -29,7 +29,7 @@ EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def page(account: Account, mesh: Mesh, *, place: int | None = None, width: int = 120) -> str:
-    """Of all pipeline ranks, then of the one at `place`: the one that holds most by default."""
+    """The account of all pipeline ranks, then the details of the one at `place` (default: the highest peak)."""
     rank = account.worst if place is None else account.ranks[place]
     from rich.console import Console
 
@@ -97,7 +97,9 @@ def _alive(rank: RankMemory) -> object:
 
 
 def chart(timeline: Sequence[Moment], *, width: int) -> Iterator[str]:
-    """A step in time, from left to right, in rows of blocks; its lowest row stands at half of what is always held."""
+    """A step in time, from left to right, in rows of blocks; the lowest row stands at half of the bytes that are always
+    held.
+    """
     top = max((moment.peak for moment in timeline), default=0)
     floor = min((moment.after for moment in timeline), default=0) // 2
     label = max(len(readable(size)) for size in (top, floor))
@@ -111,7 +113,7 @@ def chart(timeline: Sequence[Moment], *, width: int) -> Iterator[str]:
 
 
 def _columns(timeline: Sequence[Moment], width: int) -> list[tuple[str, int]]:
-    """The most of each stretch of actions, and the first of these; a short step has wide ones."""
+    """The peak of each group of actions, with the first action's name; a short step has wide columns."""
     each = max(1, -(-len(timeline) // width))
     wide = max(1, min(6, width // max(1, len(timeline))))
     found = []
@@ -123,7 +125,7 @@ def _columns(timeline: Sequence[Moment], width: int) -> list[tuple[str, int]]:
 
 
 def _ticks(names: Sequence[str]) -> str:
-    """As many names of actions as there is room for."""
+    """The names of actions, as many as fit."""
     line = ""
     for at, name in enumerate(names):
         if name and " " not in name and len(line) <= at and at + len(name) <= len(names):

@@ -1,7 +1,7 @@
-"""Schedules side by side: how long a step takes with each, what is idle, what is held.
+"""Schedules side by side: length of a step, idle time, activations in flight.
 
-All do the same work: a rank takes as long for a microbatch, by default one unit of time forward and
-two backward, however many stages it runs it in.
+All schedules do the same work: a rank takes equally long for a microbatch, by default one unit of time forward and two
+backward, whatever its number of stages.
 
     schedule     stages  length   idle  microbatches in flight, rank by rank
     1f1b              2      12  25.0%  2 1
@@ -26,7 +26,7 @@ MOST_RANKS = 16  # of which each one's peak is written
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A schedule, played on equal ranks."""
+    """A schedule, simulated on equal ranks."""
 
     name: str
     does: str
@@ -35,7 +35,7 @@ class Candidate:
 
     @property
     def in_flight(self) -> tuple[float, ...]:
-        """Activations that each rank holds at most, in microbatches of all its stages."""
+        """The peak activations of each rank, in microbatches of all its stages."""
         ranks = len(self.timeline.ranks)
         return tuple(peak * ranks / self.stages for peak in self.timeline.in_flight)
 
@@ -48,10 +48,10 @@ def candidates(
     table: Table | None = None,
     durations: Durations = Durations(),  # noqa: B008
 ) -> tuple[Candidate, ...]:
-    """Every schedule for so many pipeline ranks and microbatches, and the user's own table.
+    """All schedules for these numbers of pipeline ranks and microbatches, and the user's own table.
 
-    A loop has `virtual_stages` on each rank, where that is given and the schedule divides its stages.
-    `durations` are a rank's for a microbatch, in all its stages together.
+    A looped schedule has `virtual_stages` on each rank, if given and if the schedule divides its stages. `durations`
+    are those of a rank for a microbatch, all its stages together.
     """
     found = []
     for kind in SCHEDULES.values():
@@ -68,7 +68,7 @@ def candidates(
 
 
 def text(found: Sequence[Candidate], *, width: int) -> str:
-    """A table of figures, then the timelines, all at one scale, where they fit into `width` columns."""
+    """A table of figures, then the timelines at one scale, if they fit into `width` columns."""
     return "\n".join([*_figures(found), *_drawings(found, width)]) + "\n"
 
 

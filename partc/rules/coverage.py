@@ -1,4 +1,4 @@
-"""How much of a program has rules, and a first draft of those that are missing."""
+"""The share of a program that rules cover, and draft rules for the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LETTERS = "bsdhkvmnpqrtuwxyzacefgijlo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """Shares of operations, and of their work in a step, that a rule covers."""
+    """The shares of operations, and of their flops in a step, that rules cover."""
 
     ops: float
     flops: float
@@ -31,9 +31,9 @@ class Coverage:
 class Missing:
     """An operation without a rule, once for every name and signature.
 
-    `draft` is the text of a rule that fits the shapes, `blocked` the factors that must stay whole by trial, `slots`
-    the positions of the operands where others stand between them. A draft that partc could not try, or that leaves
-    nothing to cut, has a `doubt`.
+    `draft` is the text of a rule that fits the shapes, `blocked` the factors that must stay whole according to trials,
+    `slots` the positions of the operands among other arguments. A draft that could not be tried, or that leaves nothing
+    to cut, has a `doubt`.
     """
 
     op: str
@@ -44,7 +44,7 @@ class Missing:
     doubt: str = ""
 
     def __str__(self) -> str:
-        """The call that registers it; a comment where there is a doubt."""
+        """The call that registers the rule; a comment if there is a doubt."""
         slots = "" if self.slots is None else f", slots={self.slots}"
         blocked = f', blocked="{" ".join(self.blocked)}"' if self.blocked else ""
         call = f'partc.rule("{self.op}", "{self.draft}"{slots}{blocked})'
@@ -52,7 +52,7 @@ class Missing:
 
 
 def coverage(program: Program) -> Coverage:
-    """Of a program before partition: what depends on an operand, in all calls of a microbatch or step."""
+    """The coverage of a program before the partition pass, over all operations with operands in a step."""
     known = covered = 0
     work = ruled = 0.0
     for op, types, calls in _operations(program):
@@ -85,14 +85,14 @@ def _operations(program: Program) -> Iterator[tuple[Op, dict[str, TensorType], i
 
 
 def _work(op: Op, types: dict[str, TensorType]) -> int:
-    """Nothing is known of it but its size: each element that it reads or makes, once."""
+    """The number of elements that the operation reads and makes: a substitute for its unknown flops."""
     made = sum(math.prod(value.type.shape) for value in op.results)
     read = max((math.prod(types[name].shape) for name in op.refs()), default=0)
     return max(made, read)
 
 
 def _draft(op: Op, types: dict[str, TensorType]) -> str:
-    """Equal sizes are taken for the same factor: a guess to be checked, dimension by dimension."""
+    """A draft that identifies equal sizes with one factor: a guess to be checked, dimension by dimension."""
     letters: dict[int, str] = {}
 
     def term(shape: tuple[int, ...]) -> str:
@@ -104,7 +104,7 @@ def _draft(op: Op, types: dict[str, TensorType]) -> str:
 
 
 def _tried(draft: Missing, op: Op, types: dict[str, TensorType]) -> Missing:
-    """The draft without the factors whose cuts change what the operation computes."""
+    """The draft without the factors whose cuts change the operation's results."""
     slots = tuple(index for index, arg in enumerate(op.args) if isinstance(arg, Ref))
     plain = slots == tuple(range(len(slots)))
     draft = replace(draft, slots=None if plain else slots)

@@ -1,4 +1,4 @@
-"""Which strided cuts of a dimension are worth considering: those that some view or split makes contiguous."""
+"""The strided cuts of a dimension that are worth considering: those that become contiguous in some view or split."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def propagate_cuts(
     types: Mapping[str, TensorType],
     resolve: Callable[[Op, Mapping[str, TensorType]], OpRule | None],
 ) -> Cuts:
-    """Per value and dimension, the `outer` values at which a cut is contiguous for some operation.
+    """For each value and dimension, the `outer` values at which a cut is contiguous for some operation.
 
-    A fused projection's result, seen as [3, heads, size] later, gets {1, 3, 3 * heads}; so does the
-    weight's dimension. Goes through the graph forwards and backwards until nothing changes.
+    Example: the result of a fused projection, viewed as [3, heads, size] later, gets {1, 3, 3 * heads}, and so does the
+    weight's dimension. Iterates forward and backward over the graph until nothing changes.
     """
     tensors = [(op, resolve(op, types)) for op in graph.ops]
     known = [(list(_tensors(op, rule)), rule) for op, rule in tensors if rule is not None]
@@ -35,7 +35,7 @@ def propagate_cuts(
 
 
 def factor_cuts(op: Op, rule: OpRule, cuts: Cuts) -> dict[str, frozenset[int]]:
-    """The cuts of an operation's factors that follow from those of its operands' and results' dimensions."""
+    """The cuts of an operation's factors that follow from the cuts of its operands and results."""
     found: dict[str, set[int]] = {}
     for name, dim, before, factor, size in _places(_tensors(op, rule), rule):
         inside = found.setdefault(factor, {1})
@@ -49,7 +49,7 @@ def _tensors(op: Op, rule: OpRule) -> Iterator[tuple[str, Dims]]:
 
 
 def _places(tensors: Iterable[tuple[str, Dims]], rule: OpRule) -> Iterator[tuple[str, int, int, str, int]]:
-    """Value, dimension, elements before the factor in it, factor and its size, wherever a factor may be cut."""
+    """For every factor that may be cut: value, dimension, number of elements before it, factor and size."""
     sizes = {factor.name: factor.size for factor in rule.factors}
     free = {factor.name for factor in rule.factors if factor.kind != "blocked"}
     for name, dims in tensors:
@@ -62,13 +62,13 @@ def _places(tensors: Iterable[tuple[str, Dims]], rule: OpRule) -> Iterator[tuple
 
 
 def _inside(outers: Collection[int], before: int, size: int) -> set[int]:
-    """Those cuts of a dimension that fall inside a factor, seen from the factor."""
+    """The cuts of a dimension that fall inside a factor, relative to the factor."""
     found = {outer // before for outer in outers if outer % before == 0}
     return {outer for outer in found if size % outer == 0 and outer < size}
 
 
 def _exchange(places: list[tuple[str, Dims]], rule: OpRule, cuts: dict[str, list[set[int]]]) -> bool:
-    """Spread what is known of each factor over every dimension that carries it."""
+    """Spread the known cuts of each factor over every dimension that carries it; return whether anything changed."""
     spots = list(_places(places, rule))
     inside: dict[str, set[int]] = {}
     for name, dim, before, factor, size in spots:

@@ -1,8 +1,8 @@
-"""Which values lie in memory as their shape says: kernels need no strides for these.
+"""Values that are contiguous in memory: kernels need no strides for these.
 
-Everything that regions hand to each other is taken to be dense until one is found that isn't: what a call
-returns is as dense as its region makes it, a sum of gradients as what is added, and what arrives from another
-rank is dense. Of the batch's entries nothing is known.
+All values between regions are assumed dense until a counterexample is found: a call's results are as dense as its
+region makes them, a sum of gradients is as dense as its summands, and received values are dense. Batch entries may be
+strided.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable, Mapping
 from partc.ir.program import MOVING, Graph, Op, Program, Ref, Region
 from partc.rules import kernels
 
-# Written with their operands in this order; PyTorch lays their results out as the first operand of that shape.
+# Elementwise operations; PyTorch lays out their results like the first operand of that shape.
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
 
 
 def dense(program: Program) -> Mapping[str, frozenset[str]]:
-    """Per region, the names of such values in all its graphs."""
+    """For each region, the names of the dense values in all its graphs."""
     loose: dict[str, set[str]] = {region.name: set() for region in program.regions}  # inputs that may be strided
     while True:
         found = {region.name: _dense_in(region, loose[region.name]) for region in program.regions}
@@ -30,7 +30,7 @@ def dense(program: Program) -> Mapping[str, frozenset[str]]:
 
 
 def _strided(program: Program, found: Mapping[str, frozenset[str]]) -> Iterable[tuple[str, set[str]]]:
-    """Inputs of regions, gradients among them, that some call hands over without knowing them to be dense."""
+    """The inputs and gradients of regions that some call passes without a proof that they are dense."""
     regions = {region.name: region for region in program.regions}
     unknown = set(program.inputs)
     back: set[str] = set()  # program values whose gradient some reader makes strided
@@ -74,7 +74,7 @@ def _kept(graph: Graph, shapes: Mapping[str, tuple[int, ...]], given: Iterable[s
 
 
 def _keeps(op: Op, dense: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the operation's results are dense, given which of its operands are."""
+    """Whether the operation's results are dense, given its dense operands."""
     first = op.args[0] if op.name in _ARITHMETIC else None
     if isinstance(first, Ref) and first.name in dense and shapes[first.name] == op.result.type.shape:
         return True

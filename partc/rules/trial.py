@@ -1,11 +1,10 @@
-"""Rules of the user's, tried with numbers: an operator cut in two, by every factor, against the operator on the whole.
+"""Numerical trials of the user's rules: an operator cut in two along every factor, against the whole operator.
 
     x[b s], y[b] -> []   of a sum over b is right     sum(x[:2]) + sum(x[2:])   =  sum(x)
                          of a mean over b is wrong    mean(x[:2]) + mean(x[2:]) = 2 mean(x)
 
-Each factor that a rule lets partc cut, and each group of operands in which it says that the operator is linear, is
-tried on small shapes: results, and gradients where there are any. What the operator refuses to compute on small shapes
-is tried on those of the call.
+Each factor that a rule allows to cut, and each group of operands that it declares linear, is tried on small shapes:
+results, and gradients if there are any. If the operator rejects small shapes, the shapes of the call are used.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ Build = Callable[[Op, Mapping[str, TensorType]], OpRule | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A cut that changes what the operator computes."""
+    """A cut that changes the operator's results."""
 
     factor: str  # "" for operands in which the operator is not linear
     cause: str
 
 
 def check_rules(program: Program) -> None:
-    """Try the user's rules on every call of the program. Raises PartcError P0315 for one that is wrong."""
+    """Try the user's rules on every call of the program. Raises PartcError P0315 for a wrong rule."""
     tried: set[object] = set()
     for region in program.regions:
         types = region.types(region.forward)
@@ -62,9 +61,9 @@ def check_rules(program: Program) -> None:
 
 
 def trial(op: Op, types: Mapping[str, TensorType], build: Build) -> tuple[Fault, ...] | None:
-    """The cuts that change results or gradients under the rule that `build` makes; None where none could be tried.
+    """The cuts that change results or gradients under the rule that `build` makes; None if none could be tried.
 
-    Raises NotationError or PartcError where the rule does not fit the call.
+    Raises NotationError or PartcError if the rule does not fit the call.
     """
     rule = build(op, types)
     if rule is None:
@@ -83,7 +82,7 @@ def _advice(fault: Fault) -> str:
 
 
 def _small(rule: OpRule, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The operands' shapes with small factors, of sizes that differ as long as there are some."""
+    """The operands' shapes with small factors, of different sizes as far as possible."""
     sizes = dict(zip((factor.name for factor in rule.factors), itertools.cycle(SMALL), strict=False))
     made = []
     for dims, shape in zip(rule.operands, shapes, strict=True):
@@ -104,7 +103,7 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """An operator that runs on some operands, with its rule on their shapes."""
+    """An operator that runs on some operands, with its rule for their shapes."""
 
     op: Op
     rule: OpRule
@@ -114,7 +113,7 @@ class _Trial:
     def of(
         cls, op: Op, types: Mapping[str, TensorType], build: Build, shapes: Sequence[tuple[int, ...]] | None
     ) -> _Trial | None:
-        """None where the operator does not run on these shapes, or gives other results each time."""
+        """None if the operator does not run on these shapes, or is not deterministic."""
         known = [types[name] for name in op.refs()]
         shapes = [type.shape for type in known] if shapes is None else shapes
         if sum(map(math.prod, shapes)) > MOST:
@@ -144,7 +143,7 @@ class _Trial:
                 yield Fault(factor="" if _linear(choice) else str(choice.factor), cause=cause)
 
     def _cuts(self) -> Iterator[tuple[Choice, int]]:
-        """Every choice, with the number of parts that its factor divides into."""
+        """Every choice, with the number of parts into which its factor divides."""
         sizes = {factor.name: factor.size for factor in self.rule.factors}
         for n in range(2, LARGEST + 1):
             for choice in choices(self.op, self.rule, AXIS, n):
@@ -210,9 +209,10 @@ def _gradients(outputs: Sequence[Tensor], roots: Sequence[Tensor], arriving: Seq
 
 
 def _draws(op: Op, types: Sequence[TensorType], dtype: torch.dtype) -> Iterator[_Draw]:
-    """Operands that the operator takes, of several kinds, and its results; of the same each time it runs.
+    """Operands of several kinds that the operator accepts, with its deterministic results.
 
-    Operands may have to be normals, signs or probabilities. If there are few operands, every combination is tried.
+    Operands may have to be normal numbers, signs or probabilities. If there are few operands, every combination is
+    tried.
     """
     numbers = [index for index, type in enumerate(types) if type.differentiable]
     mixed = (
@@ -234,7 +234,7 @@ def _draws(op: Op, types: Sequence[TensorType], dtype: torch.dtype) -> Iterator[
 
 
 def _differentiable(op: Op, operands: Sequence[Tensor], index: int) -> bool:
-    """Whether the operator has a derivative by an operand: of some, labels among them, torch refuses to take one."""
+    """Whether the operator has a derivative with respect to an operand; torch refuses some, such as labels."""
     given = [x.detach().clone().requires_grad_(place == index) for place, x in enumerate(operands)]
     try:
         return any(x.requires_grad for x in _run(op, given))
@@ -251,7 +251,7 @@ def _cut(choice: Choice, n: int) -> str:
 
 
 def _numbers(type: TensorType, kind: str | None, dtype: torch.dtype, seed: int) -> Tensor:
-    """Numbers of a kind; of integers, indices into the smallest dimension."""
+    """Numbers of a kind; integers are indices into the smallest dimension."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "normal":
         return torch.randn(type.shape, generator=generator, dtype=dtype)
@@ -262,7 +262,7 @@ def _numbers(type: TensorType, kind: str | None, dtype: torch.dtype, seed: int) 
 
 
 def _run(op: Op, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """By position: one value may be read twice."""
+    """Run the operator with operands by position: one value may be read twice."""
     count = itertools.count()
 
     def numbered(arg: Arg) -> Arg:
@@ -281,7 +281,7 @@ def _retyped(type: TensorType, shape: tuple[int, ...]) -> TensorType:
 
 
 def _placed(x: Tensor, placement: Placement, n: int) -> list[Tensor]:
-    """What each of n ranks holds."""
+    """The shards of n ranks."""
     if isinstance(placement, Shard):
         return list(split(x, n, placement.dim, placement.outer))
     if isinstance(placement, Partial):
@@ -292,7 +292,7 @@ def _placed(x: Tensor, placement: Placement, n: int) -> list[Tensor]:
 
 
 def _together(held: Sequence[Tensor], placement: Placement) -> Tensor | None:
-    """The whole of what ranks hold; None where all should hold the same and do not."""
+    """The whole tensor from the ranks' shards; None if replicated shards differ."""
     if isinstance(placement, Shard):
         return join(torch.stack(list(held)), placement.dim, placement.outer)
     if isinstance(placement, Partial):
@@ -301,14 +301,14 @@ def _together(held: Sequence[Tensor], placement: Placement) -> Tensor | None:
 
 
 def _dual(placement: Placement) -> Placement:
-    """Where the gradient of what lies so lies."""
+    """The placement of the gradient of a tensor with this placement."""
     if isinstance(placement, Partial):
         return Replicated()
     return Partial() if isinstance(placement, Varying) else placement
 
 
 def _difference(found: Tensor | None, expected: Tensor) -> str:
-    """What stands where in the one and in the other; "" where they are equal to rounding."""
+    """The first difference between two tensors; "" if they are equal to rounding."""
     if found is None:
         return "another on each rank, and should be the same"
     if found.shape != expected.shape:

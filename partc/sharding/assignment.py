@@ -1,9 +1,9 @@
 """An exact choice of placements: one integer program over the distinct regions of a model.
 
-Nodes are operations with alternatives; wires carry values from where they are made to where they
-are read, and every change of placement on a wire has a price that all readers of the changed value
-share. The wires use the local-marginal formulation of weighted constraint satisfaction (Cooper et
-al. 2010, section 4), whose linear relaxation is nearly always integral on models' graphs.
+Nodes are operations with alternatives. Wires carry values from producers to readers. A change of placement on a wire
+has a price, which all readers of the changed value share. The wires use the local-marginal formulation of weighted
+constraint satisfaction (Cooper et al. 2010, section 4), whose linear relaxation is nearly always integral on the graphs
+of models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Price = Mapping[str, float]  # criterion -> amount
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """One way to run an operation: what it asks of each operand, what it makes, what it costs."""
+    """One way to run an operation: the placements of its operands and results, and its costs."""
 
     label: Hashable
     wants: tuple[Hashable, ...] = ()
@@ -31,7 +31,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """Something to decide: an operation, or the placement of a value that crosses calls."""
+    """A decision: an operation, or the placement of a value that crosses calls."""
 
     name: Hashable
     alternatives: tuple[Alternative, ...]
@@ -39,10 +39,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """Result `output` of node `source` read as operands (node, index) of others.
+    """The operands (node, index) that read result `output` of node `source`.
 
-    `change` prices a change of placement (made, wanted), or is None where there is no way; equal
-    placements are free.
+    `change` is the price of a change of placement (made, wanted), or None if the change is impossible; equal placements
+    are free.
     """
 
     name: Hashable
@@ -60,7 +60,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The chosen alternative of each node, by name, and the total of every criterion."""
+    """The chosen alternative of each node, by name, and the total of every objective."""
 
     chosen: Mapping[Hashable, Alternative]
     totals: Mapping[str, float]
@@ -72,9 +72,9 @@ def solve(
     *,
     forbid: frozenset[tuple[Hashable, Hashable]] = frozenset(),
 ) -> Solution | None:
-    """Minimise the objectives (criterion -> weight) in order, each without worsening those before.
+    """Minimise the objectives (criterion -> weight) in order, each without worsening the ones before.
 
-    `forbid` names (node, label) pairs that must not be chosen. None if nothing is left to choose.
+    `forbid` names (node, label) pairs that must not be chosen. Returns None if no choice remains.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -121,7 +121,7 @@ def solve(
 
 
 class _Model:
-    """Columns: one per alternative, per (wire reader, made, wanted) and per (wire, change)."""
+    """The columns of the program: one per alternative, per (wire reader, made, wanted) and per (wire, change)."""
 
     def __init__(self, problem: Problem, forbid: frozenset[tuple[Hashable, Hashable]]) -> None:
         self._problem = problem
@@ -197,7 +197,7 @@ class _Model:
         return np.array([sum(weights.get(key, 0.0) * amount for key, amount in p.items()) for p in self._prices])
 
     def constraints(self) -> Any:
-        """All rows, as scipy takes them."""
+        """All rows, in scipy's form."""
         from scipy.optimize import LinearConstraint
         from scipy.sparse import csr_matrix
 

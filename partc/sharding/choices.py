@@ -1,4 +1,4 @@
-"""What an operation's choices ask of its operands and give to its results, on all axes at once."""
+"""Layouts of an operation's operands and results under its choices, on all axes at once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from partc.rules import OpRule, fits, placements
 
 
 def axis_order(sizes: Sizes) -> tuple[str, ...]:
-    """The axes that layouts use, major first where several cut one sub-dimension.
+    """The axes that layouts use; the major one first where several cut one sub-dimension.
 
-    The batch is cut over space before time, so that a rank's microbatches are rows of its own batch.
+    The batch is cut in space before time, so a rank's microbatches are rows of its own batch.
     """
     space = [axis for axis, size in sizes.items() if size > 1 and axis not in (PIPELINE_AXIS, TIME_AXIS)]
     batch = [axis for axis in space if is_batch_axis(axis)]
@@ -39,9 +39,9 @@ def choice_on(op: Op, axis: str) -> Choice | None:
 def layouts(
     op: Op, rule: OpRule | None, types: Mapping[str, TensorType], sizes: Sizes
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]] | None:
-    """Operand layouts the operation wants (in the order of `op.refs()`) and those of its results.
+    """The required layouts of the operands (in the order of `op.refs()`) and the layouts of the results.
 
-    None where the sizes don't divide. An operation without a rule is repeated on replicated operands.
+    Returns None if the sizes do not divide. An operation without a rule runs on replicated operands.
     """
     if rule is not None and not fits(rule, op.choices, sizes):
         return None

@@ -17,7 +17,7 @@ Entry = tuple[int | None, tuple[str, ...]]  # a sub-dimension's size, where it i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """A user's wish: the placement of every value or parameter whose name matches."""
+    """A user's pin: the placement of every value or parameter whose name matches."""
 
     pattern: str
     text: str
@@ -25,7 +25,7 @@ class Pin:
 
     @classmethod
     def parse(cls, text: str) -> Pin:
-        """Read `GLOB=LAYOUT`. Raises PartcError P0301."""
+        """Parse `GLOB=LAYOUT`. Raises PartcError P0301."""
         pattern, equals, layout = text.partition("=")
         if not equals or not pattern.strip():
             raise PartcError("P0301", f"--shard {text!r} is not GLOB=LAYOUT", help="for example '*.wq.weight=[@tp, _]'")
@@ -35,7 +35,7 @@ class Pin:
         return fnmatchcase(name, self.pattern)
 
     def placement(self, axis: str) -> Placement:
-        """Where the pin cuts on this axis: `[_, 4096@tp]`, `[3 * 64@tp, _]`, `[_, _]`."""
+        """The placement that the pin gives on this axis: `[_, 4096@tp]`, `[3 * 64@tp, _]`, `[_, _]`."""
         found: Placement = Replicated()
         for dim, entries in enumerate(self.dims):
             outer = 1
@@ -46,7 +46,7 @@ class Pin:
         return found
 
     def misfit(self, type: TensorType) -> str | None:
-        """Why no tensor of this type can be laid out so; None where its dimensions are those of the pin."""
+        """The reason why a tensor of this type cannot have the pin's layout; None if it can."""
         if len(self.dims) != len(type.shape):
             return f"has {len(self.dims)} dimensions"
         for dim, (entries, whole) in enumerate(zip(self.dims, type.shape, strict=True)):
@@ -59,9 +59,9 @@ class Pin:
 
 
 def check_pins(program: Program, pins: Sequence[Pin]) -> None:
-    """Hold pins against the program's names and shapes, whatever the mesh has.
+    """Check pins against the names and shapes of the program, whatever axes the mesh has.
 
-    Raises PartcError P0302 (a layout that nothing of this shape can have), P0303 (a glob that matches nothing).
+    Raises PartcError P0302 (the shape does not admit the layout) and P0303 (the glob matches nothing).
     """
     named = dict(_named(program))
     for pin in pins:

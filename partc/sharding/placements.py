@@ -1,4 +1,4 @@
-"""The integer program that annotate solves: every legal way to spread every operation over one axis."""
+"""The integer program of the annotate pass: all legal distributions of every operation over one axis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LARGE_TABLE = 0.01  # an embedding smaller than this share of all parameters ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """The problem, and which of its nodes decides the placement of what."""
+    """The problem, and the node that decides each placement."""
 
     problem: Problem
     owners: Mapping[Slot, Hashable]
@@ -32,7 +32,7 @@ class Places:
     types: Mapping[str, TensorType]  # of program values and parameters
 
     def deciders(self, name: str) -> tuple[Hashable, Callable[[Alternative], Placement], TensorType] | None:
-        """The node that decides where a name is placed, how to read its alternatives, and the type."""
+        """The node that decides the placement of a name, the reader of its alternatives, and the type."""
         for kind in ("parameter", "value"):
             if (kind, name) in self.owners:
                 return self.owners[kind, name], lambda choice: choice.makes[0], self.types[name]
@@ -42,7 +42,7 @@ class Places:
         return None
 
     def placement(self, slot: Slot, solution: Solution) -> Placement:
-        """Where the solution puts a value that crosses calls."""
+        """The placement of a value that crosses calls in the solution."""
         owner = self.owners[slot]
         chosen = solution.chosen[owner]
         label = chosen.label
@@ -51,7 +51,7 @@ class Places:
 
 
 def build(program: Program, axis: str, pins: Sequence[Pin]) -> Places:
-    """All alternatives of all regions on `axis`, given the choices already made on the batch's axes."""
+    """All alternatives of all regions on `axis`, given the choices already made on the batch axes."""
     return _Builder(program, axis, pins).build()
 
 
@@ -188,7 +188,7 @@ class _Builder:
         )
 
     def _seen(self, layout: Layout, live: bool) -> Placement:
-        """The placement on this axis; without a gradient, varying is replicated."""
+        """The placement on this axis; Varying counts as Replicated for values without a gradient."""
         placement = layout.placement(self.axis)
         return Replicated() if isinstance(placement, Varying) and not live else placement
 
@@ -224,15 +224,15 @@ class _Builder:
         return price
 
     def _bytes(self, type: TensorType) -> float:
-        """Bytes of a rank's share per microbatch before this axis cuts it."""
+        """The bytes of a rank's share per microbatch, before this axis cuts it."""
         return math.prod(type.layout.local_shape(self.sizes)) * ITEMSIZE[type.dtype]
 
     def _change(
         self, type: TensorType, live: bool, weight: bool, times: int
     ) -> Callable[[Hashable, Hashable], Price | None]:
-        """Prices of the changes of placement that a value can go through, in bytes sent per microbatch.
+        """The prices of a value's changes of placement, in bytes sent per microbatch.
 
-        A weight's gradient is reduced once per step; whatever else moves, moves for every microbatch.
+        A weight's gradient is reduced once per step; everything else moves for every microbatch.
         """
         size = self._bytes(type) * times
 
@@ -311,7 +311,7 @@ class _Builder:
     def _pinned(
         self, name: str, type: TensorType, found: list[Alternative], seen: Callable[[Alternative], Hashable]
     ) -> list[Alternative]:
-        """The alternatives that a pin on this name leaves."""
+        """The alternatives that satisfy the pin on this name."""
         for pin, placement in self.pins:
             if pin.matches(name):
                 self.pins_met.add(pin.pattern)
@@ -332,10 +332,10 @@ def _result(position: int) -> Callable[[Alternative], Hashable]:
 
 
 def transition(source: Placement, target: Placement, n: int, floating: bool) -> tuple[float, float] | None:
-    """Bytes sent per rank, forward and backward, per byte of the uncut value; None if there is no way.
+    """The bytes sent per rank, forward and backward, per byte of the uncut value; None if the change is impossible.
 
-    Ring algorithms: all-gather and reduce-scatter send (n-1)/n, all-reduce twice that, all-to-all
-    (n-1)/n of a shard (Thakur et al. 2005, sections 4.1 to 4.4).
+    Ring algorithms: all-gather and reduce-scatter send (n-1)/n, all-reduce twice that, all-to-all (n-1)/n of a shard
+    (Thakur et al. 2005, sections 4.1 to 4.4).
     """
     spare = (n - 1) / n
     match source, target:
@@ -362,7 +362,7 @@ def transition(source: Placement, target: Placement, n: int, floating: bool) -> 
 
 
 def spelled(type: TensorType, placement: Hashable, axis: str) -> str:
-    """A placement on one axis as a pin would write it."""
+    """A placement on one axis in the notation of pins."""
     entries = ["_"] * len(type.shape)
     if isinstance(placement, Shard):
         entries[placement.dim] = f"@{axis}" if placement.outer == 1 else f"{placement.outer} * _@{axis}"
@@ -370,7 +370,7 @@ def spelled(type: TensorType, placement: Hashable, axis: str) -> str:
 
 
 def _merged_slots(program: Program) -> dict[Slot, Hashable]:
-    """Which places must agree: every call passes values and parameters without changing their layout."""
+    """The slots whose placements must agree: calls pass values and parameters without changing their layouts."""
     parent: dict[Slot, Slot] = {}
 
     def find(slot: Slot) -> Slot:

@@ -1,6 +1,6 @@
 """The cheapest chain of collectives from one layout of a value to another.
 
-Every step changes what holds on one axis, and has a transpose that the backward pass runs:
+Every step changes the placement on one axis. The backward pass runs its transpose:
 
     vary  R->V  identity / all_reduce            settle  V->R  identity / divide by n
     spread R->P divide by n / identity           all_reduce  P->R  sum / identity
@@ -9,9 +9,9 @@ Every step changes what holds on one axis, and has a transpose that the backward
     reduce_scatter  P->S  sum, slice / gather    put  S->P  zero-pad / take
     all_to_all  S->S'  / the reverse
 
-`outer` in a step's attributes counts elements of the local tensor: the dimension is seen as
-[outer, rest], and `rest` is gathered or cut. Those of an all_to_all count in the tensor that is cut
-but not yet joined, so that the reverse has the same numbers.
+`outer` in a step's attributes counts elements of the local tensor: the dimension is viewed as [outer, rest], and `rest`
+is gathered or cut. For an all_to_all both counts refer to the tensor that is cut and not yet joined, so that the
+reverse step has the same numbers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from partc.ir.collectives import backward_cost, cost
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, SubDim, Varying
 from partc.ir.mesh import TIME_AXIS
 
-# Microbatches run one after the other: nothing moves between them. Only a plan without another way does so.
+# Microbatches run one after the other, so nothing can move between them; only a plan without an alternative does.
 _FORBIDDEN = 1 << 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One reshard on one axis: the operation, its attributes, the layout after it, bytes each rank sends."""
+    """One reshard on one axis: the operation, its attributes, the layout after it, and the bytes sent by a rank."""
 
     op: str
     axis: str
@@ -45,7 +45,7 @@ class Step:
 
 
 def transition(source: Placement, target: Placement) -> tuple[str, ...]:
-    """The reshards that take one placement to another on the same axis."""
+    """The operations that take one placement to another on the same axis."""
     if source == target:
         return ()
     if isinstance(source, Shard) and isinstance(target, Shard):
@@ -72,9 +72,9 @@ _TRANSITIONS: Mapping[tuple[type, type], tuple[str, ...]] = {
 def transition_cost(
     source: Placement, target: Placement, *, n: int, elements: int, itemsize: int, needs_grad: bool
 ) -> tuple[int, int]:
-    """Bytes each rank sends forward and backward for a change on one axis.
+    """The bytes that each rank sends, forward and backward, to change a placement on one axis.
 
-    `elements` is what a rank holds of the value where this axis doesn't cut it.
+    `elements` is the number of elements that a rank holds before this axis cuts the value.
     """
     bytes = elements * itemsize // (n if isinstance(source, Shard) else 1)
     forward = backward = 0
@@ -85,10 +85,10 @@ def transition_cost(
 
 
 def plan(src: Layout, dst: Layout, *, sizes: Sizes, itemsize: int, needs_grad: bool = True) -> tuple[Step, ...]:
-    """The chain of steps from `src` to `dst` that sends the fewest bytes forward and backward.
+    """The chain of steps from `src` to `dst` that sends the fewest bytes, forward and backward together.
 
-    Among equals, the one with the fewest steps. Raises InternalError where the shapes differ or
-    an axis's size doesn't divide what it has to cut.
+    Among equally cheap chains, the one with the fewest steps wins. Raises InternalError if the shapes differ, or if the
+    size of an axis does not divide the dimension that it cuts.
     """
     used = tuple(sorted({axis: sizes[axis] for axis in (*src.axes, *dst.axes)}.items()))
     return _plan(src.normalized(sizes), dst.normalized(sizes), used, itemsize, needs_grad)
@@ -131,7 +131,7 @@ Move = tuple[str, str, tuple[tuple[str, int], ...], Layout]
 
 
 class _Search:
-    """The moves worth trying: on axes that differ, to positions where either layout has a boundary."""
+    """The candidate moves: on axes that differ, to positions at which either layout has a boundary."""
 
     def __init__(self, src: Layout, dst: Layout, sizes: Sizes) -> None:
         self._dst = dst
@@ -160,7 +160,7 @@ class _Search:
     def _marked(
         self, vary: str, spread: str, bare: Layout, axis: str, attrs: tuple[tuple[str, int], ...]
     ) -> Iterator[Move]:
-        """Steps to varying or partial, which only the target itself makes worth it."""
+        """Steps to varying or partial; only the target placement justifies them."""
         if axis in self._dst.varying:
             yield vary, axis, attrs, replace(bare, varying=tuple(sorted((*bare.varying, axis))))
         if axis in self._dst.partial:
@@ -193,7 +193,7 @@ class _Search:
             yield "all_to_all", axis, moved, result
 
     def _cut(self, op: str, bare: Layout, axis: str) -> Iterator[Move]:
-        """Every way to cut a layout along an axis that it doesn't use yet."""
+        """All ways to cut a layout along an axis that it does not use yet."""
         for dim, marks in enumerate(self._marks):
             for outer in _positions(bare.dims[dim], marks, self._sizes):
                 result = cut(bare, axis, dim, outer, self._sizes)
@@ -202,7 +202,7 @@ class _Search:
 
 
 def _differing(src: Layout, dst: Layout) -> tuple[str, ...]:
-    """The axes that have to move, and those that share a dimension with one that does."""
+    """The axes that must move, and those that share a dimension with one that must."""
     axes = {*src.partial} ^ {*dst.partial} | {*src.varying} ^ {*dst.varying}
     for a, b in zip(src.dims, dst.dims, strict=True):
         if a != b:
@@ -215,7 +215,7 @@ def _without(axes: tuple[str, ...], axis: str) -> tuple[str, ...]:
 
 
 def _boundaries(dim: tuple[SubDim, ...], sizes: Sizes) -> Iterator[int]:
-    """Global counts of elements before each sub-dimension, and between the axes that cut it."""
+    """The global numbers of elements before each sub-dimension, and between the axes that cut it."""
     before = 1
     for sub in dim:
         inside = before
@@ -231,7 +231,7 @@ def _ways(sub: SubDim, sizes: Sizes) -> int:
 
 
 def _positions(dim: tuple[SubDim, ...], marks: list[int], sizes: Sizes) -> list[int]:
-    """Local counts at which a cut may start: at a sub-dimension, or inside one at a global mark."""
+    """The local positions at which a cut may start: at a sub-dimension, or inside one at a global boundary."""
     found = set()
     local = whole = 1
     for sub in dim:
@@ -248,9 +248,9 @@ def _positions(dim: tuple[SubDim, ...], marks: list[int], sizes: Sizes) -> list[
 
 
 def cut(layout: Layout, axis: str, dim: int, outer: int, sizes: Sizes) -> Layout | None:
-    """The layout after cutting the local tensor's `dim`, seen as [outer, rest], along `rest`.
+    """The layout after cutting the local tensor's `dim`, viewed as [outer, rest], along `rest`.
 
-    None where sizes don't divide.
+    Returns None if the sizes do not divide.
     """
     subs = layout.dims[dim]
     before = 1
@@ -272,10 +272,10 @@ def cut(layout: Layout, axis: str, dim: int, outer: int, sizes: Sizes) -> Layout
 
 
 def uncut(layout: Layout, axis: str, sizes: Sizes) -> tuple[int, int, Layout]:
-    """Where a local tensor is joined to undo a cut (dim and outer), and the layout after that.
+    """The dim and outer at which a local tensor is joined to undo a cut, and the layout after that.
 
-    Joining an axis that isn't the minor one of its sub-dimension leaves a strided cut behind:
-    16@dp,tp gathered over dp is 2 · 8@tp.
+    Joining an axis that is not the minor one of its sub-dimension leaves a strided cut: 16@dp,tp gathered over dp is 2
+    · 8@tp.
     """
     for dim, subs in enumerate(layout.dims):
         before = 1

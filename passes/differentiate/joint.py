@@ -1,4 +1,4 @@
-"""Read a joint forward and backward fx graph back into a region's two IR graphs."""
+"""Split a joint forward and backward fx graph into a region's two IR graphs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, 
 from partc.torch_private import OpOverload
 
 _RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"})
-# What leaves its operand as it is; of the reshards, those whose transposes alone move data.
+# Operations that return their operand; among reshards, those of which only the transposes move data.
 _NOTHING = frozenset(
     {"detach", "alias", "clone", "contiguous", "lift_fresh_copy", "mark", "mark_grad", "vary", "settle"}
 )
-# What makes a tensor of one number like another tensor, whose elements it doesn't read; None: its last argument.
+# Operations that fill a tensor like another one, whose elements they do not read; None: with their last argument.
 _FILLED: Mapping[str, int | None] = {
     "zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "full_like": None, "new_full": None, "fill": None,
 }  # fmt: skip
@@ -61,9 +61,9 @@ _TRAILING_AXIS = frozenset({"cross_entropy", "cross_entropy_backward", "mask_cla
 def split(traced: fx.GraphModule, region: Region, roots: frozenset[str], live: set[str], sizes: Sizes) -> Region:
     """The region with `forward`, `saved` and `backward` as `traced` computes them.
 
-    `traced` takes the region's inputs, its params and a gradient for each output in `live`;
-    it returns the outputs, then gradients of inputs and params (None where there is none).
-    Raises InternalError if the gradient of one of `roots` is lost on the way.
+    `traced` takes the region's inputs, its params and a gradient for each output in `live`. It returns the outputs,
+    then the gradients of inputs and params (None where there is none). Raises InternalError if the gradient of one of
+    `roots` is lost on the way.
     """
     nodes = list(traced.graph.nodes)
     arguments = [value.name for value in (*region.forward.inputs, *region.params)]
@@ -103,9 +103,9 @@ def split(traced: fx.GraphModule, region: Region, roots: frozenset[str], live: s
 
 
 def _following(graph: Graph, outputs: tuple[str, ...], returned: tuple[str, ...]) -> Graph:
-    """The gradient that comes in has the name of what the forward pass returns.
+    """Name the incoming gradient after the forward pass's output.
 
-    They differ where the last reshard leaves the data alone: `return loss_tp` became `return loss`.
+    They differ if the last reshard does not move data: `return loss_tp` became `return loss`.
     """
     names: dict[str, str] = {}
     for was, now in zip(outputs, returned, strict=True):
@@ -122,10 +122,10 @@ def _following(graph: Graph, outputs: tuple[str, ...], returned: tuple[str, ...]
 def _wanted(
     region: Region, gradients: Mapping[str, fx.Node | None], roots: frozenset[str], dependents: set[fx.Node]
 ) -> dict[str, fx.Node]:
-    """The gradients to return, by the name of what they belong to.
+    """The gradients to return, by the name of their input or parameter.
 
-    An unused parameter has none. A gradient that exists but depends on no incoming one would train
-    silently wrong (nll_loss on meta tensors loses its gradient so), and is refused.
+    An unused parameter has none. A gradient that exists but depends on no incoming one would silently train wrongly
+    (nll_loss on meta tensors loses its gradient in this way), and is refused.
     """
     wanted = {name: node for name, node in gradients.items() if name in roots and node is not None}
     for name, node in wanted.items():
@@ -138,7 +138,7 @@ def _wanted(
 
 
 def _is_zero(node: fx.Node) -> bool:
-    """Whether a gradient is made of zeros alone, as that of an operation which is flat everywhere."""
+    """Whether a gradient consists of zeros only, as that of a piecewise constant operation."""
     name = _packet(node)
     if name in _FILLED or name in ("zeros", "full"):
         number = 0 if name == "zeros" else node.args[-1] if _FILLED.get(name) is None else _FILLED[name]
@@ -150,7 +150,7 @@ def _is_zero(node: fx.Node) -> bool:
 
 
 def _carriers(region: Region, roots: frozenset[str]) -> set[str]:
-    """Values that a gradient of an output must pass through, or end in."""
+    """Values that the gradient of an output must pass through or end in."""
     live = reached(region.forward, roots)
     found = live.intersection(region.forward.outputs)
     for op in reversed(region.forward.ops):
@@ -168,7 +168,7 @@ def _dependents(nodes: Iterable[fx.Node], roots: Iterable[fx.Node]) -> set[fx.No
 
 
 def _needed(ops: tuple[Op, ...], wanted: Iterable[str], stop: frozenset[str]) -> tuple[Op, ...]:
-    """The operations, in order, that make `wanted` from what `stop` names."""
+    """The operations, in order, that compute `wanted` from the values in `stop`."""
     live = set(wanted) - stop
     kept = []
     for op in reversed(ops):
@@ -181,9 +181,9 @@ def _needed(ops: tuple[Op, ...], wanted: Iterable[str], stop: frozenset[str]) ->
 def _backward(
     ops: tuple[Op, ...], forward: tuple[Op, ...], wanted: Mapping[str, fx.Node], reader: _Reader, given: frozenset[str]
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Operations of the backward graph, and the renames that finish it.
+    """The operations of the backward graph, and the renames that finish it.
 
-    What the forward pass makes from constants alone is made again rather than saved.
+    Values that the forward pass computes from constants are computed again, not saved.
     """
     made = {value.name for op in forward if any(True for _ in op.refs()) for value in op.results}
     sources = {name: reader.name_of(node) for name, node in wanted.items()}
@@ -198,7 +198,7 @@ def _backward(
 def _saved(
     ops: tuple[Op, ...], outputs: tuple[str, ...], region: Region, incoming: tuple[Value, ...]
 ) -> tuple[str, ...]:
-    """What the backward graph reads but neither makes nor is given, in the order of first use."""
+    """The values that the backward graph reads but neither computes nor receives, in the order of first use."""
     known = {value.name for op in ops for value in op.results}
     known.update(value.name for value in (*region.params, *incoming))
     read = dict.fromkeys(name for op in ops for name in op.refs())
@@ -210,7 +210,7 @@ def _gradient(type: TensorType) -> TensorType:
 
 
 class _Reader:
-    """Turns fx nodes into IR operations under the names that the marks carry."""
+    """Turns fx nodes into IR operations under the names of their marks."""
 
     def __init__(self, region: Region, sizes: Sizes) -> None:
         values = {value.name: value for value in region.params} | region.forward.definitions()
@@ -220,7 +220,7 @@ class _Reader:
         self._names: dict[fx.Node, str] = {}
         self._holders: dict[str, fx.Node] = {}
         self._labels: dict[fx.Node, str] = {}
-        # A gradient's name says whose it is: no other value may have it.
+        # A gradient's name identifies its value: no other value may have it.
         self._taken: set[str] = {*values, *(f"grad_{name}" for name in values)}
         self._gradients: dict[str, str] = {}  # gradient's name -> the value it belongs to
 
@@ -228,7 +228,7 @@ class _Reader:
         return self._names[_origin(node)]
 
     def claim_all(self, claims: Iterable[tuple[fx.Node, str]]) -> None:
-        """Give nodes these names, unless what they stand for has one already."""
+        """Give nodes these names, unless the values behind them have names."""
         for node, name in claims:
             if _origin(node) not in self._names:
                 self._names[_origin(node)] = name
@@ -249,9 +249,9 @@ class _Reader:
                 self._names[_origin(node)] = self._fresh(self._unmarked_name(_origin(node)))
 
     def _gradient_name(self, name: str, node: fx.Node) -> str:
-        """The gradient of a sum's parts is whole on every rank: `grad_y_full` for `y_partial`.
+        """The gradient of a partial sum is whole on every rank: `grad_y_full` for `y_partial`.
 
-        An output that the region itself reads has a gradient that comes in, and more: a `_total`.
+        The gradient of an output that the region also reads is the incoming one plus others: a `_total`.
         """
         found = f"grad_{name.removesuffix('_partial')}_full" if name.endswith("_partial") else f"grad_{name}"
         holder = self._holders.setdefault(found, _origin(node))
@@ -346,7 +346,7 @@ def _packet(node: fx.Node) -> str:
 
 
 def _item(node: fx.Node) -> tuple[fx.Node, int]:
-    """What a getitem takes, and from which operation."""
+    """The operand and the operation of a getitem."""
     call, index = node.args[:2]
     if not isinstance(call, fx.Node) or not isinstance(index, int):
         raise InternalError(f"{node.name} takes no numbered result")
@@ -358,14 +358,14 @@ def _is_tuple(node: fx.Node) -> bool:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """The node whose value this one merely passes on."""
+    """The node whose value this one passes on."""
     while _packet(node) in _NOTHING:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    """An operation's name and arguments as normalize would have left them."""
+    """An operation's name and arguments in the form that normalize produces."""
     name = _packet(node)
     args = tuple(read(arg) for arg in node.args)
     attrs = tuple((key, read(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED_ATTRS and arg is not None)
@@ -405,7 +405,7 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
 
 
 def _bounded(node: fx.Node, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
-    """The arguments of a slice: a dimension, bounds and a step that are numbers inside the tensor."""
+    """The arguments of a slice: a dimension, bounds inside the tensor, and a step."""
     (source,) = node.all_input_nodes
     shape = source.meta["val"].shape
     given = [arg if isinstance(arg, int) else None for arg in args[1:]]

@@ -1,4 +1,4 @@
-"""Group operations that one kernel does in one pass over memory.
+"""Group operations that one kernel computes in one pass over memory.
 
     forward:                                     forward:
       gate = linear(x, wg)                         gate = linear(x, wg)
@@ -9,17 +9,18 @@
       return y                                     y    = linear(h, wd)
                                                    return y
 
-A kernel goes through the elements of its results, which all have one shape, and computes each from what
-it reads (partc.rules.kernels says which operations can be written so). Views inside a kernel are index
-expressions: those that lead to what it reads belong to it, and those that would copy what it makes. A
-kernel with norms, softmaxes or sums in it goes through rows: it may make an element, a number for each
-row, and sums down all of them (partc.passes.fuse.forms). Of long rows it holds few, or it would spill:
-the derivative of a norm is two kernels then (partc.passes.fuse.halves, fuse_registers). Two groups
-become one where that saves time by the roofline: a kernel's launch, and the bytes of what they hand
-over or both read. What others read, or is saved, is still written; what backward kernels can make from
-what they read anyway is saved no more (partc.passes.fuse.saved), and what has a second result for its
-derivative's sake is spelled without it (partc.passes.fuse.plain). Nothing is grouped across a matrix
-product, attention or a collective: a group never waits for what depends on another part of it.
+A kernel iterates over the elements of its results, which all have one shape, and computes each from its operands
+(partc.rules.kernels lists the possible operations). Views inside a kernel are index expressions: views of its operands
+belong to it, and so do views that would copy its results. A kernel with norms, softmaxes or sums iterates over rows: it
+may write an element, a number for each row, and sums over all rows (partc.passes.fuse.forms). Of long rows it holds
+few, since it would spill otherwise: the derivative of a norm is two kernels then (partc.passes.fuse.halves,
+fuse_registers).
+
+Two groups are joined if that saves time by the roofline: a launch, and the bytes of values that one hands to the other
+or that both read. Values that others read, or that are saved, are still written. Values that backward kernels can
+compute from their other operands are no longer saved (partc.passes.fuse.saved). An operation with a second result for
+its derivative is replaced by one without it (partc.passes.fuse.plain). No group extends across a matrix product,
+attention or a collective: a group never waits for an operation that depends on another part of it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from partc.rules.kernels import CHUNKED
 
 
 def fuse(program: Program, *, kernels: str = "aten") -> Program:
-    """Fuse what runs for every microbatch, if `kernels` are Triton's; leave that to torch.compile, if inductor's."""
+    """Fuse the graphs that run for every microbatch if `kernels` is triton; mark them for torch.compile if it is
+    inductor.
+    """
     if kernels != "triton":
         return replace(program, compiled=kernels == "inductor")
     regions = tuple(
@@ -55,7 +58,7 @@ def _grouped(region: Region, sizes: Sizes) -> Region:
 
 
 def _chunked(region: Region) -> Region:
-    """The region with losses in chunks that go through each chunk's logits by kernels."""
+    """The region with chunked losses that process each chunk's logits by kernels."""
 
     def told(op: Op) -> Op:
         return replace(op, attrs=(*op.attrs, ("kernels", True))) if op.name in CHUNKED else op

@@ -1,4 +1,4 @@
-"""Norms, softmaxes and statistics of rows as what a kernel does: elementwise operations, sums along rows and columns.
+"""Norms, softmaxes and row statistics, spelled as elementwise operations and sums along rows and columns.
 
     y, rstd = rms_norm(x, (4096,), w, 1e-05)   ->   y_square = mul(x, x)
                                                     y_sum    = sum(y_square, (2,), True)
@@ -8,8 +8,8 @@
                                                     y_unit   = mul(x, rstd)
                                                     y        = mul(y_unit, w)
 
-What is in between is in fp32 where the operands have 16 bits. Gradients are those of Zhang and Sennrich 2019,
-appendix A, for rms_norm, and of Ba, Kiros and Hinton 2016 for layer_norm.
+Intermediate values are fp32 if the operands have 16 bits. Gradients follow Zhang and Sennrich 2019, appendix A, for
+rms_norm, and Ba, Kiros and Hinton 2016 for layer_norm.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from partc.ir.layout import Layout, Sizes
 from partc.ir.naming import unique
 from partc.ir.program import FLOATING, Arg, DType, Graph, Op, Ref, Region, TensorType, Value
 
-# Results beyond the first: numbers of a row, kept in fp32 where rows have 16 bits.
+# Results beyond the first: statistics of rows, in fp32 if rows have 16 bits.
 STATISTICS = frozenset({"rms_norm", "layer_norm"})
 
 
 def spelled_out(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]) -> tuple[Op, ...]:
-    """The operations that a composite is made of; any other operation itself. Their names join those that are taken."""
+    """The operations of a composite; any other operation itself. New names are added to `taken`."""
     write = _COMPOSITES.get(op.name)
     if write is None:
         return (op,)
@@ -60,7 +60,7 @@ def in_fp32(region: Region) -> Region:
 
 @dataclass(slots=True, kw_only=True)
 class _Writer:
-    """Operations on rows: all but the last `along` dimensions of x number them."""
+    """Writes operations on rows: all but the last `along` dimensions of x number the rows."""
 
     op: Op
     types: Mapping[str, TensorType]
@@ -78,20 +78,20 @@ class _Writer:
         return self.type_of(arg).layout.local_shape(self.sizes)
 
     def do(self, name: str, *args: Arg, word: str = "", makes: Value | None = None) -> Ref:
-        """An elementwise operation."""
+        """Write an elementwise operation."""
         operands = [arg for arg in args if isinstance(arg, Ref)]
         largest = max(operands, key=lambda arg: math.prod(self.shape(arg)))
         return self._put(name, args, self.type_of(largest).layout, word, makes)
 
     def sum(self, x: Ref, along: int, word: str, *, name: str = "sum") -> Ref:
-        """Along rows, dimensions kept."""
+        """Write a sum along rows, with dimensions kept."""
         shape = self.shape(x)
         first = len(shape) - along
         kept = Layout.replicated((*shape[:first], *(1 for _ in range(along))))
         return self._put(name, (x, tuple(range(first, len(shape))), True), kept, word, None)
 
     def column(self, x: Ref, along: int, makes: Value) -> None:
-        """Down all rows."""
+        """Write a sum over all rows."""
         rows = tuple(range(len(self.shape(x)) - along))
         self._put("sum", (x, rows, False), makes.type.layout, "", makes)
 
@@ -209,7 +209,7 @@ def _log_softmax_backward(w: _Writer, grad: Ref, y: Ref, dim: Arg, dtype: Arg) -
 
 
 def _logsumexp(w: _Writer, x: Ref, dims: tuple[int, ...], keep: Arg) -> None:
-    """Of rows of infinities too: nothing is subtracted there."""
+    """The log-sum-exp of rows; for rows of infinities nothing is subtracted."""
     most = w.sum(x, len(dims), "most", name="amax")
     level = w.do("nan_to_num", most, math.nan, 0.0, 0.0, word="level")
     total = w.sum(w.do("exp", w.do("sub", x, level, word="below"), word="power"), len(dims), "total")

@@ -1,4 +1,4 @@
-"""Cross-entropy as one kernel that goes through the logits once.
+"""Cross-entropy as one kernel that reads the logits once.
 
     wide = to(logits, <f32>)                            most, own, picked = fused(logits, labels, …)
     most = shard_max(wide)                              | wide   = to(logits, <f32>)
@@ -10,11 +10,11 @@
                                                         factor = exp(below)
                                                         part   = mul(own, factor)
 
-Exponentials are summed below each rank's own maximum (Milakov and Gimelshein 2018, Online normalizer calculation
-for softmax, algorithm 3), and that sum is scaled to the maximum of all ranks, one number a row: the collectives are
-the same. Without an axis the losses of rows come out of the same kernel. What is done to each logit before belongs
+Each rank sums exponentials relative to its own maximum (Milakov and Gimelshein 2018, Online normalizer calculation for
+softmax, algorithm 3), and the sum is then scaled to the maximum of all ranks, one number a row: the collectives stay
+the same. Without an axis the same kernel also computes the losses of rows. Elementwise operations on the logits belong
 to the kernel, so that neither logits in fp32 nor their softmax are ever in memory. Log-sum-exps of rows, and softmaxes
-of rows that no program holds whole, go the same way.
+of rows that no program can hold whole, are computed in the same way.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DIMENSION = {  # which argument it is
 
 
 def streamed(region: Region, sizes: Sizes) -> Region:
-    """The region with such kernels in its graphs, each where the first of its operations was."""
+    """The region with such kernels in its graphs, each at the place of its first operation."""
     params = {value.name: value.type for value in region.params}
 
     def rewritten(graph: Graph, also: Collection[str]) -> Graph:
@@ -52,7 +52,7 @@ def streamed(region: Region, sizes: Sizes) -> Region:
 
 
 class _Streams:
-    """One graph."""
+    """The streams of one graph."""
 
     def __init__(self, graph: Graph, params: Mapping[str, TensorType], kept: Collection[str], sizes: Sizes) -> None:
         self.types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
@@ -71,7 +71,7 @@ class _Streams:
                 self.readers.setdefault(name, []).append(op)
 
     def graph(self) -> Graph:
-        """The graph with every stream of logits in one kernel."""
+        """The graph with one kernel for every stream of logits."""
         instead: dict[int, tuple[Op, ...]] = {}
         for name, pieces in self._losses():
             instead.update(self._stream(name, pieces))
@@ -79,7 +79,7 @@ class _Streams:
         return replace(self.original, ops=tuple(self._read(ops)))
 
     def _spelled(self, op: Op) -> Iterator[Op]:
-        """Losses of whole rows in the pieces that sharded ones are made of; a z-loss reads what they sum."""
+        """Losses of whole rows, in the pieces of sharded losses; a z-loss reads their sums."""
         logits = next(op.refs(), "")
         if op.name == "cross_entropy" and not dict(op.attrs).get("axis"):
             self.sums[logits] = op.results[1]
@@ -97,7 +97,7 @@ class _Streams:
             yield from spelled_out(op, self.types, self.sizes, self.taken)
 
     def _softmax(self, op: Op, logits: str) -> Iterator[Op]:
-        """By the log-sum-exps of its rows, or the logarithm of one."""
+        """A softmax from the log-sum-exps of its rows, or its logarithm."""
         known = yield from self._log_sum_exp(op, logits)
         layout = Layout((*op.result.type.layout.dims[:-1], *Layout.replicated((1,)).dims))
         column = replace(self._named(op, "lse"), type=replace(op.result.type, layout=layout))
@@ -109,7 +109,7 @@ class _Streams:
             yield Op(name="exp", args=(Ref(below.name),), results=op.results, source=op.source)
 
     def _log_sum_exp(self, op: Op, logits: str) -> Generator[Op, None, Ref]:
-        """Of each row, as a loss has it already, or by itself."""
+        """The log-sum-exp of each row: that of an existing loss, or a new one."""
         if logits not in self.sums:
             rows = Layout(self.types[logits].layout.dims[:-1])
             made = replace(self._named(op, "rows"), type=replace(op.result.type, layout=rows))
@@ -121,7 +121,7 @@ class _Streams:
         return replace(op.result, name=unique(f"{op.result.name}_{word}", self.taken))
 
     def _along_rows(self, op: Op) -> bool:
-        """Whether it is a softmax, or what belongs to one, along the last dimension, in fp32 at least."""
+        """Whether the operation is a softmax or a part of one, along the last dimension, in fp32 or fp64."""
         if op.name not in _DIMENSION or op.attrs:
             return False
         type = self.types[next(op.refs())]
@@ -130,12 +130,12 @@ class _Streams:
         return last and type.dtype == op.result.type.dtype in ("f32", "f64")
 
     def _is_long(self, logits: str) -> bool:
-        """Whether no program holds its rows whole."""
+        """Whether no program can hold the rows whole."""
         shape = self.types[logits].layout.local_shape(self.sizes)
         return shape[-1] > MOST_COLUMNS and 0 not in shape
 
     def _losses(self) -> Iterator[tuple[str, list[Op]]]:
-        """Logits, with the operations of one kernel: one of each, where several losses read the same logits."""
+        """Logits, with the operations of one kernel: several losses of the same logits share each."""
         found: dict[str, list[list[Op]]] = {}
         for op in self.original.ops:
             if op.name in kernels.STREAMED:
@@ -146,7 +146,7 @@ class _Streams:
         return ((name, pieces) for name, losses in found.items() for pieces in losses)
 
     def _stream(self, name: str, pieces: list[Op]) -> Iterator[tuple[int, tuple[Op, ...]]]:
-        """What stands in place of the operations on some logits."""
+        """The replacements of the operations on some logits."""
         shape = self.types[name].layout.local_shape(self.sizes)
         if len(shape) < 2 or 0 in shape or self.types[name].dtype not in FLOATING:
             return
@@ -183,7 +183,7 @@ class _Streams:
         yield id(start), (kernel, *after.get(id(start), ()))
 
     def _own_sums(self, name: str, pieces: list[Op]) -> tuple[list[Op], dict[int, tuple[Op, ...]]]:
-        """The pieces below this rank's own maximum, and what scales a sum that was below another."""
+        """The pieces relative to this rank's own maximum, and the scaling of sums that were relative to another."""
         found = [op for op in pieces if op.name != "sum_exp"]
         tops = [op for op in found if op.name == "shard_max"]
         after: dict[int, tuple[Op, ...]] = {}
@@ -203,7 +203,7 @@ class _Streams:
         return found, after
 
     def _prologue(self, name: str, pieces: list[Op]) -> list[Op]:
-        """What is done to each logit before, where nothing else reads it; casts and views in any case."""
+        """The elementwise operations on the logits, if nothing else reads their results; casts and views always."""
         size = self.types[name].local_elements(self.sizes)
         inside = {id(op) for op in pieces}
         found: list[Op] = []
@@ -224,7 +224,7 @@ class _Streams:
         return sorted(found, key=lambda op: self.place[id(op)])
 
     def _epilogue(self, known: set[str]) -> list[Op]:
-        """Losses of rows, where all that they are made of is in the kernel."""
+        """The losses of rows, if the kernel contains all their operands."""
         found = []
         for op in self.original.ops:
             if op.name in ("log_sum_exp", "cross_entropy_rows") and kernels.kind(op) == "pointwise":
@@ -236,7 +236,7 @@ class _Streams:
         return found
 
     def _read(self, ops: list[Op]) -> list[Op]:
-        """Without what only kernels read, which do it themselves."""
+        """Drop operations that only kernels read, since kernels contain them."""
         needed = set(self.kept)
         found: list[Op] = []
         for op in reversed(ops):
@@ -247,7 +247,7 @@ class _Streams:
 
 
 def _needed(ops: list[Op], wanted: set[str]) -> list[Op]:
-    """Those that lead to something wanted, in order."""
+    """The operations that lead to a wanted value, in order."""
     needed = set(wanted)
     found: list[Op] = []
     for op in reversed(ops):

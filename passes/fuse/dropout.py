@@ -1,4 +1,4 @@
-"""Dropouts whose masks are drawn inside kernels, and drawn again in backward in place of being saved.
+"""Dropouts whose masks kernels draw, and draw again in backward instead of saving them.
 
     forward:                                     forward:
       y, kept = dropout(x, 0.1, 3, 0)              kept = drawn(0.1, 0)
@@ -9,8 +9,8 @@
       grad_x = dropout_backward(grad_z, kept, …)   kept   = drawn(0.1, 0)
                                                    grad_x = dropout_backward(grad_z, kept, …)
 
-An element's number follows from its place in the whole tensor (partc.runtime.random), so that a kernel draws it
-where it needs it: a mask is no tensor any more. What other operations read of it is still made, and saved.
+An element's random number depends on its position in the whole tensor (partc.runtime.random), so a kernel can draw it
+where it needs it and the mask is not a tensor. A mask that other operations read is still computed and saved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from partc.rules import kernels
 
 
 def redrawn(region: Region) -> Region:
-    """The region with masks drawn by operations of their own, in every graph that reads them."""
+    """The region with masks drawn by separate operations, in every graph that reads them."""
     forward = _split(region.forward)
     backward = region.backward and _split(region.backward)
     weight = region.weight and _split(region.weight)
@@ -50,7 +50,7 @@ def redrawn(region: Region) -> Region:
 
 
 def _drawing(graph: Graph, again: Mapping[str, Op], drawn: Mapping[str, Op]) -> Graph:
-    """The graph with some masks drawn where they came in; the others come in as they are drawn elsewhere."""
+    """The graph with some masks drawn at their use; other masks remain inputs."""
     inputs = tuple(
         drawn[value.name].result if value.name in drawn else value for value in graph.inputs if value.name not in again
     )
@@ -63,7 +63,7 @@ def _split(graph: Graph) -> Graph:
 
 
 def _steps(op: Op) -> Iterator[Op]:
-    """A dropout as a mask and what it does to a tensor."""
+    """A dropout as a mask and its application."""
     if op.name != "dropout" or not isinstance(op.args[1], float) or not 0 < op.args[1] < 1:
         yield op
         return
@@ -78,5 +78,5 @@ def _steps(op: Op) -> Iterator[Op]:
 
 
 def _read_by_kernels(name: str, graph: Graph) -> bool:
-    """Whether nothing but elementwise operations reads a mask."""
+    """Whether only elementwise operations read a mask."""
     return all(kernels.kind(op) == "pointwise" for op in graph.ops if name in op.refs())

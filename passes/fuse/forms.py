@@ -1,4 +1,4 @@
-"""Over what a kernel goes: all elements of one shape, or rows and columns where it sums."""
+"""Iteration spaces of kernels: all elements of one shape, or rows and columns if the kernel sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_SUMMED = 8192  # and that it also sums down: with more, registers spill
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Rows of a shape: the last `along` dimensions are their columns, held `whole` where something sums along them."""
+    """Rows of a shape: the last `along` dimensions are their columns, held `whole` if the kernel sums along them."""
 
     shape: Shape
     along: int
@@ -24,21 +24,21 @@ class Form:
 
     @property
     def statistic(self) -> Shape:
-        """One number for each row."""
+        """The shape with one number for each row."""
         return (*self.shape[: len(self.shape) - self.along], *(1 for _ in range(self.along)))
 
     @property
     def wide(self) -> bool:
-        """Whether a program that holds such a row has no room for sums down the columns too."""
+        """Whether a program that holds such a row has no registers left for sums over columns."""
         return self.whole and math.prod(self.column) > MOST_SUMMED
 
     @property
     def column(self) -> Shape:
-        """One number for each column."""
+        """The shape with one number for each column."""
         return self.shape[len(self.shape) - self.along :]
 
     def with_(self, other: Form) -> Form | None:
-        """What both can be done over."""
+        """The common form of two operations; None if there is none."""
         if (self.shape, self.along) != (other.shape, other.along):
             return None
         both = self if self.whole else other
@@ -46,7 +46,7 @@ class Form:
 
 
 def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DType]) -> Form | None:
-    """Of a reduction or a composite; None where no kernel does it."""
+    """The form of a reduction or composite; None if no kernel computes it."""
     x = next(op.refs())
     shape = shape_of(x)
     if dtype_of(x) not in FLOATING:
@@ -83,7 +83,7 @@ def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DTy
 
 
 def _reduced(op: Op, shape: Shape) -> Form | None:
-    """The last dimensions, kept; or, of sums, all dimensions but the last."""
+    """The form of a reduction over the last dimensions with dimensions kept, or of a sum over all but the last."""
     at = 2 if op.name == "linalg_vector_norm" else 1
     dims, keep = argument(op, at, "dim"), argument(op, at + 1, "keepdim", False)
     attrs = {name for name, _ in op.attrs} - ({"correction", "keepdim"} if op.name in ("var", "std") else set())
@@ -101,7 +101,7 @@ def _reduced(op: Op, shape: Shape) -> Form | None:
 
 
 def columns(op: Op, form: Form | None) -> frozenset[str]:
-    """The results that are sums down all rows: nothing in the same kernel can read them."""
+    """The results that are sums over all rows; no operation of the same kernel can read them."""
     if form is None:
         return frozenset()
     if op.name in ("rms_norm_backward", "layer_norm_backward"):
@@ -112,7 +112,7 @@ def columns(op: Op, form: Form | None) -> frozenset[str]:
 
 
 def fits(shape: Shape, form: Form) -> bool:
-    """Whether a value of this shape is one for each element, or for each row."""
+    """Whether a shape has one number for each element, or one for each row."""
     return shape in (form.shape, form.statistic)
 
 

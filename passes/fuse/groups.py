@@ -1,4 +1,4 @@
-"""Which operations of a graph one kernel does: neighbours are joined while that saves time."""
+"""The choice of fused groups: neighbours are joined while that saves time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORTH = frozenset({"cross_entropy_backward", "rms_norm_grad_weight", "layer_nor
 
 
 def fused(region: Region, sizes: Sizes) -> Region:
-    """The region with its graphs' groups in place of their operations."""
+    """The region with fused operations in place of each group."""
     region = in_fp32(region)
     backward, weight = region.backward, region.weight
     params = {value.name: value for value in region.params}
@@ -35,7 +35,7 @@ def fused(region: Region, sizes: Sizes) -> Region:
 
 
 def _fused(graph: Graph, params: Mapping[str, Value], also: Collection[str], sizes: Sizes) -> Graph:
-    """`also` names values that are read besides the graph's outputs."""
+    """The fused graph; `also` names values that are read besides the graph's outputs."""
     work = _Work(graph, params, {*graph.outputs, *also}, sizes)
     work.join()
     return replace(graph, ops=work.ordered())
@@ -43,7 +43,7 @@ def _fused(graph: Graph, params: Mapping[str, Value], also: Collection[str], siz
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Operations by index, what they read from outside through views, and what others read of theirs."""
+    """Operations by index, their operands from outside (through views), and their results that others read."""
 
     members: frozenset[int]
     reads: frozenset[str]
@@ -53,7 +53,7 @@ class _Group:
 
 
 class _Work:
-    """One graph while its groups grow."""
+    """The growing groups of one graph."""
 
     def __init__(self, graph: Graph, params: Mapping[str, Value], kept: Collection[str], sizes: Sizes) -> None:
         values = {**params, **graph.definitions()}
@@ -89,7 +89,7 @@ class _Work:
         return None if kind in ("reduction", "composite") and form is None else kind
 
     def _seen(self, names: Iterable[str]) -> frozenset[str]:
-        """What values are, seen through views; numbers are no values."""
+        """The values behind views; numbers are left out."""
         found: set[str] = set()
         todo = list(names)
         while todo:
@@ -103,7 +103,7 @@ class _Work:
         return frozenset(found)
 
     def _read_as_views(self) -> set[str]:
-        """Values that are read, through views, by the graph's own outputs."""
+        """Values that the graph's own outputs read through views."""
         found: set[str] = set()
         for name in self.kept:
             index = self.makers.get(name)
@@ -124,7 +124,7 @@ class _Work:
         return _Group(frozenset(members), reads, makes, sum(self.bytes[name] for name in (*reads, *makes)), found)
 
     def join(self) -> None:
-        """Join the two groups that save most, again and again."""
+        """Repeatedly join the two groups that save the most time."""
         refused: set[frozenset[int]] = set()
         while True:
             best: tuple[float, int, int] | None = None
@@ -148,7 +148,7 @@ class _Work:
             refused = {pair for pair in refused if a not in pair and b not in pair}
 
     def _neighbours(self) -> Iterator[tuple[int, int]]:
-        """Groups of which one reads the other, or that read the same, in order."""
+        """Ordered pairs of groups of which one reads the other, or that read a common value."""
         by_value: dict[str, list[int]] = {}
         for key in sorted(self.groups):
             for name in sorted(self.groups[key].reads | self.groups[key].makes):
@@ -157,7 +157,7 @@ class _Work:
         return iter(sorted(pairs))
 
     def _saved(self, a: int, b: int) -> float | None:
-        """Seconds that one kernel is faster than two; None where one can't do it, or isn't."""
+        """The seconds that one kernel saves over two; None if one kernel is impossible or slower."""
         one, two = self.groups[a], self.groups[b]
         both = self._group(one.members | two.members)
         most = MOST_ROWS if both.form else MOST_TENSORS
@@ -169,11 +169,11 @@ class _Work:
         return saved if saved > 0 else None
 
     def _elements(self, group: _Group) -> bool:
-        """Whether one goes through the elements of everything that a group makes."""
+        """Whether one iteration over elements covers all results of a group."""
         return len({self.shapes[name] for name in group.makes}) == 1
 
     def _rows(self, group: _Group, form: Form) -> bool:
-        """Whether a group that sums can be done row by row: all is of rows, and no view turns them inside."""
+        """Whether a group with sums can run row by row: all shapes are rows, and no view mixes them."""
         inside = {value.name for index in group.members for value in self.ops[index].results}
         for index in group.members:
             own = self.forms[index]
@@ -188,7 +188,7 @@ class _Work:
         return True
 
     def _has_room(self, group: _Group, form: Form) -> bool:
-        """Whether a program's registers do for all that it holds of long rows."""
+        """Whether a program's registers suffice for the long rows that it holds."""
         if not is_long(form):
             return True
         steps = self._spelled(group.members)
@@ -196,9 +196,9 @@ class _Work:
         return fits_registers(steps, group.makes, form, {**self.shapes, **shapes}, self._seen)
 
     def _of_rows(self, name: str, inside: Set[str], form: Form) -> bool:
-        """Whether what an operation reads lies in the rows that a group goes through.
+        """Whether an operand lies in the rows that a group iterates over.
 
-        Of what is made inside, views are only of numbers of rows: for each element, or in other dimensions of one.
+        Inside the group, only numbers of rows may be viewed: expanded to elements, or with other dimensions of one.
         """
         if name in inside:
             return name not in self.columns
@@ -212,7 +212,7 @@ class _Work:
         return shape == form.statistic and self._is_statistic(name, inside, form)
 
     def _is_statistic(self, name: str, inside: Set[str], form: Form) -> bool:
-        """Whether a value has a number for each row that is made inside, whatever dimensions of one element it has."""
+        """Whether a value inside the group has one number for each row, in any arrangement of dimensions of one."""
         if name in inside:
             return self.shapes[name] == form.statistic and name not in self.columns
         op = self.ops[self.makers[name]] if name in self.makers else None
@@ -221,11 +221,11 @@ class _Work:
         return self._is_statistic(next(op.refs()), inside, form)
 
     def _convex(self, a: int, b: int) -> bool:
-        """Whether nothing outside depends on one of two groups while the other depends on it."""
+        """Whether no outside operation depends on one of two groups while the other depends on it."""
         return not any(self._reaches(start, goal) for start, goal in ((a, b), (b, a)))
 
     def _reaches(self, start: int, goal: int) -> bool:
-        """By way of at least one other operation or group."""
+        """Whether a path leads from `start` to `goal` through at least one other operation or group."""
         todo = [key for key in self._next(start) if key != goal]
         seen = set(todo)
         while todo:
@@ -238,12 +238,12 @@ class _Work:
         return False
 
     def _next(self, key: int) -> set[int]:
-        """The operations and groups that read what this one makes."""
+        """The operations and groups that read this one's results."""
         makes = self.groups[key].makes if key in self.groups else {value.name for value in self.ops[key].results}
         return {self.place[index] for name in makes for index in self.readers.get(name, ())} - {key}
 
     def ordered(self) -> tuple[Op, ...]:
-        """The graph's operations with a bracket around each group of several, each right after what it needs."""
+        """The graph's operations with each group of several in a bracket, right after its last operand."""
         tails = {key: self._tail(group) for key, group in self.groups.items()}
         several = {key: group for key, group in self.groups.items() if tails[key] or self._is_worth(group)}
         units: dict[int, Op] = {key: self._bracket(group, tails[key]) for key, group in several.items()}
@@ -269,7 +269,7 @@ class _Work:
         return _read(found, self.kept)
 
     def _is_worth(self, group: _Group) -> bool:
-        """Several operations are, and one that PyTorch does in several itself."""
+        """Whether a kernel pays: several operations, or one that PyTorch computes in several."""
         if len(group.members) > 1:
             return True
         (index,) = group.members
@@ -280,7 +280,7 @@ class _Work:
         return alone and self.kinds[index] == "composite"
 
     def _tail(self, group: _Group) -> tuple[int, ...]:
-        """A permutation and a reshape, where nothing else reads what a group makes: it writes in their order."""
+        """A permutation and a reshape that alone read a group's result: the kernel writes in their order."""
         name, found = next(iter(group.makes), ""), list[int]()
         for kind in ("permute", "reshape"):
             readers = [index for index, op in enumerate(self.ops) if name in op.refs()]
@@ -289,7 +289,7 @@ class _Work:
                 return ()
             found.append(readers[0])
             name = self.ops[readers[0]].result.name
-        # Another kernel reads through these views by itself: what it reads has to be there.
+        # Another kernel contains these views itself, so their operand must be in memory.
         return (
             ()
             if any(kind for op, kind in zip(self.ops, self.kinds, strict=True) if name in op.refs())
@@ -297,7 +297,7 @@ class _Work:
         )
 
     def _bracket(self, group: _Group, tail: Collection[int] = ()) -> Op:
-        """A group as one operation, with the views that lead to what it reads, and those that end it."""
+        """A group as one operation, with the views of its operands and those at its end."""
         chosen = {*group.members, *tail}
         todo = [name for index in group.members for name in self.ops[index].refs()]
         while todo:
@@ -318,7 +318,7 @@ class _Work:
         )
 
     def _spelled(self, chosen: Collection[int]) -> tuple[Op, ...]:
-        """Operations as what kernels do."""
+        """Operations as kernels spell them."""
         taken = set(self.shapes)
         return tuple(
             step for index in sorted(chosen) for step in spelled_out(self.ops[index], self.types, self.sizes, taken)
@@ -330,7 +330,7 @@ def _long(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def tabled(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> Op:
-    """The gradient of a table as a kernel of its own, which sorts what was looked up."""
+    """The gradient of a table as a kernel of its own, which sorts the indices."""
     grad, ids, *more = op.args
     scaled = op.name == "embedding_dense_backward" and len(more) > 2 and more[2]
     if scaled or not all(isinstance(arg, Ref) and 0 not in shapes[arg.name] for arg in (grad, ids)):
@@ -346,7 +346,7 @@ def tabled(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> Op:
 
 
 def _read(ops: Iterable[Op], kept: Collection[str]) -> tuple[Op, ...]:
-    """Without views and constants that nobody reads any more."""
+    """Drop unread views and constants."""
     needed = set(kept)
     found: list[Op] = []
     for op in reversed(list(ops)):

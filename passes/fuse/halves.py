@@ -1,12 +1,12 @@
-"""Derivatives of norms of wide rows in two: the input's, of whole rows, and the weight's, down the columns.
+"""Derivatives of norms of wide rows as two kernels: the input's gradient along rows, the weight's down the columns.
 
     grad_x, grad_w = rms_norm_backward(grad, x, (16384,), w, rstd)
         ->   grad_x = rms_norm_grad_input(grad, x, (16384,), w, rstd)
              grad_w = rms_norm_grad_weight(grad, x, (16384,), rstd)
 
-A program that holds so long a row, and the sums of the rows before it, has more than a processor's registers hold.
-Apart, the first goes along one row, and the second down a few columns: both read x and the gradient. These two
-operations are spelled out in their kernels (partc.passes.fuse.composites), and are nowhere else.
+A program that holds such a long row, together with the sums of earlier rows, exceeds a processor's registers. As two
+kernels, the first runs along one row and the second down a few columns; both read x and the gradient. These two
+operations exist only here and are spelled out inside their kernels (partc.passes.fuse.composites).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HALVES = {
 def halved(
     graph: Graph, types: Mapping[str, TensorType], shapes: Mapping[str, tuple[int, ...]], kept: Collection[str]
 ) -> Graph:
-    """The graph with such derivatives in their halves, where somebody reads these."""
+    """The graph with such derivatives as two operations, each only if it is read."""
     read = {name for op in graph.ops for name in op.refs()}.union(kept)
     return replace(graph, ops=tuple(part for op in graph.ops for part in _parts(op, types, shapes, read)))
 
@@ -47,7 +47,7 @@ def _parts(
 
 
 def _is_wide(op: Op, types: Mapping[str, TensorType], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Of rows that one program holds, and with room for no more."""
+    """Whether a program can hold one such row, and no more."""
     x, along = op.args[1], op.args[2]
     if not isinstance(x, Ref) or not isinstance(along, tuple) or types[x.name].dtype not in FLOATING:
         return False

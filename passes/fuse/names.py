@@ -1,4 +1,4 @@
-"""Names of kernels: what they do, and a number where two that differ do the same. Those that are alike share one."""
+"""Names of kernels: their operations, and a number to distinguish different kernels. Equal kernels share a name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TAKEN = frozenset({"functions"})
 
 
 def named(program: Program) -> Program:
-    """Give every fused operation the name of its kernel, and say which arguments may be strided in memory."""
+    """Name the kernel of every fused operation, and mark the arguments that may be strided in memory."""
     given: dict[tuple[object, ...], str] = {}
     known = dense(program)
 
@@ -61,7 +61,9 @@ def _named(
 
 
 def _meaning(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[object, ...]:
-    """Equal for operations that one kernel can do: shapes, types and what is done, values by number."""
+    """A key that is equal for operations that one kernel can compute: shapes, types and operations, with values by
+    number.
+    """
     number: dict[str, int] = {}
 
     def known(name: str) -> int:
@@ -81,7 +83,7 @@ def _meaning(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[obj
     steps = tuple(
         (
             step.name,
-            # A kernel is told which numbers it draws; their places follow from the layout.
+            # A kernel's argument tells which random numbers it draws; their positions follow from the layout.
             tuple(map(bare, step.args)) if step.name != "drawn" else (step.args[0], str(step.result.type.layout)),
             tuple((key, bare(arg)) for key, arg in step.attrs),
             tuple((known(value.name), type_of(value.type)) for value in step.results),
@@ -92,7 +94,7 @@ def _meaning(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[obj
 
 
 def stem(ops: Sequence[Op]) -> str:
-    """What a kernel is called for: the operations that compute, each word once, as in `silu_mul`."""
+    """The stem of a kernel's name: its computing operations, each once, as in `silu_mul`."""
     words = dict.fromkeys(re.sub(r"\W+", "_", op.name).strip("_") for op in ops if op.name != "to")
     found = "_".join(list(words)[:MOST_WORDS]) or "cast"
     return f"{found}_" if keyword.iskeyword(found) else found

@@ -1,9 +1,9 @@
-"""Gradients of logits that are written over the logits.
+"""Gradients of logits that overwrite the logits.
 
     grad_logits = fused(logits, …)    ->    grad_logits = fused(logits, …, over=(0, 0))
 
-The largest two tensors of many models, of one size and one type: where nothing reads the logits any more, their memory
-takes the gradient. A kernel reads each element before it writes it.
+These are the largest two tensors of many models, equal in size and type. If nothing reads the logits any more, the
+gradient takes their memory: a kernel reads each element before it writes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from partc.rules.strides import dense
 
 
 def over(program: Program) -> Program:
-    """Say so of every such kernel: `over` has the numbers of the argument and of the result."""
+    """Mark every such kernel: `over` holds the numbers of the argument and of the result."""
     known = dense(program)
     return replace(
         program, regions=tuple(_region(region, known[region.name], program.sizes) for region in program.regions)
@@ -38,7 +38,7 @@ def _region(region: Region, dense: Collection[str], sizes: Sizes) -> Region:
 
 
 def _own(graph: Graph, outputs: Collection[str], saved: Collection[str]) -> set[str]:
-    """Values that nobody else sees: made in memory of their own, of which no other sight leaves the graph."""
+    """Values with memory of their own, of which no alias leaves the graph."""
     memory = memory_of(graph)
     shared = {memory.get(name, name) for name in outputs}
     sights = [memory.get(name, name) for name in saved]

@@ -1,4 +1,4 @@
-"""Operations with several results as those with one that kernels do.
+"""Operations with several results, replaced by operations with one result that kernels compute.
 
     y, buffer = log_sigmoid_forward(x)         y       = log_sigmoid(x)
     most, at  = max(x, -1, True)          ->   most    = amax(x, (-1,), True)
@@ -10,9 +10,9 @@
     s = sum(x, (1,), False)                    s_kept  = sum(x, (1,), True)
                                                s       = reshape(s_kept, (8,))
 
-A largest number is one without its place where nobody asks for that: no gradient goes there, which would be that of
-one element, and with `amax` that of all that are equal. Sums of rows keep their dimensions, as rows in kernels do,
-and bools are counted in fp32: exactly, in rows that aren't longer than that.
+A maximum without its index is used only if no gradient flows: the gradient of `max` goes to one element, that of `amax`
+to all equal ones. Sums of rows keep their dimensions, as rows in kernels do. Bools are counted in fp32, which is exact
+for rows of up to 2**24 elements.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EXACT = 2**24  # counts in fp32
 
 
 def plain(region: Region, sizes: Sizes) -> Region:
-    """The region with derivatives spelled out, and then without the results that they alone read."""
+    """The region with derivatives spelled out, and without results that only they read."""
     taken = set().union(*(region.types(graph) for graph in region.graphs))
 
     def spelled(graph: Graph) -> Graph:
@@ -66,7 +66,7 @@ def _read(graph: Graph) -> frozenset[str]:
 
 
 def _alone(graph: Graph, also: Collection[str]) -> Graph:
-    """Without second results that nobody reads."""
+    """Replace operations whose second results are unread."""
     read = _read(graph).union(also)
     found: list[Op] = []
     for op in graph.ops:
@@ -78,7 +78,7 @@ def _alone(graph: Graph, also: Collection[str]) -> Graph:
 
 
 def _first(op: Op) -> Op:
-    """An operation as the one that makes its first result alone."""
+    """The operation that computes only the first result."""
     args = op.args
     if isinstance(dim := (*args, None)[1], int):
         args = (args[0], (dim,), *args[2:])
@@ -86,7 +86,7 @@ def _first(op: Op) -> Op:
 
 
 def _kept(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]) -> Iterator[Op]:
-    """A sum of rows with its dimensions, which kernels do, and then without them; of bools, as numbers."""
+    """A sum of rows that keeps its dimensions, followed by a reshape; bools are counted as numbers."""
     along = _along(op, types)
     if not along:
         yield op
@@ -115,7 +115,7 @@ def _kept(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]
 
 
 def _along(op: Op, types: Mapping[str, TensorType]) -> int:
-    """How many dimensions, the last ones, a sum goes along that is to be spelled in another way."""
+    """The number of trailing dimensions of a sum that has to be respelled."""
     if op.name not in (*REDUCTIONS, "logsumexp") or op.attrs:
         return 0
     x, dims = types[next(op.refs())], argument(op, 1, "dim")
@@ -129,7 +129,7 @@ def _along(op: Op, types: Mapping[str, TensorType]) -> int:
 
 
 def _derivative(op: Op, read: Collection[str], types: Mapping[str, TensorType], taken: set[str]) -> Iterator[Op]:
-    """The operations of one that reads what a kernel doesn't keep, or makes two gradients; any other itself."""
+    """The operations of a derivative that reads a dropped result or makes two gradients; other operations unchanged."""
 
     def do(name: str, *args: Arg, word: str = "", like: Arg = None, makes: Value | None = None) -> Ref:
         if makes is None:

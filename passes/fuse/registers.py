@@ -1,7 +1,7 @@
-"""What a program holds of long rows at once, in registers: more of it would spill.
+"""The long rows that a program holds at once in registers: too many of them would spill.
 
-Every sum along a row is a point that all of a program's threads pass together. What is there before it and read after
-it, each holds its part of meanwhile: for the gradient of a norm, the row's gradient and the row itself, both scaled.
+All threads of a program meet at every sum along a row. Each thread holds its part of the values that are computed
+before the sum and read after it: for the gradient of a norm, the scaled gradient of the row and the scaled row.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SHORT = 4096  # columns; shorter rows leave room for all that a kernel may be gi
 
 
 def is_long(form: Form) -> bool:
-    """Whether it matters how many rows are held."""
+    """Whether the number of held rows matters."""
     return form.whole and math.prod(form.column) > SHORT
 
 
 def fits_registers(
     steps: Sequence[Op], makes: Collection[str], form: Form, shapes: Mapping[str, Shape], roots: Roots
 ) -> bool:
-    """Whether a program has room for whole rows of what it computes in `steps`."""
+    """Whether the registers of a program suffice for the whole rows of the values in `steps`."""
     size = 8 if any(value.type.dtype == "f64" for step in steps for value in step.results) else 4
     block = 1 << (math.prod(form.column) - 1).bit_length()
     return _rows_held(steps, makes, form.along, shapes, roots) * block * size <= MOST_HELD
@@ -36,7 +36,7 @@ def fits_registers(
 def _rows_held(
     steps: Sequence[Op], makes: Collection[str], along: int, shapes: Mapping[str, Shape], roots: Roots
 ) -> int:
-    """At the sum along rows where most are; what is summed down the columns is held all the time."""
+    """The number of rows held at the worst sum along rows; sums down the columns are held throughout."""
 
     def is_row(name: str) -> bool:
         return math.prod(shapes[name][-along:]) > 1

@@ -1,4 +1,4 @@
-"""What backward kernels make again from what they read anyway, in place of what forward would save for them.
+"""Values that backward kernels recompute from their other operands, instead of saving them.
 
     forward:                                     forward:
       a = silu(gate)                               a = silu(gate)
@@ -9,9 +9,9 @@
                                                    a = silu(gate)
       grad_up = mul(grad_h, a)                     grad_up = mul(grad_h, a)
 
-Only elementwise operations, on what is saved in any case or takes fewer bytes (logits before a cast to fp32), and
-only where all readers are in kernels too: then it costs a few operations in registers, and neither memory nor a pass
-over it.
+This applies to elementwise operations only, on values that are saved anyway or that take fewer bytes (logits before a
+cast to fp32), and only if all readers are in kernels too. It costs a few operations in registers, and neither memory
+nor a pass over it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from partc.rules import kernels
 
 
 def lean(region: Region, sizes: Sizes) -> Region:
-    """The region saving less; what its backward pass makes is the same."""
+    """The region with fewer saved values and equal gradients."""
     backward = region.backward
     if backward is None:
         return region
@@ -71,7 +71,7 @@ def lean(region: Region, sizes: Sizes) -> Region:
 
 
 def _steps(name: str, makers: Mapping[str, Op], there: Collection[str]) -> list[Op]:
-    """The elementwise operations that make a value, back to what is there or made otherwise; masks are drawn again."""
+    """The elementwise operations that recompute a value from saved or recomputed ones; masks are drawn again."""
     found = [makers[name]]
     for op in found:
         for other in op.refs():
@@ -84,7 +84,7 @@ def _steps(name: str, makers: Mapping[str, Op], there: Collection[str]) -> list[
 
 
 def _read_by_kernels(name: str, graph: Graph) -> bool:
-    """Whether nothing but elementwise operations reads a value, through views or not."""
+    """Whether only elementwise operations read a value, directly or through views."""
     seen = {name}
     for op in graph.ops:
         if seen.isdisjoint(op.refs()):

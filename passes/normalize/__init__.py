@@ -1,14 +1,13 @@
-"""Spell every operation one way.
+"""Give every operation one spelling.
 
     v = view(x, (4, 16, -1, 8))              v = reshape(x, (4, 16, 2, 8))
     t = transpose(v, 1, -2)             ->   t = permute(v, (0, 2, 1, 3))
     d = dropout(t, 0.0, True)                m = sum(t, (3,), False)
     m = mean(d, (-1,))                       m = mul(m, 0.125)
 
-The rewrites are a table, one entry for each ATen name that has another spelling here: sizes and
-dimensions are explicit and not negative, views are reshapes and permutations, a bias is an addition,
-a mean is a sum, losses are per-row losses and a sum over a count. What does nothing is dropped, then
-everything that nobody reads.
+The rewrites are a table with one entry for each ATen name that has another spelling in the IR. Sizes and dimensions are
+explicit and non-negative, views are reshapes and permutations, a bias is an addition, a mean is a sum, and losses are
+per-row losses and a sum over a count. Operations without effect are dropped, then all dead operations.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ from partc.passes.normalize.writer import Rewrite, Writer, argument, number, ref
 def normalize(program: Program) -> Program:
     """Apply the table to every region, then drop dead operations.
 
-    Raises PartcError P0207 (what cannot be drawn by position), P0212 (a view or an input is changed in place), P0213.
+    Raises PartcError P0207 (random numbers that cannot be drawn by position), P0212 (an in-place change of a view or an
+    input), P0213.
     """
     (main,), (call,) = program.regions, program.calls
     region, drawn, updated = _normalized(main, program)
@@ -62,9 +62,9 @@ def normalize(program: Program) -> Program:
 
 
 def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str, str]]:
-    """The region, how many random operations it had, and the buffers it updates with their next values.
+    """The normalized region, its number of random operations, and the next values of the buffers that it updates.
 
-    These are its outputs after the loss.
+    The next values are the region's outputs after the loss.
     """
     values = (*region.forward.inputs, *region.params)
     frozen = {parameter.name for parameter in program.parameters if not parameter.trainable}
@@ -87,7 +87,7 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
 
 
 def _next(w: Writer, buffer: str, made: str) -> str:
-    """A buffer's next value: no gradient passes through it, and it is the buffer's own type."""
+    """A buffer's next value: detached, and of the buffer's own type."""
     type = w.types[buffer]
     value = w.value(f"next_{buffer.removeprefix('b_model_')}", type.shape, type.dtype)
     cast = w.types[made].dtype != type.dtype
@@ -124,7 +124,7 @@ def _cast(w: Writer, op: Op) -> None:
 
 
 def _detach(w: Writer, op: Op) -> None:
-    """Without a gradient to stop, it does nothing."""
+    """Drop a detach where there is no gradient to stop."""
     if ref(op.args[0]).name in w.trained:
         w.keep(replace(op, name="detach"))
     else:
@@ -132,7 +132,7 @@ def _detach(w: Writer, op: Op) -> None:
 
 
 def _linear(w: Writer, op: Op) -> None:
-    """A bias is added apart, so that it is added once however the product is cut."""
+    """Add the bias separately, so that it is added once however the product is cut."""
     bias = argument(op, 2, "bias")
     if bias is None:
         w.add(op, "linear", op.args[:2])
@@ -168,7 +168,7 @@ def _baddbmm(w: Writer, op: Op) -> None:
 
 
 def _matmul(w: Writer, op: Op) -> None:
-    """`x @ w.T` is linear(x, w); a vector beside a matrix is one of one row or column."""
+    """`x @ w.T` is linear(x, w); a vector beside a matrix becomes a matrix of one row or column."""
     left, right = op.args[:2]
     ranks = (len(w.shape(left)), len(w.shape(right)))
     if ranks == (1, 1):
@@ -202,7 +202,7 @@ def _reduction(w: Writer, op: Op) -> None:
 
 
 def _as_float(w: Writer, op: Op) -> Arg:
-    """The operand in the dtype that the reduction gives."""
+    """The operand in the dtype of the reduction's result."""
     dtype = op.result.type.dtype
     if w.types[ref(op.args[0]).name].dtype == dtype:
         return op.args[0]
@@ -241,7 +241,7 @@ def _layer_norm(w: Writer, op: Op) -> None:
 
 
 def _constant(w: Writer, op: Op) -> None:
-    """new_zeros and the like make what zeros makes: their operand gives only a dtype."""
+    """new_zeros and the like become zeros: their operand only supplies a dtype."""
     word = next((word for word in ("zero", "one") if word in op.name), "")
     position = 2 if op.name == "new_full" else 1
     fill = {"zero": 0, "one": 1}[word] if word else argument(op, position, "fill_value")
@@ -252,7 +252,7 @@ def _constant(w: Writer, op: Op) -> None:
 
 
 def _written_out(w: Writer, op: Op) -> None:
-    """A small tensor of numbers: one number repeated, a count, or a few in a row."""
+    """A small constant tensor as operations: a repeated number, a range, or a few numbers in a row."""
     numbers, shape = op.args
     assert isinstance(numbers, tuple) and isinstance(shape, tuple)
     dtype = op.result.type.dtype
@@ -284,7 +284,7 @@ def _copy(w: Writer, op: Op) -> None:
 
 
 def _neutral(number: int) -> Rewrite:
-    """Adding 0 or multiplying by 1 does nothing, unless it casts."""
+    """Drop an addition of 0 or a multiplication by 1, unless it casts."""
 
     def rewrite(w: Writer, op: Op) -> None:
         same = isinstance(op.args[0], Ref) and op.result.type == w.types[op.args[0].name]
@@ -297,7 +297,7 @@ def _neutral(number: int) -> Rewrite:
 
 
 def _glu(w: Writer, op: Op) -> None:
-    """One half, times the sigmoid of the other."""
+    """One half, multiplied by the sigmoid of the other."""
     shape, dtype = op.result.type.shape, op.result.type.dtype
     dim = number(argument(op, 1, "dim", -1)) % len(shape)
     halves = tuple(w.value(f"{op.result.name}_{word}", shape, dtype) for word in ("half", "gate"))

@@ -1,4 +1,4 @@
-"""Attention as one operation; with dropout, one that drops weights out."""
+"""Attention as one operation; attention with dropout as another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attention(w: Writer, op: Op) -> None:
 
 
 def _four_dimensional(w: Writer, op: Op, name: str, args: tuple[Arg, ...], more: tuple[Arg, ...]) -> None:
-    """Attention whose operands have other dimensions than [b, h, s, k]: those before s make b and h."""
+    """Reshape operands with other dimensions than [b, h, s, k]: those before s become b and h."""
     shape, dtype = op.result.type.shape, op.result.type.dtype
     before = shape[:-2]
 

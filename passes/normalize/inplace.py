@@ -1,12 +1,12 @@
-"""Give every change in place a value of its own.
+"""Functionalize in-place operations.
 
     y = relu(x)                    y   = relu(x)
     add_(y, b)              ->     y_2 = add(y, b)
     z = mul(y, 2)                  z   = mul(y_2, 2)
 
-Whoever reads the changed tensor afterwards reads the new value; a changed slice is put into what it
-is a slice of. A buffer's last value is what the next microbatch begins with. Where another view shares
-the memory and is read afterwards too, or where an input or a parameter is changed, that is refused.
+Later readers of the changed tensor read the new value. A changed slice is put back into its tensor. The last value of a
+buffer is the first value of the next microbatch. A change is refused if another view of the memory is read afterwards,
+and if it reaches an input or a parameter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
 
 
 def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[Graph, dict[str, str]]:
-    """The same graph without operations that change their first operand, and what becomes of `buffers`.
+    """The graph without in-place operations, and the final names of `buffers`.
 
     Raises PartcError P0212.
     """
@@ -74,12 +74,12 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
 
 
 def _functional(name: str) -> str:
-    """The operation that returns what this one leaves in its first operand."""
+    """The functional form of an in-place operation."""
     return _FUNCTIONAL.get(name, name.removesuffix("_"))
 
 
 def _wholes(name: str, parts: Mapping[str, Op]) -> list[str]:
-    """What a value is a part of, what that is a part of, and so on."""
+    """The tensors that contain a value, from the inside out."""
     found = []
     while name in parts:
         name = next(parts[name].refs())
@@ -92,7 +92,7 @@ def _mutates(op: Op) -> bool:
 
 
 def _last_reads(graph: Graph) -> dict[str, int]:
-    """Where each value is read last; the graph's outputs are read after everything."""
+    """The position of each value's last read; the graph's outputs are read after everything."""
     found = {name: index for index, op in enumerate(graph.ops) for name in op.refs()}
     return found | dict.fromkeys(graph.outputs, len(graph.ops))
 
@@ -100,7 +100,7 @@ def _last_reads(graph: Graph) -> dict[str, int]:
 def _check(
     op: Op, known: set[str], index: int, storage: Mapping[str, str], last: Mapping[str, int], inside: set[str]
 ) -> None:
-    """Refuse a change that reaches what is not `known` to change."""
+    """Refuse a change that reaches a value which is not `known` to change."""
     target = next(op.refs())
     root = storage.get(target, target)
     if root not in inside:

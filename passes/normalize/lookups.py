@@ -1,4 +1,4 @@
-"""Tables: rows looked up, bags of them summed, numbers written as vectors."""
+"""Table lookups: embeddings, embedding bags and one-hot vectors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from partc.passes.normalize.writer import Writer, argument, number, ref
 
 
 def embedding(w: Writer, op: Op) -> None:
-    """A third argument names the row that gets no gradient."""
+    """embedding(w, ids, padding_idx): the row `padding_idx` gets no gradient."""
     padding = argument(op, 2, "padding_idx", -1)
     if padding is not None and padding != -1:
         w.add(op, "embedding", (*op.args[:2], padding))
@@ -16,7 +16,7 @@ def embedding(w: Writer, op: Op) -> None:
 
 
 def embedding_bag(w: Writer, op: Op) -> None:
-    """A bag for every row of two-dimensional ids: the sum, or the mean, of its rows."""
+    """A bag for every row of two-dimensional ids: the sum or the mean of its rows."""
     table, ids = op.args[:2]
     mode, weights = number(argument(op, 4, "mode", 0)), argument(op, 6, "per_sample_weights")
     padding = argument(op, 8, "padding_idx", -1)
@@ -55,7 +55,7 @@ def take_along(w: Writer, op: Op) -> None:
 
 
 def one_hot(w: Writer, op: Op) -> None:
-    """1 where a number is the place's, 0 elsewhere."""
+    """1 at the index, 0 elsewhere."""
     shape = op.result.type.shape
     column = w.value(f"{op.result.name}_column", (*shape[:-1], 1), w.types[ref(op.args[0]).name].dtype)
     w.add(op, "reshape", (op.args[0], column.type.shape), column)

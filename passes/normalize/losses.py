@@ -1,4 +1,4 @@
-"""Rewrites of losses: per-row losses, then a sum over what counts, so that parts of a batch can be added."""
+"""Losses as per-row losses and a sum over a count, so that the parts of a batch can be added."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partc.passes.normalize.writer import Rewrite, Writer, argument, number, ref
 
 
 def cross_entropy(w: Writer, op: Op) -> None:
-    """Classes last; rows' losses, then their sum over the count (or the weights) of those not ignored."""
+    """Move classes last; compute the losses of rows, then their sum over the count (or weight) of those not ignored."""
     logits, labels = op.args[:2]
     weight, reduction = argument(op, 2, "weight"), number(argument(op, 3, "reduction", 1))
     ignore, smoothing = argument(op, 4, "ignore_index", -100), argument(op, 5, "label_smoothing", 0.0)
@@ -90,7 +90,7 @@ def smooth(*, scaled: bool) -> Rewrite:
 
 
 def binary(w: Writer, op: Op) -> None:
-    """-(t log p + (1 - t) log(1 - p)), logarithms no less than -100."""
+    """-(t log p + (1 - t) log(1 - p)), with logarithms clamped at -100."""
     p, target, weight = op.args[0], op.args[1], argument(op, 2, "weight")
     step = _Steps(w, op)
     log_p = step("clamp_min", (step("log", (p,)), -100))
@@ -101,7 +101,7 @@ def binary(w: Writer, op: Op) -> None:
 
 
 def binary_logits(w: Writer, op: Op) -> None:
-    """(1 - t) x - log sigmoid(x), the second term weighted by 1 + (w - 1) t where positives weigh w."""
+    """(1 - t) x - log sigmoid(x), with the second term weighted by 1 + (w - 1) t for a positive weight w."""
     x, target = op.args[:2]
     weight, positive = argument(op, 2, "weight"), argument(op, 3, "pos_weight")
     step = _Steps(w, op)
@@ -115,7 +115,7 @@ def binary_logits(w: Writer, op: Op) -> None:
 
 
 def divergence(w: Writer, op: Op) -> None:
-    """t (log t - x), nothing where t is 0; of log t, where the target is that."""
+    """t (log t - x), and 0 where t is 0; with `log_target` the target is log t."""
     x, target = op.args[:2]
     step = _Steps(w, op)
     if argument(op, 3, "log_target", False):
@@ -139,7 +139,7 @@ class _Steps:
 
 
 def _reduced(w: Writer, op: Op, index: int, rows: Ref) -> None:
-    """The mean, the sum or all of it."""
+    """The mean or the sum of the rows' losses, or all of them."""
     reduction = number(argument(op, index, "reduction", 1))
     shape = w.shape(rows)
     if reduction == 0:

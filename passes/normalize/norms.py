@@ -32,7 +32,7 @@ def plain_norms(graph: Graph, types: dict[str, TensorType]) -> Graph:
 
 @dataclass(slots=True)
 class _Norm:
-    """One norm: x, weight, bias, running mean, running variance, whether x's own statistics count, momentum, eps."""
+    """One norm: x, weight, bias, running mean, running variance, whether it uses x's own statistics, momentum, eps."""
 
     op: Op
     types: dict[str, TensorType]

@@ -1,4 +1,4 @@
-"""Random operations in terms of dropouts, uniform and normal numbers that are drawn by element."""
+"""Random operations in terms of dropout, uniform and normal numbers that are drawn by element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SELU_FLOOR = -1.7580993408473766  # what selu(x) falls to: -scale * alpha (Klam
 
 
 def refuse_unknown(op: Op) -> None:
-    """Raise PartcError P0207 for an operation that draws from torch's generator and is not rewritten here."""
+    """Raise PartcError P0207 for an operation that draws from torch's generator and has no rewrite here."""
     if _draws(op.name):
         raise PartcError(
             "P0207",
@@ -28,7 +28,7 @@ def refuse_unknown(op: Op) -> None:
 
 @cache
 def _draws(name: str) -> bool:
-    """Whether torch says of an operation that it draws from a generator."""
+    """Whether torch marks an operation as drawing from a generator."""
     space, _, plain = name.rpartition("::")
     packet = getattr(getattr(torch.ops, space or "aten"), plain, None)
     overloads = [getattr(packet, each) for each in packet.overloads()] if packet is not None else []
@@ -48,14 +48,14 @@ def dropout(w: Writer, op: Op) -> None:
 
 
 def dropped(w: Writer, op: Op, x: Arg, p: float, dims: int, result: Value) -> Ref:
-    """x with elements dropped with probability p; one decision for all that follows the first `dims` dimensions."""
+    """x with elements dropped with probability p; elements that share the first `dims` indices are dropped together."""
     if p == 1:
         return w.add(op, "mul", (x, 0.0), result)
     return w.add(op, "dropout", (x, p, dims, w.draw()), result)
 
 
 def _alpha_dropout(w: Writer, op: Op, p: float) -> None:
-    """Dropped elements fall to selu's floor; scale and shift give mean and variance back (Klambauer et al. 2017)."""
+    """Dropped elements become selu's floor; a scale and a shift restore mean and variance (Klambauer et al. 2017)."""
     shape, dtype = op.result.type.shape, op.result.type.dtype
     scale = ((_SELU_FLOOR**2 * p + 1) * (1 - p)) ** -0.5
     small = (*shape[:2], *(1 for _ in shape[2:])) if op.name.startswith("feature") else shape
@@ -70,7 +70,7 @@ def _alpha_dropout(w: Writer, op: Op, p: float) -> None:
 
 
 def _stepper(w: Writer, op: Op, shape: tuple[int, ...]) -> Callable[[str, tuple[Arg, ...], str, DType], Ref]:
-    """Writes one operation of this shape, of several that stand for `op`."""
+    """A writer of operations of this shape that together replace `op`."""
 
     def step(name: str, args: tuple[Arg, ...], stem: str, dtype: DType) -> Ref:
         return w.add(op, name, args, w.value(f"{op.result.name}_{stem}", shape, dtype))
@@ -97,7 +97,7 @@ def _made(kind: str) -> Rewrite:
 
 
 def _drawn(w: Writer, op: Op, kind: str, result: Value) -> Ref:
-    """Numbers in the shape of a result; where the operand has that shape, they take its layout."""
+    """Random numbers in the shape of a result; if the operand has that shape, they take its layout."""
     dtype = DTypeArg(result.type.dtype)
     like = _modelled(w, op.args[0], result.type.shape)
     if like is not None:
@@ -106,7 +106,7 @@ def _drawn(w: Writer, op: Op, kind: str, result: Value) -> Ref:
 
 
 def _modelled(w: Writer, arg: Arg, shape: tuple[int, ...]) -> Ref | None:
-    """The tensor of this shape that an operand is, or that it was made in the likeness of; none where it is fresh."""
+    """The tensor of this shape that an operand is or was created like; None if it is new."""
     if not isinstance(arg, Ref) or w.shape(arg) != shape:
         return None
     made = w.made.get(arg.name)
@@ -123,12 +123,12 @@ def _uniform(w: Writer, op: Op) -> None:
 
 
 def _normal_like(w: Writer, op: Op) -> None:
-    """What normal_ leaves in x: mean + std * n."""
+    """normal_ as a value: mean + std * n."""
     _affine(w, op, "randn", argument(op, 2, "std", 1.0), argument(op, 1, "mean", 0.0))
 
 
 def _normal(w: Writer, op: Op) -> None:
-    """normal(mean, std) of numbers or tensors, and a size where neither is a tensor; no gradient reaches them."""
+    """normal(mean, std) of numbers or tensors, with a size if neither is a tensor; no gradient reaches them."""
     mean, std = (_stopped(w, op, arg) for arg in (op.args[0], argument(op, 1, "std", 1.0)))
     _affine(w, op, "randn", std, mean)
 
@@ -147,7 +147,7 @@ def _affine(w: Writer, op: Op, kind: str, scale: Arg, shift: Arg) -> None:
 
 
 def _bernoulli(w: Writer, op: Op) -> None:
-    """1 where a uniform number lies below the probability: a number, or the operand itself."""
+    """1 if a uniform number is below the probability: a number, or the operand itself."""
     type = op.result.type
     u = _drawn(w, op, "rand", w.value(f"{op.result.name}_drawn", type.shape, "f64"))
     p = argument(op, 1, "p")
@@ -157,7 +157,7 @@ def _bernoulli(w: Writer, op: Op) -> None:
 
 
 def _randint(w: Writer, op: Op) -> None:
-    """Whole numbers from low up to, not including, high: floor(u * (high - low)) + low."""
+    """Integers in [low, high): floor(u * (high - low)) + low."""
     numbers = [arg for arg in op.args if isinstance(arg, int) and not isinstance(arg, bool)]
     low, high = (0, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
     step = _stepper(w, op, op.result.type.shape)
@@ -168,7 +168,7 @@ def _randint(w: Writer, op: Op) -> None:
 
 
 def _randperm(w: Writer, op: Op) -> None:
-    """The order of as many uniform numbers."""
+    """The order of n uniform numbers."""
     shape = op.result.type.shape
     u = w.add(op, "rand", (shape, DTypeArg("f64"), w.draw()), w.value(f"{op.result.name}_drawn", shape, "f64"))
     w.add(op, "argsort", (u, 0))

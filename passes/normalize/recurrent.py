@@ -1,6 +1,6 @@
-"""Recurrent networks that drop between their layers: a layer at a time, with a dropout after each but the last.
+"""Recurrent networks with dropout between their layers: one layer at a time, with a dropout after each but the last.
 
-Torch turns its operands so that time comes first; that is the order in which elements are counted.
+Torch transposes the operands so that time comes first; elements are counted in that order.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def recurrent(w: Writer, op: Op) -> None:
 
 
 def _starts(w: Writer, op: Op, states: Arg, layer: int, ways: int) -> Arg:
-    """A layer's rows of the first states."""
+    """A layer's rows of the initial states."""
     if isinstance(states, tuple):
         return tuple(_starts(w, op, state, layer, ways) for state in states)
     value = w.value(f"{ref(states).name}_layer", (ways, *w.shape(states)[1:]), w.types[ref(states).name].dtype)

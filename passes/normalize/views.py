@@ -1,4 +1,4 @@
-"""Rewrites of what moves data around: views, joins and parts have explicit, non-negative sizes and dimensions."""
+"""Views, joins and slices with explicit, non-negative sizes and dimensions."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def slice_(w: Writer, op: Op) -> None:
 
 
 def cat(w: Writer, op: Op) -> None:
-    """Parts without elements (an empty cache) are left out."""
+    """Leave out parts without elements (an empty cache)."""
     dim = number(argument(op, 1, "dim", 0)) % len(op.result.type.shape)
     assert isinstance(op.args[0], tuple)
     parts = tuple(part for part in op.args[0] if 0 not in w.shape(part))
@@ -122,7 +122,7 @@ def stack(w: Writer, op: Op) -> None:
 
 
 def slice_scatter(w: Writer, op: Op) -> None:
-    """A slice put into a tensor: what is before it, itself, and what is after."""
+    """A slice put into a tensor: the part before it, the slice, and the part after it."""
     shape = op.result.type.shape
     dim = number(argument(op, 2, "dim", 0)) % len(shape)
     step = argument(op, 5, "step", 1)

@@ -1,4 +1,4 @@
-"""What the rewrites of normalize write to, and how they read arguments."""
+"""The writer of normalize's rewrites, and its readers of arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAKERS = frozenset({"arange", "linspace", "logspace", "eye", "scalar_tensor", "
 
 @dataclass(slots=True)
 class Writer:
-    """The graph being written; `same` maps results of dropped operations to what they equal."""
+    """The graph under construction; `same` maps results of dropped operations to the equal values."""
 
     types: dict[str, TensorType]
     trained: set[str] = field(default_factory=set)  # values that depend on a parameter
@@ -32,18 +32,18 @@ class Writer:
             self.trained.update(value.name for value in op.results)
 
     def add(self, op: Op, name: str, args: tuple[Arg, ...], result: Value | None = None, **attrs: Arg) -> Ref:
-        """Write an operation in the place of `op`, defining its result unless another is given."""
+        """Write an operation in place of `op`; it defines the result of `op` unless another is given."""
         result = result or op.result
         self.keep(Op(name=name, args=args, attrs=tuple(attrs.items()), results=(result,), source=op.source))
         return Ref(result.name)
 
     def draw(self) -> int:
-        """The number of the next random operation: in the order in which one device runs them."""
+        """The number of the next random operation, in the order in which one device runs them."""
         self.drawn += 1
         return self.drawn - 1
 
     def drop(self, op: Op) -> None:
-        """The operation returns its first operand."""
+        """Drop the operation: its result equals its first operand."""
         self.alias(op.result.name, ref(op.args[0]).name)
 
     def alias(self, name: str, to: str) -> None:
@@ -76,7 +76,7 @@ def argument(op: Op, index: int, name: str, default: Arg = None) -> Arg:
 
 
 def with_dtypes(w: Writer, op: Op) -> Op:
-    """Where torch would take its default dtype for numbers made of integers, say which one it was."""
+    """Add an explicit dtype where torch's default dtype decides the type of numbers computed from integers."""
     result = op.results[0].type if op.results else None
     if result is None or not result.differentiable or any(w.types[name].differentiable for name in op.refs()):
         return op
@@ -94,7 +94,7 @@ def with_dtypes(w: Writer, op: Op) -> Op:
 
 
 def _number(w: Writer, op: Op, arg: Arg, dtype: DType) -> Ref:
-    """A number, or a tensor of whole ones, in a dtype."""
+    """A number, or an integer tensor, in a dtype."""
     if isinstance(arg, Ref):
         value = w.value(f"{arg.name}_{dtype}", w.types[arg.name].shape, dtype)
         return w.add(op, "to", (arg, DTypeArg(dtype)), value)

@@ -1,4 +1,4 @@
-"""Find the model's repeated bodies: each distinct one becomes a region, each use of it a call.
+"""Find the model's repeated bodies: each distinct one becomes a region, each use a call.
 
     region main(ids, labels):                  region embed(ids): …
       x  = embedding(embed.weight, ids)        region block(x): …
@@ -7,11 +7,10 @@
       …                                        call x_2   = block(x)       # blocks.0
       z  = linear(…, blocks.1.up.weight)       call x_3   = block(x_2)     # blocks.1
 
-Operations are grouped by the numbered module that they ran in; groups that are equal operation by
-operation share a region. Where a pipeline has more stages than there are groups, those are cut further,
-at the modules inside them and at last at every weight. What depends on no parameter leaves the code
-between them: constants are made once, in a region of their own; a value made of inputs alone (a mask,
-a count) has a region each.
+Operations are grouped by the numbered module that ran them; groups that are equal operation by operation share a
+region. If a pipeline has more stages than there are groups, the groups are cut further, at inner modules and finally at
+every weight. Values that depend on no parameter leave the bodies: constants are computed once, in a region of their
+own; a value that depends on inputs only (a mask, a count) has a region of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from partc.passes.outline.segments import Segment, by_module, by_weight, contain
 
 
 def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
-    """Split the one region of a normalized program, into calls for as many stages as have `places`, if it can be."""
+    """Split the single region of a normalized program into calls, if possible into one per stage in `places`."""
     main = program.regions[0]
     changing = {buffer for buffer, _ in program.updates}
     weights = {v.name: name for v, name in _stored(program) if program.parameter(name).trainable or name in changing}
@@ -89,7 +88,7 @@ class _Linker:
         )
 
     def _readers(self) -> dict[str, set[int]]:
-        """Per value, the segments that read it; the program's result is read after the last."""
+        """For each value, the segments that read it; the program's result is read after the last."""
         found: dict[str, set[int]] = {name: {len(self.segments)} for name in self.main.forward.outputs}
         for index, segment in enumerate(self.segments):
             made = {value.name for op in segment.ops for value in op.results}
@@ -140,7 +139,7 @@ class _Linker:
     def _signature(
         self, segment: Segment, inputs: list[str], params: list[str], relative: Mapping[str, str], outputs: list[str]
     ) -> Hashable:
-        """What two segments must share to be one region: everything but the names of values."""
+        """A key that is equal for segments that can share a region: everything but the names of values."""
         names: dict[str, Hashable] = {name: ("in", i) for i, name in enumerate(inputs)}
         names.update((name, ("param", relative[name])) for name in params)
         ops = []
@@ -184,7 +183,7 @@ class _Linker:
         )
 
     def _input_name(self, name: str, inputs: list[str]) -> str:
-        """Inputs of the model and lifted values keep their names; what flows from body to body is `x`."""
+        """Model inputs and lifted values keep their names; a value that flows from body to body is `x`."""
         local = self.values[name]
         if local in self.program.inputs:
             return unreserved(identifier(local))

@@ -1,4 +1,4 @@
-"""What outline cuts a program into: operations grouped by module, in an order that can run."""
+"""Segments of a program for outline: operations grouped by module, in an executable order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Segment:
 
 
 def segments(main: Region, trained: set[str], keys: Mapping[int, str]) -> list[Segment]:
-    """The operations of the region, cut into calls in an order that can run."""
+    """The operations of the region, cut into calls in an executable order."""
     free, constant = _free_values(main, trained)
     constant = constant - set(main.forward.outputs)  # a buffer takes them in every microbatch
     ops = main.forward.ops
@@ -49,7 +49,7 @@ def _runs(ops: Sequence[Op], keys: Mapping[int, str]) -> list[Segment]:
 
 
 def _shared(segments: list[Segment], free: set[str], outputs: set[str]) -> set[str]:
-    """Values made of inputs alone that get a region: read by several bodies, or one number for the batch."""
+    """Values that depend on inputs only and get a region: read by several bodies, or one number for the batch."""
     readers: dict[str, set[int]] = {}
     scalars: set[str] = set()
     for index, segment in enumerate(segments):
@@ -62,7 +62,7 @@ def _shared(segments: list[Segment], free: set[str], outputs: set[str]) -> set[s
 
 
 def _free_values(main: Region, trained: set[str]) -> tuple[set[str], set[str]]:
-    """Values without a trained parameter in their history, and those without an input either."""
+    """Values that do not depend on a trained parameter, and among them those that depend on no input."""
     bound = set(trained)
     fed = {value.name for value in main.forward.inputs}
     for op in main.forward.ops:
@@ -77,7 +77,7 @@ def _free_values(main: Region, trained: set[str]) -> tuple[set[str], set[str]]:
 
 
 def _container_depths(ops: Sequence[Op]) -> dict[str, int]:
-    """Per outermost numbered container, how many numbered levels make a body: the first that repeats."""
+    """For each outermost numbered container, the number of numbered levels of a body: the first that repeats."""
     bodies: dict[str, dict[str, list[Hashable]]] = {}
     for op in ops:
         levels = _levels(op)
@@ -110,7 +110,7 @@ def _shape_of(op: Op) -> Hashable:
 
 
 def by_module(ops: Sequence[Op], inside: int = 0) -> dict[int, str]:
-    """Per operation the module that groups it: a numbered one, "" between those, or one so many levels inside it."""
+    """For each operation the module that groups it: a numbered one, "" between those, or one `inside` levels deeper."""
     depth = _container_depths(ops)
     keys = {}
     for op in ops:
@@ -122,7 +122,7 @@ def by_module(ops: Sequence[Op], inside: int = 0) -> dict[int, str]:
 
 
 def by_weight(main: Region, weights: Mapping[str, str]) -> dict[int, str]:
-    """Per operation the trained weight read last, whoever's it is."""
+    """For each operation the trained weight that was read last."""
     keys, key = {}, ""
     for op in main.forward.ops:
         key = next((weights[name] for name in op.refs() if name in weights), key)
@@ -131,9 +131,9 @@ def by_weight(main: Region, weights: Mapping[str, str]) -> dict[int, str]:
 
 
 def _joined(body: list[Segment], params: set[str], trained: set[str]) -> list[Segment]:
-    """A segment without parameters, of a module or after one inside it, joins the one before it.
+    """A segment without parameters, of a module or after an inner one, joins the segment before it.
 
-    What stands after a module may read buffers, as a loss with class weights does.
+    Operations after a module may read buffers, as a loss with class weights does.
     """
     joined: list[Segment] = []
     for segment in body:
@@ -150,7 +150,7 @@ def _joined(body: list[Segment], params: set[str], trained: set[str]) -> list[Se
 def _lifted_segments(
     shared: Sequence[str], made: Mapping[str, Op], constant: set[str], body: list[Segment], order: Mapping[int, int]
 ) -> list[Segment]:
-    """Regions of what depends on no parameter: all constants in one, other values in one each."""
+    """Regions of values that depend on no parameter: one for all constants, one for each other value."""
     in_order = lambda ops: tuple(sorted(ops, key=lambda op: order[id(op)]))  # noqa: E731
     values = [Segment(key="", ops=in_order(_slice([name], made, constant)), gives=(name,)) for name in shared]
     used = {name for segment in (*body, *values) for op in segment.ops for name in op.refs()} & constant
@@ -160,7 +160,7 @@ def _lifted_segments(
 
 
 def _slice(names: Sequence[str], made: Mapping[str, Op], stop: set[str]) -> list[Op]:
-    """The operations that make these values, except what `stop` names."""
+    """The operations that compute these values, except those that `stop` names."""
     found: dict[int, Op] = {}
     waiting = list(names)
     while waiting:

@@ -1,4 +1,4 @@
-"""Choose what every region saves for its backward pass, and make the rest again there.
+"""Choose the values that every region saves for its backward pass, and recompute the others there.
 
     forward:                                     forward:
       h = linear(x, w)                             h = linear(x, w)
@@ -12,18 +12,17 @@
       grad_v = linear_grad_weight(grad_y, a)       grad_v = linear_grad_weight(grad_y, a)
       …                                            …
 
-`none` saves what the backward pass reads. `full` saves a region's inputs alone. `selective` makes
-again what is large and quickly made (Korthikanti et al. 2022, Reducing Activation Recomputation):
-norms, activations, dropouts, the scores of attention that is spelled out; never a product with a
-weight, a lookup, fused attention or a sum over ranks. What a gather makes large it saves in parts and
-gathers again (ibid., section 4.2.2), if that is worth the time on the link. What it saves is a
-minimum cut. Operations by name, such as `softmax,all_gather`, are made again wherever that saves bytes, and
-no others but views. A budget, such as `18GB`, is met on every rank with the least time of recomputation:
-see recompute_budget.
+`none` saves all values that the backward pass reads. `full` saves only a region's inputs. `selective` recomputes values
+that are large and cheap (Korthikanti et al. 2022, Reducing Activation Recomputation): norms, activations, dropouts, the
+scores of written-out attention; never a product with a weight, a lookup, fused attention or a sum over ranks. It saves
+gathered values as shards and gathers them again (ibid., section 4.2.2), if that is worth the time on the link. The
+saved values are a minimum cut. Operations given by name, such as `softmax,all_gather`, are recomputed wherever that
+saves bytes, and no others but views. A budget, such as `18GB`, is met on every rank with the least time of
+recomputation: see recompute/budget.py.
 
-An operation that is done again stands right before the first that needs it, so that what it makes
-lives shortly. Random operations count by number and draw the same again. Nothing is made again
-that reads a buffer which the forward pass changes.
+A recomputed operation stands right before its first reader, so that its results live briefly. Random operations count
+by number and draw the same numbers again. Operations that read a buffer which the forward pass changes are never
+recomputed.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from partc.rules import is_cheap
 from partc.schedules import SCHEDULES, compute_order
 from partc.schedules.table import Table
 
-# A byte that is saved is worth as many that are read and written to make it again. A norm's one number a row is not
-# worth another norm; all that is as large as what it is made of is.
+# A saved byte is worth this many bytes of traffic for recomputation. A norm's one number a row does not justify
+# another norm; a value as large as its operands does.
 WORTH = 16
 
 
@@ -58,9 +57,10 @@ def recompute(
 ) -> Program:
     """Rewrite the backward pass of every region whose calls run for each microbatch.
 
-    A budget is of every pipeline rank, at `times` of its step: whoever knows them also knows whether what comes nearest
-    is enough. Without them it is of saved values alone, with as many microbatches in flight as the schedule, `kind` or
-    `table`, has; raises PartcError P0415 if such a one cannot be met. `frontiers` are the program's, if made already.
+    A budget applies to every pipeline rank, at the `times` of its step; the caller checks whether the closest choice
+    suffices. Without `times` it applies to saved values only, with as many microbatches in flight as the schedule
+    (`kind` or `table`) has; raises PartcError P0415 if it cannot be met. `frontiers` are those of the program, if
+    computed already.
     """
     if recompute == "none":
         return program
@@ -89,7 +89,7 @@ def recompute(
 
 
 def frontiers_of(program: Program) -> dict[str, tuple[Point, ...]]:
-    """Of every region whose calls run for each microbatch, what may be saved."""
+    """For every region whose calls run for each microbatch, the efficient choices of saved values."""
     held = held_inputs(program)
     return {
         region.name: frontier(timed(region, held[region.name], fixed, program.sizes))
@@ -98,7 +98,7 @@ def frontiers_of(program: Program) -> dict[str, tuple[Point, ...]]:
 
 
 def _chosen(program: Program) -> Iterator[tuple[Region, frozenset[str]]]:
-    """The regions that there is something to decide for, and what they cannot make again."""
+    """The regions with a decision to make, and the values that they cannot recompute."""
     changed = changed_buffers(program)
     for region in program.regions:
         if region.backward is not None and region.phase == "microbatch":
@@ -129,7 +129,7 @@ def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str]
 
 
 def timed(region: Region, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> Choice:
-    """The choice in which every operation may be done again, for its time in nanoseconds."""
+    """The choice in which every operation may be recomputed, with its time in nanoseconds as effort."""
     types = region.types(region.forward)
 
     def nanoseconds(op: Op) -> int:
@@ -145,10 +145,10 @@ def _repeatable(region: Region, fixed: frozenset[str]) -> list[Op]:
 def choice(
     region: Region, again: Sequence[Op], effort: Callable[[Op], int], held: frozenset[str], sizes: Sizes
 ) -> Choice:
-    """What there is to decide, if only the operations `again` can be done a second time.
+    """The decision, if only the operations in `again` can be recomputed.
 
-    A value costs what the memory behind it does: views of one value are that value. `held` inputs, and all
-    that are views of them, are there anyway.
+    A value costs the bytes of the memory behind it: all views of a value count as that value. `held` inputs and their
+    views exist anyway.
     """
     assert region.backward is not None
     params = {value.name for value in region.params}
@@ -165,15 +165,15 @@ def choice(
 
 
 def remade(region: Region, keep: Collection[str]) -> Region:
-    """The region with a backward graph that makes for itself whatever it reads besides `keep`.
+    """The region with a backward graph that recomputes all values that it reads except `keep`.
 
-    A result of an operation that is done again anyway is not saved, even if it is in `keep`.
+    A result of an operation that is recomputed anyway is not saved, even if it is in `keep`.
     """
     assert region.backward is not None
     forward, backward = region.forward, region.backward
     makers = {value.name: index for index, op in enumerate(forward.ops) for value in op.results}
     incoming = tuple(value for value in backward.inputs if value.name not in region.saved)
-    # Constants stand in both graphs: they are made where they are needed first.
+    # Constants are in both graphs, at their first use.
     twice = set(forward.ops)
     own = [op for op in backward.ops if op not in twice]
     given = {value.name for value in (*incoming, *region.params)} | {value.name for op in own for value in op.results}
@@ -198,7 +198,7 @@ def remade(region: Region, keep: Collection[str]) -> Region:
 
 
 def _needed(ops: tuple[Op, ...], makers: Mapping[str, int], wanted: Iterable[str], keep: Collection[str]) -> set[int]:
-    """The operations, by index, that make `wanted` from `keep`, inputs and parameters."""
+    """The operations, by index, that compute `wanted` from `keep`, inputs and parameters."""
     found: set[int] = set()
     todo = [name for name in wanted if name not in keep]
     while todo:
@@ -210,7 +210,7 @@ def _needed(ops: tuple[Op, ...], makers: Mapping[str, int], wanted: Iterable[str
 
 
 def _fresh(names: Iterable[str], taken: Collection[str]) -> dict[str, str]:
-    """Other names for those that the backward graph uses for something else."""
+    """New names for those that the backward graph already uses."""
     found: dict[str, str] = {}
     for name in sorted(set(names).intersection(taken)):
         count = 1
@@ -221,7 +221,7 @@ def _fresh(names: Iterable[str], taken: Collection[str]) -> dict[str, str]:
 
 
 def dependents(ops: Iterable[Op], roots: Iterable[str]) -> set[str]:
-    """The roots, and all that is made from them."""
+    """The roots, and all values that depend on them."""
     found = set(roots)
     for op in ops:
         if any(name in found for name in op.refs()):
@@ -230,7 +230,7 @@ def dependents(ops: Iterable[Op], roots: Iterable[str]) -> set[str]:
 
 
 def _fixed(region: Region, changed: frozenset[str]) -> frozenset[str]:
-    """The results of operations that read a changing buffer, at first hand or through views of it."""
+    """The results of operations that read a changing buffer, directly or through views."""
     stale, found = set(changed), set[str]()
     for op in region.forward.ops:
         if stale.intersection(op.refs()):

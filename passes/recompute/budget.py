@@ -1,13 +1,13 @@
-"""Save as much as a budget of every pipeline rank allows, so that recomputation takes the least time.
+"""Save as much as a memory budget of every pipeline rank allows, so that recomputation takes the least time.
 
     stage 0: blocks.0 to blocks.3 of block        ->    blocks.0 of block_2, which saves less
     (two microbatches in flight, 18 GB)                 blocks.1 to blocks.3 of block
 
-Exact, in two steps. Each region has its frontier: the choices that no other beats both in bytes and
-in time. Each rank deals points of the frontiers to its calls, so that what it holds at any time of its
-step fits, and the time is least. One stage takes at most two points for calls of one region: two bodies
-to read, two loops. The calls that save least come first: their backward passes, which need most for
-themselves, run when others have let go of what they saved.
+The choice is exact, in two steps. Each region has its frontier: the choices that no other beats both in bytes and in
+time. Each rank assigns points of the frontiers to its calls, so that its memory fits at all times of the step, in the
+least time. A stage uses at most two points for the calls of a region: two bodies to read, two loops. The calls that
+save least come first: their backward passes, which need the most temporary memory, run when others have released their
+saved values.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ Dealt = dict[Slot, dict[int, int]]  # how many calls take each point, by its pla
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A time, by slots: microbatches that have saved everything, and one that is in calls of the slot `inside`.
+    """One moment of a step, as a constraint. By slots: the number of microbatches that have saved everything, and the
+    slot `inside` which one microbatch is running.
 
-    That has saved all of the slots `before`. `besides` is by the points of its frontier, or one for all; it is held
-    only where calls take the points `given`, by slots, if there are any.
+    That microbatch has saved all of the slots in `before`. `besides` is the other memory, for each point of the
+    frontier or one for all. The row applies only if calls take the points in `given`, if there are any.
     """
 
     weights: tuple[int, ...]
@@ -46,7 +47,9 @@ class Row:
     given: tuple[frozenset[int], ...] = ()
 
     def held(self, slot: int, index: int, point: int) -> int:
-        """How often what a call of a slot saves at the point `index` is there, while another is at `point`."""
+        """The number of copies of one call's saved tensors (frontier `index`) that are live while the current call is
+        at `point`.
+        """
         further = slot in self.before or (slot == self.inside and index >= point)
         return self.weights[slot] + further
 
@@ -54,9 +57,9 @@ class Row:
 def deal(
     program: Program, frontiers: Mapping[str, Sequence[Point]], times: Sequence[Sequence[Time]], budget: int
 ) -> Dealt:
-    """The points that the calls of every stage take; `times` has those of each pipeline rank.
+    """The points that the calls of every stage take; `times` holds those of each pipeline rank.
 
-    Where nothing fits, what comes nearest.
+    If nothing fits, the closest choice.
     """
     counts = slots(program, frontiers)
     found: Dealt = {}
@@ -72,7 +75,7 @@ def deal(
 
 
 def slots(program: Program, frontiers: Mapping[str, Sequence[Point]]) -> dict[Slot, int]:
-    """The calls of each region in each stage, in order of the first."""
+    """The number of calls of each region in each stage, in order of the first call."""
     counts: dict[Slot, int] = {}
     for call in program.calls:
         if call.region in frontiers:
@@ -83,7 +86,7 @@ def slots(program: Program, frontiers: Mapping[str, Sequence[Point]]) -> dict[Sl
 def _rows(
     program: Program, times: Sequence[Time], slots: Sequence[Slot], frontiers: Mapping[str, Sequence[Point]]
 ) -> Iterator[Row]:
-    """One of all times that are alike, whatever is given, and those for what is given."""
+    """The constraints of a rank: one for all equal moments, and those that depend on given points."""
     alike: dict[tuple[Flight, Slot | None], list[Time]] = {}
     for time in times:
         alike.setdefault((time.flight, time.inside and time.inside[0]), []).append(time)
@@ -120,7 +123,7 @@ def _rows(
 
 
 def _before(program: Program, slots: Sequence[Slot], inside: Slot) -> Iterator[int]:
-    """The slots that have calls before the last of one."""
+    """The slots with calls before the last call of a slot."""
     order = [(call.stage, call.region) for call in program.calls]
     last = len(order) - 1 - order[::-1].index(inside)
     for index, slot in enumerate(slots):
@@ -135,7 +138,7 @@ def check_reach(
     times: Sequence[Sequence[Time]],
     budget: int,
 ) -> None:
-    """Raises PartcError P0415 if a rank saves more than the budget."""
+    """Raise PartcError P0415 if a rank saves more than the budget."""
     for rank, each in enumerate(times):
         mine = [slot for slot in dealt if program.place(slot[0]) == rank]
         rows = list(_rows(program, each, mine, frontiers))
@@ -150,7 +153,7 @@ def check_reach(
 
 
 def peak(frontiers: Sequence[Sequence[Point]], dealt: Sequence[Mapping[int, int]], rows: Sequence[Row]) -> int:
-    """The most bytes at one of the times."""
+    """The largest number of bytes at any of the moments."""
     return max((size for row in rows for size in _sizes(frontiers, dealt, row)), default=0)
 
 
@@ -172,10 +175,10 @@ def _sizes(frontiers: Sequence[Sequence[Point]], dealt: Sequence[Mapping[int, in
 def solve(
     frontiers: Sequence[Sequence[Point]], counts: Sequence[int], rows: Sequence[Row], budget: int
 ) -> list[dict[int, int]]:
-    """For each slot, how many of its calls take each point of its frontier, in order of calls.
+    """For each slot, the number of its calls at each point of its frontier, in order of calls.
 
-    The sum of efforts is the least for which no row has more than the budget; if there is none, the most that a
-    row has is the least.
+    The total effort is minimal among choices with no row above the budget. If there is none, the largest row is
+    minimal.
     """
     if not frontiers:
         return []
@@ -190,7 +193,7 @@ def solve(
 
 
 class _Problem:
-    """Columns: the calls at each point of each slot, and whether there are any."""
+    """The integer program: columns are the calls at each point of each slot, and whether there are any."""
 
     def __init__(self, frontiers: Sequence[Sequence[Point]], counts: Sequence[int], rows: Sequence[Row]) -> None:
         self.columns = [(slot, index) for slot, points in enumerate(frontiers) for index in range(len(points))]
@@ -236,7 +239,7 @@ class _Problem:
                 yield line, 0
 
     def quickest(self, room: int) -> list[dict[int, int]] | None:
-        """The least effort with no row above `room`; None if there is none."""
+        """The choice of least effort with no row above `room`; None if there is none."""
         if room < 0:
             return None
         efforts = [self.frontiers[slot][index].effort for slot, index in self.columns]
@@ -245,7 +248,7 @@ class _Problem:
         return self._solved(prices, [*self.lines, *held], self.upper)
 
     def lowest(self) -> list[dict[int, int]]:
-        """The least that is the most of all rows."""
+        """The choice with the smallest largest row."""
         rows = [(np.append(line, 0.0), lower, upper) for line, lower, upper in self.lines]
         rows += [(np.append(line, -1.0), -np.inf, -besides + 0.5) for line, besides in self.limits]
         prices = np.append(np.zeros(len(self.upper)), 1.0)
@@ -276,7 +279,7 @@ class _Problem:
 
 
 def _largest(frontiers: Sequence[Sequence[Point]], counts: Sequence[int], row: Row) -> int:
-    """No row has more."""
+    """An upper bound of a row."""
     saved = sum(
         (1 + weight) * count * points[0].bytes
         for weight, count, points in zip(row.weights, counts, frontiers, strict=True)
@@ -286,14 +289,14 @@ def _largest(frontiers: Sequence[Sequence[Point]], counts: Sequence[int], row: R
 
 @dataclass(slots=True)
 class _Variants:
-    """The bodies of one region, by the point of its frontier: the first has the region's name."""
+    """The bodies of one region, by frontier point; the first has the region's name."""
 
     region: Region
     names: dict[int, str]
 
 
 def varied(program: Program, dealt: Dealt, make: Callable[[Region, int], Region]) -> Program:
-    """The program whose calls take the points that were dealt to them; `make(region, point)` is a region's body."""
+    """The program whose calls take the assigned points; `make(region, point)` returns a region's body."""
     taken = {region.name for region in program.regions}
     variants = {region.name: _Variants(region, {}) for region in program.regions}
     left = {slot: dict(points) for slot, points in dealt.items()}

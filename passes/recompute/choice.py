@@ -1,8 +1,8 @@
-"""Which values to save: exact choices between memory and doing things again, as integer programs.
+"""The choice of saved values: exact trade-offs between memory and recomputation, as integer programs.
 
-A value has a binary that says it is saved; an operation that may be done again has one that says it
-is. What backward needs is saved or made again; so is whatever an operation that is done again reads.
-Without a limit on memory this is a minimum cut: the solver's relaxation is integral.
+Each value has a binary variable for being saved, each recomputable operation one for being recomputed. A value that
+backward or a recomputed operation reads is saved or recomputed. Without a limit on memory this is a minimum cut, and
+the linear relaxation is integral.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from partc.errors import InternalError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What backward needs, what each value takes to save, and the operations that could be done again.
+    """The values that backward needs, the cost of saving each value, and the recomputable operations.
 
-    `ops`, `reads` and `effort` go together: an operation's results, the values that it reads (without
-    those that are there in any case), and what doing it again takes, in any unit.
+    `ops`, `reads` and `effort` are parallel: an operation's results, the values that it reads (without those that exist
+    anyway), and the effort of recomputing it, in any unit.
     """
 
     needed: tuple[str, ...]
@@ -35,7 +35,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A choice that no other beats in both: the values to save, their bytes, the effort of making the others."""
+    """A choice that no other beats in both criteria: the saved values, their bytes, and the effort of recomputing the
+    others.
+    """
 
     saved: frozenset[str]
     bytes: int
@@ -43,7 +45,7 @@ class Point:
 
 
 def least(choice: Choice, *, worth: int) -> frozenset[str]:
-    """The values to save, so that their bytes, `worth` times, and the effort of making the others are the least."""
+    """The saved values that minimise `worth` times their bytes plus the effort of recomputing the others."""
     problem = _Problem(choice)
     found = problem.solve(problem.effort + worth * problem.bytes)
     if found is None:
@@ -52,7 +54,7 @@ def least(choice: Choice, *, worth: int) -> frozenset[str]:
 
 
 def frontier(choice: Choice) -> tuple[Point, ...]:
-    """Every choice that no other beats, from the one that saves most to the one that saves least."""
+    """All choices that no other beats, from the one that saves most to the one that saves least."""
     problem = _Problem(choice)
     found: list[Point] = []
     limit: int | None = None
@@ -71,7 +73,8 @@ def frontier(choice: Choice) -> tuple[Point, ...]:
 class _Limit:
     """A row of coefficients and the upper bound of their sum, in the solver's unit.
 
-    Numbers above the limit count as just above it: the solver's tolerance is a share of the largest.
+    Coefficients above the limit are replaced by one just above it, since the solver's tolerance is relative to the
+    largest.
     """
 
     def __init__(self, row: Any, most: int) -> None:
@@ -81,12 +84,12 @@ class _Limit:
         self.room = most // self.unit
 
     def excess(self, number: int) -> int:
-        """The units by which a sum passes the limit."""
+        """The units by which a sum exceeds the limit."""
         return max(0, -(-(number - self.most) // self.unit))
 
 
 class _Problem:
-    """The constraints of a choice: columns are operations that are done again, then values that are saved."""
+    """The constraints of a choice: columns are recomputed operations, then saved values."""
 
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
@@ -110,10 +113,10 @@ class _Problem:
         self.bytes = np.array([*(0 for _ in choice.ops), *(choice.bytes[name] for name in self.values)], dtype=float)
 
     def solve(self, prices: Any, *, bytes: int | None = None, effort: int | None = None) -> Point | None:
-        """The cheapest choice within these limits, if there is one.
+        """The cheapest choice within these limits; None if there is none.
 
-        Limits are checked in whole numbers: the solver's answers are within its tolerance only, so that a
-        limit which one passes is lowered by as much.
+        Limits are checked in integers: the solver is exact only to its tolerance, so a limit that its answer exceeds is
+        lowered by the excess.
         """
         if not self.values:
             return Point(saved=frozenset(), bytes=0, effort=0) if (bytes or 0) >= 0 else None
@@ -153,7 +156,7 @@ class _Problem:
         return Point(saved=saved, bytes=sum(self.choice.bytes[name] for name in saved), effort=effort)
 
     def _relevant(self) -> set[str]:
-        """What is needed, and what it could be made of."""
+        """The needed values, and those from which they can be recomputed."""
         found: set[str] = set()
         todo = list(self.choice.needed)
         while todo:

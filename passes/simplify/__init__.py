@@ -1,14 +1,14 @@
-"""Simplify what is made of constants, and what models spell out by hand.
+"""Simplify constant expressions, and recognise composites that models spell out.
 
     ids  = expand(row, (8, 64))                      mask = …                                # not needed
     mask = le(ids_of_keys, ids_of_queries)     ->    a = attention(q, k, v, None, True, None)
     k2   = reshape(expand(reshape(k, …), …), …)
     a    = attention(q, k2, v2, mask, False, None)
 
-A constant that is the same for every example of the batch keeps one row and is broadcast. A mask
-made of constants is evaluated: one that hides the future is `is_causal`, one that hides nothing is
-none. Keys and values repeated for their group of query heads are passed as they are, and a root
-mean square norm or a softmax written out is one operation again.
+A constant that is equal for all examples keeps one row and is broadcast. A mask that consists of constants is
+evaluated: one that hides the future becomes `is_causal`, one that hides nothing is dropped. Keys and values that are
+repeated for groups of query heads are passed unrepeated. Root mean square norms and softmaxes that are written out
+become one operation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from partc.passes.simplify.routing import unsorted_experts
 from partc.passes.simplify.rows import plain_rows
 from partc.passes.simplify.softmaxes import softmaxes
 
-# Operations that treat examples alike along every dimension but those they name.
+# Operations that treat examples alike along every dimension that they do not name.
 _POINTWISE = frozenset(
     [
         "add",
@@ -72,7 +72,7 @@ _ALONG = {"slice": 1, "cumsum": 1, "diff": 2, "softmax": 1, "gather": 1}  # posi
 
 
 def simplify(program: Program) -> Program:
-    """Apply the rewrites to every region and drop what is dead then."""
+    """Apply the rewrites to every region and drop dead operations."""
     return replace(program, regions=tuple(_simplified(region) for region in program.regions))
 
 
@@ -145,7 +145,7 @@ def _as_reshape(
 
 
 def _as_gather(op: Op, types: Mapping[str, TensorType], counting: Mapping[str, int]) -> list[Op]:
-    """x[arange(b), j]: of each of the rows, one element along the next dimension."""
+    """x[arange(b), j]: from each row, one element along the next dimension."""
     indices = op.args[1]
     if op.name != "index" or not isinstance(indices, tuple) or len(indices) != 2:
         return []
@@ -181,7 +181,7 @@ def _whole(name: str, like: TensorType, shape: tuple[int, ...]) -> Value:
 
 
 def _one_row(region: Region) -> Region:
-    """Values equal along their first dimension keep one row where every reader broadcasts."""
+    """Values that are equal along their first dimension keep one row where every reader broadcasts."""
     types = region.types(region.forward)
     small: dict[str, str] = {}  # value -> its one row
     ops: list[Op] = []
@@ -211,7 +211,7 @@ def _one_row(region: Region) -> Region:
 
 
 def _narrow(op: Op, types: Mapping[str, TensorType]) -> tuple[int, ...] | None:
-    """The sizes of an expand without its copies along the first dimension; None if there are none."""
+    """The sizes of an expand without copies along the first dimension; None if there are no copies."""
     operand = types[next(op.refs())].shape
     shape = op.result.type.shape
     copies = len(shape) > 1 and shape[0] > 1 and (len(operand) < len(shape) or operand[0] == 1)
@@ -243,7 +243,7 @@ def _with_one_row(op: Op, small: Mapping[str, str]) -> tuple[Arg, ...]:
 
 
 def _broadcasts(op: Op, types: Mapping[str, TensorType]) -> bool:
-    """Whether the operation gives its whole result though some operands have one row."""
+    """Whether the operation yields its whole result although some operands have one row."""
     shapes = [types[name].shape for name in op.refs()]
     if op.name in _ATTENTION:
         return len(shapes) > 3 and shapes[0][0] == op.result.type.shape[0] and shapes[1][0] == shapes[0][0]
@@ -251,7 +251,7 @@ def _broadcasts(op: Op, types: Mapping[str, TensorType]) -> bool:
 
 
 def _unshadowed(ops: list[Op]) -> list[Op]:
-    """One definition of each name: a row's operation stands before the whole one that it came from."""
+    """Keep one definition of each name: the one-row operation precedes the original."""
     seen: set[str] = set()
     kept = []
     for op in ops:
@@ -262,7 +262,7 @@ def _unshadowed(ops: list[Op]) -> list[Op]:
 
 
 def _grouped_heads(region: Region) -> Region:
-    """Attention takes grouped keys and values: undo the copies for each query head."""
+    """Attention takes grouped keys and values: drop the copies for each query head."""
     types = region.types(region.forward)
     made = {value.name: op for op in region.forward.ops for value in op.results}
     ops = []
@@ -339,7 +339,7 @@ def _mean_square(name: str, x: str, made: Mapping[str, Op]) -> float | None:
 
 
 def _short_chains(region: Region) -> Region:
-    """A reshape of a reshape reads what the first one read; one that gives the shape that was there is dropped."""
+    """A reshape of a reshape reads the first one's operand; one that restores the original shape is dropped."""
     types = region.types(region.forward)
     made: dict[str, Op] = {}
     same: dict[str, str] = {}
@@ -360,7 +360,7 @@ def _short_chains(region: Region) -> Region:
 
 
 def _once(region: Region) -> Region:
-    """What depends on no input and is made twice are made once: bodies that each shape the same table share it."""
+    """Merge equal operations that depend on no input, so that bodies share the views of one table."""
     bound = {value.name for value in region.forward.inputs}
     known: dict[tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]], Op] = {}
     same: dict[str, str] = {}

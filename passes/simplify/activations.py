@@ -4,7 +4,7 @@
     t = tanh(mul(add(x, mul(pow(x, 3), 0.044715)), 0.7978845608028654))    ->    y = gelu(x, approximate=tanh)
     y = mul(h, add(t, 1))
 
-One operation has an exact derivative of its own and saves its operand alone.
+The single operation has an exact derivative and saves only its operand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Made = Mapping[str, Op]
 
 
 def gelus(region: Region) -> Region:
-    """Replace the last operation of each spelled-out gelu; the others are dead then."""
+    """Replace the last operation of each written-out gelu; the other operations become dead."""
     made = {value.name: op for op in region.forward.ops for value in op.results}
     ops = []
     for op in region.forward.ops:
@@ -49,7 +49,7 @@ def _gelu_operand(op: Op, made: Made) -> str | None:
 
 
 def _operands(op: Op) -> Iterator[tuple[str, str]]:
-    """Two tensor operands in either order."""
+    """Two tensor operands, in both orders."""
     names = tuple(op.refs())
     if len(names) == 2:
         yield names[0], names[1]

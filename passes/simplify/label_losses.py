@@ -1,10 +1,10 @@
-"""Log-probabilities of labels, as models spell them, are losses of rows: nothing as large as logits is made for them.
+"""Log-probabilities of labels, rewritten as losses of rows: no additional tensor as large as the logits.
 
     p   = log_softmax(x, -1)                         nll  = cross_entropy(x, labels, None, -100, 0.0)
     one = gather(p, -1, reshape(labels, (8, 1)))  -> one  = reshape(neg(nll), (8, 1))
     nll = cross_entropy(p, labels, …)             -> nll  = cross_entropy(x, labels, …)
 
-The log-sum-exp of log-probabilities is 0, so that a cross-entropy of them is that of what they were made of.
+The log-sum-exp of log-probabilities is 0, so their cross-entropy equals that of the original logits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEVER = -100  # a label that `gather` takes for none
 
 
 def label_losses(region: Region) -> Region:
-    """Replace gathers from log-probabilities and cross-entropies of them; what they read may be dead then."""
+    """Replace gathers from log-probabilities and their cross-entropies; their operands may become dead."""
     return _Losses(region).region()
 
 
@@ -49,7 +49,7 @@ class _Losses:
             yield op
 
     def _of_logits(self, op: Op) -> Iterator[Op]:
-        """A cross-entropy of log-probabilities, which may be permuted."""
+        """A cross-entropy of log-probabilities, possibly permuted ones."""
         name = next(op.refs())
         maker = self.made.get(name)
         order = maker.args[1] if maker is not None and maker.name == "permute" else None
@@ -93,7 +93,7 @@ class _Losses:
         return Ref(value.name)
 
     def _normalized(self, name: str) -> tuple[str, int] | None:
-        """What log-probabilities were made of, and the dimension of their classes."""
+        """The logits behind log-probabilities, and the dimension of their classes."""
         op = self.made.get(name)
         if op is None or op.name != "log_softmax" or op.attrs or not isinstance(op.args[1], int):
             return None

@@ -1,4 +1,4 @@
-"""Attention masks made of constants: what they hide is known when compiling."""
+"""Attention masks that consist of constants, evaluated at compile time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_ELEMENTS = 1 << 27  # of a mask that is evaluated
 
 
 def known_masks(region: Region) -> Region:
-    """Evaluate attention masks that are made of constants."""
+    """Evaluate attention masks that consist of constants."""
     made = {value.name: op for op in region.forward.ops for value in op.results}
     known: dict[str, str] = {}
     ops = []
@@ -33,7 +33,7 @@ def known_masks(region: Region) -> Region:
 
 
 def _kind_of_mask(name: str, made: Mapping[str, Op]) -> str:
-    """`causal`, `open` (it hides nothing) or `other`."""
+    """`causal`, `open` (hides nothing) or `other`."""
     if name not in made or math.prod(made[name].result.type.shape) > _MOST_ELEMENTS:
         return "other"
     values: dict[str, Tensor] = {}
@@ -55,7 +55,7 @@ def _kind_of_mask(name: str, made: Mapping[str, Op]) -> str:
 
 
 def _evaluate(name: str, made: Mapping[str, Op], values: dict[str, Tensor]) -> bool:
-    """Compute a value from constants alone; False where a parameter, a buffer or an input is read."""
+    """Compute a value from constants; False if it depends on a parameter, a buffer or an input."""
     if name in values:
         return True
     if name not in made:

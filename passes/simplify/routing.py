@@ -1,4 +1,4 @@
-"""Mixtures of experts that sort their tokens: the same computation on tokens in the order they came.
+"""Mixtures of experts that sort their tokens: the same computation on tokens in their original order.
 
     s, perm = sort(experts)                       r = expand(reshape(x, (t, 1, h)), (t, k, h))
     g       = index(x, (perm // k,))              y = expert_matmul(reshape(r, (t k, h)), experts, w)
@@ -6,10 +6,9 @@
     z       = mul(y, index(scores, (perm,)))
     out     = index(z, (inverse of perm,))        out is z
 
-Sorting by expert is how a grouped product wants its rows, not part of what a model means; it mixes
-examples, so that no batch could be cut across it. Between the sort and its inverse everything works
-row by row: it does the same to rows in any order. `expert_matmul` multiplies each row by the matrix
-of its expert, and sorts for itself.
+Sorting by expert is an implementation detail of grouped products. It mixes examples, so that no batch could be cut
+across it. Between the sort and its inverse everything works row by row, in any order of rows. `expert_matmul`
+multiplies each row by the matrix of its expert, and sorts internally.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 
 
 def unsorted_experts(region: Region) -> Region:
-    """Rewrite every sort by expert whose whole way to its inverse is understood; leave all others."""
+    """Rewrite every sort by expert whose whole path to its inverse is understood; leave others unchanged."""
     types = region.types(region.forward)
     graph = region.forward
     for op in region.forward.ops:
@@ -42,12 +41,12 @@ def unsorted_experts(region: Region) -> Region:
 
 
 class _NotUnderstood(Exception):
-    """Something reads sorted rows in another way than row by row."""
+    """An operation reads sorted rows other than row by row."""
 
 
 @dataclass(slots=True)
 class _Unsorting:
-    """One sort, and what is known of the values behind it."""
+    """One sort, and the facts about the values that depend on it."""
 
     sort: Op
     types: Mapping[str, TensorType]
@@ -97,7 +96,7 @@ class _Unsorting:
         return any(name in names for name in op.refs() for names in known)
 
     def _taken(self, op: Op) -> bool:
-        """Rewrite one reader of what the sort made; False if it isn't understood."""
+        """Rewrite one reader of the sort's results; False if it is not understood."""
         if len(op.results) == 1 and self._is_bookkeeping(op):
             return True
         if op.name == "index":
@@ -107,7 +106,7 @@ class _Unsorting:
         return self._row_by_row(op)
 
     def _is_bookkeeping(self, op: Op) -> bool:
-        """What only counts tokens, or turns the order round."""
+        """Whether the operation only counts tokens or inverts the order."""
         names, made = list(op.refs()), op.result.name
         match op.name:
             case "floor_divide" if names == [self._perm] and isinstance(op.args[1], int):
@@ -146,7 +145,7 @@ class _Unsorting:
         return True
 
     def _repeated(self, op: Op, source: str, times: int) -> str:
-        """Every row `times` times, one after the other."""
+        """Repeat every row `times` times, consecutively."""
         count, *rest = self.types[source].shape
         if count * times != self._length:
             raise _NotUnderstood
@@ -193,7 +192,7 @@ class _Unsorting:
         return fits
 
     def _is_spread(self, name: str, op: Op) -> bool:
-        """Whether an operand is the same for every row."""
+        """Whether an operand is equal for all rows."""
         mine, whole = self.types[name].shape, op.results[0].type.shape
         inside = name in self.every or name in self.numbers or name in self.counts or name in self.inverse
         return not inside and name != self._perm and (len(mine) < len(whole) or mine[0] == 1)

@@ -1,13 +1,13 @@
-"""Keep the dimensions that models flatten into rows: what works row by row works on them as they are.
+"""Keep the dimensions that models flatten into rows: row-wise operations run on the original dimensions.
 
     f    = reshape(x, (32, 64))               y    = matmul(x, w)            # [4, 8, 192]
     y    = matmul(f, w)                       z    = add(y, b)
     z    = add(y, b)                     ->
     out  = reshape(z, (4, 8, 192))            out is z
 
-A row dimension made of batch and sequence can be cut over axes in fewer ways than the two apart, and
-says less to the reader. The flattened value moves down past every such operation until a reshape
-takes it apart again, or a sum over all of it makes its shape irrelevant.
+A row dimension made of batch and sequence can be cut in fewer ways than the two dimensions, and is less readable. The
+flattening moves down past every row-wise operation, until a reshape undoes it, or a sum over all rows makes it
+irrelevant.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NORMS = frozenset({"layer_norm", "rms_norm"})
 
 
 def plain_rows(region: Region) -> Region:
-    """Sink reshapes that flatten leading dimensions below the operations that work row by row."""
+    """Sink reshapes that flatten leading dimensions below row-wise operations."""
     types = region.types(region.forward)
     whole: dict[str, str] = {}  # flattened value -> what it is a reshape of
     ops: list[Op] = []
@@ -47,7 +47,7 @@ def plain_rows(region: Region) -> Region:
 
 
 def _flattens(shape: tuple[int, ...], flat: tuple[int, ...]) -> bool:
-    """[4, 8, n] to [32, n], or [4, 8] to [32]: the leading dimensions in one, at most one more kept."""
+    """[4, 8, n] to [32, n], or [4, 8] to [32]: the leading dimensions become one, and at most one more is kept."""
     for tail in (0, 1):
         lead = shape[: len(shape) - tail]
         if len(lead) > 1 and flat == (math.prod(lead), *shape[len(lead) :]):
@@ -56,7 +56,7 @@ def _flattens(shape: tuple[int, ...], flat: tuple[int, ...]) -> bool:
 
 
 def _lead(op: Op, types: Mapping[str, TensorType], whole: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The dimensions that the operation's rows were flattened from, if it works on each row alone."""
+    """The dimensions from which the operation's rows were flattened, if it treats rows independently."""
     names = list(op.refs())
     leads = set()
     for name in names:
@@ -77,7 +77,7 @@ def _lead(op: Op, types: Mapping[str, TensorType], whole: Mapping[str, str]) -> 
     else:
         ranks = {len(types[name].shape) for name in names if name in whole}
         fits = op.name in _ELEMENTWISE and ranks == {len(op.result.type.shape)}
-        # What is added to every row broadcasts from the right just the same.
+        # An operand that is added to every row broadcasts from the right in the same way.
         fits = fits and all(math.prod(shape) == 1 or (len(shape) == 1 and ranks == {2}) for shape in others)
         fits = fits and all(len(shape) <= 1 for shape in others)
     return leads.pop() if fits else None
@@ -86,7 +86,7 @@ def _lead(op: Op, types: Mapping[str, TensorType], whole: Mapping[str, str]) -> 
 def _unflattened(
     op: Op, lead: tuple[int, ...], types: dict[str, TensorType], whole: dict[str, str], ops: list[Op]
 ) -> Op:
-    """Write the operation on the whole dimensions; the reshape that gives what was there is returned."""
+    """Write the operation on the original dimensions; return the reshape that restores its flat result."""
     sources = {name: whole[name] for name in op.refs() if name in whole}
     shape = (*lead, *op.result.type.shape[1:])
     type = TensorType(dtype=op.result.type.dtype, layout=Layout.replicated(shape))

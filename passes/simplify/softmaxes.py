@@ -1,11 +1,11 @@
-"""Recognise softmaxes that models write out, below the largest number of each row.
+"""Recognise written-out softmaxes that subtract the maximum of each row.
 
     m = amax(x, (2,), True)        # or max(x, 2, True), detached or not
     e = exp(sub(x, m))                                                   ->    y = softmax(x, 2)
     y = div(e, sum(e, (2,), True))
 
-What is subtracted cancels, and so does its gradient, wherever among equal numbers it goes. Without it, large numbers
-overflow that a softmax holds: such a quotient stays as it is.
+The subtracted maximum cancels, and so does its gradient, whichever of several maxima it goes to. A quotient without the
+subtraction stays as it is: it overflows for large numbers, which a softmax does not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Made = Mapping[str, Op]
 
 
 def softmaxes(region: Region) -> Region:
-    """Replace the quotient of each; the other operations are dead then."""
+    """Replace the quotient of each; the other operations become dead."""
     made = {value.name: op for op in region.forward.ops for value in op.results}
     readers = Counter(name for op in region.forward.ops for name in op.refs()) + Counter(region.forward.outputs)
     ops = []
@@ -48,7 +48,7 @@ def _softmax(op: Op, made: Made, readers: Mapping[str, int]) -> Op | None:
 
 
 def _is_most(name: str, x: str, dim: object, made: Made, rank: int) -> bool:
-    """Whether a value is the largest of each row."""
+    """Whether a value is the maximum of each row."""
     op = made.get(name)
     while op is not None and op.name == "detach":
         op = made.get(next(op.refs()))

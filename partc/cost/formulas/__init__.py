@@ -1,10 +1,10 @@
-"""What calls hold, move and compute, as formulas in the model's sizes and the axes of the mesh.
+"""Formulas of the memory, traffic and flops of calls, in the model's sizes and the axes of the mesh.
 
     block: saved by a call for its backward pass    b·s·h·(34 + 5·a·s/h)/tp
 
-A formula is made of the same tensors as the compiled program, whose dimensions have names in place of numbers: where
-the names take the numbers that the model has, it gives the bytes of that program. At other sizes it holds as long as
-compiling decides the same there.
+A formula covers the tensors of the compiled program, with names in place of the numbers of their dimensions. At the
+model's own sizes it gives the bytes of that program. At other sizes it holds as long as compiling makes the same
+decisions there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ADAMW = 2  # values that the optimizer keeps for each of a parameter's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """Tensors of one name, and their bytes."""
+    """The tensors of one name, and their bytes."""
 
     name: str
     bytes: Expr
@@ -35,8 +35,9 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """A forward or backward pass of one call: bytes that live in it alone, at most; bytes that a rank receives over
-    each axis; floating-point operations of its matrix products."""
+    """A forward or backward pass of one call: the peak of its temporary bytes, the bytes that a rank receives over each
+    axis, and the flops of its matrix products.
+    """
 
     name: str
     working: Expr
@@ -46,7 +47,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionFormulas:
-    """Of one call of a region, on one rank, for one microbatch."""
+    """The formulas of one call of a region, on one rank, for one microbatch."""
 
     name: str
     calls: int
@@ -61,7 +62,7 @@ class RegionFormulas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFormulas:
-    """Of the ranks at one coordinate on the pipeline axis, in bytes."""
+    """The formulas of the ranks at one coordinate on the pipeline axis, in bytes."""
 
     place: int
     parameters: Expr  # as they are kept: in parts, where ZeRO cuts them
@@ -72,7 +73,7 @@ class RankFormulas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formulas:
-    """Of a whole program."""
+    """The formulas of a whole program."""
 
     names: tuple[Named, ...]
     proportions: Mapping[str, Expr]  # names that are in fixed proportion to others in this model
@@ -81,17 +82,17 @@ class Formulas:
     ranks: tuple[RankFormulas, ...]
 
     def at(self, formula: Expr, **sizes: int) -> int:
-        """What a formula comes to at the model's own sizes, but for those that are given."""
+        """The value of a formula at the model's own sizes, with the given ones replaced."""
         given = {named.name: named.value for named in self.names} | sizes
         return int(evaluated(formula, given))
 
     def in_proportion(self, formula: Expr) -> Expr:
-        """The same formula for models of these proportions."""
+        """The same formula for models with these proportions."""
         return formula.subs({each: self.proportions.get(str(each), each) for each in formula.free_symbols})
 
 
 def formulas(program: Program) -> Formulas:
-    """Of a program that has a schedule."""
+    """The formulas of a scheduled program."""
     dimensions = Dimensions(program)
     names = Names(dimensions)
     found = _Writer(program, dimensions, names)
@@ -126,7 +127,7 @@ class _Writer:
         )
 
     def rank(self, place: int, saved: Mapping[str, Expr]) -> RankFormulas:
-        """`saved` has the bytes that a call of each region saves."""
+        """The formulas of a rank; `saved` holds the bytes that a call of each region saves."""
         stages = self.program.stages_at(place)
         regions = {region.name: region for region in self.program.regions}
         each: dict[int, Expr] = {stage: _zero() for stage in stages}
@@ -156,7 +157,7 @@ class _Writer:
         )
 
     def _kept(self, parameter: Parameter, region: str, name: str) -> Expr:
-        """How much of a parameter a rank keeps: axes may cut it that don't cut what calls read."""
+        """The part of a parameter that a rank keeps: axes may cut it that do not cut the copy that calls read."""
         read = self.dimensions.types[region, name].layout.sharded_axes
         more = [axis for axis in parameter.type.layout.sharded_axes if axis not in read]
         found = self.names.elements(region, name)
@@ -182,13 +183,13 @@ class _Writer:
         return Pass(name=name, working=self._working(region, graph), moved=moved, flops=work)
 
     def _moved(self, region: Region, op: Op, axis: str) -> Expr:
-        """Bytes that a rank receives: `reshard.cost`, without rounding."""
+        """The bytes that a rank receives: `reshard.cost` without rounding."""
         n = symbol(axis)
         share = self._bytes(region, next(op.refs())) * (n - 1)
         return share if op.name == "all_gather" else (2 if op.name == "all_reduce" else 1) * share / n
 
     def _working(self, region: Region, graph: Graph) -> Expr:
-        """The most that is alive at one time of what the pass makes and does not hand on."""
+        """The peak of the temporary values of a pass that it does not return."""
         memory = memory_of(graph)
         outside = {value.name for value in (*graph.inputs, *region.params)}
         if graph is region.forward:

@@ -25,7 +25,7 @@ from partc.sharding.choices import batch_axes
 if TYPE_CHECKING:
     from sympy import Expr
 
-# What rules call a factor, and the name that its size takes, unless another has it.
+# Factors of rules, and the names that their sizes get unless taken.
 ROLES = (
     ("embedding.v", "v", "rows of an embedding"),
     ("embedding_shard.v", "v", "rows of an embedding"),
@@ -46,7 +46,7 @@ MOST_TIMES, MOST_PARTS = 64, 8  # a size is in proportion to another if it is n/
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """A name that formulas have, the number that it stands for in this program, and what it is."""
+    """A name in formulas, its number in this program, and its meaning."""
 
     name: str
     value: int
@@ -54,19 +54,19 @@ class Named:
 
 
 def symbol(name: str) -> Any:
-    """What formulas have for a size or for the ranks of an axis."""
+    """The symbol of a size or of the ranks of an axis."""
     from sympy import Symbol
 
     return Symbol(name, positive=True, integer=True)
 
 
 def evaluated(formula: Expr, sizes: Mapping[str, int]) -> Any:
-    """The number that a formula comes to."""
+    """The value of a formula."""
     return formula.subs({each: sizes[str(each)] for each in formula.free_symbols})
 
 
 class Names:
-    """Formulas for the sizes of a program's values. Sizes that no name is found for stay numbers."""
+    """Formulas for the sizes of a program's values. Sizes without a name stay numbers."""
 
     def __init__(self, dimensions: Dimensions) -> None:
         self.dimensions = dimensions
@@ -89,7 +89,7 @@ class Names:
         return tuple(self._named.values())
 
     def elements(self, region: str, name: str) -> Expr:
-        """How many one rank holds of a value."""
+        """The number of elements of a value on one rank."""
         from sympy import Integer
 
         found: Any = Integer(1)
@@ -105,7 +105,7 @@ class Names:
         return self.elements(region, name) * ITEMSIZE[self.dimensions.types[region, name].dtype]
 
     def product(self, product: Product) -> Expr:
-        """Floating-point operations of a matrix product on one rank."""
+        """The floating-point operations of a matrix product on one rank."""
         from sympy import Rational
 
         found: Any = Rational(2 * product.share.numerator, product.share.denominator)
@@ -116,11 +116,11 @@ class Names:
         return found
 
     def number(self, formula: Expr) -> int:
-        """What it comes to in this program."""
+        """The value of a formula in this program."""
         return int(evaluated(formula, {name: named.value for name, named in self._named.items()}))
 
     def proportions(self) -> Mapping[str, Expr]:
-        """Names that others determine, if the model keeps its proportions as it grows."""
+        """Names that follow from others, if the model keeps its proportions as it grows."""
         if "h" not in self._named:
             return {}
         h = self._named["h"].value
@@ -147,7 +147,7 @@ class Names:
     def _name(
         self, sizes: Sequence[int], wanted: str, meaning: str, *, width: bool = False, product: bool = True
     ) -> str:
-        """Name what a product has that no name says yet, or the largest of it: other sizes in it stay numbers."""
+        """Name the unnamed part of a product, or the largest factor of it; its other sizes stay numbers."""
         name = unique(_identifier(wanted), {*self._named, *self.dimensions.program.sizes})
         left = [size for size in sizes if size not in self._of]
         size = max(left, key=lambda size: self.dimensions.sizes.value[size])
@@ -195,7 +195,7 @@ class Names:
                     self._name(whole, wanted, f"{entry}, dimension {index}")
 
     def _large(self, sizes: Sequence[int]) -> bool:
-        """Whether what has no name is more than a few: colours, kernels and numbers of projections stay numbers."""
+        """Whether the unnamed part is large: numbers of colours, kernels and projections stay numbers."""
         return math.prod(self.dimensions.sizes.value[size] for size in sizes if size not in self._of) > FEW
 
     def _roles(self) -> None:
@@ -209,7 +209,7 @@ class Names:
             self._grouped()
 
     def _grouped(self) -> None:
-        """Where several queries' heads share one of the keys."""
+        """Name the group size of grouped-query attention."""
         for size in self.dimensions.roles.get("attention.r", ()):
             whole = self.dimensions.sizes.parts([size])
             if self._unnamed(whole):
@@ -224,7 +224,7 @@ class Names:
                 return
 
     def _hidden(self) -> None:
-        """What goes from call to call of the region that is called most."""
+        """Name the width of the values between calls of the region that is called most."""
         program = self.dimensions.program
         if "h" in self._named or not program.calls:
             return
@@ -238,7 +238,7 @@ class Names:
                 return
 
     def _inside_heads(self) -> None:
-        """A parameter's dimension that holds heads holds their size too."""
+        """Name the head size in parameters' dimensions that hold heads."""
         a, g = symbol("a"), symbol("g")
         for region in self.dimensions.program.regions:
             for value in region.params:
@@ -251,7 +251,7 @@ class Names:
                         self._heads += (name,)
 
     def _sums(self) -> None:
-        """What is as long as named sizes together, or shorter or longer by a number, needs no name."""
+        """Leave lengths that are sums of named sizes and a constant without names."""
         for found in (*self.dimensions.sums, *reversed(self.dimensions.sums)):
             whole, *parts = (self.dimensions.sizes.parts(side) for side in (found.whole, *found.parts))
             unknown = [side for side in (whole, *parts) if len(side) == 1 and self._unnamed(side) and self._large(side)]

@@ -1,12 +1,12 @@
-"""Which dimensions of a program are the same size because of what it computes, and not by chance.
+"""The dimensions of a program that have equal sizes by construction, and not by coincidence.
 
     x: f32[16@dp, 32, 64]                    x: [16, 32, 64]          sizes 16, 32, 64, 4 and 16'
     w: f32[64@tp, 64]                        w: [4·16', 64]
     y = linear(x, w)                  ->     y: [16, 32, 4·16']
     z = reshape(y, (16, 32, 4, 16))          z: [16, 32, 4, 16']
 
-Operations say it by their rules: dimensions that carry one factor are one size, and a view cuts a size into those
-that it is the product of. A size that was never met elsewhere stands alone, however many others are as large.
+The evidence is the rules of operations: dimensions that carry one factor have one size, and a view cuts a size into the
+factors of its product. A size that occurs nowhere else is a symbol of its own, whatever other sizes have its value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Key = tuple[str, str]  # a region, or "" for the program, and a value of it
 
 
 class Sizes:
-    """Sizes that are found equal, or found to be products of others. A size is a number that stands for it."""
+    """Symbols of sizes, merged when found equal or equal to a product. A symbol is represented by a number."""
 
     def __init__(self) -> None:
         self.value: list[int] = []
@@ -39,12 +39,12 @@ class Sizes:
         return len(self._same) - 1
 
     def parts(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The same product, of sizes that nothing has cut, from major to minor; ones are left out."""
+        """The same product as uncut symbols, from major to minor, without ones."""
         stack = list(reversed(sizes))
         return tuple(iter(lambda: self._next(stack), None))
 
     def equate(self, left: Sequence[int], right: Sequence[int]) -> None:
-        """Two products are one, read from major to minor. Stops where neither size is a multiple of the other."""
+        """Merge two products, read from major to minor. Stops if neither size is a multiple of the other."""
         one, two = list(reversed(left)), list(reversed(right))
         while True:
             a, b = self._next(one), self._next(two)
@@ -61,7 +61,7 @@ class Sizes:
             self._parts[large] = (small, many[-1])
 
     def _next(self, stack: list[int]) -> int | None:
-        """The major size of a product whose sizes lie on a stack, without it from now on."""
+        """Pop the major symbol of a product from the stack that holds its symbols."""
         while stack:
             size = self._root(stack.pop())
             if size in self._parts:
@@ -89,7 +89,7 @@ Dim = tuple[Piece, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sum:
-    """A dimension that is as long as others together, and some more: what is padded, shortened or joined."""
+    """A dimension whose length is a sum of other lengths and a constant, after padding, slicing or joining."""
 
     whole: tuple[int, ...]
     parts: tuple[tuple[int, ...], ...]
@@ -98,7 +98,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """A matrix product: the sizes of its loops, the axes that cut some of them, and the share of it that is done."""
+    """A matrix product: the sizes of its loops, the axes that cut some of them, and the computed share."""
 
     sizes: tuple[int, ...]
     axes: frozenset[str]
@@ -106,7 +106,7 @@ class Product:
 
 
 class Dimensions:
-    """The sizes of every value of a program, whatever passes have run."""
+    """The symbolic sizes of every value of a program, whatever passes have run."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -133,7 +133,7 @@ class Dimensions:
                     self._match(self.dims[call.region, inner], self.dims["", outer])
 
     def whole(self, dim: Dim) -> tuple[int, ...]:
-        """The sizes whose product is a dimension's, on all ranks together."""
+        """The sizes whose product is a dimension's global length."""
         return self.sizes.parts([piece.size for piece in dim])
 
     def _region(self, region: Region) -> None:
@@ -151,7 +151,7 @@ class Dimensions:
                     self._operation(region, op)
 
     def _declare(self, region: str, value: Value) -> None:
-        """A value under its own type, unless it is there already: what backward reads, forward has made."""
+        """Declare a value under its own type, unless forward has already declared it for backward."""
         key = region, value.name
         sizes = self.program.sizes
         known = self.types.get(key)
@@ -213,7 +213,7 @@ class Dimensions:
                 self.sizes.equate([piece.size for piece in dim], [factors[name] for name in names])
 
     def _sum(self, op: Op, told: Sequence[tuple[Key, Dims]]) -> None:
-        """Remember what an operation along a dimension says of its lengths."""
+        """Record the relation between lengths along an operation's dimension."""
         if op.name not in ("cat", "slice", "pad", "constant_pad_nd"):
             return
         *given, made = (self.dims[key] for key, _ in told)
@@ -227,12 +227,12 @@ class Dimensions:
                 self.sums.append(Sum(whole=whole, parts=tuple(parts), more=length - sum(before)))
 
     def _rule(self, region: str, op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
-        """The operation's rule on whole shapes: of all its results, or of the first, where others are statistics."""
+        """The operation's rule for global shapes, covering all results, or the first if others are statistics."""
         typed = tuple(replace(value, type=self.types[region, value.name]) for value in op.results)
         return resolve_lowered(replace(op, results=typed), types)
 
     def _spread(self, region: str, op: Op, type: TensorType) -> TensorType:
-        """A result's type, with its dimensions cut as the operands' are where it was given as one rank has it."""
+        """The type of a result with a local shape, with its dimensions cut like those of the operands."""
         if type.layout.sharded_axes or not type.shape:
             return type
         given = {name: self.types[region, name].local(self.program.sizes) for name in op.refs()}
@@ -245,7 +245,7 @@ class Dimensions:
     def _cuts(
         self, region: str, op: Op, rule: OpRule | None, given: Mapping[str, TensorType], index: int, type: TensorType
     ) -> Iterator[tuple[SubDim, ...]]:
-        """How operands are cut where they carry what a result's dimension does, as one rank sees them."""
+        """The local cuts of operands along the factors of a result's dimension."""
         sizes = self.program.sizes
         for place, name in enumerate(op.refs()):
             whole = self.types[region, name].layout
@@ -266,7 +266,7 @@ class Dimensions:
                     yield dim
 
     def _as_others(self, key: Key, others: Sequence[Key]) -> None:
-        """Where no rule speaks of a result: it is as operands that are as large, but for one dimension."""
+        """For a result without a rule: match it with operands of equal size but for one dimension."""
         shape = self.types[key].shape
         for other in others:
             there = self.types[other].shape
@@ -278,7 +278,7 @@ class Dimensions:
                     self._match(self.dims[key], self.dims[other])
 
     def _match(self, left: Sequence[Dim], right: Sequence[Dim]) -> None:
-        """Dimensions at the same place are one, if they are as large."""
+        """Merge the dimensions at equal positions if their lengths agree."""
         for one, two in zip(left, right, strict=False):
             if self._size(one) == self._size(two):
                 self.sizes.equate([piece.size for piece in one], [piece.size for piece in two])
@@ -288,7 +288,9 @@ class Dimensions:
 
 
 def _chance(rule: OpRule) -> frozenset[str]:
-    """Factors of a cut or joined dimension, if its pieces have a divisor that none of them is: it says nothing."""
+    """The factors of a cut or joined dimension whose pieces have a common divisor that is no piece: their equality is
+    no evidence.
+    """
     pieces = {
         names[0] for dims in (*rule.operands, *rule.results) for names in dims if len(names) == 2 and names[1] == "u"
     }
@@ -299,7 +301,7 @@ def _chance(rule: OpRule) -> frozenset[str]:
 def _dealt(
     names: Sequence[str], dim: Sequence[SubDim], lengths: Mapping[str, int], sizes: Mapping[str, int]
 ) -> dict[str, tuple[SubDim, ...]]:
-    """The sub-dimensions of a dimension that each factor is, on one rank; of factors that are whole ones."""
+    """The local sub-dimensions of each factor of a dimension, for factors that are whole ones."""
     found: dict[str, tuple[SubDim, ...]] = {}
     left = list(dim)
     for name in names:

@@ -1,4 +1,4 @@
-"""Boxes: the rectangles of a whole tensor that a rank holds under a layout, and which rank speaks for its copies.
+"""Boxes: the rectangles of a whole tensor that a rank holds under a layout, and the rank that writes each copy.
 
 A plain shard is one box; a strided one (`3 · 4096@tp`, a fused QKV weight) is several.
 """
@@ -18,7 +18,7 @@ PIPELINE = "pp"
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of a tensor: where it starts in each dimension, and how far it goes."""
+    """A rectangle of a tensor: its start and its extent in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -28,14 +28,14 @@ class Box:
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
     def meet(self, other: Box) -> Box | None:
-        """What both cover, if anything."""
+        """The intersection of two boxes; None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, self._ends(), other._ends())
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def seen_from(self, origin: Sequence[int]) -> Box:
-        """The same box where `origin` is the first element."""
+        """The same box relative to `origin`."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def _ends(self) -> tuple[int, ...]:
@@ -43,7 +43,7 @@ class Box:
 
 
 def misfit(boxes: Sequence[Box], shape: tuple[int, ...]) -> str:
-    """Why boxes don't fill a tensor, each element once; '' where they do."""
+    """The reason why boxes do not cover a tensor exactly once; '' if they do."""
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
             return f"a box has {len(box.offsets)} offsets and {len(box.sizes)} sizes in {len(shape)} dimensions"
@@ -58,7 +58,7 @@ def misfit(boxes: Sequence[Box], shape: tuple[int, ...]) -> str:
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes with an element in common. Boxes of a grid are told apart by planes between them, few by few."""
+    """Two boxes with a common element. Boxes of a grid are separated by planes, group by group."""
     left = [list(boxes)]
     while left:
         group = left.pop()
@@ -77,7 +77,7 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def _apart(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
-    """Groups of boxes with planes across `dim` between them, which cut none."""
+    """Groups of boxes that planes across `dim` separate."""
     groups: list[list[Box]] = []
     end = 0
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
@@ -90,7 +90,7 @@ def _apart(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of the whole tensor, and where it begins in the rank's own part."""
+    """A box of the whole tensor, and its start in the rank's own part."""
 
     whole: Box
     local: tuple[int, ...]
@@ -107,7 +107,7 @@ Run = tuple[int, int, int]  # first element in the whole, the same in the part, 
 def pieces(
     dims: Dims, shape: Sequence[int], sizes: Mapping[str, int], coordinate: Mapping[str, int]
 ) -> tuple[Piece, ...]:
-    """The boxes of a tensor at a coordinate. `shape` is the model's own: rows that only fill up are left out."""
+    """The boxes of a tensor at a coordinate. `shape` is the model's own: padded rows are left out."""
     runs = [_runs(dim, size, sizes, coordinate) for dim, size in zip(dims, shape, strict=True)]
     return tuple(
         Piece(Box(tuple(run[0] for run in chosen), tuple(run[2] for run in chosen)), tuple(run[1] for run in chosen))
@@ -116,7 +116,7 @@ def pieces(
 
 
 def _runs(dim: Sequence[SubDim], size: int, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> list[Run]:
-    """The stretches of one dimension, neighbours joined, cut off at `size`."""
+    """The stretches of one dimension, with neighbours joined, cut off at `size`."""
     runs: list[Run] = [(0, 0, 1)]
     whole = part = 1  # elements behind one step of the next factor
     for factor, axes in reversed(dim):
@@ -151,10 +151,10 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 def speaks(
     name: str, dims: Dims, sizes: Mapping[str, int], coordinate: Mapping[str, int], holders: Sequence[int]
 ) -> bool:
-    """Whether this rank, of all that hold an equal copy, is the one that writes it.
+    """Whether this rank writes the tensor, among all ranks with an equal copy.
 
-    `holders` are the pipeline ranks that have the tensor. Names are spread over the copies, so that
-    all ranks write about as much.
+    `holders` are the pipeline ranks that have the tensor. Names are distributed over the copies, so that ranks write
+    similar amounts.
     """
     cut = cutting(dims)
     ways = [(PIPELINE, len(holders), holders.index(coordinate.get(PIPELINE, 0)))]

@@ -1,9 +1,9 @@
-"""Writing checkpoints: every rank its own boxes, in a thread, while training goes on.
+"""Writing checkpoints: every rank writes its own boxes, in a thread, while training continues.
 
-`save` copies to host memory and returns. All ranks write into one folder beside the checkpoint's place, and come to a
-count in the ranks' store. The rank that comes last joins what each has told of its files to one manifest and renames
-the folder: a checkpoint is complete or absent. See manifest.py for what stands in it. Nobody waits for it but the
-step that would be one too many to lose (`behind`), and the next save.
+`save` copies to host memory and returns. All ranks write into one temporary folder beside the checkpoint's final path
+and count themselves in the ranks' store. The last rank joins the notes of all ranks into one manifest and renames the
+folder: a checkpoint is complete or absent. manifest.py describes the contents. Training waits for it only before a step
+whose loss would exceed the slack (`behind`), and before the next save.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .safetensors import write
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor of this rank's, or its part of one: how it is cut, and the pipeline ranks that have it."""
+    """A tensor of this rank, or its shard of one: the cut, and the pipeline ranks that have it."""
 
     shard: Shard
     tensor: Tensor
@@ -44,13 +44,13 @@ class Held:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The model's own, without rows that fill up."""
+        """The model's own shape, without padded rows."""
         return self.shard.holds or self.shard.shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which rank this is."""
+    """The identity of this rank."""
 
     rank: int
     world_size: int
@@ -63,7 +63,7 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Note:
-    """What a rank tells of its files: their sizes and digests, and what they hold of which tensors."""
+    """A rank's note about its files: sizes, digests, and the boxes of tensors in them."""
 
     files: dict[str, tuple[int, str]]
     boxes: tuple[tuple[str, str, Numbers, str, Numbers, Numbers], ...]  # name, dtype, shape, file, offsets, sizes
@@ -73,8 +73,8 @@ class _Note:
 class Saver:
     """Writes checkpoints into `folder` and keeps the newest `keep` of them.
 
-    `attempt` is the same on all ranks and another in every run, so that what an interrupted run has
-    left is not mixed up with this one's files.
+    `attempt` is the same on all ranks and different in every run, so that files of an interrupted run are not mixed up
+    with this one's.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Saver:
         self._failure: Exception | None = None
 
     def save(self, step: int, held: Mapping[str, Held]) -> None:
-        """Start writing the state after `step` steps. Raises UsageError P0526 for what went wrong with the last."""
+        """Start writing the state after `step` steps. Raises UsageError P0526 if the previous save failed."""
         self.wait()
         self.saved = self._begun = step
         mine = {name: self._mine(name, each) for name, each in held.items()}
@@ -111,7 +111,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until this rank's files are written, and the checkpoint is there if this rank was the last."""
+        """Wait until this rank's files are written, and the checkpoint is complete if this rank was the last."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -128,11 +128,11 @@ class Saver:
             raise self._failure
 
     def behind(self, done: int, slack: int) -> bool:
-        """Whether more than `slack` of `done` steps are newer than the last checkpoint, which may not be there yet."""
+        """Whether more than `slack` of `done` steps are newer than the last complete checkpoint."""
         return self._begun is not None and done - self._begun > slack
 
     def settle(self, everybody: Callable[[], None]) -> None:
-        """Until the last checkpoint is there, on all ranks together; `everybody` waits for all of them."""
+        """Wait on all ranks until the last checkpoint is complete; `everybody` is a barrier."""
         self.wait()
         everybody()  # the one that wrote last has completed it before it came
         self._begun = None
@@ -144,7 +144,7 @@ class Saver:
         return pieces(dims, held.shape, place.sizes, place.coordinate)
 
     def _pin(self, held: Mapping[str, Held], mine: Mapping[str, Sequence[Piece]]) -> None:
-        """Have memory for all pieces of a GPU's that are saved for the first time."""
+        """Allocate pinned memory for pieces on a GPU that are saved for the first time."""
         parts = {
             (name, index): held[name].tensor.detach()[piece.here.slices]
             for name, found in mine.items()
@@ -156,7 +156,7 @@ class Saver:
             self._buffers.update(zip(new, pinned(list(new.values())), strict=True))
 
     def _copied(self, name: str, index: int, piece: Piece, tensor: Tensor) -> Tensor:
-        """The piece in host memory that is used again for every save."""
+        """The piece in host memory, which every save reuses."""
         part = tensor.detach()[piece.here.slices]
         buffer = self._buffers.get((name, index))
         if buffer is None or not _fits(buffer, part):
@@ -188,7 +188,7 @@ class Saver:
         copies: Mapping[str, list[tuple[Piece, Tensor]]],
         wholes: Mapping[str, tuple[str, tuple[int, ...]]],
     ) -> None:
-        """This rank's files, and what they hold in `rank_003.json`. The nth boxes of all tensors are one file."""
+        """Write this rank's files, and their contents to `rank_003.json`. The nth boxes of all tensors share a file."""
         files: dict[str, tuple[int, str]] = {}
         boxes = []
         for layer in range(max(map(len, copies.values()), default=0)):
@@ -239,7 +239,7 @@ class Saver:
         self._prune()
 
     def _prune(self) -> None:
-        """Drop all but the newest, and what interrupted saves have left."""
+        """Delete all but the newest checkpoints, and the remains of interrupted saves."""
         kept = 0
         for path in checkpoints(self.folder):
             kept += _whole(path)
@@ -259,7 +259,7 @@ def _fits(buffer: Tensor | None, part: Tensor) -> bool:
 
 
 class _Digesting:
-    """Counts and digests what goes into a file."""
+    """A file writer that counts and digests its bytes."""
 
     def __init__(self, file: Any) -> None:
         self.digest = hashlib.sha256()
@@ -291,7 +291,7 @@ def _whole(path: Path) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Have the folder's own entries on disk."""
+    """Sync the folder's own entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

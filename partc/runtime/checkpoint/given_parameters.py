@@ -1,4 +1,4 @@
-"""Initial parameters from safetensors files: a whole model's state dict, of which a rank reads its parts."""
+"""Initial parameters from safetensors files: a rank reads its parts of a whole model's state dict."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"  # where Hugging Face lists a large model
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """An index's own form; it has more fields."""
+    """The schema of an index; it allows additional fields."""
 
     weight_map: dict[str, FileName]  # by tensor
 
@@ -33,7 +33,7 @@ State = Callable[[], Mapping[str, Sequence[int]]]
 
 
 def given(path: Path, plan: Mapping[str, Any], state: State, together: Together) -> Checkpoint:
-    """What to start from, once all ranks agree that it fits. Raises UsageError P0527."""
+    """The checkpoint to start from, once all ranks agree that it fits. Raises UsageError P0527."""
     found = None
     try:
         found, problem = fitting(path, plan, state), ""
@@ -48,9 +48,9 @@ def given(path: Path, plan: Mapping[str, Any], state: State, together: Together)
 def fitting(path: Path, plan: Mapping[str, Any], state: State) -> Checkpoint:
     """The tensors of a state dict under the plan's names.
 
-    `path` is a file, an index of files, or a folder with either under its usual name.
-    Tied weights may stand there under any of their names. Buffers that a state dict leaves out may be
-    missing: `state`, the model's own names and shapes, tells. Raises UsageError P0527.
+    `path` is a file, an index of files, or a folder with either under its usual name. Tied weights may appear under any
+    of their names. Buffers that a state dict leaves out may be missing, according to `state`, the model's own names and
+    shapes. Raises UsageError P0527.
     """
     places = _places(path)
     tensors: dict[str, Saved] = {}
@@ -82,7 +82,7 @@ _HELP = "give the state dict of the same model, as safetensors; plan.json has it
 
 
 def _places(path: Path) -> dict[str, tuple[Path, Described]]:
-    """Every tensor that is given: its file, and its type and shape."""
+    """All given tensors: the file, type and shape of each."""
     file = path
     if path.is_dir():
         usual = [path / INDEX, path / "model.safetensors"]
@@ -134,7 +134,7 @@ def _described(path: Path, file: Path) -> Mapping[str, Described]:
 
 
 def _widens(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every value keeps its value."""
+    """Whether the conversion preserves every value."""
     if source == target:
         return True
     floating = source.is_floating_point and target.is_floating_point

@@ -1,15 +1,14 @@
-"""A checkpoint's manifest: which tensors it has, which boxes of them stand in which file, and every file's digest.
+"""A checkpoint's manifest: its tensors, the boxes of them in each file, and every file's digest.
 
-A checkpoint is a folder `step_00000300/`: safetensors files by rank, and `manifest.json`. It is
-written under another name and renamed once everything is there, so a folder of this name is complete.
+A checkpoint is a folder `step_00000300/`: safetensors files by rank, and `manifest.json`. It is written under another
+name and renamed when complete, so a folder with this name is complete.
 
-torch.distributed.checkpoint reads it too, with its own reader for safetensors files
-(`HuggingFaceStorageReader`): each file says, in the metadata which that reader looks for, where its
-tensors stand in the whole. There a file has one box of a tensor, so a rank's further boxes (of a strided
-shard) stand in further files, `rank_003_1.safetensors`. Parameters have their own names, what the optimizer
-keeps of them `exp_avg/NAME`; a tied weight stands under its first name alone (load with
-`DefaultLoadPlanner(allow_partial_load=True)`). partc doesn't write with torch.distributed.checkpoint, for
-its `.metadata` is a pickle, and planning needs a process group of all ranks, which a package doesn't make.
+torch.distributed.checkpoint can read it, with its own reader for safetensors files (`HuggingFaceStorageReader`): the
+metadata of each file, in that reader's format, states the positions of its tensors in the whole. There a file has one
+box of a tensor, so a rank's further boxes (of a strided shard) are in further files, `rank_003_1.safetensors`.
+Parameters have their own names, the optimizer's state is `exp_avg/NAME`; a tied weight is stored under its first name
+only (load with `DefaultLoadPlanner(allow_partial_load=True)`). partc does not write with torch.distributed.checkpoint,
+because its `.metadata` is a pickle, and its planning needs a process group of all ranks, which a package does not make.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _LONG = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 @dataclass(slots=True)
 class Saved:
-    """A tensor of the checkpoint: what it is as a whole, and the files that have boxes of it."""
+    """A tensor of the checkpoint: its whole type, and the files with boxes of it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,7 +64,7 @@ class Saved:
 
 @dataclass(slots=True, kw_only=True)
 class Manifest:
-    """`run` is what the training was: seed, optimizer, learning rate, mesh."""
+    """`run` describes the training: seed, optimizer, learning rate, mesh."""
 
     step: int
     run: dict[str, Any]
@@ -102,7 +101,7 @@ def _hex(digest: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """What `Manifest.run` has; older packages wrote fewer of its fields."""
+    """The fields of `Manifest.run`; older packages wrote fewer."""
 
     seed: int
     optimizer: Literal["adamw", "sgd"]
@@ -131,7 +130,7 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Content:
-    """The file's own form, without its format and digest."""
+    """The schema of the file, without its format and digest."""
 
     step: Natural
     run: _Run
@@ -150,7 +149,7 @@ def step_of(path: Path) -> int | None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, the newest first, whatever state they are in. Raises UsageError P0523."""
+    """The checkpoints of a folder, the newest first, whole or damaged. Raises UsageError P0523."""
     try:
         found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None]
     except (FileNotFoundError, NotADirectoryError):
@@ -162,7 +161,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there, with their sizes. Raises UsageError P0524."""
+    """The manifest of a checkpoint whose files are all present with their sizes. Raises UsageError P0524."""
     try:
         manifest = _manifest(parsed(contents(path / NAME, within=path)))
     except Malformed as error:
@@ -187,7 +186,7 @@ def read(path: Path) -> Manifest:
 
 
 def _manifest(content: Any) -> Manifest:
-    """Raises Malformed."""
+    """Decode a manifest. Raises Malformed."""
     if not isinstance(content, dict) or "partc_checkpoint" not in content:
         raise Malformed("is not that of a partc checkpoint")
     version, digest = content.pop("partc_checkpoint"), content.pop("sha256", None)
@@ -210,7 +209,7 @@ def _manifest(content: Any) -> Manifest:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """What a form alone doesn't say: which files there are, that boxes fill their tensors, whose states there are."""
+    """Violations that the schema does not cover: missing files, tensors that boxes do not fill, incomplete states."""
     for name in manifest.files:
         if why := file_name(name):
             yield f"file {name!r} is {why}"
@@ -231,7 +230,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _lonely_states(manifest: Manifest) -> Iterator[str]:
-    """An optimizer has all of a parameter's states or none, and each is as large as the parameter, or one number."""
+    """Violations of: a parameter has all of its optimizer states or none, and each has its size or is a number."""
     tensors, states = manifest.tensors, STATES[manifest.run["optimizer"]]
     for state in states:
         prefix = f"{state}/"
@@ -261,7 +260,7 @@ def _lonely_states(manifest: Manifest) -> Iterator[str]:
 
 
 def changed_file(path: Path, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> str:
-    """The first file that isn't what was written, of those that are this rank's to check; '' if none."""
+    """The first file whose digest differs, among this rank's share; '' if there is none."""
     for name in sorted(manifest.files)[share[0] :: share[1]]:
         digest = hashlib.sha256()
         try:
@@ -278,7 +277,7 @@ def changed_file(path: Path, manifest: Manifest, share: tuple[int, int] = (0, 1)
 
 
 def _misdescribed(path: Path, manifest: Manifest, file: str) -> str:
-    """Where a file's own header and the manifest differ; '' if nowhere."""
+    """The difference between a file's own header and the manifest; '' if there is none."""
     try:
         described = TensorFile(path / file).described
     except (OSError, BadTensorFile) as error:

@@ -1,4 +1,4 @@
-"""Reading checkpoints: which one to resume from, whether it is whole and this model's, and a rank's parts of it."""
+"""Reading checkpoints: choosing one, checking that it is whole and fits the model, and reading a rank's parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 
 
 class Checkpoint:
-    """A checkpoint that is whole: tensors are read from it box by box."""
+    """A whole checkpoint; tensors are read from it box by box."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class Checkpoint:
         self._files: dict[str, TensorFile] = {}
 
     def check_fits(self, plan: Mapping[str, Any]) -> None:
-        """Raises UsageError P0525 where the plan's parameters aren't those of the checkpoint."""
+        """Raise UsageError P0525 if the plan's parameters differ from the checkpoint's."""
         for name, entry in plan["parameters"].items():
             if not entry["stages"]:  # nobody uses it, so nobody has it
                 continue
@@ -50,11 +50,11 @@ class Checkpoint:
                 raise self._foreign(f"it has {name!r}, which is unknown here")
 
     def states(self, name: str) -> list[str]:
-        """What the optimizer kept of a parameter: `exp_avg`, ..."""
+        """The optimizer's states of a parameter: `exp_avg`, ..."""
         return [state for state in STATES[self.run["optimizer"]] if f"{state}/{name}" in self.tensors]
 
     def part(self, name: str, shard: Shard, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
-        """A rank's part of a tensor under any layout; rows that the model doesn't have are zeros."""
+        """A rank's part of a tensor under any layout; padded rows are zeros."""
         saved = self.tensors[name]
         part = torch.zeros(shard.local_shape(sizes), dtype=getattr(torch, saved.dtype))
         for piece in pieces(shard.dims, saved.shape, sizes, coordinate):
@@ -62,14 +62,14 @@ class Checkpoint:
         return part
 
     def whole(self, name: str) -> Tensor:
-        """A tensor of the model as a whole."""
+        """A whole tensor of the model."""
         saved = self.tensors[name]
         tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
         self._read(name, Box((0,) * len(saved.shape), saved.shape), tensor)
         return tensor
 
     def close(self) -> None:
-        """Let go of the files; reading opens them again."""
+        """Close the files; reading opens them again."""
         self._files.clear()
 
     def _read(self, name: str, wanted: Box, target: Tensor) -> None:
@@ -105,9 +105,9 @@ class Checkpoint:
 
 
 def opened(path: Path, together: Together, *, within: Path | None = None) -> Checkpoint:
-    """A checkpoint after all its files have been held against their digests, each by one rank. Raises P0524.
+    """A checkpoint after its files have been checked against their digests, each by one rank. Raises P0524.
 
-    One that was found in a folder must lie `within` it: a link may lead anywhere.
+    A checkpoint that was found in a folder must lie `within` it, since a link may lead anywhere.
     """
     manifest = None
     try:
@@ -126,10 +126,10 @@ def opened(path: Path, together: Together, *, within: Path | None = None) -> Che
 
 
 def newest(target: Path, together: Together, *, needed: bool, say: Say) -> Checkpoint | None:
-    """The checkpoint `target`, or the newest whole one of those in the folder `target`.
+    """The checkpoint `target`, or the newest whole one in the folder `target`.
 
-    None where there is none at all, unless one is `needed`. Damaged ones are passed over, which `say`
-    is told. Raises UsageError P0523 and P0524.
+    Returns None if there is none at all, unless one is `needed`. Damaged ones are skipped and reported to `say`. Raises
+    UsageError P0523 and P0524.
     """
     if step_of(target) is not None:
         if together.told("" if target.is_dir() else "absent"):

@@ -1,4 +1,4 @@
-"""Named tensors in a file, in the safetensors format: a JSON header behind its length, then raw bytes."""
+"""Named tensors in a file, in the safetensors format: the length of a JSON header, the header, then raw bytes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ Described = tuple[torch.dtype, tuple[int, ...]]  # element type and shape
 
 
 class BadTensorFile(ValueError):
-    """The file isn't what the format says."""
+    """The file violates the format."""
 
 
 class Sink(Protocol):
-    """What bytes can be written to."""
+    """A writer of bytes."""
 
     def write(self, data: bytes | memoryview, /) -> object: ...
 
@@ -87,7 +87,7 @@ def _known(dtype: str) -> str:
 
 
 def allocatable(value: tuple[int, ...]) -> str:
-    """Accepts what torch can make a tensor of: it multiplies sizes in 64 bits, before it asks which are 0."""
+    """Check that torch can allocate this shape: it multiplies sizes in 64 bits, before it checks which are 0."""
     fits = len(value) <= _MOST_DIMS and math.prod(max(1, size) for size in value) < 1 << 60
     return "" if fits else "too large for a tensor"
 
@@ -112,7 +112,7 @@ class _Place:
 
 
 class TensorFile:
-    """A file of which only what is asked for is read. Raises BadTensorFile, and OSError where there is none."""
+    """A file that is read on demand. Raises BadTensorFile, and OSError if it does not exist."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -139,7 +139,7 @@ class TensorFile:
         return {name: (place.dtype, place.shape) for name, place in self._places.items()}
 
     def tensor(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
-        """A tensor, or a part of it: a view of the file, of which those pages are read that are looked at."""
+        """A tensor, or a part of it: a view of the mapped file, whose pages are read when accessed."""
         place = self._places[name]
         count, width = math.prod(place.shape), place.dtype.itemsize
         if count == 0:
@@ -151,7 +151,7 @@ class TensorFile:
 
 
 def _header(path: Path, read: Callable[[int], bytes], size: int) -> tuple[dict[str, object], int]:
-    """The file's header, and where its data starts."""
+    """The file's header, and the offset of its data."""
     if size < 8:
         raise BadTensorFile(f"{path} has {size} bytes: no header")
     (length,) = struct.unpack("<Q", read(8))
@@ -166,7 +166,7 @@ def _header(path: Path, read: Callable[[int], bytes], size: int) -> tuple[dict[s
 
 
 def _places(path: Path, header: Mapping[str, object], start: int, size: int) -> dict[str, _Place]:
-    """Where each tensor stands. The format leaves no gaps: tensors fill the bytes behind the header, none twice."""
+    """The position of each tensor. The format allows no gaps: tensors fill the bytes after the header exactly."""
     entries = {name: _entry(path, name, found) for name, found in header.items()}
     at, behind = 0, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
@@ -196,6 +196,6 @@ def _entry(path: Path, name: str, found: object) -> _Entry:
 
 
 def _raw(flat: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied; needs no NumPy."""
+    """The bytes of a contiguous CPU tensor, without a copy; needs no NumPy."""
     size = flat.numel() * flat.element_size()
     return memoryview((ctypes.c_ubyte * size).from_address(flat.data_ptr()))

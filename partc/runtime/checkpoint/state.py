@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a rank: its tensors, and what the optimizer keeps of those it trains."""
+"""A rank's part of a checkpoint: its tensors, and the optimizer's state of those that it trains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def state(
 ) -> dict[str, Held]:
     """All tensors by name. `trained` are those that the optimizer updates, cut as it holds them.
 
-    Its own tensors are cut alike (`exp_avg/NAME`), but for those without dimensions (`step/NAME`).
+    The optimizer's tensors are cut in the same way (`exp_avg/NAME`), except those without dimensions (`step/NAME`).
     """
     found = {name: Held(shard, tensor, holders(plan, name)) for name, (shard, tensor) in parameters.items()}
     for name, (shard, tensor) in trained.items() if optimizer is not None else ():
@@ -44,13 +44,13 @@ def state(
 
 
 def restore_scale(scale: LossScale, checkpoint: Checkpoint) -> None:
-    """Where the checkpoint was made in other bits, the scale starts anew."""
+    """Restore the loss scale, unless the checkpoint has another precision."""
     if LOSS_SCALE in checkpoint.tensors:
         scale.restore(checkpoint.part(LOSS_SCALE, Shard("f64[2]"), {}, {}))
 
 
 def left_out(stages: Mapping[int, Any], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> dict[str, Held]:
-    """What compressed sums of gradients have left out: of each rank its own, a row of a tensor."""
+    """The rests of compressed gradient sums: each rank's own, as a row of a tensor."""
     return {
         _row_name(first, piece, kind, coordinate): Held(
             _row(x.numel(), sizes), x.view(1, -1), (coordinate.get(PIPELINE, 0),)
@@ -67,7 +67,7 @@ def restore_left_out(
     coordinate: Mapping[str, int],
     device: torch.device,
 ) -> bool:
-    """Have compressed sums go on with it; False if something is dropped, as on another mesh."""
+    """Restore the rests of compressed sums; False if any is dropped, as on another mesh."""
     same = parse_mesh(checkpoint.run["mesh"]) == sizes
     restored = []
     for (first, piece), compressed in remembering(stages):
@@ -84,7 +84,7 @@ def restore_left_out(
 
 
 def remembering(stages: Mapping[int, Any]) -> Iterator[tuple[tuple[str, str], Remembers]]:
-    """What compressed sums have left out: by a gradient's name, and which sum of it that is."""
+    """The compressed sums, by the name of a gradient and the index of its sum."""
     for number, stage in stages.items():
         if hasattr(stage, "sums"):
             yield from (((first, str(piece)), sums) for (first, piece), sums in stage.sums.compressed.items())
@@ -97,7 +97,7 @@ def _row_name(first: str, piece: str, kind: str, coordinate: Mapping[str, int]) 
 
 
 def _row(size: int, sizes: Mapping[str, int]) -> Shard:
-    """Of a tensor with a row for every rank at one coordinate on the pipeline axis."""
+    """The shard of a tensor with a row for every rank at one pipeline coordinate."""
     axes = [name for name, ways in sizes.items() if name != PIPELINE and ways > 1]
     return Shard(f"f32[{math.prod(sizes[name] for name in axes)}@{','.join(axes)}, {size}]")
 
@@ -109,7 +109,7 @@ def restore_optimizer(
     sizes: Mapping[str, int],
     coordinate: Mapping[str, int],
 ) -> None:
-    """Give the optimizer what the checkpoint has of each tensor that it trains."""
+    """Restore the optimizer's state of each tensor that it trains."""
     for name, (shard, tensor) in trained.items():
         for key in checkpoint.states(name):
             whole = checkpoint.tensors[f"{key}/{name}"].shape

@@ -1,8 +1,8 @@
-"""Sums of gradients in fewer bits: each rank sends what a short number can hold, and remembers what it left out.
+"""Sums of compressed gradients with error feedback: each rank sends few bits, and remembers the rest.
 
-What is left out is added the next time (error feedback: Seide et al. 2014, 1-Bit Stochastic Gradient Descent, section
-3.2; Karimireddy et al. 2019, Error Feedback Fixes SignSGD, algorithm 1), by the ranks that send parts of a gradient and
-again by the one that sends their sum (Tang et al. 2021, 1-bit Adam, section 4.1). Sums themselves are in fp32.
+The rest is added to the next gradient (error feedback: Seide et al. 2014, 1-Bit Stochastic Gradient Descent, section
+3.2; Karimireddy et al. 2019, Error Feedback Fixes SignSGD, algorithm 1), both by the ranks that send parts of a
+gradient and by the rank that sends their sum (Tang et al. 2021, 1-bit Adam, section 4.1). Sums are computed in fp32.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ BLOCK = 256  # numbers of int8 that share a scale
 
 
 def room(kind: str, size: int) -> int:
-    """How many elements travel for `size` numbers: bf16 as they are; int8 in whole blocks, bytes with their scales."""
+    """The number of elements sent for `size` numbers: bf16 unchanged; int8 in whole blocks, bytes with their scales."""
     return size if kind == "bf16" else -(-size // BLOCK) * (BLOCK + 4)
 
 
 def encode(kind: str, x: Tensor) -> Tensor:
-    """[ways, size] of fp32 -> [ways, room(kind, size)] of what travels."""
+    """[ways, size] of fp32 -> [ways, room(kind, size)] in the format that is sent."""
     if kind == "bf16":
         return x.to(torch.bfloat16)
     ways, size = x.shape
@@ -36,7 +36,7 @@ def encode(kind: str, x: Tensor) -> Tensor:
 
 
 def decode(kind: str, x: Tensor, size: int) -> Tensor:
-    """The way back."""
+    """The inverse of `encode`."""
     if kind == "bf16":
         return x.float()
     count = -(-size // BLOCK)
@@ -47,12 +47,12 @@ def decode(kind: str, x: Tensor, size: int) -> Tensor:
 
 
 class Codec(Protocol):
-    """What makes few bits of gradients, and the way back: the package's kernels, or PyTorch's."""
+    """The compression of gradients and its inverse, by the package's kernels or by PyTorch."""
 
     def encode(self, x: Tensor, left: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-        """[ways, size] of what travels, with what was left out before; and what is left out now, unscaled.
+        """Encode x plus the earlier rest: the encoded [ways, size], and the new rest, unscaled.
 
-        The tensor of what was left out before may be the one of what is left out now.
+        The tensor of the earlier rest may be reused for the new one.
         """
 
     def decode(self, coded: Tensor, size: int) -> Tensor:
@@ -63,7 +63,7 @@ class Codec(Protocol):
 
 
 class TorchCodec:
-    """By PyTorch's kernels."""
+    """A codec of PyTorch operations."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -82,27 +82,27 @@ class TorchCodec:
 
 
 def codec(compress: str | Codec) -> Codec:
-    """That of a kind, by name, where the package has none."""
+    """The codec of this name, or the package's own."""
     return TorchCodec(compress) if isinstance(compress, str) else compress
 
 
 class Remembers(Protocol):
-    """What adds to the next sum what it has left out of this one."""
+    """A sum that adds its rest to the next sum."""
 
     @property
     def numbers(self) -> Mapping[str, int]:
-        """How many it leaves out, of each kind."""
+        """The sizes of the rests, by kind."""
 
     @property
     def left_out(self) -> dict[str, Tensor]:
-        """They themselves, flat; nothing before the first sum."""
+        """The rests, flat; empty before the first sum."""
 
     def restore(self, left: Mapping[str, Tensor]) -> bool:
-        """Go on with these; False if they are of other sums."""
+        """Continue with these rests; False if they belong to other sums."""
 
 
 class Compressed:
-    """The sums of one piece of memory, of so many numbers, step after step."""
+    """The sums of one flat buffer of a fixed size, step after step."""
 
     def __init__(self, kind: str | Codec, axis: Axis, numbers: int) -> None:
         self._codec, self._axis = codec(kind), axis
@@ -126,7 +126,7 @@ class Compressed:
         return True
 
     def sum(self, x: Tensor, scale: float = 1.0) -> Generator[Pending[Tensor], Tensor, Tensor]:
-        """The sum of a flat tensor over the group: yields what has to be waited for, and wants what that brings.
+        """Sum a flat tensor over the group: yields the pending collectives, and receives their results.
 
         `scale` is that of this step's gradients.
         """
@@ -146,7 +146,7 @@ class Compressed:
 
 
 def _kept(before: Tensor | None, now: Tensor) -> Tensor:
-    """What is left out by now, where it was before: repetitions of a step look for it there."""
+    """Store the new rest in the memory of the earlier one, where recorded graphs expect it."""
     if before is None:
         return now
     place = lambda x: (storage_key(x), x.storage_offset())  # noqa: E731
@@ -154,14 +154,14 @@ def _kept(before: Tensor | None, now: Tensor) -> Tensor:
 
 
 def padded(x: Tensor, ways: int) -> Tensor:
-    """Flat, with zeros at its end where its size does not divide."""
+    """The flat tensor, padded with zeros to a multiple of `ways`."""
     return x if x.numel() % ways == 0 else torch.nn.functional.pad(x, (0, -x.numel() % ways))
 
 
 class Scattered:
-    """What a rank has left out of one gradient that is scattered, step after step: of so many numbers, for each rank.
+    """A rank's rests of one reduce-scattered gradient, step after step: one for each rank.
 
-    It belongs to the gradient, whichever others that travels with.
+    The rest belongs to the gradient, whichever other gradients travel with it.
     """
 
     def __init__(self, ways: int, size: int) -> None:
@@ -186,7 +186,7 @@ class Scattered:
     def start(
         compress: str | Codec, axis: Axis, gradients: Sequence[Scattered], x: Tensor, scale: float
     ) -> Pending[Tensor]:
-        """This rank's row of the sum of a flat tensor, a row for each rank: of several gradients side by side."""
+        """Start the reduce-scatter of a flat tensor with a row for each rank, of several gradients side by side."""
         coder, rows = codec(compress), x.view(axis.size, -1).float()
         left = [each._sent for each in gradients if each._sent is not None]
         assert len(left) in (0, len(gradients))

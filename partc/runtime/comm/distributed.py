@@ -1,8 +1,8 @@
 """Communicators over torch.distributed: NCCL between GPUs, gloo between CPUs.
 
-Groups are made straight from the rank module's literals, each under its own prefix of the store:
-a rank meets only the ranks it talks to, so that start-up doesn't grow with the mesh. (`new_group`
-numbers groups by how many a process has made before, which pipeline stages don't agree on.)
+Groups are built directly from the rank module's literals, each under its own prefix of the store: a rank meets only the
+ranks that it talks to, so start-up time does not grow with the mesh. (`new_group` numbers groups by the count of
+earlier ones, which differs between pipeline stages.)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..torch_private import (
 from .comm import Axis, Comm, Link, Pending, ReduceOp, axes_and_groups
 
 _DIRECT = 1 << 20  # bytes to receive up to which everyone sends everything: fewer turns than a ring takes
-# Multiprocessors that a link's kernels take: receives are posted ahead, and hold them while others compute.
+# Multiprocessors of a link's kernels: receives are posted ahead, and occupy them during computation.
 LINK_BLOCKS = 4
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -43,8 +43,8 @@ _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 class NcclAxis(Axis):
     """A group of GPUs over a process group.
 
-    Started collectives run on a stream of their own. Those that are waited for at once run in the caller's: without
-    events there and back.
+    Started collectives run on a stream of their own. Collectives that are waited for at once run in the caller's
+    stream, without events.
     """
 
     moves_many = True
@@ -60,7 +60,7 @@ class NcclAxis(Axis):
         return axis
 
     def connect(self, device: torch.device, *, link: bool) -> None:
-        """Have the first operation behind us, with which NCCL connects: not while others wait on the GPU for peers."""
+        """Run a first operation, since NCCL connects in it: not later, while others wait on the GPU for peers."""
         x = torch.zeros(1, device=device)
         if not link:
             self._all_reduce(x, "sum").wait()
@@ -71,13 +71,13 @@ class NcclAxis(Axis):
         finish(device)
 
     def disconnect(self) -> None:
-        """Once all its work is done, on all its ranks: without it the interpreter's end would abort it."""
+        """Shut down after all work is done, on all ranks: otherwise the interpreter's exit would abort it."""
         with _peers():
             self.process_group.shutdown()
         self.process_group = None
 
     def abort(self) -> None:
-        """Have kernels end that wait for lost ranks."""
+        """End kernels that wait for lost ranks."""
         if self.process_group is not None:
             self.process_group.abort()
 
@@ -124,13 +124,13 @@ class GlooAxis(NcclAxis):
         return self
 
     def connect(self, device: torch.device, *, link: bool) -> None:
-        """A group of gloo's is connected once it is made."""
+        """Does nothing: a gloo group is connected once it is made."""
 
     def disconnect(self) -> None:
         self.process_group = None  # its threads end here, not while the interpreter goes down
 
     def abort(self) -> None:
-        """Nothing of gloo's outlives its process."""
+        """Does nothing: gloo leaves nothing behind when its process ends."""
 
     def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
         if x.numel() * x.element_size() * (self.size - 1) > _DIRECT:
@@ -157,13 +157,13 @@ class GlooAxis(NcclAxis):
         return work
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
-        """Each rank receives the others' rows alone."""
+        """Each rank receives only its own rows from the others."""
         received = x.new_empty((self.size - 1, *x.shape[1:]))
         work = self._exchange(lambda target: x[target], lambda source: received[(self.rank - source) % self.size - 1])
         mine = [x[self.rank]]
 
         def summed(rows: Tensor) -> Tensor:
-            """By rank, and in no fewer bits than fp32."""
+            """Sum in the order of ranks, in at least fp32."""
             wide = torch.promote_types(rows.dtype, torch.float32)
             places = [(self.rank - source) % self.size for source in range(self.size)]
             first, second, *others = ((rows[place - 1] if place else mine.pop()).to(wide) for place in places)
@@ -176,7 +176,7 @@ class GlooAxis(NcclAxis):
 
 
 def _arriving_all(work: Any, results: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending[None]:
-    """The same of several tensors that one work moves."""
+    """The same for several tensors that one work object moves."""
     going = [_arriving(work, results[0])]
     held = [results, sources]
 
@@ -188,9 +188,9 @@ def _arriving_all(work: Any, results: Sequence[Tensor], sources: Sequence[Tensor
 
 
 def _arriving(work: Any, x: Tensor, source: Tensor | None = None) -> Pending[Tensor]:
-    """What some work, or each of several, makes; `source` is held as long as it is read.
+    """The pending result of one or several work objects; `source` is kept alive until they are done.
 
-    None is work in the caller's stream, for which nothing waits.
+    None stands for work in the caller's stream, which needs no wait.
     """
     parts = list(work) if isinstance(work, list) else [] if work is None else [work]
     held = [source]
@@ -206,7 +206,7 @@ def _arriving(work: Any, x: Tensor, source: Tensor | None = None) -> Pending[Ten
 
 
 class DistributedComm(Comm):
-    """Axes over process groups, and a communicator of two for each link."""
+    """Axes over process groups, and a two-rank communicator for each link."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class DistributedComm(Comm):
 
     def _send(self, x: Tensor, link: Link) -> None:
         x = x.contiguous()
-        # The tensor is kept until the transfer has ended: nothing else may hold it by then.
+        # Keep the tensor until the transfer ends: nothing else may hold it by then.
         with _peers():
             work = self._links[link].process_group.send([_bytes(x)], 1, 0)
         self._posted.setdefault((link, self.mb.rank), []).append((work, x))
@@ -295,24 +295,24 @@ class DistributedComm(Comm):
             return [self._store.get(f"said/{self._barriers}/{rank}").decode() for rank in range(self._world_size)]
 
     def disconnect(self) -> None:
-        """Let go of all groups, in the order in which they were made; no work may be under way."""
+        """Destroy all groups, in the order of their creation; no work may be under way."""
         for axis in self._made:
             axis.disconnect()
 
     def abort(self) -> None:
-        """Let go of all groups, whatever they are at. It may take as long as a rank waits for others."""
+        """Destroy all groups, whatever they are doing. This may take as long as a rank waits for others."""
         for axis in self._made:
             axis.abort()
 
     def close(self) -> None:
-        """Leave. Rank 0 may be the one that holds the store: it goes last."""
+        """Leave. Rank 0 may hold the store, so it leaves last."""
         if self._world_size > 1:
             with _peers():
                 arrive(self._store, "left", self._world_size, wait=self._rank == 0)
 
 
 def arrive(store: Store, place: str, count: int, *, wait: bool = True) -> None:
-    """Come to a place, and wait until `count` ranks have."""
+    """Count this rank in at a place, and wait until `count` ranks have arrived."""
     if store.add(place, 1) == count:
         store.set(f"{place}/all", "")
     if wait:
@@ -321,7 +321,7 @@ def arrive(store: Store, place: str, count: int, *, wait: bool = True) -> None:
 
 @contextmanager
 def _peers() -> Iterator[None]:
-    """What fails in here is another rank's doing."""
+    """A context whose failures are attributed to another rank."""
     try:
         yield
     except RuntimeError as error:
@@ -329,5 +329,5 @@ def _peers() -> Iterator[None]:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The same memory as a type that every backend moves (gloo has no bool)."""
+    """The same memory in a type that every backend moves (gloo has no bool)."""
     return x.view(torch.uint8) if x.dtype == torch.bool else x

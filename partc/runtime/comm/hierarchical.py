@@ -1,7 +1,7 @@
-"""Collectives over ranks of which some share a node: inside nodes and between them, one after the other.
+"""Hierarchical collectives over ranks of which some share a node: inside nodes and between them, in sequence.
 
-What is gathered crosses nodes first, each rank's part to the ranks in its place on other nodes, and then goes around
-inside: every byte comes to a node once. What is scattered is summed inside nodes first, so that a part of it crosses.
+A gather crosses nodes first, from each rank to its counterparts on other nodes, and then runs inside nodes: every byte
+enters a node once. A scatter sums inside nodes first, so that only a part crosses nodes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .comm import Axis, Comm, Pending, split
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """The ranks that differ from this one on some axes: those in its place on other nodes, and those of its node.
+    """The ranks that differ from this one on some axes: its counterparts on other nodes, and those of its node.
 
-    A rank's place among all counts nodes first. Where all share a node, or none do, one of the two is this rank alone.
+    A rank's index counts nodes first. If all ranks share a node, or none do, one of the two groups is this rank alone.
     """
 
     far: Axis
@@ -26,7 +26,7 @@ class Levels:
 
     @classmethod
     def of(cls, comm: Comm, axes: Sequence[str], near: Sequence[str]) -> Levels:
-        """`near` are axes whose ranks share a node."""
+        """`near` are the axes whose ranks share a node."""
         inside = tuple(axis for axis in axes if axis in near)
         outside = tuple(axis for axis in axes if axis not in near)
         return cls(comm.group(outside) if outside else Axis(), comm.group(inside) if inside else Axis())
@@ -41,22 +41,22 @@ class Levels:
 
     @property
     def direct(self) -> Axis | None:
-        """The axis over which whole tensors travel without copies, if there is one level and its backend can."""
+        """The axis for whole tensors without copies, if there is one level and its backend supports it."""
         axis = self.near if self.far.size == 1 else self.far
         return axis if axis.moves_many and not self.both else None
 
     def split(self, x: Tensor, dim: int, outer: int) -> Tensor:
-        """What `comm.split` cuts a tensor in, as it is scattered: [near, far, elements of a part]."""
+        """The parts of a tensor for a scatter (see `comm.split`): [near, far, elements of a part]."""
         return split(x, self.size, dim, outer).reshape(self.far.size, self.near.size, -1).transpose(0, 1)
 
     def place(self, parts: Tensor, whole: Tensor, dim: int, outer: int) -> None:
-        """What was gathered, [near, far, ...], side by side into a tensor for the whole (see `comm.join`)."""
+        """Join gathered parts, [near, far, ...], into a whole tensor (see `comm.join`)."""
         rest = parts.shape[dim + 2] // outer
         places = whole.unflatten(dim, (outer, self.far.size, self.near.size, rest))
         places.movedim((dim + 2, dim + 1), (0, 1)).copy_(parts.unflatten(dim + 2, (outer, rest)))
 
     def start_all_gather(self, part: Tensor) -> Pending[Tensor]:
-        """A flat tensor of every rank: [near, far, elements]."""
+        """Start the gather of a flat tensor of every rank: [near, far, elements]."""
         if self.far.size == 1:
             whole = self.near.start_all_gather(part, dim=0)
         elif self.near.size == 1:
@@ -68,9 +68,9 @@ class Levels:
     def start_reduce_scatter(
         self, rows: Tensor, across: Callable[[Tensor], Pending[Tensor]] | None = None
     ) -> Pending[Tensor]:
-        """This rank's part of the sum of [near, far, elements].
+        """Start the sum of [near, far, elements], of which this rank receives its part.
 
-        `across` does it between nodes, of [far * elements].
+        `across` is the collective between nodes, of [far * elements].
         """
         between = across or (lambda x: self.far.start_reduce_scatter(x, dim=0))
         if self.near.size == 1:
@@ -80,7 +80,7 @@ class Levels:
 
 
 def _in_turns(first: Pending[Tensor], second: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
-    """Two collectives, of which the second takes what the first one brings."""
+    """Two collectives in sequence: the second takes the result of the first."""
     waiting, going = [first], list[Pending[Tensor]]()
 
     def go_on() -> bool:

@@ -1,7 +1,7 @@
 """All ranks in one process: a thread per rank, of which one runs at a time, and communicators in memory.
 
-Ranks take turns and switch only where they wait for each other, so a run is deterministic, costs no
-contention however many ranks there are, and a deadlock is seen at once: everybody waits, nobody can run.
+Ranks switch only where they wait for each other. So a run is deterministic, has no contention however many ranks there
+are, and detects a deadlock at once: all ranks wait and none can run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .comm import Axis, Comm, Link, Pending, ReduceOp, axes_and_groups
 
 
 class Deadlock(RuntimeError):
-    """Every rank waits for another."""
+    """All ranks wait for one another."""
 
 
 class _Stopped(BaseException):
@@ -68,7 +68,7 @@ class World:
 
     def _pass_turn(self) -> None:
         if not self._ready and self._waiting:
-            # Nobody can run: after a failure the waiting ranks unwind one by one, else this is a deadlock.
+            # No rank can run: after a failure the waiting ranks unwind one by one, else this is a deadlock.
             if self._error is None:
                 waits = "; ".join(f"rank {rank} in {what}" for rank, what in sorted(self._waiting.items()))
                 self._fail(min(self._waiting), Deadlock(f"every rank waits for another: {waits}"))
@@ -78,7 +78,7 @@ class World:
             self._turns[self._ready.popleft()].release()
 
     def wait(self, rank: int, what: str) -> None:
-        """Give the turn away until `wake(rank)`."""
+        """Yield the turn until `wake(rank)`."""
         self._waiting[rank] = what
         self._pass_turn()
         self._turns[rank].acquire()
@@ -102,7 +102,7 @@ class World:
 
 @dataclass(slots=True)
 class _Meeting:
-    """One collective of a group: what each has brought, what each takes away, who waits for it."""
+    """One collective of a group: the contributions, the results, and the waiting ranks."""
 
     operation: str
     brought: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # with a hash of its contents
@@ -112,16 +112,16 @@ class _Meeting:
 
 @dataclass(slots=True)
 class _Group:
-    """A group's collectives that have begun and not ended, by number, and how many each rank has begun."""
+    """A group's collectives in progress, by number, and the number that each rank has begun."""
 
     meetings: dict[int, _Meeting] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
 
 
 class VirtualAxis(Axis):
-    """A group of virtual ranks: the first that waits once all have come computes everybody's result.
+    """A group of virtual ranks: the first rank that waits after all have come computes everybody's result.
 
-    Tensors travel together as they do between GPUs, so that virtual runs prove those paths.
+    Tensors travel together as they do between GPUs, so that virtual runs test those paths.
     """
 
     moves_many = True
@@ -152,7 +152,7 @@ class VirtualAxis(Axis):
                 del group.meetings[number]
                 if any(not torch.equal(_hash(tensor), was) for tensor, was in meeting.brought.values()):
                     raise RuntimeError(f"what was brought to {signature} has changed on its way")
-                # In rank order, whoever came last: sums are the same on every run.
+                # In rank order, whichever came last, so that sums are equal in every run.
                 results = combine([meeting.brought[rank][0] for rank in self._ranks])
                 meeting.results = dict(zip(self._ranks, results, strict=True))
             return meeting.results.pop(me)
@@ -197,7 +197,7 @@ class VirtualAxis(Axis):
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Of its bits."""
+    """A hash of the tensor's bits."""
     return torch.hash_tensor(x) if x.numel() else x
 
 
@@ -212,7 +212,7 @@ def _reduced(parts: list[Tensor], op: ReduceOp) -> Tensor:
 
 
 class VirtualComm(Comm):
-    """What DistributedComm is, between the threads of a World."""
+    """The counterpart of DistributedComm between the threads of a World."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""Work that is the same for the device in every step: done as it is at first, then recorded once, and repeated.
+"""Recorded device work: run normally at first, then recorded once, and replayed.
 
-A recording holds what the device does, and where: neither Python nor the host's numbers are in it. So what changes from
-step to step stands in memory that the host writes before a repetition, and nothing inside may wait for the device.
+A recording holds the device's operations and their addresses; neither Python nor the host's numbers are in it. So
+values that change from step to step are in memory that the host writes before a replay, and nothing inside may wait for
+the device.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ class Graph(Protocol):
     """One recording."""
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Remember what `work` does on the device, without doing it. What it returns, each replay writes."""
+        """Record the device work of `work` without running it. Each replay rewrites its results."""
 
     def replay(self) -> None:
-        """Do it."""
+        """Run the recording."""
 
     def reset(self) -> None:
-        """Forget it."""
+        """Discard the recording."""
 
 
 class Repeated(Generic[T]):
-    """Called, does the work; from its third call on as a repetition, which returns the same tensors each time."""
+    """A callable that runs the work; from its third call on it replays it, and returns the same tensors each time."""
 
     def __init__(self, work: Callable[[], T], graph: Graph) -> None:
         self._work = work
@@ -53,20 +54,20 @@ class Repeated(Generic[T]):
 
 
 class CudaGraph:
-    """One of CUDA's, captured on the current stream, with other graphs' memory: they run one after the other."""
+    """A CUDA graph, captured on the current stream; graphs run one after the other and share memory."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], T]) -> T:
-        # Threads beside this one may ask the device what they like meanwhile: those that watch and write checkpoints.
+        # Other threads, which watch and write checkpoints, may use the device meanwhile.
         here = torch.cuda.graph(self._graph, self._pool, torch.cuda.current_stream(), capture_error_mode="thread_local")
         try:
             with here:
                 return work()
         except RuntimeError as error:
-            # The end of a recording that failed says only that it did: the cause came before it.
+            # Ending a failed recording only reports the failure: the cause came before it.
             cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             if isinstance(cause, PeerLost):
                 raise cause from None
@@ -85,7 +86,7 @@ class CudaGraph:
 
 @contextmanager
 def recording(wanted: bool, device: torch.device) -> Iterator[Callable[[], Graph] | None]:
-    """What makes graphs inside, if they are wanted. Raises UsageError P0533."""
+    """A factory of graphs for the context, if they are wanted. Raises UsageError P0533."""
     if not wanted:
         yield None
     else:
@@ -95,7 +96,7 @@ def recording(wanted: bool, device: torch.device) -> Iterator[Callable[[], Graph
 
 
 def need_gpus(there: bool) -> None:
-    """Raises UsageError P0533 where processes have no GPUs."""
+    """Raise UsageError P0533 for processes without GPUs."""
     if not there:
         raise UsageError(
             "P0533",
@@ -107,9 +108,10 @@ def need_gpus(there: bool) -> None:
 
 @contextmanager
 def _cuda_graphs(device: torch.device) -> Iterator[Callable[[], Graph]]:
-    """Makes graphs, which end with the context: a communicator cannot be destroyed while a recording has its work.
+    """A factory of graphs, which end with the context: a communicator cannot be destroyed while a recording contains
+    its work.
 
-    All that is done inside is on a stream of its own, as the default one cannot be captured.
+    The context runs on a stream of its own, since the default stream cannot be captured.
     """
     before, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     stream.wait_stream(before)

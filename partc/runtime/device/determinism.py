@@ -1,6 +1,6 @@
-"""Steps whose every bit is the same each time, on GPUs too: torch's deterministic algorithms, where there are any.
+"""Bitwise reproducible steps, on GPUs too, by torch's deterministic algorithms.
 
-Without them a GPU's flash attention, and sums by index in PyTorch's own kernels, add in the order in which blocks end.
+Without them, a GPU's flash attention and PyTorch's indexed sums add in the order in which blocks finish.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _NONE = "does not have a deterministic implementation"
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """For a whole process, before it uses a GPU. What has no deterministic algorithm fails (see `told`)."""
+    """A context for a whole process, entered before it uses a GPU. Operations without a deterministic algorithm fail
+    (see `told`).
+    """
     if not wanted:
         yield
         return
@@ -40,7 +42,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Raises UsageError P0542 for an operation without a deterministic algorithm, by its name."""
+    """Raise UsageError P0542 for an operation without a deterministic algorithm, with its name."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Python's collector of cycles at known points: a pause in the midst of one rank's step would stall all of them."""
+"""Garbage collection at fixed points: a pause in the middle of one rank's step would stall all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EVERY = 50  # steps
 
 @contextmanager
 def collected() -> Iterator[Callable[[int], None]]:
-    """For a process's training: what is there before stays aside; the rest is collected after every so many steps."""
+    """A context for a process's training: existing objects are frozen, and others are collected every few steps."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Host memory: kept between steps instead of returned, and how much of it was used at most."""
+"""Host memory: reuse between steps instead of returning it, and its peak."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Have the C library reuse the memory of large tensors.
+    """Make the C library reuse the memory of large tensors.
 
-    It would return it to the system and fetch it page by page again: on CPUs a tenth of a step's time.
+    By default it returns it to the system and faults it in again page by page: on CPUs a tenth of a step's time.
     """
     if sys.platform != "linux":
         return
@@ -25,7 +25,7 @@ def keep_freed_memory() -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory so far: tensors' on a GPU, the whole process's on a CPU."""
+    """The peak so far: of tensors on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

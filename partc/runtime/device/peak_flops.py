@@ -1,4 +1,4 @@
-"""How many floating-point operations a device could do in a second: what a model's flops are a share of."""
+"""The peak flops per second of a device, the basis of a model's utilisation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIDE, _SECONDS = 768, 0.2
 
 
 def known_peak(name: str, dtype: torch.dtype) -> float | None:
-    """Of a GPU by the name that its driver gives ("NVIDIA H100 80GB HBM3"), in flops a second."""
+    """The peak of a GPU by its driver's name ("NVIDIA H100 80GB HBM3"), in flops per second."""
     words = name.replace("-", " ").split()
     for device, speeds in _TERAFLOPS:
         if all(word in words for word in device.split()):
@@ -36,7 +36,7 @@ def known_peak(name: str, dtype: torch.dtype) -> float | None:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """The best of several products of square matrices, in flops a second, with the threads that training has."""
+    """The best of several products of square matrices, in flops per second, with the threads of training."""
     side = _SIDE if device.type == "cpu" else 8192
     x = torch.randn(side, side, device=device).to(dtype)
     best, until = float("inf"), time.monotonic() + _SECONDS
@@ -50,7 +50,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Of one device, and where the number is from."""
+    """The peak of one device, and its source."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         found = known_peak(name, dtype)

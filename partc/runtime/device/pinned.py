@@ -1,6 +1,6 @@
-"""Host memory that a GPU copies into while the host goes on.
+"""Page-locked host memory, into which a GPU copies asynchronously.
 
-It is as large as what it is for: torch's own allocator of such memory rounds every tensor up to a power of two.
+It has the exact size of its contents: torch's own allocator of such memory rounds every tensor up to a power of two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PORTABLE = 1  # for all contexts of the process: cudaHostRegisterPortable
 
 
 def pinned(alike: Sequence[Tensor]) -> list[Tensor]:
-    """For each tensor one of its shape and type, contiguous, all in one piece of memory."""
+    """For each tensor a contiguous one of its shape and type, all in one allocation."""
     places = [0]
     for x in alike:
         places.append(places[-1] + -(-math.prod(x.shape) * x.element_size() // _ALIGNED) * _ALIGNED)
@@ -31,7 +31,7 @@ def pinned(alike: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _pin(whole: Tensor) -> None:
-    """Until its memory is freed."""
+    """Pin the memory until it is freed."""
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(whole.data_ptr(), whole.nbytes, _PORTABLE))
     if code:

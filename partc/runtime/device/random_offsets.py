@@ -1,6 +1,6 @@
-"""Where random numbers start, in the device's memory: a word for each operation that draws, written for each batch.
+"""The starts of random streams in the device's memory: a word for each drawing operation, written for each batch.
 
-So neither a kernel's arguments nor an operation's depend on seed and step (see runtime/random.py for what a word is).
+So neither a kernel's arguments nor an operation's depend on seed and step (runtime/random.py defines a word).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = 64  # rows that are made at once, where nobody has said how many there w
 
 
 class Words:
-    """Those of one rank. A word stays where it is once it has been asked for."""
+    """The words of one rank. A word keeps its address once it has been requested."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -26,12 +26,12 @@ class Words:
         self._written: tuple[int, int] | None = None
 
     def reserve(self, rows: int) -> None:
-        """Make room, where there is none left."""
+        """Make room if there is none left."""
         if rows:
             self.blocks.append(torch.zeros((rows, ROW), dtype=torch.int64, device=self._device))
 
     def write(self, seed: int, step: int) -> None:
-        """Bring all to a seed and a step."""
+        """Set all words for a seed and a step."""
         if self._written == (seed, step):
             return
         self._written = seed, step
@@ -43,7 +43,7 @@ class Words:
             done += len(keys)
 
     def at(self, seed: int, step: int, number: int, index: int) -> Tensor:
-        """The word, i64[], of operation `number` for an element of its whole tensor; -1 is where the stream starts."""
+        """The word, i64[], of operation `number` for an element of its whole tensor; -1 is the start of the stream."""
         self.write(seed, step)
         key = number, index
         if key not in self._places:
@@ -61,7 +61,7 @@ class Words:
 
 
 def _computed(seed: int, step: int, keys: list[tuple[int, int]]) -> Tensor:
-    """[keys, ROW]: the start of each operation's stream, gone on to the element's output."""
+    """[keys, ROW]: the start of each operation's stream, advanced to the element's output."""
     numbers, indices = torch.tensor(keys, dtype=torch.int64).unbind(1)
     state = mixed((mixed(seed % (1 << 64)) + GOLDEN * (step + 1)) % (1 << 64))
     starts = mix((numbers + 1).mul_(signed(GOLDEN)).add_(signed(state)))

@@ -1,7 +1,7 @@
-"""Gradient buffers that count as zero until something is added: a step's first gradient is written, not added.
+"""Gradient buffers with a cleared state: a step's first gradient is written, not added to zeros.
 
-That saves a pass that writes zeros and one that reads them. Zeros are written where nothing was added, or where
-what adds can do only that.
+This saves a pass that writes zeros and one that reads them. Zeros are written where nothing was added, and where an
+operation can only add.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..torch_private import foreach_add_, foreach_copy_, without_overrides
 class Gradient(Tensor):
     """A parameter's gradient, which knows whether anything has been added since it was last cleared.
 
-    Only the operations below ask for that; to all others it is the memory as it stands (see `settled`).
+    Only the operations below use this state; for all others it is plain memory (see `settled`).
     """
 
     __torch_function__ = without_overrides  # type: ignore[assignment]  # what is computed from it is a plain tensor
@@ -27,7 +27,7 @@ class Gradient(Tensor):
 
     @staticmethod
     def of(memory: Tensor) -> Gradient:
-        """The same memory, of which all counts."""
+        """A gradient in the same memory, not cleared."""
         gradient = memory.as_subclass(Gradient)
         gradient.cleared = False
         return gradient
@@ -52,7 +52,7 @@ def in_rows(x: Tensor) -> Tensor:
 
 
 def clear(gradients: Iterable[Tensor]) -> None:
-    """Have them count as zero."""
+    """Mark the gradients as zero without writing."""
     for gradient in gradients:
         if isinstance(gradient, Gradient):
             gradient.cleared = True
@@ -61,7 +61,7 @@ def clear(gradients: Iterable[Tensor]) -> None:
 
 
 def begun(gradient: Tensor) -> bool:
-    """Whether what comes now is the first since it was cleared: to be written over what stands there."""
+    """Whether the next gradient is the first since clearing, and so overwrites the memory; unmarks it."""
     first = isinstance(gradient, Gradient) and gradient.cleared
     if first:
         gradient.cleared = False  # type: ignore[attr-defined]
@@ -69,18 +69,18 @@ def begun(gradient: Tensor) -> bool:
 
 
 def settled(gradient: Tensor) -> Tensor:
-    """The gradient, whose memory is what it counts as."""
+    """The gradient with its memory up to date: zeros are written if it is marked as zero."""
     return gradient.zero_() if begun(gradient) else gradient
 
 
 def complete(gradients: Iterable[Tensor]) -> None:
-    """Have the memory of all be what they count as."""
+    """Bring the memory of all gradients up to date."""
     for gradient in gradients:
         settled(gradient)
 
 
 def add_product(into: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Add rows[o, n] @ columns[n, i] to `into`[o, i], which may be in fp32 where these are in 16 bits."""
+    """Add rows[o, n] @ columns[n, i] to `into`[o, i], which may be fp32 if the factors have 16 bits."""
     if into.dtype == rows.dtype:
         into.addmm_(rows, columns)
     elif not rows.is_cuda or into.dtype != torch.float32 or not _sums_wide(rows.dtype, rows.device):
@@ -92,7 +92,7 @@ def add_product(into: Tensor, rows: Tensor, columns: Tensor) -> None:
 
 
 def add_sum(into: Tensor, parts: Tensor) -> None:
-    """Add the sum over rows of `parts`[n, elements], in the bits that it is computed in."""
+    """Add the sum over rows of `parts`[n, elements], in the precision of the parts."""
     flat = into.view(-1)
     if begun(into):
         torch.sum(parts, 0, out=flat)
@@ -101,7 +101,7 @@ def add_sum(into: Tensor, parts: Tensor) -> None:
 
 
 def add_sums(into: Sequence[Tensor], parts: Tensor) -> None:
-    """The same for several: `parts`[buffers, n, elements] in two launches."""
+    """Add several sums, `parts`[buffers, n, elements], in two launches."""
     totals = parts.sum(1).unbind()
     first = [begun(each) for each in into]
     if all(first):
@@ -115,7 +115,7 @@ def add_sums(into: Sequence[Tensor], parts: Tensor) -> None:
 
 @lru_cache
 def _sums_wide(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch adds products of 16 bits to fp32 on a GPU; some want all in the same bits."""
+    """Whether this torch adds 16-bit products to fp32 on a GPU; some versions require equal types."""
     x, total = torch.zeros(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
     try:
         torch.addmm(total, x, x, out_dtype=total.dtype, out=total)

@@ -1,7 +1,7 @@
-"""Attention with an explicit backward, by a fused kernel where one can (runtime/ops/attention_kernels.py).
+"""Attention with an explicit backward, by a fused kernel if possible (runtime/ops/attention_kernels.py).
 
 Shapes: b batch, h query heads, g key and value heads (g divides h), s and t positions, k and v head sizes. Forward
-returns the output and the log-sum-exp of each row's scores; scores themselves are never whole in memory, nor saved.
+returns the output and the log-sum-exp of each row's scores; the scores are never whole in memory, nor saved.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MOST = 1 << 22  # scores that a block has, of all heads: they stay in a GPU's ca
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q[b, h, s, k], k[b, g, t, k], v[b, g, t, v] -> out[b, h, s, v], and for backward the rows' log-sum-exps.
+    """q[b, h, s, k], k[b, g, t, k], v[b, g, t, v] -> out[b, h, s, v], and the rows' log-sum-exps for backward.
 
-    `mask` broadcasts to [b, h, s, t]: True where a position is read, or numbers added to the scores.
+    `mask` broadcasts to [b, h, s, t]: booleans (True: the position is read), or numbers that are added to the scores.
     """
     kernel = _kernel(q, k, v, mask, is_causal)
     if kernel is None:
@@ -56,7 +56,7 @@ def attention_backward(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of `out`, with what `attention` returned."""
+    """The gradients of q, k and v from that of `out`, with the results of `attention`."""
     kernel = _kernel(q, k, v, mask, is_causal)
     if kernel is None:
         return _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale))[:3]
@@ -99,7 +99,7 @@ def attention_bias_backward(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same with the gradient of `mask`, numbers that are added to the scores."""
+    """The same with the gradient of `mask`, which is added to the scores."""
     kernel = _kernel(q, k, v, mask, is_causal)
     if kernel is None or kernel.name == "cpu":  # the kernel for CPUs has no gradient of its mask
         found = _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), learned=True)
@@ -129,7 +129,7 @@ def attention_dropout(
 ) -> tuple[Tensor, Tensor]:
     """Attention with dropout of its weights: out[b, h, s, v], and the log-sum-exps of the score rows before dropout.
 
-    `draw` has the numbers of all weights [b, h, s, t]; backward draws them again.
+    `draw` provides the random numbers of all weights [b, h, s, t]; backward draws them again.
     """
     return _blocks(q, k, v, mask, is_causal, _scale(q, scale), p, draw)
 
@@ -164,14 +164,14 @@ def attention_dropout_bias_backward(
     p: float,
     draw: Draw,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same with the gradient of `mask`, numbers that are added to the scores."""
+    """The same with the gradient of `mask`, which is added to the scores."""
     found = _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), p, draw, learned=True)
     assert found[3] is not None
     return (*found[:3], found[3])
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Kernel | None:
-    """The fused kernel; None: in blocks."""
+    """The fused kernel; None if attention runs in blocks."""
     if not (q.dim() == k.dim() == v.dim() == 4):
         return None
     (_, heads, s, d), (_, groups, t, e) = q.shape, v.shape
@@ -182,7 +182,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: boo
 
 
 def _operands(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As the kernel reads them: zeros beyond a head's size change no score, and give outputs that are cut off."""
+    """The operands in the kernel's form: heads are padded with zeros, which change no score."""
     width, value_width = (-(-x.shape[-1] // kernel.multiple) * kernel.multiple for x in (q, v))
     if kernel.equal:
         width = value_width = max(width, value_width)
@@ -192,7 +192,7 @@ def _operands(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
 
 def _gradients(found: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a kernel found, of the operands' own sizes."""
+    """The kernel's gradients without padding."""
     grad_q, grad_k, grad_v = (x[..., : like.shape[-1]] for x, like in zip(found, (q, k, v), strict=True))
     return grad_q, sum_heads(grad_k, k.shape[1]), sum_heads(grad_v, v.shape[1])
 
@@ -202,7 +202,7 @@ def _wider(x: Tensor, width: int) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Kernels read rows whose elements are neighbours, on GPUs 16 bytes at once, and don't check."""
+    """Make rows contiguous and, on GPUs, aligned to 16 bytes: kernels assume this and do not check."""
     loose = x.stride(-1) != 1 and x.shape[-1] != 1
     if x.is_cuda and not loose:
         places = (x.storage_offset(), *(x.stride(dim) for dim in range(x.dim() - 1) if x.shape[dim] > 1))
@@ -211,7 +211,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """[b, g, t, d] -> [b, heads, t, d]: each key or value head serves its neighbouring query heads."""
+    """[b, g, t, d] -> [b, heads, t, d]: each key or value head serves consecutive query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -225,7 +225,7 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 
 def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """What is added to the scores, in four dimensions that broadcast to theirs."""
+    """The addend of the scores, in four dimensions that broadcast to theirs."""
     if mask is None:
         return None
     mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
@@ -235,7 +235,7 @@ def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _aligned_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The same for GPUs: of the scores' shape, in rows that start at multiples of 16 elements."""
+    """The addend for GPUs: in the scores' shape, with rows that start at multiples of 16 elements."""
     bias = _additive(mask, q)
     if bias is None:
         return None
@@ -245,7 +245,7 @@ def _aligned_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _summed_to(grad: Tensor, mask: Tensor) -> Tensor:
-    """The gradient of what was broadcast."""
+    """The gradient of a broadcast operand."""
     spread = [dim for dim in range(grad.dim()) if dim < grad.dim() - mask.dim() or mask.shape[dim - grad.dim()] == 1]
     whole = grad.sum(spread, keepdim=True, dtype=row_dtype(grad)) if spread else grad
     return whole.reshape(mask.shape).to(mask.dtype)
@@ -261,7 +261,7 @@ def _blocks(
     p: float = 0.0,
     draw: Draw | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by plain operations, a block of the scores at a time."""
+    """Attention by plain operations, one block of scores at a time."""
     b, heads, s, _ = q.shape
     wide, t = row_dtype(q), k.shape[2]
     out = q.new_empty(b, s, heads, v.shape[-1]).transpose(1, 2)
@@ -293,7 +293,7 @@ def _blocks_backward(
     draw: Draw | None = None,
     learned: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and, where it is learned, of the mask: each block's scores are made again."""
+    """The gradients of q, k, v and, if it is learned, of the mask; each block's scores are recomputed."""
     b, heads, s, _ = q.shape
     wide, t = row_dtype(q), k.shape[2]
     grad_q = torch.empty_like(q)
@@ -325,7 +325,7 @@ def _blocks_backward(
 
 
 def _parts(b: int, heads: int, s: int, t: int) -> Iterator[tuple[slice, slice]]:
-    """Elements of the batch and rows of scores that are one block."""
+    """The blocks, as slices of the batch and of the rows of scores."""
     each = max(1, heads * s * t)
     count, length = max(1, MOST // each), s if each <= MOST else max(1, MOST // max(1, heads * t))
     for first in range(0, b, count):
@@ -344,7 +344,7 @@ def _cut(mask: Tensor | None, part: slice, rows: slice, seen: slice) -> Tensor |
 
 
 def _scores(q: Tensor, keys: Tensor, mask: Tensor | None, first: int | None, scale: float) -> Tensor:
-    """Scores of some rows, the first of which is row `first` of a causal mask."""
+    """The scores of some rows, of which the first is row `first` of a causal mask."""
     scores = (q.to(keys.dtype) @ keys.mT) * scale
     if first is not None:
         s, t = scores.shape[-2:]
@@ -356,10 +356,10 @@ def _scores(q: Tensor, keys: Tensor, mask: Tensor | None, first: int | None, sca
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """Softmax from the saved normaliser; rows that read nothing are zero."""
+    """The softmax from the saved normaliser; rows without positions are zero."""
     return (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(nan=0.0)
 
 
 def row_dtype(x: Tensor) -> torch.dtype:
-    """What rows are summed in: 32 bits at least."""
+    """The type for sums of rows: at least 32 bits."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,8 +1,8 @@
-"""Which kernel computes attention: the limits of torch's fused kernels, and the choice among them.
+"""The choice of the attention kernel, and the limits of torch's fused kernels.
 
-On GPUs the order is cuDNN, flash, efficient. A kernel is passed over where torch's own switch for it is off
-(`torch.backends.cuda.enable_flash_sdp` and its like, which `settle` sets), where the operands are beyond its limits,
-and where torch refuses them. What no fused kernel takes is computed in blocks of plain operations.
+On GPUs the order is cuDNN, flash, efficient. A kernel is skipped if torch's own switch for it is off
+(`torch.backends.cuda.enable_flash_sdp` and the like, which `settle` sets), if the operands exceed its limits, or if
+torch refuses them. If no fused kernel remains, attention runs in blocks of plain operations.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from ..errors import UsageError
 BLOCKS = "blocks"  # plain operations on a block of the scores at a time
 WANTED = ("auto", "cudnn", "flash3", "flash", "efficient", BLOCKS)
 HALF = (torch.bfloat16, torch.float16)
-# cuDNN before this one is wrong, or slower than flash, at lengths that 128 doesn't divide; torch has the same limit.
+# Earlier versions of cuDNN are wrong, or slower than flash, at lengths that are no multiples of 128; torch has the
+# same limit.
 GOOD_CUDNN = 91501
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One attention: what the choice of its kernel depends on. `s`, `t` are lengths, `d`, `e` head sizes of k and v."""
+    """One attention, as far as the choice depends on it. `s`, `t` are lengths, `d`, `e` the head sizes of k and v."""
 
     dtype: torch.dtype
     heads: int
@@ -50,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What the limits depend on."""
+    """The properties of a GPU on which the limits depend."""
 
     capability: tuple[int, int]
     cudnn: int  # its version, 91501 for 9.15.1; 0 where there is none
@@ -70,7 +71,7 @@ class Kernel:
     square: bool = True  # a causal mask needs as many queries as keys
 
     def obstacle(self, case: Case) -> str:
-        """Why the kernel cannot compute this, on any device; empty if it can."""
+        """The reason why the kernel cannot compute this case on any device; empty if it can."""
         if case.drops:
             return "it cannot draw the weights to drop by their place in the whole tensor"
         if 0 in (case.heads, case.s, case.t, case.d, case.e):
@@ -97,7 +98,7 @@ GPUS = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The kernel for a case, and why none of those before it."""
+    """The kernel for a case, and the reasons against those before it."""
 
     kernel: Kernel | None  # None: in blocks
     passed: tuple[tuple[str, str], ...] = ()
@@ -108,12 +109,12 @@ class Choice:
 
 
 def on_cpu(case: Case) -> Kernel | None:
-    """The fused kernel for CPUs, where it can."""
+    """The fused kernel for CPUs, if it can compute the case."""
     return None if CPU.obstacle(case) else CPU
 
 
 def on_gpu(case: Case, gpu: Gpu, off: Iterable[str] = (), refusal: Callable[[str, Case], str] | None = None) -> Choice:
-    """The first kernel that can. `off` are switched off; `refusal` says what torch has against one."""
+    """The first possible kernel. Kernels in `off` are switched off; `refusal` returns torch's objection to one."""
     passed: list[tuple[str, str]] = []
     for kernel in GPUS:
         reason = "switched off" if kernel.name in off else kernel.obstacle(case) or _device_obstacle(kernel, case, gpu)
@@ -125,7 +126,7 @@ def on_gpu(case: Case, gpu: Gpu, off: Iterable[str] = (), refusal: Callable[[str
 
 
 def chosen(case: Case, device: int) -> Choice:
-    """The choice on a GPU of this process, by torch's switches as they are."""
+    """The choice on a GPU of this process, with torch's current switches."""
     return _chosen(case, device, tuple(name for name, is_on in _SWITCHES.items() if not is_on()))
 
 
@@ -135,7 +136,7 @@ def _chosen(case: Case, device: int, off: tuple[str, ...]) -> Choice:
 
 
 def gpu_at(device: int) -> Gpu:
-    """The GPU of this number."""
+    """The properties of the GPU with this index."""
     return Gpu(torch.cuda.get_device_capability(device), torch.backends.cudnn.version() or 0)
 
 
@@ -151,14 +152,14 @@ def _device_obstacle(kernel: Kernel, case: Case, gpu: Gpu) -> str:
         return "not deterministic"
     if kernel.name == "cudnn" and case.t == 1:
         return "more than one key"
-    # Registers of these GPUs don't hold the gradients of such heads.
+    # The registers of these GPUs cannot hold the gradients of such heads.
     if kernel.name == "flash" and ((major == 8 and minor in (6, 7, 9)) or major == 12) and case.d > 192:
         return "heads of at most 192 on this GPU"
     return ""
 
 
 def refusal(name: str, case: Case, device: int) -> str:
-    """Why torch would not run this kernel for such operands with gradients, in torch's words; empty if it would."""
+    """torch's reason for not running this kernel on such operands with gradients; empty if it would."""
     width = {kernel.name: kernel.multiple for kernel in GPUS}[name]
     with torch.enable_grad():
         q, k, v = (
@@ -181,9 +182,9 @@ def refusal(name: str, case: Case, device: int) -> str:
 
 
 def settle(wanted: str, cases: Mapping[str, Case], device: torch.device, say: Callable[[str], None]) -> None:
-    """Set torch's switches to a user's wish, and say which kernel computes each of the program's attentions.
+    """Set torch's switches to the user's preference, and print the kernel of each of the program's attentions.
 
-    Raises UsageError P0541 where the wish cannot be had on this machine.
+    Raises UsageError P0541 if the preference is impossible on this machine.
     """
     if device.type != "cuda":
         if wanted not in ("auto", BLOCKS):
@@ -209,7 +210,7 @@ def settle(wanted: str, cases: Mapping[str, Case], device: torch.device, say: Ca
 
 
 def told(choices: Mapping[str, tuple[Case, Choice]]) -> list[str]:
-    """A line for each different case: its places, its kernel, and why not the ones before it."""
+    """A line for each distinct case: its places, its kernel, and the reasons against those before it."""
     places: dict[tuple[Case, Choice], list[str]] = {}
     for place, choice in choices.items():
         places.setdefault(choice, []).append(place)
@@ -221,7 +222,7 @@ def told(choices: Mapping[str, tuple[Case, Choice]]) -> list[str]:
 
 
 def cases(attentions: Mapping[str, Mapping[str, object]], dtypes: Mapping[str, torch.dtype]) -> dict[str, Case]:
-    """Those that plan.json lists, by place."""
+    """The attentions that plan.json lists, by place."""
     return {
         place: Case(dtype=dtypes[str(entry["dtype"])], **{key: entry[key] for key in entry if key != "dtype"})  # type: ignore[arg-type]
         for place, entry in attentions.items()

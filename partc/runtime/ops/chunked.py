@@ -1,8 +1,8 @@
-"""The loss of a head whose logits are made in chunks of rows, of which one is in memory at a time.
+"""The loss of a head with logits in chunks of rows, one in memory at a time.
 
-Shapes: x[*rows, d], weight[c, d] and bias[c] of this rank's classes, labels[*rows]. What is asked of a row is what
-runtime/ops/functional.py asks of whole logits, so sums are in fp32 at least. Where the package has kernels for it, they
-read the logits as the product makes them, and write their gradient over them.
+Shapes: x[*rows, d], weight[c, d] and bias[c] of this rank's classes, labels[*rows]. Rows are treated as
+runtime/ops/functional.py treats whole logits, so sums have at least fp32. If the package has kernels for it, they read
+the logits as the product makes them, and overwrite them with their gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Gradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of losses[rows]
 
 
 class _Products:
-    """Logits of some rows; `even` ones stand in the same memory each time, each row at the start of a line."""
+    """The logits of some rows; with `even`, each chunk uses the same memory, with rows aligned to lines."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, even: bool) -> None:
         self._weight, self._bias = weight, bias
@@ -51,7 +51,7 @@ def rows_of_logits(
     *,
     even: bool,
 ) -> None:
-    """What `ask` says of all rows, in tensors that are each like `labels`."""
+    """Write the results of `ask` for all rows into tensors like `labels`."""
     products = _Products(x, weight, bias, chunks, even)
     for rows, own, *found in zip(*_cut(chunks, x, labels, *made), strict=True):
         ask(products.of(rows), own, found)
@@ -71,7 +71,7 @@ def gradients_of_logits(
     *,
     even: bool,
 ) -> Tensor:
-    """The gradient of x; that of weight is added to `into`, and that of bias to `bias_into`, if there is one."""
+    """The gradient of x; those of weight and bias are added to `into` and to `bias_into`, if there is one."""
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     products = _Products(x, weight, bias, chunks, even)
     cut = _cut(chunks, x, labels, grad, lse)

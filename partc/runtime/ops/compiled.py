@@ -1,7 +1,7 @@
-"""Functions of regions through torch.compile: what stands between two collectives becomes few kernels.
+"""Regions' functions through torch.compile, which makes few kernels of the operations between collectives.
 
-Collectives, random numbers, which depend on where an element is, and attention, whose kernel is chosen when it is
-called, run as they are: graphs end before them.
+Collectives, random numbers (which depend on an element's position) and attention (whose kernel is chosen at the call)
+run as they are: graphs end before them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..torch_private import recompile_limit
 from . import attention, functional
 
 Function = TypeVar("Function", bound=Callable[..., object])
-# A function serves every layer, every rank in one process, and the training step as well as its rehearsal.
+# One function serves every layer, every rank in one process, and the training step as well as its rehearsal.
 MOST_VARIANTS = 256
 
 
 def compiled(function: Function) -> Function:
-    """The same function, compiled when it is first called."""
+    """The same function, compiled at its first call."""
     made: Function = torch.compile(function)  # type: ignore[assignment]
     return made
 

@@ -1,4 +1,4 @@
-"""Tables that are looked up in: whole ones' gradients, and tables whose rows are dealt to ranks."""
+"""Embedding tables: gradients of whole tables, and tables whose rows are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .attention import row_dtype
 
 
 def embedding_shard(weight: Tensor, ids: Tensor, rank: int) -> Tensor:
-    """Rows of a vocabulary-sharded table: weight[n, d] holds ids from rank·n on; zero for ids elsewhere.
+    """Rows of a vocabulary-sharded table: weight[n, d] holds the ids from rank·n on; zero for other ids.
 
-    ids[*rows] -> [*rows, d]. Summed over the ranks that hold the table, it is the embedding.
+    ids[*rows] -> [*rows, d]. The sum over the ranks that hold the table is the embedding.
     """
     local, outside = _local_ids(ids, weight.shape[0], rank)
     return torch.embedding(weight, local).masked_fill_(outside.unsqueeze(-1), 0)
@@ -28,7 +28,7 @@ def embedding_shard_add_grad(into: Tensor, grad: Tensor, ids: Tensor, rank: int,
 
 
 def embedding_shard_grad(grad: Tensor, ids: Tensor, rows: int, rank: int, padding_idx: int = -1) -> Tensor:
-    """The table's gradient [rows, d] by itself, summed in fp32 at least."""
+    """The table's gradient [rows, d] as a new tensor, summed in at least fp32."""
     into = grad.new_zeros(rows, grad.shape[-1], dtype=row_dtype(grad))
     embedding_shard_add_grad(into, grad, ids, rank, padding_idx)
     return into
@@ -42,14 +42,14 @@ def embedding_add_grad(into: Tensor, grad: Tensor, ids: Tensor, padding_idx: int
 
 
 def embedding_grad(grad: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
-    """The gradient [rows, d] of a whole table by itself, summed in fp32 at least."""
+    """The gradient [rows, d] of a whole table as a new tensor, summed in at least fp32."""
     into = grad.new_zeros(rows, grad.shape[-1], dtype=row_dtype(grad))
     embedding_add_grad(into, grad, ids, padding_idx)
     return into
 
 
 def _local_ids(ids: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Ids counted from this rank's first row (0 where they are another rank's), and where they are."""
+    """Ids relative to this rank's first row (0 for ids of other ranks), and the mask of this rank's ids."""
     local = ids - rank * rows
     outside = (local < 0) | (local >= rows)
     return local.masked_fill_(outside, 0), outside

@@ -49,7 +49,7 @@ def expert_matmul_add_grad_weight(into: Tensor, grad: Tensor, experts: Tensor, x
 
 
 def _rows(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Every expert that has rows, and which these are."""
+    """Each expert that has rows, with the indices of its rows."""
     order, ends = _sorted(experts, count)
     start = 0
     for expert, end in enumerate(ends.tolist()):
@@ -59,7 +59,7 @@ def _rows(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _sorted(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The rows in the order of their experts, and where each expert's end."""
+    """The rows in the order of their experts, and the end of each expert's rows."""
     order = experts.argsort(stable=True)
     ends = torch.searchsorted(
         experts[order], torch.arange(count, device=experts.device, dtype=experts.dtype), right=True

@@ -1,6 +1,6 @@
-"""Computations of the emitted code that aren't one torch call, each with its explicit backward.
+"""Computations of the emitted code that are not one torch call, each with its explicit backward.
 
-Shapes: rows are any leading dimensions, c are classes (of this rank, where the vocabulary is sharded).
+Shapes: rows are any leading dimensions; c is the number of classes (of this rank, if the vocabulary is sharded).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def linear_grad_weight(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def linear_add_grad_weight(into: Tensor, grad: Tensor, x: Tensor) -> None:
-    """The same, added to the gradient buffer, without a temporary where that can be."""
+    """The same, added to the gradient buffer, without a temporary if possible."""
     add_product(into, in_rows(grad).t(), in_rows(x))
 
 
@@ -155,7 +155,7 @@ def layer_norm_backward(
 
 
 def mask_classes(logits: Tensor, classes: int, rank: int = 0) -> Tensor:
-    """Minus infinity in the place of what is no class: logits[*rows, c] are of classes from rank·c on."""
+    """Minus infinity for padded classes: logits[*rows, c] belong to the classes from rank·c on."""
     here = logits.shape[-1]
     place = torch.arange(rank * here, (rank + 1) * here, device=logits.device)
     return logits.masked_fill(place >= classes, float("-inf"))
@@ -185,7 +185,7 @@ def sum_exp(logits: Tensor, largest: Tensor) -> Tensor:
 
 
 def pick(logits: Tensor, labels: Tensor, offset: int = 0) -> Tensor:
-    """The label's logit where this rank has it, else 0: [*rows, c], [*rows] -> [*rows]: combine by sum."""
+    """The label's logit if this rank has it, else 0: [*rows, c], [*rows] -> [*rows]: combine by sum."""
     local = labels - offset
     outside = (local < 0) | (local >= logits.shape[-1])
     picked = logits.gather(-1, local.masked_fill_(outside, 0).unsqueeze(-1)).squeeze(-1)
@@ -236,10 +236,10 @@ def cross_entropy_backward(
     offset: int = 0,
     num_classes: int = 0,
 ) -> Tensor:
-    """Gradient of this rank's logits from that of the per-row losses: [*rows] -> [*rows, c].
+    """The gradient of this rank's logits from that of the per-row losses: [*rows] -> [*rows, c].
 
-    `offset` is this rank's first class; `weight` and `num_classes` are the whole vocabulary's
-    (`num_classes` 0: the vocabulary isn't sharded).
+    `offset` is this rank's first class; `weight` and `num_classes` are the whole vocabulary's (`num_classes` 0: the
+    vocabulary is not sharded).
     """
     classes = logits.shape[-1]
     ignored = labels == ignore_index
@@ -277,9 +277,10 @@ def linear_cross_entropy(
     class_weight: Tensor | None = None,
     kernels: ModuleType | None = None,
 ) -> list[Tensor]:
-    """Of logits x weightᵀ + bias in chunks: `shard_max`, `sum_exp` below that, `pick`, with `smooth` `smooth_sum` too.
+    """The pieces `shard_max`, `sum_exp` relative to it, `pick`, and with `smooth` `smooth_sum`, of x weightᵀ + bias in
+    chunks.
 
-    x[*rows, d], weight[c, d], labels[*rows] -> [*rows] each, to be combined over ranks where classes are sharded.
+    x[*rows, d], weight[c, d], labels[*rows] -> [*rows] each, to be combined over ranks if classes are sharded.
     `kernels` are the package's `kernels.logits`.
     """
 
@@ -316,10 +317,10 @@ def linear_cross_entropy_backward(
     num_classes: int = 0,
     kernels: ModuleType | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, of weight, and of bias if it is trained, from that of the per-row losses.
+    """The gradients of x, of weight, and of bias if it is trained, from that of the per-row losses.
 
-    Logits are made once more, in chunks. Those of weight and bias are summed in fp32 at least. The rest is as in
-    `cross_entropy_backward`.
+    Logits are recomputed in chunks. The gradients of weight and bias are summed in at least fp32. The other arguments
+    are as in `cross_entropy_backward`.
     """
     into = torch.zeros(weight.shape, dtype=row_dtype(x), device=x.device)
     bias_into = torch.zeros(len(weight), dtype=row_dtype(x), device=x.device) if bias_trained else None
@@ -361,7 +362,7 @@ def linear_cross_entropy_add_grad(
     num_classes: int = 0,
     kernels: ModuleType | None = None,
 ) -> Tensor:
-    """The same with the gradients of weight and bias added to buffers; returns that of x."""
+    """The same with the gradients of weight and bias added to buffers; returns the gradient of x."""
     whole = num_classes or len(weight)
     total = class_weight.to(lse.dtype).sum() if kernels and class_weight is not None and label_smoothing else None
 

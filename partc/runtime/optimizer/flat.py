@@ -1,6 +1,6 @@
-"""AdamW and SGD by the package's own kernels: one pass over all that a rank trains, in flat memory.
+"""AdamW and SGD by the package's own kernels: one pass over all parameters of a rank, in flat memory.
 
-Parameters and moments stand as gradients do (executor.gradient_buffers): there is one launch for each buffer.
+Parameters and moments are laid out like the gradients (executor.gradient_buffers): one launch for each buffer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Buffers = Mapping[tuple[str, ...], Tensor]  # flat memory, by the parameters tha
 
 
 def _moved(parameters: MutableMapping[str, Tensor], names: Sequence[str], like: Tensor) -> Tensor:
-    """Parameters one after the other, in memory that is returned."""
+    """Move parameters into one flat tensor, which is returned."""
     flat = torch.empty_like(like)
     for name, view in pieces_of(flat, names, parameters).items():
         parameters[name] = view.copy_(parameters[name])
@@ -33,7 +33,7 @@ def _moved(parameters: MutableMapping[str, Tensor], names: Sequence[str], like: 
 
 @dataclass(frozen=True, slots=True)
 class _Flat:
-    """A buffer of each kind, of the same parameters."""
+    """The buffers of the same parameters: values, gradients and moments."""
 
     names: tuple[str, ...]
     gradient: Tensor
@@ -42,16 +42,16 @@ class _Flat:
 
     @property
     def wide(self) -> torch.dtype:
-        """What is computed in."""
+        """The type for computation."""
         return torch.float64 if self.parameter.dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """Stretches of a buffer whose parameters decay alike, have had as many steps, and are copied or not.
+    """Stretches of a buffer whose parameters share weight decay, number of steps, and copying.
 
-    `first` has the number of the stretch that each granule of the buffer begins in, and at its end the last one's.
-    It and `starts` are None where there is one stretch alone; `shifts`, where nothing is copied.
+    `first` holds the number of the stretch in which each granule of the buffer begins, and at its end the last one's.
+    `first` and `starts` are None if there is only one stretch; `shifts` is None if nothing is copied.
     """
 
     decays: tuple[float, ...]
@@ -65,8 +65,8 @@ class _Segments:
 class FlatSGD:
     """torch.optim.SGD's step with its defaults, by `launch`: the package's kernel, `kernels.sgd`.
 
-    Trains the parameters that stand in `buffers` of gradients, and moves them into memory alike. Those in `spared`
-    have no weight decay.
+    Trains the parameters of the gradient `buffers`, and moves them into memory of the same layout. Parameters in
+    `spared` have no weight decay.
     """
 
     moments: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class FlatSGD:
         self._rates: dict[tuple[str, ...], Tensor] = {}  # of this step, by buffer: a row for each segment
 
     def copy_to(self, read: Mapping[str, Tensor]) -> frozenset[str]:
-        """The tensors move into flat memory: of each buffer, those of one dtype."""
+        """Move the low-precision copies into flat memory: in each buffer, those of one dtype."""
         taken: set[str] = set()
         for each in self._flats:
             names = [name for name in each.names if name in read and name not in taken and read[name].numel()]
@@ -124,16 +124,16 @@ class FlatSGD:
         return frozenset(taken)
 
     def kept(self, name: str) -> Mapping[str, Tensor]:
-        """What is kept of a parameter, as torch's optimizer calls it."""
+        """The optimizer's state of a parameter, under torch's names."""
         return self._moments[name]
 
     def restore(self, name: str, key: str, value: Tensor) -> None:
-        """Go on with what was kept."""
+        """Restore one entry of the state."""
         self.kept(name)[key].copy_(value)
         self._segments = None
 
     def begin(self, rate: float) -> None:
-        """Send what the host computes of a step."""
+        """Send the numbers that the host computes for a step."""
         self._steps += 1
         if self._segments is None:
             self._segments = [self._cut(each) for each in self._flats]
@@ -147,7 +147,7 @@ class FlatSGD:
             send(self._rows(rate, each, segments), self._rates[each.names])
 
     def _rows(self, rate: float, each: _Flat, segments: _Segments) -> list[tuple[float, ...]]:
-        """What the kernel is told of each segment."""
+        """The kernel's arguments for each segment."""
         return [(decay, rate) for decay in segments.decays]
 
     def step(self) -> None:
@@ -171,7 +171,7 @@ class FlatSGD:
             )
 
     def _cut(self, each: _Flat) -> _Segments:
-        """A buffer's stretches, by what holds for the parameters in it."""
+        """The segments of a buffer, by the properties of its parameters."""
         begun = float(self._step_of[each.names[0]])
         _, copied = self._copies.get(each.names, (None, frozenset[str]()))
         kinds: list[tuple[float, float]] = []
@@ -199,7 +199,7 @@ class FlatSGD:
 
 
 class FlatAdamW(FlatSGD):
-    """torch.optim.AdamW's, by `kernels.adamw`."""
+    """torch.optim.AdamW's step, by `kernels.adamw`."""
 
     moments = ("exp_avg", "exp_avg_sq")
     decay = DECAY

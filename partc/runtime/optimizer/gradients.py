@@ -1,4 +1,4 @@
-"""This rank's gradients on their way to the update: their squares, and what they are multiplied by."""
+"""This rank's gradients before the update: their squares, and their scaling."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ _SMALL = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
 class Gradients:
-    """Gradients by parameter, and the buffers that they stand in: multiplied there."""
+    """Gradients by parameter, and the buffers that contain them; scaling happens in the buffers."""
 
     def __init__(self, buffers: Sequence[Tensor], named: Mapping[str, Tensor]) -> None:
         self._buffers = buffers
         self._named = named
 
     def begin(self, divisor: float | Tensor) -> None:
-        """Once they are whole: make them those of a loss that is smaller by so much; a tensor, if that may change."""
+        """Divide the complete gradients by the divisor; it is a tensor if it may change from step to step."""
         if isinstance(divisor, Tensor) or divisor != 1:
             for buffer in self._buffers:
                 buffer.div_(divisor)
 
     def squares(self, names: Iterable[str]) -> Tensor | float:
-        """The sum of the squares of some of them, in fp64."""
+        """The sum of the squares of some gradients, in fp64."""
         norms = (torch.linalg.vector_norm(self._named[name], dtype=torch.float64) for name in names)
         return sum((norm.square() for norm in norms), start=0.0)
 
     def clip(self, norm: Tensor, most: float) -> None:
-        """Scale them down to a norm of `most`, if theirs over all ranks is larger."""
+        """Scale the gradients down to the norm `most`, if `norm` (over all ranks) is larger."""
         factor = _clipping(norm, most)
         for buffer in self._buffers:
             buffer.mul_(factor)
 
     def copy(self, name: str) -> Tensor:
-        """One of them as it is by now."""
+        """A copy of one gradient in its present state."""
         return self._named[name].clone()
 
 
 class Scaled(Gradients):
-    """Gradients that the update itself multiplies by a factor, of which the host knows nothing.
+    """Gradients that the update itself multiplies by a factor on the device.
 
     `sum_of_squares` is the package's kernel: of a flat tensor, in fp64.
     """
@@ -73,5 +73,5 @@ class Scaled(Gradients):
 
 
 def _clipping(norm: Tensor, most: float) -> Tensor:
-    """What gradients of this norm are multiplied by; 1 where it is no number."""
+    """The factor for gradients of this norm; 1 if the norm is not a number."""
     return torch.where(norm > most, most / (norm + _SMALL), torch.ones_like(norm))

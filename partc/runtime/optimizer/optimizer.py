@@ -1,4 +1,4 @@
-"""Optimizers on this rank's shards: all are elementwise, so shards need no communication."""
+"""Optimizers on this rank's shards; all are elementwise, so shards need no communication."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import Tensor
 
 
 class Optimizer(Protocol):
-    """What an update asks of one."""
+    """The interface of an optimizer for updates."""
 
     def begin(self, rate: float) -> None:
-        """Before a step: tell the device what of it the host knows. Nothing in the step itself depends on the host."""
+        """Before a step: send the host's numbers to the device. The step itself does not depend on the host."""
 
     def step(self) -> None:
         """Update the parameters from their gradients."""
 
     def kept(self, name: str) -> Mapping[str, Tensor]:
-        """What it keeps of a parameter, by torch's names."""
+        """The state of a parameter, under torch's names."""
 
     def restore(self, name: str, key: str, value: Tensor) -> None:
-        """Go on with what was kept."""
+        """Restore one entry of the state."""
 
     def copy_to(self, read: Mapping[str, Tensor]) -> frozenset[str]:
-        """Have updates write parameters into these too, which have other bits; returns those of which they do."""
+        """Make updates also write these low-precision copies of parameters; returns the names that they do write."""
 
 
 class TorchOptimizer:
-    """One of torch's; it reads parameters' `.grad`, and the learning rate at `rate`, if that is to stand in memory."""
+    """One of torch's optimizers; it reads `.grad` of parameters, and the learning rate at `rate` if given."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], rate: Tensor | None = None
@@ -102,7 +102,7 @@ def _groups(parameters: Mapping[str, Tensor], decay: float | None, no_decay: Seq
 
 
 def rate_on(device: torch.device) -> Tensor:
-    """Where torch's optimizers read a learning rate from: in 32 bits on GPUs."""
+    """A tensor from which torch's optimizers read the learning rate: fp32 on GPUs."""
     return torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
 
 
@@ -114,9 +114,9 @@ def attach_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, T
 
 
 def _undecorated(kind: type[Any]) -> type[Any]:
-    """The same class without what guards its methods from torch.compile.
+    """The class without the guards of its methods against torch.compile.
 
-    The guards import the compiler on their first call: nearly a second, on every rank.
+    The guards import the compiler at their first call: nearly a second, on every rank.
     """
     methods = {name: inspect.unwrap(getattr(kind, name)) for name in ("step", "add_param_group")}
     return type(kind.__name__, (kind,), methods)

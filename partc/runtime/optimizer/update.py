@@ -1,4 +1,4 @@
-"""One update of the parameters: gradients unscaled, their norm over all ranks, clipping, the rate of this step."""
+"""One update of the parameters: unscaled gradients, their norm over all ranks, clipping, the step's learning rate."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FIRST_SCALE, GROWTH, BACKOFF, PATIENCE = 2.0**16, 2.0, 0.5, 2000  # torch.amp.Gr
 class Rate:
     """The learning rate by step: a linear warm-up to `base`, then constant or down to `least`, the last step's rate.
 
-    A function of the step alone, so that a continued run needs nothing more. Cosine: Loshchilov and
-    Hutter 2017, SGDR, equation 5 without restarts.
+    It is a function of the step alone, so that a continued run needs no state. Cosine: Loshchilov and Hutter 2017,
+    SGDR, equation 5 without restarts.
     """
 
     base: float
@@ -37,7 +37,7 @@ class Rate:
     steps: int = 0
 
     def at(self, step: int) -> float:
-        """The rate of the step of this number, from 0."""
+        """The rate of a step, counted from 0."""
         if step < self.warmup:
             return self.base * (step + 1) / self.warmup
         if self.decline == "constant":
@@ -49,9 +49,9 @@ class Rate:
 
 
 class LossScale:
-    """What the loss of an fp16 model is multiplied by, so that small gradients don't vanish.
+    """The factor of an fp16 model's loss, which keeps small gradients from vanishing.
 
-    Halved when a gradient overflows, and that update is skipped; doubled after 2000 without
+    It is halved when a gradient overflows, and that update is skipped; it is doubled after 2000 steps without overflow
     (Micikevicius et al. 2018, Mixed Precision Training, section 3.2; constants of torch.amp.GradScaler).
     """
 
@@ -77,7 +77,7 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updated:
-    """What an update was."""
+    """The outcome of an update."""
 
     rate: float
     norm: float | None  # of all gradients, before clipping; None where the host didn't ask
@@ -85,7 +85,7 @@ class Updated:
 
 
 class Update:
-    """The optimizer's step on one rank; every rank takes it together."""
+    """The optimizer's step on one rank; all ranks take it together."""
 
     def __init__(
         self,
@@ -111,15 +111,15 @@ class Update:
         self._told = norms or scale is not None  # whether the host wants to know the norm
 
     def measure(self, batches: int = 1) -> Tensor | None:
-        """Make gradients that were summed over some batches, of a scaled loss, those of the mean loss.
+        """Scale gradients that were summed over batches of a scaled loss to those of the mean loss.
 
-        Returns their norm, where it is wanted.
+        Returns their norm, if it is wanted.
         """
         self._gradients.begin(batches if self._scale is None else self._comm.scale_here * batches)
         return self._norm() if self._told or self._clip is not None else None
 
     def begin(self, step: int, norm: Tensor | None) -> bool:
-        """On the host: tell the device which step this is. False if gradients overflow, and the update is skipped."""
+        """On the host: tell the device the step. False if gradients overflow and the update is skipped."""
         if self._scale is not None and norm is not None:
             finite = math.isfinite(float(norm))
             self._scale.after(finite)
@@ -130,19 +130,19 @@ class Update:
         return True
 
     def apply(self, norm: Tensor | None) -> None:
-        """Update the parameters, by gradients of this norm."""
+        """Update the parameters; the gradients have this norm."""
         if self._clip is not None and norm is not None:
             self._gradients.clip(norm, self._clip)
         if self._optimizer is not None:
             self._optimizer.step()
 
     def ended(self, step: int, norm: Tensor | None, *, skipped: bool) -> Updated:
-        """What it was; waits for the device where the host wants the norm."""
+        """The outcome; waits for the device if the host wants the norm."""
         told = float(norm) if self._told and norm is not None else None
         return Updated(rate=self._rate.at(step), norm=told, skipped=skipped)
 
     def _norm(self) -> Tensor:
-        """The norm of the whole model's gradient: every element once, whoever holds copies of it."""
+        """The norm of the whole model's gradient: every element counts once, however many copies there are."""
         total = torch.zeros((), dtype=torch.float64, device=self._comm.device)
         for copies, names in self._groups:
             total += self._gradients.squares(names) / copies
@@ -163,10 +163,10 @@ def updating(
     no_decay: Sequence[str],
     graphs: bool = False,
 ) -> tuple[Optimizer | None, Gradients]:
-    """The optimizer of a rank's parameters, if it trains any, and what scales their gradients.
+    """The optimizer of a rank's parameters, if it trains any, and the scaling of their gradients.
 
-    Where the package has a kernel for it, `parameters` move into flat memory. For `graphs` nothing that changes from
-    step to step may be a number of the host's; on GPUs nothing is, so that steps are the same with graphs and without.
+    If the package has a kernel for it, `parameters` move into flat memory. With `graphs` no number of the host may
+    change from step to step; on GPUs none does, so that steps are equal with graphs and without.
     """
     if not gradients:
         return None, Gradients((), {})
@@ -183,7 +183,7 @@ def updating(
 
 
 def write_casts(optimizer: Optimizer, stages: Iterable[object]) -> None:
-    """Have updates write what stages read in other bits than parameters are held in, where the optimizer can."""
+    """Make updates write the low-precision copies that stages read, if the optimizer can."""
     parted = [stage.parts for stage in stages if hasattr(stage, "parts")]
     read: dict[str, Tensor] = {}
     for parts in parted:
@@ -194,7 +194,7 @@ def write_casts(optimizer: Optimizer, stages: Iterable[object]) -> None:
 
 
 def _by_copies(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Iterator[tuple[int, list[str]]]:
-    """Parameters by how many ranks hold the same part."""
+    """Parameters by the number of ranks that hold the same part."""
     found: dict[int, list[str]] = {}
     for name, shard in shards.items():
         cut = cutting(shard.dims)

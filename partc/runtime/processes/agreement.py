@@ -1,4 +1,4 @@
-"""What all ranks agree on outside of training steps, through their common store."""
+"""Agreements of all ranks outside of training steps, through their common store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch.distributed.distributed_c10d import Store
 
 
 class Together:
-    """Each call is made by every rank, in the same order."""
+    """Each method is called by every rank, in the same order."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.rank = rank
@@ -15,14 +15,14 @@ class Together:
         self._calls = 0
 
     def told(self, text: str) -> str:
-        """What rank 0 says."""
+        """The text of rank 0."""
         key = self._key()
         if self.rank == 0:
             self._store.set(key, _encodable(text))
         return self._store.get(key).decode()
 
     def first(self, problem: str) -> str:
-        """Once every rank has come: the first problem that any of them has; '' if there is none."""
+        """Once every rank has called: the first problem of any rank; '' if there is none."""
         key = self._key()
         if problem:
             self._store.compare_set(f"{key}/problem", "", _encodable(problem))
@@ -33,7 +33,7 @@ class Together:
         return self._store.get(f"{key}/problem").decode() if there else ""
 
     def claimed(self, thing: str) -> int:
-        """The rank that was first to say so of a thing; not in an order with others' calls."""
+        """The rank that claimed a thing first; calls need no common order."""
         return int(self._store.compare_set(f"claimed/{thing}", "", str(self.rank)))
 
     def _key(self) -> str:
@@ -42,5 +42,5 @@ class Together:
 
 
 def _encodable(text: str) -> str:
-    """Names of files may have bytes that are no text."""
+    """The text with undecodable bytes of file names escaped."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""Which device each rank computes on, agreed by all: every rank has a GPU of its own, or all are on CPUs."""
+"""The device of each rank, agreed by all: every rank has a GPU of its own, or all use CPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WANTED: tuple[Wanted, ...] = ("auto", "cpu", "cuda")
 
 
 def own_device(wanted: Wanted, together: Together, environment: Mapping[str, str] | None = None) -> torch.device:
-    """This process's own GPU where all have one, the CPU where none has. Raises UsageError P0540, on all ranks."""
+    """This process's own GPU if all have one, the CPU if none has. Raises UsageError P0540, on all ranks."""
     environment = os.environ if environment is None else environment
     count = 0 if wanted == "cpu" else torch.cuda.device_count()
     place = int(environment.get("LOCAL_RANK", "0"))
@@ -47,7 +47,7 @@ def own_device(wanted: Wanted, together: Together, environment: Mapping[str, str
 
 
 def _taken(index: int, together: Together) -> str:
-    """Which other rank has this GPU; '' if none has."""
+    """The other rank that uses this GPU; '' if none does."""
     if together.size == 1:
         return ""
     gpu = str(torch.cuda.get_device_properties(index).uuid)

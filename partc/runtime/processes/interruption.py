@@ -1,4 +1,4 @@
-"""Stopping on request: all ranks agree on a step, from threads beside their training."""
+"""Stopping on request: all ranks agree on a step, by threads beside their training."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.distributed.distributed_c10d import Store
 
 
 class Interruption:
-    """One rank's side. Its main thread asks `before` each step; the thread that watches calls `look`.
+    """One rank's side. Its main thread calls `before` each step; the watching thread calls `look`.
 
-    Once anyone has asked, every rank notes the last step that it has begun, and begins no other until all
-    have noted theirs. All stop before the step after the latest of these: none has gone further, and
-    whoever is behind can still do its part of the steps that others wait in.
+    After a request, every rank notes the last step that it has begun, and begins no other until all have noted theirs.
+    All stop before the step after the latest of these: no rank has gone further, and ranks that are behind can still
+    take part in the steps that others wait in.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -32,11 +32,11 @@ class Interruption:
 
     @property
     def pending(self) -> bool:
-        """Asked for, and not yet agreed on."""
+        """Whether a stop is requested and not yet agreed on."""
         return self._noted and self._stop is None
 
     def before(self, step: int) -> bool:
-        """Whether to stop instead of beginning a step, counted from 0."""
+        """Whether to stop instead of beginning this step (counted from 0)."""
         with self._changed:
             while self.pending:
                 self._changed.wait()
@@ -49,7 +49,7 @@ class Interruption:
         store.set("stop", "")
 
     def look(self, store: Store) -> None:
-        """Do what there is to do for an agreement."""
+        """Advance the agreement."""
         if not self._noted and store.check(["stop"]):
             with self._changed:
                 self._noted, begun = True, self._begun

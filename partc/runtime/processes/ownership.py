@@ -1,7 +1,7 @@
-"""One run at a time saves into a folder: by a lock that the kernel releases when a process ends, however it ends.
+"""One run at a time saves into a folder, by a file lock that the kernel releases when a process ends.
 
-Every rank holds the lock, so that no other run begins while a rank of a killed one may still complete a checkpoint.
-Rank 0 takes it alone, tells the others, and shares it with them.
+Every rank holds the lock, so that no other run begins while a rank of a killed run may still complete a checkpoint.
+Rank 0 takes it exclusively, notifies the others, and then shares it with them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALONE, _SHARED = fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_SH | fcntl.LOCK_NB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Owner:
-    """What stands in the lock's file: where rank 0 of the run that holds it is, or was."""
+    """The contents of the lock file: the location of rank 0 of the run that holds or held it."""
 
     host: str
     pid: int
@@ -39,13 +39,13 @@ class _Owner:
 def sole(folder: Path, together: Together, *, timeout: float, say: Callable[[str], None]) -> Callable[[], None]:
     """Make this the only run that saves into `folder`; returns the function that ends this.
 
-    Waits for another one's ranks, which may be about to end. Raises UsageError P0526 and P0539 on all ranks alike.
+    Waits for another run's ranks, which may be about to end. Raises UsageError P0526 and P0539 on all ranks alike.
     """
     descriptor, problem, code = -1, "", "P0526"
     try:
         if together.rank == 0:
             descriptor = _opened(folder)
-            # Less than the others wait for rank 0.
+            # Less than the time that the others wait for rank 0.
             if _taken_alone(descriptor, folder, min(PATIENCE, timeout / 2), say):
                 _lock(descriptor, _SHARED)  # before the others are told, who share it
             else:
@@ -78,12 +78,12 @@ def sole(folder: Path, together: Together, *, timeout: float, say: Callable[[str
 
 def _opened(folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
-    # A link there could lead to any file, which would be written over.
+    # A symbolic link could lead to any file, which would be overwritten.
     return os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _taken_alone(descriptor: int, folder: Path, patience: float, say: Callable[[str], None]) -> bool:
-    """Whether rank 0 has got the lock for itself within so many seconds; its owner's name then stands in the file."""
+    """Whether rank 0 gets the exclusive lock within `patience` seconds; the file then names the owner."""
     deadline, told = time.monotonic() + patience, False
     while True:
         try:
@@ -103,7 +103,7 @@ def _taken_alone(descriptor: int, folder: Path, patience: float, say: Callable[[
 
 
 def _lock(descriptor: int, how: int) -> bool:
-    """Whether this file system has locks. Raises BlockingIOError where another run holds it."""
+    """Whether this file system supports locks. Raises BlockingIOError if another run holds it."""
     try:
         fcntl.flock(descriptor, how)
         return True

@@ -1,6 +1,7 @@
-"""The ranks' processes on this machine, as /proc shows them: which there are, and whether each of them runs.
+"""The ranks' processes on this machine according to /proc, and whether each of them runs.
 
-A *place* names a process: its machine's boot, its space of process ids, its id and, as ids return, its beginning.
+A *place* identifies a process: its machine's boot, its pid namespace, its pid, and its start time, since pids are
+reused.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def here() -> str:
 
 
 def condition(place: str) -> Condition:
-    """Whether a process runs. One that a debugger holds counts as running."""
+    """Whether a process runs. A process under a debugger counts as running."""
     machine, _, number = place.rpartition(":")[0].rpartition(":")
     if not machine or machine != _machine():
         return "unknown"
@@ -48,14 +49,14 @@ def condition(place: str) -> Condition:
 
 
 def end_stopped(place: str) -> None:
-    """End a process that was stopped: no launcher can do it in a friendlier way, and it must not come back later."""
+    """Kill a stopped process: a launcher has no gentler way, and the process must not continue later."""
     if condition(place) == "stopped":
         with suppress(OSError):  # it has ended, or is not ours
             os.kill(int(place.split(":")[-2]), signal.SIGKILL)
 
 
 def siblings() -> dict[int, str]:
-    """Places of the ranks that this process's launcher has started on this machine, by rank."""
+    """The places of the ranks that this process's launcher has started on this machine, by rank."""
     try:
         mine, launcher = os.environ, os.getppid()
         while _variables(launcher).get("RANK") == mine.get("RANK", ""):  # a script around this rank
@@ -86,12 +87,12 @@ def _place(number: int) -> str | None:
 
 
 def _stat(number: int) -> tuple[str, str]:
-    """A process's state, and the clock tick at which it began."""
+    """The state of a process, and the clock tick of its start."""
     fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 def _variables(number: int) -> dict[str, str]:
-    """A process's environment, as it was when its program began."""
+    """The environment of a process at its start."""
     entries = Path(f"/proc/{number}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)

@@ -1,7 +1,7 @@
-"""How ranks find each other: from the start of a process until all of them share a store.
+"""Rendezvous: from the start of a process until all ranks share a store.
 
-No rank can watch another one yet (see watch.py). Each looks after the processes that its own launcher has started on
-its machine, says after a while for whom it waits, and gives up after `timeout`.
+No rank can watch another one yet (see watchdog.py). Each observes the processes that its own launcher has started on
+its machine, reports after a while which rank it waits for, and gives up after `timeout`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALL = 64  # ranks of a world in which each may ask for all others
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What the launcher's variables say: which rank this is, of how many, and where rank 0 is."""
+    """The launcher's variables: this rank, the number of ranks, and the address of rank 0."""
 
     rank: int
     size: int
@@ -47,12 +47,12 @@ class World:
 
     @property
     def hosts(self) -> bool:
-        """Whether this process holds the ranks' store."""
+        """Whether this process hosts the ranks' store."""
         return self.rank == 0 and not launcher_holds_store()
 
 
 def world_size() -> int:
-    """How many processes were started. Raises UsageError P0536."""
+    """The number of started processes. Raises UsageError P0536."""
     return _number("WORLD_SIZE", 1, 1, 1 << 24)
 
 
@@ -76,12 +76,12 @@ def store_holder() -> str:
 
 
 def meet(world: World, timeout: float, caught: Caught) -> Store:
-    """The store that all ranks share, once all have come. Raises UsageError P0536; leaves where a rank cannot come."""
+    """The store that all ranks share, once all have arrived. Raises UsageError P0536; exits if a rank cannot come."""
     return lone_store() if world.size == 1 else _Meeting(world, timeout, caught).store()
 
 
 class _Meeting:
-    """A thread talks to the store, which may not answer; the main thread watches for whom it waits."""
+    """A thread talks to the store, which may not answer; the main thread observes the missing ranks."""
 
     def __init__(self, world: World, timeout: float, caught: Caught) -> None:
         self._world = world
@@ -129,7 +129,7 @@ class _Meeting:
             raise UsageError("P0536", cause, "set MASTER_PORT to a free port, the same for all ranks") from None
 
     def _reached(self) -> Store:
-        """The store that another process holds, perhaps later than now."""
+        """The store that another process hosts, possibly later than now."""
         address, port = self._world.address, self._world.port
         while True:
             try:
@@ -149,11 +149,11 @@ class _Meeting:
         return connected_store(place.address, place.port, place.size, limit, master=place.hosts)
 
     def _session(self, store: Store) -> str:
-        """A name that the ranks of this start alone have.
+        """A name that is unique to the ranks of this start.
 
-        A launcher's store outlives its restarts, with all that ended ranks have left there, and agents of several
-        nodes do not count restarts alike. Rank 0 makes a name; the others count themselves in and wait for its
-        answer. Under an ended rank 0's name nobody answers, or everybody has been counted already.
+        A launcher's store outlives restarts, with the entries of ended ranks, and the agents of several nodes do not
+        count restarts alike. Rank 0 creates a name; the others count themselves in and wait for its answer. Under the
+        name of an ended rank 0 nobody answers, or the count is complete already.
         """
         size, rank = self._world.size, self._world.rank
         self._waiting = "rank 0 has not come"
@@ -186,7 +186,7 @@ class _Meeting:
             self._look_for_missing(store, tried if fresh else "")
 
     def _look_for_missing(self, store: Store, name: str) -> None:
-        """Once in a while, for messages; the rest of the time this is a short pause."""
+        """Report missing ranks occasionally; otherwise pause briefly."""
         size = self._world.size
         time.sleep(0.02 * max(1.0, size / 256))
         names = self._world.rank == 0 or size <= _ALL  # of larger worlds the store has enough to do
@@ -195,7 +195,7 @@ class _Meeting:
             self._missed = time.monotonic()
 
     def _pause(self) -> None:
-        """Wait a little, and look whether there is still somebody to wait for."""
+        """Wait briefly, then check whether the missing ranks can still come."""
         signals = self._caught.wait(0.02)
         self._signals += signals
         for number in signals:
@@ -218,7 +218,7 @@ class _Meeting:
                 _say(f"rank {rank} waits: {self._waiting}; it gives up after {self._timeout:g} s (--timeout)")
 
     def _look_around(self, passed: float) -> None:
-        """Leave where a process that the launcher has started here has ended, or was stopped."""
+        """Exit if a process that the launcher has started here has ended or was stopped."""
         started = siblings()
         self._known |= started
         first = self._world.rank - int(os.environ.get("LOCAL_RANK", "0"))
@@ -242,7 +242,9 @@ class _Meeting:
 
 
 def leave(why: str, rank: int, doing: str, code: int, *, linger: float = 0.0, stopped: Sequence[str] = ()) -> NoReturn:
-    """End this process, whatever its main thread is in, and those that were stopped; the others may need them first."""
+    """End this process, whatever its main thread is doing, and those that were stopped; `linger` first, for the other
+    ranks.
+    """
     _say(f"error P0505: {why}; rank {rank} stops, in {doing}")
     time.sleep(linger)
     for place in stopped:

@@ -1,7 +1,7 @@
-"""Signals that ask a rank to stop: held back until somebody can answer them, then read from a pipe.
+"""Signals that ask a rank to stop: held back until a thread can answer them, then read from a pipe.
 
-Python's own handlers wait for the main thread, which may be deep in a collective; the wake-up pipe does not.
-This module imports nothing that takes time: train.py calls `hold` before it loads torch.
+Python's own handlers wait for the main thread, which may be inside a collective; the wake-up pipe does not. This module
+has no slow imports: train.py calls `hold` before it loads torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ASKING = (*TERMINATING, signal.SIGINT, signal.SIGUSR1)
 
 
 def hold() -> None:
-    """Signals of this process wait until `release`."""
+    """Block the signals of this process until `release`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)
 
 
@@ -25,7 +25,7 @@ def release() -> None:
 
 
 class Caught:
-    """Used as a context: signals that ask to stop do nothing but come out of `wait`. SIGUSR1 asks for a checkpoint."""
+    """A context in which stop signals have no effect except through `wait`. SIGUSR1 asks for a checkpoint."""
 
     def __init__(self, *, checkpoints: bool) -> None:
         self._numbers = [number for number in _ASKING if checkpoints or number != signal.SIGUSR1]
@@ -48,14 +48,14 @@ class Caught:
             signal.signal(number, handler)
 
     def wait(self, seconds: float) -> bytes:
-        """Numbers of the signals that have arrived, as soon as there are any."""
+        """The numbers of the signals that have arrived, as soon as there are any."""
         ready, _, _ = select.select([self._read], [], [], seconds)
         return os.read(self._read, 64) if ready else b""
 
     def again(self, numbers: bytes) -> None:
-        """Have `wait` return these, too: nobody has answered them yet."""
+        """Make `wait` return these signals again: they are unanswered."""
         os.write(self._write, numbers)
 
     def wake(self) -> None:
-        """Have `wait` return now, in another thread."""
+        """Make `wait` return now, in another thread."""
         os.write(self._write, b"\0")

@@ -1,12 +1,12 @@
-"""Notices that another rank has died or was stopped, and ends this one with words: which rank, and where this one was.
+"""Failure detection: notices that another rank has died or was stopped, and ends this one with a message.
 
-A thread of each rank leaves a sign of life in the ranks' common store, watches its neighbour's, and
-looks for a failure that anyone has noted there. It works while the main thread waits in a collective.
-On SIGTERM and SIGUSR1 it also settles with the others where to stop, if the run can be continued.
+A thread of each rank leaves a sign of life in the ranks' common store, watches its neighbour's, and looks for failures
+that other ranks have noted there. It works while the main thread waits in a collective. On SIGTERM and SIGUSR1 it also
+agrees with the others on the last step, if the run can be continued.
 
-A sign that stays away is no proof: a call that keeps Python's lock for a minute silences the thread. Of a process on
-this machine the kernel knows better, and ranks that see another one run there renew its sign for those elsewhere.
-Silence counts in seconds in which the listener itself runs: a job that is suspended as a whole goes on as a whole.
+A missing sign is no proof: a call that holds Python's lock for a minute silences the thread. For a process on this
+machine the kernel knows its state, and ranks that see another one run there renew its sign for ranks elsewhere. Silence
+is counted in seconds in which the listener itself runs: a job that is suspended as a whole continues as a whole.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ASKED = 256  # ranks of a world in which each may look at the signs of all
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of another rank."""
+    """The knowledge about another rank."""
 
     sign: str = ""
     silent: float = 0.0  # seconds since it changed
@@ -56,7 +56,7 @@ class _Seen:
 
 
 class Watch:
-    """Used as a context around a rank's work; `clock` says what the main thread is in, `caught` has its signals."""
+    """A context around a rank's work; `clock` tells the main thread's activity, `caught` has its signals."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Watch:
     ) -> None:
         alike = isinstance(error, UsageError) and error.alike
         if isinstance(error, PeerLost | DistError):
-            # Somebody else's failure, most likely: leave time to find out whose, and let the thread tell.
+            # Most likely another rank failed: leave time to find out which, and let the thread report it.
             self._tell(_SUSPECT, "")
             time.sleep(HURRY + 5 * self._interval)
             self._note(
@@ -119,7 +119,7 @@ class Watch:
             self._outlast_others()
 
     def _busy(self) -> str:
-        """What ranks are in that do not wait for others: one of them may be what the others wait for."""
+        """The activities of ranks that do not wait for others: one of them may be the cause of the waiting."""
         if self._size > _ASKED:
             return ""
         found = []
@@ -148,13 +148,13 @@ class Watch:
                 self._stop(f"{store_holder()} died ({_first_line(error)})", 1)
 
     def _guard(self) -> None:
-        """Stop where the store doesn't answer. Counts seconds in which this process itself runs."""
+        """Stop if the store does not answer. Counts seconds in which this process itself runs."""
         turns, seconds = 0, 0
         while not self._done.wait(1.0):
             seconds = seconds + 1 if turns == self._turns else 0
             turns = self._turns
             if seconds > self._patience + 2 * self._interval:
-                # Without a store each rank finds out for itself, before it ends what the others look at.
+                # Without a store each rank finds out for itself, before it ends the processes that the others observe.
                 found = {rank: place for rank, place in siblings().items() if condition(place) == "stopped"}
                 holder = condition(self._holder) == "stopped"
                 why = f"{store_holder()} {'stalls, stopped by a signal' if holder else 'does not answer'}"
@@ -184,7 +184,7 @@ class Watch:
                 if number == signal.SIGINT:
                     self._stop("interrupted", 130)
                 elif number in TERMINATING and terminated is None:
-                    # A launcher does this when a rank has died. Stay just long enough to learn which.
+                    # A launcher does this when a rank has died. Stay just long enough to learn which one.
                     terminated = now
                     store.set(_SUSPECT, "")
                 if number in (*TERMINATING, signal.SIGUSR1) and interruption is not None:
@@ -200,9 +200,10 @@ class Watch:
         store.set(f"alive/{self._rank}", "")
 
     def _lost(self, store: Store, passed: float) -> str:
-        """Which ranks are lost, of those behind this one; '' if none is. `passed` are seconds since the last look.
+        """The lost ranks among those behind this one; '' if there are none. `passed` are the seconds since the last
+        look.
 
-        A rank that is silent watches nobody: whom it has watched is watched from here.
+        A silent rank watches nobody, so the rank that it watched is watched from here.
         """
         if not self._holder and store_holder().startswith("rank 0"):
             self._holder = _place(self._sign(store, 0))
@@ -233,7 +234,9 @@ class Watch:
         return seen
 
     def _judged(self, store: Store, rank: int, seen: _Seen, hurry: bool, another: bool) -> str:
-        """How a rank is lost; '' if it is not, or has left. With `another` lost rank before it, silence is enough."""
+        """The way in which a rank is lost; '' if it is not, or has left. After `another` lost rank, silence is
+        sufficient evidence.
+        """
         if not seen.sign:
             return ""
         found = condition(_place(seen.sign))
@@ -252,7 +255,7 @@ class Watch:
         return SILENT * self._interval if another else min(HURRY, patience) if hurry else patience
 
     def _renew(self, store: Store, rank: int, seen: _Seen) -> None:
-        """Tell other machines that a silent rank of this one runs."""
+        """Tell other machines that a silent rank of this machine runs."""
         silent = SILENT * self._interval < seen.silent <= self._timeout
         if silent and condition(_place(seen.sign)) == "runs":
             number, _, rest = seen.sign.partition(" ")
@@ -265,26 +268,26 @@ class Watch:
         return store.get(key).decode() if store.check([key]) else ""
 
     def _signals(self) -> bytes:
-        """Numbers of the signals that arrived while waiting for the next sign of life to be due."""
+        """The numbers of the signals that arrived before the next sign of life is due."""
         pending = self._interruption is not None and self._interruption.pending
         return self._caught.wait(0.05 if pending else self._interval)
 
     def _stop(self, why: str, code: int, *, stopped: Sequence[str] = ()) -> None:
         doing = self.clock.doing
         _break_off(self._leaving)
-        # Rank 0's process may hold the store, where the others have yet to read why.
+        # Rank 0's process may host the store, from which the others have yet to read the failure.
         linger = 3 * self._interval if stopped or (code == 1 and not self._rank) else 0.0
         leave(why, self._rank, doing, code, linger=linger, stopped=stopped)
 
     def _outlast_others(self) -> None:
-        """Rank 0's process may hold the store, where the others have yet to read why."""
+        """Wait for the others: rank 0's process may host the store, from which they have yet to read the failure."""
         if self._rank == 0:
             time.sleep(3 * self._interval)
 
 
 @contextmanager
 def breaking_off() -> Iterator[list[Callable[[], None]]]:
-    """On an error inside, call what is in the list: what breaks connections off that would hold this process."""
+    """On an error inside, call the functions in the list: they break off connections that would block this process."""
     leaving: list[Callable[[], None]] = []
     try:
         yield leaving
@@ -294,7 +297,7 @@ def breaking_off() -> Iterator[list[Callable[[], None]]]:
 
 
 def _break_off(leaving: Sequence[Callable[[], None]]) -> None:
-    """Without waiting long, and whatever fails: the process ends after that."""
+    """Break connections off without waiting long, ignoring failures: the process ends after that."""
 
     def run() -> None:
         for each in leaving:
@@ -307,7 +310,7 @@ def _break_off(leaving: Sequence[Callable[[], None]]) -> None:
 
 
 def _place(sign: str) -> str:
-    """Where the process is that has left a sign."""
+    """The place of the process that left a sign."""
     return sign.split(" ", 2)[1] if sign else ""
 
 

@@ -31,7 +31,7 @@ def load_model_file(path: Path) -> ModuleType:
 
 
 def call_with_options(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Call a function of the model file with those of the options that it takes."""
+    """Call a function of the model file with the options that it accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return function(**options)
@@ -42,9 +42,9 @@ def call_with_options(function: Callable[..., Any], options: Mapping[str, Any]) 
 def global_batch(
     module: ModuleType, options: Mapping[str, Any], *, seed: int, step: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The whole batch of a step: `data(step)` where the model file has it, else `batch()` under the step's own seed.
+    """The whole batch of a step: `data(step)` if the model file has it, else `batch()` under the step's own seed.
 
-    Both are given those of the options that they take. Raises UsageError P0530 where `data` fails.
+    Both receive the options that they accept. Raises UsageError P0530 if `data` fails.
     """
     generator = torch.get_rng_state()
     torch.default_generator.manual_seed(seed * 1_000_003 + step + 1)  # the host's alone: a device may be recording
@@ -74,7 +74,7 @@ def local_batch(
     count: int,
     device: torch.device,
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """This rank's part of what its stage reads, whole and in `count` microbatches."""
+    """This rank's part of the entries that its stage reads, whole and in `count` microbatches."""
     local = {name: x.to(device) for name, x in own_part(batch, inputs, sizes, coordinate).items()}
     return local, in_microbatches(local, inputs, sizes, count)
 
@@ -82,14 +82,14 @@ def local_batch(
 def own_part(
     batch: Mapping[str, Tensor], inputs: Mapping[str, Shard], sizes: Mapping[str, int], coordinate: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """This rank's part of what its stage reads, where the batch is."""
+    """This rank's part of the entries that its stage reads, on the batch's device."""
     return {name: _alone(shard.local(batch[name], sizes, coordinate)) for name, shard in inputs.items()}
 
 
 def in_microbatches(
     local: Mapping[str, Tensor], inputs: Mapping[str, Shard], sizes: Mapping[str, int], count: int
 ) -> list[dict[str, Tensor]]:
-    """Such a part in `count` pieces."""
+    """A rank's part in `count` microbatches."""
     return [
         {name: microbatch_part(x, inputs[name].dims, sizes, count, m).contiguous() for name, x in local.items()}
         for m in range(count)
@@ -97,6 +97,6 @@ def in_microbatches(
 
 
 def _alone(part: Tensor) -> Tensor:
-    """Contiguous, and no sight of a larger tensor, which would have to stay for it."""
+    """A contiguous copy, unless the part owns its memory: a view would keep the whole alive."""
     part = part.contiguous()
     return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()

@@ -1,4 +1,4 @@
-"""Batches made ahead: while the device computes a step, a thread makes this rank's part of the next one."""
+"""Prefetching: while the device computes a step, a thread prepares this rank's part of the next batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Part = Mapping[str, Tensor]
 
 
 class Feed:
-    """This rank's parts of batches by their numbers, of which up to `ahead` are made before they are asked for.
+    """This rank's parts of batches, by number; up to `ahead` of them are prepared in advance.
 
-    Parts are made in the order of their numbers, one at a time, and the same ones as without a thread. Where `pin` is
-    set they lie in page-locked memory, from which copies to the device do not wait for the host.
+    Parts are prepared one at a time, in order, and equal those without a thread. With `pin` they are in page-locked
+    memory, from which copies to the device do not block the host.
     """
 
     def __init__(self, make: Callable[[int], Part], *, end: int, ahead: int, pin: bool) -> None:
@@ -24,7 +24,7 @@ class Feed:
         self._coming: deque[_Coming] = deque()
 
     def __call__(self, number: int) -> Part:
-        """The part of one batch. Raises what the making of it has raised."""
+        """The part of one batch. Raises the error of its preparation, if any."""
         if not self._ahead:
             return self._make(number)
         if not self._coming or self._coming[0].number != number:
@@ -43,7 +43,7 @@ class Feed:
 
 
 class _Coming:
-    """One batch that a thread makes once the one before it is made."""
+    """A batch that a thread prepares after the one before it."""
 
     def __init__(self, number: int, make: Callable[[int], Part], before: _Coming | None) -> None:
         self.number = number

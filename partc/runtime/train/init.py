@@ -1,4 +1,4 @@
-"""Initial parameters: exactly what the single-device model has after `torch.manual_seed(seed)`."""
+"""Initial parameters, equal to those of the single-device model after `torch.manual_seed(seed)`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def initialise(
     size: int | None = None,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> None:
-    """Hand the wanted parameters and buffers to `take(name, tensor)`: whole, one after the other, not kept.
+    """Pass the wanted parameters and buffers to `take(name, tensor)`: whole, one after the other, and not kept.
 
-    Memory for one tensor at a time is enough (see replay.py). The whole model is built where `size`,
-    its bytes, says that it is small, and where its constructor can't be replayed: then `say` is told why.
+    Memory for one tensor at a time suffices (see replay.py). The whole model is built if `size`, its bytes, is small,
+    or if its constructor cannot be replayed; `say` receives the reason.
     """
 
     def build() -> nn.Module:
@@ -55,7 +55,7 @@ def _threads() -> int:
 
 
 def state_shapes(module: ModuleType, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the model's state dict, which leaves out some buffers; without its memory, if it can be."""
+    """The names and shapes of the model's state dict, which omits some buffers; computed without memory if possible."""
     try:
         with torch.device("meta"):
             model = call_with_options(module.model, options)

@@ -1,4 +1,4 @@
-"""What a run of a package does: its command line, and what of it comes from the checkpoint that it continues."""
+"""A run of a package: its command line, and the options that a checkpoint provides."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SAVE_EVERY, KEEP = 100, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a run does, the same on every rank."""
+    """The settings of a run, equal on every rank."""
 
     root: Path
     plan: dict[str, Any]
@@ -94,22 +94,22 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the batch, and of what the optimizer holds."""
+        """The dtype of the batch and of the optimizer's copy of parameters."""
         return held_in(self.plan["precision"])
 
     @property
     def measures(self) -> bool:
-        """Whether anybody wants to know where a step's time goes."""
+        """Whether the times of a step's parts are needed."""
         return self.metrics is not None or self.tensorboard is not None
 
     @property
     def start(self) -> int:
-        """Steps that were done before this run."""
+        """The number of steps before this run."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     @property
     def run(self) -> dict[str, Any]:
-        """What a checkpoint says of the training: those of `_CONTINUED` hold for its continuation too."""
+        """The training's description in a checkpoint; a continuation inherits the entries in `_CONTINUED`."""
         kept = {name: self.plan.get(name) for name in ("name", "mesh", "microbatches", "precision", "options")}
         return kept | {"init": self._origin} | {name: getattr(self, name) for name in _CONTINUED}
 
@@ -124,7 +124,7 @@ class Job:
         return self.save is not None and (step % self.save_every == 0 or step == self.steps)
 
 
-# Decided when a training starts; a continued one keeps them, unless it says otherwise.
+# Decided at the start of a training; a continued one keeps them unless given again.
 _DEFAULTS: dict[str, Any] = {
     "optimizer": "adamw", "lr": 1e-3, "accumulate": 1, "clip": None, "lr_schedule": "constant", "warmup": 0,
     "min_lr": 0.0, "weight_decay": None, "no_decay": (),
@@ -165,7 +165,7 @@ def _path(text: str) -> Path:
 
 
 def _resumed(text: str) -> Path | str:
-    """A folder, or '' for the one of --save."""
+    """A folder, or '' for that of --save."""
     return _path(text) if text else ""
 
 
@@ -176,7 +176,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str], root: Path) -> Job:
-    """Read the command line of train.py. Raises UsageError P0503, P0521, P0529, P0531 to P0533 and P0535."""
+    """Parse train.py's command line. Raises UsageError P0503, P0521, P0529, P0531 to P0533 and P0535."""
     parser = _Parser(prog="train.py", description="Train this package; one process per rank, under torchrun.")
     add = parser.add_argument
     add("--steps", type=int, default=10, help="of the whole training, with those before --resume")
@@ -302,7 +302,7 @@ def parse(argv: Sequence[str], root: Path) -> Job:
 
 
 def check_places(job: Job) -> None:
-    """See that a run on this machine can read and write what its options name.
+    """Check that a run on this machine can read and write the files in its options.
 
     Raises UsageError P0523, P0526, P0527 and P0538.
     """
@@ -328,7 +328,7 @@ def check_places(job: Job) -> None:
 
 
 class _Undecided(Exception):
-    """Only the model itself can tell."""
+    """Only the model itself can decide."""
 
 
 def _undecided() -> NoReturn:
@@ -339,7 +339,9 @@ _ROOM = "name a place with room that all ranks can write to"
 
 
 def _why_not(name: str, path: Path, folder: Path) -> str:
-    """Why `path`, which is `folder` or a file in it, cannot be written; '' if it can. New folders are made later."""
+    """The reason why `path`, which is `folder` or a file in it, cannot be written; '' if it can. New folders are made
+    later.
+    """
     why = ""
     try:
         if path != folder and path.is_dir():
@@ -359,7 +361,7 @@ def _why_not(name: str, path: Path, folder: Path) -> str:
 
 
 def _check_graphs(arguments: dict[str, Any], plan: dict[str, Any]) -> None:
-    """Raises UsageError P0533 where the host has a part in a step."""
+    """Raise UsageError P0533 if the host takes part in a step."""
     if "uncaptured" in plan:
         raise _uncaptured(plan["uncaptured"], "leave out --cuda-graphs, or add --no-cuda-graphs")
     for name, why in (
@@ -401,7 +403,7 @@ def prepared(job: Job, together: Together, say: Say) -> Job:
 
 
 def _continued(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the checkpoint says where the command line doesn't; the learning rate may change on the way."""
+    """The checkpoint's settings for options that the command line omits; the learning rate may change."""
     for name in ("seed", "optimizer", "accumulate"):  # a step's batches follow from its number and theirs
         if name in job.given and getattr(job, name) != checkpoint.run[name]:
             raise UsageError(
@@ -414,7 +416,7 @@ def _continued(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _occupied(job: Job, folder: Path) -> str:
-    """Why this run must not save in a folder: it has another run's checkpoints, or later ones than its start."""
+    """The reason why this run must not save in a folder (it has another run's or later checkpoints); '' if it may."""
     own = job.checkpoint is not None and folder.resolve() == job.checkpoint.path.resolve().parent
     for path in checkpoints(folder):
         if own and job.checkpoint is not None and path.name in job.checkpoint.passed_over:

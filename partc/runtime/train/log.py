@@ -1,4 +1,4 @@
-"""What a run tells: a line of JSON per step in a file, a progress line or bar on the screen, TensorBoard."""
+"""A run's log: a line of JSON per step in a file, a progress line or bar on the screen, TensorBoard."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .step_times import Split
 
 
 class StepLog:
-    """Opened on the one rank that has the loss and stands first on every other axis.
+    """Opened on the single rank that has the loss and the coordinate 0 on every other axis.
 
-    `tokens` and `flops` are a step's, `peak` what all ranks could do in a second and where that is
-    from, `board` a folder for TensorBoard.
+    `tokens` and `flops` are those of a step, `peak` the flops per second of all ranks with their source, `board` a
+    folder for TensorBoard.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class StepLog:
         split: Split | None = None,
         aside: Mapping[str, float] | None = None,
     ) -> None:
-        """Log a step, whose number the loop counts from 0; users read numbers from 1, as checkpoints have them.
+        """Log a step. `step` counts from 0; users see numbers from 1, as in checkpoints.
 
-        `seconds` are all that passed; `aside` names those in which the host did something else than train.
+        `seconds` is the whole time; `aside` names the host's other activities in it.
         """
         entry: dict[str, Any] = {"step": step + 1, "loss": loss, "seconds": round(seconds, 6), "lr": updated.rate}
         entry |= {"tokens_per_second": round(self._tokens / seconds, 1), "peak_bytes": peak_bytes}
@@ -110,7 +110,7 @@ class StepLog:
             print(text, end="", file=self._stream, flush=True)
 
     def _bar(self, done: int, line: str) -> str:
-        """The line with how far the run is, and how long it takes yet, as wide as the terminal."""
+        """The line with a progress bar and the remaining time, as wide as the terminal."""
         passed = time.monotonic() - self._began
         left = round(passed / max(1, done - self._start) * (self._steps - done))
         line = f"{line}  {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
@@ -123,7 +123,7 @@ class StepLog:
 
 
 def _writer(folder: Path, start: int) -> Any:
-    """TensorBoard's, over what an earlier run wrote of the steps to come."""
+    """TensorBoard's writer; it replaces an earlier run's entries of later steps."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=start + 1 if start else None)
@@ -131,13 +131,13 @@ def _writer(folder: Path, start: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """What every line of the log has."""
+    """The fields of every line of the log."""
 
     step: int
 
 
 def _earlier(path: Path, start: int) -> str:
-    """Lines of the run that this one continues, up to where it does."""
+    """The lines of the continued run, up to its continuation."""
     if not start or not path.exists():
         return ""
     kept = []

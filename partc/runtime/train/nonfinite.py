@@ -1,4 +1,4 @@
-"""Which region made a loss that is not finite: the step runs again, and what each call reads and makes is looked at."""
+"""The region that produced a non-finite loss: the step runs again, with checks of each call's inputs and results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def explain(
     calls: list[dict[str, Any]],
     rerun: Callable[[], object],
 ) -> UsageError:
-    """The error to stop with, the same on every rank: all of them call this. `calls` are the plan's."""
+    """The error to stop with, equal on every rank; all ranks call this. `calls` are the plan's."""
     mine: dict[str, Any] = {"order": [], "text": "", "loss": loss}
     held = {**{f"parameter {name}": x for name, x in parameters.items()}, **{f"input {n}": x for n, x in batch.items()}}
     before = next((name for name, x in held.items() if not _finite(x)), None)

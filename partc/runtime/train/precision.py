@@ -1,4 +1,4 @@
-"""Run a model's own code in double precision throughout: its casts to float32 stay in float64."""
+"""Double precision for a model's own code: its casts to float32 stay in float64."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 
 def held_in(precision: str) -> torch.dtype:
-    """What parameters are held in, and a model is traced in: few bits come later, where they are safe."""
+    """The dtype of parameters and of the trace; lower precision is chosen later, where it is safe."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 
 class _Double(TorchFunctionMode):
-    """Replaces float32, wherever a function is told to use it, by float64."""
+    """Replaces float32 arguments of functions by float64."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -33,7 +33,9 @@ class _Double(TorchFunctionMode):
 
 @torch.library.custom_op("partc_double::grouped_mm", mutates_args=())
 def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """Rows of each group times its matrix, x[s, i] w[g, i, o] -> [s, o]; torch's own has no double precision."""
+    """The product of each group's rows with its matrix, x[s, i] w[g, i, o] -> [s, o]; torch's own lacks double
+    precision.
+    """
     parts = [x[start:end] @ w[group] for group, (start, end) in enumerate(_groups(offs))]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - sum(map(len, parts)), w.shape[2])])
 
@@ -72,10 +74,10 @@ def _groups(offs: Tensor) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Make `dtype` the default; in float64, also what code that asks for float32 gets.
+    """Make `dtype` the default; for float64, also replace explicit float32.
 
-    A model that computes its norms or its loss in float32 whatever its parameters are would otherwise
-    round there, and could not be compared to 1e-10.
+    A model that computes its norms or its loss in float32 would otherwise round there, and could not be compared to
+    1e-10.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -1,14 +1,13 @@
-"""Building a model one tensor at a time: its constructor runs on fake tensors, and what it did is replayed.
+"""Building a model one tensor at a time: its constructor runs on fake tensors, and its operations are replayed.
 
-`record` runs the constructor without memory and writes down what it did to every storage, in order.
-`Recording.replay` does the same again with real memory, so that the generator's draws fall as they
-would have: a storage is filled from its first operation that matters to its last, handed over, and
-freed. Where the constructor reads a value (`.item()`, a rejection loop), it is computed then and there,
-draws included.
+`record` runs the constructor without memory and records its operations on every storage, in order. `Recording.replay`
+repeats them with real memory, with equal draws from the generator: a storage is filled from its first relevant
+operation to its last, handed over, and freed. If the constructor reads a value (`.item()`, a rejection loop), it is
+computed at once, draws included.
 
-Every rank replays the draws of the whole model, so their speed decides how fast a large model starts.
-One thread takes the generator from draw to draw, without computing the numbers where it is known how many
-random words a draw takes; other threads compute what is wanted, each from the generator's state at that draw.
+Every rank replays the draws of the whole model, so their speed determines the start-up time of a large model. One
+thread advances the generator from draw to draw, without computing the numbers if the number of random words of a draw
+is known; other threads compute the wanted tensors, each from the generator's state at its draw.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _FILLS = frozenset(
     }
 )
 _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"})
-# Random words of 32 bits that a draw takes for each element, and how many elements are drawn at a time.
+# 32-bit random words of a draw for each element, and the number of elements drawn at a time.
 _WORDS = {torch.float32: 1, torch.float64: 2, torch.bfloat16: 1, torch.float16: 1}
 _NORMALS = 16
 _SKIPPED = 1 << 16  # words that are skipped at a time
@@ -64,7 +63,7 @@ class CannotReplay(Exception):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor as a window on a storage."""
+    """A tensor as a view of a storage."""
 
     storage: int
     dtype: torch.dtype
@@ -77,7 +76,7 @@ class View:
 
     @property
     def end(self) -> int:
-        """Bytes of storage that it reaches into."""
+        """The end of the view, in bytes of its storage."""
         if 0 in self.shape:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
@@ -86,7 +85,7 @@ class View:
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """One recorded operation: tensors in `args` and `kwargs` stand as views, results in `results`."""
+    """One recorded operation: tensors in `args` and `kwargs` are views, results are in `results`."""
 
     operation: Any
     args: tuple[Any, ...]
@@ -101,7 +100,7 @@ class Step:
 
 @dataclass(slots=True)
 class Recording:
-    """What a constructor did, and the parameters and buffers that it left."""
+    """The operations of a constructor, and its final parameters and buffers."""
 
     steps: list[Step] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)  # storage -> bytes
@@ -111,7 +110,7 @@ class Recording:
     state: Tensor = field(default_factory=torch.default_generator.get_state)  # the generator's after those
 
     def replay(self, wanted: Collection[str], take: Callable[[str, Tensor], None], *, threads: int = 1) -> None:
-        """Hand each wanted tensor to `take(name, tensor)`, drawing from the generator as the constructor would.
+        """Pass each wanted tensor to `take(name, tensor)`, with the constructor's draws from the generator.
 
         `take` runs on the calling thread, in the order in which the constructor finished the tensors.
         """
@@ -155,7 +154,7 @@ class Recording:
         torch.default_generator.set_state(self.state)
 
     def value(self, view: View) -> Tensor:
-        """What a tensor holds at this point of the recording: draws that it depends on are made now."""
+        """The value of a tensor at this point of the recording; draws that it depends on happen now."""
         live = self._live({view.storage})
         memory = dict(self.constants)
         outside = torch.default_generator.get_state()
@@ -168,7 +167,7 @@ class Recording:
         return view.of(self._memory(memory, view.storage))
 
     def _step(self, index: int, live: bool, memory: dict[int, torch.UntypedStorage], workers: _Workers) -> None:
-        """Do a step again, or only its draws, and keep count of the generator's state."""
+        """Repeat a step, or only its draws, and track the generator's state."""
         step, generator = self.steps[index], torch.default_generator
         first = index >= self.drawn
         if step.random and (first or live):
@@ -188,9 +187,9 @@ class Recording:
                 self.state = generator.get_state()
 
     def _live(self, needed: set[int]) -> set[int]:
-        """The steps that decide what the needed storages hold at the end.
+        """The steps that determine the final contents of the needed storages.
 
-        Also those whose draws may depend on what they read, which scratch memory can't stand in for.
+        Includes steps whose draws may depend on values that they read, for which scratch memory is no substitute.
         """
         needed, live = set(needed), set()
         for index in range(len(self.steps) - 1, -1, -1):
@@ -211,7 +210,7 @@ class Recording:
         return memory[storage]
 
     def _run(self, step: Step, memory: dict[int, torch.UntypedStorage], state: Tensor | None = None) -> None:
-        """Do a step; where a state is given, with a generator in that state in place of the default one."""
+        """Repeat a step; if a state is given, with a generator in that state instead of the default one."""
         real = lambda view: view.of(self._memory(memory, view.storage))  # noqa: E731
         args, kwargs = tree_map_only(View, real, (step.args, step.kwargs))
         if state is not None:
@@ -229,7 +228,7 @@ class Recording:
                 view.of(self._memory(memory, view.storage)).copy_(x)
 
     def _draw(self, step: Step) -> None:
-        """Take the default generator past a draw, whose numbers nobody reads here."""
+        """Advance the default generator past a draw whose numbers are not needed."""
         if step.fills is not None:
             target, name = step.args[0], step.operation.overloadpacket.__name__
             words = _words(name, target.dtype, math.prod(target.shape), _is_dense(target))
@@ -242,7 +241,7 @@ class Recording:
 
 
 class _Workers:
-    """Threads that run tasks on storages, those of one storage in order."""
+    """Threads that run tasks on storages; the tasks of one storage run in order."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
@@ -261,7 +260,7 @@ class _Workers:
         self._last.update(dict.fromkeys(storages, future))
 
     def wait(self, storages: Iterable[int]) -> None:
-        """Until all tasks on the storages are done. Raises what one of them has raised."""
+        """Wait for all tasks on the storages. Raises the error of a task."""
         for storage in storages:
             if (future := self._last.pop(storage, None)) is not None:
                 future.result()
@@ -277,11 +276,11 @@ def _is_dense(view: View) -> bool:
 
 
 def _words(name: str, dtype: torch.dtype, count: int, dense: bool) -> int | None:
-    """How many random words a draw of so many elements takes; None where that is not known."""
+    """The number of random words of a draw of `count` elements; None if unknown."""
     if name == "uniform_" and dtype in _WORDS:
         return count * _WORDS[dtype]
     if name == "normal_" and dtype in _WORDS and dense and count >= _NORMALS:
-        # The last elements that fill no group are drawn once more as a group, in 16 bits together with what is missing.
+        # The last elements that do not fill a group are drawn again as a group, padded in 16 bits.
         rest = count % _NORMALS
         more = 0 if not rest else _NORMALS if dtype.itemsize > 2 else _NORMALS - rest
         return (count + more) * _WORDS[dtype]
@@ -290,7 +289,7 @@ def _words(name: str, dtype: torch.dtype, count: int, dense: bool) -> int | None
 
 @functools.cache
 def _agrees(name: str, dtype: torch.dtype) -> bool:
-    """True if this torch takes as many random words for a draw as `_words` says."""
+    """Whether this torch takes as many random words for a draw as `_words` predicts."""
     drawn, skipped = torch.Generator(), torch.Generator()
     for count in (16, 35, 64):
         drawn.manual_seed(count)
@@ -303,14 +302,14 @@ def _agrees(name: str, dtype: torch.dtype) -> bool:
 
 
 def _skip(generator: torch.Generator, words: int) -> None:
-    """Take a generator past so many random words: a byte takes one."""
+    """Advance a generator by this number of words: drawing a byte takes one."""
     scratch = torch.empty(min(words, _SKIPPED), dtype=torch.uint8)
     for start in range(0, words, _SKIPPED):
         scratch[: words - start].random_(generator=generator)
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes each operation down, then lets the fake mode beneath compute its result's shape."""
+    """Records each operation, then lets the fake mode beneath compute the shape of its result."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -386,7 +385,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 
 def record(build: Callable[[], nn.Module], seed: int) -> Recording:
-    """Run a constructor on fake tensors. Raises CannotReplay, or whatever the constructor raises on them."""
+    """Run a constructor on fake tensors. Raises CannotReplay, or the constructor's own errors on fake tensors."""
     generator = torch.default_generator
     before = generator.get_state()
     generator.manual_seed(seed)
@@ -407,18 +406,18 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recording:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer, under each of its names."""
+    """All parameters and buffers, under each of their names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name, parameter.detach() if not isinstance(parameter, FakeTensor) else parameter
     yield from model.named_buffers(remove_duplicate=False)
 
 
 class _Surroundings:
-    """What a constructor meets while it is recorded.
+    """The environment of a constructor while it is recorded.
 
-    The default generator can't be saved, set or seeded: fake tensors draw nothing, so its state means
-    nothing. And `module.to(...)` replaces a parameter's data, as it does on real tensors; on fake ones
-    torch would swap the tensors, and can't.
+    The default generator cannot be saved, set or seeded: fake tensors draw nothing, so its state is meaningless.
+    `module.to(...)` replaces a parameter's data, as on real tensors; on fake tensors torch would try to swap them, and
+    fail.
     """
 
     _REFUSED = ("manual_seed", "seed", "get_rng_state", "set_rng_state", "initial_seed")

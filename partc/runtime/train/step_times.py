@@ -1,13 +1,13 @@
-"""Where the seconds of a step go: a rank's own work, communication that it waits for, and the pipeline's bubble.
+"""The split of a step's seconds: a rank's own work, communication that it waits for, and the pipeline's bubble.
 
-`compute` is what a rank does itself. `exposed_communication` is what it waits in collectives (for slower
-ranks too), for a transfer that is on its way, and for its own sends to leave. `bubble` is what it waits
-in receives for a pipeline peer that hasn't sent yet. Each is the mean over all ranks, so that they add
-up to the step; the mean is what more hardware, or a better plan, could win back.
+`compute` is a rank's own work. `exposed_communication` is its waiting in collectives (also for slower ranks), for
+transfers that are on their way, and for its own sends to leave. `bubble` is its waiting in receives for a pipeline peer
+that has not sent yet. Each is the mean over all ranks, so that they add up to the step; the mean is the time that more
+hardware, or a better plan, could win back.
 
-How late a peer was is seen without a common clock. After each step every rank tells its pipeline peers
-when it sent; processes of one machine read one clock, and for others its offset is half of what the quickest
-transfers there and back differ by, as in the Network Time Protocol (Mills 1991, section 3).
+The lateness of a peer is measured without a common clock. After each step every rank tells its pipeline peers when it
+sent. Processes of one machine read one clock. For others the offset is half of the difference between the quickest
+transfers there and back, as in the Network Time Protocol (Mills 1991, section 3).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FAR = 1 << 62  # nanoseconds: nothing has come yet
 
 
 class Split(NamedTuple):
-    """Seconds of a step, as means over all ranks."""
+    """The seconds of a step, as means over all ranks."""
 
     compute: float
     exposed_communication: float
@@ -39,7 +39,7 @@ class Split(NamedTuple):
 
 
 def split(intervals: Sequence[Interval], late: int) -> Split:
-    """Of one rank, whose peers were late by so many nanoseconds."""
+    """The split of one rank, whose peers were late by `late` nanoseconds."""
     work = waits = 0
     for interval in intervals:
         if interval.kind == "work":
@@ -50,7 +50,7 @@ def split(intervals: Sequence[Interval], late: int) -> Split:
 
 
 class Times:
-    """One rank's. Every rank has one or none: at a step's end they talk to each other."""
+    """The times of one rank. Every rank has one or none: they communicate at a step's end."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Times:
 
     @classmethod
     def of(cls, job: Job, comm: Comm, rank: int, links: Mapping[Link, int], stages: Sequence[int]) -> Times:
-        """What a run asks for. Raises UsageError P0521."""
+        """The measurements that a run asks for. Raises UsageError P0521."""
         trace = None
         if job.trace is not None:
             steps = wanted_steps(job.trace_steps, job.start, job.steps)
@@ -82,7 +82,7 @@ class Times:
         return cls(comm, sizes=job.sizes, links=links, stages=stages, metrics=metrics, trace=trace)
 
     def peak(self, job: Job) -> tuple[float, str]:
-        """Flops a second of all ranks' devices together, and where the number is from. Virtual ranks share one."""
+        """The flops per second of all ranks' devices together, and their source. Virtual ranks share one device."""
         dtype = DTYPES[_SHORT[job.plan["precision"]]]
         own, origin = (job.peak_flops, "given") if job.peak_flops else peak(self._comm.device, dtype)
         if job.virtual:
@@ -95,7 +95,7 @@ class Times:
             self._comm.clock.start(self._comm.device)
 
     def end(self, step: int) -> Split | None:
-        """After a step's update; None where no metrics are wanted."""
+        """After a step's update; None if no metrics are wanted."""
         intervals = self._comm.clock.stop()
         if self._trace is not None:
             self._trace.add(step, intervals)
@@ -105,7 +105,7 @@ class Times:
         return split
 
     def close(self) -> None:
-        """After the last step, which may come before all that a trace wants."""
+        """After the last step, which may come before the end of the traced steps."""
         self._comm.clock.stop()
         if self._trace is not None:
             self._trace.write()
@@ -122,7 +122,7 @@ class Times:
 
 
 class _Lateness:
-    """How long a rank waits in receives until its peers send."""
+    """The time that a rank waits in receives until its peers send."""
 
     def __init__(self, comm: Comm, links: Mapping[Link, int], stages: Sequence[int]) -> None:
         self._comm = comm
@@ -134,7 +134,7 @@ class _Lateness:
         self._quickest = dict.fromkeys(links.values(), _FAR)  # by peer, from its sending to this rank's having
 
     def of(self, intervals: Sequence[Interval]) -> int:
-        """Nanoseconds of one step, in which all peers do the same."""
+        """The nanoseconds of one step; all peers call this together."""
         if not self._peers:
             return 0
         sent = self._told(
@@ -153,7 +153,7 @@ class _Lateness:
         return late
 
     def _offsets(self) -> dict[int, int]:
-        """By peer: of this rank's clock over the peer's."""
+        """For each peer, the offset of this rank's clock from the peer's."""
         if self._near is None:
             told = self._told({link: [self._machine] for link in self._out}, dict.fromkeys(self._in, 1))
             here = {self._peers[link] for link, (there,) in told.items() if there == self._machine}
@@ -167,14 +167,14 @@ class _Lateness:
         return [link for link in links if self._peers[link] not in (self._near or ())]
 
     def _offset(self, link: Link, machine: int, quickest: int) -> int:
-        """Of this rank's clock over its peer's; `quickest` is what the peer has seen of this rank."""
+        """The offset of this rank's clock from its peer's; `quickest` is the peer's measurement of this rank."""
         mine = self._quickest[self._peers[link]]
         if machine == self._machine or _FAR in (mine, quickest):
             return 0 if machine == self._machine or mine == _FAR else mine
         return (mine - quickest) // 2
 
     def _told(self, said: Mapping[Link, Sequence[int]], counts: Mapping[Link, int]) -> dict[Link, list[int]]:
-        """What the other ends of links that end here say, in so many numbers; the same is done at those ends."""
+        """The numbers that the other ends of incoming links send; those ends do the same."""
         device = self._comm.device
         for link, numbers in said.items():
             self._comm.send(bring(torch.tensor(numbers, dtype=torch.int64), device), link)
@@ -184,7 +184,7 @@ class _Lateness:
 
 
 def _over(intervals: Sequence[Interval], kind: str, link: Link) -> list[Interval]:
-    """In the order in which they were posted, which both ends share."""
+    """The intervals of a link in the order of posting, which both ends share."""
     over = f"link {link[0]} {link[1]}"
     found = [interval for interval in intervals if interval.kind == kind and interval.over == over]
     return sorted(found, key=lambda interval: interval.posted)

@@ -1,4 +1,4 @@
-"""What each rank did in some steps, written for `partc trace`: one JSON file per rank."""
+"""Traces of some steps for `partc trace`: one JSON file per rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FORMAT = 1
 
 
 def wanted_steps(text: str | None, start: int, steps: int) -> range:
-    """Steps to trace, counted from 0: `3:5` is the third to the fifth; by default three after a run's first.
+    """The steps to trace, counted from 0: `3:5` is the third to the fifth; by default three after a run's first.
 
-    Raises UsageError P0521 where the run, which goes from `start` to before `steps`, has none of them.
+    Raises UsageError P0521 if the run, from `start` to before `steps`, contains none of them.
     """
     if text is None:
         return range(min(start + 1, max(start, steps - 1)), min(start + 4, steps))
@@ -36,7 +36,7 @@ def wanted_steps(text: str | None, start: int, steps: int) -> range:
 
 
 class Trace:
-    """One rank's intervals of the steps from `first` to before `last`, which are counted from 0."""
+    """One rank's intervals of the steps from `first` to before `last`, counted from 0."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Trace:
             "world_size": world_size,
             "peers": {f"link {source} {target}": peer for (source, target), peer in links.items()},
             "machine": machine(),
-            # Clocks of machines differ; what they take for the time of day tells by how much.
+            # Monotonic clocks of machines differ; their time of day gives the offset.
             "epoch": time.time_ns() - time.monotonic_ns(),
         }
         self._kept: list[dict[str, Any]] = []
@@ -69,7 +69,7 @@ class Trace:
         return step in self._steps
 
     def add(self, step: int, intervals: Sequence[Interval]) -> None:
-        """A step's, if it is wanted; with the last one everything is written."""
+        """Add the intervals of a step, if it is wanted; the last one writes the file."""
         if step not in self._steps:
             return
         self._kept.append({"step": step + 1, "intervals": intervals})
@@ -77,7 +77,7 @@ class Trace:
             self.write()
 
     def write(self) -> None:
-        """All that there is: a file is complete or absent."""
+        """Write all intervals; the file is complete or absent."""
         if not self._kept:
             return
         with writing(self._folder, self._rank):

@@ -1,4 +1,4 @@
-"""Training: what the package's train.py runs, on one rank of many or on all of them at once."""
+"""The training loop of the package's train.py, on one rank of many or on all of them at once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from .tuning import settle
 
 @dataclass(slots=True)
 class Rank:
-    """One rank: its literals, its stages' classes, and what it holds."""
+    """One rank: its literals, its stages' classes, and its tensors."""
 
     number: int
     module: ModuleType
@@ -71,18 +71,18 @@ class Rank:
 
     @property
     def shards(self) -> dict[str, Shard]:
-        """Parameters of all its stages; of two that use one, the last sums its gradient."""
+        """The parameters of all its stages; if two stages use one, the last sums its gradient."""
         return {name: shard for stage in self.stage_classes.values() for name, shard in stage.parameters.items()}
 
     @property
     def told(self) -> dict[Slot, tuple[int, ...]]:
-        """What values of the ranks beyond its links tell."""
+        """The links whose values other ranks report."""
         peers = (importlib.import_module(f"ranks.rank_{peer:03d}") for peer in set(self.module.LINKS.values()))
         return {slot: told for peer in peers for slot, told in told_by(parse_schedule(peer.SCHEDULE)).items()}
 
     @property
     def inputs(self) -> dict[str, Shard]:
-        """Entries of the batch that its stages read."""
+        """The batch entries that its stages read."""
         return {name: shard for stage in self.stage_classes.values() for name, shard in stage.inputs.items()}
 
     @property
@@ -92,7 +92,7 @@ class Rank:
 
     @property
     def logs(self) -> bool:
-        """Whether this is the one rank that reports the loss."""
+        """Whether this is the single rank that reports the loss."""
         place = {axis: index for axis, index in self.module.COORDINATE.items() if axis != "pp"}
         return any(stage.loss is not None for stage in self.stage_classes.values()) and not any(place.values())
 
@@ -420,7 +420,7 @@ def _train(
 
 
 def _stopped(job: Job, rank: Rank) -> bool:
-    """Whether the run was interrupted, and says so once everything is saved."""
+    """Whether the run was interrupted; reports it once everything is saved."""
     stopped = rank.done < job.steps and job.start < job.steps
     if stopped and rank.number == 0:
         what = f"what was done is saved in {job.save}, and --resume continues" if rank.done else "nothing was done yet"
@@ -429,7 +429,7 @@ def _stopped(job: Job, rank: Rank) -> bool:
 
 
 def _say(text: str) -> None:
-    """Names in it may have any character: a terminal shows them, and obeys none."""
+    """Print text with control characters escaped: names in it may contain any character."""
     shown = (c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
     print("".join(shown), file=sys.stderr, flush=True)
 

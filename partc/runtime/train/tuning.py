@@ -1,9 +1,10 @@
-"""Which configuration each kernel runs with: what is fastest on this GPU, timed once and kept in a file.
+"""The configuration of each kernel: the fastest on this GPU, timed once and kept in a file.
 
     {"NVIDIA H200, Triton 3.7.1": {"silu_mul 1f0c88a2": {"BLOCK": 2048, "num_warps": 8}}}
 
-A kernel goes by its name and a digest of its source. The first rank times candidates, on memory of their own and before
-there is any other, and tells all: results of some kernels depend on it in their last bits, and copies must stay equal.
+A kernel is identified by its name and a digest of its source. The first rank times the candidates, before other memory
+is allocated, and tells all ranks: the last bits of some kernels depend on the configuration, and copies must stay
+equal.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Kernel:
 
     @property
     def candidates(self) -> Sequence[Configuration]:
-        """The first is its own."""
+        """All candidates; the first is the default."""
         found: Sequence[Configuration] = self.module.CANDIDATES
         return found
 
@@ -60,7 +61,9 @@ class Kernel:
         return f"{self.name} {hashlib.sha256(Path(self.module.__file__).read_bytes()).hexdigest()[:8]}"
 
     def allows(self, choice: object) -> bool:
-        """Whether it can run so: with values that some candidate has; options of Triton may be others."""
+        """Whether the configuration is valid: with values that some candidate has; Triton's own options may have
+        others.
+        """
         if not isinstance(choice, dict) or not set(self.candidates[0]) <= {*choice, *OPTIONS}:
             return False
         return all(type(value) is int and self._allows(key, value) for key, value in choice.items())
@@ -77,7 +80,7 @@ class Kernel:
 def settle(
     package: ModuleType, folder: Path, device: torch.device, together: Together, *, file: Path | None, say: Say
 ) -> None:
-    """On all ranks together: have the kernels in `folder` run with a user's `file`, or with what is fastest here.
+    """On all ranks together: configure the kernels in `folder` by a user's `file`, or by the fastest here.
 
     Raises UsageError P0532.
     """
@@ -101,14 +104,14 @@ def settle(
 
 
 def kernels_of(package: ModuleType) -> tuple[Kernel, ...]:
-    """Those of a package's `kernels` that have candidates."""
+    """The kernels of a package that have candidates."""
     names = sorted(package.__all__)
     modules = ((name, importlib.import_module(f"{package.__name__}.{name}")) for name in names)
     return tuple(Kernel(name, module) for name, module in modules if hasattr(module, "CANDIDATES"))
 
 
 def fastest(candidates: Sequence[Configuration], seconds: Callable[[Configuration], float]) -> dict[str, int]:
-    """The candidate that takes least; the first one, unless another is clearly faster. What takes NaN can't run."""
+    """The fastest candidate; the first one, unless another is clearly faster. NaN marks a candidate that cannot run."""
     times = [seconds(each) for each in candidates]
     own = times[0] if times[0] == times[0] else math.inf
     best = min(range(len(times)), key=lambda index: times[index] if times[index] == times[index] else math.inf)
@@ -124,7 +127,7 @@ def tuned(
 ) -> Choices:
     """A choice for every kernel: the file's for this `place` (a GPU and a version of Triton), or a new one.
 
-    New ones are added to the file. What it has that cannot be read, or does not fit, is said and chosen again.
+    New choices are added to the file. Entries that cannot be read, or do not fit, are reported and chosen again.
     """
     table = _read(file, say)
     there = table.get(place)
@@ -145,7 +148,7 @@ def tuned(
 
 
 def given(file: Path) -> Table:
-    """What a user's file has, which is as `tuned` writes it; digests may be left out. Raises UsageError P0532."""
+    """The table in a user's file, in the format of `tuned`; digests may be left out. Raises UsageError P0532."""
     try:
         return decoded(Table, parsed(contents(file)))
     except Malformed as error:
@@ -153,7 +156,7 @@ def given(file: Path) -> Table:
 
 
 def from_given(kernels: Sequence[Kernel], file: Path, place: str, say: Say) -> Choices:
-    """A user's choices; kernels that the file doesn't name keep their own. Raises UsageError P0532."""
+    """A user's choices; kernels that the file does not name keep their defaults. Raises UsageError P0532."""
     table = given(file)
     if place not in table:
         say(f"{file} has nothing for {place}: kernels keep their own configurations")
@@ -170,7 +173,7 @@ def from_given(kernels: Sequence[Kernel], file: Path, place: str, say: Say) -> C
 
 
 def run_with(kernels: Sequence[Kernel], choices: Mapping[str, Configuration]) -> None:
-    """From now on."""
+    """Use these configurations from now on."""
     for kernel in kernels:
         if kernel.name in choices:
             kernel.run_with(choices[kernel.name])
@@ -182,7 +185,7 @@ def place_of(device: torch.device) -> str:
 
 
 class Clocked:
-    """Seconds of a launch on a GPU: the median of some, each with its operands in memory rather than in caches."""
+    """The seconds of a launch on a GPU: the median of several, with operands in memory rather than in caches."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -218,13 +221,13 @@ class Clocked:
 
 
 def forget(module: ModuleType) -> None:
-    """Have Triton take a module's kernels from its cache on disk again, or compile them."""
+    """Make Triton load a module's kernels from its disk cache again, or compile them."""
     for function in _compiled(module):
         function.device_caches.clear()
 
 
 def spills(module: ModuleType) -> int:
-    """How much its kernels keep in memory that has no place in registers, as the driver counts it."""
+    """The number of spilled registers of a module's kernels, as the driver reports it."""
     return sum(
         kernel.n_spills
         for function in _compiled(module)
@@ -248,7 +251,7 @@ def _read(file: Path, say: Say) -> dict[str, Any]:
 
 
 def _write(file: Path, place: str, new: Mapping[str, Configuration], say: Say) -> None:
-    """Beside what is there by now: another run may have timed other kernels meanwhile."""
+    """Merge new choices into the file: another run may have timed other kernels meanwhile."""
     table = _read(file, lambda line: None)
     there = table.get(place)
     table[place] = {**(there if isinstance(there, dict) else {}), **new}

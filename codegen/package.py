@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import jinja2
 
     from partc.codegen.kernels.kernel import Kernel
-    from partc.codegen.kernels.written import Written
+    from partc.codegen.kernels.written import FixedKernels
 
 
 def render(
@@ -219,7 +219,7 @@ def _count(shape: Sequence[int]) -> int:
     return count
 
 
-def kernel_module(kernel: Kernel | Written) -> str:
+def kernel_module(kernel: Kernel | FixedKernels) -> str:
     """The text of one kernel's module."""
     return formatted(_template(f"kernels/{kernel.template}.py.jinja").render(kernel=kernel))
 
@@ -233,7 +233,7 @@ def _kernels(program: Program) -> Iterator[tuple[str, str]]:
 
     fused = tuple(kernels(program))
     others = tuple(written(program))
-    every: list[Kernel | Written] = [*fused, *others]
+    every: list[Kernel | FixedKernels] = [*fused, *others]
     for kernel in every:
         yield f"kernels/{kernel.name}.py", kernel_module(kernel)
     for name in ("functions", "interpreted", "scratch"):

@@ -157,7 +157,7 @@ class Compilation:
     """A program with the steps that led to it; `partc inspect` reads it."""
 
     traced: Program
-    steps: tuple[passes.Step, ...]
+    steps: tuple[passes.PassResult, ...]
     model_source: str
     model_options: Mapping[str, Any]
     options: Options
@@ -288,21 +288,21 @@ def compilation(
             precision=options.precision,
         )
         done(Phase(label="Traced", seconds=time.perf_counter() - start, note=size(found.program)))
-        observe(passes.Step(name=passes.FIRST, label="Traced", program=found.program, seconds=0.0))
+        observe(passes.PassResult(name=passes.FIRST, label="Traced", program=found.program, seconds=0.0))
         return found
 
-    def stepped(step: passes.Step) -> None:
+    def stepped(step: passes.PassResult) -> None:
         observe(step)
         done(Phase(label=step.label, seconds=step.seconds, note=note(step)))
 
-    def lowered(program: Program) -> tuple[passes.Step, ...]:
+    def lowered(program: Program) -> tuple[passes.PassResult, ...]:
         last = passes.before("schedule")[-1]
         if options.zero < 3 or (until is not None and until in passes.before("schedule")):
             return fitted(program, until)
         first = fitted(program, last)
         return (*first, *_early(first[-1].program, options, last, until, stepped))
 
-    def fitted(program: Program, until: str | None) -> tuple[passes.Step, ...]:
+    def fitted(program: Program, until: str | None) -> tuple[passes.PassResult, ...]:
         if options.budget is None or (until is not None and until in passes.before("recompute")):
             return passes.run(program, options.for_passes, until=until, verify=verify_program, observe=stepped)
         return _within_budget(program, options, until, stepped)
@@ -332,7 +332,7 @@ def compilation(
 
 def _early(
     program: Program, options: Options, last: str, until: str | None, observe: passes.Observer
-) -> tuple[passes.Step, ...]:
+) -> tuple[passes.PassResult, ...]:
     """The passes from the schedule on, with as many early gathers as raise no rank's peak memory."""
     from partc.rehearsal.early import early
 
@@ -343,7 +343,7 @@ def _early(
 
 def _within_budget(
     program: Program, options: Options, until: str | None, observe: passes.Observer
-) -> tuple[passes.Step, ...]:
+) -> tuple[passes.PassResult, ...]:
     """The passes with the cheapest recomputation that fits the budget; each pass is reported once."""
     from partc.compilation.fitting import within
     from partc.passes.recompute import frontiers_of
@@ -354,7 +354,7 @@ def _within_budget(
 
     frontiers = frontiers_of(start)
 
-    def choose(times: Sequence[Sequence[Time]]) -> tuple[passes.Step, ...]:
+    def choose(times: Sequence[Sequence[Time]]) -> tuple[passes.PassResult, ...]:
         known = {"times": times, "frontiers": frontiers}
         return passes.run(start, options.for_passes | known, behind=last, verify=verify_program)
 

@@ -226,7 +226,7 @@ FIRST = "trace"  # what the pipeline starts from, under the name that `--after` 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class PassResult:
     """The result of one pass: the program after it and the time that it took."""
 
     name: str
@@ -236,7 +236,7 @@ class Step:
     added: tuple[tuple[str, int], ...] = ()  # operation -> how many more there are than before
 
 
-Observer = Callable[[Step], None]
+Observer = Callable[[PassResult], None]
 
 
 def run(
@@ -247,7 +247,7 @@ def run(
     behind: str | None = None,
     verify: Callable[[Program, frozenset[str], str], None] | None = None,
     observe: Observer = lambda step: None,
-) -> tuple[Step, ...]:
+) -> tuple[PassResult, ...]:
     """Run the passes in order, up to and including `until`, and report every step to `observe`.
 
     `behind` names a pass that has already run on the given program: only later passes run. `verify(program, facts,
@@ -258,7 +258,7 @@ def run(
     skipped = disabled()
     fuel.refill()
     facts = {"traced"}
-    steps: list[Step] = []
+    steps: list[PassResult] = []
     done = 0 if behind is None else 1 + NAMES.index(behind)
     for entry in PIPELINE[:done]:
         facts.update(entry.ensures)
@@ -278,7 +278,7 @@ def run(
         facts.update(entry.ensures)
         if verify is not None:
             verify(after, frozenset(facts), entry.name)
-        step = Step(
+        step = PassResult(
             name=entry.name, label=entry.label, program=after, seconds=seconds, added=_difference(program, after)
         )
         _report(step)
@@ -319,7 +319,7 @@ def disabled() -> frozenset[str]:
     return names
 
 
-def provenance(traced: Program, steps: tuple[Step, ...]) -> dict[str, str]:
+def provenance(traced: Program, steps: tuple[PassResult, ...]) -> dict[str, str]:
     """The pass that first made each value: "region.value" -> name of the pass, or `trace`."""
     found: dict[str, str] = {}
     for name, program in ((FIRST, traced), *((step.name, step.program) for step in steps)):
@@ -341,7 +341,7 @@ def _difference(before: Program, after: Program) -> tuple[tuple[str, int], ...]:
     return tuple((name, new[name] - old[name]) for name in sorted({*old, *new}) if new[name] != old[name])
 
 
-def _report(step: Step) -> None:
+def _report(step: PassResult) -> None:
     tell(PASSES, f"{step.name:<14} {step.seconds:8.3f} s")
     if step.added:
         tell(OP_COUNTS, "  " + ", ".join(f"{name} {count:+d}" for name, count in step.added))

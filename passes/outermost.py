@@ -35,7 +35,7 @@ def outermost(program: Program) -> Program:
 
 def _region(region: Region, sizes: Sizes) -> Region:
     types = region.types(region.forward)
-    found = _Turns(region.forward, types, sizes)
+    found = _Permutations(region.forward, types, sizes)
     turned: set[str] = set()
     for op in region.forward.ops:
         if found.is_seed(op):
@@ -44,7 +44,7 @@ def _region(region: Region, sizes: Sizes) -> Region:
 
 
 @dataclass(slots=True)
-class _Turns:
+class _Permutations:
     """Sets of values that can be transposed together."""
 
     graph: Graph
@@ -114,7 +114,7 @@ class _Turns:
         return self.types[name].layout.local_shape(self.sizes)
 
 
-def _rewritten(graph: Graph, turned: set[str], types: Mapping[str, TensorType], turns: _Turns) -> Graph:
+def _rewritten(graph: Graph, turned: set[str], types: Mapping[str, TensorType], turns: _Permutations) -> Graph:
     taken = {*types}
     ops: list[Op] = []
     for op in graph.ops:

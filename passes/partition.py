@@ -25,7 +25,7 @@ from partc.ir.mesh import TIME_AXIS
 from partc.ir.program import ITEMSIZE, Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import localize, resolve
 from partc.sharding.choices import layouts
-from partc.sharding.reshard import Step, plan
+from partc.sharding.reshard import ReshardStep, plan
 
 _SUFFIX = {
     "all_reduce": "sum",
@@ -134,7 +134,7 @@ class _Local:
             )
         return self.changed[name, target]
 
-    def _insert(self, name: str, type: TensorType, steps: tuple[Step, ...], reader: Op | None) -> str:
+    def _insert(self, name: str, type: TensorType, steps: tuple[ReshardStep, ...], reader: Op | None) -> str:
         last = name
         for step in steps:
             if step.axis == TIME_AXIS and step.op not in _IN_TIME and (step.op != "shard" or name in self.live):

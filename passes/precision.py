@@ -82,7 +82,7 @@ class _Mixed:
             replace(value, type=replace(value.type, dtype=self.low)) if low else value
             for value, low in zip(region.params, lows, strict=True)
         )
-        writer = _Writer(self.low, (*inputs, *params), {*region.forward.definitions(), *(v.name for v in params)})
+        writer = _CastWriter(self.low, (*inputs, *params), {*region.forward.definitions(), *(v.name for v in params)})
         for op, wanted in self._wanted(region):
             writer.operation(op, wanted)
         outputs = tuple(
@@ -125,7 +125,7 @@ class _Mixed:
                 yield from (names[name] for name in read)
 
 
-class _Writer:
+class _CastWriter:
     """Rewrites a region's operations, with casts for operands of other types."""
 
     def __init__(self, low: DType, given: tuple[Value, ...], taken: set[str]) -> None:

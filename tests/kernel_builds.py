@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from partc.codegen.kernels.kernel import Kernel
-    from partc.codegen.kernels.written import Written
+    from partc.codegen.kernels.written import FixedKernels
     from partc.ir.program import DType
     from tests.triton_runs import Kernels
 
@@ -240,7 +240,7 @@ def rows(columns: int, dtype: DType) -> list[Built]:
     return found
 
 
-def written_ones(kernels: Iterable[Written], loader: Kernels, found: list[Built], candidates: bool) -> None:
+def written_ones(kernels: Iterable[FixedKernels], loader: Kernels, found: list[Built], candidates: bool) -> None:
     """Those that don't depend on a model's operations."""
     for each in kernels:
         loaded = loader.load(replace(each, interpreted=each.block))
@@ -252,12 +252,12 @@ def written_ones(kernels: Iterable[Written], loader: Kernels, found: list[Built]
 
 def apart(candidates: bool) -> list[Built]:
     """Those of which few packages have all."""
-    from partc.codegen.kernels.written import LOGITS, Written
+    from partc.codegen.kernels.written import LOGITS, FixedKernels
     from tests.triton_runs import Kernels
 
     found: list[Built] = []
     with tempfile.TemporaryDirectory() as folder:
-        every = (*(Written(name=name, alone=False) for name in ("int8", "bf16")), LOGITS)
+        every = (*(FixedKernels(name=name, alone=False) for name in ("int8", "bf16")), LOGITS)
         written_ones(every, Kernels(Path(folder)), found, candidates)
     return found
 

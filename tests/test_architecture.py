@@ -7,76 +7,29 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from partc.frontend.example_files import FILES
+from tests.tree import (
+    LAYERS,
+    MODULES,
+    ROOT,
+    RUNTIME,
+    SAME_CONCEPT,
+    cycles,
+    imports,
+    module_name,
+    ours,
+    place,
+    repeated_classes,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-ROOT = Path(__file__).parent.parent
-# The folders of partc/ from the lowest layer to the highest: a module imports from its own folder and from lower ones.
-# "" stands for the files beside the folders.
-LAYERS = (
-    "runtime", "kernels", "", "ir", "schedules", "rules", "sharding", "communication", "cost", "frontend", "passes",
-    "templates", "codegen", "rehearsal", "package", "compilation", "api", "reports", "cli", "__main__",
-)  # fmt: skip
-RUNTIME = ("", "device", "processes", "comm", "ops", "execution", "optimizer", "checkpoint", "train")
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts if parts[0] == "partc" else ("partc", *parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def ours() -> list[Path]:
-    """Every module once: the links inside partc/ are not followed."""
-    files = (path for folder in ("partc", "passes", "codegen", "templates") for path in (ROOT / folder).rglob("*.py"))
-    links = tuple(link for link in (ROOT / "partc").iterdir() if link.is_symlink())
-    return sorted(path for path in files if not any(path.is_relative_to(link) for link in links))
-
-
-MODULES = {module_name(path): path for path in ours()}
-
-
-def place(module: str, layers: tuple[str, ...], above: str) -> int:
-    """The layer of a module below the package `above`."""
-    name = module.removeprefix(above).removeprefix(".").partition(".")[0]
-    return layers.index(name if name in layers else "")
-
-
-def imports(path: Path, *, late: bool) -> Iterator[tuple[int, str]]:
-    """Line and module of each import; `late` tells whether those inside functions count. Type-only ones never do."""
-    package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
-
-    def walk(nodes: list[ast.stmt]) -> Iterator[tuple[int, str]]:
-        for node in nodes:
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                continue
-            if isinstance(node, ast.Import):
-                yield from ((node.lineno, alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-                module = ".".join([*base, *([node.module] if node.module else [])])
-                for alias in node.names:
-                    inner = f"{module}.{alias.name}"
-                    yield node.lineno, inner if inner in MODULES else module
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                if late:
-                    yield from walk(node.body)
-            else:
-                for field in ("body", "orelse", "finalbody"):
-                    yield from walk(getattr(node, field, []))
-                for handler in getattr(node, "handlers", []):
-                    yield from walk(handler.body)
-
-    yield from walk(ast.parse(path.read_text()).body)
 
 
 @pytest.mark.parametrize(("above", "layers"), [("partc", LAYERS), ("partc.runtime", RUNTIME)])
@@ -94,32 +47,11 @@ def test_imports_go_down_the_layers(above: str, layers: tuple[str, ...]) -> None
 
 def test_no_import_cycles() -> None:
     """Neither between modules nor between the folders and files of one folder."""
-    graph = {
-        name: {target for _, target in imports(path, late=False) if target in MODULES} for name, path in MODULES.items()
-    }
-    for depth in range(2, 2 + max(name.count(".") for name in graph)):
-        joined: dict[str, set[str]] = {}
-        for name, targets in graph.items():
-            joined.setdefault(cut(name, depth), set()).update(cut(target, depth) for target in targets)
-        acyclic(joined)
+    assert not cycles()
 
 
-def cut(name: str, depth: int) -> str:
-    return ".".join(name.split(".")[:depth])
-
-
-def acyclic(graph: Mapping[str, set[str]]) -> None:
-    done: set[str] = set()
-
-    def visit(name: str, stack: tuple[str, ...]) -> None:
-        assert name not in stack, f"a cycle: {' -> '.join((*stack, name))}"
-        if name not in done:
-            for target in graph[name] - {name}:
-                visit(target, (*stack, name))
-            done.add(name)
-
-    for name in graph:
-        visit(name, ())
+def test_class_names_are_unique() -> None:
+    assert set(repeated_classes()) <= SAME_CONCEPT
 
 
 def test_the_runtime_needs_torch_alone() -> None:

@@ -57,7 +57,7 @@ class Case:
         checked = self._checked("none")
         return api.compilation(self.model, self.batch, checked, model_options={}, until=BEHIND).program
 
-    def rest(self, program: Program, behind: str, **options: Any) -> tuple[passes.Step, ...]:
+    def rest(self, program: Program, behind: str, **options: Any) -> tuple[passes.PassResult, ...]:
         return passes.run(program, {**self._checked("none").for_passes, **options}, behind=behind)
 
     def _checked(self, recompute: str) -> Options:
@@ -157,7 +157,7 @@ def test_what_is_chosen_takes_the_least_time_of_all_that_fits(seed: int) -> None
         budget = int(least + part * (most - least))
         best = [min((time for peak, time in found if peak <= budget), default=None) for found in table]
 
-        def choose(times: Sequence[Sequence[Time]], budget: int = budget) -> tuple[passes.Step, ...]:
+        def choose(times: Sequence[Sequence[Time]], budget: int = budget) -> tuple[passes.PassResult, ...]:
             return case.rest(start, BEHIND, recompute=f"{budget}B", times=times, frontiers=frontiers)
 
         try:

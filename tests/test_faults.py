@@ -22,9 +22,9 @@ from partc.runtime.clock import Clock
 from partc.runtime.errors import UsageError, enough_memory, writing
 from partc.runtime.optimizer.update import Updated
 from partc.runtime.processes import processes, watchdog
-from partc.runtime.processes.rendezvous import World, world
+from partc.runtime.processes.rendezvous import LauncherVariables, world
 from partc.runtime.processes.signals import Caught
-from partc.runtime.processes.watchdog import Watch
+from partc.runtime.processes.watchdog import Watchdog
 from partc.runtime.torch_private import lone_store
 from partc.runtime.train.log import StepLog
 from tests.test_runtime_death import SECONDS, by_hand, package, rank_of, wait_for_steps
@@ -240,22 +240,22 @@ def test_siblings(tmp_path: Path) -> None:
             other.wait()
 
 
-def watching(rank: int, size: int, monkeypatch: pytest.MonkeyPatch, **conditions: str) -> Watch:
+def watching(rank: int, size: int, monkeypatch: pytest.MonkeyPatch, **conditions: str) -> Watchdog:
     """A rank's watch without its thread; conditions are of the ranks' places, which are `p0`, `p1`, ..."""
     monkeypatch.setattr(watchdog, "condition", lambda place: conditions.get(place, "unknown"))
     monkeypatch.setattr(watchdog, "end_stopped", lambda place: None)
-    made = Watch(lone_store(), World(rank, size), Caught(checkpoints=False), Clock(), 600.0, None)
+    made = Watchdog(lone_store(), LauncherVariables(rank, size), Caught(checkpoints=False), Clock(), 600.0, None)
     for other in range(size):
         beat(made, other, 0)
     made._lost(made.store, 1.0)
     return made
 
 
-def beat(made: Watch, rank: int, number: int) -> None:
+def beat(made: Watchdog, rank: int, number: int) -> None:
     made.store.set(f"alive/{rank}", f"{number} p{rank} 0F0 of step 3")
 
 
-def seconds_until_lost(made: Watch, alive: tuple[int, ...] = (), most: int = 700) -> tuple[int, str]:
+def seconds_until_lost(made: Watchdog, alive: tuple[int, ...] = (), most: int = 700) -> tuple[int, str]:
     for second in range(1, most):
         for rank in alive:
             beat(made, rank, second)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import partc
-from partc.runtime.checkpoint.checkpoint import Held, Place, Saver
+from partc.runtime.checkpoint.checkpoint import Held, RankPosition, Saver
 from partc.runtime.checkpoint.safetensors import load
 from partc.runtime.comm.virtual import VirtualComm, World
 from partc.runtime.device.pinned import pinned
@@ -179,7 +179,7 @@ def test_a_checkpoints_host_memory_is_as_large_as_the_checkpoint(
         name: Held(Shard(f"{kind}[{', '.join(map(str, shape))}]"), torch.randn(shape).to(DTYPES[kind]))
         for (name, shape), kind in zip(shapes.items(), ("f32", "f32", "f32", "f64"), strict=True)
     }
-    place = Place(rank=0, world_size=1, sizes={}, coordinate={})
+    place = RankPosition(rank=0, world_size=1, sizes={}, coordinate={})
     saver = Saver(tmp_path, keep=2, place=place, store=lone_store(), attempt="one", run={})
     for step in (1, 2):
         saver.save(step, held)

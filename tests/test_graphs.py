@@ -16,7 +16,7 @@ import partc
 from partc.codegen.cuda_graphs import obstacle
 from partc.errors import PartcError
 from partc.runtime.checkpoint.safetensors import load
-from partc.runtime.device.cuda_graphs import CudaGraph, Repeated, recording
+from partc.runtime.device.cuda_graphs import CudaGraph, RecordedWork, recording
 from partc.runtime.errors import UsageError
 from partc.runtime.optimizer.update import LossScale
 from partc.runtime.processes.watchdog import PeerLost
@@ -310,7 +310,7 @@ def test_recordings_share_a_stream_and_its_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("the device is done"))
     with recording(True, torch.device("cuda", 0)) as make:
         assert make is not None
-        works = [Repeated(lambda: said.append("done"), make()), Repeated(lambda: said.append("else"), make())]
+        works = [RecordedWork(lambda: said.append("done"), make()), RecordedWork(lambda: said.append("else"), make())]
         for _ in range(4):
             for work in works:
                 work()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.codegen.kernels.written import Written
+from partc.codegen.kernels.written import FixedKernels
 from partc.ir.operators import DTYPES
 from partc.ir.program import DType
 from partc.package.verify import verify
@@ -32,7 +32,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Of several blocks each, the last of them not whole."""
     folder = Kernels(tmp_path_factory.mktemp("kernels"))
     blocks = {"block": request.param, "interpreted": request.param}
-    written = (Written(name=name, each="", **blocks) for name in ("adamw", "sgd", "squares"))
+    written = (FixedKernels(name=name, each="", **blocks) for name in ("adamw", "sgd", "squares"))
     return SimpleNamespace(**{built.name: folder.load(built) for built in written})
 
 

@@ -27,7 +27,7 @@ from partc.runtime.errors import UsageError
 from partc.runtime.processes import watchdog
 from partc.runtime.processes.agreement import Together
 from partc.runtime.processes.devices import own_device
-from partc.runtime.processes.rendezvous import World, _Meeting
+from partc.runtime.processes.rendezvous import LauncherVariables, _WatchedStore
 from partc.runtime.processes.signals import Caught
 from partc.runtime.torch_private import lone_store, nccl_settings
 from partc.runtime.train import train
@@ -307,7 +307,7 @@ def test_a_start_forgets_what_an_ended_one_told_its_monitors() -> None:
     store = dist.HashStore()
     store.set("exception_dump", "1")
     store.set("other", "kept")
-    meetings = [_Meeting(World(rank, 2, "localhost", 1), 20.0, Caught()) for rank in range(2)]  # type: ignore[arg-type]
+    meetings = [_WatchedStore(LauncherVariables(rank, 2, "localhost", 1), 20.0, Caught()) for rank in range(2)]  # type: ignore[arg-type]
     other = threading.Thread(target=meetings[1]._session, args=(store,))
     other.start()
     meetings[0]._session(store)
@@ -338,7 +338,7 @@ def test_a_run_ends_with_its_groups(fails: bool, package: Path, monkeypatch: pyt
 
     monkeypatch.setattr(distributed, "DistributedComm", Comm)
     monkeypatch.setattr(train, "meet", lambda *given: lone_store())
-    monkeypatch.setattr(train, "world", lambda: World(0, 1))
+    monkeypatch.setattr(train, "world", lambda: LauncherVariables(0, 1))
     monkeypatch.setattr(train, "world_size", lambda: 8)
     monkeypatch.setattr(train, "Watch", Watching)
     monkeypatch.setattr(train, "_train", trained)
@@ -539,7 +539,9 @@ def test_a_device_that_stands_still_ends_the_run(monkeypatch: pytest.MonkeyPatch
         broken: list[str] = []
         with (
             Caught(checkpoints=False) as caught,
-            watchdog.Watch(lone_store(), World(0, 1), caught, Stuck(), timeout, None, [partial(broken.append, "off")]),
+            watchdog.Watchdog(
+                lone_store(), LauncherVariables(0, 1), caught, Stuck(), timeout, None, [partial(broken.append, "off")]
+            ),
         ):
             assert ended.wait(10.0 if stops else 2.5) == stops
         if stops:

@@ -19,7 +19,7 @@ from partc.ir.printer import print_program, print_region
 from partc.ir.program import Call, Program, Ref, Region
 from partc.ir.verifier import verify_program
 from partc.passes.recompute import WORTH, recompute
-from partc.passes.recompute.choice import Choice, least
+from partc.passes.recompute.choice import SavingProblem, least
 from partc.passes.split import split
 from partc.rules import is_cheap
 from partc.schedules import SCHEDULES, compute_order
@@ -236,7 +236,7 @@ def test_the_option_is_checked() -> None:
 # -- the choice, by an exhaustive search ------------------------------------------------------------
 
 
-def random_choice(rng: random.Random) -> Choice:
+def random_choice(rng: random.Random) -> SavingProblem:
     """A graph of few operations, some of which have two results, with numbers small enough to tie."""
     sizes: dict[str, int] = {f"in{index}": rng.randint(0, 6) for index in range(rng.randint(1, 2))}
     ops, reads, effort = [], [], []
@@ -250,10 +250,10 @@ def random_choice(rng: random.Random) -> Choice:
             reads.append(read)
             effort.append(rng.randint(0, 40))
     needed = tuple(rng.sample(list(sizes), rng.randint(1, min(4, len(sizes)))))
-    return Choice(needed=needed, bytes=sizes, ops=tuple(ops), reads=tuple(reads), effort=tuple(effort))
+    return SavingProblem(needed=needed, bytes=sizes, ops=tuple(ops), reads=tuple(reads), effort=tuple(effort))
 
 
-def outcome(choice: Choice, saved: frozenset[str]) -> tuple[int, int] | None:
+def outcome(choice: SavingProblem, saved: frozenset[str]) -> tuple[int, int] | None:
     """Bytes and effort of saving these, if all that is needed can then be made."""
     makers = {name: index for index, results in enumerate(choice.ops) for name in results}
     again: set[int] = set()
@@ -268,7 +268,7 @@ def outcome(choice: Choice, saved: frozenset[str]) -> tuple[int, int] | None:
     return sum(choice.bytes[name] for name in saved), sum(choice.effort[index] for index in again)
 
 
-def _price(choice: Choice, saved: frozenset[str]) -> int | None:
+def _price(choice: SavingProblem, saved: frozenset[str]) -> int | None:
     """What the minimum cut minimises."""
     found = outcome(choice, saved)
     return None if found is None else WORTH * found[0] + found[1]

@@ -12,9 +12,9 @@ from partc.codegen.kernels.lowering import Lowering
 from partc.codegen.kernels.spaces import condition, joined, terms, written
 from partc.codegen.kernels.statements import (
     TRITON,
-    Argument,
-    Compute,
+    Evaluate,
     Found,
+    KernelTensor,
     Load,
     Reduce,
     Statement,
@@ -59,7 +59,7 @@ class Kernel:
     operations: tuple[str, ...]
     moved: str
     apart: str
-    arguments: tuple[Argument, ...]
+    arguments: tuple[KernelTensor, ...]
     numbers: tuple[str, ...]  # that it is told at launch
     results: tuple[Result, ...]
     lines: tuple[str, ...]
@@ -150,7 +150,7 @@ class Draft:
     types: dict[str, TensorType]
     sizes: Sizes
     outside: Names
-    arguments: dict[str, Argument]
+    arguments: dict[str, KernelTensor]
     results: tuple[Result, ...]
 
     @classmethod
@@ -212,17 +212,17 @@ def kernel_name(op: Op) -> str:
     return str(dict(op.attrs)["kernel"])
 
 
-def _argument(name: str, type: TensorType, sizes: Sizes, strided: bool) -> Argument:
+def _argument(name: str, type: TensorType, sizes: Sizes, strided: bool) -> KernelTensor:
     shape = type.layout.local_shape(sizes)
     strides = contiguous(shape)
     if strided:
         strides = tuple(
             sympy.Symbol(f"{name}_stride_{dim}", integer=True) if size > 1 else ZERO for dim, size in enumerate(shape)
         )
-    return Argument(name=name, shape=shape, dtype=type.dtype, strides=strides)
+    return KernelTensor(name=name, shape=shape, dtype=type.dtype, strides=strides)
 
 
-def symbols(argument: Argument) -> dict[int, sympy.Symbol]:
+def symbols(argument: KernelTensor) -> dict[int, sympy.Symbol]:
     """The strides that are known at run time only, by dimension."""
     return {dim: step for dim, step in enumerate(argument.strides) if isinstance(step, sympy.Symbol)}
 
@@ -245,10 +245,10 @@ def bounds(statements: Sequence[Statement], ranges: Ranges) -> list[int | None]:
     return [largest(place, ranges) for several in places for place in several]
 
 
-def lines(statement: Load | Compute, ranges: Ranges, mask: str, names: Names) -> Iterator[str]:
+def lines(statement: Load | Evaluate, ranges: Ranges, mask: str, names: Names) -> Iterator[str]:
     """A statement as lines; `mask` excludes elements that do not exist."""
     conditions = [condition(guard, ranges) for guard in statement.guards]
-    if isinstance(statement, Compute):
+    if isinstance(statement, Evaluate):
         parts = [*conditions, *(written(place, ranges) for place in statement.places)]
         yield f"{statement.target} = {statement.text.format(*parts) if parts else statement.text}"
         return

@@ -16,11 +16,11 @@ import sympy
 from partc.codegen.kernels.indexing import ZERO, Index, broadcast, through, unflattened
 from partc.codegen.kernels.statements import (
     TRITON,
-    Argument,
-    Compute,
+    Evaluate,
     Found,
     Guard,
     Guards,
+    KernelTensor,
     Load,
     Reduce,
     Statement,
@@ -43,7 +43,7 @@ class Lowering:
     """The statements of one kernel, in order; each value once for every index at which it is requested."""
 
     body: tuple[Op, ...]
-    arguments: Mapping[str, Argument]
+    arguments: Mapping[str, KernelTensor]
     types: Mapping[str, TensorType]
     sizes: Sizes
     names: Names
@@ -275,7 +275,7 @@ class Lowering:
 
     def _statement(self, name: str, text: str, guards: Guards = (), places: tuple[sympy.Expr, ...] = ()) -> str:
         target = self.names.fresh(identifier(name))
-        self.statements.append(Compute(target=target, text=text, guards=guards, places=places))
+        self.statements.append(Evaluate(target=target, text=text, guards=guards, places=places))
         return target
 
 

@@ -77,7 +77,7 @@ class Tiling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sum:
+class ColumnSum:
     """A sum down all rows: `parts` are the sums of each program, `total` is the variable of a program's own sum.
 
     Sums of one type share their parts, so that one launch adds them up; `row` is the index of this sum.
@@ -96,11 +96,11 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class PartialSums:
     """The partial sums of the programs, for all sums of one type."""
 
     name: str
-    sums: tuple[Sum, ...]
+    sums: tuple[ColumnSum, ...]
 
     @property
     def dtype(self) -> str:
@@ -124,7 +124,7 @@ class Rows(Kernel):
     tiling: Tiling
     long: bool  # places take 64 bits
     before: tuple[str, ...]
-    sums: tuple[Sum, ...]
+    sums: tuple[ColumnSum, ...]
 
     template = "rows"
 
@@ -169,12 +169,12 @@ class Rows(Kernel):
         return [*self.read, *made, "ROWS: tl.constexpr", "COLUMNS: tl.constexpr", *loop]
 
     @property
-    def parts(self) -> list[Parts]:
+    def parts(self) -> list[PartialSums]:
         """The partial sums to add over programs."""
         names = dict.fromkeys(total.parts for total in self.sums)
-        return [Parts(name=name, sums=tuple(each for each in self.sums if each.parts == name)) for name in names]
+        return [PartialSums(name=name, sums=tuple(each for each in self.sums if each.parts == name)) for name in names]
 
-    def place(self, total: Sum) -> str:
+    def place(self, total: ColumnSum) -> str:
         """The row of its parts that a program writes."""
         programs = "PROGRAMS" if self.tiling.steps > 1 else str(self.tiling.programs)
         return f"({total.row} * {programs} + program)" if total.row else "program"
@@ -200,7 +200,7 @@ class Rows(Kernel):
         return [*(result.name for result in self.written), *(parts.name for parts in self.parts)]
 
     @staticmethod
-    def _total(total: Sum, parts: Parts) -> str:
+    def _total(total: ColumnSum, parts: PartialSums) -> str:
         shape = f".reshape({total.result.shape})" if total.shaped else ""
         return f"{total.result.name}{shape}" if parts.rows > 1 else f"{parts.name}.sum(0){shape}{parts.cast}"
 
@@ -314,14 +314,14 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
         else:
             written = lines(statement, text.ranges, text.mask(statement), lowering.names)
         (before if fixed else body).extend(written)
-    sums: list[Sum] = []
+    sums: list[ColumnSum] = []
     for value, found, result in zip(op.results, made, draft.results, strict=True):
         if value.name in down:
             total = lowering.names.fresh(f"{result.name}_total")
             dtype = computed_in(value.type.dtype)
             alike = [other for other in sums if other.kind == (TORCH[dtype], result.dtype)]
             sums.append(
-                Sum(
+                ColumnSum(
                     result=result,
                     parts=alike[0].parts if alike else draft.outside.fresh(f"{result.name}_parts"),
                     row=len(alike),

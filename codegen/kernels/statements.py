@@ -43,7 +43,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
+class Evaluate:
     """`target` is an expression, in which `{0}` stands for the first of its `guards`, and so on; then come its
     `places`.
     """
@@ -63,7 +63,7 @@ class Reduce:
     how: str  # the operation: sum, amax or amin
 
 
-Statement = Load | Compute | Reduce
+Statement = Load | Evaluate | Reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Argument:
+class KernelTensor:
     """A tensor argument of the kernel; strides that are known at run time only are symbols."""
 
     name: str

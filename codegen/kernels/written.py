@@ -26,7 +26,7 @@ LOGITS_TRIED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class FixedKernels:
     """A module of kernels that packages contain whatever the model is.
 
     `block` is the number of elements of a program; `alone` says that the module has one function, of its name; `trial`
@@ -98,10 +98,10 @@ class Written:
         }.get(self.name, [rows, rows, "1.0"])
 
 
-LOGITS = Written(name="logits", alone=False, block=4096, interpreted=0, warps=8)
+LOGITS = FixedKernels(name="logits", alone=False, block=4096, interpreted=0, warps=8)
 
 
-def written(program: Program) -> Iterator[Written]:
+def written(program: Program) -> Iterator[FixedKernels]:
     """The modules of a package; none if nothing is trained."""
     trained = [parameter for parameter in program.parameters if parameter.trainable]
     sizes = sorted({ITEMSIZE[parameter.type.dtype] for parameter in trained})
@@ -114,12 +114,12 @@ def written(program: Program) -> Iterator[Written]:
             for names in _places(program)
         )
         each = _each([times * size for size in sizes])
-        yield Written(name=name, block=GRANULE, each=each, moved=readable_bytes(moved))
-    yield Written(name="squares", each=_each(sizes))
+        yield FixedKernels(name=name, block=GRANULE, each=each, moved=readable_bytes(moved))
+    yield FixedKernels(name="squares", each=_each(sizes))
     if any(op.name in CHUNKED for region in program.regions for graph in region.graphs for op in graph.ops):
         yield LOGITS
     if program.compress:
-        yield Written(name=program.compress, alone=False)
+        yield FixedKernels(name=program.compress, alone=False)
 
 
 def _updated(parameter: Parameter, times: int, read: DType, program: Program) -> int:

@@ -38,7 +38,7 @@ class Dump:
                 )
         return cls(folder=folder, names=names)
 
-    def observe(self, step: passes.Step) -> None:
+    def observe(self, step: passes.PassResult) -> None:
         if step.name in self.names:
             self.folder.mkdir(parents=True, exist_ok=True)
             number = (passes.FIRST, *passes.NAMES).index(step.name)

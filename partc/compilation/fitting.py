@@ -19,15 +19,17 @@ from partc.errors import PartcError
 from partc.ir.mesh import PIPELINE_AXIS, is_batch_axis
 from partc.ir.printer import readable
 from partc.ir.program import Program
-from partc.passes import Step
+from partc.passes import PassResult
 from partc.rehearsal.held_times import observed
 from partc.rehearsal.rehearsal import rehearse, rehearsed
 
 ATTEMPTS, FURTHER = 12, 4  # programs that are tried until one fits, and then to find a quicker one
-Chosen = Callable[[Sequence[Sequence[Time]]], tuple[Step, ...]]  # times of each pipeline rank -> the passes' steps
+Chosen = Callable[
+    [Sequence[Sequence[Time]]], tuple[PassResult, ...]
+]  # times of each pipeline rank -> the passes' steps
 
 
-def within(budget: int, start: Program, choose: Chosen, *, further: int = FURTHER) -> tuple[Step, ...]:
+def within(budget: int, start: Program, choose: Chosen, *, further: int = FURTHER) -> tuple[PassResult, ...]:
     """The steps with the least recomputation under which no pipeline rank holds more than `budget` bytes.
 
     `start` is the program before the saved values are decided. The first two attempts save everything and as little as
@@ -65,7 +67,7 @@ class _Tries:
         self.accounts: list[Account] = []
         self.ended = False  # whether the last one had been tried before
 
-    def next(self, each: Callable[[Time], Time]) -> tuple[Step, ...] | None:
+    def next(self, each: Callable[[Time], Time]) -> tuple[PassResult, ...] | None:
         """The steps with the best choice under these moments, if it is new and fits."""
         steps = self._choose([tuple(map(each, times)) for times in self._times])
         chosen, program = steps[0].program, steps[-1].program

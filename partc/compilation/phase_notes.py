@@ -22,7 +22,7 @@ def size(program: Program) -> str:
     return f"{ops:,} operations, {len(program.parameters):,} parameters and buffers"
 
 
-def note(step: passes.Step) -> str:
+def note(step: passes.PassResult) -> str:
     """The remark on a pass's line, beside its time."""
     program = step.program
     match step.name:

@@ -30,7 +30,7 @@ def _category(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldTensors:
     """The tensors of one name that exist at one time: their number and their bytes."""
 
     category: Annotated[str, _category]
@@ -40,7 +40,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class StepPosition:
     """A place in a step: the action, the call, the line of the stage's module, and the operation."""
 
     action: str
@@ -70,8 +70,8 @@ class RankMemory:
     place: Natural
     stages: tuple[Natural, ...]
     peak: Natural
-    at: Place
-    alive: tuple[Held, ...]  # at the peak, the largest first
+    at: StepPosition
+    alive: tuple[HeldTensors, ...]  # at the peak, the largest first
     timeline: tuple[Moment, ...]
     host: Natural = 0  # that `train.py --save` holds besides, in host memory: a copy of what this rank writes
 
@@ -133,7 +133,7 @@ def consists(rank: RankMemory) -> str:
     return ", ".join(f"{readable(size)} {name}" for name, size in parts)
 
 
-def together(items: Iterable[tuple[str, str, int]]) -> tuple[Held, ...]:
+def together(items: Iterable[tuple[str, str, int]]) -> tuple[HeldTensors, ...]:
     """Group single tensors (category, name, bytes) by name, the largest group first.
 
     Numbers in names become stars: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are two tensors of one name.
@@ -143,7 +143,7 @@ def together(items: Iterable[tuple[str, str, int]]) -> tuple[Held, ...]:
         starred = ".".join("*" if is_number(part) else part for part in name.split("."))
         found.setdefault((category, starred), []).append(size)
     held = (
-        Held(category=category, name=name, count=len(sizes), bytes=sum(sizes))
+        HeldTensors(category=category, name=name, count=len(sizes), bytes=sum(sizes))
         for (category, name), sizes in found.items()
     )
     return tuple(sorted(held, key=lambda item: (-item.bytes, item.category, item.name)))

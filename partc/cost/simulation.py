@@ -83,7 +83,7 @@ class Durations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class ComputeSpan:
     """A computation with its start and end."""
 
     compute: Compute
@@ -95,7 +95,7 @@ class Span:
 class Timeline:
     """A schedule in time: the computations of every pipeline rank, and the actions at which ranks deadlock."""
 
-    ranks: tuple[tuple[Span, ...], ...]
+    ranks: tuple[tuple[ComputeSpan, ...], ...]
     reductions: tuple[tuple[tuple[int, float, float], ...], ...] = ()  # by rank: stage, start, end
     stuck: tuple[tuple[int, int], ...] = ()  # rank, index of its action
 
@@ -148,7 +148,7 @@ def simulate(
     they do as soon as they are computed.
     """
     each = [durations] * len(places) if isinstance(durations, Durations) else durations
-    play = _Play(rows, places, each, chain(len(places)) if links is None else links)
+    play = _Simulation(rows, places, each, chain(len(places)) if links is None else links)
     while any([play.advance(rank) for rank in range(len(rows))]):
         pass
     stuck = tuple((rank, at) for rank, at in enumerate(play.position) if at < len(rows[rank]))
@@ -169,7 +169,7 @@ def timeline(program: Program, durations: Durations | Sequence[Durations] = Dura
     return found
 
 
-class _Play:
+class _Simulation:
     """The state of a simulation: the position of every rank, and the values computed and sent."""
 
     def __init__(
@@ -184,7 +184,7 @@ class _Play:
         self.durations = durations
         self.position = [0] * len(rows)
         self.clock = [0.0] * len(rows)
-        self.spans: list[list[Span]] = [[] for _ in rows]
+        self.spans: list[list[ComputeSpan]] = [[] for _ in rows]
         self.reductions: list[list[tuple[int, float, float]]] = [[] for _ in rows]
         self.made: dict[tuple[int, str, int | None], float] = {}  # stage, F or B, microbatch -> end
         self.sent: dict[tuple[int, str, int | None], float] = {}
@@ -227,7 +227,7 @@ class _Play:
         if kind in ("F", "B", "I", "W") and index is not None:
             start = self.clock[rank]
             self.clock[rank] = end = start + self.durations[stage].of(kind)
-            self.spans[rank].append(Span(compute=Compute(stage, kind, index), start=start, end=end))
+            self.spans[rank].append(ComputeSpan(compute=Compute(stage, kind, index), start=start, end=end))
             self.made[stage, what, index] = end
         return True
 

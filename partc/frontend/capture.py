@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from partc.errors import PartcError, first_line
-from partc.frontend.frozen_state import Watch, check
+from partc.frontend.frozen_state import StateWatch, check
 from partc.frontend.model_file import blame
 from partc.frontend.own_backward import refuse_hooks, without_own_backward
 from partc.frontend.trace_errors import explained
@@ -41,7 +41,7 @@ class Captured:
     trained: frozenset[str]
 
 
-class _Step(nn.Module):
+class _TracedStep(nn.Module):
     """The traced module: from one batch, with its entries in the order of `names`, to one loss."""
 
     def __init__(
@@ -51,7 +51,7 @@ class _Step(nn.Module):
         path: Path | None,
         names: Sequence[str],
         trained: Callable[[frozenset[str]], None],
-        watch: Watch,
+        watch: StateWatch,
     ) -> None:
         super().__init__()
         self.model = model
@@ -118,8 +118,8 @@ def capture(
         batch = _part(_batch(make_batch, mode, dtype, path), parts)
         try:
             with computing_in(dtype), without_own_backward(), stacks_of_losses():
-                watch = Watch(model, loss)
-                step = _Step(model, loss, path, tuple(batch), trained.append, watch)
+                watch = StateWatch(model, loss)
+                step = _TracedStep(model, loss, path, tuple(batch), trained.append, watch)
                 trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
                 exported, found = trace(), trained[-1]
                 check(exported, watch, trace)

@@ -210,7 +210,7 @@ def _named(where: str, name: str, owner: Any) -> str:
 
 
 @dataclass(slots=True)
-class Watch:
+class StateWatch:
     """Records the changes by forward of a model that is traced; an export restores attributes afterwards."""
 
     model: nn.Module
@@ -252,7 +252,7 @@ def _renewed(value: Any) -> Any:
 
 def check(
     exported: torch.export.ExportedProgram,
-    watch: Watch,
+    watch: StateWatch,
     again: Callable[[], torch.export.ExportedProgram],
 ) -> None:
     """Refuse changes and random draws in forward that affect the trace. Raises PartcError P0225.

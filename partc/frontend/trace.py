@@ -108,7 +108,7 @@ def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -
     """The program of an exported model: the region `main`, called once."""
     parameters = _parameters(captured.model, captured.trained)
     owners = {alias: p.name for p in parameters for alias in (p.name, *p.aliases)}
-    reader = _Reader(captured, owners)
+    reader = _GraphReader(captured, owners)
     graph = reader.read()
     used = {value: name for name, value in reader.states.items()}
     region = Region(name=MAIN, params=tuple(reader.params), forward=graph)
@@ -184,7 +184,7 @@ def tensor_type(tensor: Tensor, name: str) -> TensorType:
     return TensorType(dtype=DTYPE_NAMES[tensor.dtype], layout=Layout.replicated(tensor.shape))
 
 
-class _Reader:
+class _GraphReader:
     """Walks an exported graph once and collects operations, inputs and parameters."""
 
     def __init__(self, captured: Captured, owners: Mapping[str, str]) -> None:

@@ -50,7 +50,7 @@ class _Malformed(Exception):
 
 def parse(text: str) -> Program:
     """Parse the text of a program. Raises PartcError P0221, with the line, if it is malformed."""
-    reader = _Reader()
+    reader = _TextReader()
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
@@ -95,7 +95,7 @@ class _Body:
         )
 
 
-class _Reader:
+class _TextReader:
     def __init__(self) -> None:
         self._head: Program | None = None
         self._repeated = False

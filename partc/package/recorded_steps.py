@@ -35,7 +35,7 @@ _Interval = Annotated[tuple[Time, Time, Kind, str, str, Natural, str, Time], _fi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _StepRecord:
     step: Natural
     intervals: tuple[_Interval, ...]
 
@@ -53,7 +53,7 @@ class _File:
     machine: int
     epoch: Time
     fields: tuple[str, ...]
-    steps: tuple[_Step, ...]
+    steps: tuple[_StepRecord, ...]
 
 
 Steps = Mapping[int, tuple[Interval, ...]]  # by number, counted from 1

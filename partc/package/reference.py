@@ -44,7 +44,7 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
     model: nn.Module = call_with_options(module.model, plan["options"])
     model.to(held_in(plan["precision"]))
     names = list(model.named_parameters(remove_duplicate=False))
-    update = Update(dict(model.named_parameters()), steps=steps, **recipe)
+    update = ReferenceUpdate(dict(model.named_parameters()), steps=steps, **recipe)
     save(folder / "step_0000.safetensors", _state(model), {})
     for step in range(steps):
         model.zero_grad(set_to_none=True)
@@ -63,7 +63,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {f"parameter/{name}": x.detach() for name, x in found}
 
 
-class Update:
+class ReferenceUpdate:
     """torch's own optimizer, clipping and schedule, with the options of train.py. Parameters without `grad` do not
     change.
     """

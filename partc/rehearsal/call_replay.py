@@ -71,7 +71,7 @@ class Lessons:
         self.ledger = Ledger()
         self.turns: Mapping[str, Iterator[str]] = {}  # of functions, the calls that they run for, in order
 
-    def enter(self, function: Learnt, arguments: tuple[Any, ...]) -> Call:
+    def enter(self, function: Learnt, arguments: tuple[Any, ...]) -> RecordedCall:
         """Called at the start of a function."""
         self.ledger.call = next(self.turns.get(function.name, iter(())), "")
         places: dict[int, int] = {}
@@ -79,7 +79,7 @@ class Lessons:
         same = tuple(places.setdefault(self._memory(leaf), len(places)) for leaf in leaves)
         # A function's effects on memory do not depend on the storage offsets of its arguments.
         seen = tuple(_sight(leaf)[:3] for leaf in leaves)
-        return Call(self, function, (function.text, seen, same), same)
+        return RecordedCall(self, function, (function.text, seen, same), same)
 
     def _memory(self, leaf: Leaf | Tensor) -> int:
         """The identity of the memory behind a tensor."""
@@ -98,7 +98,7 @@ class Learnt:
     file: str
 
 
-class Call:
+class RecordedCall:
     """One call of a function."""
 
     def __init__(self, lessons: Lessons, function: Learnt, key: Key, same: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from partc.cost.memory import Moment, Place, RankMemory, together
+from partc.cost.memory import Moment, RankMemory, StepPosition, together
 from partc.runtime.torch_private import storage_key, tree_flatten
 from partc.torch_private import TorchDispatchMode
 
@@ -96,7 +96,7 @@ class Ledger(TorchDispatchMode):
         self.action = self.call = self.line = ""
         self.now = 0
         self.peak = -1
-        self.at = Place(action="")
+        self.at = StepPosition(action="")
         self.peaks: dict[tuple[str, str], int] = {}  # the most in every action and call
         self._found: dict[int, tuple[object, Block]] = {}  # by storage
         self._tape: list[Entry] = []
@@ -152,7 +152,7 @@ class Ledger(TorchDispatchMode):
             self.peaks[here] = bytes
         if bytes > self.peak:
             self.peak, self._end = bytes, len(self._tape)
-            self.at = Place(action=self.action, call=self.call, line=line, op=op)
+            self.at = StepPosition(action=self.action, call=self.call, line=line, op=op)
 
     def watch(self, x: Tensor, block: Block, ended: Callable[[], None]) -> None:
         """Associate a storage with its block, and call `ended` when it ends."""

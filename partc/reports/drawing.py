@@ -15,7 +15,7 @@ WIDE, HIGH, GAP_X, GAP_Y = 214, 34, 26, 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class NodeBox:
     """An operation, input or output of a drawn graph."""
 
     x: float
@@ -27,7 +27,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Edge:
     """A line from one box to another; `text` is the layout of the value that flows along it, labelled once."""
 
     path: str
@@ -41,8 +41,8 @@ class Line:
 class Drawing:
     width: float
     height: float
-    boxes: tuple[Box, ...]
-    lines: tuple[Line, ...]
+    boxes: tuple[NodeBox, ...]
+    lines: tuple[Edge, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +117,14 @@ def _placed(count: int, edges: list[tuple[int, int, str]]) -> list[tuple[float, 
 
 def _box(
     title: str, op: Op | None, is_input: bool, x: float, y: float, types: Mapping[str, TensorType], sizes: Sizes
-) -> Box:
+) -> NodeBox:
     if op is None:
         kind: Literal["input", "output"] = "input" if is_input else "output"
         name = title.removeprefix("return ")
-        return Box(x=x, y=y, kind=kind, title=title, note=str(types[name]), hover=f"{name}: {types[name]}")
+        return NodeBox(x=x, y=y, kind=kind, title=title, note=str(types[name]), hover=f"{name}: {types[name]}")
     moved = collective_bytes(op, types, sizes) if op.name in COLLECTIVES else ""
     source = f"\n{op.source}" if op.source and op.source.line else ""
-    return Box(
+    return NodeBox(
         x=x,
         y=y,
         kind="move" if moved else "op",
@@ -134,11 +134,11 @@ def _box(
     )
 
 
-def _line(a: Box, b: Box, text: str, *, labelled: bool) -> Line:
+def _line(a: NodeBox, b: NodeBox, text: str, *, labelled: bool) -> Edge:
     x1, y1, x2, y2 = a.x + WIDE / 2, a.y + HIGH, b.x + WIDE / 2, b.y
     bend = max(16.0, (y2 - y1) / 2)
     path = f"M{x1:.1f},{y1:.1f} C{x1:.1f},{y1 + bend:.1f} {x2:.1f},{y2 - bend:.1f} {x2:.1f},{y2:.1f}"
-    return Line(path=path, text=text, labelled=labelled, x=x1, y=y1 + 13)
+    return Edge(path=path, text=text, labelled=labelled, x=x1, y=y1 + 13)
 
 
 def bars(step: Timeline, length: float) -> tuple[tuple[Bar, ...], ...]:

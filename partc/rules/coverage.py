@@ -10,7 +10,7 @@ from partc.errors import Source
 from partc.ir.program import Op, Program, Ref, TensorType
 from partc.rules import flops, resolve
 from partc.rules.notation import NotationError, parse
-from partc.rules.table import Written
+from partc.rules.table import NotationRule
 from partc.rules.trial import Build, trial
 
 LETTERS = "bsdhkvmnpqrtuwxyzacefgijlo"
@@ -116,7 +116,7 @@ def _tried(draft: Missing, op: Op, types: dict[str, TensorType]) -> Missing:
     blocked: list[str] = []
     cause = ""
     while True:
-        written = Written(notation=notation, slots=slots, blocked=" ".join(blocked))
+        written = NotationRule(notation=notation, slots=slots, blocked=" ".join(blocked))
         build: Build = lambda op, types: written(op, tuple(types[name] for name in op.refs()))  # noqa: B023, E731
         try:
             rule = build(op, types)

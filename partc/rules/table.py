@@ -20,7 +20,7 @@ Precision = Literal["low", "high", "any"]  # with mixed precision: few bits, fp3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class OperationRow:
     """A row of the table: the builder of an operation's rule, and the operation's properties."""
 
     build: Builder
@@ -30,7 +30,7 @@ class Entry:
     precision: Precision = "any"
 
 
-TABLE: dict[str, Entry] = {}
+TABLE: dict[str, OperationRow] = {}
 # Operations that differentiation and expansion introduce, with the row whose rule they use.
 LOWERED: Mapping[str, str] = {
     "convolution": "conv2d", "native_group_norm": "group_norm", "max_pool2d_with_indices": "max_pool2d",
@@ -46,7 +46,7 @@ DENSE: dict[str, frozenset[int]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class NotationRule:
     """A rule in the notation; calling it with an operation binds it to the operation's shapes.
 
     `slots` are the positions of the operands in `op.args`. `work` lists the factors of each matrix product in the
@@ -105,7 +105,7 @@ def rule(
 ) -> None:
     """Declare operations by the text of their rule; `linear="x|w"` lists the groups of operands that may be Partial."""
     notation = parse(text)
-    written = Written(
+    written = NotationRule(
         notation=notation,
         slots=tuple(slots if slots is not None else range(len(notation.operands))),
         blocked=blocked,
@@ -115,7 +115,7 @@ def rule(
         work=tuple(part.strip() for part in work.split("+") if part.strip()),
     )
     for name in names.split():
-        TABLE[name] = Entry(build=written, matmul=bool(work), heavy=heavy, precision=precision)
+        TABLE[name] = OperationRow(build=written, matmul=bool(work), heavy=heavy, precision=precision)
 
 
 def build(
@@ -123,7 +123,7 @@ def build(
 ) -> None:
     """Declare operations whose rule a builder derives from their shapes."""
     for name in names.split():
-        TABLE[name] = Entry(build=builder, matmul=matmul, heavy=heavy, precision="low" if matmul else precision)
+        TABLE[name] = OperationRow(build=builder, matmul=matmul, heavy=heavy, precision="low" if matmul else precision)
 
 
 def dense(names: str, *positions: int) -> None:
@@ -173,7 +173,7 @@ def register(
         )
     name = name.removeprefix("aten::")  # as the program calls torch's own
     rule(name, text, slots=slots, blocked=blocked, linear=linear, work="*" if matmul else "")
-    TABLE[name] = Entry(build=TABLE[name].build, matmul=matmul, user=True)
+    TABLE[name] = OperationRow(build=TABLE[name].build, matmul=matmul, user=True)
 
 
 def _attention_blocked(op: Op) -> str:

@@ -53,7 +53,7 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class PlanParameter:
     """`shape` is the model's own, without the padded rows of the layout."""
 
     dtype: DType
@@ -86,23 +86,23 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
+class PlanCollective:
     op: str
     axis: str
     bytes: Natural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class PlanRegion:
     phase: Literal["setup", "step", "microbatch"]
     values: dict[str, str]
     saved: Names
-    forward: tuple[Collective, ...]
-    backward: tuple[Collective, ...]
+    forward: tuple[PlanCollective, ...]
+    backward: tuple[PlanCollective, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class PlanCall:
     name: str
     region: str
     stage: Natural
@@ -111,7 +111,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class PlanTransfer:
     value: str
     source: Natural
     target: Natural
@@ -138,10 +138,10 @@ class Plan:
     stages: Positive
     places: tuple[Natural, ...]
     inputs: dict[str, Input]
-    parameters: dict[str, Parameter]
-    regions: dict[str, Region]
-    calls: tuple[Call, ...]
-    transfers: tuple[Transfer, ...]
+    parameters: dict[str, PlanParameter]
+    regions: dict[str, PlanRegion]
+    calls: tuple[PlanCall, ...]
+    transfers: tuple[PlanTransfer, ...]
     name: str = ""
     schedule: dict[str, str] | None = None
     uncaptured: str = ""

@@ -70,7 +70,7 @@ def read(path: Path, *, ranks: int, microbatches: int) -> Table:
 
 def parse(text: str, *, file: str, ranks: int, microbatches: int) -> Table:
     """Parse and check a table. Raises PartcError P0407 to P0411."""
-    return _Reader(file, ranks, microbatches).table(text)
+    return _TableReader(file, ranks, microbatches).table(text)
 
 
 _ONE_ROW = "all of a stage's actions stand in one row"
@@ -80,7 +80,7 @@ _ENDS = "values go to later stages (_F), their gradients to earlier ones (_B)"
 _SHAPE = "a schedule is a CSV file with a row of actions for each pipeline rank, such as 0F0,0F1,0B0,0B1"
 
 
-class _Reader:
+class _TableReader:
     """Reads one file; its errors name the place in the file."""
 
     def __init__(self, file: str, ranks: int, microbatches: int) -> None:

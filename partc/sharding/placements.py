@@ -52,10 +52,10 @@ class Places:
 
 def build(program: Program, axis: str, pins: Sequence[Pin]) -> Places:
     """All alternatives of all regions on `axis`, given the choices already made on the batch axes."""
-    return _Builder(program, axis, pins).build()
+    return _PlacementProgram(program, axis, pins).build()
 
 
-class _Builder:
+class _PlacementProgram:
     def __init__(self, program: Program, axis: str, pins: Sequence[Pin]) -> None:
         self.program = program
         self.axis = axis

@@ -33,7 +33,7 @@ _FORBIDDEN = 1 << 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ReshardStep:
     """One reshard on one axis: the operation, its attributes, the layout after it, and the bytes sent by a rank."""
 
     op: str
@@ -84,7 +84,7 @@ def transition_cost(
     return forward, backward
 
 
-def plan(src: Layout, dst: Layout, *, sizes: Sizes, itemsize: int, needs_grad: bool = True) -> tuple[Step, ...]:
+def plan(src: Layout, dst: Layout, *, sizes: Sizes, itemsize: int, needs_grad: bool = True) -> tuple[ReshardStep, ...]:
     """The chain of steps from `src` to `dst` that sends the fewest bytes, forward and backward together.
 
     Among equally cheap chains, the one with the fewest steps wins. Raises InternalError if the shapes differ, or if the
@@ -97,14 +97,14 @@ def plan(src: Layout, dst: Layout, *, sizes: Sizes, itemsize: int, needs_grad: b
 @lru_cache(maxsize=4096)
 def _plan(
     src: Layout, dst: Layout, items: tuple[tuple[str, int], ...], itemsize: int, needs_grad: bool
-) -> tuple[Step, ...]:
+) -> tuple[ReshardStep, ...]:
     """Dijkstra's search over layouts."""
     if src.shape != dst.shape:
         raise InternalError(f"no reshard from {src} to {dst}: the shapes differ")
     sizes = dict(items)
     search = _Search(src, dst, sizes)
     order = count()
-    queue: list[tuple[int, int, int, Layout, tuple[Step, ...]]] = [(0, 0, next(order), src, ())]
+    queue: list[tuple[int, int, int, Layout, tuple[ReshardStep, ...]]] = [(0, 0, next(order), src, ())]
     done: set[Layout] = set()
     while queue:
         bytes, length, _, layout, steps = heapq.heappop(queue)
@@ -119,7 +119,7 @@ def _plan(
                 continue
             forward = cost(op, sizes[axis], local)
             backward = backward_cost(op, sizes[axis], local) if needs_grad else 0
-            step = Step(op=op, axis=axis, attrs=attrs, result=result, forward=forward, backward=backward)
+            step = ReshardStep(op=op, axis=axis, attrs=attrs, result=result, forward=forward, backward=backward)
             moved = bytes + forward + backward
             if axis == TIME_AXIS and op not in ("vary", "settle", "spread"):
                 moved += _FORBIDDEN

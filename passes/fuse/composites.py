@@ -32,7 +32,7 @@ def spelled_out(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: se
     if write is None:
         return (op,)
     shown = op.results[0].name
-    writer = _Writer(op=op, types=types, sizes=sizes, stem=shown, taken=taken)
+    writer = _RowWriter(op=op, types=types, sizes=sizes, stem=shown, taken=taken)
     write(writer, *op.args)
     return tuple(writer.ops)
 
@@ -59,7 +59,7 @@ def in_fp32(region: Region) -> Region:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Writer:
+class _RowWriter:
     """Writes operations on rows: all but the last `along` dimensions of x number the rows."""
 
     op: Op
@@ -109,7 +109,7 @@ class _Writer:
         return Ref(makes.name)
 
 
-def _rms_norm(w: _Writer, x: Ref, shape: tuple[int, ...], weight: Arg, eps: Arg) -> None:
+def _rms_norm(w: _RowWriter, x: Ref, shape: tuple[int, ...], weight: Arg, eps: Arg) -> None:
     made, rstd = w.op.results
     small = (
         eps
@@ -122,13 +122,13 @@ def _rms_norm(w: _Writer, x: Ref, shape: tuple[int, ...], weight: Arg, eps: Arg)
         w.do("mul", unit, weight, makes=made)
 
 
-def _rms_norm_backward(w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], weight: Arg, rstd: Ref) -> None:
+def _rms_norm_backward(w: _RowWriter, grad: Ref, x: Ref, shape: tuple[int, ...], weight: Arg, rstd: Ref) -> None:
     unit = _rms_norm_grad_input(w, grad, x, shape, weight, rstd)
     if weight is not None:
         w.column(w.do("mul", grad, unit, word="terms"), len(shape), w.op.results[1])
 
 
-def _rms_norm_grad_input(w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], weight: Arg, rstd: Ref) -> Ref:
+def _rms_norm_grad_input(w: _RowWriter, grad: Ref, x: Ref, shape: tuple[int, ...], weight: Arg, rstd: Ref) -> Ref:
     unit = w.do("mul", x, rstd, word="unit")
     scaled = grad if weight is None else w.do("mul", grad, weight, word="scaled")
     along = w.mean(w.do("mul", scaled, unit, word="product"), len(shape), "along")
@@ -137,12 +137,12 @@ def _rms_norm_grad_input(w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], 
     return unit
 
 
-def _rms_norm_grad_weight(w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], rstd: Ref) -> None:
+def _rms_norm_grad_weight(w: _RowWriter, grad: Ref, x: Ref, shape: tuple[int, ...], rstd: Ref) -> None:
     unit = w.do("mul", x, rstd, word="unit")
     w.column(w.do("mul", grad, unit, word="terms"), len(shape), w.op.result)
 
 
-def _layer_norm(w: _Writer, x: Ref, shape: tuple[int, ...], weight: Arg, bias: Arg, eps: Arg) -> None:
+def _layer_norm(w: _RowWriter, x: Ref, shape: tuple[int, ...], weight: Arg, bias: Arg, eps: Arg) -> None:
     made, mean, rstd = w.op.results
     average = w.do("mul", w.sum(x, len(shape), "sum"), 1 / math.prod(shape), makes=mean)
     centered = w.do("sub", x, average, word="centered")
@@ -155,7 +155,7 @@ def _layer_norm(w: _Writer, x: Ref, shape: tuple[int, ...], weight: Arg, bias: A
 
 
 def _layer_norm_backward(
-    w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], weight: Arg, mean: Ref, rstd: Ref
+    w: _RowWriter, grad: Ref, x: Ref, shape: tuple[int, ...], weight: Arg, mean: Ref, rstd: Ref
 ) -> None:
     unit = _layer_norm_grad_input(w, grad, x, shape, weight, mean, rstd)
     if weight is not None:
@@ -163,7 +163,7 @@ def _layer_norm_backward(
 
 
 def _layer_norm_grad_input(
-    w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], weight: Arg, mean: Ref, rstd: Ref
+    w: _RowWriter, grad: Ref, x: Ref, shape: tuple[int, ...], weight: Arg, mean: Ref, rstd: Ref
 ) -> Ref:
     along = len(shape)
     unit = w.do("mul", w.do("sub", x, mean, word="centered"), rstd, word="unit")
@@ -176,39 +176,39 @@ def _layer_norm_grad_input(
     return unit
 
 
-def _layer_norm_grad_weight(w: _Writer, grad: Ref, x: Ref, shape: tuple[int, ...], mean: Ref, rstd: Ref) -> None:
+def _layer_norm_grad_weight(w: _RowWriter, grad: Ref, x: Ref, shape: tuple[int, ...], mean: Ref, rstd: Ref) -> None:
     unit = w.do("mul", w.do("sub", x, mean, word="centered"), rstd, word="unit")
     _affine_gradients(w, grad, unit, len(shape), *w.op.results)
 
 
-def _affine_gradients(w: _Writer, grad: Ref, unit: Ref, along: int, grad_weight: Value, grad_bias: Value) -> None:
+def _affine_gradients(w: _RowWriter, grad: Ref, unit: Ref, along: int, grad_weight: Value, grad_bias: Value) -> None:
     w.column(w.do("mul", grad, unit, word="terms"), along, grad_weight)
     w.column(grad, along, grad_bias)
 
 
-def _softmax(w: _Writer, x: Ref, dim: Arg) -> None:
+def _softmax(w: _RowWriter, x: Ref, dim: Arg) -> None:
     most = w.sum(x, 1, "most", name="amax")
     power = w.do("exp", w.do("sub", x, most, word="below"), word="power")
     w.do("div", power, w.sum(power, 1, "total"), makes=w.op.result)
 
 
-def _softmax_backward(w: _Writer, grad: Ref, y: Ref, dim: Arg, dtype: Arg) -> None:
+def _softmax_backward(w: _RowWriter, grad: Ref, y: Ref, dim: Arg, dtype: Arg) -> None:
     along = w.sum(w.do("mul", grad, y, word="product"), 1, "along")
     w.do("mul", w.do("sub", grad, along, word="across"), y, makes=w.op.result)
 
 
-def _log_softmax(w: _Writer, x: Ref, dim: Arg) -> None:
+def _log_softmax(w: _RowWriter, x: Ref, dim: Arg) -> None:
     below = w.do("sub", x, w.sum(x, 1, "most", name="amax"), word="below")
     total = w.sum(w.do("exp", below, word="power"), 1, "total")
     w.do("sub", below, w.do("log", total, word="level"), makes=w.op.result)
 
 
-def _log_softmax_backward(w: _Writer, grad: Ref, y: Ref, dim: Arg, dtype: Arg) -> None:
+def _log_softmax_backward(w: _RowWriter, grad: Ref, y: Ref, dim: Arg, dtype: Arg) -> None:
     along = w.sum(grad, 1, "along")
     w.do("sub", grad, w.do("mul", w.do("exp", y, word="weight"), along, word="part"), makes=w.op.result)
 
 
-def _logsumexp(w: _Writer, x: Ref, dims: tuple[int, ...], keep: Arg) -> None:
+def _logsumexp(w: _RowWriter, x: Ref, dims: tuple[int, ...], keep: Arg) -> None:
     """The log-sum-exp of rows; for rows of infinities nothing is subtracted."""
     most = w.sum(x, len(dims), "most", name="amax")
     level = w.do("nan_to_num", most, math.nan, 0.0, 0.0, word="level")
@@ -216,12 +216,12 @@ def _logsumexp(w: _Writer, x: Ref, dims: tuple[int, ...], keep: Arg) -> None:
     w.do("add", w.do("log", total, word="log"), level, makes=w.op.result)
 
 
-def _mean(w: _Writer, x: Ref, dims: tuple[int, ...], keep: Arg) -> None:
+def _mean(w: _RowWriter, x: Ref, dims: tuple[int, ...], keep: Arg) -> None:
     shape = w.shape(x)
     w.do("mul", w.sum(x, len(dims), "sum"), 1 / math.prod(shape[len(shape) - len(dims) :]), makes=w.op.result)
 
 
-def _var(w: _Writer, x: Ref, dims: tuple[int, ...]) -> None:
+def _var(w: _RowWriter, x: Ref, dims: tuple[int, ...]) -> None:
     along, shape = len(dims), w.shape(x)
     correction = dict(w.op.attrs).get("correction")
     count = math.prod(shape[len(shape) - along :]) - (correction if isinstance(correction, int | float) else 1)
@@ -233,11 +233,11 @@ def _var(w: _Writer, x: Ref, dims: tuple[int, ...]) -> None:
         w.do("sqrt", var, makes=w.op.result)
 
 
-def _norm(w: _Writer, x: Ref, order: Arg, dims: tuple[int, ...], keep: Arg) -> None:
+def _norm(w: _RowWriter, x: Ref, order: Arg, dims: tuple[int, ...], keep: Arg) -> None:
     w.do("sqrt", w.sum(w.do("mul", x, x, word="square"), len(dims), "total"), makes=w.op.result)
 
 
-def _linear_grad_bias(w: _Writer, grad: Ref) -> None:
+def _linear_grad_bias(w: _RowWriter, grad: Ref) -> None:
     w.column(grad, 1, w.op.result)
 
 

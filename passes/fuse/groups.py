@@ -42,7 +42,7 @@ def _fused(graph: Graph, params: Mapping[str, Value], also: Collection[str], siz
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _KernelGroup:
     """Operations by index, their operands from outside (through views), and their results that others read."""
 
     members: frozenset[int]
@@ -113,7 +113,7 @@ class _Work:
     def _through(self, index: int) -> frozenset[str]:
         return self.roots[index] if self.kinds[index] == "view" else frozenset()
 
-    def _group(self, members: Collection[int]) -> _Group:
+    def _group(self, members: Collection[int]) -> _KernelGroup:
         made = {value.name for index in members for value in self.ops[index].results}
         reads = frozenset(name for index in members for name in self.roots[index]) - made
         makes = frozenset(
@@ -121,7 +121,7 @@ class _Work:
         )
         forms = [form for index in members if (form := self.forms[index]) is not None]
         found = next((form for form in forms if form.whole), forms[0] if forms else None)
-        return _Group(frozenset(members), reads, makes, sum(self.bytes[name] for name in (*reads, *makes)), found)
+        return _KernelGroup(frozenset(members), reads, makes, sum(self.bytes[name] for name in (*reads, *makes)), found)
 
     def join(self) -> None:
         """Repeatedly join the two groups that save the most time."""
@@ -168,11 +168,11 @@ class _Work:
         saved = H100.start + (one.bytes + two.bytes - both.bytes) / H100.memory
         return saved if saved > 0 else None
 
-    def _elements(self, group: _Group) -> bool:
+    def _elements(self, group: _KernelGroup) -> bool:
         """Whether one iteration over elements covers all results of a group."""
         return len({self.shapes[name] for name in group.makes}) == 1
 
-    def _rows(self, group: _Group, form: Form) -> bool:
+    def _rows(self, group: _KernelGroup, form: Form) -> bool:
         """Whether a group with sums can run row by row: all shapes are rows, and no view mixes them."""
         inside = {value.name for index in group.members for value in self.ops[index].results}
         for index in group.members:
@@ -187,7 +187,7 @@ class _Work:
                 return False
         return True
 
-    def _has_room(self, group: _Group, form: Form) -> bool:
+    def _has_room(self, group: _KernelGroup, form: Form) -> bool:
         """Whether a program's registers suffice for the long rows that it holds."""
         if not is_long(form):
             return True
@@ -268,7 +268,7 @@ class _Work:
             emit(key)
         return _read(found, self.kept)
 
-    def _is_worth(self, group: _Group) -> bool:
+    def _is_worth(self, group: _KernelGroup) -> bool:
         """Whether a kernel pays: several operations, or one that PyTorch computes in several."""
         if len(group.members) > 1:
             return True
@@ -279,7 +279,7 @@ class _Work:
         alone = group.form is not None and (group.form.whole or self.ops[index].name in _WORTH)
         return alone and self.kinds[index] == "composite"
 
-    def _tail(self, group: _Group) -> tuple[int, ...]:
+    def _tail(self, group: _KernelGroup) -> tuple[int, ...]:
         """A permutation and a reshape that alone read a group's result: the kernel writes in their order."""
         name, found = next(iter(group.makes), ""), list[int]()
         for kind in ("permute", "reshape"):
@@ -296,7 +296,7 @@ class _Work:
             else tuple(found)
         )
 
-    def _bracket(self, group: _Group, tail: Collection[int] = ()) -> Op:
+    def _bracket(self, group: _KernelGroup, tail: Collection[int] = ()) -> Op:
         """A group as one operation, with the views of its operands and those at its end."""
         chosen = {*group.members, *tail}
         todo = [name for index in group.members for name in self.ops[index].refs()]

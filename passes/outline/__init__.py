@@ -22,7 +22,7 @@ from dataclasses import replace
 from partc.ir.gradients import input_only
 from partc.ir.naming import identifier, is_number, name_values, unique, unreserved
 from partc.ir.program import RANDOM, Arg, Call, Graph, Program, Ref, Region, Value
-from partc.passes.outline.segments import Segment, by_module, by_weight, container, module_path, segments
+from partc.passes.outline.segments import ModuleSegment, by_module, by_weight, container, module_path, segments
 
 
 def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
@@ -52,7 +52,7 @@ def _stored(program: Program) -> tuple[tuple[Value, str], ...]:
 class _Linker:
     """Turns segments into regions and calls; equal segments share a region."""
 
-    def __init__(self, program: Program, main: Region, segments: list[Segment]) -> None:
+    def __init__(self, program: Program, main: Region, segments: list[ModuleSegment]) -> None:
         self.program = program
         self.main = main
         self.segments = segments
@@ -96,7 +96,7 @@ class _Linker:
                 found.setdefault(name, set()).add(index)
         return found
 
-    def _link(self, index: int, segment: Segment, readers: Mapping[str, set[int]]) -> None:
+    def _link(self, index: int, segment: ModuleSegment, readers: Mapping[str, set[int]]) -> None:
         made = [value.name for op in segment.ops for value in op.results]
         inside = set(made)
         read = dict.fromkeys(name for op in segment.ops for name in op.refs() if name not in inside)
@@ -137,7 +137,12 @@ class _Linker:
         return unique(identifier(local), self.taken)
 
     def _signature(
-        self, segment: Segment, inputs: list[str], params: list[str], relative: Mapping[str, str], outputs: list[str]
+        self,
+        segment: ModuleSegment,
+        inputs: list[str],
+        params: list[str],
+        relative: Mapping[str, str],
+        outputs: list[str],
     ) -> Hashable:
         """A key that is equal for segments that can share a region: everything but the names of values."""
         names: dict[str, Hashable] = {name: ("in", i) for i, name in enumerate(inputs)}
@@ -155,7 +160,7 @@ class _Linker:
     def _region(
         self,
         index: int,
-        segment: Segment,
+        segment: ModuleSegment,
         inputs: list[str],
         params: list[str],
         relative: Mapping[str, str],
@@ -192,7 +197,7 @@ class _Linker:
         flows = bool(region.params) and region.phase == "microbatch"
         return "x" if flows else re.sub(r"_\d+$", "", local)
 
-    def _region_name(self, index: int, segment: Segment, params: list[str], outputs: list[str]) -> str:
+    def _region_name(self, index: int, segment: ModuleSegment, params: list[str], outputs: list[str]) -> str:
         if segment.phase == "setup":
             return "rotary" if all(re.search(r"cos|sin|rot", name) for name in outputs) else "constants"
         if segment.key:
@@ -210,11 +215,11 @@ class _Linker:
             return identifier(self.program.name)
         return "embed" if index == first else "head" if index == last else "bridge"
 
-    def _has_params(self, segment: Segment) -> bool:
+    def _has_params(self, segment: ModuleSegment) -> bool:
         return any(name in self.stored for op in segment.ops for name in op.refs())
 
 
-def _counted(segment: Segment) -> tuple[Segment, int | None]:
+def _counted(segment: ModuleSegment) -> tuple[ModuleSegment, int | None]:
     """The segment with its random operations numbered from 0, and the number of its first."""
     numbers = [op.args[-1] for op in segment.ops if op.name in RANDOM]
     first = min((number for number in numbers if isinstance(number, int)), default=None)

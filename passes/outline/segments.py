@@ -10,7 +10,7 @@ from partc.ir.program import RANDOM, Op, Phase, Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class ModuleSegment:
     """Consecutive operations of one module (`key`, "" between numbered modules) that will be one call."""
 
     key: str
@@ -19,7 +19,7 @@ class Segment:
     gives: tuple[str, ...] | None = None  # what it is for, where that isn't all that others read
 
 
-def segments(main: Region, trained: set[str], keys: Mapping[int, str]) -> list[Segment]:
+def segments(main: Region, trained: set[str], keys: Mapping[int, str]) -> list[ModuleSegment]:
     """The operations of the region, cut into calls in an executable order."""
     free, constant = _free_values(main, trained)
     constant = constant - set(main.forward.outputs)  # a buffer takes them in every microbatch
@@ -37,7 +37,7 @@ def segments(main: Region, trained: set[str], keys: Mapping[int, str]) -> list[S
     return [*_lifted_segments(sorted(lifted, key=lambda n: order[id(made[n])]), made, constant, body, order), *body]
 
 
-def _runs(ops: Sequence[Op], keys: Mapping[int, str]) -> list[Segment]:
+def _runs(ops: Sequence[Op], keys: Mapping[int, str]) -> list[ModuleSegment]:
     """Consecutive operations of one key."""
     found: list[tuple[str, list[Op]]] = []
     for op in ops:
@@ -45,10 +45,10 @@ def _runs(ops: Sequence[Op], keys: Mapping[int, str]) -> list[Segment]:
             found[-1][1].append(op)
         else:
             found.append((keys[id(op)], [op]))
-    return [Segment(key=key, ops=tuple(run)) for key, run in found]
+    return [ModuleSegment(key=key, ops=tuple(run)) for key, run in found]
 
 
-def _shared(segments: list[Segment], free: set[str], outputs: set[str]) -> set[str]:
+def _shared(segments: list[ModuleSegment], free: set[str], outputs: set[str]) -> set[str]:
     """Values that depend on inputs only and get a region: read by several bodies, or one number for the batch."""
     readers: dict[str, set[int]] = {}
     scalars: set[str] = set()
@@ -130,12 +130,12 @@ def by_weight(main: Region, weights: Mapping[str, str]) -> dict[int, str]:
     return keys
 
 
-def _joined(body: list[Segment], params: set[str], trained: set[str]) -> list[Segment]:
+def _joined(body: list[ModuleSegment], params: set[str], trained: set[str]) -> list[ModuleSegment]:
     """A segment without parameters, of a module or after an inner one, joins the segment before it.
 
     Operations after a module may read buffers, as a loss with class weights does.
     """
-    joined: list[Segment] = []
+    joined: list[ModuleSegment] = []
     for segment in body:
         own = params if segment.key else trained
         bare = own.isdisjoint(name for op in segment.ops for name in op.refs())
@@ -148,15 +148,19 @@ def _joined(body: list[Segment], params: set[str], trained: set[str]) -> list[Se
 
 
 def _lifted_segments(
-    shared: Sequence[str], made: Mapping[str, Op], constant: set[str], body: list[Segment], order: Mapping[int, int]
-) -> list[Segment]:
+    shared: Sequence[str],
+    made: Mapping[str, Op],
+    constant: set[str],
+    body: list[ModuleSegment],
+    order: Mapping[int, int],
+) -> list[ModuleSegment]:
     """Regions of values that depend on no parameter: one for all constants, one for each other value."""
     in_order = lambda ops: tuple(sorted(ops, key=lambda op: order[id(op)]))  # noqa: E731
-    values = [Segment(key="", ops=in_order(_slice([name], made, constant)), gives=(name,)) for name in shared]
+    values = [ModuleSegment(key="", ops=in_order(_slice([name], made, constant)), gives=(name,)) for name in shared]
     used = {name for segment in (*body, *values) for op in segment.ops for name in op.refs()} & constant
     ops = in_order(_slice(sorted(used), made, set()))
     gives = tuple(value.name for op in ops for value in op.results if value.name in used)
-    return [*([Segment(key="", ops=ops, phase="setup", gives=gives)] if ops else []), *values]
+    return [*([ModuleSegment(key="", ops=ops, phase="setup", gives=gives)] if ops else []), *values]
 
 
 def _slice(names: Sequence[str], made: Mapping[str, Op], stop: set[str]) -> list[Op]:

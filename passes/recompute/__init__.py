@@ -36,7 +36,7 @@ from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import VIEWS, Graph, Op, Program, Region
 from partc.passes.recompute.budget import check_reach, deal, varied
-from partc.passes.recompute.choice import Choice, Point, frontier, least
+from partc.passes.recompute.choice import Point, SavingProblem, frontier, least
 from partc.rules import is_cheap
 from partc.schedules import SCHEDULES, compute_order
 from partc.schedules.table import Table
@@ -128,7 +128,7 @@ def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str]
     return least(choice(region, cheap, moved, held, sizes), worth=WORTH) | held
 
 
-def timed(region: Region, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> Choice:
+def timed(region: Region, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> SavingProblem:
     """The choice in which every operation may be recomputed, with its time in nanoseconds as effort."""
     types = region.types(region.forward)
 
@@ -144,7 +144,7 @@ def _repeatable(region: Region, fixed: frozenset[str]) -> list[Op]:
 
 def choice(
     region: Region, again: Sequence[Op], effort: Callable[[Op], int], held: frozenset[str], sizes: Sizes
-) -> Choice:
+) -> SavingProblem:
     """The decision, if only the operations in `again` can be recomputed.
 
     A value costs the bytes of the memory behind it: all views of a value count as that value. `held` inputs and their
@@ -155,7 +155,7 @@ def choice(
     values = region.forward.definitions()
     memory = memory_of(region.forward)
     size = {name: value.type.local_bytes(sizes) for name, value in values.items()}
-    return Choice(
+    return SavingProblem(
         needed=tuple(name for name in region.saved if name not in held),
         bytes={name: 0 if memory[name] in held | params else size[memory[name]] for name in values},
         ops=tuple(tuple(value.name for value in op.results) for op in again),

@@ -182,7 +182,7 @@ def solve(
     """
     if not frontiers:
         return []
-    problem = _Problem(frontiers, counts, rows)
+    problem = _BudgetProgram(frontiers, counts, rows)
     room = budget
     while (dealt := problem.quickest(room)) is not None:
         more = peak(frontiers, dealt, rows) - budget
@@ -192,7 +192,7 @@ def solve(
     return problem.lowest()
 
 
-class _Problem:
+class _BudgetProgram:
     """The integer program: columns are the calls at each point of each slot, and whether there are any."""
 
     def __init__(self, frontiers: Sequence[Sequence[Point]], counts: Sequence[int], rows: Sequence[Row]) -> None:

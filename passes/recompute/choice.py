@@ -19,7 +19,7 @@ from partc.errors import InternalError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SavingProblem:
     """The values that backward needs, the cost of saving each value, and the recomputable operations.
 
     `ops`, `reads` and `effort` are parallel: an operation's results, the values that it reads (without those that exist
@@ -44,18 +44,18 @@ class Point:
     effort: int
 
 
-def least(choice: Choice, *, worth: int) -> frozenset[str]:
+def least(choice: SavingProblem, *, worth: int) -> frozenset[str]:
     """The saved values that minimise `worth` times their bytes plus the effort of recomputing the others."""
-    problem = _Problem(choice)
+    problem = _Constraints(choice)
     found = problem.solve(problem.effort + worth * problem.bytes)
     if found is None:
         raise InternalError("backward needs a value that is neither saved nor made")
     return found.saved
 
 
-def frontier(choice: Choice) -> tuple[Point, ...]:
+def frontier(choice: SavingProblem) -> tuple[Point, ...]:
     """All choices that no other beats, from the one that saves most to the one that saves least."""
-    problem = _Problem(choice)
+    problem = _Constraints(choice)
     found: list[Point] = []
     limit: int | None = None
     while True:
@@ -88,10 +88,10 @@ class _Limit:
         return max(0, -(-(number - self.most) // self.unit))
 
 
-class _Problem:
+class _Constraints:
     """The constraints of a choice: columns are recomputed operations, then saved values."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: SavingProblem) -> None:
         self.choice = choice
         self.makers = {name: index for index, results in enumerate(choice.ops) for name in results}
         relevant = self._relevant()

@@ -22,11 +22,11 @@ _NEVER = -100  # a label that `gather` takes for none
 
 def label_losses(region: Region) -> Region:
     """Replace gathers from log-probabilities and their cross-entropies; their operands may become dead."""
-    return _Losses(region).region()
+    return _LabelLosses(region).region()
 
 
 @dataclass(slots=True)
-class _Losses:
+class _LabelLosses:
     given: Region
     types: dict[str, TensorType] = field(default_factory=dict)
     made: dict[str, Op] = field(default_factory=dict)

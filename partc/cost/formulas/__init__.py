@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from partc.cost.formulas.size_names import Named, Names, evaluated, symbol
+from partc.cost.formulas.size_names import Named, SizeNames, evaluated, symbol
 from partc.cost.formulas.symbols import Dimensions
 from partc.cost.saved_tensors import flights, held_inputs, memory_of, saved_values
 from partc.ir.mesh import PIPELINE_AXIS
@@ -26,7 +26,7 @@ ADAMW = 2  # values that the optimizer keeps for each of a parameter's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
+class NamedBytes:
     """The tensors of one name, and their bytes."""
 
     name: str
@@ -34,7 +34,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class PassFormulas:
     """A forward or backward pass of one call: the peak of its temporary bytes, the bytes that a rank receives over each
     axis, and the flops of its matrix products.
     """
@@ -52,8 +52,8 @@ class RegionFormulas:
     name: str
     calls: int
     parameters: Expr  # bytes, as the call reads them
-    saved: tuple[Term, ...]
-    passes: tuple[Pass, ...]
+    saved: tuple[NamedBytes, ...]
+    passes: tuple[PassFormulas, ...]
 
     @property
     def saved_bytes(self) -> Expr:
@@ -94,8 +94,8 @@ class Formulas:
 def formulas(program: Program) -> Formulas:
     """The formulas of a scheduled program."""
     dimensions = Dimensions(program)
-    names = Names(dimensions)
-    found = _Writer(program, dimensions, names)
+    names = SizeNames(dimensions)
+    found = _FormulaWriter(program, dimensions, names)
     regions = tuple(found.region(region) for region in program.regions if region.phase == "microbatch")
     saved = {region.name: region.saved_bytes for region in regions}
     ranks = tuple(found.rank(place, saved) for place in range(program.mesh.axis(PIPELINE_AXIS)))
@@ -108,8 +108,8 @@ def formulas(program: Program) -> Formulas:
     )
 
 
-class _Writer:
-    def __init__(self, program: Program, dimensions: Dimensions, names: Names) -> None:
+class _FormulaWriter:
+    def __init__(self, program: Program, dimensions: Dimensions, names: SizeNames) -> None:
         self.program = program
         self.dimensions = dimensions
         self.names = names
@@ -122,7 +122,7 @@ class _Writer:
             name=region.name,
             calls=sum(call.region == region.name for call in self.program.calls),
             parameters=_total(self._bytes(region, value.name) for value in region.params),
-            saved=tuple(Term(name=name, bytes=self._bytes(region, name)) for name in saved),
+            saved=tuple(NamedBytes(name=name, bytes=self._bytes(region, name)) for name in saved),
             passes=tuple(self._pass(name, region, graph) for name, graph in graphs),
         )
 
@@ -171,7 +171,7 @@ class _Writer:
     def _number(self, region: Region, name: str) -> int:
         return self.dimensions.types[region.name, name].local_bytes(self.program.sizes)
 
-    def _pass(self, name: str, region: Region, graph: Graph) -> Pass:
+    def _pass(self, name: str, region: Region, graph: Graph) -> PassFormulas:
         moved: dict[str, Expr] = {}
         work = _zero()
         for op in _all(graph.ops):
@@ -180,7 +180,7 @@ class _Writer:
                 moved[axis] = moved.get(axis, _zero()) + self._moved(region, op, axis)
             for product in self.dimensions.work.get((region.name, op.results[0].name), ()) if op.results else ():
                 work += self.names.product(product)
-        return Pass(name=name, working=self._working(region, graph), moved=moved, flops=work)
+        return PassFormulas(name=name, working=self._working(region, graph), moved=moved, flops=work)
 
     def _moved(self, region: Region, op: Op, axis: str) -> Expr:
         """The bytes that a rank receives: `reshard.cost` without rounding."""

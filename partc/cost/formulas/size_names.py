@@ -65,7 +65,7 @@ def evaluated(formula: Expr, sizes: Mapping[str, int]) -> Any:
     return formula.subs({each: sizes[str(each)] for each in formula.free_symbols})
 
 
-class Names:
+class SizeNames:
     """Formulas for the sizes of a program's values. Sizes without a name stay numbers."""
 
     def __init__(self, dimensions: Dimensions) -> None:

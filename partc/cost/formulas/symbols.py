@@ -77,18 +77,18 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class SizedSubDim:
     """A sub-dimension of a layout: its size, and the axes that cut it."""
 
     size: int
     axes: tuple[str, ...]
 
 
-Dim = tuple[Piece, ...]
+Dim = tuple[SizedSubDim, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sum:
+class SizeSum:
     """A dimension whose length is a sum of other lengths and a constant, after padding, slicing or joining."""
 
     whole: tuple[int, ...]
@@ -114,7 +114,7 @@ class Dimensions:
         self.dims: dict[Key, tuple[Dim, ...]] = {}
         self.types: dict[Key, TensorType] = {}
         self.roles: dict[str, list[int]] = {}  # what rules call a factor: "attention.g", "embedding.v"
-        self.sums: list[Sum] = []
+        self.sums: list[SizeSum] = []
         self.work: dict[Key, tuple[Product, ...]] = {}  # of the operation that makes a value
         for value in program.values:
             self._declare("", value)
@@ -159,7 +159,8 @@ class Dimensions:
             return
         self.types[key] = value.type
         self.dims[key] = tuple(
-            tuple(Piece(size=self.sizes.new(sub.size), axes=sub.axes) for sub in dim) for dim in value.type.layout.dims
+            tuple(SizedSubDim(size=self.sizes.new(sub.size), axes=sub.axes) for sub in dim)
+            for dim in value.type.layout.dims
         )
         of = self.dims.get((region, value.name.removeprefix("grad_")), ())
         if len(of) == len(self.dims[key]):
@@ -224,7 +225,7 @@ class Dimensions:
             part = op.name == "slice" and before[0] > length + SHORT
             if before[0] != length and not across and not part:
                 whole, *parts = (tuple(piece.size for piece in dims[index]) for dims in (made, *given))
-                self.sums.append(Sum(whole=whole, parts=tuple(parts), more=length - sum(before)))
+                self.sums.append(SizeSum(whole=whole, parts=tuple(parts), more=length - sum(before)))
 
     def _rule(self, region: str, op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
         """The operation's rule for global shapes, covering all results, or the first if others are statistics."""

@@ -49,7 +49,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPosition:
     """The identity of this rank."""
 
     rank: int
@@ -78,7 +78,7 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Path, *, keep: int, place: Place, store: Store, attempt: str, run: Mapping[str, Any]
+        self, folder: Path, *, keep: int, place: RankPosition, store: Store, attempt: str, run: Mapping[str, Any]
     ) -> None:
         self.folder = folder
         self.saved: int | None = None  # the last step that was handed over

@@ -105,7 +105,7 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TensorEntry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int  # from the start of the file
@@ -165,7 +165,7 @@ def _header(path: Path, read: Callable[[int], bytes], size: int) -> tuple[dict[s
         raise BadTensorFile(f"{path}: its header: {error}") from None
 
 
-def _places(path: Path, header: Mapping[str, object], start: int, size: int) -> dict[str, _Place]:
+def _places(path: Path, header: Mapping[str, object], start: int, size: int) -> dict[str, _TensorEntry]:
     """The position of each tensor. The format allows no gaps: tensors fill the bytes after the header exactly."""
     entries = {name: _entry(path, name, found) for name, found in header.items()}
     at, behind = 0, "the header"
@@ -177,7 +177,7 @@ def _places(path: Path, header: Mapping[str, object], start: int, size: int) -> 
     if at != size - start:
         raise BadTensorFile(f"{path}: its tensors have {at:,} bytes, the file has {size - start:,} for them")
     return {
-        name: _Place(_DTYPES[entry.dtype], entry.shape, start + entry.data_offsets[0])
+        name: _TensorEntry(_DTYPES[entry.dtype], entry.shape, start + entry.data_offsets[0])
         for name, entry in entries.items()
     }
 

@@ -21,7 +21,7 @@ WARM = 2  # times that work is done as it is: what is made once is there by then
 T = TypeVar("T")
 
 
-class Graph(Protocol):
+class RecordedGraph(Protocol):
     """One recording."""
 
     def capture(self, work: Callable[[], T]) -> T:
@@ -34,10 +34,10 @@ class Graph(Protocol):
         """Discard the recording."""
 
 
-class Repeated(Generic[T]):
+class RecordedWork(Generic[T]):
     """A callable that runs the work; from its third call on it replays it, and returns the same tensors each time."""
 
-    def __init__(self, work: Callable[[], T], graph: Graph) -> None:
+    def __init__(self, work: Callable[[], T], graph: RecordedGraph) -> None:
         self._work = work
         self._graph = graph
         self._done = 0
@@ -85,7 +85,7 @@ class CudaGraph:
 
 
 @contextmanager
-def recording(wanted: bool, device: torch.device) -> Iterator[Callable[[], Graph] | None]:
+def recording(wanted: bool, device: torch.device) -> Iterator[Callable[[], RecordedGraph] | None]:
     """A factory of graphs for the context, if they are wanted. Raises UsageError P0533."""
     if not wanted:
         yield None
@@ -107,7 +107,7 @@ def need_gpus(there: bool) -> None:
 
 
 @contextmanager
-def _cuda_graphs(device: torch.device) -> Iterator[Callable[[], Graph]]:
+def _cuda_graphs(device: torch.device) -> Iterator[Callable[[], RecordedGraph]]:
     """A factory of graphs, which end with the context: a communicator cannot be destroyed while a recording contains
     its work.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..random import Draw, dropout_backward
-from .attention_kernels import Case, Kernel, chosen, on_cpu
+from .attention_kernels import AttentionKernel, Case, chosen, on_cpu
 
 MOST = 1 << 22  # scores that a block has, of all heads: they stay in a GPU's cache
 
@@ -170,7 +170,7 @@ def attention_dropout_bias_backward(
     return (*found[:3], found[3])
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Kernel | None:
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> AttentionKernel | None:
     """The fused kernel; None if attention runs in blocks."""
     if not (q.dim() == k.dim() == v.dim() == 4):
         return None
@@ -181,7 +181,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: boo
     return chosen(case, q.device.index or 0).kernel
 
 
-def _operands(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _operands(kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The operands in the kernel's form: heads are padded with zeros, which change no score."""
     width, value_width = (-(-x.shape[-1] // kernel.multiple) * kernel.multiple for x in (q, v))
     if kernel.equal:

@@ -58,7 +58,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class AttentionKernel:
     """A fused kernel. Head sizes are padded to a multiple of `multiple`."""
 
     name: str
@@ -87,20 +87,22 @@ class Kernel:
         return ""
 
 
-CPU = Kernel("cpu", (torch.float64, torch.float32, *HALF), most=1 << 30, masks=True, square=False)
+CPU = AttentionKernel("cpu", (torch.float64, torch.float32, *HALF), most=1 << 30, masks=True, square=False)
 # A mask goes to `efficient` alone: cuDNN's gradients under masks have been wrong in several of its versions.
 GPUS = (
-    Kernel("cudnn", HALF, most=128, multiple=8, equal=False),
-    Kernel("flash", HALF, most=256, multiple=8),
-    Kernel("efficient", (torch.float32, *HALF), most=1 << 16, multiple=8, grouped=False, masks=True, equal=False),
+    AttentionKernel("cudnn", HALF, most=128, multiple=8, equal=False),
+    AttentionKernel("flash", HALF, most=256, multiple=8),
+    AttentionKernel(
+        "efficient", (torch.float32, *HALF), most=1 << 16, multiple=8, grouped=False, masks=True, equal=False
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KernelChoice:
     """The kernel for a case, and the reasons against those before it."""
 
-    kernel: Kernel | None  # None: in blocks
+    kernel: AttentionKernel | None  # None: in blocks
     passed: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -108,30 +110,32 @@ class Choice:
         return BLOCKS if self.kernel is None else self.kernel.name
 
 
-def on_cpu(case: Case) -> Kernel | None:
+def on_cpu(case: Case) -> AttentionKernel | None:
     """The fused kernel for CPUs, if it can compute the case."""
     return None if CPU.obstacle(case) else CPU
 
 
-def on_gpu(case: Case, gpu: Gpu, off: Iterable[str] = (), refusal: Callable[[str, Case], str] | None = None) -> Choice:
+def on_gpu(
+    case: Case, gpu: Gpu, off: Iterable[str] = (), refusal: Callable[[str, Case], str] | None = None
+) -> KernelChoice:
     """The first possible kernel. Kernels in `off` are switched off; `refusal` returns torch's objection to one."""
     passed: list[tuple[str, str]] = []
     for kernel in GPUS:
         reason = "switched off" if kernel.name in off else kernel.obstacle(case) or _device_obstacle(kernel, case, gpu)
         reason = reason or ("" if refusal is None else refusal(kernel.name, case))
         if not reason:
-            return Choice(kernel, tuple(passed))
+            return KernelChoice(kernel, tuple(passed))
         passed.append((kernel.name, reason))
-    return Choice(None, tuple(passed))
+    return KernelChoice(None, tuple(passed))
 
 
-def chosen(case: Case, device: int) -> Choice:
+def chosen(case: Case, device: int) -> KernelChoice:
     """The choice on a GPU of this process, with torch's current switches."""
     return _chosen(case, device, tuple(name for name, is_on in _SWITCHES.items() if not is_on()))
 
 
 @cache
-def _chosen(case: Case, device: int, off: tuple[str, ...]) -> Choice:
+def _chosen(case: Case, device: int, off: tuple[str, ...]) -> KernelChoice:
     return on_gpu(case, gpu_at(device), off, lambda name, case: refusal(name, case, device))
 
 
@@ -140,7 +144,7 @@ def gpu_at(device: int) -> Gpu:
     return Gpu(torch.cuda.get_device_capability(device), torch.backends.cudnn.version() or 0)
 
 
-def _device_obstacle(kernel: Kernel, case: Case, gpu: Gpu) -> str:
+def _device_obstacle(kernel: AttentionKernel, case: Case, gpu: Gpu) -> str:
     major, minor = gpu.capability
     if case.dtype in HALF and kernel.name != "efficient" and major < 8:
         return "compute capability 8.0 or newer"
@@ -209,9 +213,9 @@ def settle(wanted: str, cases: Mapping[str, Case], device: torch.device, say: Ca
         say(line)
 
 
-def told(choices: Mapping[str, tuple[Case, Choice]]) -> list[str]:
+def told(choices: Mapping[str, tuple[Case, KernelChoice]]) -> list[str]:
     """A line for each distinct case: its places, its kernel, and the reasons against those before it."""
-    places: dict[tuple[Case, Choice], list[str]] = {}
+    places: dict[tuple[Case, KernelChoice], list[str]] = {}
     for place, choice in choices.items():
         places.setdefault(choice, []).append(place)
     return [

@@ -37,7 +37,7 @@ _ALL = 64  # ranks of a world in which each may ask for all others
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class LauncherVariables:
     """The launcher's variables: this rank, the number of ranks, and the address of rank 0."""
 
     rank: int
@@ -56,15 +56,15 @@ def world_size() -> int:
     return _number("WORLD_SIZE", 1, 1, 1 << 24)
 
 
-def world() -> World:
+def world() -> LauncherVariables:
     """This process's world. Raises UsageError P0536."""
     size = world_size()
     if size == 1:
-        return World(0, 1)
+        return LauncherVariables(0, 1)
     address = os.environ.get("MASTER_ADDR", "")
     if not address:
         raise _environment("MASTER_ADDR is not set")
-    return World(_number("RANK", None, 0, size - 1), size, address, _number("MASTER_PORT", None, 1, 65535))
+    return LauncherVariables(_number("RANK", None, 0, size - 1), size, address, _number("MASTER_PORT", None, 1, 65535))
 
 
 def launcher_holds_store() -> bool:
@@ -75,15 +75,15 @@ def store_holder() -> str:
     return ("the launcher" if launcher_holds_store() else "rank 0") + ", which holds the ranks' store,"
 
 
-def meet(world: World, timeout: float, caught: Caught) -> Store:
+def meet(world: LauncherVariables, timeout: float, caught: Caught) -> Store:
     """The store that all ranks share, once all have arrived. Raises UsageError P0536; exits if a rank cannot come."""
-    return lone_store() if world.size == 1 else _Meeting(world, timeout, caught).store()
+    return lone_store() if world.size == 1 else _WatchedStore(world, timeout, caught).store()
 
 
-class _Meeting:
+class _WatchedStore:
     """A thread talks to the store, which may not answer; the main thread observes the missing ranks."""
 
-    def __init__(self, world: World, timeout: float, caught: Caught) -> None:
+    def __init__(self, world: LauncherVariables, timeout: float, caught: Caught) -> None:
         self._world = world
         self._timeout = timeout
         self._caught = caught

@@ -30,7 +30,7 @@ from ..errors import PeerLost, UsageError
 from ..torch_private import clone_store
 from .interruption import Interruption
 from .processes import condition, end_stopped, here, siblings
-from .rendezvous import World, leave, store_holder
+from .rendezvous import LauncherVariables, leave, store_holder
 from .signals import TERMINATING, Caught
 
 INTERVAL = 1.0  # seconds between signs of life, in worlds of a usual size
@@ -55,13 +55,13 @@ class _Seen:
     renewed: str = ""  # the sign that this rank has left for it
 
 
-class Watch:
+class Watchdog:
     """A context around a rank's work; `clock` tells the main thread's activity, `caught` has its signals."""
 
     def __init__(
         self,
         store: Store,
-        world: World,
+        world: LauncherVariables,
         caught: Caught,
         clock: Clock,
         timeout: float,
@@ -86,7 +86,7 @@ class Watch:
         self._holder = ""  # the place of rank 0, if its process holds the store
         self._here = here()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         self._thread.start()
         threading.Thread(target=self._guard, daemon=True).start()
         return self

@@ -130,7 +130,7 @@ def _writer(folder: Path, start: int) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _LogLine:
     """The fields of every line of the log."""
 
     step: int
@@ -143,7 +143,7 @@ def _earlier(path: Path, start: int) -> str:
     kept = []
     for line in path.read_text(errors="replace").splitlines(keepends=True):
         try:
-            if decoded(_Line, parsed(line), loose=True).step <= start and line.endswith("\n"):
+            if decoded(_LogLine, parsed(line), loose=True).step <= start and line.endswith("\n"):
                 kept.append(line)
         except Malformed:
             continue

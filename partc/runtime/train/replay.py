@@ -84,7 +84,7 @@ class View:
 
 
 @dataclass(slots=True, kw_only=True)
-class Step:
+class RecordedOp:
     """One recorded operation: tensors in `args` and `kwargs` are views, results are in `results`."""
 
     operation: Any
@@ -102,7 +102,7 @@ class Step:
 class Recording:
     """The operations of a constructor, and its final parameters and buffers."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RecordedOp] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)  # storage -> bytes
     constants: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     tensors: dict[str, View] = field(default_factory=dict)
@@ -209,7 +209,7 @@ class Recording:
             memory[storage] = torch.zeros(self.sizes[storage], dtype=torch.uint8).untyped_storage()
         return memory[storage]
 
-    def _run(self, step: Step, memory: dict[int, torch.UntypedStorage], state: Tensor | None = None) -> None:
+    def _run(self, step: RecordedOp, memory: dict[int, torch.UntypedStorage], state: Tensor | None = None) -> None:
         """Repeat a step; if a state is given, with a generator in that state instead of the default one."""
         real = lambda view: view.of(self._memory(memory, view.storage))  # noqa: E731
         args, kwargs = tree_map_only(View, real, (step.args, step.kwargs))
@@ -227,7 +227,7 @@ class Recording:
             else:
                 view.of(self._memory(memory, view.storage)).copy_(x)
 
-    def _draw(self, step: Step) -> None:
+    def _draw(self, step: RecordedOp) -> None:
         """Advance the default generator past a draw whose numbers are not needed."""
         if step.fills is not None:
             target, name = step.args[0], step.operation.overloadpacket.__name__
@@ -342,7 +342,7 @@ class _Recorder(TorchDispatchMode):
             fills = self._fills(name, args, views)
             reads = {view.storage for view in views[1:]} if fills is not None else known
             recording.steps.append(
-                Step(
+                RecordedOp(
                     operation=func,
                     args=seen_args,
                     kwargs=seen_kwargs,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..comm.comm import Comm
-from ..device.cuda_graphs import Graph, Repeated
+from ..device.cuda_graphs import RecordedGraph, RecordedWork
 from ..device.sending import bring, finish, send
 from ..errors import UsageError
 from ..execution.executor import Action, Stage, Told, run_step
@@ -60,7 +60,7 @@ class Steps:
     scale: LossScale | None
     part_of: Callable[[int], Mapping[str, Tensor]]  # this rank's part of the batch of a number, on the host
     settle: Callable[[], None]  # before an error that ends the run
-    graph: Callable[[], Graph] | None = None  # makes one, if steps are to be recorded
+    graph: Callable[[], RecordedGraph] | None = None  # makes one, if steps are to be recorded
 
     def __post_init__(self) -> None:
         self._local: dict[str, Tensor] = {}  # this rank's part of a batch
@@ -70,7 +70,7 @@ class Steps:
         self._updated = self._recorded(self._update)
 
     def _recorded(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        return work if self.graph is None else Repeated(work, self.graph())
+        return work if self.graph is None else RecordedWork(work, self.graph())
 
     def run(self, step: int) -> Done:
         """Take a step, counted from 0. Raises UsageError P0528, on all ranks."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from ..checkpoint.checkpoint import Held, Place, Saver
+from ..checkpoint.checkpoint import Held, RankPosition, Saver
 from ..checkpoint.given_parameters import given
 from ..checkpoint.restore import Say
 from ..checkpoint.safetensors import save
@@ -43,7 +43,7 @@ from ..processes.interruption import Interruption, VirtualInterruption
 from ..processes.ownership import sole
 from ..processes.rendezvous import meet, world, world_size
 from ..processes.signals import Caught, release
-from ..processes.watchdog import Watch, breaking_off
+from ..processes.watchdog import Watchdog, breaking_off
 from ..torch_private import lone_store
 from .data import global_batch, load_model_file, own_part
 from .feed import Feed
@@ -185,7 +185,7 @@ def _train_this_rank(job: Job) -> bool:
     with (
         breaking_off() as leaving,
         Caught(checkpoints=job.save is not None) as caught,
-        Watch(meet(place, job.timeout, caught), place, caught, clock, job.timeout, interruption, leaving) as watch,
+        Watchdog(meet(place, job.timeout, caught), place, caught, clock, job.timeout, interruption, leaving) as watch,
         enough_memory(f"rank {number}", clock),
     ):
         store = watch.store
@@ -302,7 +302,9 @@ def _train(
             peak=peak,
             board=job.tensorboard,
         )
-    place = Place(rank=rank.number, world_size=job.world_size, sizes=job.sizes, coordinate=rank.module.COORDINATE)
+    place = RankPosition(
+        rank=rank.number, world_size=job.world_size, sizes=job.sizes, coordinate=rank.module.COORDINATE
+    )
     saver = None
     if job.save is not None:
         saver = Saver(job.save, keep=job.keep, place=place, store=store, attempt=job.attempt, run=job.run)

@@ -43,7 +43,7 @@ Table = dict[str, Choices]  # by GPU and version of Triton, in the files
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class TunableKernel:
     """A module of the package's kernels."""
 
     name: str
@@ -103,11 +103,11 @@ def settle(
     run_with(kernels, json.loads(told))
 
 
-def kernels_of(package: ModuleType) -> tuple[Kernel, ...]:
+def kernels_of(package: ModuleType) -> tuple[TunableKernel, ...]:
     """The kernels of a package that have candidates."""
     names = sorted(package.__all__)
     modules = ((name, importlib.import_module(f"{package.__name__}.{name}")) for name in names)
-    return tuple(Kernel(name, module) for name, module in modules if hasattr(module, "CANDIDATES"))
+    return tuple(TunableKernel(name, module) for name, module in modules if hasattr(module, "CANDIDATES"))
 
 
 def fastest(candidates: Sequence[Configuration], seconds: Callable[[Configuration], float]) -> dict[str, int]:
@@ -119,10 +119,10 @@ def fastest(candidates: Sequence[Configuration], seconds: Callable[[Configuratio
 
 
 def tuned(
-    kernels: Sequence[Kernel],
+    kernels: Sequence[TunableKernel],
     file: Path,
     place: str,
-    seconds: Callable[[Kernel, Configuration], float],
+    seconds: Callable[[TunableKernel, Configuration], float],
     say: Say,
 ) -> Choices:
     """A choice for every kernel: the file's for this `place` (a GPU and a version of Triton), or a new one.
@@ -155,7 +155,7 @@ def given(file: Path) -> Table:
         raise _unusable(f"{file} {error}") from None
 
 
-def from_given(kernels: Sequence[Kernel], file: Path, place: str, say: Say) -> Choices:
+def from_given(kernels: Sequence[TunableKernel], file: Path, place: str, say: Say) -> Choices:
     """A user's choices; kernels that the file does not name keep their defaults. Raises UsageError P0532."""
     table = given(file)
     if place not in table:
@@ -172,7 +172,7 @@ def from_given(kernels: Sequence[Kernel], file: Path, place: str, say: Say) -> C
     return choices
 
 
-def run_with(kernels: Sequence[Kernel], choices: Mapping[str, Configuration]) -> None:
+def run_with(kernels: Sequence[TunableKernel], choices: Mapping[str, Configuration]) -> None:
     """Use these configurations from now on."""
     for kernel in kernels:
         if kernel.name in choices:
@@ -192,7 +192,7 @@ class Clocked:
         self._flushed = torch.empty(FLUSHED, dtype=torch.uint8, device=device)
         self._trial: tuple[str, Callable[[], object]] | None = None
 
-    def __call__(self, kernel: Kernel, choice: Configuration) -> float:
+    def __call__(self, kernel: TunableKernel, choice: Configuration) -> float:
         kernel.run_with(choice)
         forget(kernel.module)
         try:

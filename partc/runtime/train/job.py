@@ -179,61 +179,86 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     """Parse train.py's command line. Raises UsageError P0503, P0521, P0529, P0531 to P0533 and P0535."""
     parser = _Parser(prog="train.py", description="Train this package; one process per rank, under torchrun.")
     add = parser.add_argument
-    add("--steps", type=int, default=10, help="of the whole training, with those before --resume")
-    add("--optimizer", choices=("adamw", "sgd"), help="adamw by default, or the checkpoint's")
-    add("--lr", type=float, help="1e-3 by default, or the checkpoint's")
-    add("--lr-schedule", choices=("constant", "linear", "cosine"), help="what follows the warm-up; constant")
+    add("--steps", type=int, default=10, help="steps of the whole training, those before --resume included; 10")
+    add("--optimizer", choices=("adamw", "sgd"), help="the optimizer; adamw, or the checkpoint's")
+    add("--lr", type=float, help="the learning rate; 1e-3, or the checkpoint's")
+    add("--lr-schedule", choices=("constant", "linear", "cosine"), help="the learning rate after the warm-up; constant")
     add("--warmup", type=int, metavar="N", help="steps in which the learning rate rises to --lr; 0")
-    add("--min-lr", type=float, metavar="LR", help="the learning rate of the last step, linear or cosine; 0")
+    add("--min-lr", type=float, metavar="LR", help="the learning rate of the last step, for linear and cosine; 0")
     add("--clip", type=float, metavar="NORM", help="scale gradients down to this norm over the whole model")
-    add("--weight-decay", type=float, metavar="X", help="the optimizer's own by default")
+    add("--weight-decay", type=float, metavar="X", help="the weight decay; the optimizer's own default")
     add("--no-decay", action="append", metavar="GLOB", help="parameters without weight decay: '*.bias', '*norm*'")
     add("--accumulate", type=int, metavar="N", help="batches of data for each step of the optimizer; 1")
-    prefetch = "batches that a thread makes ahead, beside the steps; 1 on GPUs and 0 on CPUs"
+    prefetch = "batches that a thread prepares in advance; 1 on GPUs and 0 on CPUs"
     add("--prefetch", type=int, metavar="N", help=prefetch)
-    add("--seed", type=int, help="of the initial parameters and the data; the plan's by default")
+    add("--seed", type=int, help="seed of the initial parameters and the data; the plan's")
     add(
         "--init",
         type=_path,
         metavar="FILE",
-        help="start from a state dict: safetensors, their index, or a Hugging Face folder; --resume goes first",
+        help="start from a state dict: safetensors, their index, or a Hugging Face folder; --resume takes precedence",
     )
     add("--virtual", action="store_true", help="all ranks in this one process, on the CPU")
-    add("--device", choices=WANTED, default="auto", help="of every rank: by default its own GPU if all have one")
+    add(
+        "--device",
+        choices=WANTED,
+        default="auto",
+        help="the device of every rank; auto: its own GPU if all have one, else the CPU",
+    )
     add(
         "--metrics",
         type=_path,
         metavar="FILE",
-        help="one line of JSON per step: loss, rate, seconds and where they go, mfu",
+        help="write one line of JSON per step: loss, learning rate, seconds and their split, mfu",
     )
     add("--tensorboard", type=_path, metavar="DIR", help="the same for TensorBoard, which must be installed")
-    add("--peak-flops", type=float, metavar="X", help="a second and rank, for mfu; known GPUs' or measured by default")
-    add("--trace", type=_path, metavar="DIR", help="what each rank does when, of some steps, for partc trace DIR")
-    add("--trace-steps", metavar="FIRST:LAST", help="those to trace; by default three after the first")
+    add(
+        "--peak-flops",
+        type=float,
+        metavar="X",
+        help="peak flops per second of a rank, for mfu; a known GPU's, or measured",
+    )
+    add(
+        "--trace",
+        type=_path,
+        metavar="DIR",
+        help="write the times of each rank's activities in some steps, for partc trace DIR",
+    )
+    add("--trace-steps", metavar="FIRST:LAST", help="the steps to trace; three after the first")
     add("--record", type=_path, metavar="DIR", help="every step's gradients and parameters, per rank")
     add("--report", type=_path, metavar="DIR", help="losses, times and memory, per rank, as JSON")
     add("--timeout", type=float, default=600.0, help="seconds that a rank waits for another")
     add("--save", type=_path, metavar="DIR", help="write checkpoints into this folder, which all ranks share")
-    slack = "steps to go on while a checkpoint is being written; if a rank dies then, they are lost too; 0"
+    slack = "further steps that may run while a checkpoint is being written; a failure loses them too; 0"
     add("--save-slack", type=int, default=0, metavar="N", help=slack)
-    add("--save-every", type=int, default=SAVE_EVERY, metavar="N", help=f"steps, and at the end; {SAVE_EVERY}")
-    add("--keep", type=int, default=KEEP, metavar="K", help=f"only the newest K checkpoints; {KEEP}")
+    add(
+        "--save-every",
+        type=int,
+        default=SAVE_EVERY,
+        metavar="N",
+        help=f"steps between checkpoints; one is written at the end too; {SAVE_EVERY}",
+    )
+    add("--keep", type=int, default=KEEP, metavar="K", help=f"keep only the newest K checkpoints; {KEEP}")
     add(
         "--resume",
         nargs="?",
         const="",
         type=_resumed,
         metavar="DIR",
-        help="continue from the newest whole checkpoint in DIR (--save's by default, where there may be none yet), "
-        "or from DIR/step_...; of any mesh",
+        help="continue from the newest whole checkpoint in DIR (by default --save's, which may have none yet), "
+        "or from DIR/step_..., on any mesh",
     )
-    add("--exit-code", type=int, default=0, metavar="N", help="after stopping on SIGTERM or SIGUSR1, with --save; 0")
-    add("--check-nans", action="store_true", help="stop where the loss is not finite, and say which region made it so")
+    add("--exit-code", type=int, default=0, metavar="N", help="the exit code after SIGTERM or SIGUSR1 with --save; 0")
+    add(
+        "--check-nans",
+        action="store_true",
+        help="stop at a loss that is not finite, and name the region that produced it",
+    )
     add(
         "--tuned",
         type=_path,
         metavar="FILE",
-        help="configurations of kernels for GPUs; by default the first run times some, for kernels/tuned.json",
+        help="kernel configurations for GPUs; by default the first run times some, for kernels/tuned.json",
     )
     add(
         "--deterministic",
@@ -243,15 +268,15 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     add(
         "--cuda-graphs",
         action=argparse.BooleanOptionalAction,
-        help="record what the GPU does in a step, and repeat that: no launches from Python; as compiled by default",
+        help="record a step on the GPU and replay it, without launches from Python; as compiled",
     )
     add(
         "--attention",
         choices=attention_kernels.WANTED,
         default="auto",
-        help="the kernel for attention to prefer on GPUs; what it cannot compute goes to the next. auto: the first",
+        help="the preferred attention kernel on GPUs; attentions that it cannot compute use the next; auto: the first",
     )
-    add("--no-tuning", dest="tuning", action="store_false", help="have kernels keep the package's configurations")
+    add("--no-tuning", dest="tuning", action="store_false", help="use the package's own kernel configurations")
     arguments = vars(parser.parse_args(argv))
     plan_file = root / "plan.json"
     if not plan_file.is_file():

@@ -49,6 +49,15 @@ def shared() -> Server:
     return Server()
 
 
+def done(command: Sequence[object], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """A Python command's end; all that it said counts as said to stderr."""
+    words = [str(word) for word in command]
+    with tempfile.TemporaryDirectory(prefix="partc-done-") as folder:
+        output = Path(folder) / "output"
+        code = shared().start(words, output, os.environ if environment is None else environment).wait()
+        return subprocess.CompletedProcess(words, code, "", output.read_text())
+
+
 class Server:
     """One that is started with the first command, and ends when whoever made it does."""
 

@@ -196,6 +196,7 @@ def test_equal_to_one_device(options: dict[str, Any], more: dict[str, Any]) -> N
     assert found.ok and found.worst.rel_err < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "bert", "t5", "gemma", "mixtral"])
 @pytest.mark.parametrize(
@@ -210,6 +211,7 @@ def test_models_in_chunks(name: str, mesh: str, more: dict[str, Any], tmp_path: 
     assert found.ok and found.worst.rel_err < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
 def test_less_memory_to_the_byte(tmp_path: Path, kernels: str) -> None:
     options = {"vocabulary": 4000, "seq": 16}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 
 import partc
 from partc.communication.events import Collective, CommunicationPlan, events
+from tests import prefork
 from tests.zoo import MODELS
 
 RECORDED = """
@@ -40,7 +39,10 @@ DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "i64": "int64"
 
 def done(package: Path, out: Path) -> dict[str, list[list[Any]]]:
     """What every rank of a package does in one step: operation, group, element type, elements that it brings."""
-    subprocess.run([sys.executable, "-c", RECORDED, str(package), str(out)], check=True, capture_output=True)
+    script = out.with_name("recorded.py")
+    script.write_text(RECORDED)
+    ended = prefork.done([script, package, out])
+    assert ended.returncode == 0, ended.stderr
     found: dict[str, list[list[Any]]] = json.loads(out.read_text())
     return found
 

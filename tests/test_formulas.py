@@ -90,6 +90,7 @@ def check_at_home(program: Program, found: Formulas) -> None:
     assert tuple(found.at(rank.saved) for rank in found.ranks) == most_saved(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2_dropout", "resnet", "mixtral", "skips"])
 def test_formulas_have_the_bytes_of_the_program_they_are_of(name: str, tmp_path: Path) -> None:
     model = MODELS[name]
@@ -138,6 +139,7 @@ def same_elsewhere(one: Program, two: Program) -> None:
             }, (left.name, before.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "one", "two"),
     [

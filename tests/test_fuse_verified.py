@@ -26,6 +26,7 @@ def verified(name: str, folder: Path, **how: object) -> tuple[float, str]:
     return result.worst.rel_err, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), [("gpt", "2x2"), ("gpt2_dropout", "1x2")])
 def test_packages_with_kernels_equal_the_single_device_model(tmp_path: Path, name: str, mesh: str) -> None:
     error, text = verified(name, tmp_path, mesh=mesh, precision="fp64")
@@ -45,6 +46,7 @@ def test_norms_of_wide_rows_in_packages(tmp_path: Path) -> None:
     assert result.ok, result.worst
 
 
+@pytest.mark.slow
 def test_functions_of_elements_are_all_in_kernels() -> None:
     """Under the names that they and their derivatives reach kernels by."""
     program = partc.compile(ACTIVATIONS, options={"functions": "all"}, mesh="1", kernels="triton").program

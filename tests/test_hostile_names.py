@@ -31,6 +31,7 @@ def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "how"),
     [
@@ -134,6 +135,7 @@ def test_what_is_written_has_names_as_text_alone(place: str, tmp_path: Path) -> 
     assert (folder / "README.md").read_text().replace("\n", "").isprintable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [f"{name[:80]}" for name in (*PAYLOADS, *CONTROLS) if "/" not in name and "\0" not in name]
 )

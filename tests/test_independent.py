@@ -23,7 +23,11 @@ from tests.independent.trainings import ALLOWED, MODELS, SETTINGS, Setting, comp
 from tests.prefork import shared
 
 CHEAP = {"no_gradient": (0, 4), "frozen_parts": (1, 2), "vae_drawn": (3,), "used_twice": (5,)}
-PAIRS = [pytest.param(name, SETTINGS[index]) for name, chosen in CHEAP.items() for index in chosen] + [
+PAIRS = [
+    pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))
+    for name, chosen in CHEAP.items()
+    for index in chosen
+] + [
     pytest.param(path.stem, setting, marks=pytest.mark.matrix)
     for path in model_files()
     for index, setting in enumerate(SETTINGS)
@@ -38,6 +42,7 @@ def test_a_package_ends_where_a_plain_loop_ends(model: str, setting: Setting, tm
     assert outcome.ok, outcome
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_torchrun_ends_there_too(tmp_path: Path) -> None:
     outcome = compared(MODELS / "no_gradient.py", SETTINGS[2], tmp_path, None)

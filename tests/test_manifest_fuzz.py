@@ -197,6 +197,7 @@ def placed(saved: Save, raw: bytes) -> None:
     saved.write({**saved.manifest, "files": files})
 
 
+@pytest.mark.slow
 def test_every_field_of_a_files_header(saved: Save) -> None:
     raw = (saved.good / FILE).read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])

@@ -105,6 +105,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "turned"), KINDS.items())
 def test_whatever_stands_between_the_numbers_are_the_same(kind: str, turned: int) -> None:
     """Attention is turned always, and what works on rows in any order: in forward, `turned` pairs of collectives."""

@@ -168,6 +168,7 @@ def batch():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mesh", "zero"), [("bf16", "2x2", 1), ("fp16", "2", 3)])
 def test_the_loss_curve_is_autocasts(kind: str, mesh: str, zero: int, tmp_path: Path) -> None:
     """200 steps of AdamW on new examples each: no step further off than rounding explains, and no drift.

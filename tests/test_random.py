@@ -108,6 +108,7 @@ def _verified(name: str, shared: Path, folder: Path, **options: object) -> partc
     return package
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "schedule"),
     [
@@ -125,6 +126,7 @@ def test_every_mesh_draws_what_one_device_draws(
     assert numbers == [4, 9, 14] and len({call.region for call in blocks}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2_dropout", pytest.param("bert_dropout", marks=pytest.mark.matrix), "t5_dropout"])
 def test_families_with_their_own_dropouts(name: str, shared: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")

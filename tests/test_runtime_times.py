@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from partc.runtime.train.log import StepLog
 from partc.runtime.train.step_times import Split, Times
 from partc.runtime.train.steps import Steps
 from partc.runtime.train.trace import wanted_steps
+from tests import prefork
 from tests.durable import train
 from tests.zoo import EXAMPLES
 
@@ -147,9 +146,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_metrics_of_a_run_add_up(built: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(built / "train.py"), "--virtual", "--steps", "3", "--accumulate", "2"]
-    command += ["--metrics", str(tmp_path / "m.jsonl"), "--peak-flops", "1e9"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [built / "train.py", "--virtual", "--steps", 3, "--accumulate", 2]
+    done = prefork.done([*command, "--metrics", tmp_path / "m.jsonl", "--peak-flops", "1e9"])
     assert done.returncode == 0, done.stderr
     assert "mfu is the share of 1e+09 flops a second, given" in done.stderr
     flops = json.loads((built / "plan.json").read_text())["flops"]
@@ -225,8 +223,8 @@ def test_kernels_need_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_tensorboard_has_every_number(built: Path, tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    command = [sys.executable, str(built / "train.py"), "--virtual", "--steps", "2", "--tensorboard", str(tmp_path)]
-    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
+    command = [built / "train.py", "--virtual", "--steps", 2, "--tensorboard", tmp_path]
+    assert prefork.done(command).returncode == 0
     found = reader.EventAccumulator(str(tmp_path))
     found.Reload()
     assert {"loss", "lr", "grad_norm", "mfu", "bubble", "seconds"} <= set(found.Tags()["scalars"])

@@ -15,7 +15,8 @@ from tests.test_schedule_pass import random_rows
 GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
 NEW = [name for name in SCHEDULES if name not in ("gpipe", "1f1b")]  # test_models has those two
 
-# What `make test` runs; `make models` runs the rest too.
+# What `make test` runs, and what `make test-all` runs; `make models` runs the rest too.
+QUICK = {("2x2x2", "zbv", 2), ("pp=4", "zero-bubble", 5)}
 ALWAYS = {*(("pp=4", name, 5) for name in NEW), ("2x2x2", "zbv", 2)}
 
 
@@ -24,7 +25,8 @@ def _cases() -> list[object]:
     for mesh, counts in {"pp=2": (1, 2, 3, 8), "pp=4": (1, 4, 5, 12), "2x2x2": (1, 2, 4), "dp=2,pp=4": (4,)}.items():
         for name in SCHEDULES:
             for count in counts:
-                marks = () if (mesh, name, count) in ALWAYS else (pytest.mark.matrix,)
+                marks = (pytest.mark.slow,) if (mesh, name, count) in ALWAYS else (pytest.mark.matrix,)
+                marks = () if (mesh, name, count) in QUICK else marks
                 found.append(pytest.param(mesh, name, count, marks=marks, id=f"{mesh}-{name}-{count}"))
     return found
 
@@ -60,8 +62,8 @@ def test_every_schedule(mesh: str, name: str, microbatches: int, shared: Path, t
     ("model", "name", "virtual_stages", "mesh"),
     [
         ("crossing", "interleaved", 2, "2x2x2"),
-        ("crossing", "zero-bubble", 3, "pp=2"),
-        ("skips", "interleaved", 3, "pp=2"),
+        pytest.param("crossing", "zero-bubble", 3, "pp=2", marks=pytest.mark.slow),
+        pytest.param("skips", "interleaved", 3, "pp=2", marks=pytest.mark.slow),
         ("skips", "dualpipe-v", None, "pp=3"),
         pytest.param("crossing", "interleaved", 3, "pp=2", marks=pytest.mark.matrix),
         pytest.param("crossing", "zbv", None, "pp=3", marks=pytest.mark.matrix),

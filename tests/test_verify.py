@@ -48,6 +48,7 @@ def test_virtual_ranks_equal_the_single_device_model(package: Path, optimizer: s
     assert result.compared == 3 * (1 + 4 * 2 * 6 + 4 * 2 * 7)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_processes_equal_the_single_device_model(package: Path) -> None:
     result = verify(package, steps=2)
@@ -134,6 +135,7 @@ UPDATES = {
 SMALL = {"other betas", "another epsilon"}  # in three steps less than what fp32 rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision",
     ["fp32", pytest.param("fp64", marks=pytest.mark.matrix), pytest.param("bf16", marks=pytest.mark.matrix)],
@@ -212,6 +214,7 @@ def test_a_deadlock_is_named(package: Path) -> None:
     assert "rank 0 in recv from rank 4" in failure.value.output
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_run_reports(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
     told: list[str] = []

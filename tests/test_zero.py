@@ -101,13 +101,20 @@ def _ids() -> dict[str, Tensor]:
     return {"ids": torch.randint(16, (16, 4))}
 
 
-@pytest.mark.parametrize("level", ["1", "2", "3"])
+QUICK = {("1", "2"), ("2", "2x2x2"), ("3", "pp=2,dp=2")}
+
+
 @pytest.mark.parametrize(
-    ("mesh", "microbatches", "schedule"),
+    ("level", "mesh", "microbatches", "schedule"),
     [
-        ("2", 1, "1f1b"), ("2x2x2", 4, "zero-bubble"), ("pp=2,dp=2", 4, "zbv"), ("dp_out=2,dp_in=2,tp=2", 2, "1f1b"),
-        pytest.param("2x2", 2, "1f1b", marks=pytest.mark.matrix),
-        pytest.param("pp=2,dp=2", 4, "interleaved", marks=pytest.mark.matrix),
+        pytest.param(level, *case, marks=() if (level, case[0]) in QUICK else (pytest.mark.slow,))
+        for level in ("1", "2", "3")
+        for case in (("2", 1, "1f1b"), ("2x2x2", 4, "zero-bubble"), ("pp=2,dp=2", 4, "zbv"),
+                     ("dp_out=2,dp_in=2,tp=2", 2, "1f1b"))
+    ] + [
+        pytest.param(level, *case, marks=pytest.mark.matrix)
+        for level in ("1", "2", "3")
+        for case in (("2x2", 2, "1f1b"), ("pp=2,dp=2", 4, "interleaved"))
     ],
 )  # fmt: skip
 def test_parts_train_like_the_whole(level: str, mesh: str, microbatches: int, schedule: str) -> None:
@@ -122,7 +129,7 @@ def test_parts_train_like_the_whole(level: str, mesh: str, microbatches: int, sc
 @pytest.mark.parametrize(
     "axes", ["dp_in", *(pytest.param(axes, marks=pytest.mark.matrix) for axes in ("dp_out", "dp_out,dp_in"))]
 )
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_hybrid_sharding(axes: str, level: int) -> None:
     package = partc.compile(
         tied, _ids(), mesh="pp=1,dp_out=2,dp_in=4,tp=1", precision="fp64", zero=f"{level}@{axes}", microbatches=2
@@ -137,6 +144,7 @@ def test_hybrid_sharding(axes: str, level: int) -> None:
 IN_PARTS = {("gpt", "2x2x2", "1f1b"): (1, 3), ("noisy", "2x2", "1f1b"): (2,), ("mixtral", "2x2x2", "zbv"): (3,)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "schedule", "level"),
     [

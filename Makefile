@@ -1,5 +1,6 @@
 # make demo    compile, verify and train examples/gpt.py on 8 CPU processes
-# make test    the whole test suite
+# make test    the tests that take a contributor some minutes: all but the slow ones
+# make test-all  every test; CI runs these (PROCESSOR_TIMES=FILE writes what each one costs)
 # make models  a table: every model on every mesh, verified in fp64 (ARGS="--quick --only 'gpt*'")
 # make strategies  ZeRO x recomputation x schedules x meshes on three models, verified in fp64
 # make independent  a table: models unlike the others, trained by packages and by plain loops, ends compared in fp64
@@ -17,7 +18,7 @@ MESH ?= 2x2x2
 BUILD ?= build
 WORKERS ?= 2
 
-.PHONY: demo test models strategies independent fuzz check bench docs refresh clean
+.PHONY: demo test test-all models strategies independent fuzz check bench docs refresh clean
 
 demo: $(VENV)/.partc
 	$(BIN)/partc compile examples/gpt.py --mesh $(MESH) --microbatches 4 -o "$(BUILD)"
@@ -25,6 +26,9 @@ demo: $(VENV)/.partc
 	$(BIN)/partc run "$(BUILD)" --steps 20
 
 test: $(VENV)/.dev
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --durations=10 -m "not matrix and not slow" $(ARGS)
+
+test-all: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --durations=10 -m "not matrix" $(ARGS)
 
 models: $(VENV)/.dev

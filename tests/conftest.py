@@ -36,12 +36,6 @@ FORKED = pytest.StashKey[Callable[[], float]]()
 BEGAN = pytest.StashKey[float]()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--processor-times", metavar="FILE", help="write the processor seconds of every test, as JSON lines"
-    )
-
-
 def _spent(config: pytest.Config) -> float:
     """Processor seconds of this process, of its children that have ended, and of what the server has forked."""
     used = os.times()
@@ -60,7 +54,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 
 
 class ProcessorTimes:
-    """Writes what tests cost, which unlike their durations does not depend on what else the machine does."""
+    """With PROCESSOR_TIMES=FILE, the processor seconds of every test as lines of JSON, which unlike their durations does not depend on what else the machine does."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -135,7 +129,5 @@ class Skips:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # the process that hears of all tests
         config.pluginmanager.register(Skips(), "skips")
-        if config.getoption("--processor-times"):
-            config.pluginmanager.register(
-                ProcessorTimes(Path(config.getoption("--processor-times"))), "processor-times"
-            )
+        if "PROCESSOR_TIMES" in os.environ:
+            config.pluginmanager.register(ProcessorTimes(Path(os.environ["PROCESSOR_TIMES"])), "processor-times")

@@ -1,9 +1,12 @@
 """Choose the distribution of every operation over the tensor-parallel axis.
 
-    region mlp(x: f32[8, 16, 64]):               region mlp(x: f32[8, 16@tp, 64]):
-      up   = linear(x, up.weight)           ->     up   = linear(x, up.weight)      # f32[8, 16, 256@tp]        o@tp
-      act  = gelu(up)                              act  = gelu(up)                  # f32[8, 16, 256@tp]        d2@tp
-      down = linear(act, down.weight)              down = linear(act, down.weight)  # f32[8, 16, 64] partial(tp)  i@tp
+    up_product   = linear(norm, up.weight)    # f32[8, 4, 32]
+    gelu         = gelu(up)                   # f32[8, 4, 32]
+    down_product = linear(gelu, down.weight)  # f32[8, 4, 8]
+  ->
+    up_product   = linear(norm, up.weight)    # f32[8, 4, 32@tp] | {b0@mb o@tp}
+    gelu         = gelu(up)                   # f32[8, 4, 32@tp] | {d0@mb d2@tp}
+    down_product = linear(gelu, down.weight)  # f32[8, 4, 8] partial(tp) | {b0@mb i@tp}
 
 One integer program over the distinct regions, each weighted by the number of its calls, decides every operation's
 factor and the placement of every value that crosses calls. Its objectives, in order:

@@ -1,9 +1,16 @@
 """Distribute the batch over data-parallel ranks (space) and microbatches (time).
 
-    region head(x: f32[8, 4], labels: i64[8]):       region head(x: f32[8@dp,mb, 4], labels: i64[8@dp,mb]):
-      param w: f32[5, 4]                        ->     param w: f32[5, 4] vary(dp,mb)
-      y = linear(x, w)                                 y = linear(x, w)     # f32[8@dp,mb, 5]   b@dp b@mb
-      s = sum(y)                                       s = sum(y)           # f32[] partial(dp,mb)
+    region head phase microbatch:
+      param head.weight: f32[13, 8]
+      input x: f32[8, 4, 8]
+      head    = linear(x, head.weight)    # f32[8, 4, 13]
+      nll_sum = sum(nll, (0, 1), False)   # f32[]
+  ->
+    region head phase microbatch:
+      param head.weight: f32[13, 8] vary(dp,mb)
+      input x: f32[8@dp,mb, 4, 8]
+      head    = linear(x, head.weight)    # f32[8@dp,mb, 4, 13] | {b0@dp b0@mb}
+      nll_sum = sum(nll, (0, 1), False)   # f32[] partial(dp,mb) | {d0@dp d0@mb}
 
 The batch dimension is followed through the factors of every operation. Values without it vary, so that their gradients
 are summed over the batch once, at the end of a step. A value that needs the whole batch (such as the number of labels

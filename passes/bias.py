@@ -1,7 +1,7 @@
 """Move a bias into the product that it is added to, instead of a separate pass over memory.
 
-    h = matmul(x, w)                       w_turned = permute(w, (1, 0))
-    y = add(h, b)                  ->      y        = linear(x, w_turned, b)
+    matmul = matmul(x, weight)  ->  weight_turned = permute(weight, (1, 0))
+    add    = add(matmul, bias)      add           = linear(x, weight_turned, bias)
 
 Requires that nothing else reads the product, that the weight is a matrix and the bias has one number for each of its
 columns, and that all have one type and each rank adds its own bias. Models whose weights are stored [in, out], such as

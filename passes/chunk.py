@@ -1,14 +1,17 @@
 """Compute logits in chunks of rows; each chunk lives only as long as its part of the loss takes.
 
-    forward:                                            forward:
-      logits = linear(x, w)                               most, sums, picked = linear_cross_entropy(x, w, labels, …)
-      nll, lse = cross_entropy(logits, labels, …)         lse = log_sum_exp(most, sums)
-      return nll                                   ->     nll = cross_entropy_rows(lse, picked, labels, …)
-    saved logits, labels, lse, x                        saved x, labels, lse
-    backward:                                           backward:
-      d = cross_entropy_backward(g, logits, …)            grad_x, grad_w = linear_cross_entropy_backward(g, x, w, …)
-      grad_x = linear_grad_input(d, w)
-      grad_w = linear_grad_weight(d, x)
+    head             = linear(x, head.weight)
+    nll, nll_lse     = cross_entropy(head, labels, …)
+    saved count, head, labels, nll_lse, x
+    grad_head        = cross_entropy_backward(grad_nll, head, …)
+    grad_x           = linear_grad_input(grad_head, head.weight)
+    grad_head.weight = linear_grad_weight(grad_head, x)
+  ->
+    nll_max, … = linear_cross_entropy(x, head.weight, …, chunks=2)
+    nll_lse    = log_sum_exp(nll_max, nll_sums)
+    nll        = cross_entropy_rows(nll_lse, …)
+    saved count, x, labels, nll_lse
+    grad_x, grad_head.weight = linear_cross_entropy_backward(grad_nll, x, …)
 
 Backward repeats the product with the head's weight, a third of the product's total time, and at most one chunk of
 logits is in memory (Hsu et al. 2024, Liger Kernel, section 3.2; Wijmans et al. 2025, Cut Your Losses). If an axis cuts

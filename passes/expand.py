@@ -1,11 +1,15 @@
 """Expand composites that communicate, after differentiation.
 
-    nll, lse = cross_entropy(x, labels, …, axis=tp)   ->   most    = shard_max(x)
-                                                           largest = all_reduce(most, op="max", axis=tp)
-                                                           part    = sum_exp(x, largest)
-                                                           sums    = all_reduce(part, axis=tp)
-                                                           …
-                                                           nll     = cross_entropy_rows(lse, picked, labels, …)
+    nll, nll_lse = cross_entropy(mask_classes, …, axis="tp")
+  ->
+    nll_max_partial = shard_max(mask_classes)
+    nll_max         = all_reduce(nll_max_partial, op="max", axis="tp")
+    …               = sum_exp(mask_classes, nll_max)
+    nll_sums        = all_reduce(…, axis="tp")
+    …               = pick(mask_classes, labels, axis="tp")
+    nll_picked      = all_reduce(…, axis="tp")
+    nll_lse         = log_sum_exp(nll_max, nll_sums)
+    nll             = cross_entropy_rows(nll_lse, nll_picked, labels, …)
 
 Logits whose classes are cut over an axis are never gathered: each rank contributes its maximum, its sum of exponentials
 and the label's logit, one number a row each (Shoeybi et al. 2019, section 3). In regions without gradients, reshards

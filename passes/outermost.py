@@ -1,11 +1,18 @@
 """Move the sequence dimension outermost around gathers and scatters, so that the ranks' parts are contiguous.
 
-    x_full = all_gather(x, dim=1)    # [2, 32, 64]        x_turned = permute(x, (1, 0, 2))         # [16, 2, 64]
-    h      = linear(x_full, w)       # [2, 32, 176]       x_full   = all_gather(x_turned, dim=0)   # [32, 2, 64]
-    y_part = linear(h, v)            # [2, 32, 64]   ->   h        = linear(x_full, w)             # [32, 2, 176]
-    y      = reduce_scatter(y_part,  # [2, 16, 64]        y_part   = linear(h, v)                  # [32, 2, 64]
-                            dim=1)                        y_turned = reduce_scatter(y_part, dim=0) # [16, 2, 64]
-                                                          y        = permute(y_turned, (1, 0, 2))  # [2, 16, 64]
+    norm_full    = all_gather(norm, dim=1, …)
+    up           = linear(norm_full, up.weight, up.bias)
+    gelu         = gelu(up)
+    …            = linear(gelu, down.weight)
+    down_product = reduce_scatter(…, dim=1, …)
+  ->
+    norm_turned         = permute(norm, (1, 0, 2))
+    norm_full           = all_gather(norm_turned, dim=0, …)
+    up                  = linear(norm_full, up.weight, up.bias)
+    gelu                = gelu(up)
+    …                   = linear(gelu, down.weight)
+    down_product_turned = reduce_scatter(…, dim=0, …)
+    down_product        = permute(down_product_turned, (1, 0, 2))
 
 Collectives move contiguous memory. Along the second dimension of a larger tensor, the result of a gather and the
 operand of a scatter are copied once more, as a whole. After the rewrite, a gather copies only the rank's own part, and

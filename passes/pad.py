@@ -1,10 +1,9 @@
 """Pad vocabularies to multiples of the tensor axes, so that they can be cut, and to the lines that kernels read.
 
-    param w: f32[50257, 768]               param w: f32[50264, 768]          # tp=8
-    x    = embedding(w, ids)               x    = embedding(w, ids)
-    y    = linear(h, w)             ->     y    = linear(h, w)
-    nll  = cross_entropy(y, labels, …)     z    = mask_classes(y, 50257)     # -inf for what isn't a class
-                                           nll  = cross_entropy(z, labels, …)
+    parameter head.weight: f32[13, 8]                   parameter head.weight: f32[14, 8] holds(13,8)
+    linear_4  = linear(add_1, …head_weight)         ->  linear_4         = linear(add_1, …head_weight)
+    nll_whole = cross_entropy(linear_4, labels, …)      linear_4_classes = mask_classes(linear_4, 13)
+                                                        nll_whole        = cross_entropy(linear_4_classes, labels, …)
 
 The added rows are zeros. No id looks them up, and the softmax excludes their logits, so their gradients are zero and
 they stay zero: loss, gradients and saved files equal those of the model (Shoeybi et al. 2019, section 3, pad

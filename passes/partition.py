@@ -1,11 +1,15 @@
 """Rewrite every region for one rank: insert collectives and make literal sizes local.
 
-    up   = linear(x, w1)      # [8, 16, 256@tp]           x_full       = all_gather(x, dim=1, axis=tp)
-    act  = gelu(up)           # [8, 16, 256@tp]       ->  up           = linear(x_full, w1)
-    down = linear(act, w2)    # [8, 16, 64] partial(tp)   act          = gelu(up)
-    y    = add(x, down)       # [8, 16@tp, 64]            down_partial = linear(act, w2)
-                                                          down         = reduce_scatter(down_partial, dim=1, axis=tp)
-                                                          y            = add(x, down)
+    gelu         = gelu(up)
+    down_product = linear(gelu, down.weight)
+    down         = add(down_product, down.bias)
+  ->
+    norm_full            = all_gather(norm, dim=1, outer=1, axis="tp")
+    up                   = linear(norm_full, up.weight, up.bias)
+    gelu                 = gelu(up)
+    down_product_partial = linear(gelu, down.weight)
+    down_product         = reduce_scatter(down_product_partial, dim=1, …)
+    down                 = add(down_product, down.bias)
 
 If an operation needs an operand in another layout, the cheapest chain of reshards produces it, once for all operations
 that need the same. Reshards are differentiable; their transposes become the backward pass's collectives. If ranks hold

@@ -1,11 +1,15 @@
 """Mixed precision: bf16 or fp16 around matrix products, fp32 for sums and sensitive operations.
 
-    param w: f32[16, 8]                       param w: bf16[16, 8]              # the optimizer keeps f32
-    input x: f32[4, 8]                        input x: bf16[4, 8]
-    h = linear(x, w)                   ->     h      = linear(x, w)             # bf16
-    p = softmax(h, 1)                         h_wide = to(h, <f32>)
-    y = mul(p, h)                             p      = softmax(h_wide, 1)       # f32
-                                              y      = mul(p, h)                # f32: as its widest operand
+    parameter head.weight: f32[13, 8]
+    param head.weight: f32[13, 8]
+    head = linear(x, head.weight)          # f32[8, 4, 13]
+    nll  = cross_entropy(head, labels, …)  # f32[8, 4]
+  ->
+    parameter head.weight: f32[13, 8]             # the optimizer's
+    param head.weight: bf16[13, 8]
+    head      = linear(x, head.weight)            # bf16[8, 4, 13]
+    head_wide = to(head, <f32>)                   # f32[8, 4, 13]
+    nll       = cross_entropy(head_wide, labels, …)  # f32[8, 4]
 
 The operation table assigns each operation `low` (16 bits), `high` (fp32) or `any` (the type of its widest operand);
 `casts` overrides it by name. The table follows torch's autocast, except that norms read and write 16 bits and sum in

@@ -1,13 +1,25 @@
 """Split backward passes: gradients of inputs, which an earlier stage waits for, and gradients of weights.
 
-    backward:                                    backward:
-      input grad_y, x                              input grad_y, x
-      grad_x = matmul(grad_y, w)           ->      grad_x = matmul(grad_y, w)
-      grad_w = linear_grad_weight(grad_y, x)       return grad_x, grad_y, x     kept grad_y, x
-      return grad_x, grad_w                      weight:
-                                                   input grad_y, x
-                                                   grad_w = linear_grad_weight(grad_y, x)
-                                                   return grad_w
+    backward:
+      …
+      grad_gelu        = linear_grad_input(grad_out, down.weight)
+      grad_down.weight = linear_grad_weight(grad_out, gelu)
+      grad_up          = gelu_backward(grad_gelu, up)
+      …
+      return grad_x, …, grad_down.weight, …
+  ->
+    backward:
+      …
+      grad_gelu = linear_grad_input(grad_out, down.weight)
+      grad_up   = gelu_backward(grad_gelu, up)
+      …
+      return grad_x, …
+    kept grad_out, …
+    weight:
+      input grad_out: …
+      …
+      grad_down.weight = linear_grad_weight(grad_out, gelu)
+      …
 
 Zero-bubble schedules run the second part when a rank would be idle (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
 Operations that the gradients of inputs need, collectives included, run in the first part; gradients of weights that

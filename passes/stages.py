@@ -1,10 +1,10 @@
 """Assign the calls to pipeline stages, and record the values that cross between them.
 
-    call x  = embed(ids)                   call x  = embed(ids)          stage 0
-    call x1 = block(x, cos)          ->    call x1 = block(x, cos)       stage 0
-    call x2 = block(x1, cos)               call x2 = block(x1, cos)      stage 1
-    call loss = head(x2, labels)           call loss = head(x2, labels)  stage 1
-                                           transfer x1: 0 -> 1, gradient back
+    call embed    = embed(ids; …) -> embed      call embed    = embed(ids; …) -> embed
+    call blocks.0 = block(embed; …) -> out      call blocks.0 = block(embed; …) -> out
+    call blocks.1 = block(out; …) -> out_2  ->  call blocks.1 = block(out; …) -> out_2 stage 1
+    call head     = head(out_2, …) -> loss      call head     = head(out_2, …) -> loss stage 1
+                                                transfer out 0 -> 1 gradient
 
 Stages are runs of consecutive calls that minimise the largest number of floating-point operations of a stage. Values
 that depend on inputs or constants only are computed in every stage that reads them. A value that a later stage reads is

@@ -1,11 +1,17 @@
 """Derive every region's backward graph from its local forward.
 
-    region head(x: f32[4@dp, 8], …):             region head(x: f32[4@dp, 8], …):
-      y = linear(x, w)                     ->      y = linear(x, w)
-      return y                                     return y  saved x
-                                                 backward(grad_y, x):
-                                                   grad_x = linear_grad_input(grad_y, w)
-                                                   grad_w = linear_grad_weight(grad_y, x)
+    region head phase microbatch:          region head phase microbatch:
+      forward:                               forward:
+        head = linear(x, head.weight)          head = linear(x, head.weight)
+        …                                      …
+        return loss                    ->      return loss
+                                             saved count, head, labels, nll_lse, x
+                                             backward:
+                                               input grad_loss: f32[]
+                                               …
+                                               grad_x           = linear_grad_input(grad_head, head.weight)
+                                               grad_head.weight = linear_grad_weight(grad_head, x)
+                                               return grad_x, grad_head.weight
 
 The local forward, collectives included, runs once through torch's AOT autograd on fake tensors.
 Marks around every value name it, and its gradient, in the traced graph, so that both graphs keep

@@ -1,13 +1,15 @@
 """Group operations that one kernel computes in one pass over memory.
 
-    forward:                                     forward:
-      gate = linear(x, wg)                         gate = linear(x, wg)
-      a    = silu(gate)                            up   = linear(x, wu)
-      up   = linear(x, wu)                 ->      h    = fused(gate, up, kernel="silu_mul")
-      h    = mul(a, up)                            | a = silu(gate)
-      y    = linear(h, wd)                         | h = mul(a, up)
-      return y                                     y    = linear(h, wd)
-                                                   return y
+    grad_bias   = sum(grad_out, (0, 1), False)
+    grad_x_1    = matmul_grad_left(grad_out, weight)
+    grad_weight = matmul_grad_right(grad_out, x, True)
+    grad_x      = add(grad_out, grad_x_1)
+  ->
+    grad_x_1          = matmul_grad_left(grad_out, weight)
+    grad_weight       = matmul_grad_right(grad_out, x, True)
+    grad_bias, grad_x = fused(grad_out, grad_x_1, kernel="sum_add", …)
+    | grad_bias = sum(grad_out, (0, 1), False)
+    | grad_x    = add(grad_out, grad_x_1)
 
 A kernel iterates over the elements of its results, which all have one shape, and computes each from its operands
 (partc.rules.kernels lists the possible operations). Views inside a kernel are index expressions: views of its operands

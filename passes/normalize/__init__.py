@@ -1,9 +1,15 @@
 """Give every operation one spelling.
 
-    v = view(x, (4, 16, -1, 8))              v = reshape(x, (4, 16, 2, 8))
-    t = transpose(v, 1, -2)             ->   t = permute(v, (0, 2, 1, 3))
-    d = dropout(t, 0.0, True)                m = sum(t, (3,), False)
-    m = mean(d, (-1,))                       m = mul(m, 0.125)
+    linear  = linear(layer_norm, …up_weight, …up_bias)
+    flatten = flatten(linear_4, 0, 1)
+    cross_entropy_loss = cross_entropy_loss(flatten, flatten_1)
+  ->
+    linear_product     = linear(layer_norm, …up_weight)
+    linear             = add(linear_product, …up_bias)
+    flatten            = reshape(linear_4, (32, 13))
+    nll                = cross_entropy(flatten, flatten_1, None, -100, 0.0)
+    nll_sum            = sum(nll, (0,), False)
+    cross_entropy_loss = div(nll_sum, count)
 
 The rewrites are a table with one entry for each ATen name that has another spelling in the IR. Sizes and dimensions are
 explicit and non-negative, views are reshapes and permutations, a bias is an addition, a mean is a sum, and losses are

@@ -1,16 +1,13 @@
 """Choose the values that every region saves for its backward pass, and recompute the others there.
 
-    forward:                                     forward:
-      h = linear(x, w)                             h = linear(x, w)
-      a = gelu(h)                          ->      a = gelu(h)
-      y = linear(a, v)                             y = linear(a, v)
-      return y                                     return y
-    saved a, h, x                                saved h, x
-    backward:                                    backward:
-      input grad_y, a, h, x                        input grad_y, h, x
-                                                   a = gelu(h)
-      grad_v = linear_grad_weight(grad_y, a)       grad_v = linear_grad_weight(grad_y, a)
-      …                                            …
+    saved gelu, up, norm, x, …                                   saved up, x
+    backward:                                                    backward:
+      input grad_out: …                                            input grad_out: …
+      input gelu: …                                          ->    input up: …
+      input up: …                                                  gelu             = gelu(up)
+      grad_down.weight = linear_grad_weight(grad_out, gelu)        grad_down.weight = linear_grad_weight(grad_out, gelu)
+      grad_up          = gelu_backward(grad_gelu, up)              grad_up          = gelu_backward(grad_gelu, up)
+                                                                   norm, …          = layer_norm(x, …)
 
 `none` saves all values that the backward pass reads. `full` saves only a region's inputs. `selective` recomputes values
 that are large and cheap (Korthikanti et al. 2022, Reducing Activation Recomputation): norms, activations, dropouts, the

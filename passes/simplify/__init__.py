@@ -1,9 +1,10 @@
 """Simplify constant expressions, and recognise composites that models spell out.
 
-    ids  = expand(row, (8, 64))                      mask = …                                # not needed
-    mask = le(ids_of_keys, ids_of_queries)     ->    a = attention(q, k, v, None, True, None)
-    k2   = reshape(expand(reshape(k, …), …), …)
-    a    = attention(q, k2, v2, mask, False, None)
+    tril      = tril(ones)                                      scaled_…  = attention(unsqueeze, …, None, True, None)
+    scaled_…  = attention(unsqueeze, …, tril, False, None)  ->  nll_whole = cross_entropy(linear_4, labels, …)
+    flatten   = reshape(linear_4, (32, 13))
+    flatten_1 = reshape(labels, (32,))
+    nll       = cross_entropy(flatten, flatten_1, …)
 
 A constant that is equal for all examples keeps one row and is broadcast. A mask that consists of constants is
 evaluated: one that hides the future becomes `is_causal`, one that hides nothing is dropped. Keys and values that are

@@ -1,4 +1,4 @@
-"""How each operation is written in Python: one line an operation; others are called as torch.ops.aten.<name>."""
+"""The Python source of each operation: one line each; operations without an entry are torch.ops.aten.<name>(...)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def expression(operands: Operands) -> str:
 
 
 def accumulation(gradient: str, operands: Operands) -> str:
-    """A statement that adds an operation's result to a gradient buffer, in one pass where it can."""
+    """A statement that adds an operation's result to a gradient buffer, in one pass if possible."""
     emit = _ACCUMULATE.get(operands.op.name)
     flat = operands.op.name != "matmul_grad_right" or operands.args[2] == "True"
     if emit is None or not flat:
@@ -30,7 +30,7 @@ def accumulation(gradient: str, operands: Operands) -> str:
 
 
 def accumulates(name: str) -> bool:
-    """Whether there is a form that adds all results but the first to gradient buffers."""
+    """Whether the operation has a form that adds all results but the first to gradient buffers."""
     return name in _ACCUMULATE_MORE
 
 
@@ -40,7 +40,7 @@ def with_accumulation(gradients: Sequence[str], operands: Operands) -> str:
 
 
 def summed_by_programs(op: Op) -> frozenset[str]:
-    """The results of a fused operation that its kernel's programs sum, each a part."""
+    """The results of a fused operation that are partial sums of its kernel's programs."""
     if "along" not in dict(op.attrs) or any(step.name in (*kernels.TABLES, *kernels.STREAMED) for step in op.body):
         return frozenset()
     down = {step.result.name for step in op.body if step.name == "sum" and 0 in integers(step.args[1])}
@@ -48,17 +48,17 @@ def summed_by_programs(op: Op) -> frozenset[str]:
 
 
 def unsummed(operands: Operands) -> str:
-    """The expression of a fused operation that leaves its sums as the kernel's programs have them."""
+    """The expression of a fused operation that returns the partial sums of its kernel's programs."""
     return f"{_fused(operands)[:-1]}, summed=False)"
 
 
 def returns_more(name: str) -> bool:
-    """Whether the function returns, after the result, what its backward reads: nobody does without a gradient."""
+    """Whether the function also returns values for its backward; regions without a gradient do not read them."""
     return name in _RETURN_MORE
 
 
 def is_chained(name: str) -> bool:
-    """Whether the operation is written after its first operand (`x.reshape(…)`) and moves no data around."""
+    """Whether the operation is a method of its first operand (`x.reshape(…)`) that moves no data."""
     return name in _VIEWS
 
 
@@ -137,7 +137,7 @@ def _aten(o: Operands) -> str:
 
 
 def _takes_device(op: Op) -> bool:
-    """Whether an operation makes a tensor from numbers alone, somewhere."""
+    """Whether an operation creates a tensor from numbers."""
     if any(True for _ in op.refs()) or "::" in op.name:
         return False
     packet = getattr(torch.ops.aten, op.name, None)
@@ -166,7 +166,7 @@ def _permute(o: Operands) -> str:
 
 
 def _at_rank(name: str) -> Emit:
-    """A helper that is told which part of an axis this rank has."""
+    """A function with this rank's position on an axis as an argument."""
     return lambda o: f"{o.named(name)}({', '.join((*o.args, o.rank))})"
 
 
@@ -178,7 +178,7 @@ def _fused(o: Operands) -> str:
 
 
 def _told(op: Op, o: Operands) -> str:
-    """What a kernel is told at launch: which part of the classes is here, or where its random numbers start."""
+    """A scalar argument of a kernel: the offset of this rank's classes, or the start of its random numbers."""
     if kernels.ranked(op):
         return f"{o.named('comm')}.{kernels.ranked(op)}.rank"
     return _draw(str(op.args[1]), o, op.result.type.layout.dims, "counter")
@@ -191,7 +191,7 @@ def _dropout(o: Operands) -> str:
 
 
 def _attention_dropout(first: int) -> Emit:
-    """`first` is the place of the queries among the operands; keys follow. The draw covers all weights."""
+    """`first` is the position of the queries among the operands; keys follow. The draw covers all weights."""
 
     def emit(o: Operands) -> str:
         q, k = (o.types[arg.name].layout for arg in o.op.args[first : first + 2] if isinstance(arg, Ref))
@@ -203,7 +203,7 @@ def _attention_dropout(first: int) -> Emit:
 
 
 def _where(o: Operands) -> str:
-    """Numbers are filled in: torch.where would copy them to the device, and wait for that."""
+    """torch.where; numbers are filled in, since torch.where would copy them to the device and wait for that."""
     condition, *chosen = o.args
     numbers = [not isinstance(arg, Ref) for arg in o.op.args[1:]]
     if not any(numbers):
@@ -227,7 +227,7 @@ def _random(kind: str) -> Emit:
 
 
 def _draw(number: str, o: Operands, dims: tuple[tuple[SubDim, ...], ...], what: str = "draw") -> str:
-    """Numbers for a tensor: which operation it is, counted from the call's first, and which part is here."""
+    """The random numbers of a tensor: the number of the operation in its call, and the part that this rank holds."""
     small = [axis for axis, size in o.sizes.items() if size == 1]
     layout = str(Layout(dims).without(*small))[1:-1]
     o.used.add("number")

@@ -106,7 +106,7 @@ class _Writer:
     dense: Collection[str]
 
     def record(self, name: str, fields: Names, graph: Graph, values: Sequence[str]) -> Record | None:
-        """The class of some of a graph's values, under the names of `fields`; None where there are none."""
+        """The class of some of a graph's values, under the names of `fields`; None if there are no values."""
         types = self.region.types(graph)
         found = tuple(Argument(name=fields[value], type="Tensor", layout=str(types[value])) for value in values)
         return Record(name=name, fields=found) if found else None
@@ -175,7 +175,7 @@ class _Writer:
         )
 
     def weight(self, graph: Graph, name: str) -> Function:
-        """The gradients of the parameters, from what the backward of the inputs kept for them."""
+        """The gradients of the parameters, from the values that the backward of the inputs kept for them."""
         original = graph.outputs
         graph = without_idle_views(graph, self.sizes)
         names = self._scope()
@@ -190,7 +190,7 @@ class _Writer:
         return Function(name=name, doc="", arguments=arguments, returns=returns, lines=tuple(lines), gives=bool(given))
 
     def _gradients(self, original: tuple[str, ...], graph: Graph) -> tuple[dict[str, list[str]], dict[str, str]]:
-        """The buffers that each value is added to; or the values that are parameters' gradients, to be returned."""
+        """The buffers to which each value is added; or the parameters' gradients among the values, to be returned."""
         params = {f"grad_{value.name}": value.name for value in self.region.params}
         buffers: dict[str, list[str]] = {}
         given: dict[str, str] = {}
@@ -207,7 +207,7 @@ class _Writer:
         return Line(code=f"g = {self.called.params}({', '.join(values)})", uses=self._uses(given.values()))
 
     def _memory(self, op: Op, position: int, write: Callable[[str], str]) -> Callable[[str], str]:
-        """How values are written as an argument: as a copy where the kernel demands dense memory."""
+        """The source of values as arguments: a copy if the kernel requires dense memory."""
         if not demands_dense(op, position):
             return write
         return lambda name: write(name) if name in self.dense else f"{write(name)}.contiguous()"
@@ -347,7 +347,7 @@ class _Writer:
         return [*lines, *sums]
 
     def _joins(self, op: Op, following: Op) -> bool:
-        """Whether an operation is written where the next one reads it: its first operand, or a weight's transpose."""
+        """Whether an operation is written inline in the next one: as its first operand, or a weight's transpose."""
         turned = op.name == "permute" and isinstance(op.args[0], Ref) and op.args[0].name in self._params
         if turned and op.result.name in following.refs():
             return True
@@ -355,7 +355,7 @@ class _Writer:
 
     @staticmethod
     def _into(op: Op, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> list[str]:
-        """The buffers that all results but the first are added to, where the operation can do that itself."""
+        """The buffers to which all results but the first are added, if the operation can do that itself."""
         more = [value.name for value in op.results[1:]] if accumulates(op.name) else []
         alone = all(len(buffers.get(name, ())) == 1 and not uses.get(name, 0) for name in more)
         return [buffers[name][0] for name in more] if alone and not {*more} & {*graph.outputs} else []
@@ -365,7 +365,7 @@ class _Writer:
         return bool(uses.get(value.name)) or value.name in graph.outputs or value.name in buffers
 
     def _label(self, op: Op) -> str:
-        """The module an operation comes from, as seen from the region; else what it does."""
+        """The module of an operation, relative to the region; else the operation's name."""
         module = op.source.module if op.source else ""
         module = module.removeprefix(self.prefix).strip(".")
         return module or op.name.removesuffix("_backward")
@@ -392,7 +392,7 @@ def _use_counts(graph: Graph) -> dict[str, int]:
 
 
 def _views_first(graph: Graph) -> tuple[Op, ...]:
-    """A view that is the only reader of its operand stands right after what makes it."""
+    """Move a view that is the only reader of its operand directly behind the operand's operation."""
     uses = _use_counts(graph)
     made = {value.name: op for op in graph.ops for value in op.results if len(op.results) == 1}
     follower: dict[int, Op] = {}

@@ -66,7 +66,7 @@ def files(
     modules: Modules | None = None,
     memory: Account | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """The same one by one, so that a package of many ranks never stands in memory.
+    """The same one by one, so that a package of many ranks is never in memory as a whole.
 
     `report` holds sentences for the README about this plan. `modules` are the program's, if they are made already;
     `memory` is the account of the ranks' memory.
@@ -195,7 +195,7 @@ def _communication(program: Program, plan: Mapping[str, Any]) -> Iterator[dict[s
 
 
 def _parts(program: Program) -> Iterator[dict[str, str]]:
-    """What ranks hold in parts: for each region's calls, and the sum of what is done once per step."""
+    """The communication of sharded parameters and gradients: for each region's calls, and once per step."""
     parts = Parts(program)
     sizes: dict[tuple[str, str, tuple[str, ...]], int] = {}
     first: dict[str, str] = {}
@@ -225,7 +225,7 @@ def kernel_module(kernel: Kernel | FixedKernels) -> str:
 
 
 def _kernels(program: Program) -> Iterator[tuple[str, str]]:
-    """What the stages call in place of several operations; and what updates parameters and sends their gradients."""
+    """The kernels that stages call, and those that update parameters and compress gradients."""
     if not program.fused:
         return
     from partc.codegen.kernels.fused import kernels
@@ -245,7 +245,7 @@ def _kernels(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def _runtime() -> Iterator[tuple[str, str]]:
-    """The runtime library, copied as it is."""
+    """The runtime library, copied unchanged."""
     yield from _sources("runtime", importlib.resources.files("partc.runtime"))
 
 

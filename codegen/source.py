@@ -46,7 +46,7 @@ class Function:
 
     @property
     def passes(self) -> frozenset[str]:
-        """Which of comm, p, g and number it takes."""
+        """The arguments among comm, p, g and number that the function takes."""
         return frozenset(argument.name for argument in self.arguments) & {"comm", "p", "g", "number"}
 
 
@@ -76,7 +76,7 @@ class RegionCode:
 
     @property
     def functions(self) -> tuple[Function, ...]:
-        """All that there are: forward, backward, weight."""
+        """The functions that exist: forward, backward, weight."""
         return tuple(function for function in (self.forward, self.backward, self.weight) if function is not None)
 
     @property

@@ -51,12 +51,12 @@ class Package:
     options: Options
     phases: Mapping[str, float]
     replicated_ops: tuple[ReplicatedOp, ...] = ()
-    flops: int = 0  # of a batch, forward and backward, without what is recomputed
+    flops: int = 0  # of a batch, forward and backward, without recomputation
     coverage: Coverage = field(default_factory=lambda: Coverage(ops=1.0, flops=1.0))
     extra: Mapping[str, bytes] = field(default_factory=dict)  # files that model_source reads
     warnings: tuple[str, ...] = ()
     modules: Modules | None = None
-    memory: Account | None = None  # what ranks hold; None where it depends on numbers in the batch
+    memory: Account | None = None  # the memory account; None if it depends on values in the batch
 
     @property
     def communication(self) -> dict[str, int]:

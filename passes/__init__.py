@@ -222,7 +222,7 @@ PIPELINE: tuple[Pass, ...] = (
     ),
 )
 NAMES = tuple(entry.name for entry in PIPELINE)
-FIRST = "trace"  # what the pipeline starts from, under the name that `--after` and `--dump-after` know
+FIRST = "trace"  # the pipeline's input, under its name for `--after` and `--dump-after`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +313,7 @@ def disabled() -> frozenset[str]:
         possible = [entry.name for entry in PIPELINE if entry.optional]
         raise PartcError(
             "P0702",
-            f"PARTC_DISABLE cannot leave out {fixed[0]!r}: later passes need what it does",
+            f"PARTC_DISABLE cannot leave out {fixed[0]!r}: later passes need it",
             help=f"these can be left out: {', '.join(possible) or 'none yet'}",
         )
     return names

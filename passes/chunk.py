@@ -45,7 +45,7 @@ def chunk(program: Program, *, loss_chunks: int = 1) -> Program:
             "P0418",
             f"no loss can be made in chunks: {'; '.join(dict.fromkeys(each.cause for each in refused))}",
             source=refused[0].source,
-            help="leave out --loss-chunks, or give the loss what one linear layer makes",
+            help="leave out --loss-chunks, or give the loss the result of one linear layer",
         )
     return replace(program, regions=regions)
 

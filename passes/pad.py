@@ -22,8 +22,8 @@ from partc.runtime.ops.chunked import LINE
 from partc.sharding.choices import tensor_axes
 
 _LEAST = 4  # rows on each rank, below which a cut is not worth a mask
-_PIECE = 8  # numbers of 16 bits in what is moved at a time
-_SPARE = 16  # one of so many rows may be added to fill lines
+_PIECE = 8  # 16-bit numbers of a memory line
+_SPARE = 16  # the largest share of rows added to fill lines is one of this many
 Sizes = tuple[int, int]  # classes, and with them the rows that are none
 _ELEMENTWISE = frozenset({"to", "mul", "div", "tanh", "neg", "sigmoid", "clamp"})
 

@@ -26,7 +26,7 @@ class Embedding(Kernel):
     count: int
     width: int
     rows: int
-    first: str  # what is subtracted from ids: the first row of the table that is here
+    first: str  # the offset of ids: the first row of this rank's table
     unpadded: str  # the condition that an id is not the padding's
     dtype: str
 

@@ -30,7 +30,7 @@ from partc.ir.program import DType, Op, TensorType
 from partc.rules import kernels
 
 WIDE = 2**31  # from here on, places take 64 bits
-_LONG = 96  # characters of an expression that stands in one line
+_LONG = 96  # the longest expression of one line
 TORCH: Mapping[DType, str] = {
     "f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "i64": "int64", "i32": "int32",
     "i16": "int16", "i8": "int8", "u8": "uint8", "bool": "bool",
@@ -47,7 +47,7 @@ class Result:
     over: str = ""
 
 
-Configuration = Mapping[str, int]  # what a kernel is launched with: sizes of a program's block, and its warps
+Configuration = Mapping[str, int]  # block sizes and number of warps of a launch
 MOST_WARPS = 16
 
 

@@ -52,8 +52,10 @@ class Lowering:
     rounding: bool = False  # after every operation, as PyTorch does: for tests that ask for equal bits
     statements: list[Statement] = field(default_factory=list)
     over: dict[str, frozenset[sympy.Symbol]] = field(default_factory=dict)  # variable -> the loops it differs over
-    looked_up: dict[sympy.Symbol, Found] = field(default_factory=dict)  # a place in a table -> what says so
-    beyond: dict[sympy.Symbol, int] = field(default_factory=dict)  # ranges of what is no loop: such places, and ranks
+    looked_up: dict[sympy.Symbol, Found] = field(default_factory=dict)  # a position in a table -> its index variable
+    beyond: dict[sympy.Symbol, int] = field(
+        default_factory=dict
+    )  # ranges of variables other than loops: such positions, and ranks
     _known: dict[tuple[str, Index, Guards], Found] = field(default_factory=dict)
     _makers: dict[str, tuple[Op, int]] = field(default_factory=dict)
 

@@ -71,7 +71,7 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
     for found, value, result in zip(made, op.results, draft.results, strict=True):
         text = stored(found, value.type.dtype)
         written.append(f"tl.store({result.name}_ptr + index, {text}{', mask=mask' if mask else ''})")
-    reach = count + max(BLOCK, *(block for block, _ in OTHERS))  # a last block ends beyond what it masks
+    reach = count + max(BLOCK, *(block for block, _ in OTHERS))  # the last block is partly masked
     wide = max([reach, *(bound for bound in places if bound is not None)]) >= WIDE
     return Pointwise(
         **draft.told(),  # type: ignore[arg-type]

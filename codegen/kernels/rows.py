@@ -37,7 +37,7 @@ TILE = 4096  # elements that a program holds at a time, unless a row has more
 PROGRAMS = 264  # that sum down columns: two for each processor of an H100
 NARROW = 128  # columns of a program that sums down many rows, where nothing sums along them
 WIDEST = 1024  # and of one that sums neither way
-_REDUCED = {  # along rows: how, and what doesn't count
+_REDUCED = {  # reductions along rows: the operation, and its neutral element
     "sum": ("tl.sum({}, axis=1, keep_dims=True)", "0.0"),
     "amax": ("functions.largest({})", 'float("-inf")'),
     "amin": ("-functions.largest(-({}))", 'float("inf")'),
@@ -224,7 +224,7 @@ class _Reductions:
 
     shape: tuple[int, ...]
     first: int
-    down: Mapping[str, str]  # result that sums down all rows -> what it sums
+    down: Mapping[str, str]  # result that sums down all rows -> its operand
     tiling: Tiling
 
     @classmethod

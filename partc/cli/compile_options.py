@@ -26,7 +26,7 @@ _KEPT = (
 )  # fmt: skip
 
 
-# What a package's plan leaves out where nobody asked for it.
+# Defaults of options that a package's plan leaves out.
 _DEFAULTS = {
     "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten", "bucket": "25MB",
     "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",

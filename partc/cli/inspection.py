@@ -14,7 +14,7 @@ from partc.ir.program import Program
 if TYPE_CHECKING:
     from partc.api import Compilation
 
-EXPLAINED = "batch"  # what annotate, and with it its explanation, starts from
+EXPLAINED = "batch"  # the program that annotate, and its explanation, starts from
 
 
 def last_pass(*, after: str | None, name: str | None, html: Path | None) -> str | None:

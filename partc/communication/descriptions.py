@@ -14,7 +14,7 @@ NAMES: Mapping[str, str] = {
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
 }
-_CODES = {"u8": "int8", "bf16": "bf16"}  # what gradients travel in, by what that looks like
+_CODES = {"u8": "int8", "bf16": "bf16"}  # names of the types in which gradients travel
 # Operations that are transparent in the search for a value's readers and makers.
 _VIEWS = VIEWS | {"to"}
 _TRANSPARENT = _VIEWS | {"add", "sub", "neg", "cat"}

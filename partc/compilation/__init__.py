@@ -1,1 +1,1 @@
-"""A compile as a whole: the options of the user, and programs that fit the memory that there is."""
+"""A compile as a whole: the user's options, and the fitting of programs into memory."""

@@ -33,8 +33,8 @@ class Options:
     mesh: Mesh
     microbatches: int = 1
     schedule: str = "1f1b"
-    virtual_stages: int | None = None  # on each pipeline rank; None is what the schedule likes
-    table: Table | None = None  # what stands in the file that `schedule` names
+    virtual_stages: int | None = None  # on each pipeline rank; None: the schedule's default
+    table: Table | None = None  # the contents of the file that `schedule` names
     precision: str = "fp32"
     seed: int = 0
     shard: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ class Options:
             loss_chunks=loss_chunks,
             cuda_graphs=cuda_graphs,
         )
-        _ = options.places  # raises what is wrong with the number of stages
+        _ = options.places  # raises if the number of stages is invalid
         return options
 
     @property

@@ -1,1 +1,1 @@
-"""What a step costs: seconds by roofline and simulation, bytes in memory, bytes on the wire."""
+"""The cost of a step: seconds by roofline and simulation, bytes in memory, bytes that ranks exchange."""

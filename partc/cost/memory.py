@@ -73,7 +73,7 @@ class RankMemory:
     at: StepPosition
     alive: tuple[HeldTensors, ...]  # at the peak, the largest first
     timeline: tuple[Moment, ...]
-    host: Natural = 0  # that `train.py --save` holds besides, in host memory: a copy of what this rank writes
+    host: Natural = 0  # bytes that `train.py --save` also holds in host memory: a copy of this rank's part
 
     @property
     def categories(self) -> dict[str, int]:

@@ -33,7 +33,7 @@ class Durations:
     inputs: float = 1.0
     weights: float = 1.0
     reduction: float = 0.0  # of gradients over ranks, after the last microbatch
-    transfer: float = 0.0  # from a computation's end until what it sent has arrived on another rank
+    transfer: float = 0.0  # from a computation's end until its result has arrived on another rank
 
     @classmethod
     def parse(cls, text: str) -> Durations:

@@ -61,7 +61,7 @@ class State:
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
     owners: dict[tuple[str, str], Any] = field(default_factory=dict)
     known: dict[int, Any] = field(default_factory=dict)  # objects that several modules hold, a configuration
-    kept: list[Any] = field(default_factory=list)  # what identities stand for: nothing else gets these meanwhile
+    kept: list[Any] = field(default_factory=list)  # keeps objects alive, so that their identities are not reused
 
     @classmethod
     def of(cls, model: nn.Module, loss: Any) -> State:

@@ -190,7 +190,7 @@ def _require_guard(function: Any) -> None:
             raise PartcError(
                 "P0215",
                 f"{function.__qualname__} is defined in a script that does more than define when it is imported",
-                help='put what the script does under `if __name__ == "__main__":`, or the function in a module',
+                help='put its actions under `if __name__ == "__main__":`, or the function in a module',
             )
 
 

@@ -30,7 +30,10 @@ from partc.torch_private import OpOverload
 MAIN = "main"
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 _INLINED = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what products cast fp32 to, and take besides
+_AUTOCAST = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}  # the types to which products cast fp32, and other types that they take
 # Operations whose tensors must share one dtype; tracing without values does not check it.
 _PRODUCTS = frozenset({
     "linear", "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "addmm", "addmv", "addbmm", "baddbmm", "addr",

@@ -1,1 +1,1 @@
-"""The IR: meshes, layouts, programs of regions and calls; its text, both ways; what every pass must leave true."""
+"""The IR: meshes, layouts, programs of regions and calls; the printer, the parser, the verifier, the interpreter."""

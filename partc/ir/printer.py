@@ -114,7 +114,7 @@ def _graph(
 
 
 def _body(op: Op, sources: bool) -> Iterator[str]:
-    """The operations that one kernel does, below the line that stands for them."""
+    """The operations of one kernel, below the line of the fused operation."""
     left = [", ".join(written_name(value.name) for value in inner.results) for inner in op.body]
     right = [print_operation(inner) for inner in op.body]
     wide, column = (max(map(len, texts), default=0) for texts in (left, right))
@@ -144,7 +144,7 @@ def _notes(op: Op, types: Mapping[str, TensorType], sources: bool, sizes: Sizes 
 
 
 def collective_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> str:
-    """What a rank sends in a collective, and over which axis; nothing for what moves nothing."""
+    """The bytes that a rank sends in a collective, and the axis; empty for other operations."""
     operand, axis = types.get(next(op.refs())), dict(op.attrs).get("axis")
     if operand is None or not isinstance(axis, str) or axis not in sizes:
         return ""
@@ -154,7 +154,7 @@ def collective_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> s
 
 
 def fused_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[int, int]:
-    """What one kernel reads and writes for several operations, and what they would one by one; a view nothing."""
+    """The bytes that one kernel reads and writes, and those of its operations one by one; views have none."""
     inner = {**types, **{value.name: value.type for step in op.body for value in step.results}}
 
     def moved(step: Op) -> int:

@@ -1,4 +1,4 @@
-"""Is this program well formed? Runs after every pass: a broken one is caught where it was broken."""
+"""Verification of a program's form. It runs after every pass, so that a broken program is caught at its pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def verify_program(program: Program, facts: Collection[str], after: str) -> None
 
 
 def faults_of(program: Program, facts: Collection[str] = ()) -> Iterator[str]:
-    """What is wrong, one sentence each. `facts` are what the passes so far ensure."""
+    """The faults of the program, one sentence each. `facts` are those that the passes so far ensure."""
     yield from _program(program, facts)
     for region in program.regions:
         yield from _region(region, program, facts)
@@ -182,7 +182,7 @@ def _graph(
 
 
 def _body(where: str, op: Op) -> Iterator[str]:
-    """What a kernel does reads its arguments alone, and makes its results."""
+    """A kernel's body reads only its arguments, and makes all its results."""
     known: dict[str, TensorType | None] = dict.fromkeys(op.refs())
     for inner in op.body:
         for name in inner.refs():
@@ -197,7 +197,7 @@ def _body(where: str, op: Op) -> Iterator[str]:
 def _operation(
     where: str, op: Op, types: Mapping[str, TensorType], sizes: Sizes, facts: Collection[str]
 ) -> Iterator[str]:
-    """What can be recomputed cheaply: how collectives and views change the number of elements."""
+    """Properties that are cheap to recompute: the change of the number of elements by collectives and views."""
     axis = dict(op.attrs).get("axis")
     if axis is not None and (not isinstance(axis, str) or axis not in sizes):
         yield f"{where} is over an axis {axis!r} that the mesh doesn't have"
@@ -226,7 +226,7 @@ def _operation(
 
 
 def _layout(what: str, layout: Layout, sizes: Sizes) -> Iterator[str]:
-    """Every axis is known, used once, and divides what it cuts."""
+    """Every axis is known, used once, and divides the dimension that it cuts."""
     unknown = [axis for axis in layout.axes if axis not in sizes]
     if unknown:
         yield f"{what} has layout {layout}, with an axis {unknown[0]} that the mesh doesn't have"
@@ -241,7 +241,7 @@ def _layout(what: str, layout: Layout, sizes: Sizes) -> Iterator[str]:
 
 
 def _whole(type: TensorType) -> Layout:
-    """In place of a layout that means nothing, so that what follows can still be looked at."""
+    """A replicated layout in place of an invalid one, so that verification can continue."""
     return Layout.replicated(type.shape)
 
 

@@ -30,7 +30,7 @@ def tanh(x):
 def log1p(x):
     """Goldberg 1991, What every computer scientist should know about floating-point arithmetic, theorem 4."""
     above = 1.0 + x
-    part = above - 1.0  # what is left of x in the sum
+    part = above - 1.0  # the part of x that the sum kept
     return tl.where(part == 0.0, x, tl.where(part == x, tl.log(above), tl.log(above) * (x / part)))
 
 

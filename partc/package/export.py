@@ -74,7 +74,7 @@ def _write(directory: Path, plan: Mapping[str, Any], source: Checkpoint, target:
             described[name] = values[name].dtype, tuple(values[name].shape)
         elif saved is not None:
             described[name] = getattr(torch, saved.dtype), saved.shape
-    # Wide elements first, so that each tensor stands at a multiple of its element's size.
+    # Wide elements first, so that each tensor is aligned to its element's size.
     described = dict(sorted(described.items(), key=lambda item: -item[1][0].itemsize))
 
     def tensors() -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from partc.errors import PartcError
 from partc.runtime.documents import Malformed, contents, parsed
 
-MANIFEST = "files.sha256"  # what partc wrote, in the form that `sha256sum -c` reads
+MANIFEST = "files.sha256"  # digests of the files that partc wrote, in the format of `sha256sum -c`
 PAGE = '<meta name="generator" content="partc">'  # the mark of a report
 _CACHES = "__pycache__"
 

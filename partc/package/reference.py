@@ -124,7 +124,7 @@ def _schedule(
     elif decline == "linear":
         falling = lr_scheduler.LinearLR(optimizer, 1.0, least / lr, down)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's SequentialLR calls what it deprecates
+        warnings.simplefilter("ignore")  # torch's SequentialLR uses a deprecated call
         return lr_scheduler.SequentialLR(optimizer, [rising, falling], [peak])
 
 

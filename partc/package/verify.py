@@ -42,7 +42,7 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = {
     "bf16": {"loss": 2e-2, "gradient": 1e-1, "parameter": 2e-6, "constant": 1e-2},
     "fp16": {"loss": 5e-3, "gradient": 5e-2, "parameter": 2e-6, "constant": 1e-2},
     "fp32": {"loss": 1e-5, "gradient": 2e-4, "parameter": 2e-6, "constant": 2e-4},
-    # Gradients that cross nodes with 255 steps for 256 numbers; what a step leaves out, the next makes up for.
+    # Gradients that cross nodes with 255 levels for 256 numbers; the next step corrects a step's error.
     "int8": {"loss": 2e-2, "gradient": 3e-1, "parameter": 2e-6, "constant": 1e-2},
 }
 # How a run updates its parameters: options of train.py that the single-device model follows too.

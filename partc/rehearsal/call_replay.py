@@ -108,7 +108,7 @@ class RecordedCall:
         self._key = key
         self._same = same
         self._held: list[Leaf | Tensor | None] = []
-        self._stood: dict[int, int] = {}  # stand-ins' storages -> an argument's number
+        self._stood: dict[int, int] = {}  # storage of a stand-in -> number of its argument
 
     @property
     def known(self) -> bool:
@@ -346,9 +346,9 @@ def _mapped(value: Any, each: Callable[[Any], Any]) -> Any:
 
 
 def region_module(module: RegionModule, lessons: Lessons, kernels: Any) -> dict[str, Any]:
-    """The names of an emitted region, whose functions learn. `kernels` are those of the package.
+    """The names of an emitted region, with recording functions. `kernels` are those of the package.
 
-    The text is what codegen has just made: nothing that a folder holds is run.
+    The text comes directly from codegen: no file is executed.
     """
     functions: dict[str, Learnt] = {}
     lines = module.text.split("\n")
@@ -358,7 +358,7 @@ def region_module(module: RegionModule, lessons: Lessons, kernels: Any) -> dict[
             source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
             source = source.replace(ast.get_docstring(node, clean=False) or "", "", 1)
             functions[node.name] = Learnt(name=node.name, region=module.region, text=source, file=module.path)
-            node.decorator_list = []  # what is compiled holds what it is made of, or less
+            node.decorator_list = []  # compiled code holds as much as its operations, or less
             _instrument(node)
     return _run(tree, module.path, {"_lessons": lessons, "_functions": functions, "kernels": kernels})
 

@@ -103,7 +103,7 @@ class Ledger(TorchDispatchMode):
         self._end = 0  # of the tape, at the peak
         self._actions: list[str] = []
         self._muted = False
-        self.heard: list[Event] | None = None  # what happens while someone listens
+        self.heard: list[Event] | None = None  # events that are being recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

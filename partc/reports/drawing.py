@@ -96,7 +96,7 @@ def _placed(count: int, edges: list[tuple[int, int, str]]) -> list[tuple[float, 
     for a, b, _ in edges:
         readers.setdefault(a, []).append(b)
         above.setdefault(b, []).append(a)
-    for index in range(count):  # inputs stand right above their first reader
+    for index in range(count):  # inputs are placed directly above their first reader
         if index not in above and index in readers:
             layer[index] = max(0, min(layer[reader] for reader in readers[index]) - 1)
     rows: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Formulas for people: what the names mean, then region by region what a call saves, reads, moves and computes.
+"""Tables of formulas: the meanings of names, then for each region the saved bytes, traffic and flops of a call.
 
 block: 2 calls, each on one rank and for one microbatch
   saved for backward        b·s·h·(4 + 30/tp + 5·a·s/(h·tp) + 8/(h·tp))     192.5 KiB

@@ -1,4 +1,4 @@
-"""The account of memory for people: pipeline ranks side by side, what one holds at its peak, and a step in time.
+"""Tables of the memory account: pipeline ranks side by side, the peak of one in detail, and a step in time.
 
 rank   stages  peak      parameters  gradients  optimizer  activations
 0, 1   0       12.3 MiB  1.7 MiB     1.7 MiB    3.3 MiB    5.6 MiB

@@ -78,7 +78,7 @@ def resolve_lowered(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
         try:
             rule = resolve(replace(named, results=results), types)
         except (PartcError, ValueError, IndexError, ZeroDivisionError):
-            continue  # its arguments are not those of this row, or of other shapes
+            continue  # its arguments or shapes do not fit this row
         if rule is None or [len(dims) for dims in rule.operands] != ranks:
             continue
         if [len(dims) for dims in rule.results] == [len(value.type.shape) for value in results]:

@@ -31,7 +31,7 @@ LOGICAL = frozenset(  # of bools where they make one, whatever they are given
     {"logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__"}
 )
 LABELS: Mapping[str, tuple[int, ...]] = {"cross_entropy_rows": (2, 4)}  # operands that stay integers
-LOOKED_UP: Mapping[str, tuple[int, int]] = {"cross_entropy_rows": (3, 2)}  # a table, and what says where to read it
+LOOKED_UP: Mapping[str, tuple[int, int]] = {"cross_entropy_rows": (3, 2)}  # a table, and its index
 REDUCTIONS = frozenset({"sum", "amax", "amin"})
 COMPOSITES = frozenset(
     {

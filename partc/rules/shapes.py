@@ -203,7 +203,7 @@ def common_factors(given: Sequence[int], wanted: Sequence[int]) -> tuple[Dims, D
     sides = [list(given), list(wanted)]
     made: list[list[list[str]]] = [[[] for _ in given], [[] for _ in wanted]]
     place = [0, 0]
-    left = [1, 1]  # what remains of the current dimension on each side
+    left = [1, 1]  # the rest of the current dimension on each side
     sizes: dict[str, int] = {}
     blocked: set[str] = set()
 

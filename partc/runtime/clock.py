@@ -1,9 +1,8 @@
-"""What a rank is doing, and how long each thing took: for reports of ranks that hang, for metrics and for traces.
+"""A rank's activities and their times: for reports of ranks that hang, for metrics and for traces.
 
-`doing` is always up to date; a GPU does later what the host tells it, and then it is what that is at. Intervals are
-kept only after `start`. They come in two levels: what the rank's program is at (an action of the schedule, the update),
-one after the other; and inside of those every collective and transfer. What is not inside one of the latter is the
-rank's own work.
+`doing` is always up to date; a GPU runs asynchronously, and its activity then counts. Intervals are recorded only after
+`start`. They have two levels: the activities of the rank's program (an action of the schedule, the update) in sequence,
+and inside them every collective and transfer. The time outside collectives and transfers is the rank's own work.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Interval(NamedTuple):
     end: int
     kind: Kind  # "work" and "aside" (not part of a step's seconds) are of the outer level
     name: str  # the action, or the operation
-    over: str = ""  # what it goes over: axes, or a link as in "link 0 1"
+    over: str = ""  # its axes, or its link, as in "link 0 1"
     bytes: int = 0  # of this rank's operand
     within: str = ""  # the action that a collective or transfer is waited for in
     posted: int = 0  # when it was started: from `start` on it is waited for
@@ -163,8 +162,13 @@ class _Followed:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._reached = "start-up"
-        self._ahead: deque[tuple[torch.cuda.Event, str]] = deque()  # of what it has been told; the main thread's alone
-        self._seen: tuple[torch.cuda.Event | None, float] = None, 0.0  # what it had yet to come to, and since when
+        self._ahead: deque[tuple[torch.cuda.Event, str]] = (
+            deque()
+        )  # of the submitted activities; used by the main thread only
+        self._seen: tuple[torch.cuda.Event | None, float] = (
+            None,
+            0.0,
+        )  # the next activity at the last look, and its time
 
     def entering(self, what: str) -> None:
         """Work submitted from now on belongs to this activity."""

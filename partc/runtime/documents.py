@@ -66,7 +66,7 @@ def regular(path: Path, *, within: Path | None = None) -> BinaryIO:
     """Open a regular file that lies in the folder `within`, links resolved. Raises Malformed and OSError."""
     if within is not None and not path.resolve().is_relative_to(within.resolve()):
         raise Malformed("is a link that leaves the folder")
-    # Anything else may wait for a writer before a word can be said of it.
+    # Opening anything else may block until there is a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -35,7 +35,7 @@ class Shard:
     reduce: tuple[str, ...] = ()  # axes over which the gradient is summed once per step
     shared: tuple[int, ...] = ()  # pipeline ranks that use it and sum its gradient, where there are several
     gather: tuple[str, ...] = ()  # of the axes that cut it, those over which it is gathered for the calls that read it
-    read: str = ""  # what calls read it in, where that is not what it is held in
+    read: str = ""  # the type in which calls read it, if it is held in another
     aliases: tuple[str, ...] = ()  # its other names in the model
     holds: tuple[int, ...] = ()  # the model's own shape, where rows of zeros follow it
 

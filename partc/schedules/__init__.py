@@ -23,7 +23,7 @@ def stage_ranks(kind: ScheduleKind, ranks: int, stages: int) -> tuple[int, ...]:
         wanted = "one or more, the same number," if kind.placement == "loop" else str(kind.stages_per_rank)
         raise PartcError(
             "P0406",
-            f"{kind.name} can't place {stages} stages on {ranks} pipeline ranks: it takes {wanted} on each",
+            f"{kind.name} cannot place {stages} stages on {ranks} pipeline ranks: it takes {wanted} on each",
             help=f"use {ranks * kind.stages_per_rank} stages: leave out --virtual-stages",
         )
     if kind.placement == "v":

@@ -1,1 +1,1 @@
-"""Which layout every value gets: placements as an integer program, the user's pins, resharding."""
+"""The choice of layouts: placements as an integer program, the user's pins, resharding."""

@@ -81,7 +81,7 @@ def solve(
     model = _Model(problem, forbid)
     if not model.feasible:
         return None
-    kept: list[tuple[np.ndarray, float]] = []  # costs that must not rise, and what they were
+    kept: list[tuple[np.ndarray, float]] = []  # costs that must not rise, and their values
     found: np.ndarray | None = None
 
     def minimised(cost: np.ndarray, slack: float) -> Any:
@@ -102,7 +102,7 @@ def solve(
         if scale == 0.0 and found is not None:
             continue
         cost = cost / (scale or 1.0)
-        # Slack is what the solver's own tolerances blur, in terms of the largest price: seldom more than the first.
+        # Slack for the solver's tolerance, relative to the largest price; the first value nearly always suffices.
         for slack in (1e-6, 1e-5, 1e-4):
             result = minimised(cost, slack)
             if result.status != 2 or found is None:

@@ -153,7 +153,9 @@ class _PlacementProgram:
             repeated.append(Choice(axis=self.axis, factor=None))
         spread: Sequence[Choice] = ()
         if rule is not None and region.name not in self.pure:
-            batch = {(choice.factor, choice.outer) for choice in op.choices}  # what the batch's axes cut is theirs
+            batch = {
+                (choice.factor, choice.outer) for choice in op.choices
+            }  # dimensions that the batch axes cut are excluded
             every = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
             spread = [choice for choice in every if (choice.factor, choice.outer) not in batch or choice.factor is None]
         alternatives: dict[tuple[Hashable, ...], Alternative] = {}
@@ -321,7 +323,7 @@ class _PlacementProgram:
                     raise PartcError(
                         "P0302",
                         f"--shard pins {name} {type.shape} to {pin.text}, which no operation or size allows",
-                        help=f"what is legal there: {'; '.join(legal)}",
+                        help=f"legal layouts: {'; '.join(legal)}",
                     )
                 found = left
         return found

@@ -13,11 +13,10 @@
                                                grad_head.weight = linear_grad_weight(grad_head, x)
                                                return grad_x, grad_head.weight
 
-The local forward, collectives included, runs once through torch's AOT autograd on fake tensors.
-Marks around every value name it, and its gradient, in the traced graph, so that both graphs keep
-the model's own names and layouts. What does not depend on an incoming gradient and is read by the
-backward graph is saved, unless a view or a constant makes it again for nothing. A buffer that the model
-changes is saved too, as it was.
+The local forward, collectives included, runs once through torch's AOT autograd on fake tensors. Marks around every
+value name it, and its gradient, in the traced graph, so that both graphs keep the model's own names and layouts. Values
+that the backward graph reads and that do not depend on an incoming gradient are saved, unless a view or a constant
+recreates them at no cost. A buffer that the model changes is saved with its old value.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from partc.torch_private import FakeTensorMode, aot_export_joint_simple, without
 
 
 def differentiate(program: Program) -> Program:
-    """Give every region that a gradient passes through its backward graph."""
+    """Give a backward graph to every region that a gradient passes through."""
     needs = gradient_inputs(program)
     trainable = trainable_params(program)
     changed = changed_buffers(program)
@@ -68,9 +67,9 @@ def _differentiate_region(region: Region, inputs: frozenset[str], params: frozen
 
 
 def _plain_sums(graph: Graph, sizes: Sizes) -> Graph:
-    """reshape(sum(x, dims, True), shape) is sum(x, dims, False) where it drops the dimensions that the sum kept.
+    """reshape(sum(x, dims, True), shape) is sum(x, dims, False) if the reshape drops the kept dimensions.
 
-    The gradient of what was broadcast is traced so: a bias that is added in the product before it.
+    This is the traced gradient of a broadcast operand, such as a bias that is added in the product before it.
     """
     readers: dict[str, list[Op]] = {}
     for op in graph.ops:
@@ -94,8 +93,8 @@ def _plain_sums(graph: Graph, sizes: Sizes) -> Graph:
 def _one_copy(graph: Graph, region: Region, sizes: Sizes) -> Graph:
     """cat((reshape(a, [b, s, h·d]), …), 2) of a[b, s, h, d] is reshape(cat((a, …), 2), [b, s, …]).
 
-    So end the gradients of one product's parts. Each is a view of a result of attention's backward, which a reshape of
-    its own may have to copy first.
+    The gradients of the parts of a joint product end in this way. Each part is a view of a result of attention's
+    backward, which its own reshape may have to copy first.
     """
     makers = {value.name: op for op in graph.ops for value in op.results}
     types = {value.name: value.type for value in region.params} | {
@@ -135,7 +134,7 @@ def _whole(type: TensorType, shape: tuple[int, ...]) -> TensorType:
 
 
 def _with_copies(region: Region, changed: frozenset[str]) -> Region:
-    """Backward reads buffers as they were before forward changed them, in this microbatch or in later ones."""
+    """Save copies of buffers that forward changes, in this microbatch or later ones: backward reads the old values."""
     if region.backward is None:
         return region
     read = {name for op in region.backward.ops for name in op.refs()} & changed
@@ -192,7 +191,7 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
         raise PartcError(
             "P0222",
             f"torch has no derivative of {name}, and a gradient must pass through it",
-            help="detach() what it reads, or compute it from operations that have one",
+            help="detach() its operands, or compute it from operations with a derivative",
             source=source,
         ) from error
 
@@ -213,7 +212,7 @@ def _run(op: Op, values: dict[str, Any], live: set[str], sizes: Sizes) -> None:
 
 
 def call_operator(op: Op, args: list[Any], attrs: dict[str, Any], live: set[str], sizes: Sizes) -> Any:
-    """The operator with its arguments as torch wants them."""
+    """Call the operator with its arguments in torch's form."""
     if "axis" in attrs and not op.name.endswith("_shard"):
         return _collective(op.name, args, attrs, sizes)
     match op.name:

@@ -13,7 +13,7 @@ from partc.ir.program import Op
 from partc.passes.fuse.forms import Form, Shape
 from partc.rules.kernels import REDUCTIONS
 
-Roots = Callable[[Iterable[str]], Collection[str]]  # what values are, seen through views
+Roots = Callable[[Iterable[str]], Collection[str]]  # value -> the value behind its views
 
 MOST_HELD = 160 * 1024  # bytes, of the 256 KiB of registers that a processor has: addresses and masks take some too
 SHORT = 4096  # columns; shorter rows leave room for all that a kernel may be given

@@ -38,9 +38,9 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
     last = _last_reads(graph)
     types = {**buffers, **{name: value.type for name, value in graph.definitions().items()}}
     storage: dict[str, str] = {}  # view -> the value whose memory it shows
-    parts: dict[str, Op] = {}  # slices and rows of others -> what made them
+    parts: dict[str, Op] = {}  # slices and rows of other values -> their operations
     inside = {value.name for op in graph.ops for value in op.results} | set(buffers)
-    current: dict[str, str] = {}  # changed value -> what it is now
+    current: dict[str, str] = {}  # changed value -> its current name
     ops: list[Op] = []
 
     def changed(name: str, now: str) -> None:

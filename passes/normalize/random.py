@@ -12,7 +12,7 @@ from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, Value
 from partc.passes.normalize.writer import Rewrite, Writer, argument, number, ref
 
 _FRESH = frozenset({"empty", "new_empty", "full", "zeros"})
-_SELU_FLOOR = -1.7580993408473766  # what selu(x) falls to: -scale * alpha (Klambauer et al. 2017)
+_SELU_FLOOR = -1.7580993408473766  # the limit of selu: -scale * alpha (Klambauer et al. 2017)
 
 
 def refuse_unknown(op: Op) -> None:

@@ -20,7 +20,7 @@ class Writer:
     types: dict[str, TensorType]
     trained: set[str] = field(default_factory=set)  # values that depend on a parameter
     ops: list[Op] = field(default_factory=list)
-    made: dict[str, Op] = field(default_factory=dict)  # what defines each value written so far
+    made: dict[str, Op] = field(default_factory=dict)  # the operation of each value written so far
     same: dict[str, str] = field(default_factory=dict)
     drawn: int = 0  # random operations so far
 

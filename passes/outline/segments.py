@@ -16,7 +16,7 @@ class ModuleSegment:
     key: str
     ops: tuple[Op, ...]
     phase: Phase = "microbatch"
-    gives: tuple[str, ...] | None = None  # what it is for, where that isn't all that others read
+    gives: tuple[str, ...] | None = None  # its results, unless they are all values that others read
 
 
 def segments(main: Region, trained: set[str], keys: Mapping[int, str]) -> list[ModuleSegment]:

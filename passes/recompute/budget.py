@@ -202,8 +202,8 @@ class _BudgetProgram:
         largest = max((_largest(frontiers, counts, row) for row in rows), default=0)
         self.unit = -(-largest // FINEST) or 1
         self.most = largest // self.unit + len(self.upper)
-        self.lines = [*self._dealing(counts)]  # coefficients, and between what the sum is
-        self.limits = [limit for row in rows for limit in self._limits(row)]  # coefficients, and what is held besides
+        self.lines = [*self._dealing(counts)]  # coefficients, and the bounds of their sum
+        self.limits = [limit for row in rows for limit in self._limits(row)]  # coefficients, and the other memory
 
     def _dealing(self, counts: Sequence[int]) -> Iterator[tuple[Any, float, float]]:
         size = len(self.columns)

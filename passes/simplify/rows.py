@@ -32,7 +32,7 @@ _NORMS = frozenset({"layer_norm", "rms_norm"})
 def plain_rows(region: Region) -> Region:
     """Sink reshapes that flatten leading dimensions below row-wise operations."""
     types = region.types(region.forward)
-    whole: dict[str, str] = {}  # flattened value -> what it is a reshape of
+    whole: dict[str, str] = {}  # flattened value -> its original
     ops: list[Op] = []
     for op in region.forward.ops:
         if op.name == "reshape" and _flattens(types[next(op.refs())].shape, op.result.type.shape):

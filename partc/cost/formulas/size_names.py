@@ -41,7 +41,7 @@ ROLES = (
 )
 FEW = 4
 _PLAIN = ("weight", "bias")
-MOST_TIMES, MOST_PARTS = 64, 8  # a size is in proportion to another if it is n/m of it, with no larger numbers
+MOST_TIMES, MOST_PARTS = 64, 8  # two sizes are in proportion if their ratio is n/m, with no larger numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

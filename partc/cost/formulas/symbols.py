@@ -21,8 +21,8 @@ from partc.ir.program import Graph, Op, Program, Region, TensorType, Value
 from partc.rules import flops, resolve_lowered
 from partc.rules.rule import Dims, OpRule
 
-SHORT = 2  # so many elements are cut off a dimension, rather than a part taken of it
-Key = tuple[str, str]  # a region, or "" for the program, and a value of it
+SHORT = 2  # the number of elements cut off a dimension, as opposed to a share of it
+Key = tuple[str, str]  # a region, or "" for the program, and one of its values
 
 
 class Sizes:
@@ -113,7 +113,7 @@ class Dimensions:
         self.sizes = Sizes()
         self.dims: dict[Key, tuple[Dim, ...]] = {}
         self.types: dict[Key, TensorType] = {}
-        self.roles: dict[str, list[int]] = {}  # what rules call a factor: "attention.g", "embedding.v"
+        self.roles: dict[str, list[int]] = {}  # a rule's name of a factor: "attention.g", "embedding.v"
         self.sums: list[SizeSum] = []
         self.work: dict[Key, tuple[Product, ...]] = {}  # of the operation that makes a value
         for value in program.values:
@@ -164,7 +164,7 @@ class Dimensions:
         )
         of = self.dims.get((region, value.name.removeprefix("grad_")), ())
         if len(of) == len(self.dims[key]):
-            self._match(self.dims[key], of)  # a gradient is as large as what it is of
+            self._match(self.dims[key], of)  # a gradient has the size of its value
 
     def _operation(self, region: str, op: Op) -> None:
         operands = [(region, name) for name in op.refs()]

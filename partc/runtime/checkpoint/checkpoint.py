@@ -193,7 +193,7 @@ class Saver:
         boxes = []
         for layer in range(max(map(len, copies.values()), default=0)):
             name = f"rank_{self._place.rank:03d}{f'_{layer}' * (layer > 0)}.safetensors"
-            # Wide elements first, so that each tensor stands at a multiple of its element's size.
+            # Wide elements first, so that each tensor is aligned to its element's size.
             here = sorted(
                 ((tensor, *found[layer]) for tensor, found in copies.items() if len(found) > layer),
                 key=lambda item: -item[2].element_size(),
@@ -208,7 +208,7 @@ class Saver:
                 os.fsync(file.fileno())
             files[name] = sink.size, sink.digest.hexdigest()
             boxes += [[tensor, *wholes[tensor], name, piece.whole.offsets, x.shape] for tensor, piece, x in here]
-        # Tensors without elements have no boxes, and stand in no file.
+        # Tensors without elements have no boxes, and are in no file.
         empty = [[tensor, *whole] for tensor, whole in wholes.items() if 0 in whole[1]]
         told = {"files": files, "boxes": boxes, "empty": empty}
         (part / self._note(self._place.rank)).write_text(json.dumps(told))

@@ -46,7 +46,7 @@ from .safetensors import BadTensorFile, Shape, TensorFile
 FORMAT = 1
 NAME = "manifest.json"
 LOSS_SCALE = "loss_scale"  # a tensor that is of no parameter: its value, and the updates since it changed
-LEFT_OUT = "left_out/"  # before the names of what each rank's compressed sums of gradients have left out
+LEFT_OUT = "left_out/"  # prefix of the names of each rank's compression errors
 STATES: Mapping[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq", "step"), "sgd": ()}  # by optimizer
 _PREFIX = "step_"
 _LONG = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}

@@ -34,7 +34,7 @@ class Checkpoint:
     def check_fits(self, plan: Mapping[str, Any]) -> None:
         """Raise UsageError P0525 if the plan's parameters differ from the checkpoint's."""
         for name, entry in plan["parameters"].items():
-            if not entry["stages"]:  # nobody uses it, so nobody has it
+            if not entry["stages"]:  # unused, so no rank has it
                 continue
             saved = self.tensors.get(name)
             wanted = f"{entry['dtype']}{entry['shape']}"

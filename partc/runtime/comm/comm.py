@@ -1,4 +1,4 @@
-"""Collectives along mesh axes and transfers between stages: one interface, whoever carries the bytes."""
+"""Collectives along mesh axes and transfers between stages: one interface for all backends."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ S = TypeVar("S")
 
 
 class Pending(Generic[T]):
-    """Something on its way, a tensor mostly. What it is made from must not be written to before it is waited for.
+    """A pending result, mostly a tensor. Its operands must not be written to before it is waited for.
 
-    It may come in two turns, the second of which takes what the first one brings.
+    It may have two stages, the second of which takes the result of the first.
     """
 
     __slots__ = ("_finish", "_go_on")
@@ -34,20 +34,20 @@ class Pending(Generic[T]):
         self._go_on = go_on
 
     def wait(self) -> T:
-        """What comes, once it is there; called once."""
+        """Wait for the result and return it; called once."""
         return self._finish()
 
     def go_on(self) -> bool:
-        """Wait for its first turn and start the second; False where there is none, or it has been started."""
+        """Wait for the first stage and start the second; False if there is none, or if it has been started."""
         return self._go_on()
 
     def then(self, change: Callable[[T], S]) -> Pending[S]:
-        """The same with something done to it on arrival."""
+        """The pending result of a function applied on arrival."""
         return Pending(lambda: change(self._finish()), self._go_on)
 
 
 def timed(clock: Clock, kind: Kind, name: str, over: str, size: int, start: Callable[[], Pending[T]]) -> Pending[T]:
-    """The same, with the clock told when it started and how long it was waited for."""
+    """The same, with the start and the waiting time reported to the clock."""
     posted = clock.mark()
     going = start()
 
@@ -63,7 +63,7 @@ def timed(clock: Clock, kind: Kind, name: str, over: str, size: int, start: Call
 def timed_at_once(
     clock: Clock, kind: Kind, name: str, over: str, size: int, start: Callable[[], Pending[Tensor]]
 ) -> Tensor:
-    """What comes, with the clock told that all of it was waited for."""
+    """Start and wait, with all of it reported to the clock as waiting time."""
     begun = clock.begin(name, over)
     x = start().wait()
     clock.end(begun, kind, name, over, size)
@@ -71,17 +71,17 @@ def timed_at_once(
 
 
 def there(x: Tensor) -> Pending[Tensor]:
-    """A tensor that need not come from anywhere."""
+    """A pending tensor that is present already."""
     return Pending(lambda: x)
 
 
 class Axis:
     """This rank's view of a group of ranks: its place (`rank`) among `size`, and their collectives.
 
-    In every operation `dim` is seen as [outer, rest] and only `rest` is gathered, scattered or cut,
-    so that a strided shard (a fused QKV weight, say) needs no reordering. A group of one does nothing.
-    What is started goes on while the rank computes; all ranks of a group start the same in one order.
-    Subclasses carry bytes: they implement the four methods at the end on contiguous tensors.
+    In every operation `dim` is viewed as [outer, rest] and only `rest` is gathered, scattered or cut, so that a strided
+    shard (such as a fused QKV weight) needs no reordering. A group of one does nothing. Started collectives run while
+    the rank computes; all ranks of a group start them in the same order. Subclasses move the bytes: they implement the
+    methods at the end on contiguous tensors.
     """
 
     name = ""  # the axes it goes over
@@ -95,7 +95,7 @@ class Axis:
 
     @property
     def at_once(self) -> Axis:
-        """The same group for collectives that are waited for where they start, if it can do these with less."""
+        """The same group for collectives that are waited for immediately, if the backend can do these at lower cost."""
         return self
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
@@ -128,7 +128,7 @@ class Axis:
         return self._timed("all_reduce", self._all_reduce, x.clone(memory_format=torch.contiguous_format), op)
 
     def start_all_reduce_(self, x: Tensor, op: ReduceOp = "sum") -> Pending[Tensor]:
-        """`x` has the sum when it is waited for, and nothing to be read before."""
+        """`x` holds the sum after the wait, and must not be read before."""
         if self.size == 1:
             return there(x)
         if not x.is_contiguous():
@@ -147,12 +147,12 @@ class Axis:
         return self._timed("reduce_scatter", self._reduce_scatter, split(x, self.size, dim, outer).contiguous())
 
     def start_all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
-        """Gather each part into its contiguous whole, ranks along dim 0; for axes of which `moves_many` is true."""
+        """Gather each part into its contiguous whole, ranks along dim 0; for axes with `moves_many`."""
         start = partial(self._all_gather_many, [x.contiguous() for x in parts], wholes)
         return self._timed_many("all_gather", start, parts)
 
     def start_reduce_scatter_many(self, wholes: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        """This rank's part along dim 0 of the sum of each, for axes of which `moves_many` is true."""
+        """This rank's part along dim 0 of the sum of each; for axes with `moves_many`."""
         parts = [x.new_empty((x.shape[0] // self.size, *x.shape[1:])) for x in wholes]
         start = partial(self._reduce_scatter_many, [x.contiguous() for x in wholes], parts)
         return self._timed_many("reduce_scatter", start, wholes).then(lambda done: parts)
@@ -173,7 +173,7 @@ class Axis:
     def reduce_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Sum each gradient over the group, in place. Neighbours in memory travel together.
 
-        For ranks of one stage: they lay their gradients out alike, so they join the same neighbours.
+        For ranks of one stage: they lay out their gradients alike, so they join the same neighbours.
         """
         if self.size > 1:
             for run in runs(gradients):
@@ -186,7 +186,7 @@ class Axis:
         return split(x, self.size, dim, outer)[self.rank]
 
     def put(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
-        """`x` in this rank's place of a tensor of zeros: the transpose of `take`."""
+        """`x` at this rank's place in a tensor of zeros: the transpose of `take`."""
         if self.size == 1:
             return x
         before, after, rest = x.shape[:dim], x.shape[dim + 1 :], x.shape[dim] // outer
@@ -231,9 +231,9 @@ Link = tuple[int, int]  # from stage, to stage
 
 
 class Comm:
-    """All that a rank says to others: an Axis per mesh axis (`comm.tp`), groups over several, links between stages.
+    """The communication of one rank: an Axis per mesh axis (`comm.tp`), groups over several axes, links of stages.
 
-    A link goes from one stage to another; what is sent over it arrives in the same order.
+    A link goes from one stage to another and keeps the order of its tensors.
     """
 
     device = torch.device("cpu")  # where this rank computes
@@ -258,26 +258,26 @@ class Comm:
 
     @cached_property
     def scale_here(self) -> Tensor:
-        """The loss's scale where this rank computes, f64[]."""
+        """The loss scale on this rank's device, f64[]."""
         return torch.full((), self.scale, dtype=torch.float64, device=self.device)
 
     def scales(self, scale: float) -> None:
-        """From now on the loss's scale is this."""
+        """Set the loss scale."""
         self.scale = scale
         self.scale_here.fill_(scale)
 
     @cached_property
     def words(self) -> Words:
-        """Where this rank's random numbers start."""
+        """The starts of this rank's random numbers."""
         return Words(self.device)
 
     def expect(self, draws: int, times: int) -> None:
-        """So many random operations, for each of so many microbatches that draw by themselves: forward and backward."""
+        """Announce `draws` random operations for each of `times` microbatches: forward and backward."""
         self.draws = draws if times > 1 else 0
         self.words.reserve(2 * draws * times)
 
     def begins(self, seed: int, batch: int) -> None:
-        """From now on random numbers are those of this batch."""
+        """Use the random numbers of this batch from now on."""
         self.seed, self.step = seed, batch
         self.words.write(seed, batch)
 
@@ -290,11 +290,11 @@ class Comm:
         return axis
 
     def pipeline(self, ranks: Sequence[int]) -> Axis:
-        """Some ranks of this one's pipeline, by their coordinates on it."""
+        """The group of some ranks of this one's pipeline, by their coordinates on it."""
         return self._groups["pp " + ",".join(map(str, ranks))]
 
     def draw(self, number: int, layout: str) -> Draw:
-        """Random numbers of this step for the operation `number`, for a tensor of this layout (`16@dp,mb, 64@tp`)."""
+        """The random numbers of this step for the operation `number` and a tensor of this layout (`16@dp,mb, 64@tp`)."""
         places = []
         for dim in parse_dims(f"[{layout}]"):
             index = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -312,7 +312,7 @@ class Comm:
         return Draw(start, tuple(places), tuple(size for _, size in places), self.device)
 
     def counter(self, number: int, layout: str) -> Tensor:
-        """For kernels that draw by themselves: the generator's word for the first element here, before it is mixed."""
+        """The generator's unmixed word for this rank's first element, for kernels that draw by themselves."""
         first = 0
         for size, axes in (factor for dim in parse_dims(f"[{layout}]") for factor in dim):
             ways, place = 1, 0
@@ -333,13 +333,13 @@ class Comm:
         self.clock.end(begun, "send", "send", over, x.nbytes)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending[Tensor]:
-        """Be ready for the next tensor on a link that ends here."""
+        """Post a receive for the next tensor on a link that ends here."""
         size = math.prod(shape) * dtype.itemsize
         start = partial(self._recv, shape, dtype, link)
         return timed(self.clock, "recv", "recv", f"link {link[0]} {link[1]}", size, start)
 
     def taken(self, link: Link, microbatch: int) -> None:
-        """Let go of what was sent over a link for a microbatch, once its other end has told that it has it."""
+        """Release the tensor that was sent over a link for a microbatch, once its other end has confirmed it."""
 
     def drain(self) -> None:
         """Wait until everything posted has left: once, at a step's end."""
@@ -360,15 +360,15 @@ class Comm:
         """Wait for every rank of the mesh."""
 
     def any(self, flag: bool) -> bool:
-        """Once every rank of the mesh has come: whether it is true for any."""
+        """A barrier of the whole mesh that returns whether the flag is true on any rank."""
         raise NotImplementedError
 
     def everybody(self, text: str) -> list[str]:
-        """What every rank of the mesh says, by rank; rarely."""
+        """The texts of all ranks of the mesh, by rank; slow."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close all connections."""
 
 
 def axes_and_groups(
@@ -397,7 +397,7 @@ def join(parts: Tensor, dim: int, outer: int) -> Tensor:
 
 
 def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same memory in fewer, longer pieces: each tensor joins the one before it where it follows in its storage."""
+    """The same memory in fewer, longer pieces: each tensor joins the one before it if it follows it in one storage."""
     runs: list[Tensor] = []
     for x in tensors:
         flat = x.view(-1)

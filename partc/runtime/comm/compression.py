@@ -107,7 +107,7 @@ class Compressed:
     def __init__(self, kind: str | Codec, axis: Axis, numbers: int) -> None:
         self._codec, self._axis = codec(kind), axis
         self._size = -(-numbers // axis.size)
-        self._sent: Tensor | None = None  # [ways, size]: what this rank has left out of its gradients
+        self._sent: Tensor | None = None  # [ways, size]: this rank's compression errors
         self._summed: Tensor | None = None  # [1, size]: and of its part of the sum
 
     @property

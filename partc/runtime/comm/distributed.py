@@ -143,7 +143,7 @@ class GlooAxis(NcclAxis):
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         whole = x.new_empty((self.size, *x.shape))
-        mine = whole[self.rank].copy_(x)  # what is sent, so that nothing else has to be held
+        mine = whole[self.rank].copy_(x)  # the sent tensors, so that no other reference is needed
         return _arriving(self._exchange(lambda target: mine, lambda source: whole[source]), whole)
 
     def _exchange(self, to: Callable[[int], Tensor], into: Callable[[int], Tensor]) -> list[Any]:
@@ -197,7 +197,7 @@ def _arriving(work: Any, x: Tensor, source: Tensor | None = None) -> Pending[Ten
 
     def finish() -> Tensor:
         with _peers():
-            while parts:  # a work holds what it moves for as long as it is known
+            while parts:  # a work object keeps its tensors alive as long as it exists
                 parts.pop().wait()
         held.clear()
         return x
@@ -282,7 +282,7 @@ class DistributedComm(Comm):
                 self._store.set(f"{place}/true", "")
             arrive(self._store, place, self._world_size)
             found: bool = self._store.check([f"{place}/true"])
-            if self._rank == 0:  # all have come here, so all have read what was before
+            if self._rank == 0:  # all have arrived, so all have read the earlier entries
                 self._store.delete_key(f"any/{self._barriers - 1}")
                 self._store.delete_key(f"any/{self._barriers - 1}/all")
         return found

@@ -16,7 +16,7 @@ import torch
 from ..errors import PeerLost, UsageError
 from .sending import finish
 
-WARM = 2  # times that work is done as it is: what is made once is there by then, and kernels are compiled
+WARM = 2  # normal runs before the recording: allocations and compilations happen in them
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from ..random import GOLDEN, mix, mixed, signed
 from .sending import send
 
 ROW = 2  # words in the table for each that is used: kernels know that pointers divide by 16 bytes
-BLOCK = 64  # rows that are made at once, where nobody has said how many there will be
+BLOCK = 64  # rows that are allocated at once, unless a number was reserved
 
 
 class Words:

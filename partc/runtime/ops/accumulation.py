@@ -22,7 +22,7 @@ class Gradient(Tensor):
     Only the operations below use this state; for all others it is plain memory (see `settled`).
     """
 
-    __torch_function__ = without_overrides  # type: ignore[assignment]  # what is computed from it is a plain tensor
+    __torch_function__ = without_overrides  # type: ignore[assignment]  # results of operations on it are plain tensors
     cleared: bool
 
     @staticmethod

@@ -151,7 +151,7 @@ def layer_norm_backward(
 # -- cross-entropy -----------------------------------------------------------------------------
 # Per row: nll = (1 - smoothing) · w[y] · (lse - x[y]) + smoothing / classes · Σ_c w[c] · (lse - x[c]),
 # and 0 where y is ignored. Rows are computed in float32 at least. Where the vocabulary is sharded,
-# the pieces of each rank are combined by collectives that stand in the emitted code.
+# collectives in the emitted code combine the pieces of the ranks.
 
 
 def mask_classes(logits: Tensor, classes: int, rank: int = 0) -> Tensor:

@@ -18,9 +18,9 @@ from .gradients import Scaled
 
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01  # torch.optim.AdamW's
 EVEN = 8  # numbers of 16 bits that are written at once
-UNCOPIED = -(1 << 62)  # in place of how far on a copy stands
+UNCOPIED = -(1 << 62)  # the shift of elements without a copy
 GRANULE = 1024  # numbers that share an entry of the table of stretches: the least block of the kernel
-Buffers = Mapping[tuple[str, ...], Tensor]  # flat memory, by the parameters that stand in it
+Buffers = Mapping[tuple[str, ...], Tensor]  # flat memory, by the parameters in it
 
 
 def _moved(parameters: MutableMapping[str, Tensor], names: Sequence[str], like: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class _Segments:
     """
 
     decays: tuple[float, ...]
-    ages: tuple[float, ...]  # steps, beyond those of the buffer's first parameter
+    ages: tuple[float, ...]  # number of steps, relative to the buffer's first parameter
     starts: Tensor | None
     first: Tensor | None
     shifts: Tensor | None

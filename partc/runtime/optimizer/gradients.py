@@ -52,7 +52,7 @@ class Scaled(Gradients):
     ) -> None:
         super().__init__(buffers, named)
         self._sum_of_squares = sum_of_squares
-        self.factor = torch.ones((), dtype=torch.float64, device=buffers[0].device)  # of gradients as they stand
+        self.factor = torch.ones((), dtype=torch.float64, device=buffers[0].device)  # of unscaled gradients
 
     def begin(self, divisor: float | Tensor) -> None:
         if isinstance(divisor, Tensor):

@@ -28,7 +28,7 @@ from .signals import TERMINATING, Caught
 
 SPEAK = 20.0  # seconds after which a rank says for whom it waits
 STOPPED = 15.0  # seconds after which a process that was stopped is a failure
-HURRY = 5.0  # seconds in which a rank finds out why its launcher stops everybody
+HURRY = 5.0  # seconds for a rank to find out why its launcher stops all ranks
 ANSWER = 10.0  # seconds in which a connection is made
 LOOK = 2.0  # seconds between counts of those that are missing
 

@@ -37,7 +37,7 @@ INTERVAL = 1.0  # seconds between signs of life, in worlds of a usual size
 SILENT = 3.0  # intervals without one after which a rank is looked at more closely
 PATIENCE = 15.0  # seconds without one after which a process that was stopped is lost
 AFAR = 22.0  # the same of one on another machine, which may have been stopped, or keep Python's lock
-HURRY = 5.0  # the same, once a connection has broken or the launcher stops everybody
+HURRY = 5.0  # the same, once a connection has broken or the launcher stops all ranks
 
 ABORTED = 5.0  # seconds in which connections may be broken off; they may wait for peers, too
 
@@ -114,7 +114,7 @@ class Watchdog:
         self._caught.wake()
         self._thread.join()
         if alike and self._rank:
-            time.sleep(self._interval)  # rank 0 says it: a launcher stops everybody when the first one leaves
+            time.sleep(self._interval)  # rank 0 reports it: a launcher stops all ranks when the first one leaves
         elif error is not None and not alike:
             self._outlast_others()
 

@@ -77,7 +77,7 @@ class Job:
     cuda_graphs: bool = False
     attention: str = "auto"
     deterministic: bool = False
-    given: frozenset[str] = frozenset()  # of `_CONTINUED`, what the command line says
+    given: frozenset[str] = frozenset()  # the options in `_CONTINUED` that the command line gives
     checkpoint: Checkpoint | None = None  # which `resume` has found
     attempt: str = ""  # names this run, if it saves
 
@@ -136,7 +136,7 @@ _CONTINUED = ("seed", *_DEFAULTS)
 class _Range:
     least: float
     most: float = math.inf
-    above: bool = False  # `least` itself is out of it
+    above: bool = False  # excludes `least`
 
     def has(self, value: float) -> bool:
         finite = isinstance(value, int) or math.isfinite(value)

@@ -33,7 +33,7 @@ from ..torch_private import (
     without_modes,
 )
 
-# Operations that write all of their first argument and read none of it.
+# Operations that overwrite their first argument without reading it.
 _FILLS = frozenset(
     {
         "uniform_",

@@ -78,7 +78,7 @@ class Times:
         if job.trace is not None:
             steps = wanted_steps(job.trace_steps, job.start, job.steps)
             trace = Trace(job.trace, steps, root=job.root, rank=rank, world_size=job.world_size, links=links)
-        metrics = job.measures and not job.cuda_graphs  # whose repetitions nobody looks into
+        metrics = job.measures and not job.cuda_graphs  # graphs, whose replays are not measured
         return cls(comm, sizes=job.sizes, links=links, stages=stages, metrics=metrics, trace=trace)
 
     def peak(self, job: Job) -> tuple[float, str]:

@@ -118,7 +118,7 @@ def main(argv: Sequence[str], root: Path) -> int:
 
 def _load_rank(number: int, device: torch.device, root: Path) -> Rank:
     if device.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # what runs kernels, if there are any, without a GPU
+        os.environ["TRITON_INTERPRET"] = "1"  # runs kernels, if there are any, without a GPU
     module = importlib.import_module(f"ranks.rank_{number:03d}")
     stages = {stage: importlib.import_module(f"stages.stage_{stage}").Stage for stage in module.STAGES}
     kernels = importlib.import_module("kernels") if (root / "kernels").is_dir() else None

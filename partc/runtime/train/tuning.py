@@ -30,7 +30,7 @@ from ..errors import UsageError
 from ..processes.agreement import Together
 
 FILE = "tuned.json"  # in the package's folder of kernels
-BETTER = 0.98  # of the own configuration's time: what takes longer is no reason for another
+BETTER = 0.98  # of the default configuration's time; a slower candidate is not chosen
 RUNS, WARM = 20, 3
 FLUSHED = 256 << 20  # bytes, more than caches have: each run finds its operands in memory
 OPTIONS = ("num_warps", "num_stages")

@@ -294,7 +294,7 @@ class Comm:
         return self._groups["pp " + ",".join(map(str, ranks))]
 
     def draw(self, number: int, layout: str) -> Draw:
-        """This step's random numbers for the operation `number` and a tensor of this layout (`16@dp,mb, 64@tp`)."""
+        """The random numbers of a step for operation `number` and a tensor of this layout (`16@dp,mb, 64@tp`)."""
         places = []
         for dim in parse_dims(f"[{layout}]"):
             index = torch.zeros(1, dtype=torch.int64, device=self.device)

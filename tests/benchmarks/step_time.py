@@ -28,6 +28,7 @@ from tests.network import Host  # noqa: E402
 EXAMPLE = HERE.parents[1] / "examples" / "gpt.py"
 SIZE = """
 CONFIGS["bench"] = Config(width=512, depth=5, heads=8, kv_heads=4, hidden=1408, vocabulary=4096)
+CONFIGS["thin"] = Config(width=64, depth=4, heads=2, kv_heads=1, hidden=128, vocabulary=256)
 """
 OPTIONS = ("size=bench", "batch=8", "seq=256")
 
@@ -41,6 +42,8 @@ class Case:
     zero: int = 0
     options: tuple[str, ...] = ()  # others of `partc compile`
     tolerance: float = 1e-3  # relative, of the losses against the peer's
+    workers: tuple[str, str] = ("package.py", "peers.py")
+    sizes: tuple[str, ...] = OPTIONS  # options of the model file
 
 
 CASES = (
@@ -151,13 +154,13 @@ def measure(case: Case, folder: Path, hosts: Sequence[Host], rounds: int, steps:
     """The package's and the peer's, in turns, with a rank on each host; the losses of both have to agree."""
     model, package = folder / "gpt.py", folder / case.peer / "build"
     model.write_text(EXAMPLE.read_text() + SIZE)
-    options = [word for option in OPTIONS for word in ("-D", option)]
+    options = [word for option in case.sizes for word in ("-D", option)]
     command = [sys.executable, "-m", "partc", "compile", str(model), "--mesh", f"{case.axis}={len(hosts)}", *options]
     command += [*case.options, "--microbatches", str(case.microbatches), "--zero", str(case.zero), "-o", str(package)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     turns = rounds + 1
-    ours = Side("package.py", "package", package, package.parent / "ours", hosts, turns, steps)
-    theirs = Side("peers.py", case.peer, package, package.parent / "theirs", hosts, turns, steps)
+    ours = Side(case.workers[0], "package", package, package.parent / "ours", hosts, turns, steps)
+    theirs = Side(case.workers[1], case.peer, package, package.parent / "theirs", hosts, turns, steps)
     try:
         ours.wait()
         theirs.wait()

@@ -26,10 +26,10 @@ demo: $(VENV)/.partc
 	$(BIN)/partc run "$(BUILD)" --steps 20
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --durations=10 -m "not matrix and not slow" $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --durations=10 -m "not matrix and not slow" $(ARGS)
 
 test-all: $(VENV)/.dev
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --durations=10 -m "not matrix" $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --durations=10 -m "not matrix" $(ARGS)
 
 models: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python tests/benchmarks/models.py --workers $(WORKERS) $(ARGS)

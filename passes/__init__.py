@@ -32,6 +32,7 @@ class Pass:
     does: str
     requires: tuple[str, ...] = ()
     ensures: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()  # passes that run before this one unless they are left out
     options: tuple[str, ...] = ()  # which of the compile's options it takes
     changes_numerics: bool = False  # beyond the order of a sum
     optional: bool = False  # the program still compiles, and trains the same, without it
@@ -63,8 +64,9 @@ PIPELINE: tuple[Pass, ...] = (
         name="pad",
         label="Padded",
         does="vocabularies are padded to multiples of the tensor axes and of the lines that kernels read",
-        requires=("canonical", "simple"),
+        requires=("canonical",),
         ensures=("padded",),
+        after=("simplify",),
         options=("kernels",),
         optional=True,
     ),
@@ -72,8 +74,9 @@ PIPELINE: tuple[Pass, ...] = (
         name="outline",
         label="Outlined",
         does="repeated bodies become regions, called once per repetition",
-        requires=("canonical", "simple"),
+        requires=("canonical",),
         ensures=("regions",),
+        after=("simplify", "pad"),
         options=("places",),
     ),
     Pass(
@@ -168,8 +171,9 @@ PIPELINE: tuple[Pass, ...] = (
         name="split",
         label="Split",
         does="gradients of inputs and of weights are separated, if the schedule runs them separately",
-        requires=("plain", "saved"),
+        requires=("plain",),
         ensures=("split",),
+        after=("recompute",),
         options=("halves",),
     ),
     Pass(
@@ -184,8 +188,9 @@ PIPELINE: tuple[Pass, ...] = (
         name="fuse",
         label="Fused",
         does="operations that one Triton kernel computes in one pass over memory are grouped",
-        requires=("plain", "saved", "split"),
+        requires=("plain", "split"),
         ensures=("fused",),
+        after=("recompute", "bias"),
         options=("kernels",),
         optional=True,
     ),
@@ -261,11 +266,10 @@ def run(
     steps: list[PassResult] = []
     done = 0 if behind is None else 1 + NAMES.index(behind)
     for entry in PIPELINE[:done]:
-        facts.update(entry.ensures)
+        facts.update(() if entry.name in skipped else entry.ensures)
     for entry in up_to(until)[done:]:
         if entry.name in skipped:
             tell(PASSES, f"{entry.name:<14} disabled")
-            facts.update(entry.ensures)
             continue
         missing = set(entry.requires) - facts
         if missing:
@@ -308,14 +312,19 @@ def known(name: str) -> str:
 def disabled() -> frozenset[str]:
     """The passes that PARTC_DISABLE leaves out. Raises PartcError P0604 and P0702."""
     names = frozenset(map(known, settings().disabled))
-    fixed = sorted(names - {entry.name for entry in PIPELINE if entry.optional})
-    if fixed:
-        possible = [entry.name for entry in PIPELINE if entry.optional]
-        raise PartcError(
-            "P0702",
-            f"PARTC_DISABLE cannot leave out {fixed[0]!r}: later passes need it",
-            help=f"these can be left out: {', '.join(possible) or 'none yet'}",
-        )
+    facts = {fact for entry in PIPELINE if entry.name not in names for fact in entry.ensures}
+    for entry in PIPELINE:
+        needing = [
+            other.name for other in PIPELINE if other.name not in names and {*other.requires} & {*entry.ensures} - facts
+        ]
+        if entry.name in names and (needing or not entry.optional):
+            possible = [other.name for other in PIPELINE if other.optional]
+            raise PartcError(
+                "P0702",
+                f"PARTC_DISABLE cannot leave out {entry.name!r}: "
+                + (f"{needing[0]!r} requires {' and '.join(entry.ensures)}" if needing else "it is not optional"),
+                help=f"these can be left out: {', '.join(possible) or 'none yet'}",
+            )
     return names
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from partc import fuel
 from partc.ir.layout import Sizes
 from partc.ir.naming import unique
 from partc.ir.program import Graph, Op, Program, Ref, Region, TensorType, Value
@@ -41,7 +42,7 @@ def _graph(region: Region, graph: Graph, sizes: Sizes) -> Graph:
     instead: dict[int, tuple[Op, ...]] = {}
     for op in graph.ops:
         pair = _pair(op, products)
-        if pair is None or not _fit(pair[0], op, pair[1], types, sizes):
+        if pair is None or not _fit(pair[0], op, pair[1], types, sizes) or not fuel.allowed("bias", op.source):
             continue
         product, second = pair
         weight = product.args[1]

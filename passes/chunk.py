@@ -97,9 +97,9 @@ class _Losses:
         self.refused = refused
         self.types = region.types(region.forward)
         self.taken = {*self.types, *(region.types(region.backward) if region.backward else ())}
-        self.makers = {value.name: op for op in region.forward.ops for value in op.results}
-        self.readers = _readers(region.forward)
-        self.back_readers = _readers(region.backward) if region.backward else {}
+        self.makers = region.forward.makers()
+        self.readers = region.forward.readers()
+        self.back_readers = region.backward.readers() if region.backward else {}
 
     def region(self) -> Region:
         region = self.given
@@ -343,11 +343,3 @@ class _Losses:
 
     def _value(self, name: str, type: TensorType) -> Value:
         return Value(name=unique(name, self.taken), type=type)
-
-
-def _readers(graph: Graph) -> dict[str, list[Op]]:
-    found: dict[str, list[Op]] = {}
-    for op in graph.ops:
-        for name in dict.fromkeys(op.refs()):
-            found.setdefault(name, []).append(op)
-    return found

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from partc import fuel
 from partc.ir.layout import Sizes
 from partc.ir.naming import unique
 from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
@@ -45,8 +46,8 @@ def _region(region: Region, sizes: Sizes) -> Region:
     found = _Permutations(region.forward, types, sizes)
     turned: set[str] = set()
     for op in region.forward.ops:
-        if found.is_seed(op):
-            turned |= found.around(op)
+        if found.is_seed(op) and (around := found.around(op)) and fuel.allowed("sequence first", op.source):
+            turned |= around
     return replace(region, forward=_rewritten(region.forward, turned, types, found)) if turned else region
 
 
@@ -68,7 +69,7 @@ class _Permutations:
 
     def around(self, seed: Op) -> set[str]:
         """The values that are transposed together with the collective's; empty if one of them cannot be."""
-        makers = {value.name: op for op in self.graph.ops for value in op.results}
+        makers = self.graph.makers()
         first = seed.result.name if seed.name == "all_gather" else next(seed.refs())
         found, waiting = {first}, [first]
         while waiting:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from partc import fuel
 from partc.cost.roofline import seconds
 from partc.ir.layout import Sizes
 from partc.ir.naming import unique
@@ -41,7 +42,7 @@ def _graph(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Grap
     line = _Line(list(graph.ops), {id(op): seconds(op, types, sizes) for op in graph.ops})
     taken = {*types}
     for op in moving:
-        wait = line.hidden(op)
+        wait = line.hidden(op) if fuel.allowed("overlap", op.source) else None
         if wait is None:
             continue
         coming = replace(op.result, name=unique(f"{op.result.name}_coming", taken))

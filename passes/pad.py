@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from partc import fuel
 from partc.ir.layout import Layout
 from partc.ir.program import Op, Program, Ref, Region, TensorType, Value
 from partc.runtime.ops.chunked import LINE
@@ -70,9 +71,7 @@ class _Padding:
         graph = self.main.forward
         self.types = {value.name: value.type for value in self.main.params}
         self.types.update((name, value.type) for name, value in graph.definitions().items())
-        for op in graph.ops:
-            for name in dict.fromkeys(op.refs()):
-                self.readers.setdefault(name, []).append(op)
+        self.readers = graph.readers()
         for value in self.main.params:
             shape = value.type.shape
             if len(shape) == 2 and (whole := self._whole(shape[0], value.name)) > shape[0] >= _LEAST * self.ways:
@@ -97,8 +96,9 @@ class _Padding:
                     return
             elif op.name != "embedding" or op.args[0] != Ref(name) or Ref(name) in op.args[1:]:
                 return
-        self.padded |= {name: sizes[1], **biases}
-        self.classes |= classes
+        if fuel.allowed("padding"):
+            self.padded |= {name: sizes[1], **biases}
+            self.classes |= classes
 
     def _follow(self, name: str, sizes: Sizes, classes: dict[str, Sizes], biases: dict[str, int]) -> bool:
         """Follow the logits and note all padded values. Returns False if no cross-entropy reads them."""

@@ -28,11 +28,10 @@ these operations yield stay there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from partc.errors import InternalError
-from partc.ir.program import Graph, Op, Program, Region
+from partc.ir.program import Graph, Program, Region, needed
 
 
 def split(program: Program, *, halves: bool = False) -> Program:
@@ -47,14 +46,14 @@ def _split(region: Region) -> Region:
         raise InternalError(f"{region.name} is split already")
     graph = region.backward
     of_inputs = {f"grad_{value.name}" for value in region.forward.inputs}
-    first = _needed(graph.ops, [name for name in graph.outputs if name in of_inputs])
+    first = needed(graph.ops, [name for name in graph.outputs if name in of_inputs])
     made = {value.name for op in first for value in op.results}
     now = tuple(name for name in graph.outputs if name in of_inputs or name in made)
     later = tuple(name for name in graph.outputs if name not in now)
     if not later:
         return region
     done = set(map(id, first))
-    rest = _needed(tuple(op for op in graph.ops if id(op) not in done), later)
+    rest = needed(tuple(op for op in graph.ops if id(op) not in done), later)
     own = {value.name for op in rest for value in op.results} | {value.name for value in region.params}
     kept = tuple(dict.fromkeys(name for op in rest for name in op.refs() if name not in own))
     if not first:
@@ -68,14 +67,3 @@ def _split(region: Region) -> Region:
         weight=Graph(inputs=tuple(values[name] for name in kept), ops=rest, outputs=later),
         kept=kept,
     )
-
-
-def _needed(ops: tuple[Op, ...], wanted: Iterable[str]) -> tuple[Op, ...]:
-    """The operations, in order, that compute `wanted`."""
-    live = set(wanted)
-    found = []
-    for op in reversed(ops):
-        if any(value.name in live for value in op.results):
-            found.append(op)
-            live.update(op.refs())
-    return tuple(reversed(found))

@@ -46,7 +46,7 @@ def _text(path: Path) -> str | None:
     """The text that a trace depends on; None where it may depend on more."""
     if is_configuration(path):
         file = Path(str(path).removeprefix(PREFIX))
-    elif path.resolve().is_relative_to(ROOT):
+    elif path.is_file() and path.resolve().is_relative_to(ROOT):
         file = path
     else:
         return None

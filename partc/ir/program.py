@@ -7,7 +7,7 @@ the fields of these classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -167,6 +167,48 @@ class Graph:
         for op in self.ops:
             values.update((value.name, value) for value in op.results)
         return values
+
+    def makers(self) -> dict[str, Op]:
+        """The operation that makes each value."""
+        return makers(self.ops)
+
+    def readers(self) -> dict[str, list[Op]]:
+        """The operations that read each value, in order, each of them once."""
+        return readers(self.ops)
+
+    def without_dead(self) -> Graph:
+        """The graph without the operations that no output depends on."""
+        return replace(self, ops=needed(self.ops, self.outputs))
+
+
+def makers(ops: Iterable[Op]) -> dict[str, Op]:
+    """The operation that makes each value."""
+    return {value.name: op for op in ops for value in op.results}
+
+
+def readers(ops: Iterable[Op]) -> dict[str, list[Op]]:
+    """The operations that read each value, in order, each of them once."""
+    found: dict[str, list[Op]] = {}
+    for op in ops:
+        for name in dict.fromkeys(op.refs()):
+            found.setdefault(name, []).append(op)
+    return found
+
+
+def needed(
+    ops: Sequence[Op],
+    wanted: Iterable[str],
+    given: Collection[str] = (),
+    removable: Callable[[Op], bool] = lambda op: True,
+) -> tuple[Op, ...]:
+    """The operations, in order, that make `wanted` from `given`; those that are not `removable` stay in any case."""
+    live = {name for name in wanted if name not in given}
+    found: list[Op] = []
+    for op in reversed(ops):
+        if not removable(op) or any(value.name in live for value in op.results):
+            found.append(op)
+            live.update(name for name in op.refs() if name not in given)
+    return tuple(reversed(found))
 
 
 Phase = Literal["setup", "step", "microbatch"]

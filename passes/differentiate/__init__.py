@@ -71,10 +71,7 @@ def _plain_sums(graph: Graph, sizes: Sizes) -> Graph:
 
     This is the traced gradient of a broadcast operand, such as a bias that is added in the product before it.
     """
-    readers: dict[str, list[Op]] = {}
-    for op in graph.ops:
-        for name in op.refs():
-            readers.setdefault(name, []).append(op)
+    readers = graph.readers()
     plain: dict[str, Op] = {}
     for op in graph.ops:
         (reader, *more) = readers.get(op.results[0].name, ()) or (op,)
@@ -96,7 +93,7 @@ def _one_copy(graph: Graph, region: Region, sizes: Sizes) -> Graph:
     The gradients of the parts of a joint product end in this way. Each part is a view of a result of attention's
     backward, which its own reshape may have to copy first.
     """
-    makers = {value.name: op for op in graph.ops for value in op.results}
+    makers = graph.makers()
     types = {value.name: value.type for value in region.params} | {
         value.name: value.type for values in (region.forward, graph) for value in values.definitions().values()
     }

@@ -14,7 +14,7 @@ from partc.errors import InternalError, Source
 from partc.ir.gradients import reached
 from partc.ir.layout import Layout, Sizes
 from partc.ir.operators import DTYPE_NAMES, EXTRA_RESULTS
-from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value
+from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
 from partc.torch_private import OpOverload
 
 _RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"})
@@ -85,7 +85,7 @@ def split(traced: fx.GraphModule, region: Region, roots: frozenset[str], live: s
 
     incoming = tuple(Value(name=f"grad_{name}", type=_gradient(reader.types[name])) for name in carrying)
     returned = tuple(reader.name_of(node) for node in outputs)
-    forward = _needed(ops, returned, stop=frozenset())
+    forward = needed(ops, returned)
     backward, finals = _backward(ops, forward, wanted, reader, given=frozenset(arguments))
     saved = _saved((*backward, *finals), tuple(f"grad_{name}" for name in wanted), region, incoming)
     values = {value.name: value for op in ops for value in op.results} | {v.name: v for v in region.forward.inputs}
@@ -167,17 +167,6 @@ def _dependents(nodes: Iterable[fx.Node], roots: Iterable[fx.Node]) -> set[fx.No
     return found
 
 
-def _needed(ops: tuple[Op, ...], wanted: Iterable[str], stop: frozenset[str]) -> tuple[Op, ...]:
-    """The operations, in order, that compute `wanted` from the values in `stop`."""
-    live = set(wanted) - stop
-    kept = []
-    for op in reversed(ops):
-        if any(value.name in live for value in op.results):
-            kept.append(op)
-            live.update(name for name in op.refs() if name not in stop)
-    return tuple(reversed(kept))
-
-
 def _backward(
     ops: tuple[Op, ...], forward: tuple[Op, ...], wanted: Mapping[str, fx.Node], reader: _Reader, given: frozenset[str]
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
@@ -192,7 +181,7 @@ def _backward(
         for name, source in sources.items()
         if source != f"grad_{name}"
     )
-    return _needed(ops, sources.values(), stop=frozenset(made | given)), finals
+    return needed(ops, sources.values(), given=made | given), finals
 
 
 def _saved(

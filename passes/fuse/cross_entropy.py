@@ -22,9 +22,10 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import replace
 
+from partc import fuel
 from partc.ir.layout import Layout, Sizes
 from partc.ir.naming import unique
-from partc.ir.program import FLOATING, Graph, Op, Ref, Region, TensorType, Value
+from partc.ir.program import FLOATING, Graph, Op, Ref, Region, TensorType, Value, needed
 from partc.passes.fuse.composites import spelled_out
 from partc.passes.fuse.forms import MOST_COLUMNS
 from partc.passes.row_losses import below_own, in_pieces, log_sum_exp
@@ -62,21 +63,19 @@ class _Streams:
         ops = tuple(step for op in graph.ops for step in self._spelled(op))
         self.original = replace(graph, ops=ops)
         self.kept = kept
-        self.makers = {value.name: op for op in ops for value in op.results}
+        self.makers = self.original.makers()
         self.types.update((value.name, value.type) for op in ops for value in op.results)
         self.place = {id(op): index for index, op in enumerate(ops)}
-        self.readers: dict[str, list[Op]] = {}
-        for op in ops:
-            for name in op.refs():
-                self.readers.setdefault(name, []).append(op)
+        self.readers = self.original.readers()
 
     def graph(self) -> Graph:
         """The graph with one kernel for every stream of logits."""
         instead: dict[int, tuple[Op, ...]] = {}
         for name, pieces in self._losses():
-            instead.update(self._stream(name, pieces))
+            if fuel.allowed("stream of logits", pieces[0].source):
+                instead.update(self._stream(name, pieces))
         ops = [step for op in self.original.ops for step in instead.get(id(op), (op,))]
-        return replace(self.original, ops=tuple(self._read(ops)))
+        return replace(self.original, ops=needed(ops, self.kept, removable=lambda op: kernels.kind(op) is not None))
 
     def _spelled(self, op: Op) -> Iterator[Op]:
         """Losses of whole rows, in the pieces of sharded losses; a z-loss reads their sums."""
@@ -164,7 +163,7 @@ class _Streams:
         read = {item for op in outside for item in op.refs()} | set(self.kept)
         still = {value.name for op in prologue for value in op.results}
         results = tuple(value for item, value in made.items() if item in read and item not in still)
-        done = _needed(body, {value.name for value in results})
+        done = needed(body, {value.name for value in results})
         reads = dict.fromkeys(item for op in done for item in op.refs() if item not in made)
         if not results or any(item in self.makers and self.place[id(self.makers[item])] > first for item in reads):
             return  # labels that are made between the pieces
@@ -234,24 +233,3 @@ class _Streams:
                     found.append(op)
                     known.add(op.result.name)
         return found
-
-    def _read(self, ops: list[Op]) -> list[Op]:
-        """Drop operations that only kernels read, since kernels contain them."""
-        needed = set(self.kept)
-        found: list[Op] = []
-        for op in reversed(ops):
-            if kernels.kind(op) is None or not needed.isdisjoint(value.name for value in op.results):
-                needed.update(op.refs())
-                found.append(op)
-        return found[::-1]
-
-
-def _needed(ops: list[Op], wanted: set[str]) -> list[Op]:
-    """The operations that lead to a wanted value, in order."""
-    needed = set(wanted)
-    found: list[Op] = []
-    for op in reversed(ops):
-        if not needed.isdisjoint(value.name for value in op.results):
-            needed.update(op.refs())
-            found.append(op)
-    return found[::-1]

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from partc import fuel
 from partc.ir.layout import Layout
 from partc.ir.program import Graph, Op, Ref, Region, TensorType, Value
 from partc.rules import kernels
@@ -64,7 +65,8 @@ def _split(graph: Graph) -> Graph:
 
 def _steps(op: Op) -> Iterator[Op]:
     """A dropout as a mask and its application."""
-    if op.name != "dropout" or not isinstance(op.args[1], float) or not 0 < op.args[1] < 1:
+    drops = op.name == "dropout" and isinstance(op.args[1], float) and 0 < op.args[1] < 1
+    if not drops or not fuel.allowed("drawn mask", op.source):
         yield op
         return
     x, p, dims, number = op.args

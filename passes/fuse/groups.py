@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
+from partc import fuel
 from partc.cost.roofline import H100
 from partc.ir.layout import Sizes
-from partc.ir.program import Graph, Op, Ref, Region, Value
+from partc.ir.program import Graph, Op, Ref, Region, Value, needed
 from partc.passes.fuse.composites import in_fp32, spelled_out
 from partc.passes.fuse.forms import Form, columns, fits, form
-from partc.passes.fuse.halves import halved
+from partc.passes.fuse.halves import HALVES, halved
 from partc.passes.fuse.names import stem
 from partc.passes.fuse.registers import fits_registers, is_long
 from partc.rules import kernels
@@ -245,7 +246,7 @@ class _Work:
     def ordered(self) -> tuple[Op, ...]:
         """The graph's operations with each group of several in a bracket, right after its last operand."""
         tails = {key: self._tail(group) for key, group in self.groups.items()}
-        several = {key: group for key, group in self.groups.items() if tails[key] or self._is_worth(group)}
+        several = {key: group for key, group in self.groups.items() if self._is_kernel(group, tails[key])}
         units: dict[int, Op] = {key: self._bracket(group, tails[key]) for key, group in several.items()}
         inside = {index for key, group in several.items() for index in (*group.members, *tails[key])}
         units.update((index, op) for index, op in enumerate(self.ops) if index not in inside)
@@ -266,7 +267,15 @@ class _Work:
 
         for key in sorted(units, key=lambda key: last[key]):
             emit(key)
-        return _read(found, self.kept)
+        # Nobody reads the views and constants that kernels contain.
+        return needed(found, self.kept, removable=lambda op: kernels.kind(op) in ("view", "constant"))
+
+    def _is_kernel(self, group: _KernelGroup, tail: Collection[int]) -> bool:
+        """Whether the group becomes a kernel. Halves of a norm's derivative exist in kernels only, without fuel too."""
+        first = self.ops[min(group.members)]
+        if any(self.ops[index].name in HALVES for index in group.members):
+            return True
+        return bool(tail or self._is_worth(group)) and fuel.allowed("kernel", first.source)
 
     def _is_worth(self, group: _KernelGroup) -> bool:
         """Whether a kernel pays: several operations, or one that PyTorch computes in several."""
@@ -333,7 +342,8 @@ def tabled(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> Op:
     """The gradient of a table as a kernel of its own, which sorts the indices."""
     grad, ids, *more = op.args
     scaled = op.name == "embedding_dense_backward" and len(more) > 2 and more[2]
-    if scaled or not all(isinstance(arg, Ref) and 0 not in shapes[arg.name] for arg in (grad, ids)):
+    fits = not scaled and all(isinstance(arg, Ref) and 0 not in shapes[arg.name] for arg in (grad, ids))
+    if not fits or not fuel.allowed("kernel", op.source):
         return op
     return Op(
         name="fused",
@@ -343,15 +353,3 @@ def tabled(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> Op:
         source=op.source,
         body=(op,),
     )
-
-
-def _read(ops: Iterable[Op], kept: Collection[str]) -> tuple[Op, ...]:
-    """Drop unread views and constants."""
-    needed = set(kept)
-    found: list[Op] = []
-    for op in reversed(list(ops)):
-        if kernels.kind(op) in ("view", "constant") and needed.isdisjoint(value.name for value in op.results):
-            continue
-        needed.update(op.refs())
-        found.append(op)
-    return tuple(reversed(found))

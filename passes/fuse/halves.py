@@ -15,13 +15,16 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
+from partc import fuel
 from partc.ir.program import FLOATING, Graph, Op, Ref, TensorType
 from partc.passes.fuse.forms import MOST_COLUMNS, MOST_SUMMED
 
-_HALVES = {
+_PARTS = {
     "rms_norm_backward": ("rms_norm_grad_input", "rms_norm_grad_weight"),
     "layer_norm_backward": ("layer_norm_grad_input", "layer_norm_grad_weight"),
 }
+
+HALVES = frozenset(name for names in _PARTS.values() for name in names)
 
 
 def halved(
@@ -35,10 +38,10 @@ def halved(
 def _parts(
     op: Op, types: Mapping[str, TensorType], shapes: Mapping[str, tuple[int, ...]], read: Collection[str]
 ) -> Iterator[Op]:
-    if op.name not in _HALVES or not _is_wide(op, types, shapes):
+    if op.name not in _PARTS or not _is_wide(op, types, shapes) or not fuel.allowed("halves of a norm", op.source):
         yield op
         return
-    across, down = _HALVES[op.name]
+    across, down = _PARTS[op.name]
     grad, x, shape, weight, *statistics = op.args
     if op.results[0].name in read:
         yield replace(op, name=across, results=op.results[:1])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from partc import fuel
 from partc.cost.saved_tensors import memory_of
 from partc.ir.layout import Sizes
 from partc.ir.program import Graph, Op, Program, Ref, Region
@@ -65,6 +66,7 @@ def _marked(op: Op, place: int, graph: Graph, own: Collection[str], sizes: Sizes
         seen = any(kernels.kind(step) == "view" for step in op.body if arg.name in step.refs())
         for value in op.results if not seen else ():
             same = value.type.layout.local_shape(sizes) == type.layout.local_shape(sizes)
-            if same and value.type.dtype == type.dtype and [*op.refs()].count(arg.name) == 1:
+            once = same and value.type.dtype == type.dtype and [*op.refs()].count(arg.name) == 1
+            if once and fuel.allowed("gradient over logits", op.source):
                 return replace(op, attrs=(*op.attrs, ("over", (number, op.results.index(value)))))
     return op

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from partc import fuel
 from partc.cost.saved_tensors import memory_of
 from partc.ir.layout import Sizes
 from partc.ir.program import Graph, Op, Region
@@ -30,7 +31,7 @@ def lean(region: Region, sizes: Sizes) -> Region:
     backward = region.backward
     if backward is None:
         return region
-    makers = {value.name: op for op in region.forward.ops for value in op.results}
+    makers = region.forward.makers()
     params = {value.name for value in region.params}
     given = {value.name for value in region.forward.inputs}
     made = {value.name for op in backward.ops for value in op.results}
@@ -52,7 +53,7 @@ def lean(region: Region, sizes: Sizes) -> Region:
         new = {item for step in steps for item in step.refs()} - own - there - set(more)
         size = sum(values[item].type.local_bytes(sizes) for item in new)
         fewer = size < values[name].type.local_bytes(sizes) and memory[name] not in alive
-        if made.isdisjoint(own | new) and (fewer or not new):
+        if made.isdisjoint(own | new) and (fewer or not new) and fuel.allowed("made again", op.source):
             more.update(dict.fromkeys(sorted(new)))
             again.update((step.result.name, step) for step in steps)
     graph = replace(

@@ -89,7 +89,7 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
     for buffer, made in updated.items():
         nexts[buffer] = _next(writer, buffer, writer.same.get(made, made))
     forward = replace(graph, ops=tuple(writer.ops), outputs=(*outputs, *nexts.values()))
-    return without_dead(replace(region, forward=forward)), writer.drawn, nexts
+    return replace(region, forward=forward.without_dead()), writer.drawn, nexts
 
 
 def _next(w: Writer, buffer: str, made: str) -> str:
@@ -109,17 +109,6 @@ def _next(w: Writer, buffer: str, made: str) -> str:
 def _kept(w: Writer, op: Op) -> None:
     refuse_unknown(op)
     w.keep(with_dtypes(w, op))
-
-
-def without_dead(region: Region) -> Region:
-    """Drop operations and parameters that no output depends on."""
-    live = set(region.forward.outputs)
-    kept = []
-    for op in reversed(region.forward.ops):
-        if any(value.name in live for value in op.results):
-            kept.append(op)
-            live.update(op.refs())
-    return replace(region, forward=replace(region.forward, ops=tuple(reversed(kept))))
 
 
 def _cast(w: Writer, op: Op) -> None:

@@ -24,7 +24,7 @@ def segments(main: Region, trained: set[str], keys: Mapping[int, str]) -> list[M
     free, constant = _free_values(main, trained)
     constant = constant - set(main.forward.outputs)  # a buffer takes them in every microbatch
     ops = main.forward.ops
-    made = {value.name: op for op in ops for value in op.results}
+    made = main.forward.makers()
     still = [op for op in ops if not all(value.name in constant for value in op.results)]
     lifted = _shared(_runs(still, keys), free - constant, set(main.forward.outputs))
     bound = [op for op in still if not all(value.name in free for value in op.results)]

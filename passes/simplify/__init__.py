@@ -23,13 +23,11 @@ import torch
 from partc import fuel
 from partc.ir.layout import Layout
 from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
-from partc.passes.normalize import without_dead
-from partc.passes.simplify.activations import gelus
+from partc.passes.simplify.idioms import IDIOMS
 from partc.passes.simplify.label_losses import label_losses
 from partc.passes.simplify.masks import known_masks
 from partc.passes.simplify.routing import unsorted_experts
 from partc.passes.simplify.rows import plain_rows
-from partc.passes.simplify.softmaxes import softmaxes
 
 # Operations that treat examples alike along every dimension that they do not name.
 _POINTWISE = frozenset(
@@ -83,16 +81,14 @@ def _simplified(region: Region) -> Region:
         unsorted_experts,
         _one_row,
         known_masks,
-        _grouped_heads,
-        _norms,
-        gelus,
-        softmaxes,
+        *(idiom.apply for idiom in IDIOMS),
         plain_rows,
         label_losses,
         _short_chains,
         _once,
     ):
-        region = without_dead(rewrite(region))
+        region = rewrite(region)
+        region = replace(region, forward=region.forward.without_dead())
     return region
 
 
@@ -118,8 +114,9 @@ def _plain_indexing(region: Region) -> Region:
                 if counting[first.name] in op.result.type.shape:
                     counting[op.result.name] = counting[first.name]
             case "index" if isinstance(first, Ref):
-                op = _as_reshape(op, types[first.name].shape, types, counting) or op
-                picked = _as_gather(op, types, counting)
+                shaped = _as_reshape(op, types[first.name].shape, types, counting)
+                picked = [shaped] if shaped is not None else _as_gather(op, types, counting)
+                picked = picked if picked and fuel.allowed("plain indexing", op.source) else []
         ops.extend(picked or [op])
     return _rebuilt(region, ops, {})
 
@@ -198,7 +195,8 @@ def _one_row(region: Region) -> Region:
     for op in region.forward.ops:
         operands = [name for name in op.refs()]
         rows = [name for name in operands if name in small]
-        if op.name == "expand" and (narrow := _narrow(op, types)) is not None:
+        narrow = _narrow(op, types) if op.name == "expand" else None
+        if narrow is not None and fuel.allowed("one row", op.source):
             row(op, (op.args[0], narrow))
         elif rows and len(op.results) == 1 and _keeps_rows(op, types, small):
             row(op.renamed(small), _with_one_row(op, small))
@@ -262,83 +260,6 @@ def _unshadowed(ops: list[Op]) -> list[Op]:
     return kept
 
 
-def _grouped_heads(region: Region) -> Region:
-    """Attention takes grouped keys and values: drop the copies for each query head."""
-    types = region.types(region.forward)
-    made = {value.name: op for op in region.forward.ops for value in op.results}
-    ops = []
-    for op in region.forward.ops:
-        if op.name in _ATTENTION:
-            plain = tuple(_ungrouped(arg, made, types) for arg in op.args[1:3])
-            if all(plain) and fuel.allowed("grouped heads", op.source):
-                op = replace(op, args=(op.args[0], *(Ref(name) for name in plain if name), *op.args[3:]))
-        ops.append(op)
-    return _rebuilt(region, ops, {})
-
-
-def _ungrouped(arg: Arg, made: Mapping[str, Op], types: Mapping[str, TensorType]) -> str | None:
-    """k of reshape(expand(reshape(k, [b, g, 1, t, d]), [b, g, r, t, d]), [b, g r, t, d])."""
-    chain: list[Op] = []
-    name = arg.name if isinstance(arg, Ref) else ""
-    for expected in ("reshape", "expand", "reshape"):
-        op = made.get(name)
-        if op is None or op.name != expected:
-            return None
-        chain.append(op)
-        name = next(op.refs())
-    shape = types[name].shape
-    if len(shape) != 4:
-        return None
-    b, g, t, d = shape
-    wide = chain[1].result.type.shape
-    fits = types[chain[2].result.name].shape == (b, g, 1, t, d) and len(wide) == 5
-    return name if fits and wide == (b, g, wide[2], t, d) else None
-
-
-def _norms(region: Region) -> Region:
-    """w · x · rsqrt(mean(x²) + eps), written out, is rms_norm(x, w)."""
-    types = region.types(region.forward)
-    made = {value.name: op for op in region.forward.ops for value in op.results}
-    ops = []
-    for op in region.forward.ops:
-        found = _rms_norm(op, made, types) if op.name == "mul" else None
-        ops.append(found if found is not None and fuel.allowed("rms_norm", op.source) else op)
-    return _rebuilt(region, ops, {})
-
-
-def _rms_norm(op: Op, made: Mapping[str, Op], types: Mapping[str, TensorType]) -> Op | None:
-    names = [*op.refs()]
-    if len(names) != 2:
-        return None
-    for weight, scaled in (names, names[::-1]):
-        product = made.get(scaled)
-        if weight in made or product is None or product.name != "mul" or len(types[weight].shape) != 1:
-            continue
-        for x, root in ((a, b) for a, b in (tuple(product.refs()), tuple(product.refs())[::-1])):
-            eps = _mean_square(root, x, made)
-            if eps is not None and types[weight].shape == types[x].shape[-1:]:
-                return replace(op, name="rms_norm", args=(Ref(x), types[weight].shape, Ref(weight), eps), attrs=())
-    return None
-
-
-def _mean_square(name: str, x: str, made: Mapping[str, Op]) -> float | None:
-    """eps, if `name` is rsqrt(mean(x²) + eps) over x's last dimension."""
-    root = made.get(name)
-    if root is None or root.name != "rsqrt":
-        return None
-    shifted = made.get(next(root.refs()))
-    if shifted is None or shifted.name != "add" or len(shifted.args) != 2 or not isinstance(shifted.args[1], float):
-        return None
-    mean = made.get(next(shifted.refs()))
-    total = made.get(next(mean.refs())) if mean is not None and mean.name == "div" else None
-    square = made.get(next(total.refs())) if total is not None and total.name == "sum" else None
-    if mean is None or total is None or square is None or square.name != "pow" or square.args != (Ref(x), 2):
-        return None
-    rank = len(square.result.type.shape)
-    right = total.args[1:] == ((rank - 1,), True) and mean.args[1] == square.result.type.shape[-1]
-    return shifted.args[1] if right else None
-
-
 def _short_chains(region: Region) -> Region:
     """A reshape of a reshape reads the first one's operand; one that restores the original shape is dropped."""
     types = region.types(region.forward)
@@ -351,7 +272,10 @@ def _short_chains(region: Region) -> Region:
             base = next(op.refs())
             while base in made and made[base].name == "reshape":
                 base = next(made[base].refs())
-            if types[base].shape == op.result.type.shape:
+            shorter = types[base].shape == op.result.type.shape or Ref(base) != op.args[0]
+            if shorter and not fuel.allowed("short chain", op.source):
+                base = next(op.refs())
+            elif types[base].shape == op.result.type.shape:
                 same[op.result.name] = base
                 continue
             op = replace(op, args=(Ref(base), *op.args[1:]))
@@ -370,7 +294,8 @@ def _once(region: Region) -> Region:
         op = replace(op.renamed(same), results=op.results)
         if bound.isdisjoint(op.refs()):
             key = (op.name, op.args, op.attrs)
-            if key in known and _key_types(known[key]) == _key_types(op):
+            alike = key in known and _key_types(known[key]) == _key_types(op)
+            if alike and fuel.allowed("constant made once", op.source):
                 same.update((new.name, old.name) for new, old in zip(op.results, known[key].results, strict=True))
                 continue
             known[key] = op

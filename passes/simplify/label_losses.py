@@ -36,7 +36,7 @@ class _LabelLosses:
         graph = self.given.forward
         self.types = self.given.types(graph)
         self.taken = set(self.types)
-        self.made = {value.name: op for op in graph.ops for value in op.results}
+        self.made = graph.makers()
         ops = tuple(step for op in graph.ops for step in self._rewritten(op))
         return replace(self.given, forward=replace(graph, ops=ops))
 

@@ -18,7 +18,7 @@ _MOST_ELEMENTS = 1 << 27  # of a mask that is evaluated
 
 def known_masks(region: Region) -> Region:
     """Evaluate attention masks that consist of constants."""
-    made = {value.name: op for op in region.forward.ops for value in op.results}
+    made = region.forward.makers()
     known: dict[str, str] = {}
     ops = []
     for op in region.forward.ops:

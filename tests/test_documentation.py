@@ -16,6 +16,7 @@ from markdown_it import MarkdownIt
 
 from partc.cli import cli
 from tests.documentation import PAGES, PICTURES, ROOT, Example, pictures, refreshed
+from tests.tree import LAYERS
 
 PARSER = MarkdownIt("commonmark").enable("table")
 FOLDERS = ("partc/", "passes/", "codegen/", "templates/", "tests/", "examples/", "docs/", ".ci/")
@@ -165,6 +166,12 @@ def test_paths_exist(page: Path) -> None:
         for word in span.split():
             if word.startswith(FOLDERS) and re.fullmatch(r"[\w./-]+", word):
                 assert (ROOT / word).exists(), word
+
+
+def test_the_layers_are_those_of_the_tree() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## Layers")[2]
+    rows = re.findall(r"^\| `(?:partc/)?(\w+)/` \|", text, re.MULTILINE)
+    assert rows == [name for name in LAYERS if name not in ("", "api", "__main__")]
 
 
 def test_quotes_are_what_the_compiler_prints_now(example: Example) -> None:

@@ -18,8 +18,8 @@ from partc.codegen.expressions import (
 from partc.codegen.lifetimes import deletions, overwritten, shares_memory
 from partc.codegen.names import Names, RegionNames, identifier
 from partc.codegen.operands import Operands, modules, written
-from partc.codegen.parted import added, parted
-from partc.codegen.remade import remarks
+from partc.codegen.partial_gradients import added, parted
+from partc.codegen.recompute_comments import remarks
 from partc.codegen.source import Argument, Function, Line, Record, RegionCode
 from partc.codegen.views import without_idle_views
 from partc.communication import descriptions as collectives

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     import jinja2
 
+    from partc.codegen.kernels.fixed import FixedKernels
     from partc.codegen.kernels.kernel import Kernel
-    from partc.codegen.kernels.written import FixedKernels
 
 
 def render(
@@ -228,8 +228,8 @@ def _kernels(program: Program) -> Iterator[tuple[str, str]]:
     """The kernels that stages call, and those that update parameters and compress gradients."""
     if not program.fused:
         return
+    from partc.codegen.kernels.fixed import written
     from partc.codegen.kernels.fused import kernels
-    from partc.codegen.kernels.written import written
 
     fused = tuple(kernels(program))
     others = tuple(written(program))

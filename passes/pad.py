@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from partc import fuel
 from partc.ir.layout import Layout
 from partc.ir.program import Op, Program, Ref, Region, TensorType, Value
-from partc.runtime.ops.chunked import LINE
+from partc.runtime.ops.chunked_loss import LINE
 from partc.sharding.choices import tensor_axes
 
 _LEAST = 4  # rows on each rank, below which a cut is not worth a mask

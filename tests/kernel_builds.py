@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from partc.codegen.kernels.fixed import FixedKernels
     from partc.codegen.kernels.kernel import Kernel
-    from partc.codegen.kernels.written import FixedKernels
     from partc.ir.program import DType
     from tests.triton_runs import Kernels
 
@@ -186,8 +186,8 @@ def configurations(module: dict[str, Any], *, all: bool) -> Iterator[dict[str, i
 def builds(model: str, options: dict[str, str], *, precision: str, mesh: str, candidates: bool) -> list[Built]:
     """Every kernel of a compiled model, launched on tensors without memory."""
     from partc.api import compilation
+    from partc.codegen.kernels.fixed import written
     from partc.codegen.kernels.fused import kernels
-    from partc.codegen.kernels.written import written
     from partc.compilation.options import Options
     from tests.triton_runs import Kernels
 
@@ -252,7 +252,7 @@ def written_ones(kernels: Iterable[FixedKernels], loader: Kernels, found: list[B
 
 def apart(candidates: bool) -> list[Built]:
     """Those of which few packages have all."""
-    from partc.codegen.kernels.written import LOGITS, FixedKernels
+    from partc.codegen.kernels.fixed import LOGITS, FixedKernels
     from tests.triton_runs import Kernels
 
     found: list[Built] = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.codegen.kernels.written import FixedKernels
+from partc.codegen.kernels.fixed import FixedKernels
 from partc.ir.operators import DTYPES
 from partc.ir.program import DType
 from partc.package.verify import verify

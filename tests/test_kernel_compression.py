@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import partc
-from partc.codegen.kernels.written import FixedKernels
+from partc.codegen.kernels.fixed import FixedKernels
 from partc.runtime.comm.compression import BLOCK, TorchCodec, room
 from tests.test_zero import tied
 from tests.triton_runs import Kernels, interpreted, there

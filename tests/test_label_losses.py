@@ -50,7 +50,7 @@ def test_softmaxes_and_log_sum_exps_are_kernels_of_rows_of_any_length(
     kind: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the logits in few bits alone: neither they nor a gradient of theirs is made in fp32."""
-    for module in ("forms", "cross_entropy"):
+    for module in ("iteration_spaces", "cross_entropy"):
         monkeypatch.setattr(f"partc.passes.fuse.{module}.MOST_COLUMNS", most)
     for precision in ("fp64", "bf16"):
         package = compiled(kind, "1", precision=precision, kernels="triton")

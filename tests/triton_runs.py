@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from partc.codegen.kernels.fixed import FixedKernels
 from partc.codegen.kernels.fused import kernel
 from partc.codegen.kernels.kernel import Kernel
-from partc.codegen.kernels.written import FixedKernels
 from partc.codegen.package import kernel_module
 from partc.ir.interpreter import results_of
 from partc.ir.layout import Sizes

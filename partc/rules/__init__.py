@@ -10,11 +10,11 @@ from itertools import pairwise
 from partc.errors import InternalError, PartcError
 from partc.ir.layout import Partial, Placement, Replicated, Shard, Sizes, Varying
 from partc.ir.program import FLOATING, Choice, Graph, Op, TensorType
-from partc.rules import cuts as _cuts
-from partc.rules.cuts import Cuts, factor_cuts
+from partc.rules import strided_cuts as _cuts
 from partc.rules.local import localize
 from partc.rules.notation import NotationError
 from partc.rules.rule import Dims, Factor, OpRule
+from partc.rules.strided_cuts import Cuts, factor_cuts
 from partc.rules.table import DENSE, LOWERED, TABLE, Precision, register
 
 __all__ = [

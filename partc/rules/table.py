@@ -10,8 +10,8 @@ from typing import Literal
 from partc.errors import PartcError
 from partc.ir.program import Op
 from partc.rules import products, shapes
-from partc.rules.examples import examples, recurrent
 from partc.rules.notation import Notation, NotationError, bind, parse
+from partc.rules.per_example import examples, recurrent
 from partc.rules.rule import OpRule, argument, is_ref, make
 from partc.rules.shapes import Builder, Types, along, last_dims
 

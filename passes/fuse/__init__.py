@@ -14,14 +14,14 @@
 A kernel iterates over the elements of its results, which all have one shape, and computes each from its operands
 (partc.rules.kernels lists the possible operations). Views inside a kernel are index expressions: views of its operands
 belong to it, and so do views that would copy its results. A kernel with norms, softmaxes or sums iterates over rows: it
-may write an element, a number for each row, and sums over all rows (partc.passes.fuse.forms). Of long rows it holds
-few, since it would spill otherwise: the derivative of a norm is two kernels then (partc.passes.fuse.halves,
-fuse_registers).
+may write an element, a number for each row, and sums over all rows (iteration_spaces.py). Of long rows it holds
+few, since it would spill otherwise: the derivative of a norm is two kernels then (norm_halves.py,
+registers.py).
 
 Two groups are joined if that saves time by the roofline: a launch, and the bytes of values that one hands to the other
 or that both read. Values that others read, or that are saved, are still written. Values that backward kernels can
-compute from their other operands are no longer saved (partc.passes.fuse.saved). An operation with a second result for
-its derivative is replaced by one without it (partc.passes.fuse.plain). No group extends across a matrix product,
+compute from their other operands are no longer saved (rematerialize.py). An operation with a second result for
+its derivative is replaced by one without it (single_results.py). No group extends across a matrix product,
 attention or a collective: a group never waits for an operation that depends on another part of it.
 """
 
@@ -34,10 +34,10 @@ from partc.ir.program import Op, Program, Region
 from partc.passes.fuse.cross_entropy import streamed
 from partc.passes.fuse.dropout import redrawn
 from partc.passes.fuse.groups import fused
+from partc.passes.fuse.in_place import over
 from partc.passes.fuse.names import named
-from partc.passes.fuse.over import over
-from partc.passes.fuse.plain import plain
-from partc.passes.fuse.saved import lean
+from partc.passes.fuse.rematerialize import lean
+from partc.passes.fuse.single_results import plain
 from partc.passes.row_losses import totalled
 from partc.rules.kernels import CHUNKED
 

@@ -27,7 +27,7 @@ from partc.ir.layout import Layout, Sizes
 from partc.ir.naming import unique
 from partc.ir.program import FLOATING, Graph, Op, Ref, Region, TensorType, Value, needed
 from partc.passes.fuse.composites import spelled_out
-from partc.passes.fuse.forms import MOST_COLUMNS
+from partc.passes.fuse.iteration_spaces import MOST_COLUMNS
 from partc.passes.row_losses import below_own, in_pieces, log_sum_exp
 from partc.rules import kernels
 from partc.rules.rule import integers

@@ -10,9 +10,9 @@ from partc.cost.roofline import H100
 from partc.ir.layout import Sizes
 from partc.ir.program import Graph, Op, Ref, Region, Value, needed
 from partc.passes.fuse.composites import in_fp32, spelled_out
-from partc.passes.fuse.forms import Form, columns, fits, form
-from partc.passes.fuse.halves import HALVES, halved
+from partc.passes.fuse.iteration_spaces import Form, columns, fits, form
 from partc.passes.fuse.names import stem
+from partc.passes.fuse.norm_halves import HALVES, halved
 from partc.passes.fuse.registers import fits_registers, is_long
 from partc.rules import kernels
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from partc.ir.program import Op
-from partc.passes.fuse.forms import Form, Shape
+from partc.passes.fuse.iteration_spaces import Form, Shape
 from partc.rules.kernels import REDUCTIONS
 
 Roots = Callable[[Iterable[str]], Collection[str]]  # value -> the value behind its views

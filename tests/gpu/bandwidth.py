@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from partc.codegen.kernels.fixed import FixedKernels
 from partc.codegen.kernels.fused import kernel
 from partc.codegen.kernels.kernel import Kernel
-from partc.codegen.kernels.written import FixedKernels
 from partc.ir.operators import DTYPES
 from partc.ir.printer import fused_bytes
 from partc.ir.program import DTypeArg, Graph, Op, Ref, TensorType

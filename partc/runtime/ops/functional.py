@@ -22,7 +22,7 @@ from .attention import (
     attention_dropout_bias_backward,
     row_dtype,
 )
-from .chunked import gradients_of_logits, rows_of_logits
+from .chunked_loss import gradients_of_logits, rows_of_logits
 from .embedding import (
     embedding_add_grad,
     embedding_grad,

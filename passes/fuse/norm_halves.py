@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from partc import fuel
 from partc.ir.program import FLOATING, Graph, Op, Ref, TensorType
-from partc.passes.fuse.forms import MOST_COLUMNS, MOST_SUMMED
+from partc.passes.fuse.iteration_spaces import MOST_COLUMNS, MOST_SUMMED
 
 _PARTS = {
     "rms_norm_backward": ("rms_norm_grad_input", "rms_norm_grad_weight"),

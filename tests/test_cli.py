@@ -162,6 +162,7 @@ def test_the_readmes_model_file_works(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "equal to the single-device model" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_run_prints_the_torchrun_line(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(package), "--steps", "2", "--json"]) == 0

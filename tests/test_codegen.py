@@ -299,6 +299,7 @@ def test_everything_emitted_is_formatted(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_emit_the_same_bytes() -> None:
     code = (
         f"import runpy, hashlib; m = runpy.run_path({str(Path(__file__))!r});"

@@ -32,6 +32,7 @@ def test_functions_of_microbatches_are_compiled_and_others_not() -> None:
 linked = pytest.mark.skipif(" " in torch.__file__, reason="torch's compiler links nothing from a path with a space")
 
 
+@pytest.mark.slow
 @linked
 @pytest.mark.parametrize("mesh", ["2"])
 def test_compiled_regions_equal_one_device(mesh: str) -> None:

@@ -82,6 +82,7 @@ def test_repeated_steps_are_the_steps(case: str, tmp_path: Path, monkeypatch: py
         assert skipped[:4] == [1, 1, 1, 1] and 0 in skipped[:-2]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_repeats(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +131,7 @@ def test_what_cannot_be_repeated_is_seen(line: str, tmp_path: Path, monkeypatch:
         same(plain, repeated)
 
 
+@pytest.mark.slow
 def test_a_continued_run_repeats_its_steps_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It records again: what was repeated and what is done as it is are the same, wherever one ends."""
     build, save = tmp_path / "build", tmp_path / "save"

@@ -27,7 +27,7 @@ def names(program: Program) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-@pytest.mark.parametrize(("mesh", "kernels"), [("2", "aten"), ("1x2", "triton")])
+@pytest.mark.parametrize(("mesh", "kernels"), [("2", "aten"), pytest.param("1x2", "triton", marks=pytest.mark.slow)])
 def test_labels_of_log_probabilities_are_losses_of_logits(kind: str, mesh: str, kernels: str) -> None:
     package = compiled(kind, mesh, precision="fp64", kernels=kernels)
     assert names(package.program).isdisjoint({"gather", "scatter_add", "log_softmax", "_log_softmax_backward_data"})

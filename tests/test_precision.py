@@ -124,13 +124,13 @@ def test_sums_and_exponentials_are_wide() -> None:
     ("name", "mesh", "options"),
     [
         ("gpt", "2x2x2", {"zero": 3, "schedule": "zero-bubble"}),
-        ("gpt", "2x2", {"zero": 0}),
         ("gpt", "tp=2", {"zero": 1, "precision": "fp16"}),
-        ("bert", "2x2", {"zero": 2}),
-        ("gpt2", "2x2x2", {"zero": 1}),
-        ("mixtral", "2x2", {}),
-        ("vit", "2", {"zero": 1}),
         ("dlrm", "2x2", {}),
+        pytest.param("gpt", "2x2", {"zero": 0}, marks=pytest.mark.slow),
+        pytest.param("bert", "2x2", {"zero": 2}, marks=pytest.mark.slow),
+        pytest.param("gpt2", "2x2x2", {"zero": 1}, marks=pytest.mark.slow),
+        pytest.param("mixtral", "2x2", {}, marks=pytest.mark.slow),
+        pytest.param("vit", "2", {"zero": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_packages_train_like_autocast(name: str, mesh: str, options: dict[str, object], tmp_path: Path) -> None:

@@ -166,6 +166,7 @@ def test_families_in_parts(name: str, mesh: str, schedule: str, level: int, tmp_
     assert result.ok, result.worst
 
 
+@pytest.mark.slow
 def test_real_processes(tmp_path: Path) -> None:
     package = partc.compile(tied, _ids(), mesh="pp=1,dp=2,tp=2", precision="fp64", zero=3, microbatches=2)
     result = verify(package.write(tmp_path / "build"), steps=2)

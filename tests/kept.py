@@ -44,13 +44,13 @@ def _kept_traces(trace: Callable[..., Traced]) -> Callable[..., Traced]:
 
 def _text(path: Path) -> str | None:
     """The text that a trace depends on; None where it may depend on more."""
-    if is_configuration(path):
-        file = Path(str(path).removeprefix(PREFIX))
-    elif path.is_file() and path.resolve().is_relative_to(ROOT):
-        file = path
-    else:
-        return None
-    return file.read_text(encoding="utf-8") if file.is_file() else None
+    file = Path(str(path).removeprefix(PREFIX))
+    try:
+        if is_configuration(path) or path.resolve().is_relative_to(ROOT):
+            return file.read_text(encoding="utf-8")
+    except (OSError, RuntimeError, ValueError):  # what is wrong with the file is the compiler's to say
+        pass
+    return None
 
 
 def _kept_derivatives(differentiate: Callable[..., Any]) -> Callable[..., Any]:

@@ -84,7 +84,7 @@ def test_durations_may_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     # (m + p - 1) (F + B), and a transfer each way between any two ranks (GPipe).
     assert f"gpipe             4  {11 * 6 + 3 * 2 * 0.5:6g}  " in shown
     assert main(["inspect", GPT, "--mesh", "pp=4", "--durations", "F=2"]) == 2
-    assert "error P0412: --durations are those of --schedules" in capsys.readouterr().err
+    assert "error P0412: --durations needs --schedules" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", ["", "F", "F=", "F=x", "F=0", "F=-1", "X=1", "F=1,,B=2", "comm=inf", "W=nan", "f=1"])

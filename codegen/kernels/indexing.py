@@ -52,7 +52,7 @@ def largest(expr: sympy.Expr, ranges: Ranges) -> int | None:
 
 
 def smallest(expr: sympy.Expr) -> int:
-    """The smallest value: a constant term, minus the subtracted constants."""
+    """A lower bound: the constant term, with all variables at 0."""
     return int(expr.as_coeff_Add()[0])
 
 

@@ -132,7 +132,7 @@ def _atom(expr: sympy.Expr, ranges: Ranges) -> str:
 
 
 def _far(index: sympy.Expr, ranges: Ranges) -> str:
-    """An index times a stride that is known at run time only: the product is unbounded, so it is 64-bit."""
+    """An index that is multiplied by a stride known at run time only: in 64 bits, since the product is unbounded."""
     text = _atom(index, ranges)
     return text if isinstance(index, sympy.Integer) else f"{text}.to(tl.int64)"
 

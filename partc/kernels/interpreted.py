@@ -44,7 +44,7 @@ def rounds() -> None:
     splat = builder.create_splat
 
     def repeat(self: Any, type: Any, one: Any) -> Any:
-        """Whether two numbers compare as neither."""
+        """Repeat a number; a boolean, which compares two numbers, keeps its type."""
         if one.data.dtype != bool:
             return splat(self, type, one)
         return interpreter.TensorHandle(numpy.full(type.shape, one.data.reshape(-1)[0]), tl.int1)

@@ -76,7 +76,7 @@ class Rank:
 
     @property
     def told(self) -> dict[Slot, tuple[int, ...]]:
-        """The links whose values other ranks report."""
+        """By stage and microbatch of a value that a peer sends, the microbatches whose gradients the value confirms."""
         peers = (importlib.import_module(f"ranks.rank_{peer:03d}") for peer in set(self.module.LINKS.values()))
         return {slot: told for peer in peers for slot, told in told_by(parse_schedule(peer.SCHEDULE)).items()}
 

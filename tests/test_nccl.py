@@ -340,7 +340,7 @@ def test_a_run_ends_with_its_groups(fails: bool, package: Path, monkeypatch: pyt
     monkeypatch.setattr(train, "meet", lambda *given: lone_store())
     monkeypatch.setattr(train, "world", lambda: LauncherVariables(0, 1))
     monkeypatch.setattr(train, "world_size", lambda: 8)
-    monkeypatch.setattr(train, "Watch", Watching)
+    monkeypatch.setattr(train, "Watchdog", Watching)
     monkeypatch.setattr(train, "_train", trained)
     monkeypatch.setattr(train, "_materialise", lambda *given: None)
     monkeypatch.setattr(train, "_stopped", lambda *given: False)

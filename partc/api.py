@@ -20,9 +20,9 @@ from partc.errors import PartcError
 from partc.ir.mesh import Mesh
 from partc.ir.printer import readable
 from partc.ir.program import Program
-from partc.ir.verifier import verify_program
 from partc.package.output import write
 from partc.rules.coverage import Coverage, coverage
+from partc.rules.layout_check import Verifier
 from partc.settings import EMITTED, tell
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def compilation(
 
     def fitted(program: Program, until: str | None) -> tuple[passes.PassResult, ...]:
         if options.budget is None or (until is not None and until in passes.before("recompute")):
-            return passes.run(program, options.for_passes, until=until, verify=verify_program, observe=stepped)
+            return passes.run(program, options.for_passes, until=until, verify=Verifier(), observe=stepped)
         return _within_budget(program, options, until, stepped)
 
     origin = traced(repeated=False)
@@ -336,9 +336,9 @@ def _early(
     """The passes from the schedule on, with as many early gathers as raise no rank's peak memory."""
     from partc.rehearsal.early import early
 
-    late = passes.run(program, options.for_passes, behind=last, verify=verify_program)[-1].program
+    late = passes.run(program, options.for_passes, behind=last, verify=Verifier())[-1].program
     known = options.for_passes | {"early": early(late)}
-    return passes.run(program, known, until=until, behind=last, verify=verify_program, observe=observe)
+    return passes.run(program, known, until=until, behind=last, verify=Verifier(), observe=observe)
 
 
 def _within_budget(
@@ -349,14 +349,14 @@ def _within_budget(
     from partc.passes.recompute import frontiers_of
 
     last = passes.before("recompute")[-1]
-    first = passes.run(program, options.for_passes, until=last, verify=verify_program, observe=observe)
+    first = passes.run(program, options.for_passes, until=last, verify=Verifier(), observe=observe)
     start = first[-1].program
 
     frontiers = frontiers_of(start)
 
     def choose(times: Sequence[Sequence[Time]]) -> tuple[passes.PassResult, ...]:
         known = {"times": times, "frontiers": frontiers}
-        return passes.run(start, options.for_passes | known, behind=last, verify=verify_program)
+        return passes.run(start, options.for_passes | known, behind=last, verify=Verifier())
 
     assert options.budget is not None
     rest = within(options.budget, start, choose)

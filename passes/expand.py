@@ -81,7 +81,7 @@ def _cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tup
         part = add(name, args, f"{made}_partial", partial, **attrs)
         return add("all_reduce", (part,), made, axis=axis)
 
-    most = add("shard_max", (logits,), f"{nll.name}_max_partial")
+    most = add("shard_max", (logits,), f"{nll.name}_max_partial", partial)
     largest = add("all_reduce", (most,), f"{nll.name}_max", op="max", axis=axis)
     sums = complete("sum_exp", (logits, largest), f"{nll.name}_sums")
     picked = complete("pick", (logits, labels), f"{nll.name}_picked", axis=axis)

@@ -48,9 +48,8 @@ def log_sum_exp(op: Op, logits: str, made: Value, taken: set[str]) -> Iterator[O
 def below_own(op: Op, most: str, taken: set[str]) -> tuple[Op, tuple[Op, ...]]:
     """A `sum_exp` relative to this rank's own maximum, and the operations that scale it to the global maximum."""
     part, largest = op.result, op.args[1]
-    local = replace(part.type, layout=replace(part.type.layout, partial=()))
     own, below, factor = (
-        Value(name=unique(f"{part.name}_{word}", taken), type=local) for word in ("own", "below", "factor")
+        Value(name=unique(f"{part.name}_{word}", taken), type=part.type) for word in ("own", "below", "factor")
     )
     scaling = (
         Op(name="sub", args=(Ref(most), largest), results=(below,), source=op.source),

@@ -34,9 +34,9 @@ from partc.cost.saved_tensors import changed_buffers
 from partc.errors import InternalError, PartcError
 from partc.ir import operators
 from partc.ir.gradients import gradient_inputs, reached, trainable_params
-from partc.ir.layout import Layout, Sizes
+from partc.ir.layout import Sizes, SubDim
 from partc.ir.naming import unique
-from partc.ir.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, Value
 from partc.passes.differentiate import joint
 from partc.rules.rule import integers
 from partc.torch_private import FakeTensorMode, aot_export_joint_simple, without_order
@@ -116,18 +116,21 @@ def _one_copy(graph: Graph, region: Region, sizes: Sizes) -> Graph:
         dim = op.args[1] if len(op.args) > 1 else 0
         if dim not in (last, -1) or not fits:
             continue
-        heads = (*joined[:last], joined[last] // shapes[0][-1], shapes[0][-1])
-        whole = Value(name=unique(f"{op.result.name}_heads", taken), type=_whole(op.result.type, heads))
+        layouts = [types[next(each.refs())].layout for each in merged]
+        split = layouts[0]
+        if any(layout != split for layout in layouts):
+            continue
+        dims = (*split.dims[:last], (SubDim(len(merged)), *split.dims[last]), *split.dims[last + 1 :])
+        whole = Value(
+            name=unique(f"{op.result.name}_heads", taken),
+            type=replace(op.result.type, layout=replace(split, dims=dims)),
+        )
         instead |= {id(each): () for each in merged}
         instead[id(op)] = (
             replace(op, args=(tuple(Ref(next(each.refs())) for each in merged), last), results=(whole,)),
             Op(name="reshape", args=(Ref(whole.name), joined), results=op.results, source=op.source),
         )
     return replace(graph, ops=tuple(step for op in graph.ops for step in instead.get(id(op), (op,))))
-
-
-def _whole(type: TensorType, shape: tuple[int, ...]) -> TensorType:
-    return replace(type, layout=Layout.replicated(shape))
 
 
 def _with_copies(region: Region, changed: frozenset[str]) -> Region:

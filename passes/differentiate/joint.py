@@ -15,6 +15,7 @@ from partc.ir.gradients import reached
 from partc.ir.layout import Layout, Sizes
 from partc.ir.operators import DTYPE_NAMES, EXTRA_RESULTS
 from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
+from partc.rules.inference import Inferred, inferred
 from partc.torch_private import OpOverload
 
 _RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"})
@@ -81,9 +82,9 @@ def split(traced: fx.GraphModule, region: Region, roots: frozenset[str], live: s
     reader.claim_all(zip(tangents, (f"grad_{name}" for name in carrying), strict=True))
     reader.claim_all((node, f"grad_{name}") for name, node in wanted.items())
     reader.name(nodes)
-    ops = reader.read(nodes)
-
     incoming = tuple(Value(name=f"grad_{name}", type=_gradient(reader.types[name])) for name in carrying)
+    ops = reader.read(nodes, incoming)
+
     returned = tuple(reader.name_of(node) for node in outputs)
     forward = needed(ops, returned)
     backward, finals = _backward(ops, forward, wanted, reader, given=frozenset(arguments))
@@ -212,6 +213,8 @@ class _Reader:
         # A gradient's name identifies its value: no other value may have it.
         self._taken: set[str] = {*values, *(f"grad_{name}" for name in values)}
         self._gradients: dict[str, str] = {}  # gradient's name -> the value it belongs to
+        self._known: set[str] = set()  # values whose layout the forward pass decides
+        self._made = dict(self.types)  # the types of all values that have been read
 
     def name_of(self, node: fx.Node) -> str:
         return self._names[_origin(node)]
@@ -266,7 +269,9 @@ class _Reader:
         self._taken.add(name)
         return name
 
-    def read(self, nodes: list[fx.Node]) -> tuple[Op, ...]:
+    def read(self, nodes: list[fx.Node], incoming: Iterable[Value]) -> tuple[Op, ...]:
+        """The operations of all nodes; `incoming` are the gradients of the outputs."""
+        self._made.update((value.name, value.type) for value in incoming)
         return tuple(
             self._operation(node)
             for node in nodes
@@ -275,8 +280,8 @@ class _Reader:
         )
 
     def _operation(self, node: fx.Node) -> Op:
-        results = self._results(node)
         name, args, attrs = _canonical(node, self._arg)
+        results = self._laid_out(Op(name=name, args=args, attrs=attrs, results=self._results(node)), self._labels[node])
         if name in EXTRA_RESULTS or len(results) > 1:
             source = next((self._sources[value.name] for value in results if value.name in self._sources), None)
         else:
@@ -284,6 +289,25 @@ class _Reader:
         given = (self._source(self._names[_origin(other)], _origin(other)) for other in node.all_input_nodes)
         source = source or next(filter(None, given), None)
         return Op(name=name, args=args, attrs=attrs, results=results, source=source)
+
+    def _laid_out(self, op: Op, heir: str) -> tuple[Value, ...]:
+        """The results with true layouts: their own, or else the one that follows from the operation, or the heir's."""
+        found = inferred(op, self._made, self._sizes)
+        results = tuple(
+            value if value.name in self._known else replace(value, type=self._of(value, made, heir))
+            for value, made in zip(op.results, found, strict=True)
+        )
+        self._made.update((value.name, value.type) for value in results)
+        return results
+
+    def _of(self, value: Value, made: Inferred | None, heir: str) -> TensorType:
+        like = self._gradient_type(heir)
+        same = like is not None and like.layout.local_shape(self._sizes) == value.type.shape
+        if made is not None and same and like is not None and made.allows(like.layout, self._sizes):
+            return replace(value.type, layout=like.layout)
+        if made is not None:
+            return replace(value.type, layout=made.layout.normalized(self._sizes))
+        return replace(value.type, layout=like.layout) if same and like is not None else value.type
 
     def _source(self, name: str, node: fx.Node) -> Source | None:
         label = self._labels.get(node, name)
@@ -306,14 +330,22 @@ class _Reader:
 
     def _value(self, name: str, tensor: torch.Tensor) -> Value:
         shape, dtype = tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]
-        known = self.types.get(name)
-        if known is None and self._gradients.get(name, name.removeprefix("grad_")) in self.types:
-            known = _gradient(self.types[self._gradients.get(name, name.removeprefix("grad_"))])
+        known = self._gradient_type(name)
         if known is None:
             return Value(name=name, type=TensorType(dtype=dtype, layout=Layout.replicated(shape)))
         if known.layout.local_shape(self._sizes) != shape:
             raise InternalError(f"{name} has local shape {shape}, its layout {known} says otherwise")
-        return Value(name=name, type=replace(known, dtype=dtype))
+        self._known.add(name)
+        value = Value(name=name, type=replace(known, dtype=dtype))
+        self._made.setdefault(name, value.type)
+        return value
+
+    def _gradient_type(self, name: str) -> TensorType | None:
+        """The type of a value of the forward pass, or of the gradient of one, by name."""
+        if name in self.types:
+            return self.types[name]
+        owner = self._gradients.get(name, name.removeprefix("grad_"))
+        return _gradient(self.types[owner]) if owner in self.types else None
 
     def _arg(self, arg: Any) -> Arg:
         if isinstance(arg, fx.Node):

@@ -81,13 +81,14 @@ class _RowWriter:
         """Write an elementwise operation."""
         operands = [arg for arg in args if isinstance(arg, Ref)]
         largest = max(operands, key=lambda arg: math.prod(self.shape(arg)))
-        return self._put(name, args, self.type_of(largest).layout, word, makes)
+        partial = tuple(sorted({axis for arg in operands for axis in self.type_of(arg).layout.partial}))
+        return self._put(name, args, replace(self.type_of(largest).layout, partial=partial), word, makes)
 
     def sum(self, x: Ref, along: int, word: str, *, name: str = "sum") -> Ref:
         """Write a sum along rows, with dimensions kept."""
-        shape = self.shape(x)
+        shape, layout = self.shape(x), self.type_of(x).layout
         first = len(shape) - along
-        kept = Layout.replicated((*shape[:first], *(1 for _ in range(along))))
+        kept = replace(layout, dims=(*layout.dims[:first], *Layout.replicated((1,) * along).dims))
         return self._put(name, (x, tuple(range(first, len(shape))), True), kept, word, None)
 
     def column(self, x: Ref, along: int, makes: Value) -> None:

@@ -190,8 +190,7 @@ class _Streams:
             if op.name != "sum_exp":
                 continue
             if not tops:
-                local = replace(op.result.type, layout=replace(op.result.type.layout, partial=()))
-                most = Value(name=unique(f"{op.result.name}_max", self.taken), type=local)
+                most = Value(name=unique(f"{op.result.name}_max", self.taken), type=op.result.type)
                 tops.append(Op(name="shard_max", args=(Ref(name),), results=(most,), source=op.source))
                 found.append(tops[0])
             if op.args[1] == Ref(tops[0].result.name):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from partc.codegen import losses
 from partc.codegen.operands import Emit, Operands, arguments
 from partc.ir.layout import Layout, SubDim
-from partc.ir.program import Op, Ref
+from partc.ir.program import Op, Ref, TensorType
 from partc.rules import kernels
 from partc.rules.rule import integers
 
@@ -55,6 +56,13 @@ def unsummed(operands: Operands) -> str:
 def returns_more(name: str) -> bool:
     """Whether the function also returns values for its backward; regions without a gradient do not read them."""
     return name in _RETURN_MORE
+
+
+def result_type(op: Op) -> TensorType:
+    """The type of the first result: tables' gradients are summed in at least fp32."""
+    type = op.results[0].type
+    wide = op.name in ("embedding_dense_backward", "embedding_shard_backward") and type.dtype in ("bf16", "f16")
+    return replace(type, dtype="f32") if wide else type
 
 
 def is_chained(name: str) -> bool:

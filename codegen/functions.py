@@ -11,6 +11,7 @@ from partc.codegen.expressions import (
     expression,
     is_atom,
     is_chained,
+    result_type,
     returns_more,
     unsummed,
     with_accumulation,
@@ -336,7 +337,7 @@ class _Writer:
         if single and returns_more(op.name):
             targets.append("*_")
         parts, sums = added(op, apart, buffers, names)
-        layout = str(made[0].type) if made else ""
+        layout = str(result_type(op)) if made else ""
         read = frozenset(operands.used)
         lines = [Line(code=f"{', '.join((*targets, *parts))} = {code}", layout=layout, notes=notes, uses=read)]
         for value in made:

@@ -44,7 +44,7 @@ class Inferred:
         found, stated = self.layout.normalized(sizes), stated.normalized(sizes)
         same = all(a == b or dim in self.open for dim, (a, b) in enumerate(zip(found.dims, stated.dims, strict=True)))
         partial = {*found.partial}
-        return same and partial <= {*stated.partial} <= partial | self.loose
+        return same and partial - self.loose <= {*stated.partial} <= partial | self.loose
 
 
 def inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inferred | None, ...]:
@@ -160,7 +160,7 @@ def _made(
             unsure.add(place)
     layout = Layout(tuple(cut), partial)
     twice = len({*layout.axes}) < len(layout.axes)  # factors of one element have hidden where an axis is
-    return None if twice else Inferred(layout, frozenset(unsure), loose - {*layout.axes})
+    return None if twice else Inferred(layout, frozenset(unsure), loose)
 
 
 def _statistic(first: Inferred | None, shape: tuple[int, ...], sizes: Sizes) -> Inferred | None:
@@ -219,9 +219,8 @@ def _reshaped(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> Inferred 
     if found is None:
         return None
     dims = tuple(pieces or (SubDim(1),) for pieces in found)
-    if any(_local(sub, sizes) == 1 for sub in row) or 1 in shape:
-        unsure = range(len(shape))
-        return Inferred(replace(layout, dims=dims), frozenset(unsure))
+    if 1 in shape or 1 in layout.local_shape(sizes) or any(_local(sub, sizes) == 1 for sub in row):
+        return Inferred(replace(layout, dims=dims), frozenset(range(len(shape))), frozenset(sizes))
     # A cut at the start of a dimension may also end the one before, which has one element of it then.
     starts = [dim for dim, pieces in enumerate(dims) if dim and pieces[0].axes]
     return Inferred(replace(layout, dims=dims), frozenset(starts) | frozenset(dim - 1 for dim in starts))

@@ -1,7 +1,10 @@
 """Region block.
 
-Emitted by partc from model.py for pp=2,dp=2,tp=2. Comments give each tensor's whole shape and, after @, the axes that
-cut it.
+Emitted by partc from model.py for pp=2,dp=2,tp=2. Comments give the whole tensor's type:
+
+    f32[16@dp,mb, 64]  each rank has its part of the 16 rows: dp cuts them, and mb, the microbatches, once more
+    partial(tp)        each rank of tp has a contribution, which is still to be combined with the others
+    vary(tp)           equal on the ranks of tp, which use it differently: its gradient is their sum
 """
 
 from dataclasses import dataclass
@@ -36,18 +39,18 @@ class BlockSaved:
     norm2_full: Tensor  # f32[32, 16@dp,mb, 64] vary(tp)
     mlp_gate: Tensor  # f32[32, 16@dp,mb, 176@tp]
     x_2: Tensor  # f32[16@dp,mb, 32@tp, 64]
-    norm2_rstd: Tensor  # f32[2, 16, 1]
+    norm2_rstd: Tensor  # f32[16@dp,mb, 32@tp, 1]
     attn_merged: Tensor  # f32[32, 16@dp,mb, 64@tp]
     attn_q_2: Tensor  # f32[16@dp,mb, 4@tp, 32, 16]
     attn_k_2: Tensor  # f32[16@dp,mb, 2@tp, 32, 16]
     attn_v: Tensor  # f32[16@dp,mb, 2@tp, 32, 16]
     attn_heads: Tensor  # f32[16@dp,mb, 4@tp, 32, 16]
-    attn_heads_lse: Tensor  # f32[2, 2, 32]
+    attn_heads_lse: Tensor  # f32[16@dp,mb, 4@tp, 32]
     sin: Tensor  # f32[32, 16]
     cos: Tensor  # f32[32, 16]
     norm1_full: Tensor  # f32[32, 16@dp,mb, 64] vary(tp)
     x: Tensor  # f32[16@dp,mb, 32@tp, 64]
-    norm1_rstd: Tensor  # f32[2, 16, 1]
+    norm1_rstd: Tensor  # f32[16@dp,mb, 32@tp, 1]
 
 
 def block_forward(
@@ -152,10 +155,10 @@ def block_backward(
     del saved.mlp_silu
     grad_mlp_silu = grad_mlp_hidden * saved.mlp_up  # f32[32, 16@dp,mb, 176@tp]
     del saved.mlp_up, grad_mlp_hidden
-    grad_norm2_full_1 = grad_mlp_up @ p.mlp_up_weight  # f32[32, 2, 64]
+    grad_norm2_full_1 = grad_mlp_up @ p.mlp_up_weight  # f32[32, 16@dp,mb, 64] partial(tp)
     grad_mlp_gate = torch.ops.aten.silu_backward(grad_mlp_silu, saved.mlp_gate)  # f32[32, 16@dp,mb, 176@tp]
     del saved.mlp_gate, grad_mlp_silu
-    grad_norm2_full_2 = grad_mlp_gate @ p.mlp_gate_weight  # f32[32, 2, 64]
+    grad_norm2_full_2 = grad_mlp_gate @ p.mlp_gate_weight  # f32[32, 16@dp,mb, 64] partial(tp)
     grad_norm2_full = grad_norm2_full_1 + grad_norm2_full_2  # f32[32, 16@dp,mb, 64] partial(tp)
     del grad_norm2_full_1, grad_norm2_full_2
     # reduce-scatter 8.0 KiB over tp, while what follows runs: each rank has a part of the sum in mlp.gate and keeps its
@@ -175,7 +178,7 @@ def block_backward(
     grad_norm2 = grad_norm2_turned_coming.wait().transpose(0, 1)  # f32[16@dp,mb, 32@tp, 64]
     grad_x_2_1, grad_norm2_weight = functional.rms_norm_backward(
         grad_norm2, saved.x_2, (64,), p.norm2_weight, saved.norm2_rstd
-    )  # f32[2, 16, 64]
+    )  # f32[16@dp,mb, 32@tp, 64]
     g.norm2_weight.add_(grad_norm2_weight)
     grad_x_2 = grad_y + grad_x_2_1  # f32[16@dp,mb, 32@tp, 64]
     grad_attn_wo_turned = grad_x_2.transpose(0, 1)  # f32[32@tp, 16@dp,mb, 64]
@@ -194,27 +197,27 @@ def block_backward(
         is_causal=True,
     )  # f32[16@dp,mb, 4@tp, 32, 16]
     grad_attn_cat_2 = grad_attn_k_2 * saved.sin  # f32[16@dp,mb, 2@tp, 32, 16]
-    grad_attn_k_1 = grad_attn_k_2 * saved.cos  # f32[2, 1, 32, 16]
+    grad_attn_k_1 = grad_attn_k_2 * saved.cos  # f32[16@dp,mb, 2@tp, 32, 16]
     grad_attn_neg_2 = grad_attn_cat_2[:, :, :, :8]  # f32[16@dp,mb, 2@tp, 32, 8]
     grad_attn_split_0_2 = grad_attn_cat_2[:, :, :, 8:]  # f32[16@dp,mb, 2@tp, 32, 8]
     grad_attn_split_1_2 = -grad_attn_neg_2  # f32[16@dp,mb, 2@tp, 32, 8]
-    grad_attn_k_3 = torch.cat((grad_attn_split_0_2, grad_attn_split_1_2), dim=3)  # f32[2, 1, 32, 16]
+    grad_attn_k_3 = torch.cat((grad_attn_split_0_2, grad_attn_split_1_2), dim=3)  # f32[16@dp,mb, 2@tp, 32, 16]
     grad_attn_k = grad_attn_k_1 + grad_attn_k_3  # f32[16@dp,mb, 2@tp, 32, 16]
     grad_attn_wk = grad_attn_k.permute(2, 0, 1, 3).reshape(32, 2, 16)  # f32[32, 16@dp,mb, 32@tp]
     grad_attn_cat = grad_attn_q_2 * saved.sin  # f32[16@dp,mb, 4@tp, 32, 16]
-    grad_attn_q_1 = grad_attn_q_2 * saved.cos  # f32[2, 2, 32, 16]
+    grad_attn_q_1 = grad_attn_q_2 * saved.cos  # f32[16@dp,mb, 4@tp, 32, 16]
     grad_attn_neg = grad_attn_cat[:, :, :, :8]  # f32[16@dp,mb, 4@tp, 32, 8]
     grad_attn_split_0 = grad_attn_cat[:, :, :, 8:]  # f32[16@dp,mb, 4@tp, 32, 8]
     grad_attn_split_1 = -grad_attn_neg  # f32[16@dp,mb, 4@tp, 32, 8]
-    grad_attn_q_3 = torch.cat((grad_attn_split_0, grad_attn_split_1), dim=3)  # f32[2, 2, 32, 16]
+    grad_attn_q_3 = torch.cat((grad_attn_split_0, grad_attn_split_1), dim=3)  # f32[16@dp,mb, 4@tp, 32, 16]
     grad_attn_q = grad_attn_q_1 + grad_attn_q_3  # f32[16@dp,mb, 4@tp, 32, 16]
     grad_attn_wq = grad_attn_q.permute(2, 0, 1, 3).reshape(32, 2, 32)  # f32[32, 16@dp,mb, 64@tp]
     grad_attn_wv = grad_attn_v.permute(2, 0, 1, 3).reshape(32, 2, 16)  # f32[32, 16@dp,mb, 32@tp]
-    grad_norm1_full_1 = grad_attn_wv @ p.attn_wv_weight  # f32[32, 2, 64]
-    grad_norm1_full_2 = grad_attn_wk @ p.attn_wk_weight  # f32[32, 2, 64]
-    grad_norm1_full_3 = grad_norm1_full_1 + grad_norm1_full_2  # f32[32, 2, 64]
+    grad_norm1_full_1 = grad_attn_wv @ p.attn_wv_weight  # f32[32, 16@dp,mb, 64] partial(tp)
+    grad_norm1_full_2 = grad_attn_wk @ p.attn_wk_weight  # f32[32, 16@dp,mb, 64] partial(tp)
+    grad_norm1_full_3 = grad_norm1_full_1 + grad_norm1_full_2  # f32[32, 16@dp,mb, 64] partial(tp)
     del grad_norm1_full_1, grad_norm1_full_2
-    grad_norm1_full_4 = grad_attn_wq @ p.attn_wq_weight  # f32[32, 2, 64]
+    grad_norm1_full_4 = grad_attn_wq @ p.attn_wq_weight  # f32[32, 16@dp,mb, 64] partial(tp)
     grad_norm1_full = grad_norm1_full_3 + grad_norm1_full_4  # f32[32, 16@dp,mb, 64] partial(tp)
     # reduce-scatter 8.0 KiB over tp, while what follows runs: each rank has a part of the sum in attn.wq and keeps its
     # share of dim 0
@@ -230,7 +233,7 @@ def block_backward(
     grad_norm1 = grad_norm1_turned_coming.wait().transpose(0, 1)  # f32[16@dp,mb, 32@tp, 64]
     grad_x_1, grad_norm1_weight = functional.rms_norm_backward(
         grad_norm1, saved.x, (64,), p.norm1_weight, saved.norm1_rstd
-    )  # f32[2, 16, 64]
+    )  # f32[16@dp,mb, 32@tp, 64]
     g.norm1_weight.add_(grad_norm1_weight)
     grad_x = grad_x_2 + grad_x_1  # f32[16@dp,mb, 32@tp, 64]
     return grad_x

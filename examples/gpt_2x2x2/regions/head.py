@@ -1,7 +1,10 @@
 """Region head.
 
-Emitted by partc from model.py for pp=2,dp=2,tp=2. Comments give each tensor's whole shape and, after @, the axes that
-cut it.
+Emitted by partc from model.py for pp=2,dp=2,tp=2. Comments give the whole tensor's type:
+
+    f32[16@dp,mb, 64]  each rank has its part of the 16 rows: dp cuts them, and mb, the microbatches, once more
+    partial(tp)        each rank of tp has a contribution, which is still to be combined with the others
+    vary(tp)           equal on the ranks of tp, which use it differently: its gradient is their sum
 """
 
 from dataclasses import dataclass
@@ -25,10 +28,10 @@ class HeadSaved:
     count: Tensor  # f32[] vary(dp,mb)
     logits: Tensor  # f32[16@dp,mb, 32, 256@tp]
     labels: Tensor  # i64[16@dp,mb, 32]
-    nll_lse: Tensor  # f32[2, 32]
+    nll_lse: Tensor  # f32[16@dp,mb, 32]
     norm_full: Tensor  # f32[16@dp,mb, 32, 64] vary(tp)
     x: Tensor  # f32[16@dp,mb, 32@tp, 64]
-    norm_rstd: Tensor  # f32[2, 16, 1]
+    norm_rstd: Tensor  # f32[16@dp,mb, 32@tp, 1]
 
 
 def head_forward(
@@ -44,18 +47,18 @@ def head_forward(
     norm_full = comm.tp.all_gather(norm, dim=1)  # f32[16@dp,mb, 32, 64] vary(tp)
     del norm
     logits = F.linear(norm_full, p.head_weight)  # f32[16@dp,mb, 32, 256@tp]
-    nll_max_partial = functional.shard_max(logits)  # f32[2, 32]
+    nll_max_partial = functional.shard_max(logits)  # f32[16@dp,mb, 32] partial(tp)
     # all-reduce 256 B over tp, while what follows runs: the largest of every rank's, for sum_exp and log_sum_exp
-    nll_max_coming = comm.tp.start_all_reduce_(nll_max_partial, "max")  # f32[2, 32]
-    nll_picked_partial = functional.pick(logits, labels, offset=comm.tp.rank * 128)  # f32[2, 32] partial(tp)
-    nll_max = nll_max_coming.wait()  # f32[2, 32]
-    nll_sums_partial = functional.sum_exp(logits, nll_max)  # f32[2, 32] partial(tp)
+    nll_max_coming = comm.tp.start_all_reduce_(nll_max_partial, "max")  # f32[16@dp,mb, 32]
+    nll_picked_partial = functional.pick(logits, labels, offset=comm.tp.rank * 128)  # f32[16@dp,mb, 32] partial(tp)
+    nll_max = nll_max_coming.wait()  # f32[16@dp,mb, 32]
+    nll_sums_partial = functional.sum_exp(logits, nll_max)  # f32[16@dp,mb, 32] partial(tp)
     # all-reduce 256 B over tp: each rank has a part of the sum in sum_exp
-    nll_sums = comm.tp.all_reduce_(nll_sums_partial)  # f32[2, 32]
+    nll_sums = comm.tp.all_reduce_(nll_sums_partial)  # f32[16@dp,mb, 32]
     # all-reduce 256 B over tp, while what follows runs: each rank has a part of the sum in pick
-    nll_picked_coming = comm.tp.start_all_reduce_(nll_picked_partial)  # f32[2, 32]
-    nll_lse = functional.log_sum_exp(nll_max, nll_sums)  # f32[2, 32]
-    nll_picked = nll_picked_coming.wait()  # f32[2, 32]
+    nll_picked_coming = comm.tp.start_all_reduce_(nll_picked_partial)  # f32[16@dp,mb, 32]
+    nll_lse = functional.log_sum_exp(nll_max, nll_sums)  # f32[16@dp,mb, 32]
+    nll_picked = nll_picked_coming.wait()  # f32[16@dp,mb, 32]
     nll = functional.cross_entropy_rows(nll_lse, nll_picked, labels)  # f32[16@dp,mb, 32]
     nll_sum = nll.sum(dim=(0, 1))  # f32[] partial(dp,mb)
     loss = nll_sum / count  # f32[] partial(dp,mb)

@@ -1,7 +1,10 @@
 """Region rotary.
 
-Emitted by partc from model.py for pp=2,dp=2,tp=2. Comments give each tensor's whole shape and, after @, the axes that
-cut it.
+Emitted by partc from model.py for pp=2,dp=2,tp=2. Comments give the whole tensor's type:
+
+    f32[16@dp,mb, 64]  each rank has its part of the 16 rows: dp cuts them, and mb, the microbatches, once more
+    partial(tp)        each rank of tp has a contribution, which is still to be combined with the others
+    vary(tp)           equal on the ranks of tp, which use it differently: its gradient is their sum
 """
 
 import torch

@@ -170,7 +170,7 @@ def _statistic(first: Inferred | None, shape: tuple[int, ...], sizes: Sizes) -> 
     local = first.layout.local_shape(sizes)
     same = [place < len(local) and local[place] == size for place, size in enumerate(shape)]
     dims = tuple(first.layout.dims[place] if same[place] else (SubDim(size),) for place, size in enumerate(shape))
-    return Inferred(replace(first.layout, dims=dims), first.open)
+    return replace(first, layout=replace(first.layout, dims=dims))
 
 
 def _of_factors(cut: Pieces, factors: Sequence[int], sizes: Sizes) -> list[Pieces] | None:

@@ -65,7 +65,7 @@ def inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inf
         table, ids = operands[0].layout, operands[1].layout
         partial = tuple(sorted({str(dict(op.attrs)["axis"]), *table.partial}))
         return (Inferred(Layout((*ids.dims, *table.dims[1:]), partial)),)
-    if op.name.endswith("_shard_backward"):
+    if "axis" in dict(op.attrs) and op.name not in _OF_CLASSES:  # the sharded form of an operation
         return (None,) * len(op.results)
     if op.name in _OF_CLASSES:
         *dims, classes = operands[0].layout.dims
@@ -82,7 +82,8 @@ def inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inf
     if rule is None:
         return tuple(_without_rule(operands, shape, sizes) for shape in shapes)
     first = _by_rule(op, rule, operands, shapes, sizes)
-    return (*first, *(_statistic(first[0], shape, sizes) for shape in shapes[len(first) :]))
+    derivative = op.name.endswith("_backward")
+    return (*first, *(None if derivative else _statistic(first[0], shape, sizes) for shape in shapes[len(first) :]))
 
 
 def _of_norm(x: Layout, partial: tuple[str, ...], shapes: Sequence[tuple[int, ...]]) -> tuple[Inferred | None, ...]:

@@ -326,7 +326,7 @@ def test_a_run_ends_with_its_groups(fails: bool, package: Path, monkeypatch: pyt
         def __getattr__(self, name: str) -> Any:
             return lambda: said.append(name)
 
-    class Watching(train.Watch):
+    class Watching(train.Watchdog):
         def __exit__(self, *error: Any) -> None:
             super().__exit__(*error)
             said.append("unwatched")

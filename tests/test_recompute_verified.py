@@ -109,6 +109,8 @@ def tensors(value):
     elif isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors(item)
+    elif hasattr(value, "__dataclass_fields__"):  # what a region saved; backward has deleted some
+        yield from tensors([getattr(value, name, None) for name in value.__dataclass_fields__])
 
 def bytes_of(values):
     return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors(values)}

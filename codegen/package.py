@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from partc.codegen import plan as plans
@@ -14,10 +15,10 @@ from partc.codegen.regions import region_codes
 from partc.codegen.source import RegionCode
 from partc.codegen.stages import StageCode, stage_code
 from partc.communication.descriptions import NAMES, local_bytes, readable_bytes
-from partc.communication.parts import Parts
+from partc.communication.exchanges import Collective, Exchanges, graph_of
 from partc.cost.memory import Account
 from partc.cost.saved_tensors import most_saved
-from partc.ir.program import Program
+from partc.ir.program import GraphKind, Program
 from partc.quoting import environment
 
 if TYPE_CHECKING:
@@ -195,17 +196,37 @@ def _communication(program: Program, plan: Mapping[str, Any]) -> Iterator[dict[s
 
 
 def _parts(program: Program) -> Iterator[dict[str, str]]:
-    """The communication of sharded parameters and gradients: for each region's calls, and once per step."""
-    parts = Parts(program)
+    """ZeRO's exchanges: those around a region's call, and the sum of those that are done once per step."""
     sizes: dict[tuple[str, str, tuple[str, ...]], int] = {}
     first: dict[str, str] = {}
-    for call, place, move in (move for stage in range(program.stages) for move in parts.of_step(stage)):
-        key = (place, move.op, move.axes)
+    for call, place, collective in _exchanged(program):
+        key = (place, collective.op, collective.axes)
         if first.setdefault(place, call) == call:
-            sizes[key] = sizes.get(key, 0) + move.received
+            sizes[key] = sizes.get(key, 0) + collective.received(program.sizes)
     for (place, op, axes), size in sizes.items():
         what = "parameters" if op == "all_gather" else "gradients"
         yield _row(place, f"{NAMES[op]} of {what}", ", ".join(axes), size)
+
+
+def _exchanged(program: Program) -> Iterator[tuple[str, str, Collective]]:
+    """The call (none for once per step), a label of the place, and a collective."""
+    exchanges = Exchanges(program)
+    ways: tuple[tuple[GraphKind, str], ...] = (("F", "forward"), ("B", "backward"), ("W", "backward"))
+    for stage in range(program.stages):
+        for call in program.calls:
+            region = exchanges.regions[call.region]
+            if call.stage != stage or region.phase != "microbatch":
+                continue
+            for kind, label in ways:
+                if graph_of(region, kind) is None:
+                    continue
+                gathered = exchanges.gather(call.params) if exchanges.gathers(call, kind) else ()
+                for collective in chain.from_iterable((*gathered, *exchanges.scatter(call, kind))):
+                    yield call.name, f"{region.name}, {label}", collective
+        scattered = [each for each in exchanges.sums(stage).buckets if each.scattered]
+        once = [*map(exchanges.scattered_bucket, scattered), *map(exchanges.gather, exchanges.kept(stage).values())]
+        for collective in chain.from_iterable(chain.from_iterable(once)):
+            yield "", f"each step, stage {stage}", collective
 
 
 def _row(place: str, what: str, axis: str, size: int) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from partc.communication.reductions import Reductions
+from partc.communication.exchanges import Exchanges
 from partc.ir.layout import Layout
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.naming import is_number
@@ -33,9 +33,10 @@ class RankCode:
 def rank_codes(program: Program) -> Iterator[RankCode]:
     """The code of every rank; the parts that ranks of a pipeline coordinate share are computed once."""
     mesh = program.mesh
+    exchanges = Exchanges(program)
     pipeline = range(mesh.axis(PIPELINE_AXIS))
     hosted = [program.stages_at(index) for index in pipeline]
-    sums = [[Reductions(program, stage) for stage in stages] for stages in hosted]
+    sums = [[exchanges.sums(stage) for stage in stages] for stages in hosted]
     axes = [tuple(dict.fromkeys(group for stage in here for group in stage.groups())) for here in sums]
     shared = [tuple(dict.fromkeys(places for stage in here for places in stage.shared())) for here in sums]
     links = [_links(program, index) for index in pipeline]

@@ -9,7 +9,7 @@ from partc.codegen.calls import listed, place_of, runs
 from partc.codegen.functions import region_code
 from partc.codegen.names import region_names
 from partc.codegen.source import RegionCode
-from partc.communication.parts import Parts
+from partc.communication.exchanges import Exchanges
 from partc.ir.program import Call, Phase, Program, Region
 from partc.rules.strides import dense
 
@@ -22,7 +22,7 @@ _PHASES: dict[Phase, str] = {
 
 def region_codes(program: Program) -> dict[str, RegionCode]:
     """The code of every region that some stage calls, by the region's name, in the order of the calls."""
-    parts = Parts(program)
+    exchanges = Exchanges(program)
     regions = {region.name: region for region in program.regions}
     calls: dict[str, list[Call]] = {}
     for call in program.calls:
@@ -41,7 +41,7 @@ def region_codes(program: Program) -> dict[str, RegionCode]:
             f"{title}{place_of(region)}.",
             called[name],
             _updated(program, region, here[0]),
-            gives=program.zero >= 2 and parts.has_parts(here[0]),
+            gives=program.zero >= 2 and exchanges.has_unit(here[0]),
             dense=contiguous[name],
             compiled=program.compiled and region.phase == "microbatch",
         )

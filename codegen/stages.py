@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from partc.codegen.access import Units
 from partc.codegen.calls import Run, listed, runs
 from partc.codegen.names import Names, identifier
 from partc.codegen.source import Function, Line, RegionCode, imported
 from partc.codegen.steps import Steps
 from partc.codegen.weights import Entry, Repeated, Weights, strings
-from partc.communication.parts import Parts
+from partc.communication.exchanges import Exchanges
+from partc.errors import InternalError
 from partc.ir.layout import SubDim
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.program import Phase, Program
@@ -40,6 +42,8 @@ class StageCode:
     backward: tuple[Line, ...]
     weight: tuple[Line, ...]
     split: bool  # backward is of the inputs alone, weight of the weights
+    ahead: Mapping[str, str]  # by method, its parameters for the units that later actions gather
+    lookahead: int
     reduce: tuple[Line, ...]
     refresh: tuple[Line, ...]
     buckets: tuple[str, ...]
@@ -58,6 +62,8 @@ class _Builder:
     """Names and places of everything in one stage."""
 
     def __init__(self, program: Program, index: int, codes: Mapping[str, RegionCode]) -> None:
+        if not program.bodies:
+            raise InternalError("a stage is emitted from the statements of its actions, which pass `actions` writes")
         self.program = program
         self.index = index
         self.calls = [call for call in program.calls if call.stage == index]
@@ -67,13 +73,13 @@ class _Builder:
             for phase in ("setup", "step", "microbatch")
         }
         self.types = program.value_types()
-        self.parts = Parts(program)
+        self.exchanges = Exchanges(program)
         self.codes = {name: codes[name] for name in dict.fromkeys(call.region for call in self.calls)}
         self.attributes = Names(_STAGE_ATTRIBUTES)
         every = [run for phase in self.runs.values() for run in phase]
-        self.weights = Weights(program, index, every, self.codes, self.attributes, self.parts)
+        self.weights = Weights(program, index, every, self.codes, self.attributes, self.exchanges)
         self.attribute = self.weights.attribute
-        self.starts, self.started = self.weights.starts, self.weights.started
+        self.started, self.late, self.refreshed = self.weights.started, self.weights.late, self.weights.refreshed
         self.places = {name: f"batch[{literal(name)}]" for name in program.inputs}
         # A schedule may ask for the halves of a stage that has no weights.
         halves = any(a.stage == index and a.kind == "I" for actions in program.schedule for a in actions)
@@ -91,7 +97,9 @@ class _Builder:
         backward = locals_.backward()
         weight = locals_.weight()
         tables, parameters = self.weights.tables()
-        lines = [*init, *setup, *prepare, *forward, *backward, *weight, *self.weights.reduce()]
+        reduce, refresh = locals_.reduce(), locals_.refresh()
+        opens = locals_.opens()
+        lines = [*init, *setup, *prepare, *forward, *backward, *weight, *reduce, *refresh]
         text = "\n".join(masked(line.code)[0] for line in lines)
         loss = self.program.loss if self.makes(self.program.loss) else ""
         partial = self.types[self.program.loss].layout.partial if loss else ()
@@ -111,22 +119,26 @@ class _Builder:
             receives=self._receives(),
             loss=literal(loss) if loss else "None",
             loss_partial=strings(axis for axis in partial if axis != TIME_AXIS and self.program.sizes[axis] > 1),
-            init=(*init, *locals_.reads()),
+            init=(*init, *opens),
             setup=tuple(setup),
             prepare=tuple(prepare),
             forward=tuple(forward),
             backward=tuple(backward),
             weight=tuple(weight),
             split=self.split,
-            reduce=tuple(self.weights.reduce()),
-            refresh=tuple(self.weights.refresh()),
+            ahead=locals_.ahead(),
+            lookahead=self.exchanges.levels if opens else 0,
+            reduce=tuple(reduce),
+            refresh=tuple(refresh),
             buckets=self.weights.buckets(),
             shared=self.weights.shared(),
             shared_note=self.weights.shared_note(),
             compiled=self.program.compiled,
             imports=frozenset(
                 name for name in ("torch", "kernels", "Parts", "Sums") if re.search(rf"(?<![\w.]){name}[.(]", text)
-            ),
+            )
+            | ({"Unit"} if opens else frozenset())
+            | ({"NOTHING"} if any("NOTHING" in line.code for line in refresh) else frozenset()),
         )
 
     def makes(self, name: str) -> bool:
@@ -183,6 +195,10 @@ class _Builder:
         common = [given[argument.name] for argument in function.arguments if argument.name in function.passes]
         return ", ".join((*common, *args))
 
+    def unit(self, call: str) -> str:
+        """The attribute that has a call's parameters."""
+        return Units(self).one(call)
+
     def placed(self, names: Iterable[str]) -> list[str]:
         """Where program values are to be read."""
         return [self.places[name] for name in names]
@@ -194,7 +210,8 @@ _STAGE_ATTRIBUTES = [
     "sums",
     "buckets",
     "refresh",
-    "reads",
+    "opens",
+    "lookahead",
     "parameters",
     "gradients",
     "inputs",

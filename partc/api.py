@@ -296,11 +296,11 @@ def compilation(
         done(Phase(label=step.label, seconds=step.seconds, note=note(step)))
 
     def lowered(program: Program) -> tuple[passes.PassResult, ...]:
-        last = passes.before("schedule")[-1]
-        if options.zero < 3 or (until is not None and until in passes.before("schedule")):
+        last = passes.before("prefetch")[-1]
+        if options.zero < 3 or (until is not None and until in passes.before("prefetch")):
             return fitted(program, until)
         first = fitted(program, last)
-        return (*first, *_early(first[-1].program, options, last, until, stepped))
+        return (*first, *_prefetched(first[-1].program, options, last, until, stepped))
 
     def fitted(program: Program, until: str | None) -> tuple[passes.PassResult, ...]:
         if options.budget is None or (until is not None and until in passes.before("recompute")):
@@ -330,14 +330,13 @@ def compilation(
     )
 
 
-def _early(
+def _prefetched(
     program: Program, options: Options, last: str, until: str | None, observe: passes.Observer
 ) -> tuple[passes.PassResult, ...]:
-    """The passes from the schedule on, with as many early gathers as raise no rank's peak memory."""
-    from partc.rehearsal.early import early
+    """The passes from prefetching on, with as much gathered ahead as costs no rank memory."""
+    from partc.rehearsal.late import late
 
-    late = passes.run(program, options.for_passes, behind=last, verify=Verifier())[-1].program
-    known = options.for_passes | {"early": early(late)}
+    known = options.for_passes | {"late": late(program)}
     return passes.run(program, known, until=until, behind=last, verify=Verifier(), observe=observe)
 
 

@@ -31,10 +31,8 @@ RECV: Mapping[Way, ActionKind] = {"F": "RECV_F", "B": "RECV_B"}
 WAYS: Mapping[str, Way] = {"F": "F", "B": "B", "I": "B"}  # which a computation reads and makes
 
 
-def schedule(
-    program: Program, *, kind: str = "1f1b", table: Table | None = None, early: tuple[str, ...] = ()
-) -> Program:
-    """Set the actions of every pipeline rank, and which of a stage's gather ahead for the action after them.
+def schedule(program: Program, *, kind: str = "1f1b", table: Table | None = None) -> Program:
+    """Set the actions of every pipeline rank.
 
     Raises PartcError P0406 if the schedule can't take so many stages, P0411 if a stage reads from
     two that don't send in the same order.
@@ -44,7 +42,6 @@ def schedule(
     links = _Links.of(program, rows)
     return replace(
         program,
-        early=early,
         schedule=tuple(
             (*links.around(row), *(Action(stage=stage, kind="REDUCE_GRAD") for stage in program.stages_at(rank)))
             for rank, row in enumerate(rows)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.communication.events import Collective, CommunicationPlan, Event, Transfer, events
+from partc.communication.exchanges import Collective
+from partc.communication.execution import CommunicationPlan, Event, Transfer, events
 from partc.errors import InternalError
 from partc.ir.mesh import Mesh
 from partc.passes.check import check, prove

@@ -42,6 +42,7 @@ from partc.ir.program import (
     Value,
 )
 from partc.package.verify import verify
+from partc.passes.actions import actions
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -187,7 +188,7 @@ def with_rows(head: Region, rows: int) -> Region:
     return replace(head, backward=replace(head.backward, ops=ops))
 
 
-def actions(text: str) -> tuple[Action, ...]:
+def row(text: str) -> tuple[Action, ...]:
     """Stage 0 or 1 of a schedule from words like F0 and RECV_B1."""
     stage, *words = text.split()
     kinds = [(word.rstrip("0123456789"), word[len(word.rstrip("0123456789")) :]) for word in words]
@@ -237,7 +238,7 @@ def classifier(blocks: int, mesh: str) -> Program:
         if last
         else ("0 F0 B0 F1 B1 REDUCE_GRAD",)
     )
-    return Program(
+    program = Program(
         name="classifier",
         mesh=parsed,
         microbatches=2,
@@ -247,13 +248,14 @@ def classifier(blocks: int, mesh: str) -> Program:
         regions=(COUNT, BLOCK, with_rows(HEAD, 8 // parsed.axis("dp") // 2)),
         calls=tuple(calls),
         transfers=(Transfer(value=names[cut], source=0, target=1, gradient=True),) if last else (),
-        schedule=tuple(map(actions, schedule)),
+        schedule=tuple(map(row, schedule)),
     )
+    return actions(program)
 
 
 def emitted(program: Program, blocks: int = 2) -> dict[str, str]:
     source = MODEL.replace("range(2)", f"range({blocks})")
-    return render(program, model_source=source, options={}, seed=0, precision="fp64")
+    return render(actions(program), model_source=source, options={}, seed=0, precision="fp64")
 
 
 def write(folder: Path, texts: dict[str, str]) -> Path:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import partc
-from partc.communication.events import Collective, CommunicationPlan, events
+from partc.communication.exchanges import Collective
+from partc.communication.execution import CommunicationPlan, events
 from tests import prefork
 from tests.zoo import MODELS
 

@@ -41,7 +41,7 @@ def test_the_finished_program_is_shown_and_parses(capsys: pytest.CaptureFixture[
 def test_after_every_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     program = parse(shown(capsys, "--after", name))
     assert (len(program.regions) > 1) == (name not in ("trace", "normalize", "simplify", "pad"))
-    assert bool(program.schedule) == (name in ("schedule", "check"))
+    assert bool(program.schedule) == (name in ("schedule", "actions", "prefetch", "check"))
 
 
 def test_one_region_with_sources(capsys: pytest.CaptureFixture[str]) -> None:

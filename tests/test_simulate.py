@@ -157,14 +157,14 @@ class _Stage:
         self.peak[0] = max(self.peak[0], len(self.alive))
         return {}, made
 
-    def backward(self, saved: _Activations, gradients: object) -> dict[str, Any]:
+    def backward(self, saved: _Activations, gradients: object, last: bool) -> dict[str, Any]:
         assert saved in self.alive
         return {}
 
     def backward_input(self, saved: _Activations, gradients: object) -> tuple[dict[str, Any], _Activations]:
         return {}, saved
 
-    def backward_weight(self, kept: _Activations) -> None:
+    def backward_weight(self, kept: _Activations, last: bool) -> None:
         assert kept in self.alive
 
     def reduce_gradients(self) -> None: ...

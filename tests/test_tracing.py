@@ -14,7 +14,8 @@ import pytest
 
 import partc
 from partc.cli import main
-from partc.communication.events import Collective, events
+from partc.communication.exchanges import Collective
+from partc.communication.execution import events
 from partc.cost.forecast import Forecast
 from partc.cost.simulation import timeline
 from partc.ir.program import ITEMSIZE

@@ -13,7 +13,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import partc
-from partc.communication.events import Collective, events
+from partc.communication.exchanges import Collective
+from partc.communication.execution import events
 from partc.errors import PartcError
 from partc.ir.mesh import Mesh
 from partc.ir.parser import parse
@@ -55,14 +56,14 @@ def test_each_parameter_is_cut_where_it_divides(level: int) -> None:
         assert_expected_inline(
             "\n".join(lines),
             """\
-program net mesh dp=2,tp=2 microbatches 1 loss loss zero 1
-parameter up.weight: f32[3 · 4@tp,dp, 4] gather(dp)
-parameter norm.weight: f32[5, 4@dp] reduce(tp) gather(dp)
+program net mesh dp=2,tp=2 microbatches 1 loss loss
+parameter up.weight: f32[3 · 4@tp,dp, 4] gather(dp) zero 1
+parameter norm.weight: f32[5, 4@dp] reduce(tp) gather(dp) zero 1
 parameter scale: f32[] reduce(dp,tp)
 constant table: f32[6, 2]""",
         )
     else:
-        assert lines[-1] == "constant table: f32[6@dp, 2] gather(dp)"
+        assert lines[-1] == "constant table: f32[6@dp, 2] gather(dp) zero 3"
     assert print_program(parse(parted)) == parted
 
 
@@ -195,7 +196,7 @@ def test_what_ranks_hold(level: int) -> None:
 @pytest.mark.parametrize(
     ("level", "gathers", "scatters"),
     [(0, {}, {}), (1, {"start": 1, "update": 1}, {"B": 1}), (2, {"start": 1, "update": 1}, {"B": 2}),
-     (3, {"prepare": 1}, {"B": 2})],  # what all actions read is gathered once, as the step begins
+     (3, {"UNSHARD": 1}, {"B": 2})],  # what all actions read is gathered once, as the step begins
 )  # fmt: skip
 def test_when_parts_move(level: int, gathers: dict[str, int], scatters: dict[str, int]) -> None:
     """One collective per region, direction and microbatch at most: not one for each parameter."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from partc.codegen.kernels.cross_entropy import LOWEST
 from partc.codegen.kernels.kernel import Configuration
 from partc.communication.descriptions import readable_bytes
-from partc.communication.parts import Parts
+from partc.communication.exchanges import Exchanges
 from partc.ir.program import ITEMSIZE, DType, Parameter, Program
 from partc.rules.kernels import CHUNKED
 from partc.runtime.comm import compression
@@ -107,7 +107,7 @@ def written(program: Program) -> Iterator[FixedKernels]:
     sizes = sorted({ITEMSIZE[parameter.type.dtype] for parameter in trained})
     if not sizes:
         return
-    read = Parts(program).read
+    read = Exchanges(program).read
     for name, times in (("adamw", 7), ("sgd", 3)):
         moved = max(
             sum(_updated(item, times, read[item.name], program) for item in trained if item.name in names)

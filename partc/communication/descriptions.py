@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
-from partc.communication.parts import Move
+from partc.communication.exchanges import Levels
 from partc.ir.layout import Partial, Sizes
 from partc.ir.program import VIEWS, Graph, Op, TensorType
 
@@ -82,15 +82,16 @@ def comment(
             )
 
 
-def moved(moves: Sequence[Move]) -> str:
-    """`all-gather 53.0 KiB over dp`: collectives of one kind, over shards."""
+def moved(levels: Levels, axes: Sizes) -> str:
+    """`all-gather 53.0 KiB over dp`: an exchange of parameters or gradients, by the bytes that a rank receives."""
     sizes: dict[str, int] = {}
-    for move in sorted(moves, key=lambda move: move.turn):
-        coded = f" in {_CODES[move.dtype]}" if move.op == "all_to_all" else ""
-        over = f"{','.join(move.axes)}{coded}"
-        sizes[over] = sizes.get(over, 0) + move.received
+    for collective in (each for level in levels for each in level):
+        coded = f" in {_CODES[collective.dtype]}" if collective.op == "all_to_all" else ""
+        over = f"{','.join(collective.axes)}{coded}"
+        sizes[over] = sizes.get(over, 0) + collective.received(axes)
     words = (f"{readable_bytes(size)} over {over}" for over, size in sizes.items())
-    return f"{NAMES['all_gather' if moves[0].op == 'all_gather' else 'reduce_scatter']} {', then '.join(words)}"
+    gathered = levels[0][0].op == "all_gather"
+    return f"{NAMES['all_gather' if gathered else 'reduce_scatter']} {', then '.join(words)}"
 
 
 def readable_bytes(count: int) -> str:

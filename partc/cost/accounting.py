@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
-from partc.communication.descriptions import local_bytes, moved_bytes
-from partc.communication.reductions import Reductions
-from partc.communication.turns import moves_of_step
+from partc.communication.descriptions import moved_bytes
+from partc.communication.exchanges import Exchanges, graph_of
+from partc.communication.execution import Execution, GraphRun, Start, Transfer
 from partc.errors import Source
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS
-from partc.ir.program import Op, Program, Region, TensorType
+from partc.ir.program import GraphKind, Op, Program, Region, TensorType
 from partc.rules import flops, resolve
 from partc.sharding.choices import axis_order, choice_on
 
@@ -32,67 +31,45 @@ class ReplicatedOp:
 def communication(program: Program) -> dict[str, int]:
     """Bytes that one rank receives per step over each axis, at the pipeline coordinate that receives most.
 
-    Gradients that are summed over several axes at once are counted under their names joined: "dp,tp".
+    Collectives over several axes at once are counted under their names joined: "dp,tp". The loss doesn't count.
     """
     busiest: dict[str, int] = {name: 0 for name in program.mesh.names}
+    exchanges = Exchanges(program)
+    inside = _inside(program)
     for place in range(program.mesh.axis(PIPELINE_AXIS)):
-        found: dict[str, int] = {}
-        kinds = (_collectives, _reductions, _transfers)
-        each = (kind(program, stage) for stage in program.stages_at(place) for kind in kinds)
-        for axis, size in chain(_parts(program, place), *each):
-            found[axis] = found.get(axis, 0) + size
+        found: Counter[str] = Counter()
+        each = [steps for _, steps in Execution(program, place, exchanges).step()]
+        times = Counter(map(id, each))
+        for steps in {id(steps): steps for steps in each}.values():
+            here: Counter[str] = Counter()
+            for step in steps:
+                match step:
+                    case Start() if step.collective.shape:
+                        axes = ",".join(step.collective.axes) or PIPELINE_AXIS
+                        here[axes] += step.collective.received(program.sizes)
+                    case Transfer(kind="recv"):
+                        here[PIPELINE_AXIS] += step.bytes
+                    case GraphRun():
+                        here.update(inside[step.call.region, step.kind])
+            found.update({axis: size * times[id(steps)] for axis, size in here.items()})
         for axis, size in found.items():
             busiest[axis] = max(busiest.get(axis, 0), size)
     return busiest
 
 
-def _collectives(program: Program, stage: int) -> Iterator[tuple[str, int]]:
-    regions = {region.name: list(_region_bytes(region, program)) for region in program.regions}
-    phases = {region.name: region.phase for region in program.regions}
-    for call in program.calls:
-        if call.stage == stage and phases[call.region] != "setup":
-            times = program.microbatches if phases[call.region] == "microbatch" else 1
-            for axis, size in regions[call.region]:
-                yield axis, times * size
-
-
-def _region_bytes(region: Region, program: Program) -> Iterator[tuple[str, int]]:
-    for graph in region.graphs:
-        types = region.types(graph)
-        for op in graph.ops:
-            size = moved_bytes(op, types, program.sizes)
-            if size:
-                yield str(dict(op.attrs)["axis"]), size
-
-
-def _reductions(program: Program, stage: int) -> Iterator[tuple[str, int]]:
-    """Gradients, once per step: over the axes where ranks hold copies, and over the stages that share a weight."""
-    reductions = Reductions(program, stage)
-    for bucket in reductions.buckets:
-        for dtype, size in reductions.pieces(bucket.parameters) if not bucket.scattered else ():
-            for part in reductions.sums(dtype, size, bucket.over):
-                yield ",".join(part.axes), part.received(math.prod(program.sizes[axis] for axis in part.axes))
-    for parameter in reductions.trained:
-        sharers = reductions.sharers(parameter)
-        if sharers:
-            size = local_bytes(parameter.type, program.sizes)
-            yield PIPELINE_AXIS, 2 * size * (len(sharers) - 1) // len(sharers)
-
-
-def _parts(program: Program, place: int) -> Iterator[tuple[str, int]]:
-    """What ranks hold in parts: gathered and scattered around calls, and once per step."""
-    for move in moves_of_step(program, place):
-        yield ",".join(move.axes), move.received
-
-
-def _transfers(program: Program, stage: int) -> Iterator[tuple[str, int]]:
-    types = program.value_types()
-    for transfer in program.transfers:
-        if not program.travels(transfer):
-            continue
-        size = program.microbatches * local_bytes(types[transfer.value], program.sizes)
-        if transfer.target == stage or (transfer.gradient and transfer.source == stage):
-            yield PIPELINE_AXIS, size
+def _inside(program: Program) -> dict[tuple[str, GraphKind], Counter[str]]:
+    """By region and graph, the bytes that a rank receives over each axis."""
+    found: dict[tuple[str, GraphKind], Counter[str]] = {}
+    kinds: tuple[GraphKind, ...] = ("F", "B", "I", "W")
+    for region in program.regions:
+        for kind in kinds:
+            counts = found[region.name, kind] = Counter()
+            graph = graph_of(region, kind)
+            types = region.types(graph) if graph is not None else {}
+            for op in graph.ops if graph is not None else ():
+                if size := moved_bytes(op, types, program.sizes):
+                    counts[str(dict(op.attrs)["axis"])] += size
+    return found
 
 
 def replicated_ops(program: Program) -> tuple[ReplicatedOp, ...]:

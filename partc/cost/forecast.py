@@ -6,18 +6,17 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, takewhile
 
 from partc.communication.descriptions import comment
-from partc.communication.events import Collective, Transfer, events
-from partc.communication.parts import Move, Parts, graph_of
-from partc.communication.reductions import Bucket, Reductions, Sum
-from partc.communication.turns import Around, Course, Scatters, Turn, Turns
+from partc.communication.exchanges import Collective, Exchanges, graph_of
+from partc.communication.execution import Execution, GraphRun, Start, Step, Wait
 from partc.cost.laid import Laid, Layout, Segment
 from partc.cost.roofline import H100, Machine, seconds
 from partc.cost.simulation import Durations, Timeline, timeline
 from partc.ir.collectives import cost
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import ITEMSIZE, MOVING, Action, Call, Graph, Op, Program, TensorType
+from partc.ir.program import MOVING, Action, Call, Graph, Op, Program, TensorType
 
 # Bytes that AdamW reads and writes for each one of a parameter, its gradient and two moments: 4 and 3 times.
 _UPDATE = 7
@@ -52,18 +51,20 @@ class Forecast:
     machine: Machine = H100
     scale: Scale = Scale()
 
-    def laid(self, stage: int, kind: str, microbatch: int | None = None, *, last: bool = False) -> Laid:
-        """One run of a stage's action: F, B, I, W or REDUCE_GRAD; with `last`, the backward before the update.
+    def laid(self, stage: int, kind: str, microbatch: int | None = None, *, updates: bool = True) -> Laid:
+        """One run of a stage's action: F, B, I, W or REDUCE_GRAD. Without a `microbatch`, the last of the step.
 
-        Without a `microbatch`, the last of the step.
+        Without `updates`, it is of a batch whose gradients are only accumulated.
         """
-        around = self._around.get((stage, kind, microbatch), ())
-        key = stage, kind, around, last
+        steps = (self._steps if updates else self._accumulating).get((stage, kind, microbatch), ())
+        key = id(steps), kind
         if key not in self._laid:
-            self._laid[key] = (
-                self._reduction(stage) if kind == "REDUCE_GRAD" else self._action(stage, around, last=last)
-            )
+            self._laid[key] = self._lay(steps, self._carried(stage) if kind == "REDUCE_GRAD" else 0.0)
         return self._laid[key]
+
+    def _carried(self, stage: int) -> float:
+        """Seconds for which the collectives that a stage's last backward has started go on after it."""
+        return max(self.laid(stage, kind).carried for kind in ("B", "W"))
 
     def transfer(self, stage: int) -> float:
         """Seconds until what a stage has sent to the next ones has arrived, values or gradients."""
@@ -109,17 +110,11 @@ class Forecast:
         if each[place].seconds:
             yield Span(name="prepare", start=0.0, laid=each[place])
         played = self.timeline.ranks[place]
-        final = {span.compute.stage: span for span in played if span.compute.kind in ("B", "W")}
         spans = [
             Span(
                 name=str(span.compute),
                 start=begin + span.start,
-                laid=self.laid(
-                    span.compute.stage,
-                    span.compute.kind,
-                    span.compute.microbatch,
-                    last=final.get(span.compute.stage) == span,
-                ),
+                laid=self.laid(span.compute.stage, span.compute.kind, span.compute.microbatch),
             )
             for span in played
         ]
@@ -136,86 +131,51 @@ class Forecast:
             now += laid.seconds
 
     @cached_property
-    def _laid(self) -> dict[tuple[int, str, tuple[Around, ...], bool], Laid]:
+    def _laid(self) -> dict[tuple[int, str], Laid]:
         return {}
 
     @cached_property
-    def _courses(self) -> tuple[Course, ...]:
-        return tuple(map(Turns(self.program).course, range(self.program.mesh.axis(PIPELINE_AXIS))))
+    def _executions(self) -> tuple[tuple[tuple[Action | str, tuple[Step, ...]], ...], ...]:
+        """By pipeline coordinate, what its ranks do in a step."""
+        exchanges = Exchanges(self.program)
+        places = range(self.program.mesh.axis(PIPELINE_AXIS))
+        return tuple(tuple(Execution(self.program, place, exchanges).step()) for place in places)
 
     @cached_property
-    def _around(self) -> dict[tuple[int, str, int | None], tuple[Around, ...]]:
-        """By stage, kind and microbatch; with None the last of a kind. What was started before is there."""
-        found: dict[tuple[int, str, int | None], tuple[Around, ...]] = {}
-        for action, around in (item for course in self._courses for item in course.actions.items()):
-            found[action.stage, action.kind, action.microbatch] = around
-            found[action.stage, action.kind, None] = around
-        return found
+    def _steps(self) -> dict[tuple[int, str, int | None], tuple[Step, ...]]:
+        """By stage, kind and microbatch; with None the last of a kind."""
+        return _by_action(self._executions)
 
-    def _action(self, stage: int, around: tuple[Around, ...], *, last: bool) -> Laid:
-        regions = {region.name: region for region in self.program.regions}
-        layout, scatters = Layout(), Scatters()
-        inside: list[tuple[object, list[Segment]]] = []
-        for each in around:
-            graph = graph_of(regions[each.call.region], each.kind)
-            self._turns(layout, each.before)
-            if graph is not None:
-                self._run(layout, each.call, graph)
-            self._turns(layout, each.after)
-            if last and each.kind == self._parts.completing and graph is not None:
-                self._turns(layout, scatters.go_on())
-                for key, levels in inside:  # what was summed inside nodes goes on between them
-                    layout.wait(key)
-                    layout.start((key, 1), levels[1])
-                inside = []
-                for moves, why in self._scattered(stage, each.call.name):
-                    self._turns(layout, scatters.scatter(moves, why))
-                for index, levels in enumerate(self._summed(stage, each.call.name)):
-                    layout.start((each.call.name, index), levels[0])
-                    if len(levels) > 2:
-                        inside.append(((each.call.name, index), levels))
-        return layout.laid()
+    @cached_property
+    def _accumulating(self) -> dict[tuple[int, str, int | None], tuple[Step, ...]]:
+        """The same of a batch that no update follows."""
+        places = range(self.program.mesh.axis(PIPELINE_AXIS))
+        return _by_action([Execution(self.program, place).step(updates=False) for place in places])
 
-    def _turns(self, layout: Layout, turns: Iterable[Turn]) -> None:
-        for turn in turns:
-            if turn.move is None:
-                layout.wait(turn.key)
-            else:
-                layout.start(turn.key, self._move(turn.move, turn.why))
+    def _around(self, place: int, *names: str) -> tuple[Step, ...]:
+        """What a coordinate does outside of the actions of its stages."""
+        around = (
+            steps
+            for action, steps in self._executions[place]
+            if (action if isinstance(action, str) else action.kind) in names
+        )
+        return tuple(chain.from_iterable(around))
 
-    def _reduction(self, stage: int) -> Laid:
-        """What the last backward has started ends first; then what starts at the step's end."""
+    def _lay(self, steps: Iterable[Step], begin: float = 0.0) -> Laid:
+        """Steps one after the other; a wait for what an earlier action has started is over at once."""
         layout = Layout()
-        layout.now = max(self.laid(stage, kind, last=True).carried for kind in ("B", "W"))
-        name = str(Action(stage=stage, kind="REDUCE_GRAD"))
-        layout.whole(self._of_events(self.program.place(stage), {name}, "gradients are summed"))
+        layout.now = begin
+        for step in steps:
+            match step:
+                case Start():
+                    layout.start(step.key, self._collective(step.collective, step.why))
+                case Wait():
+                    layout.wait(step.key)
+                case GraphRun():
+                    graph = graph_of(self.program.region(step.call.region), step.kind)
+                    if graph is not None:
+                        self._run(layout, step.call, graph)
         return layout.laid()
-
-    def _buckets(self, stage: int, call: str) -> Iterator[tuple[Bucket, str]]:
-        """What starts to be summed after the last backward of a call, and why."""
-        for bucket in self._reductions[stage].buckets:
-            if bucket.after == call:
-                yield bucket, f"gradients that are complete after {call}"
-
-    def _scattered(self, stage: int, call: str) -> Iterator[tuple[Iterator[Move], str]]:
-        for bucket, why in self._buckets(stage, call):
-            if bucket.scattered:
-                yield self._parts.scattered_sums(bucket.parameters), why
-
-    def _summed(self, stage: int, call: str) -> Iterator[list[Segment]]:
-        """What each sum consists of, one after the other."""
-        reductions = self._reductions[stage]
-        for bucket, why in self._buckets(stage, call):
-            for dtype, size in reductions.pieces(bucket.parameters) if not bucket.scattered else ():
-                yield [self._level(level, why) for level in reductions.sums(dtype, size, bucket.over)]
-
-    @cached_property
-    def _reductions(self) -> tuple[Reductions, ...]:
-        return tuple(Reductions(self.program, stage) for stage in range(self.program.stages))
-
-    def _level(self, part: Sum, why: str) -> Segment:
-        size = part.size * ITEMSIZE[part.dtype]
-        return self._moving(part.op, ",".join(part.axes), self._ways(part.axes), size, why)
 
     def _run(self, layout: Layout, call: Call, graph: Graph) -> None:
         """A call's operations; the names of their results are the call's own."""
@@ -279,19 +239,12 @@ class Forecast:
 
     def once(self, place: int) -> Laid:
         """What the step decides from its whole batch, while what is read first is gathered."""
-        regions = {region.name: region for region in self.program.regions}
-        layout = Layout()
-        self._turns(layout, self._courses[place].opening)
-        for call in self.program.calls:
-            if regions[call.region].phase == "step" and self.program.place(call.stage) == place:
-                self._run(layout, call, regions[call.region].forward)
-        return layout.laid()
+        opening = takewhile(lambda item: item[0] != "prepare", self._executions[place])
+        gathers = chain.from_iterable(steps for _, steps in opening)
+        return self._lay((*gathers, *self._around(place, "prepare")))
 
     def _tail(self, place: int) -> Laid:
-        layout = Layout()
-        layout.whole(self._of_events(place, {"shared weights"}, "stages that share weights sum their gradients"))
-        layout.whole(self._of_events(place, {"loss"}, "the loss of the whole batch"))
-        return layout.laid()
+        return self._lay(self._around(place, "end"))
 
     def _update(self, place: int) -> Laid:
         """AdamW is bound by memory; then what every rank keeps whole is gathered."""
@@ -302,28 +255,12 @@ class Forecast:
         )
         layout = Layout()
         layout.work(self.scale.compute * (self.machine.start + _UPDATE * size / self.machine.memory))
-        layout.whole(self._of_events(place, {"update"}, "every rank keeps the updated parameters whole"))
-        return layout.laid()
+        gathers = self._lay(self._around(place, "update"), layout.now)
+        return replace(gathers, pieces=(*layout.pieces, *gathers.pieces))
 
-    def _of_events(self, place: int, actions: set[str], why: str) -> list[Segment]:
-        return [
-            self._collective(event, why)
-            for event in self._events[place]
-            if isinstance(event, Collective) and event.action in actions
-        ]
-
-    def _collective(self, event: Collective, why: str) -> Segment:
-        ways = len(event.places) or 1
-        for axis in event.axes:
-            ways *= self.program.sizes[axis]
-        size = ITEMSIZE[event.dtype]
-        for length in event.shape:
-            size *= length
-        return self._moving(event.op, ",".join(event.axes) or f"pp {','.join(map(str, event.places))}", ways, size, why)
-
-    def _move(self, move: Move, why: str) -> Segment:
-        size = move.size * ITEMSIZE[move.dtype] // (move.ways if move.op == "all_gather" else 1)
-        return self._moving(move.op, ",".join(move.axes), move.ways, size, why)
+    def _collective(self, collective: Collective, why: str) -> Segment:
+        over = ",".join(collective.axes) or f"pp {','.join(map(str, collective.places))}"
+        return self._moving(collective.op, over, collective.ways(self.program.sizes), collective.bytes, why)
 
     def collective(self, op: str, over: str, size: int) -> float:
         """Seconds of one, of `size` bytes of each rank, over axes ("dp,tp") or pipeline ranks ("pp 0,2")."""
@@ -337,14 +274,6 @@ class Forecast:
     def _moving(self, op: str, over: str, ways: int, size: int, why: str) -> Segment:
         takes = self.machine.meeting + cost(op, ways, size) / self.machine.link if ways > 1 else 0.0
         return Segment(seconds=self.scale.communication * takes, op=op, over=over, bytes=size, why=why)
-
-    @cached_property
-    def _events(self) -> tuple[tuple[Collective | Transfer, ...], ...]:
-        return events(self.program).places
-
-    @cached_property
-    def _parts(self) -> Parts:
-        return Parts(self.program)
 
     @cached_property
     def _types(self) -> dict[str, TensorType]:
@@ -385,3 +314,14 @@ class Forecast:
 
     def scaled(self, scale: Scale) -> Forecast:
         return replace(self, scale=scale)
+
+
+def _by_action(
+    executions: Iterable[Iterable[tuple[Action | str, tuple[Step, ...]]]],
+) -> dict[tuple[int, str, int | None], tuple[Step, ...]]:
+    found: dict[tuple[int, str, int | None], tuple[Step, ...]] = {}
+    for action, steps in chain.from_iterable(executions):
+        if isinstance(action, Action) and action.kind != "UNSHARD":
+            found[action.stage, action.kind, action.microbatch] = steps
+            found[action.stage, action.kind, None] = steps
+    return found

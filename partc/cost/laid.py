@@ -6,7 +6,6 @@ on while the rank computes, up to where it is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -69,15 +68,6 @@ class Layout:
 
     def wait(self, key: object) -> None:
         self.now = max(self.now, self._ends.pop(key, 0.0))
-
-    def whole(self, segments: Iterable[Segment]) -> None:
-        """Each waited for at once."""
-        for segment in segments:
-            if segment.op:
-                self.start("whole", segment)
-                self.wait("whole")
-            else:
-                self.work(segment.seconds)
 
     def laid(self) -> Laid:
         carried = max([0.0, *(end - self.now for end in self._ends.values())])

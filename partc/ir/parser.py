@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from partc.errors import PartcError, Source
+from partc.ir.folding import Item, Loop, Repeat, ranged, unfolded, unfolded_row
 from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
 from partc.ir.printer import CALL, NUMBER, WORDS
 from partc.ir.program import (
     Action,
     ActionKind,
+    ActionStatement,
     Arg,
+    Body,
+    BodyKind,
     Call,
     Choice,
     DType,
@@ -27,9 +31,11 @@ from partc.ir.program import (
     Program,
     Ref,
     Region,
+    Subject,
     TensorType,
     Transfer,
     Value,
+    Verb,
 )
 from partc.quoting import unquoted
 
@@ -42,6 +48,11 @@ _ANY = rf"(?:{_QUOTED}|[A-Za-z_0-9][\w.]*)"
 _NAME = f"({_ANY})"
 _NAMES = f"((?:{_ANY}(?:, {_ANY})*)?)"
 _KINDS = "|".join(sorted(get_args(ActionKind), key=len, reverse=True))
+_ACTION = rf"(\d+)({_KINDS})(\d+)?(?:>([\w,]+))?"
+_STATEMENT = (
+    rf"(last )?({'|'.join(get_args(Verb))}) ({'|'.join(get_args(Subject))})"
+    rf"(?: (?:ahead (\d)|\$(\d+)|({_ANY})))?(?: (?:->|<-) (\d+))?"
+)
 
 
 class _Malformed(Exception):
@@ -55,7 +66,7 @@ def parse(text: str) -> Program:
         if not line.strip():
             continue
         try:
-            reader.line(line.strip())
+            reader.line(line.strip(), indented=line.startswith("    "))
         except (_Malformed, ValueError, KeyError, AttributeError, PartcError) as error:
             raise PartcError(
                 "P0221",
@@ -95,6 +106,40 @@ class _Body:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A loop over calls being read."""
+
+    slots: tuple[tuple[Item, ...], ...]
+    statements: list[ActionStatement]
+    uses: list[int | None]
+
+
+def _flat(items: Iterable[ActionStatement | _Open]) -> Iterator[ActionStatement]:
+    for item in items:
+        if isinstance(item, ActionStatement):
+            yield item
+        else:
+            yield from unfolded(Loop(item.slots, tuple(item.statements), tuple(item.uses)))
+
+
+def _slot(text: str) -> tuple[Item, ...]:
+    """`$1 in blocks.0 to blocks.6, ahead 1`."""
+    found: list[Item] = []
+    for match in re.finditer(rf"ahead (\d)|({_ANY})(?: to ({_ANY}))?", text.split(" in ", 1)[1]):
+        first, last = _name(match[2] or ""), _name(match[3] or match[2] or "")
+        found.extend([int(match[1])] if match[1] else ranged(first, last))
+    return tuple(found)
+
+
+def _action(word: str) -> Action:
+    match = _matched(_ACTION, word)
+    kind: Any = match[2]
+    microbatch = None if match[3] is None else int(match[3])
+    ahead = tuple(match[4].split(",")) if match[4] else ()
+    return Action(stage=int(match[1]), kind=kind, microbatch=microbatch, ahead=ahead)
+
+
 class _TextReader:
     def __init__(self) -> None:
         self._head: Program | None = None
@@ -103,6 +148,7 @@ class _TextReader:
             key: [] for key in ("inputs", "values", "parameters", "calls", "transfers", "updates", "places", "schedule")
         }
         self._bodies: list[_Body] = []
+        self._actions: list[tuple[BodyKind, int, list[ActionStatement | _Open]]] = []
 
     def program(self) -> Program:
         if self._head is None:
@@ -111,10 +157,17 @@ class _TextReader:
             )
         parts: dict[str, Any] = {key: tuple(items) for key, items in self._parts.items()}
         return replace(
-            self._head, repeated=self._repeated, regions=tuple(body.region() for body in self._bodies), **parts
+            self._head,
+            repeated=self._repeated,
+            regions=tuple(body.region() for body in self._bodies),
+            bodies=tuple(
+                Body(kind=kind, index=index, statements=tuple(_flat(items))) for kind, index, items in self._actions
+            ),
+            **parts,
         )
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, *, indented: bool = False) -> None:
+        self._indented = indented  # a statement without a slot's number belongs to the loop above it
         if text.startswith("| "):
             self._inner(text.removeprefix("| "))
             return
@@ -124,7 +177,8 @@ class _TextReader:
             "constant": self._parameter, "repeated": self._repeat, "update": self._update, "call": self._call,
             "transfer": self._transfer, "places": self._places, "schedule": self._schedule, "region": self._region,
             "param": self._param, "forward": self._graph, "backward": self._graph, "weight": self._graph,
-            "saved": self._saved, "kept": self._kept, "return": self._return,
+            "saved": self._saved, "kept": self._kept, "return": self._return, "action": self._action,
+            "for": self._loop, "last": self._statement, **dict.fromkeys(get_args(Verb), self._statement),
         }  # fmt: skip
         is_operation = re.match(rf"{_NAME}(, {_NAME})*\s+= \w", text) and word != CALL
         if is_operation:
@@ -136,8 +190,8 @@ class _TextReader:
 
     def _program(self, text: str) -> None:
         match = _matched(
-            rf"program {_NAME} mesh (\S+) microbatches (\d+) loss {_NAME}(?: draws (\d+))?(?: zero (\d))?"
-            r"(?: near ([\w,]+))?(?: wire (\w+))?(?: compress (\w+))?(?: early ([\w,]+))?( compiled)?( fused)?",
+            rf"program {_NAME} mesh (\S+) microbatches (\d+) loss {_NAME}(?: draws (\d+))?"
+            r"(?: near ([\w,]+))?(?: wire (\w+))?(?: compress (\w+))?( compiled)?( fused)?",
             text,
         )
         self._head = Program(
@@ -146,13 +200,11 @@ class _TextReader:
             microbatches=int(match[3]),
             loss=_name(match[4]),
             draws=int(match[5] or 0),
-            zero=int(match[6] or 0),
-            near=tuple(match[7].split(",")) if match[7] else (),
-            wire=match[8] or "",
-            compress=match[9] or "",
-            early=tuple(match[10].split(",")) if match[10] else (),
-            compiled=bool(match[11]),
-            fused=bool(match[12]),
+            near=tuple(match[6].split(",")) if match[6] else (),
+            wire=match[7] or "",
+            compress=match[8] or "",
+            compiled=bool(match[9]),
+            fused=bool(match[10]),
         )
 
     def _input(self, text: str) -> None:
@@ -167,7 +219,7 @@ class _TextReader:
     def _parameter(self, text: str) -> None:
         pattern = (
             rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\({_NAMES}\))?(?: reduce\(([\w,]+)\))?"
-            rf"(?: gather\(([\w,]+)\))?(?: after\({_NAME}\))?(?: holds\(([\d,]+)\))?"
+            rf"(?: gather\(([\w,]+)\) zero (\d))?(?: after\({_NAME}\))?(?: holds\(([\d,]+)\))?"
         )
         match = _matched(pattern, text)
         self._parts["parameters"].append(
@@ -178,8 +230,9 @@ class _TextReader:
                 aliases=_names(match[4] or ""),
                 reduce=tuple(match[5].split(",")) if match[5] else (),
                 gather=tuple(match[6].split(",")) if match[6] else (),
-                after=_name(match[7]) if match[7] else "",
-                holds=tuple(map(int, match[8].split(","))) if match[8] else (),
+                zero=int(match[7] or 0),
+                after=_name(match[8]) if match[8] else "",
+                holds=tuple(map(int, match[9].split(","))) if match[9] else (),
             )
         )
 
@@ -214,13 +267,58 @@ class _TextReader:
     def _places(self, text: str) -> None:
         self._parts["places"].extend(int(_matched(r"(\d+)", word)[1]) for word in text.split()[1:])
 
+    def _action(self, text: str) -> None:
+        match = _matched(rf"action (\d+)({'|'.join(sorted(get_args(BodyKind), key=len, reverse=True))}):", text)
+        kind: Any = match[2]
+        self._actions.append((kind, int(match[1]), []))
+
+    def _loop(self, text: str) -> None:
+        heads = _matched(r"for (.*):", text)[1]
+        item = rf"(?:ahead \d|{_ANY})(?: to {_ANY})?"
+        slots = [_slot(found[0]) for found in re.finditer(rf"\$\d+ in {item}(?:, {item})*", heads)]
+        self._here_actions().append(_Open(tuple(slots), [], []))
+
+    def _statement(self, text: str) -> None:
+        match = _matched(_STATEMENT, text)
+        verb: Any = match[2]
+        subject: Any = match[3]
+        statement = ActionStatement(
+            verb=verb,
+            subject=subject,
+            of=_name(match[6]) if match[6] else "",
+            ahead=int(match[4] or 0),
+            peer=None if match[7] is None else int(match[7]),
+            last=bool(match[1]),
+        )
+        items = self._here_actions()
+        if match[5] or (items and isinstance(items[-1], _Open) and self._indented):
+            loop = items[-1] if items else None
+            if not isinstance(loop, _Open):
+                raise _Malformed("this stands in no loop")
+            loop.statements.append(statement)
+            loop.uses.append(int(match[5]) - 1 if match[5] else None)
+        else:
+            items.append(statement)
+
+    def _here_actions(self) -> list[ActionStatement | _Open]:
+        if not self._actions:
+            raise _Malformed("this stands in no action")
+        return self._actions[-1][2]
+
     def _schedule(self, text: str) -> None:
-        actions = []
-        for word in text.split(":", 1)[1].split():
-            match = _matched(rf"(\d+)({_KINDS})(\d+)?", word)
-            microbatch = None if match[3] is None else int(match[3])
-            kind: Any = match[2]
-            actions.append(Action(stage=int(match[1]), kind=kind, microbatch=microbatch))
+        actions: list[Action] = []
+        rest = text.split(":", 1)[1]
+        word = rf"\s*(?:(\d+) \* \(([^)]*)\)(?: by (\d+))?|{_ACTION})(?=\s|$)"
+        while rest.strip():
+            match = re.match(word, rest)
+            if match is None:
+                raise _Malformed(f"{rest.split()[0]!r} is no action")
+            if match[1]:
+                inner = tuple(_action(each) for each in match[2].split())
+                actions.extend(unfolded_row(Repeat(int(match[1]), int(match[3] or 1), inner)))
+            else:
+                actions.append(_action(match[0].strip()))
+            rest = rest[match.end() :]
         self._parts["schedule"].append(tuple(actions))
 
     def _region(self, text: str) -> None:

@@ -14,14 +14,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from partc.errors import Source
 from partc.ir.collectives import cost
+from partc.ir.folding import Item, folded, folded_row, ranges
 from partc.ir.layout import Sizes
 from partc.ir.program import (
     ITEMSIZE,
     VIEWS,
+    Action,
+    ActionStatement,
     Arg,
     Choice,
     DTypeArg,
@@ -49,11 +53,9 @@ def print_program(program: Program, *, sources: bool = False) -> str:
     lines = [
         f"program {written_name(program.name)} mesh {program.mesh} microbatches {program.microbatches}"
         f" loss {written_name(program.loss)}{f' draws {program.draws}' if program.draws else ''}"
-        f"{f' zero {program.zero}' if program.zero else ''}"
         f"{' near ' if program.near else ''}{','.join(program.near)}"
         f"{f' wire {program.wire}' if program.wire else ''}"
         f"{f' compress {program.compress}' if program.compress else ''}"
-        f"{' early ' if program.early else ''}{','.join(program.early)}"
         f"{' compiled' if program.compiled else ''}{' fused' if program.fused else ''}"
     ]
     lines += [f"input {written_name(name)}" for name in program.inputs]
@@ -73,7 +75,9 @@ def print_program(program: Program, *, sources: bool = False) -> str:
         gradient = " gradient" if transfer.gradient else ""
         lines.append(f"transfer {written_name(transfer.value)} {transfer.source} -> {transfer.target}{gradient}")
     lines += [f"places {' '.join(map(str, program.places))}"] if program.places else []
-    lines += [f"schedule {place}: {' '.join(map(str, actions))}" for place, actions in enumerate(program.schedule)]
+    for body in program.bodies:
+        lines += [f"action {body.name}:", *(f"  {line}" for line in _statements(body.statements))]
+    lines += [f"schedule {place}: {_row(actions)}" for place, actions in enumerate(program.schedule)]
     for region in program.regions:
         lines += ["", print_region(region, sources=sources, sizes=program.sizes).rstrip("\n")]
     return "\n".join(lines) + "\n"
@@ -182,10 +186,40 @@ def _declared(value: Value) -> str:
     return f"{written_name(value.name)}: {value.type}"
 
 
+def _statements(statements: Sequence[ActionStatement]) -> Iterator[str]:
+    for item in folded(statements):
+        if isinstance(item, ActionStatement):
+            yield item.text(written_name(item.of) if item.of else "")
+            continue
+        heads = (f"${number} in {_listed(slot)}" for number, slot in enumerate(item.slots, start=1))
+        yield f"for {'; '.join(heads)}:"
+        for statement, slot in zip(item.statements, item.uses, strict=True):
+            name = f"${slot + 1}" if slot is not None else ""
+            yield f"  {replace(statement, ahead=0).text(name)}"
+
+
+def _listed(items: Sequence[Item]) -> str:
+    """`blocks.0 to blocks.6, ahead 1`."""
+
+    def one(item: Item) -> str:
+        return f"ahead {item}" if isinstance(item, int) else written_name(item)
+
+    return ", ".join(one(a) if a == b else f"{one(a)} to {one(b)}" for a, b in ranges(items))
+
+
+def _row(actions: Sequence[Action]) -> str:
+    return " ".join(
+        str(item)
+        if isinstance(item, Action)
+        else f"{item.times} * ({' '.join(map(str, item.actions))}){f' by {item.by}' if item.by != 1 else ''}"
+        for item in folded_row(actions)
+    )
+
+
 def _parameter(parameter: Parameter) -> str:
     aliases = f" aliases({', '.join(map(written_name, parameter.aliases))})" if parameter.aliases else ""
     reduce = f" reduce({','.join(parameter.reduce)})" if parameter.reduce else ""
-    gather = f" gather({','.join(parameter.gather)})" if parameter.gather else ""
+    gather = f" gather({','.join(parameter.gather)}) zero {parameter.zero}" if parameter.gather else ""
     after = f" after({written_name(parameter.after)})" if parameter.after else ""
     holds = f" holds({','.join(map(str, parameter.holds))})" if parameter.holds else ""
     kind = "parameter" if parameter.trainable else "constant"

@@ -284,6 +284,7 @@ class Parameter:
     aliases: tuple[str, ...] = ()  # other names of the same tensor (tied weights)
     reduce: tuple[str, ...] = ()  # mesh axes over which its gradient is summed once per step
     gather: tuple[str, ...] = ()  # mesh axes over which parts of it are gathered for the calls that read it
+    zero: int = 0  # held in parts: only the optimizer's state (1), the gradient too (2), the parameter too (3)
     after: str = ""  # the call after whose last backward the sum of its gradient starts; else at the step's end
     holds: tuple[int, ...] = ()  # the model's own shape, where rows of zeros were added to it
 
@@ -298,7 +299,8 @@ class Transfer:
     gradient: bool
 
 
-ActionKind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD"]
+GraphKind = Literal["F", "B", "I", "W"]  # forward; backward, or its half for inputs; its half for weights
+ActionKind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "REDUCE_GRAD"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,14 +310,94 @@ class Action:
     B is the whole backward pass; I and W are its halves, the gradients of inputs and of weights. SEND_F sends a
     microbatch's values to every stage that reads them. RECV_F receives all values that the stage reads from other
     stages. SEND_B and RECV_B do the same for gradients.
+    `ahead` names the actions (0B) whose first gathers this one starts: 0F1>0B. UNSHARD does nothing else.
     """
 
     stage: int
     kind: ActionKind
     microbatch: int | None = None
+    ahead: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The action without what it gathers ahead: 2F0."""
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+        return f"{self.name}{'>' if self.ahead else ''}{','.join(self.ahead)}"
+
+
+Verb = Literal["start", "relay", "wait", "free", "run", "send", "receive"]
+Subject = Literal["gather", "refresh", "scatter", "sums", "shared", "loss", "update", "F", "B", "I", "W", "value"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionStatement:
+    """One line of an action's body.
+
+    run F CALL             the forward graph of a call; B, I and W likewise
+    start gather CALL      the whole parameters that a call reads, which stay until `free`; `refresh` those kept whole
+    start scatter CALL     the gradients that a call has made, to the ranks that hold the parts
+    start sums CALL        the buckets of gradients that are complete after a call's backward
+    relay ... CALL         where ranks share nodes: the second of two collectives, as soon as the first has ended
+    send VALUE -> STAGE    to a later stage, or a gradient to an earlier one; `receive` only says that a rank is ready
+
+    A gather that is started again before it was freed moves nothing. A wait for what has not been started is over at
+    once. `ahead` (1, 2) stands for a call's name: the first or second of what the actions after this one gather.
+    `last` restricts a statement to the stage's last backward before the update.
+    """
+
+    verb: Verb
+    subject: Subject
+    of: str = ""
+    ahead: int = 0
+    peer: int | None = None
+    last: bool = False
+
+    def __str__(self) -> str:
+        """Without the name's quotes, which the printer adds."""
+        return self.text(self.of)
+
+    def text(self, of: str) -> str:
+        name = f"ahead {self.ahead}" if self.ahead else of
+        arrow = {"send": f" -> {self.peer}"}.get(self.verb, f" <- {self.peer}") if self.peer is not None else ""
+        words = (("last",) if self.last else ()) + (self.verb, self.subject, name)
+        return " ".join(filter(None, words)) + arrow
+
+
+BodyKind = Literal[
+    "INIT",
+    "SETUP",
+    "PREPARE",
+    "F",
+    "B",
+    "I",
+    "W",
+    "SEND_F",
+    "RECV_F",
+    "SEND_B",
+    "RECV_B",
+    "REDUCE_GRAD",
+    "END",
+    "REFRESH",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """The statements of an action: of a stage, or (END) of a pipeline coordinate.
+
+    A rank runs INIT of its stages and SETUP of its stages once; then, each step, PREPARE of its stages, its schedule,
+    END, and REFRESH of its stages. UNSHARD at the head of a schedule runs before PREPARE.
+    """
+
+    kind: BodyKind
+    index: int
+    statements: tuple[ActionStatement, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.index}{self.kind}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,16 +409,13 @@ class Program:
     `updates` names the buffers that a microbatch changes, and the values that they take.
     `repeated` says that each microbatch is a batch of its own, whose loss counts by its share of the
     step: shapes are then those of one microbatch, and statistics and losses those of accumulated gradients.
-    `zero` says what is kept in parts where parameters are gathered: what the optimizer holds (1), gradients
-    too (2), parameters too (3).
     `near` names the axes whose ranks share a node, if others don't: sums of gradients go over both in turn.
     `wire` is what they travel in, "" for their own type; `compress` is what crosses nodes (everything, if `near`
     is empty): bf16 or int8, with error feedback.
-    `early` names actions of stages (0F) that gather what the action after them reads first, while they run.
     `compiled` says that torch.compile makes kernels of regions' functions; `fused`, that the package has its own.
     `draws` counts the random operations of a step, in the order in which one device runs them.
     `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
-    `schedule` holds one list of actions per coordinate on that axis.
+    `schedule` holds one list of actions per coordinate on that axis, `bodies` the statements that actions stand for.
     """
 
     name: str
@@ -349,11 +428,9 @@ class Program:
     calls: tuple[Call, ...] = ()
     loss: str = "loss"
     draws: int = 0
-    zero: int = 0
     near: tuple[str, ...] = ()
     wire: str = ""
     compress: str = ""
-    early: tuple[str, ...] = ()
     compiled: bool = False
     fused: bool = False
     updates: tuple[tuple[str, str], ...] = ()
@@ -361,6 +438,7 @@ class Program:
     transfers: tuple[Transfer, ...] = ()
     places: tuple[int, ...] = ()
     schedule: tuple[tuple[Action, ...], ...] = ()
+    bodies: tuple[Body, ...] = ()
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -373,6 +451,11 @@ class Program:
         types = self.value_types()
         sizes = [types[name].shape[0] for name in self.inputs if types[name].shape]
         return tuple(name for name in self.inputs if types[name].shape and types[name].shape[0] == sizes[0])
+
+    @property
+    def zero(self) -> int:
+        """The highest ZeRO level of a parameter."""
+        return max((parameter.zero for parameter in self.parameters), default=0)
 
     @property
     def stages(self) -> int:
@@ -395,6 +478,11 @@ class Program:
 
     def value_types(self) -> dict[str, TensorType]:
         return {value.name: value.type for value in self.values}
+
+    def body(self, kind: BodyKind, index: int) -> tuple[ActionStatement, ...]:
+        """The statements of an action; none where it has no body."""
+        found = (body.statements for body in self.bodies if (body.kind, body.index) == (kind, index))
+        return next(found, ())
 
     def parameter(self, name: str) -> Parameter:
         return next(parameter for parameter in self.parameters if parameter.name == name)

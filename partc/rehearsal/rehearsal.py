@@ -287,9 +287,9 @@ class _NamedParts(Parts):
 
         return Pending(finish, go_on)
 
-    def scatter(self, gradients: Mapping[str, Tensor]) -> None:
+    def scatter(self, gradients: Mapping[str, Tensor]) -> Pending[None]:
         with self._named("communication", "scattered gradients"):
-            super().scatter(gradients)
+            return super().scatter(gradients)
 
     def _named(self, category: str, name: str) -> AbstractContextManager[None]:
         assert isinstance(self._comm, _QuietComm)

@@ -183,7 +183,7 @@ def _reasons(intervals: Sequence[Interval], forecast: Forecast, place: int) -> d
         plans = [forecast.once(place)] if name == "prepare" else []
         if match:
             number = int(match[3]) if match[3] else None
-            plans += [forecast.laid(int(match[1]), match[2], number, last=last) for last in (False, True)]
+            plans += [forecast.laid(int(match[1]), match[2], number, updates=updates) for updates in (False, True)]
         for planned in (plan.collectives for plan in plans):
             if made == [(part.op, part.over) for part in planned]:
                 found.update((index, part.why) for index, part in zip(indices, planned, strict=True))

@@ -82,20 +82,21 @@ class Stage:
             saved.append(kept)
         return {"y_2": x}, saved
 
-    def backward(self, saved: list[Any], gradients: Values) -> Values:
+    def backward(self, saved: list[Any], gradients: Values, last: bool) -> Values:
         """From the gradients of sent values to those of received ones."""
         grad_x = gradients["y_2"]
         for p, g in zip(reversed(self.blocks), reversed(self.grad_blocks), strict=True):
             grad_x = block_backward(self.comm, p, g, grad_x, saved.pop())
         embed_backward(self.comm, self.grad_embed, grad_x, saved.pop())
-        # all-reduce 212.0 KiB over dp and all-reduce 1.0 KiB over dp,tp, which starts once the last microbatch has been
+        # all-reduce 212.0 KiB over dp and all-reduce 1.0 KiB over dp,tp: complete once the last microbatch has been
         # through
-        self.sums.start("embed")
+        if last:
+            self.sums.start("embed")
         return {}
 
     def reduce_gradients(self) -> None:
         """After the last microbatch: sum the gradients that several ranks have contributions to."""
-        self.sums.finish()
+        self.sums.wait()
 
     def refresh(self) -> None:
         """After the optimizer's update: gather the parameters that every rank keeps whole."""

@@ -85,20 +85,21 @@ class Stage:
         saved.append(kept)
         return {"loss": loss}, saved
 
-    def backward(self, saved: list[Any], gradients: Values) -> Values:
+    def backward(self, saved: list[Any], gradients: Values, last: bool) -> Values:
         """From the gradients of sent values to those of received ones."""
         grad_loss = torch.ones((), dtype=torch.float32, device=self.comm.device)
         grad_x = head_backward(self.comm, self.head, self.grad_head, grad_loss, saved.pop())
         for i, p, g in zip(reversed(range(2, 4)), reversed(self.blocks), reversed(self.grad_blocks), strict=True):
             grad_x = block_backward(self.comm, p, g, grad_x, saved.pop())
-            # all-reduce 1.2 KiB over dp,tp and all-reduce 212.0 KiB over dp, which starts once the last microbatch has
-            # been through
-            self.sums.start(f"blocks.{i}")
+            # all-reduce 1.2 KiB over dp,tp and all-reduce 212.0 KiB over dp: complete once the last microbatch has been
+            # through
+            if last:
+                self.sums.start(f"blocks.{i}")
         return {"y_2": grad_x}
 
     def reduce_gradients(self) -> None:
         """After the last microbatch: sum the gradients that several ranks have contributions to."""
-        self.sums.finish()
+        self.sums.wait()
 
     def refresh(self) -> None:
         """After the optimizer's update: gather the parameters that every rank keeps whole."""

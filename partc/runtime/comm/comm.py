@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -244,8 +244,6 @@ class Comm:
         for name, axis in groups.items():
             axis.name, axis.clock = name, self.clock
         self.mb = Axis()  # microbatches: an axis in time, where only `take` and `put` make sense
-        self.whole: Iterator[Any] = iter(())  # parameters that ranks hold in parts, as the calls of a step read them
-        self.last = True  # whether gradients are complete after this backward pass
         self.draws = 0  # random operations of a microbatch, where each one draws its own
         self.seed = 0
         self.step = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -13,21 +14,26 @@ from torch import Tensor
 from ..comm.comm import Axis, Comm, Pending
 from ..layout import Received, Shard
 from ..ops.accumulation import Gradient, settled
-from .parts import Unit, ahead
+from .parts import NOTHING, Unit
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d*)")
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|REDUCE_GRAD|F|B|I|W)(\d*)(?:>([\dFBIW,]+))?")
+_AHEAD = re.compile(r"(\d+)([FBIW])")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What to do next, and for which microbatch: 2F0, 0SEND_F1, 1REDUCE_GRAD."""
+    """An entry of the schedule: 2F0, 0SEND_F1, 1REDUCE_GRAD.
+
+    `ahead` are the actions (stage and kind) whose first gathers this one starts: 0F1>0B.
+    """
 
     stage: int
     kind: str
     microbatch: int
+    ahead: tuple[tuple[int, str], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{'' if self.kind == 'REDUCE_GRAD' else self.microbatch}"
+        return f"{self.stage}{self.kind}{'' if self.kind in ('UNSHARD', 'REDUCE_GRAD') else self.microbatch}"
 
 
 def parse_schedule(text: str) -> tuple[Action, ...]:
@@ -37,12 +43,17 @@ def parse_schedule(text: str) -> tuple[Action, ...]:
         match = _ACTION.fullmatch(word)
         if not match:
             raise ValueError(f"not an action: {word!r}")
-        actions.append(Action(int(match.group(1)), match.group(2), int(match.group(3) or 0)))
+        ahead = tuple((int(stage), kind) for stage, kind in _AHEAD.findall(match.group(4) or ""))
+        actions.append(Action(int(match.group(1)), match.group(2), int(match.group(3) or 0), ahead))
     return tuple(actions)
 
 
 class Stage(Protocol):
-    """What an emitted stage module offers: see any `stages/stage_<i>.py`."""
+    """An emitted stage module: see any `stages/stage_<i>.py`.
+
+    Where its calls gather parameters, `lookahead` is how many gathers of later actions an action starts, and `opens`
+    has, by kind of action, the first so many units that it gathers.
+    """
 
     parameters: dict[str, Shard]
     inputs: dict[str, Shard]
@@ -56,8 +67,10 @@ class Stage(Protocol):
 
     def setup(self) -> None: ...
     def prepare(self, batch: dict[str, Tensor]) -> None: ...
-    def forward(self, batch: dict[str, Tensor], received: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]: ...
-    def backward(self, saved: Any, gradients: dict[str, Tensor]) -> dict[str, Tensor]: ...
+    def forward(
+        self, batch: dict[str, Tensor], received: dict[str, Tensor], *ahead: Unit
+    ) -> tuple[dict[str, Tensor], Any]: ...
+    def backward(self, saved: Any, gradients: dict[str, Tensor], last: bool, *ahead: Unit) -> dict[str, Tensor]: ...
     def reduce_gradients(self) -> None: ...
     def refresh(self) -> None: ...
 
@@ -65,8 +78,10 @@ class Stage(Protocol):
 class SplitStage(Stage, Protocol):
     """A stage whose schedule runs the halves of its backward pass apart."""
 
-    def backward_input(self, saved: Any, gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]: ...
-    def backward_weight(self, kept: Any) -> None: ...
+    def backward_input(
+        self, saved: Any, gradients: dict[str, Tensor], *ahead: Unit
+    ) -> tuple[dict[str, Tensor], Any]: ...
+    def backward_weight(self, kept: Any, last: bool, *ahead: Unit) -> None: ...
 
 
 Slot = tuple[int, int]  # stage, microbatch
@@ -108,10 +123,43 @@ class Step:
         self.outgoing: dict[Slot, dict[str, Tensor]] = {}  # gradients of received values, from B or I to SEND_B
         self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
-    def run(self, action: Action) -> None:
-        stage, slot = self.stages[action.stage], (action.stage, action.microbatch)
+    def run(self, action: Action, *, last: bool = False) -> None:
+        """`last` says that it is the last backward of its stage before the update."""
+        stage: Any = self.stages[action.stage]
+        slot = action.stage, action.microbatch
         self.comm.mb = Axis(action.microbatch, len(self.microbatches))
-        getattr(self, f"_{action.kind.lower()}")(stage, slot)
+        ahead = self._ahead(action)
+        match action.kind:
+            case "F":
+                self._f(stage, slot, ahead)
+            case "B":
+                self._hand_back(stage, slot, stage.backward(self.saved.pop(slot), self._returned(slot), last, *ahead))
+            case "I":
+                self._i(stage, slot, ahead)
+            case "W":
+                stage.backward_weight(self.kept.pop(slot), last, *ahead)
+            case "SEND_F":
+                self._send_f(stage, slot)
+            case "RECV_F":
+                self._recv_f(stage, slot)
+            case "SEND_B":
+                self._send_b(stage, slot)
+            case "RECV_B":
+                self._recv_b(stage, slot)
+            case "UNSHARD":
+                for unit in ahead:
+                    unit.gather()
+            case "REDUCE_GRAD":
+                stage.reduce_gradients()
+
+    def _ahead(self, action: Action) -> list[Unit]:
+        """The units that later actions gather first, for this one to start; `NOTHING` in place of missing ones."""
+        stage: Any = self.stages[action.stage]
+        if action.kind != "UNSHARD" and action.kind not in getattr(stage, "opens", ()):
+            return []
+        others: Mapping[int, Any] = self.stages
+        units = [unit for number, kind in action.ahead for unit in others[number].opens[kind]]
+        return [*units, NOTHING, NOTHING][: stage.lookahead]
 
     def _recv_f(self, stage: Stage, slot: Slot) -> None:
         self.arriving[slot] = {
@@ -120,14 +168,14 @@ class Step:
             if origin.source not in self.stages
         }
 
-    def _f(self, stage: Stage, slot: Slot) -> None:
+    def _f(self, stage: Stage, slot: Slot, ahead: Sequence[Unit]) -> None:
         microbatch, received = slot[1], self.received.pop(slot, {})
         arriving = self.arriving.pop(slot, {})
         received.update((name, value.wait()) for name, value in arriving.items())
         for source in {stage.receives[name].source for name in arriving}:
             for earlier in self.told.get((source, microbatch), ()):
                 self.comm.taken((slot[0], source), earlier)
-        values, self.saved[slot] = stage.forward(self.microbatches[microbatch], received)
+        values, self.saved[slot] = stage.forward(self.microbatches[microbatch], received, *ahead)
         if stage.loss is not None:
             self.loss = values[stage.loss] if self.loss is None else self.loss + values[stage.loss]
         leaving: dict[str, Tensor] = {}
@@ -155,12 +203,8 @@ class Step:
             if target not in self.stages
         ]
 
-    def _b(self, stage: Stage, slot: Slot) -> None:
-        gradients = stage.backward(self.saved.pop(slot), self._returned(slot))
-        self._hand_back(stage, slot, gradients)
-
-    def _i(self, stage: SplitStage, slot: Slot) -> None:
-        gradients, self.kept[slot] = stage.backward_input(self.saved.pop(slot), self._returned(slot))
+    def _i(self, stage: SplitStage, slot: Slot, ahead: Sequence[Unit]) -> None:
+        gradients, self.kept[slot] = stage.backward_input(self.saved.pop(slot), self._returned(slot), *ahead)
         self._hand_back(stage, slot, gradients)
 
     def _returned(self, slot: Slot) -> dict[str, Tensor]:
@@ -171,9 +215,6 @@ class Step:
         for target in {target for name, _ in returning for target in self.stages[slot[0]].gradients_from[name]}:
             self.comm.taken((slot[0], target), slot[1])
         return self.incoming.pop(slot, {})
-
-    def _w(self, stage: SplitStage, slot: Slot) -> None:
-        stage.backward_weight(self.kept.pop(slot))
 
     def _hand_back(self, stage: Stage, slot: Slot, gradients: dict[str, Tensor]) -> None:
         leaving: dict[str, Tensor] = {}
@@ -196,9 +237,6 @@ class Step:
         there = self.incoming.setdefault(slot, {})
         there[name] = there[name] + gradient if name in there else gradient
 
-    def _reduce_grad(self, stage: Stage, slot: Slot) -> None:
-        stage.reduce_gradients()
-
 
 def run_step(
     stages: Mapping[int, Stage],
@@ -219,16 +257,17 @@ def run_step(
     """
     entering = comm.clock.entering
     entering("prepare", "work")
-    comm.whole = ahead(*(unit for action in actions for unit in _read(stages[action.stage], action.kind)))
+    step = Step(stages, comm, microbatches, told or {})
+    opening = list(takewhile(lambda action: action.kind == "UNSHARD", actions))
+    for action in opening:
+        step.run(action)
     for stage in stages.values():
         stage.prepare(batch)
-    step = Step(stages, comm, microbatches, told or {})
     final = {action.stage: action for action in actions if last and action.kind in ("B", "W")}
-    for action in actions:
+    for action in actions[len(opening) :]:
         if last or action.kind != "REDUCE_GRAD":
             entering(str(action), "work")
-            comm.last = action == final.get(action.stage)
-            step.run(action)
+            step.run(action, last=action == final.get(action.stage))
     entering("the sum of shared weights' gradients", "work")
     for ranks, gradients in _shared_gradients(stages).items() if last else ():
         comm.pipeline(ranks).reduce_gradients(gradients)
@@ -240,12 +279,6 @@ def run_step(
     entering("the last transfers of the step", "work")
     comm.drain()
     return loss
-
-
-def _read(stage: Stage, kind: str) -> Sequence[Unit | None]:
-    """What the calls of an action read, where ranks hold parts of it; with None, that the next one's has to wait."""
-    reads: Mapping[str, Sequence[Unit | None]] = getattr(stage, "reads", {})
-    return reads.get(kind, ())
 
 
 def _shared_gradients(stages: Mapping[int, Stage]) -> dict[tuple[int, ...], list[Tensor]]:

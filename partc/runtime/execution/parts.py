@@ -1,15 +1,13 @@
-"""Parameters that ranks hold in parts (ZeRO): gathered for the calls that read them, gradients scattered back.
+"""Parameters that ranks hold in parts (ZeRO): units that gather them for calls and scatter the gradients back.
 
-Both go on while a rank computes: a gather is started one call ahead, whichever action that call is of, and a sum of
-gradients is added to a rank's part when the next one starts, or at the step's end.
+The stage modules say when a unit gathers, waits and frees; nothing here starts or ends by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, groupby, islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,17 +18,15 @@ from ..comm.hierarchical import Levels
 from ..layout import DTYPES, Shard, cutting
 from ..ops.accumulation import Gradient, clear, settled
 
-T = TypeVar("T")
 Fields = Any  # the tuple class of a region's parameters, or one of it
 
 
 class Parts:
     """The parameters of a stage: this rank's parts of some, the whole of others.
 
-    What is gathered or scattered by one call of a method travels in one collective for each dtype; gradients
-    in `wire`, if that is given. Over ranks of which those on the axes `near` share a node, where others don't, it
-    goes inside nodes and between them in turn (see levels). `compress` is what gradients travel in between nodes, or
-    everywhere if `near` is empty.
+    What one unit gathers or scatters travels in one collective for each dtype; gradients in `wire`, if that is given.
+    Over ranks of which those on the axes `near` share a node, where others don't, it goes inside nodes and between them
+    in turn (see levels). `compress` is the code of gradients between nodes, or everywhere if `near` is empty.
     """
 
     def __init__(
@@ -54,11 +50,10 @@ class Parts:
         axes = {axis for shard in shards.values() for axis in cutting(shard.dims)}
         sizes = {name: comm.group((name,)).size for name in axes}
         self._seams = {name: shard.seam(sizes) for name, shard in shards.items() if shard.gather}
-        self._kept: dict[str, Tensor] = {}  # gathered, up to date after `refresh`
+        self._kept: dict[str, Tensor] = {}  # whole parameters, up to date after a step's end
         self._sums: dict[str, Tensor] = {}  # gradients of the whole, until `scatter_sums`
-        self._keeping: list[tuple[str, ...]] = []
         self._left: frozenset[str] = frozenset()
-        self._going: list[Pending[None]] = []  # sums of gradients
+        self._scattering: dict[Unit, Pending[None]] = {}
         self.compressed = dict(self._compressing()) if compress else {}
 
     def _compressing(self) -> Iterator[tuple[str, Scattered]]:
@@ -67,18 +62,19 @@ class Parts:
             if levels.far.size > 1:
                 yield name, Scattered(levels.far.size, gradient.numel())
 
-    @property
-    def turns(self) -> int:
-        """In how many what is gathered comes: one, or two where some of the ranks share a node."""
-        gathered = {shard.gather for shard in self._shards.values() if shard.gather}
-        return max((1 + Levels.of(self._comm, axes, self._near).both for axes in gathered), default=1)
-
     def unit(self, kind: Any, *names: str) -> Unit:
+        """Parameters that are whole only between `gather` and `free`."""
         return Unit(self, kind, names)
 
-    def gather(self, *names: str) -> Pending[list[Tensor]]:
-        """Start to gather the whole parameters, as calls read them."""
-        return self._gather(names, {})
+    def keep(self, kind: Any, *names: str) -> Unit:
+        """Parameters that stay whole; those that an earlier unit keeps are gathered by that one."""
+        new = tuple(name for name in names if name not in self._kept)
+        self._kept.update(zip(new, self.gather(new).wait(), strict=True))
+        return Kept(self, kind, names, tuple(name for name in new if self._shards[name].gather))
+
+    def gather(self, names: Sequence[str], *, kept: bool = False) -> Pending[list[Tensor]]:
+        """Start to gather whole parameters as calls read them, into the tensors of those that are kept."""
+        return self._gather(names, self._kept if kept else {})
 
     def _gather(self, names: Sequence[str], into: Mapping[str, Tensor]) -> Pending[list[Tensor]]:
         """`into` has tensors for the whole that are there already."""
@@ -121,17 +117,12 @@ class Parts:
 
         return Pending(finish, go_on)
 
-    def scatter(self, gradients: Mapping[str, Tensor]) -> None:
+    def scatter(self, gradients: Mapping[str, Tensor]) -> Pending[None]:
         """Start to add to each rank's part the sum of what all ranks have for it in these gradients of the whole.
 
-        What a rank holds whole is added to its own. Of what has been started before, sums inside nodes go on to
-        what is between them, and the others are waited for.
+        What a rank holds whole is added to its own at once.
         """
-        for going in self._taken():
-            if going.go_on():
-                self._going.append(going)
-            else:
-                going.wait()
+        going: list[Pending[None]] = []
         for name in gradients:
             if not self._shards[name].gather:
                 self._gradients[name].add_(gradients[name])
@@ -139,33 +130,31 @@ class Parts:
             dtype = self._wire or self._gradients[together[0]].dtype
             if not self.compressed and (axis := self._direct(levels, together)) is not None:
                 scattered = axis.start_reduce_scatter_many([gradients[name].to(dtype) for name in together])
-                self._going.append(scattered.then(partial(self._add_each, together)))
+                going.append(scattered.then(partial(self._add_each, together)))
                 continue
             rows = [levels.split(gradients[name], *self._seams[name]) for name in together]
             sizes = [row.shape[2] for row in rows]
             flat = _joined(rows, dtype)
             del rows
             across = partial(self._across, levels.far, together) if self.compressed else None
-            self._going.append(levels.start_reduce_scatter(flat, across).then(partial(self._add, together, sizes)))
+            going.append(levels.start_reduce_scatter(flat, across).then(partial(self._add, together, sizes)))
+
+        def finish() -> None:
+            while going:
+                going.pop(0).wait()
+
+        return Pending(finish, lambda: any([each.go_on() for each in going]))
 
     def _across(self, nodes: Axis, names: Sequence[str], x: Tensor) -> Pending[Tensor]:
         """Scatter between nodes, in few bits."""
         return Scattered.start(self._compress, nodes, [self.compressed[name] for name in names], x, self._comm.scale)
 
-    def go_on(self) -> None:
-        """Have sums inside nodes go on between them."""
-        _go_on(self._going)
-
     def settle(self) -> None:
-        """Wait for the sums that have been started."""
-        self.go_on()
-        for going in self._taken():
-            going.wait()
-
-    def _taken(self) -> Iterator[Pending[None]]:
-        """The sums that have been started, each let go of as it is taken."""
-        for _ in range(len(self._going)):
-            yield self._going.pop(0)
+        """Wait for all units' scatters."""
+        for going in self._scattering.values():
+            going.go_on()
+        for unit in list(self._scattering):
+            unit.settle()
 
     def _add(self, names: Sequence[str], sizes: Sequence[int], sums: Tensor) -> None:
         for name, part in zip(names, sums.split(list(sizes)), strict=True):
@@ -179,15 +168,8 @@ class Parts:
         """The axis over which these travel without copies: ranks hold consecutive rows of each of them."""
         return levels.direct if all(self._seams[name] == (0, 1) for name in names) else None
 
-    def keep(self, *names: str) -> list[Tensor]:
-        """The whole parameters, in tensors that `refresh` brings up to date."""
-        new = tuple(name for name in names if name not in self._kept)
-        self._kept.update(zip(new, self.gather(*new).wait(), strict=True))
-        self._keeping.append(new)
-        return [self._kept[name] for name in names]
-
     def cast(self) -> dict[str, Tensor]:
-        """Of what is kept, that which a rank holds whole and trains, and is read in other bits than it is held in."""
+        """Low-precision copies of trainable parameters that ranks hold whole; the optimizer refreshes them."""
         return {
             name: x
             for name, x in self._kept.items()
@@ -199,13 +181,10 @@ class Parts:
         self._left = frozenset(names)
 
     def refresh(self) -> None:
-        """After the optimizer's update."""
+        """After the optimizer's update: copy parameters that ranks hold whole, in another dtype than calls read."""
         for name, x in self._kept.items():
             if not self._shards[name].gather and name not in self._left and x is not self._held[name]:
                 x.copy_(self._held[name])
-        parted = [tuple(name for name in names if self._shards[name].gather) for names in self._keeping]
-        for _ in _ahead([(partial(self._gather, names, self._kept), 1) for names in parted], self.turns):
-            pass
 
     def sums(self, *names: str) -> list[Tensor | None]:
         """Gradients of the whole parameters, which `scatter_sums` scatters and clears."""
@@ -213,10 +192,10 @@ class Parts:
         self._sums.update((name, self._whole_gradient(name)) for name in new)
         return [self._sums.get(name) for name in names]
 
-    def scatter_sums(self, *names: str) -> None:
-        """After a step's last microbatch: start to scatter these."""
-        self.scatter({name: settled(self._sums[name]) for name in names})
-        self._going.append(Pending(partial(self._clear, names)))
+    def scatter_sums(self, *names: str) -> Pending[None]:
+        """After a step's last microbatch: start to scatter these, and clear them once they are there."""
+        going = self.scatter({name: settled(self._sums[name]) for name in names})
+        return going.then(lambda _: self._clear(names))
 
     def _clear(self, names: Sequence[str]) -> None:
         clear(self._sums[name] for name in names)
@@ -244,23 +223,88 @@ class Parts:
 class Unit:
     """The parameters of one call."""
 
+    whole: Fields  # from `wait` to `free`
+
     def __init__(self, parts: Parts, kind: Any, names: tuple[str, ...]) -> None:
         self._parts = parts
         self._kind = kind
         self._names = names
+        self._holds = 0
+        self._coming: Pending[list[Tensor]] | None = None
 
-    @property
-    def turns(self) -> int:
-        return self._parts.turns
+    def gather(self) -> None:
+        """Start to gather the whole parameters; if they are there, or on their way, they stay for one more `free`."""
+        self._holds += 1
+        if self._holds == 1:
+            self._coming = self._parts.gather(self._names)
 
-    def gather(self) -> Pending[Fields]:
-        """Start to gather the whole parameters."""
-        return self._parts.gather(*self._names).then(lambda whole: self._kind(*whole))
+    def relay(self) -> None:
+        """Where nodes are crossed: wait for what comes from other nodes, and start to gather inside the node."""
+        if self._coming is not None:
+            self._coming.go_on()
+
+    def wait(self) -> None:
+        """Have the whole parameters."""
+        if self._coming is not None:
+            coming, self._coming = self._coming, None
+            self.whole = self._kind(*coming.wait())
+
+    def free(self) -> None:
+        """The call is over; the memory goes unless the next action reads the same parameters."""
+        self._holds -= 1
+        if not self._holds:
+            del self.whole
 
     def scatter(self, gradients: Fields) -> None:
-        """Start to hand gradients of the whole parameters to the ranks that hold the parts."""
+        """Start to sum gradients of the whole parameters over the ranks that hold the parts."""
         named = zip(self._names, gradients, strict=True)
-        self._parts.scatter({name: gradient for name, gradient in named if gradient is not None})
+        going = self._parts.scatter({name: gradient for name, gradient in named if gradient is not None})
+        self._parts._scattering[self] = going
+
+    def relay_scatter(self) -> None:
+        """Where nodes are crossed: wait for the sum inside the node, and start the one between nodes."""
+        going = self._parts._scattering.get(self)
+        if going is not None:
+            going.go_on()
+
+    def settle(self) -> None:
+        """Add the sum, if one is on its way, to this rank's part."""
+        going = self._parts._scattering.pop(self, None)
+        if going is not None:
+            going.wait()
+
+
+class Kept(Unit):
+    """The parameters of one call, which stay whole and are gathered again after each update."""
+
+    def __init__(self, parts: Parts, kind: Any, names: tuple[str, ...], gathered: tuple[str, ...]) -> None:
+        super().__init__(parts, kind, names)
+        self.whole = kind(*(parts._kept[name] for name in names))
+        self._gathered = gathered
+
+    def gather(self) -> None:
+        self._coming = self._parts.gather(self._gathered, kept=True)
+
+    def wait(self) -> None:
+        if self._coming is not None:
+            coming, self._coming = self._coming, None
+            coming.wait()
+
+
+class Nothing(Unit):
+    """In the place of a unit where no action follows that gathers."""
+
+    def __init__(self) -> None:
+        pass
+
+    def gather(self) -> None:
+        pass
+
+    def relay(self) -> None:
+        pass
+
+
+NOTHING = Nothing()
 
 
 def _joined(rows: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
@@ -272,43 +316,3 @@ def _joined(rows: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     for place, row in zip(joined.split(sizes, -1), rows, strict=True):
         place.copy_(row)
     return joined
-
-
-def ahead(*units: Unit | None) -> Iterator[Fields]:
-    """The whole parameters of each in turn. The first gather starts at once, the others one unit ahead.
-
-    Where nodes are crossed, that is what goes on inside them; what crosses starts another unit ahead. What is read
-    several times in a row is gathered once. What comes after None is not gathered before it is taken.
-    """
-    turns = max((unit.turns for unit in units if unit is not None), default=1)
-    groups = [list(group) for between, group in groupby(units, key=lambda unit: unit is None) if not between]
-    runs = [[[*run] for _, run in groupby(group, key=id)] for group in groups]
-    gathers = [[(run[0].gather, len(run)) for run in group if run[0] is not None] for group in runs]
-    first = _ahead(gathers[0], turns) if gathers else iter(())
-    return chain(first, chain.from_iterable(_ahead(group, turns) for group in gathers[1:]))
-
-
-_Gather = Callable[[], Pending[T]]
-
-
-def _ahead(gathers: Iterable[tuple[_Gather[T], int]], turns: int) -> Iterator[T]:
-    """What each gather brings, so many times."""
-    starts = iter(gathers)
-    return _in_order([(start(), times) for start, times in islice(starts, turns)], starts)
-
-
-def _in_order(going: list[tuple[Pending[T], int]], starts: Iterator[tuple[_Gather[T], int]]) -> Iterator[T]:
-    # Nothing here keeps a hold of what was taken for the last time: it goes when the call that took it is over.
-    while going:
-        times = going[0][1]
-        whole = [going.pop(0)[0].wait()]
-        for _ in range(times - 1):
-            yield whole[0]
-        _go_on(coming for coming, _ in going)
-        going += [(start(), times) for start, times in islice(starts, 1)]
-        yield whole.pop()
-
-
-def _go_on(going: Iterable[Pending[T]]) -> None:
-    for each in going:
-        each.go_on()

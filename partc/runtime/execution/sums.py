@@ -1,4 +1,4 @@
-"""Gradients summed over ranks, in buckets: most start while backward goes on, and are waited for at the step's end.
+"""Sums of gradients over ranks, in buckets; the stage modules say when they start and when they are waited for.
 
 Where some ranks share a node and others don't, a sum goes over both in turn: each rank of a node gets a part of the
 node's sum, which is summed with the same parts of other nodes, and put together again. So only a part crosses nodes.
@@ -75,6 +75,7 @@ class Sums:
         for bucket in buckets:
             self._buckets.setdefault(bucket.after, []).append((bucket, bucket.among(shards)))
         self._going: list[_Going] = []
+        self._scattering: list[Pending[None]] = []
         self.compressed = dict(self._compressing()) if compress else {}
 
     def _compressing(self) -> Iterator[tuple[tuple[str, int], Compressed]]:
@@ -92,40 +93,47 @@ class Sums:
         near = tuple(axis for axis in bucket.over if axis in self._near)
         return near, tuple(axis for axis in bucket.over if axis not in self._near)
 
-    def start(self, call: str) -> None:
-        """After the backward of a call: if it was the last before the update, start what is complete."""
-        if not self._comm.last:
-            return
-        if self._parts is not None:
-            self._parts.go_on()
-        for going in self._going:
-            if going.inside:  # a node; what crosses nodes is not waited for here
-                going.advance()
-        self._begin(call)
+    def start(self, call: str = "") -> None:
+        """Start the sums of gradients that are complete after a call's last backward; by default, of the rest.
 
-    def finish(self) -> None:
-        """Wait for all that has been started, and sum the rest."""
-        self._complete()
-        self._begin("")
-        self._complete()
-
-    def _complete(self) -> None:
-        if self._parts is not None:
-            self._parts.settle()
-        while self._going:
-            if not self._going[0].advance():
-                del self._going[0]
-
-    def _begin(self, call: str) -> None:
+        One bucket is scattered at a time, or one inside nodes and one between them.
+        """
         for bucket, names in self._buckets.get(call, ()):
             if bucket.scatter and self._parts is not None:
-                self._parts.scatter_sums(*names)
+                before, self._scattering = self._scattering, []
+                for going in before:
+                    if going.go_on():
+                        self._scattering.append(going)
+                    else:
+                        going.wait()
+                self._scattering.append(self._parts.scatter_sums(*names))
                 if not call:  # what is summed next may be what each rank keeps of these
-                    self._parts.settle()
+                    self._settle()
                 continue
             near, far = self._split(bucket)
             for index, run in enumerate(runs([settled(self._gradients[name]) for name in names])):
                 self._going.append(_Going(self._sum(run, near, far, (names[0], index)), inside=bool(near and far)))
+
+    def relay(self) -> None:
+        """Where nodes are crossed: have what was summed inside the node go on between nodes."""
+        for scattered in self._scattering:
+            scattered.go_on()
+        for going in self._going:
+            if going.inside:
+                going.advance()
+
+    def wait(self) -> None:
+        """Wait for all sums that have been started."""
+        self._settle()
+        while self._going:
+            if not self._going[0].advance():
+                del self._going[0]
+
+    def _settle(self) -> None:
+        for going in self._scattering:
+            going.go_on()
+        while self._scattering:
+            self._scattering.pop(0).wait()
 
     def _sum(self, run: Tensor, near: tuple[str, ...], far: tuple[str, ...], piece: tuple[str, int]) -> Sum:
         x = run.to(DTYPES[self._wire]) if self._wire else run

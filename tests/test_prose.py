@@ -15,7 +15,7 @@ FORBIDDEN = re.compile(
 )
 # Communication around regions, which actions in the IR replace: nobody rewrites sentences that go.
 REPLACED = re.compile(
-    r"partc/(communication|runtime/execution)/|partc/cost/(accounting|forecast|laid)|partc/rehearsal/(early|rehearsal)\.py|"
+    r"partc/(communication|runtime/execution)/|partc/cost/(accounting|forecast|laid)|partc/rehearsal/rehearsal\.py|"
     r"codegen/(access|stages|steps|weights)\.py|passes/(bucket|check|overlap|schedule|zero)\.py|runtime/train/steps\.py"
 )
 TEMPLATE = re.compile(r'^ *"""(.*?)"""', re.MULTILINE | re.DOTALL)

@@ -108,15 +108,13 @@ class Exchanges:
         }
 
     def has_unit(self, call: Call) -> bool:
-        """Whether a call, or another one of its region in its stage, reads such parameters: they are emitted alike."""
-        return (call.stage, call.region) in self._with_units
+        """Whether a call, or another one of its region, reads such parameters: they are emitted alike."""
+        return call.region in self._with_units
 
     @cached_property
-    def _with_units(self) -> frozenset[tuple[int, str]]:
+    def _with_units(self) -> frozenset[str]:
         calls = self.program.calls
-        return frozenset(
-            (call.stage, call.region) for call in calls if any(name in self.parted for name in call.params)
-        )
+        return frozenset(call.region for call in calls if any(name in self.parted for name in call.params))
 
     def gathers(self, call: Call, kind: GraphKind) -> bool:
         """Whether a call gets whole parameters for one run, and frees them after it."""

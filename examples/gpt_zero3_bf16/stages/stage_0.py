@@ -12,7 +12,7 @@ from regions.head import HeadParams, head_backward, head_forward
 from regions.make_count import make_count
 from regions.rotary import rotary
 from runtime.comm.comm import Comm
-from runtime.execution.parts import Parts
+from runtime.execution.parts import Parts, Unit
 from runtime.execution.sums import Bucket, Sums
 from runtime.layout import Received, Shard
 from torch import Tensor
@@ -55,6 +55,7 @@ class Stage:
     # Gradients that are summed together, each bucket once the last microbatch has been back through `after`.
     buckets = (Bucket(over=("tp",), first="blocks.0.norm1.weight", last="norm.weight"),)
     shared: dict[tuple[int, ...], tuple[str, ...]] = {}
+    lookahead = 1
 
     def __init__(self, comm: Comm, parameters: Values, gradients: Values) -> None:
         self.comm = comm
@@ -64,11 +65,10 @@ class Stage:
         self.blocks = [self.parts.unit(BlockParams, *(f"blocks.{i}.{name}" for name in BLOCK)) for i in range(4)]
         self.head = self.parts.unit(HeadParams, "norm.weight", "head.weight")
         self.sums = Sums(comm, self.parameters, gradients, self.buckets, self.parts)
-        # What the calls of each action read, in order: gathered while the call before it runs, in this action or the
-        # one before. What is read twice in a row is gathered once.
-        self.reads = {
-            "F": [self.embed, *self.blocks, self.head],
-            "B": [self.head, *reversed(self.blocks)],
+        # The units that each action gathers first: the action before it starts them, and is given them as `ahead`.
+        self.opens = {
+            "F": (self.embed,),
+            "B": (self.head,),
         }
 
     def setup(self) -> None:
@@ -79,38 +79,58 @@ class Stage:
         """Values that depend on the whole of this rank's batch, once per step."""
         self.count = make_count(self.comm, batch["labels"])
 
-    def forward(self, batch: Values, received: Values) -> tuple[Values, list[Any]]:
+    def forward(self, batch: Values, received: Values, ahead: Unit) -> tuple[Values, list[Any]]:
         """One microbatch: the values that later stages (or the loss) read, and the tensors saved for backward."""
-        whole = self.comm.whole
         saved: list[Any] = []
-        # all-gather 8.0 KiB over dp: each rank holds a part
-        x, kept = embed_forward(self.comm, next(whole), batch["ids"])
+        self.embed.wait()
+        # all-gather 22.6 KiB over dp, while this call runs
+        self.blocks[0].gather()
+        x, kept = embed_forward(self.comm, self.embed.whole, batch["ids"])
+        self.embed.free()
         saved.append(kept)
-        for _ in range(4):
-            # all-gather 22.6 KiB over dp: each rank holds a part
-            x, kept = block_forward(self.comm, next(whole), x, self.cos, self.sin)
+        for unit, following in zip(self.blocks, (*self.blocks[1:], self.head), strict=True):
+            unit.wait()
+            # all-gather 22.6 KiB over dp, while this call runs; other calls: all-gather 8.1 KiB over dp
+            following.gather()
+            x, kept = block_forward(self.comm, unit.whole, x, self.cos, self.sin)
+            unit.free()
             saved.append(kept)
-        # all-gather 8.1 KiB over dp: each rank holds a part
-        loss, kept = head_forward(self.comm, next(whole), x, batch["labels"], self.count)
+        self.head.wait()
+        ahead.gather()
+        loss, kept = head_forward(self.comm, self.head.whole, x, batch["labels"], self.count)
+        self.head.free()
         saved.append(kept)
         return {"loss": loss}, saved
 
-    def backward(self, saved: list[Any], gradients: Values) -> Values:
+    def backward(self, saved: list[Any], gradients: Values, last: bool, ahead: Unit) -> Values:
         """From the gradients of sent values to those of received ones."""
-        whole = self.comm.whole
         grad_loss = torch.ones((), dtype=torch.float32, device=self.comm.device)
-        # all-gather 8.1 KiB over dp: each rank holds a part
-        grad_x, g = head_backward(self.comm, next(whole), grad_loss, saved.pop())
+        self.head.wait()
+        # all-gather 22.6 KiB over dp, while this call runs
+        self.blocks[3].gather()
+        grad_x, g = head_backward(self.comm, self.head.whole, grad_loss, saved.pop())
+        self.head.free()
+        self.embed.settle()
         # reduce-scatter 16.1 KiB over dp, until the next one starts: each rank keeps the sum for its part
         self.head.scatter(g)
         del g
-        for unit in reversed(self.blocks):
-            # all-gather 22.6 KiB over dp: each rank holds a part
-            grad_x, g = block_backward(self.comm, next(whole), grad_x, saved.pop())
+        for unit, following, former in zip(
+            reversed(self.blocks),
+            (*reversed(self.blocks[:3]), ahead),
+            (self.head, *reversed(self.blocks[1:])),
+            strict=True,
+        ):
+            unit.wait()
+            # all-gather 22.6 KiB over dp, while this call runs
+            following.gather()
+            grad_x, g = block_backward(self.comm, unit.whole, grad_x, saved.pop())
+            unit.free()
+            former.settle()
             # reduce-scatter 45.2 KiB over dp, until the next one starts: each rank keeps the sum for its part
             unit.scatter(g)
             del g
         g = embed_backward(self.comm, grad_x, saved.pop())
+        self.blocks[0].settle()
         # reduce-scatter 16.0 KiB over dp, until the next one starts: each rank keeps the sum for its part
         self.embed.scatter(g)
         del g
@@ -118,8 +138,10 @@ class Stage:
 
     def reduce_gradients(self) -> None:
         """After the last microbatch: sum the gradients that several ranks have contributions to."""
-        # all-reduce 1.1 KiB over tp, with what has been started
-        self.sums.finish()
+        self.embed.settle()
+        # all-reduce 1.1 KiB over tp
+        self.sums.start()
+        self.sums.wait()
 
     def refresh(self) -> None:
         """After the optimizer's update: gather the parameters that every rank keeps whole."""

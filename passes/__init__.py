@@ -170,11 +170,11 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="split",
         label="Split",
-        does="gradients of inputs and of weights are separated, if the schedule runs them separately",
+        does="gradients of inputs and of weights are separated, so that those of inputs are sent first",
         requires=("plain",),
         ensures=("split",),
         after=("recompute",),
-        options=("halves",),
+        options=("halves", "zero", "budget"),
     ),
     Pass(
         name="bias",

@@ -118,8 +118,9 @@ class _BodyWriter:
 
     @cached_property
     def _split(self) -> bool:
-        """Whether backward passes have two halves, the second of which completes gradients."""
-        return any(region.weight is not None for region in self.program.regions)
+        """Whether the stage's backward passes have two halves, the second of which completes gradients."""
+        apart = any(a.kind == "I" and a.stage == self.index for row in self.program.schedule for a in row)
+        return apart or self.index in self.program.split_stages
 
     @cached_property
     def _summed(self) -> frozenset[str]:

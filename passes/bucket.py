@@ -34,12 +34,16 @@ def bucket(
 ) -> Program:
     """Set the call `after` whose backward the sum of each parameter's gradient starts, and how sums are made.
 
-    With `halves` backward passes run as two: gradients are complete after the second.
+    With `halves` the backward passes of all stages run as two: gradients are complete after the second.
     """
     program = replace(program, near=near, wire=wire, compress=compress)
     if program.zero > 1:
         return program
-    after = {name: call for stage in range(program.stages) for name, call in _of_stage(program, stage, bucket, halves)}
+    after = {
+        name: call
+        for stage in range(program.stages)
+        for name, call in _of_stage(program, stage, bucket, halves or stage in program.split_stages)
+    }
     parameters = (replace(parameter, after=after.get(parameter.name, "")) for parameter in program.parameters)
     return replace(program, parameters=tuple(parameters))
 

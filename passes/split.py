@@ -22,6 +22,8 @@
       …
 
 Zero-bubble schedules run the second part when a rank would be idle (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
+Under all other schedules, a stage that returns gradients runs it right after it has sent them: the transfer overlaps
+with the gradients of weights, and the earlier stage starts sooner. A region that other stages call as well becomes two.
 Operations that the gradients of inputs need, collectives included, run in the first part; gradients of weights that
 these operations yield stay there.
 """
@@ -31,12 +33,53 @@ from __future__ import annotations
 from dataclasses import replace
 
 from partc.errors import InternalError
+from partc.ir.layout import Sizes
+from partc.ir.naming import unique
+from partc.ir.printer import COLLECTIVES
 from partc.ir.program import Graph, Program, Region, needed
 
 
-def split(program: Program, *, halves: bool = False) -> Program:
-    """Give every region with trained parameters a weight graph, if the schedule runs the `halves` separately."""
-    return replace(program, regions=tuple(map(_split, program.regions))) if halves else program
+def split(program: Program, *, halves: bool = False, zero: int = 0, budget: int | None = None) -> Program:
+    """Give regions with trained parameters a weight graph: all regions if the schedule runs the `halves` separately.
+
+    Otherwise regions of stages that return gradients, where this costs neither memory nor overlap with collectives.
+    Backward passes stay whole under ZeRO 2 and 3, which scatter all gradients of a call together, and under a memory
+    `budget`, which is met with whole passes.
+    """
+    if halves:
+        return replace(program, regions=tuple(map(_split, program.regions)))
+    return program if zero >= 2 or budget is not None else _sending_first(program)
+
+
+def _sending_first(program: Program) -> Program:
+    returning = {item.target for item in program.transfers if item.gradient and program.travels(item)}
+    taken = {region.name for region in program.regions}
+    renamed: dict[str, str] = {}
+    regions: list[Region] = []
+    for region in program.regions:
+        stages = {call.stage for call in program.calls if call.region == region.name}
+        halves = _split(region) if stages & returning else region
+        if not _worthwhile(halves, program.sizes):
+            regions.append(region)
+        elif stages <= returning:
+            regions.append(halves)
+        else:
+            renamed[region.name] = unique(region.name, taken)
+            regions += [region, replace(halves, name=renamed[region.name])]
+    calls = (
+        replace(call, region=renamed.get(call.region, call.region)) if call.stage in returning else call
+        for call in program.calls
+    )
+    return replace(program, regions=tuple(regions), calls=tuple(calls))
+
+
+def _worthwhile(region: Region, sizes: Sizes) -> bool:
+    """Whether the backward pass has no collectives to overlap with, and the second half reads no more bytes than it."""
+    if region.weight is None or region.backward is None:
+        return False
+    types = {value.name: value.type for graph in region.graphs for value in graph.definitions().values()}
+    kept, saved = (sum(types[name].local_bytes(sizes) for name in names) for names in (region.kept, region.saved))
+    return kept <= saved and not any(op.name in COLLECTIVES for op in region.backward.ops)
 
 
 def _split(region: Region) -> Region:

@@ -203,6 +203,7 @@ class Options:
             "low": LOW.get(self.precision),
             "casts": dict(map(_cast, self.casts)),
             "halves": self.split_backward,
+            "budget": self.budget,
             "zero": self.zero,
             "zero_axes": self.zero_axes,
             "recompute": self.recompute,

@@ -461,6 +461,12 @@ class Program:
     def stages(self) -> int:
         return 1 + max((call.stage for call in self.calls), default=0)
 
+    @property
+    def split_stages(self) -> frozenset[int]:
+        """The stages that call a region whose backward pass has two halves."""
+        split = {region.name for region in self.regions if region.weight is not None}
+        return frozenset(call.stage for call in self.calls if call.region in split)
+
     def place(self, stage: int) -> int:
         """The coordinate on the pipeline axis where a stage runs."""
         return self.places[stage] if self.places else stage

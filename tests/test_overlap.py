@@ -177,7 +177,9 @@ def test_sums_start_in_the_last_backward_alone(mesh: str, zero: int) -> None:
                 for action, found in steps
                 if any(isinstance(each, Start) and each.key[0] in ("sum", "bucket") for each in found)
             }
-            assert summing & {f"{place}B0", f"{place}B1"} == ({f"{place}B1"} if updates else set())
+            assert summing & {f"{place}{kind}{index}" for kind in "BIW" for index in range(2)} == (
+                {f"{place}{'W' if place in program.split_stages else 'B'}1"} if updates else set()
+            )
 
 
 def test_what_is_on_its_way_must_not_change() -> None:

@@ -33,7 +33,7 @@ def row(case: Case, megabits: int, ours: Measured, theirs: Measured) -> str:
     package += ", slept" if case is SLEPT else ""
     return (
         f"| {package} | {case.what} | {megabits} | {mine:.0f} | {other:.0f} "
-        f"| {mine / other:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
+        f"| {mine / other:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {ours.fastest / theirs.fastest:.2f} |"
     )
 
 
@@ -46,8 +46,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="after the first, at least 2")
     parser.add_argument("--steps", type=int, default=3, help="in each round")
     given = parser.parse_args()
-    print("| mesh | peer | Mbit/s | partc, ms | peer, ms | ratio (lowest to highest) |")
-    print("|---|---|---:|---:|---:|---|", flush=True)
+    print("| mesh | peer | Mbit/s | partc, ms | peer, ms | ratio (lowest to highest) | of the fastest steps |")
+    print("|---|---|---:|---:|---:|---|---:|", flush=True)
     wanted = [(case.peer, case, given.megabits) for case in CASES]
     wanted += [("slept", SLEPT, given.megabits), ("int8", COMPRESSED, given.megabits // 4)]
     for name, case, megabits in wanted:

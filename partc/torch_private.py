@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Where modules and weights keep the hooks that see gradients.
 GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-# The filter for the frames that a tracer records with an operation; by default it keeps those of modules only.
+# What of a call's frames a tracer keeps with an operation: by itself, those of modules alone.
 STACK_FILTER = "_filter_traceback_frames"
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
 def without_order() -> Iterator[None]:
     """Trace the checks of linear algebra as operations without effects.
 
-    Newer torch releases pass a token through a graph to keep their order, as one more input and output.
+    Newer releases of torch thread a token through a graph to keep their order, as one more input and output.
     """
     holder = simple_registry.singleton.find("aten::_linalg_check_errors").effect
     before = holder.effect

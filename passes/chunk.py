@@ -1,22 +1,19 @@
-"""Compute logits in chunks of rows; each chunk lives only as long as its part of the loss takes.
+"""Make logits in chunks of rows, each only as long as its part of the loss takes.
 
-    head             = linear(x, head.weight)
-    nll, nll_lse     = cross_entropy(head, labels, …)
-    saved count, head, labels, nll_lse, x
-    grad_head        = cross_entropy_backward(grad_nll, head, …)
-    grad_x           = linear_grad_input(grad_head, head.weight)
-    grad_head.weight = linear_grad_weight(grad_head, x)
-  ->
-    nll_max, … = linear_cross_entropy(x, head.weight, …, chunks=2)
-    nll_lse    = log_sum_exp(nll_max, nll_sums)
-    nll        = cross_entropy_rows(nll_lse, …)
-    saved count, x, labels, nll_lse
-    grad_x, grad_head.weight = linear_cross_entropy_backward(grad_nll, x, …)
+    forward:                                            forward:
+      logits = linear(x, w)                               most, sums, picked = linear_cross_entropy(x, w, labels, …)
+      nll, lse = cross_entropy(logits, labels, …)         lse = log_sum_exp(most, sums)
+      return nll                                   ->     nll = cross_entropy_rows(lse, picked, labels, …)
+    saved logits, labels, lse, x                        saved x, labels, lse
+    backward:                                           backward:
+      d = cross_entropy_backward(g, logits, …)            grad_x, grad_w = linear_cross_entropy_backward(g, x, w, …)
+      grad_x = linear_grad_input(d, w)
+      grad_w = linear_grad_weight(d, x)
 
-Backward repeats the product with the head's weight, a third of the product's total time, and at most one chunk of
-logits is in memory (Hsu et al. 2024, Liger Kernel, section 3.2; Wijmans et al. 2025, Cut Your Losses). If an axis cuts
-the classes, the chunks consist of each rank's own classes, and the same three numbers a row are combined. Casts, a bias
-or a mask of classes, and views and slices of rows may stand between the product and the loss.
+The product with the head's weight is done once more for backward, a third of its time, and no more than a chunk of
+logits is ever in memory (Hsu et al. 2024, Liger Kernel, section 3.2; Wijmans et al. 2025, Cut Your Losses). Where
+classes are cut over an axis, chunks are of each rank's own classes: the same three numbers a row are combined.
+Casts, a bias or a mask of classes, and views and slices of rows may stand between the product and the loss.
 """
 
 from __future__ import annotations
@@ -25,17 +22,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.errors import PartcError, Source
-from partc.ir.layout import Layout, Sizes
-from partc.ir.naming import unique
-from partc.ir.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.layout import Layout, Sizes
+from partc.naming import unique
 from partc.passes.row_losses import below_own, in_pieces
+from partc.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
 
 _PIECES = frozenset({"cross_entropy", "shard_max", "sum_exp", "pick", "smooth_sum"})
 _GRADIENTS: Mapping[str, int] = {"linear_grad_input": 0, "linear_grad_weight": 1, "linear_grad_bias": 2, "sum": 2}
 
 
 def chunk(program: Program, *, loss_chunks: int = 1) -> Program:
-    """Rewrite every loss of logits that a product makes. Raises PartcError P0418 if none can be rewritten."""
+    """Rewrite every loss of logits that a product makes. Raises PartcError P0418 if there is none that can be."""
     if loss_chunks == 1:
         return program
     regions, refused = _chunked(program, loss_chunks)
@@ -45,13 +42,13 @@ def chunk(program: Program, *, loss_chunks: int = 1) -> Program:
             "P0418",
             f"no loss can be made in chunks: {'; '.join(dict.fromkeys(each.cause for each in refused))}",
             source=refused[0].source,
-            help="leave out --loss-chunks, or give the loss the result of one linear layer",
+            help="leave out --loss-chunks, or give the loss what one linear layer makes",
         )
     return replace(program, regions=regions)
 
 
 def left_whole(program: Program, *, loss_chunks: int) -> tuple[str, ...]:
-    """Notes for the user about losses that `chunk` leaves whole although it rewrites others."""
+    """What a user should know of losses that `chunk` leaves as they are, while it makes others in chunks."""
     _, refused = _chunked(program, loss_chunks) if loss_chunks > 1 else ((), [])
     return tuple(
         f"{f'{each.source.file}:{each.source.line}: ' if each.source else ''}"
@@ -73,7 +70,7 @@ class _Refused:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A product, the operations between it and a loss, and the uses of the loss's gradient."""
+    """A product, what stands between it and a loss, and what is done with the loss's gradient."""
 
     linear: Op
     path: tuple[Op, ...]  # forward, from the product to the loss
@@ -88,7 +85,7 @@ class _Head:
 
 
 class _Losses:
-    """The losses of one region."""
+    """One region."""
 
     def __init__(self, region: Region, sizes: Sizes, chunks: int, refused: list[_Refused]) -> None:
         self.given = region
@@ -97,9 +94,9 @@ class _Losses:
         self.refused = refused
         self.types = region.types(region.forward)
         self.taken = {*self.types, *(region.types(region.backward) if region.backward else ())}
-        self.makers = region.forward.makers()
-        self.readers = region.forward.readers()
-        self.back_readers = region.backward.readers() if region.backward else {}
+        self.makers = {value.name: op for op in region.forward.ops for value in op.results}
+        self.readers = _readers(region.forward)
+        self.back_readers = _readers(region.backward) if region.backward else {}
 
     def region(self) -> Region:
         region = self.given
@@ -123,7 +120,7 @@ class _Losses:
     # -- which losses ---------------------------------------------------------------------------
 
     def _head(self, logits: str) -> _Head | None:
-        """The head that makes some logits; None, with a reason recorded, if it cannot be chunked."""
+        """What belongs to the loss of some logits; None, and a reason, where something stands between."""
         pieces = tuple(op for op in self.readers[logits] if op.name in _PIECES)
         if len({op.name for op in pieces}) < len(pieces):
             return self._refuse("several losses read its logits", pieces[-1])
@@ -148,7 +145,7 @@ class _Losses:
         return self._with_gradients(maker, tuple(path), pieces)
 
     def _between(self, op: Op, name: str) -> bool:
-        """Whether an operation treats all rows alike, or selects rows."""
+        """Whether an operation treats every row alike, or picks rows."""
         shape = self.types[name].shape
         match op.name:
             case "to" | "mask_classes":
@@ -162,7 +159,7 @@ class _Losses:
         return False
 
     def _vector(self, op: Op, classes: int) -> Ref | None:
-        """The vector over classes that an addition adds."""
+        """The number for each class that an addition adds."""
         second = op.args[1]
         return second if isinstance(second, Ref) and self.types[second.name].shape == (classes,) else None
 
@@ -197,7 +194,7 @@ class _Losses:
         return None
 
     def _places(self, ops: Sequence[Op]) -> Iterator[Source]:
-        """The lines in the user's code of these operations, or else of their operands."""
+        """In the user's code: of these operations, else of what leads to them."""
         found = list(ops)
         for op in found:
             if op.source and op.source.line:
@@ -227,7 +224,7 @@ class _Losses:
         return new_forward, replace(backward, ops=tuple(ops))
 
     def _rows(self, head: _Head) -> tuple[Ref, list[Op]]:
-        """The rows that are multiplied, in the shape that the logits have at the loss."""
+        """The rows that are multiplied, seen as logits are at the loss."""
         x = next(head.linear.refs())
         width = self.types[x].layout.dims[-1]
         views: list[Op] = []
@@ -246,7 +243,7 @@ class _Losses:
         return Ref(x), views
 
     def _bias(self, head: _Head) -> tuple[Arg, list[Op]]:
-        """The sum of all additions to rows of logits, as a vector over classes."""
+        """All that is added to each row of logits, as one number for each class."""
         classes = self.types[head.linear.result.name].shape[-1]
         added = list(head.linear.args[2:3])
         added += [self._vector(op, classes) for op in head.path if op.name == "add"]
@@ -265,7 +262,7 @@ class _Losses:
         return (terms[0] if terms else None), sums
 
     def _mask(self, op: Op) -> list[Op]:
-        """A mask of classes as a vector to add."""
+        """What a mask of classes does to logits, as one number for each class to add."""
         layout = Layout(op.result.type.layout.dims[-1:])
         type = replace(op.result.type, layout=layout)
         zeros, mask = (self._value(f"{op.result.name}_{word}", type) for word in ("zeros", "mask"))
@@ -283,7 +280,7 @@ class _Losses:
         ]
 
     def _forward(self, head: _Head, rows: Ref, bias: Arg) -> dict[int | None, Sequence[Op]]:
-        """The chunked operation, and the replacement of each piece."""
+        """The operation itself, and what follows in the place of each piece."""
         after: dict[int | None, Sequence[Op]] = {}
         pieces = {op.name: op for op in head.pieces}
         whole = pieces.get("cross_entropy")
@@ -327,7 +324,7 @@ class _Losses:
         yield from self._seen_back(views, made, wanted)
 
     def _seen_back(self, views: Sequence[Op], made: Value, wanted: Value) -> Iterator[Op]:
-        """The gradient of the rows at the loss, as a gradient of the rows at the product."""
+        """The gradient of the rows at the loss as one of those at the product."""
         width, partial = wanted.type.layout.dims[-1], wanted.type.layout.partial
         for index, op in enumerate(views):
             layout = Layout((*op.result.type.layout.dims[:-1], width), partial)
@@ -338,8 +335,16 @@ class _Losses:
             made = result
 
     def _over(self, head: _Head) -> tuple[tuple[str, Arg], ...]:
-        """The axis that cuts the classes."""
+        """The axis that classes are cut over."""
         return tuple((key, value) for key, value in head.gradient.attrs if key == "axis")
 
     def _value(self, name: str, type: TensorType) -> Value:
         return Value(name=unique(name, self.taken), type=type)
+
+
+def _readers(graph: Graph) -> dict[str, list[Op]]:
+    found: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        for name in dict.fromkeys(op.refs()):
+            found.setdefault(name, []).append(op)
+    return found

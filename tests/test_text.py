@@ -11,9 +11,9 @@ import torch
 
 import partc
 from partc.cli import main
-from partc.package.verify import verify
+from partc.runtime.data import global_batch, load_model_file
 from partc.runtime.errors import UsageError
-from partc.runtime.train.data import global_batch, load_model_file
+from partc.verify import verify
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -1,4 +1,4 @@
-"""The errors that end a rank: wrong use of a package, another rank, or this machine."""
+"""What ends a rank: wrong use of a package, another rank, or this machine; told in words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .clock import Clock
 class UsageError(Exception):
     """Wrong use of the package: a code, one sentence of cause, one of help.
 
-    `alike` says that every rank raises the same error, so that no rank is to blame.
+    `alike` says that every rank raises the same: none of them has failed the others.
     """
 
     def __init__(self, code: str, cause: str, help: str, *, alike: bool = False, exit_code: int = 2) -> None:
@@ -29,12 +29,12 @@ class UsageError(Exception):
 
 
 class PeerLost(RuntimeError):
-    """A connection to another rank broke, or timed out."""
+    """A connection to another rank has broken, or nothing came in time."""
 
 
 @contextmanager
 def writing(path: Path, rank: int) -> Iterator[None]:
-    """Raise UsageError P0538 if a file of the run cannot be written."""
+    """Raises UsageError P0538 where a file of the run cannot be written."""
     try:
         yield
     except OSError as error:
@@ -44,7 +44,7 @@ def writing(path: Path, rank: int) -> Iterator[None]:
 
 @contextmanager
 def enough_memory(who: str, clock: Clock) -> Iterator[None]:
-    """Raise UsageError P0537 if this machine or its GPU runs out of memory."""
+    """Raises UsageError P0537 where this machine, or its GPU, has no memory left."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:

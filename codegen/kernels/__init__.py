@@ -1,1 +1,0 @@
-"""Triton kernels: fused operations lowered to statements, and printed."""

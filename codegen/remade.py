@@ -1,0 +1,40 @@
+"""What is said above the lines of a backward function that do again what the forward pass did."""
+
+from __future__ import annotations
+
+from partc.codegen.collectives import readable_bytes
+from partc.layout import Sizes
+from partc.program import Graph, Op, Region
+from partc.saving import memory_of
+
+
+def remarks(graph: Graph, region: Region, sizes: Sizes) -> dict[str, str]:
+    """First result of the first operation of each such stretch of the graph -> the remark.
+
+    The bytes are those of what is read in between: without recomputation it would have been saved.
+    Views of saved values take none, and are not worth a word.
+    """
+    made = {value.name: op.name for op in region.forward.ops for value in op.results}
+    again = [op for op in graph.ops if _is_again(op, made)]
+    done = set(map(id, again))
+    read = {name for op in graph.ops if id(op) not in done for name in op.refs()}
+    owner = memory_of(graph)
+    values = graph.definitions()
+    found: dict[str, str] = {}
+    counted = {value.name for value in (*graph.inputs, *region.params)}
+    stretch: list[Op] = []
+    for op in graph.ops:
+        if id(op) in done:
+            stretch.append(op)
+            continue
+        wanted = {owner[value.name] for item in stretch for value in item.results if value.name in read} - counted
+        if wanted:
+            size = sum(values[name].type.local_bytes(sizes) for name in wanted)
+            found[stretch[0].results[0].name] = f"recomputed: {readable_bytes(size)} that forward did not save"
+        counted |= wanted
+        stretch = []
+    return found
+
+
+def _is_again(op: Op, made: dict[str, str]) -> bool:
+    return any(made.get(value.name) == op.name for value in op.results) and any(True for _ in op.refs())

@@ -1,1 +1,0 @@
-"""Communication around regions: parameters gathered, gradients scattered and summed, values sent."""

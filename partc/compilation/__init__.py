@@ -1,1 +1,0 @@
-"""A compile as a whole: the user's options, and the fitting of programs into memory."""

@@ -1,1 +1,0 @@
-"""From model files, Hugging Face configurations and Python objects to the traced program."""

@@ -1,1 +1,0 @@
-"""Packages from outside: writing, running, verifying and exporting them."""

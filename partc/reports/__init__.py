@@ -1,1 +1,0 @@
-"""Pages, tables, pictures and traces for people."""

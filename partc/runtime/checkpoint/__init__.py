@@ -1,1 +1,0 @@
-"""Parameters and optimizer states in files."""

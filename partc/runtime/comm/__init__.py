@@ -1,1 +1,0 @@
-"""Collectives and transfers between ranks."""

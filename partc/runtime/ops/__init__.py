@@ -1,1 +1,0 @@
-"""Computations that emitted functions call, each with its explicit backward."""

@@ -1,1 +1,0 @@
-"""From gradients to new parameters."""

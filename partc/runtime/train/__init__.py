@@ -1,1 +1,0 @@
-"""A whole run: its command line, data, steps, log and traces."""

@@ -1,1 +1,0 @@
-"""The choice of layouts: placements as an integer program, the user's pins, resharding."""

@@ -35,7 +35,8 @@ __all__ = [
 def without_order() -> Iterator[None]:
     """Trace the checks of linear algebra as operations without effects.
 
-    Newer releases of torch thread a token through a graph to keep their order, as one more input and output.
+    Newer releases of torch keep the order of these checks by a token, which becomes an extra input and output of the
+    graph.
     """
     holder = simple_registry.singleton.find("aten::_linalg_check_errors").effect
     before = holder.effect

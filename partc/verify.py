@@ -219,8 +219,8 @@ def _holders(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> Iterator[tupl
 class _Updates:
     """torch's optimizer on the gradients that the package made: what its parameters must be, almost exactly.
 
-    Two trainings part ways where a gradient is nothing but rounding, as of a bias before a norm: Adam divides it by
-    its own size. Their parameters are no measure of each other then, but the update from equal gradients is.
+    Some gradients are rounding errors alone, such as those of a bias before a norm. Adam divides each gradient by its
+    own size, so that the parameters of two correct trainings differ. Updates from equal gradients can be compared.
     """
 
     def __init__(self, plan: Mapping[str, Any], start: Mapping[str, Tensor], recipe: Mapping[str, Any]) -> None:

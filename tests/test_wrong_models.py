@@ -167,7 +167,7 @@ LOSSES = {
 
 
 def changed(changes: Changes) -> str:
-    """The text of the right model file after some changes, each of which finds its place."""
+    """The text of the right model file with replacements; fails if a replaced text is not there."""
     text = PLAIN
     for old, new in changes:
         assert old in text

@@ -1,26 +1,27 @@
-"""How calls get at parameters and gradients: what loops go over, what is gathered, summed and scattered around them."""
+"""The statements around a stage's calls: loops, gathers and scatters of units, sums that start."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Protocol
 
 from partc.codegen.calls import Run
-from partc.codegen.collectives import moved
 from partc.codegen.source import Function, Line, RegionCode
 from partc.codegen.weights import counted, strings
-from partc.parts import Kind, Parts
-from partc.program import Call, Phase, Program, TensorType, Transfer
+from partc.communication.descriptions import moved
+from partc.communication.exchanges import Exchanges, Levels
+from partc.ir.program import ActionStatement, BodyKind, Call, GraphKind, Phase, Program, TensorType, Transfer
 from partc.quoting import literal, literal_template
 
 
 class Stage(Protocol):
-    """What is known of the stage whose methods are written."""
+    """All that is known of the stage whose methods are written."""
 
     program: Program
     index: int
-    parts: Parts
+    exchanges: Exchanges
     calls: list[Call]
     runs: dict[Phase, list[Run]]
     types: dict[str, TensorType]
@@ -31,8 +32,10 @@ class Stage(Protocol):
     split: bool
 
     def attribute(self, run: Run, kind: str = "") -> str: ...
-    def starts(self, run: Run) -> bool: ...
     def started(self, run: Run) -> str: ...
+    def late(self) -> str: ...
+    def refreshed(self) -> str: ...
+    def unit(self, call: str) -> str: ...
     def arguments(
         self, function: Function, run: Run, args: Iterable[str], comm: str, p: str = "", g: str = ""
     ) -> str: ...
@@ -42,13 +45,220 @@ class Stage(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """How a run of calls gets at parameters and gradients: what a loop goes over, and what surrounds each call."""
+    """How a run of calls gets at parameters and gradients: the loop over them, and what stands around each call."""
 
-    over: tuple[tuple[str, str], ...]  # variable -> the list it runs through
+    head: tuple[Line, ...]  # the loop's first line, where there is a loop
+    indent: str
+    before: tuple[Line, ...]
     p: str
     g: str
-    notes: tuple[str, ...]
-    closing: tuple[Line, ...]
+    after: tuple[Line, ...]
+
+
+Item = str | int  # a call's name, or the first or second gather of later actions
+AHEAD = ("ahead", "beyond")  # parameters of methods, for those
+_VARIABLES: Mapping[tuple[str, str], str] = {
+    ("start", "gather"): "following", ("relay", "gather"): "coming",
+    ("wait", "scatter"): "former", ("relay", "scatter"): "latest",
+}  # fmt: skip
+_METHODS: Mapping[tuple[str, str], str] = {
+    ("start", "gather"): "gather", ("relay", "gather"): "relay", ("wait", "gather"): "wait",
+    ("free", "gather"): "free", ("start", "scatter"): "scatter", ("relay", "scatter"): "relay_scatter",
+    ("wait", "scatter"): "settle", ("start", "refresh"): "gather", ("relay", "refresh"): "relay",
+    ("wait", "refresh"): "wait",
+}  # fmt: skip
+
+
+def access(builder: Stage, run: Run, function: Function, kind: GraphKind) -> Access:
+    """Of a run of calls, in the order in which its action has them."""
+    backwards = kind in ("B", "I")
+    calls = run.calls[::-1] if backwards else run.calls
+    around = _around(builder, kind)
+    columns = list(zip(*(around[call.name] for call in calls), strict=True))  # by statement, over the calls
+    units = Units(builder)
+    names = tuple(call.name for call in calls)
+    parted = builder.exchanges.has_unit(calls[0])
+    variables: dict[tuple[Item, ...], str] = {}  # by items over the calls, the loop's variable or the one expression
+
+    def unit(column: Sequence[ActionStatement]) -> str:
+        items = tuple(each.ahead or each.of for each in column)
+        if items not in variables:
+            wanted = "unit" if items == names else _VARIABLES[column[0].verb, column[0].subject]
+            variables[items] = wanted if run.loop else units.one(items[0])
+        return variables[items]
+
+    needs_unit = parted and ("p" in function.passes or function.gives)
+    if needs_unit:
+        variables[names] = "unit" if run.loop else units.one(names[0])
+    before: list[Line] = []
+    after: list[Line] = []
+    sums: list[str] = []
+    for column in columns:
+        verb, subject = column[0].verb, column[0].subject
+        if subject == "sums":
+            sums.append("self.sums.relay()" if verb == "relay" else f"self.sums.start({_name(run)})")
+            continue
+        given = "g" if (verb, subject) == ("start", "scatter") else ""
+        code = f"{unit(column)}.{_METHODS[verb, subject]}({given})"
+        line = Line(code=code, notes=_notes(builder, column, kind, names))
+        if subject == "gather" and verb != "free":
+            before.append(line)
+        else:
+            after.extend([line, Line(code="del g")] if given else [line])
+    if sums:
+        started = builder.started(run)
+        said = (f"{started}: complete once the last microbatch has been through",) if started else ()
+        after.append(Line(code="if last:", notes=said))
+        after.extend(Line(code=f"    {code}") for code in sums)
+    lists = [(name, units.several(items)) for items, name in variables.items()]
+    tables = {"p": builder.attribute(run), "g": builder.attribute(run, "grad "), "number": _counting(run)}
+    taken = [name for name in ("p", "g", "number") if name in function.passes and not (name == "p" and parted)]
+    lists += [(name, f"reversed({tables[name]})" if backwards else tables[name]) for name in taken]
+    if any("{i}" in code or "(name)" in code for code in sums):
+        numbers = _names(run)
+        lists.insert(0, (numbers[0], f"reversed({numbers[1]})" if backwards else numbers[1]))
+    here = variables.get(names, "")
+    indent = "    " if run.loop else ""
+    return Access(
+        head=(Line(code=_loop(lists, len(calls))),) if run.loop else (),
+        indent=indent,
+        before=tuple(indented(before, indent)),
+        p=f"{here}.whole" if parted and "p" in function.passes else "p" if run.loop else "",
+        g="g" if run.loop else "",
+        after=tuple(indented(after, indent)),
+    )
+
+
+def _around(builder: Stage, kind: GraphKind) -> dict[str, tuple[ActionStatement, ...]]:
+    """By call, the statements that its action has around the run of its graph."""
+    found: dict[str, list[ActionStatement]] = {call.name: [] for call in builder.calls}
+    waiting: list[ActionStatement] = []
+    call = ""
+    for each in builder.program.body(kind, builder.index):
+        if each.verb == "run":
+            call = each.of
+            found[call] = waiting
+            waiting = []
+        elif each.subject == "gather" and each.verb != "free":
+            waiting.append(each)
+        elif call and each.subject != "value":
+            found[call].append(each)
+    return {name: tuple(statements) for name, statements in found.items()}
+
+
+def settled(builder: Stage, kind: GraphKind) -> Iterator[Line]:
+    """The waits for scatters before an action's first call."""
+    before = takewhile(lambda each: each.verb == "wait", builder.program.body(kind, builder.index))
+    yield from (Line(code=f"{builder.unit(each.of)}.settle()") for each in before if each.subject == "scatter")
+
+
+@dataclass(frozen=True)
+class Units:
+    """How the units of calls are written."""
+
+    builder: Stage
+
+    def one(self, item: Item) -> str:
+        if isinstance(item, int):
+            return AHEAD[item - 1]
+        table, place = self._place(item)
+        return table if place is None else f"{table}[{place}]"
+
+    def several(self, items: Sequence[Item]) -> str:
+        """An expression of them in order."""
+        parts: list[str] = []
+        at = 0
+        while at < len(items):
+            item = items[at]
+            table, place = ("", None) if isinstance(item, int) else self._place(item)
+            end = at + 1
+            step = 0
+            while place is not None and end < len(items) and (found := self._place_in(table, items[end])) is not None:
+                last = self._place_in(table, items[end - 1])
+                assert last is not None
+                if found - last not in ((1, -1) if not step else (step,)):
+                    break
+                step, end = found - last, end + 1
+            parts.append(self.one(item) if end == at + 1 else self._slice(table, place or 0, end - at, step))
+            at = end
+        if len(parts) == 1 and parts[0].startswith("*"):
+            return parts[0][1:]
+        return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
+
+    def _slice(self, table: str, first: int, count: int, step: int) -> str:
+        low = first if step > 0 else first - count + 1
+        length = len(next(run for run in self._loops if self.builder.attribute(run) == table).calls)
+        high = low + count
+        part = table if count == length else f"{table}[{low or ''}:{high if high < length else ''}]"
+        return f"*{part}" if step > 0 else f"*reversed({part})"
+
+    def _place(self, name: str) -> tuple[str, int | None]:
+        for run in self.builder.runs["microbatch"]:
+            for index, call in enumerate(run.calls):
+                if call.name == name:
+                    return self.builder.attribute(run), index if run.loop else None
+        raise KeyError(name)
+
+    def _place_in(self, table: str, item: Item) -> int | None:
+        if isinstance(item, int):
+            return None
+        other, place = self._place(item)
+        return place if other == table else None
+
+    @property
+    def _loops(self) -> list[Run]:
+        return [run for run in self.builder.runs["microbatch"] if run.loop]
+
+
+def _notes(
+    builder: Stage, column: Sequence[ActionStatement], kind: GraphKind, names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The collectives that a statement starts for the calls of these names, as a comment."""
+    calls = {call.name: call for call in builder.calls}
+    here = [calls[each.of] for each in column if each.of]
+    match column[0].verb, column[0].subject:
+        case "start", "gather":
+            texts = [_moved(builder, builder.exchanges.gather(call.params)) for call in here]
+            said = "while this call runs" if tuple(each.of for each in column) != names else ""
+        case "start", "scatter":
+            texts = [_moved(builder, builder.exchanges.scatter(call, kind)) for call in here]
+            said = "until the next one starts: each rank keeps the sum for its part"
+        case _:
+            return ()
+    unique = [text for text in dict.fromkeys(texts) if text]
+    more = f"; other calls: {', '.join(unique[1:])}" if unique[1:] else ""
+    return (f"{', '.join(filter(None, (unique[0], said)))}{more}",) if unique else ()
+
+
+def _moved(builder: Stage, levels: Levels) -> str:
+    return moved(levels, builder.program.sizes) if levels else ""
+
+
+def refreshed(builder: Stage) -> Iterator[Line]:
+    """The gathers after the optimizer's update."""
+    statements = builder.program.body("REFRESH", builder.index)
+    units = Units(builder)
+    names = [each.of for each in statements if each.verb == "wait"]
+    starts = [each for each in statements if each.verb == "start"]
+    depth = next((index for index, each in enumerate(statements) if each.verb == "wait"), 0)
+    if len(starts) <= depth or len(names) < 3:
+        for each in statements:
+            yield Line(code=f"{units.one(each.of)}.{_METHODS[each.verb, each.subject]}()")
+        return
+    yield Line(
+        code=f"units = {units.several(names)}"
+        if units.several(names).startswith("(")
+        else f"units = [*{units.several(names)}]"
+    )
+    for place in range(depth):
+        yield Line(code=f"units[{place}].gather()")
+    lists = ["units", *(f"[*units[{place}:]{', NOTHING' * place}]" for place in range(1, depth + 1))]
+    variables = ["unit", *(["following"] if depth == 1 else ["coming", "following"])]
+    yield Line(code=f"for {', '.join(variables)} in zip({', '.join(lists)}, strict=True):")
+    yield Line(code="    unit.wait()")
+    if depth > 1:
+        yield Line(code="    coming.relay()")
+    yield Line(code="    following.gather()")
 
 
 def _counting(run: Run) -> str:
@@ -67,63 +277,26 @@ def _name(run: Run) -> str:
 
 
 def _names(run: Run) -> tuple[str, str]:
-    """A variable for it, and what that runs through."""
+    """A variable for it, and the list of its values."""
     return ("i", counted(run.numbers)) if run.numbers else ("name", strings(call.name for call in run.calls))
 
 
-def access(builder: Stage, run: Run, function: Function, kind: Kind) -> Access:
-    """Where ranks hold parts, parameters are gathered and gradients scattered around the call."""
-    parts, call, level = builder.parts, run.calls[0], builder.program.zero
-    parted = level >= 2 and parts.has_parts(call)
-    tables = {"p": builder.attribute(run), "g": builder.attribute(run, "grad ")}
-    over: dict[str, str] = {name: name for name in ("p", "g", "number") if name in function.passes}
-    if parted and level == 3:
-        unit_of = ("unit",) if function.gives else ()
-        over = {**dict.fromkeys(unit_of, "p"), **{name: name for name in ("number",) if name in function.passes}}
-    elif parted and function.gives:
-        over = {**over, "unit": "g"}
-    unit = "unit" if run.loop else tables["p" if level == 3 else "g"]
-    names = {"p": "p", "g": "g"} if run.loop else {"p": "", "g": ""}
-    closing: tuple[Line, ...] = ()
-    if function.gives:
-        moves = list(parts.after(call, kind))
-        note = f"{moved(moves)}, until the next one starts: each rank keeps the sum for its part" if moves else ""
-        closing = (Line(code=f"{unit}.scatter(g)", notes=(note,) if note else ()), Line(code="del g"))
-    gathered = list(parts.before(call, kind))
-    lists = [(name, _counting(run) if of == "number" else tables[of]) for name, of in over.items()]
-    if kind == ("W" if builder.split else "B") and builder.starts(run):
-        started = builder.started(run)
-        said = (f"{started}, which starts once the last microbatch has been through",) if started else ()
-        closing = (*closing, Line(code=f"self.sums.start({_name(run)})", notes=said))
-        lists = [*([_names(run)] if run.loop else []), *lists]
-    return Access(
-        over=tuple(lists),
-        p="next(whole)" if parts.gathers(call, kind) else names["p"],
-        g=names["g"],
-        notes=(f"{moved(gathered)}: each rank holds a part",) if gathered else (),
-        closing=closing,
-    )
-
-
-def over(run: Run, way: Access, *, backwards: bool = False) -> str:
-    """A loop over a run's calls, with what the function takes of their parameters and gradients."""
-    lists = [f"reversed({table})" if backwards else table for _, table in way.over]
+def _loop(lists: Sequence[tuple[str, str]], count: int) -> str:
+    """A loop over calls, with the variables of each."""
     if not lists:
-        return f"for _ in range({len(run.calls)}):"
-    through = f"zip({', '.join(lists)}, strict=True)" if len(lists) > 1 else lists[0]
-    return f"for {', '.join(name for name, _ in way.over)} in {through}:"
+        return f"for _ in range({count}):"
+    through = f"zip({', '.join(table for _, table in lists)}, strict=True)" if len(lists) > 1 else lists[0][1]
+    return f"for {', '.join(name for name, _ in lists)} in {through}:"
 
 
-def units(builder: Stage, runs: Iterable[Run], kind: Kind) -> list[str]:
-    """What the calls of a method gather, in their order."""
-    found: list[str] = []
-    for run in runs:
-        if builder.parts.gathers(run.calls[0], kind):
-            table = builder.attribute(run)
-            backwards = run.loop and kind in ("B", "I")
-            found.append(f"*reversed({table})" if backwards else f"*{table}" if run.loop else table)
-    return found
+def opens(builder: Stage, kind: BodyKind) -> list[str]:
+    """The units that an action gathers first, as many as others start ahead."""
+    units = Units(builder)
+    waits = [
+        each for each in builder.program.body(kind, builder.index) if (each.verb, each.subject) == ("wait", "gather")
+    ]
+    return [units.one(each.of) for each in waits[: builder.exchanges.levels]]
 
 
 def indented(lines: Iterable[Line], indent: str) -> Iterator[Line]:
-    return (replace(line, indent=indent) for line in lines)
+    return (replace(line, indent=line.indent + indent) for line in lines)

@@ -1,17 +1,17 @@
-"""The calls of one stage, in runs: what a hand would write as a loop is one run."""
+"""The calls of one stage, grouped into runs; a run is a loop in hand-written code."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from partc.program import Call, Program, Region
+from partc.ir.program import Call, Program, Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Consecutive calls of one region; several of them hand values along, as a loop over parameters does."""
+    """Consecutive calls of one region; several calls may pass values along, as a loop over parameters does."""
 
     region: Region
     calls: tuple[Call, ...]
@@ -24,8 +24,13 @@ class Run:
         return len(self.calls) > 1
 
     @property
+    def title(self) -> str:
+        """The calls by name: "blocks.0 to blocks.1", or a single one."""
+        return f"{self.calls[0].name} to {self.calls[-1].name}" if self.loop else self.calls[0].name
+
+    @property
     def prefix(self) -> str:
-        """What the calls' names have in common: "blocks" for blocks.0 and blocks.1; a single call's name."""
+        """The common prefix of the calls' names: "blocks" for blocks.0 and blocks.1; the name of a single call."""
         if not self.loop:
             return self.calls[0].name
         common = _common_start([f"{call.name}." for call in self.calls])
@@ -33,7 +38,7 @@ class Run:
 
     @property
     def numbers(self) -> tuple[int, ...] | None:
-        """The calls' numbers, where they are `prefix.<number>` and name their parameters relative to that."""
+        """The calls' numbers, if they are named `prefix.<number>` and name their parameters relative to that."""
         numbers = []
         for call in self.calls:
             match = re.fullmatch(re.escape(self.prefix) + r"\.(0|[1-9][0-9]*)", call.name)
@@ -45,7 +50,7 @@ class Run:
 
 
 def runs(program: Program, calls: Sequence[Call]) -> list[Run]:
-    """Calls of one stage and phase, in order, in the longest runs there are."""
+    """The calls of one stage and phase, in order, in the longest possible runs."""
     regions = {region.name: region for region in program.regions}
     readers = _readers(program)
     found: list[Run] = []
@@ -60,7 +65,7 @@ def runs(program: Program, calls: Sequence[Call]) -> list[Run]:
 
 
 def _readers(program: Program) -> dict[str, list[str]]:
-    """Who reads each program value: names of calls, and the world outside."""
+    """The readers of each program value: names of calls, and the world outside."""
     readers: dict[str, list[str]] = {program.loss: ["loss"]}
     for call in program.calls:
         for name in call.args:
@@ -71,7 +76,7 @@ def _readers(program: Program) -> dict[str, list[str]]:
 
 
 def _extended(run: Run, call: Call, readers: dict[str, list[str]]) -> Run | None:
-    """The run with one more call, or None where the call doesn't take up where the run ends."""
+    """The run with one more call; None if the call does not continue it."""
     last = run.calls[-1]
     carried = []
     for index, (before, now) in enumerate(zip(last.args, call.args, strict=True)):
@@ -106,3 +111,9 @@ def place_of(region: Region) -> str:
     file = max({source.file for source in sources}, key=[source.file for source in sources].count)
     first = min(source.line for source in sources if source.file == file)
     return f" ({file.rpartition('/')[2]}:{first})"
+
+
+def listed(items: Iterable[str]) -> str:
+    """`a, b and c`, each once."""
+    words = list(dict.fromkeys(items))
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)

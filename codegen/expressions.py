@@ -1,16 +1,17 @@
-"""How each operation is written in Python: one line an operation; others are called as torch.ops.aten.<name>."""
+"""The Python source of each operation: one line each; operations without an entry are torch.ops.aten.<name>(...)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from partc.codegen import losses
-from partc.codegen.operands import DTYPES, Emit, Operands, arguments
-from partc.layout import Layout, SubDim
-from partc.program import Op, Ref
+from partc.codegen.operands import Emit, Operands, arguments
+from partc.ir.layout import Layout, SubDim
+from partc.ir.program import Op, Ref, TensorType
 from partc.rules import kernels
 from partc.rules.rule import integers
 
@@ -21,26 +22,26 @@ def expression(operands: Operands) -> str:
 
 
 def accumulation(gradient: str, operands: Operands) -> str:
-    """A statement that adds an operation's result to a gradient buffer, in one pass where it can."""
+    """A statement that adds an operation's result to a gradient buffer, in one pass if possible."""
     emit = _ACCUMULATE.get(operands.op.name)
     flat = operands.op.name != "matmul_grad_right" or operands.args[2] == "True"
     if emit is None or not flat:
-        return f"{gradient}.add_({expression(operands)})"
-    return emit(gradient, operands)
+        return f"{operands.named(gradient)}.add_({expression(operands)})"
+    return emit(operands.named(gradient), operands)
 
 
 def accumulates(name: str) -> bool:
-    """Whether there is a form that adds all results but the first to gradient buffers."""
+    """Whether the operation has a form that adds all results but the first to gradient buffers."""
     return name in _ACCUMULATE_MORE
 
 
 def with_accumulation(gradients: Sequence[str], operands: Operands) -> str:
     """The expression of the first result in that form."""
-    return _ACCUMULATE_MORE[operands.op.name](gradients, operands)
+    return _ACCUMULATE_MORE[operands.op.name]([operands.named(gradient) for gradient in gradients], operands)
 
 
 def summed_by_programs(op: Op) -> frozenset[str]:
-    """The results of a fused operation that its kernel's programs sum, each a part."""
+    """The results of a fused operation that are partial sums of its kernel's programs."""
     if "along" not in dict(op.attrs) or any(step.name in (*kernels.TABLES, *kernels.STREAMED) for step in op.body):
         return frozenset()
     down = {step.result.name for step in op.body if step.name == "sum" and 0 in integers(step.args[1])}
@@ -48,17 +49,24 @@ def summed_by_programs(op: Op) -> frozenset[str]:
 
 
 def unsummed(operands: Operands) -> str:
-    """The expression of a fused operation that leaves its sums as the kernel's programs have them."""
+    """The expression of a fused operation that returns the partial sums of its kernel's programs."""
     return f"{_fused(operands)[:-1]}, summed=False)"
 
 
 def returns_more(name: str) -> bool:
-    """Whether the function returns, after the result, what its backward reads: nobody does without a gradient."""
+    """Whether the function also returns values for its backward; regions without a gradient do not read them."""
     return name in _RETURN_MORE
 
 
+def result_type(op: Op) -> TensorType:
+    """The type of the first result: tables' gradients are summed in at least fp32."""
+    type = op.results[0].type
+    wide = op.name in ("embedding_dense_backward", "embedding_shard_backward") and type.dtype in ("bf16", "f16")
+    return replace(type, dtype="f32") if wide else type
+
+
 def is_chained(name: str) -> bool:
-    """Whether the operation is written after its first operand (`x.reshape(…)`) and moves no data around."""
+    """Whether the operation is a method of its first operand (`x.reshape(…)`) that moves no data."""
     return name in _VIEWS
 
 
@@ -92,19 +100,25 @@ def _method(name: str, *names: str, spread: bool = False) -> Emit:
 
     def emit(o: Operands) -> str:
         if spread:
-            return f"{o.args[0]}.{name}({o.args[1].strip('()').rstrip(',') or '()'})"
+            given = o.op.args[1]
+            return f"{o.args[0]}.{name}({', '.join(map(str, given)) if isinstance(given, tuple) and given else given})"
         return f"{o.args[0]}.{name}({arguments(o.args[1:], names, o.attrs)})"
 
     return emit
 
 
 def _function(name: str, *names: str) -> Emit:
-    return lambda o: f"{name}({arguments(o.args, names, o.attrs)})"
+    return lambda o: f"{o.named(name)}({arguments(o.args, names, o.attrs)})"
 
 
 def _creation(name: str, *names: str) -> Emit:
     """A tensor made from numbers: on this rank's device."""
-    return lambda o: f"{name}({', '.join(filter(None, (arguments(o.args, names, o.attrs), 'device=comm.device')))})"
+
+    def emit(o: Operands) -> str:
+        device = f"device={o.named('comm.device')}"
+        return f"{o.named(name)}({', '.join(filter(None, (arguments(o.args, names, o.attrs), device)))})"
+
+    return emit
 
 
 def _collective(name: str) -> Emit:
@@ -112,7 +126,7 @@ def _collective(name: str) -> Emit:
 
     def emit(o: Operands) -> str:
         attrs = {key: value for key, value in o.attrs.items() if not (key in defaults and value == "1")}
-        return f"comm.{o.axis}.{'start_' * o.started}{name}({arguments(o.args, (), attrs)})"
+        return f"{o.named('comm')}.{o.axis}.{'start_' * o.started}{name}({arguments(o.args, (), attrs)})"
 
     return emit
 
@@ -120,18 +134,18 @@ def _collective(name: str) -> Emit:
 def _all_reduce(o: Operands) -> str:
     op = (o.attrs["op"],) if o.attrs.get("op", '"sum"') != '"sum"' else ()
     name = f"{'start_' * o.started}all_reduce{'_' * o.exclusive}"
-    return f"comm.{o.axis}.{name}({', '.join((*o.args, *op))})"
+    return f"{o.named('comm')}.{o.axis}.{name}({', '.join((*o.args, *op))})"
 
 
 def _aten(o: Operands) -> str:
     namespace, _, name = o.op.name.rpartition("::")
-    device = "device=comm.device" if _takes_device(o.op) else ""
+    device = f"device={o.named('comm.device')}" if _takes_device(o.op) else ""
     given = ", ".join(filter(None, (arguments(o.args, (), o.attrs), device)))
-    return f"torch.ops.{namespace or 'aten'}.{name}({given})"
+    return f"{o.named('torch.ops')}.{namespace or 'aten'}.{name}({given})"
 
 
 def _takes_device(op: Op) -> bool:
-    """Whether an operation makes a tensor from numbers alone, somewhere."""
+    """Whether an operation creates a tensor from numbers."""
     if any(True for _ in op.refs()) or "::" in op.name:
         return False
     packet = getattr(torch.ops.aten, op.name, None)
@@ -148,7 +162,7 @@ def _slice(o: Operands) -> str:
 
 
 def _permute(o: Operands) -> str:
-    order = [int(part) for part in o.args[1].strip("()").split(",") if part.strip()]
+    order = integers(o.op.args[1])
     moved = [index for index, dim in enumerate(order) if index != dim]
     if len(moved) == 2 and order[moved[0]] == moved[1]:
         return (
@@ -160,53 +174,54 @@ def _permute(o: Operands) -> str:
 
 
 def _at_rank(name: str) -> Emit:
-    """A helper that is told which part of an axis this rank has."""
-    return lambda o: f"{name}({', '.join((*o.args, f'comm.{o.axis}.rank'))})"
+    """A function with this rank's position on an axis as an argument."""
+    return lambda o: f"{o.named(name)}({', '.join((*o.args, o.rank))})"
 
 
 def _fused(o: Operands) -> str:
     """One kernel for several operations."""
     name = o.attrs["kernel"].strip('"')
     told = (_told(op, o) for op in kernels.told(o.op.body).values())
-    return f"kernels.{name}({', '.join((*o.args, *told))})"
+    return f"{o.named('kernels')}.{name}({', '.join((*o.args, *told))})"
 
 
 def _told(op: Op, o: Operands) -> str:
-    """What a kernel is told at launch: which part of the classes is here, or where its random numbers start."""
+    """A scalar argument of a kernel: the offset of this rank's classes, or the start of its random numbers."""
     if kernels.ranked(op):
-        return f"comm.{kernels.ranked(op)}.rank"
+        return f"{o.named('comm')}.{kernels.ranked(op)}.rank"
     return _draw(str(op.args[1]), o, op.result.type.layout.dims, "counter")
 
 
 def _dropout(o: Operands) -> str:
     dims, number = int(o.args[2]), o.args[3]
-    return f"functional.dropout({o.args[0]}, {o.args[1]}, {_draw(number, o, o.op.results[0].type.layout.dims[:dims])})"
+    draw = _draw(number, o, o.op.results[0].type.layout.dims[:dims])
+    return f"{o.named('functional.dropout')}({o.args[0]}, {o.args[1]}, {draw})"
 
 
 def _attention_dropout(first: int) -> Emit:
-    """`first` is the place of the queries among the operands; keys follow. The draw covers all weights."""
+    """`first` is the position of the queries among the operands; keys follow. The draw covers all weights."""
 
     def emit(o: Operands) -> str:
         q, k = (o.types[arg.name].layout for arg in o.op.args[first : first + 2] if isinstance(arg, Ref))
         *given, number = o.args
         draw = _draw(number, o, (*q.dims[:3], (SubDim(k.shape[2]),)))
-        return f"functional.{o.op.name}({', '.join((*given, draw))})"
+        return f"{o.named('functional')}.{o.op.name}({', '.join((*given, draw))})"
 
     return emit
 
 
 def _where(o: Operands) -> str:
-    """Numbers are filled in: torch.where would copy them to the device, and wait for that."""
+    """torch.where; numbers are filled in, since torch.where would copy them to the device and wait for that."""
     condition, *chosen = o.args
     numbers = [not isinstance(arg, Ref) for arg in o.op.args[1:]]
     if not any(numbers):
-        return f"torch.where({', '.join(o.args)})"
+        return f"{o.named('torch.where')}({', '.join(o.args)})"
     if all(numbers):
-        dtype = DTYPES[o.op.result.type.dtype]
+        dtype = o.dtype(o.op.result.type.dtype)
         return f"torch.full_like({condition}, {chosen[1]}, dtype={dtype}).masked_fill({condition}, {chosen[0]})"
     place, wanted = numbers.index(False), o.op.result.type.dtype
     (name,) = (arg.name for arg in o.op.args[1:] if isinstance(arg, Ref))
-    cast = "" if o.types[name].dtype == wanted else f".to({DTYPES[wanted]})"
+    cast = "" if o.types[name].dtype == wanted else f".to({o.dtype(wanted)})"
     taken = f"~{condition}" if place == 0 else condition
     return f"{chosen[place]}{cast}.masked_fill({taken}, {chosen[1 - place]})"
 
@@ -214,16 +229,17 @@ def _where(o: Operands) -> str:
 def _random(kind: str) -> Emit:
     def emit(o: Operands) -> str:
         type = o.op.result.type
-        return f"{_draw(o.args[-1], o, type.layout.dims)}.{kind}({DTYPES[type.dtype]})"
+        return f"{_draw(o.args[-1], o, type.layout.dims)}.{kind}({o.dtype(type.dtype)})"
 
     return emit
 
 
 def _draw(number: str, o: Operands, dims: tuple[tuple[SubDim, ...], ...], what: str = "draw") -> str:
-    """Numbers for a tensor: which operation it is, counted from the call's first, and which part is here."""
+    """The random numbers of a tensor: the number of the operation in its call, and the part that this rank holds."""
     small = [axis for axis, size in o.sizes.items() if size == 1]
     layout = str(Layout(dims).without(*small))[1:-1]
-    return f'comm.{what}(number{f" + {number}" if number != "0" else ""}, "{layout}")'
+    o.used.add("number")
+    return f'{o.named("comm")}.{what}(number{f" + {number}" if number != "0" else ""}, "{layout}")'
 
 
 _RETURN_MORE = frozenset({"rms_norm", "layer_norm", "attention", "attention_dropout", "dropout", "cross_entropy"})
@@ -308,7 +324,7 @@ _TABLE: Mapping[str, Emit] = {
     "expert_matmul_grad_weight": _function("functional.expert_matmul_grad_weight"),
     "bmm": _infix("@"),
     "mm": _infix("@"),
-    # norms, attention, embedding, loss: what torch has no plain function for is in runtime/functional.py
+    # norms, attention, embedding, loss: what torch has no plain function for is in runtime/ops/functional.py
     "rms_norm": _function("functional.rms_norm"),
     "rms_norm_backward": _function("functional.rms_norm_backward"),
     "layer_norm": _function("functional.layer_norm"),
@@ -323,13 +339,13 @@ _TABLE: Mapping[str, Emit] = {
     "embedding": _function("torch.embedding"),
     "embedding_shard": _at_rank("functional.embedding_shard"),
     "embedding_dense_backward": lambda o: (
-        f"functional.embedding_grad({arguments(o.args[:4], ('', '', '', 'padding_idx=-1'), {})})"
+        f"{o.named('functional.embedding_grad')}({arguments(o.args[:4], ('', '', '', 'padding_idx=-1'), {})})"
     ),
     "embedding_shard_backward": lambda o: (
-        f"functional.embedding_shard_grad({', '.join((*o.args[:3], f'comm.{o.axis}.rank', *o.args[3:4]))})"
+        f"{o.named('functional.embedding_shard_grad')}({', '.join((*o.args[:3], o.rank, *o.args[3:4]))})"
     ),
     "mask_classes": lambda o: (
-        f"functional.mask_classes({', '.join((*o.args, *((f'comm.{o.axis}.rank',) if 'axis' in o.attrs else ())))})"
+        f"{o.named('functional.mask_classes')}({', '.join((*o.args, *((o.rank,) if 'axis' in o.attrs else ())))})"
     ),
     "cross_entropy": _function(
         "functional.cross_entropy", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0"
@@ -372,22 +388,23 @@ _ACCUMULATE_MORE: Mapping[str, Callable[[Sequence[str], Operands], str]] = {
 }
 # What is added to a gradient buffer without a temporary of the buffer's size.
 _ACCUMULATE: Mapping[str, Callable[[str, Operands], str]] = {
-    "linear_grad_weight": lambda g, o: f"functional.linear_add_grad_weight({g}, {o.args[0]}, {o.args[1]})",
+    "linear_grad_weight": lambda g, o: f"{o.named('functional.linear_add_grad_weight')}({g}, {o.args[0]}, {o.args[1]})",
     "expert_matmul_grad_weight": lambda g, o: (
-        f"functional.expert_matmul_add_grad_weight({', '.join((g, *o.args[:3]))})"
+        f"{o.named('functional.expert_matmul_add_grad_weight')}({', '.join((g, *o.args[:3]))})"
     ),
-    "matmul_grad_right": lambda g, o: f"functional.add_product({g}, {o.flat(1)}.mT, {o.flat(0)})",
+    "matmul_grad_right": lambda g, o: f"{o.named('functional.add_product')}({g}, {o.flat(1)}.mT, {o.flat(0)})",
     "fused": lambda g, o: (
-        f"{_fused(o)[:-1]}, into=functional.settled({g}))"
+        f"{_fused(o)[:-1]}, into={o.named('functional.settled')}({g}))"
         if o.op.body[0].name in kernels.TABLES
-        else f"functional.add_sum({g}, {unsummed(o)})"
+        else f"{o.named('functional.add_sum')}({g}, {unsummed(o)})"
         if summed_by_programs(o.op)
         else f"{g}.add_({_fused(o)})"
     ),
     "embedding_dense_backward": lambda g, o: (
-        f"functional.embedding_add_grad({g}, {arguments((*o.args[:2], o.args[3]), ('', '', 'padding_idx=-1'), {})})"
+        f"{o.named('functional.embedding_add_grad')}"
+        f"({g}, {arguments((*o.args[:2], o.args[3]), ('', '', 'padding_idx=-1'), {})})"
     ),
     "embedding_shard_backward": lambda g, o: (
-        f"functional.embedding_shard_add_grad({', '.join((g, *o.args[:2], f'comm.{o.axis}.rank', *o.args[3:4]))})"
+        f"{o.named('functional.embedding_shard_add_grad')}({', '.join((g, *o.args[:2], o.rank, *o.args[3:4]))})"
     ),
 }

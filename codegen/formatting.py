@@ -1,4 +1,4 @@
-"""Lines as a formatter would leave them: what is too long is broken at its brackets, one item a line."""
+"""A formatter of emitted lines: long lines are broken at their brackets, one item a line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def formatted(text: str) -> str:
 
 
 def _shortened(line: str) -> list[str]:
-    """One line as several, which are cut by what stands outside its strings."""
+    """One line as several, cut only outside of strings."""
     code, contents = masked(line)
     return unmasked("\n".join(_broken(code)), contents).split("\n")
 
@@ -115,7 +115,7 @@ def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[in
 
 
 def _links(code: str, start: int, brackets: list[_Bracket]) -> list[int]:
-    """Where methods of what calls return stand, if the code from `start` is one chain of calls."""
+    """The positions of the methods of a chain of calls, if the code from `start` is one chain."""
     after = [bracket for bracket in brackets if bracket.start >= start]
     bounds = [start, *(at for bracket in after for at in (bracket.start, bracket.end + 1)), len(code)]
     between = [code[left:right] for left, right in zip(bounds[::2], bounds[1::2], strict=True)]
@@ -125,7 +125,7 @@ def _links(code: str, start: int, brackets: list[_Bracket]) -> list[int]:
 
 
 def _clauses(code: str) -> list[str]:
-    """What is made, `for` and `if`, where the code is a comprehension; else all of it."""
+    """The element, `for` and `if` of a comprehension; other code as a whole."""
     brackets, _ = _scan(code)
     hidden = [range(bracket.start, bracket.end) for bracket in brackets]
     found = [match.start() for match in re.finditer(r" (?:for|if) ", code)]

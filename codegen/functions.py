@@ -1,31 +1,31 @@
-"""A region as Python functions: its forward, its backward, line by line."""
+"""A region as Python: its forward and backward functions, line by line, and the classes of their tensors."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from partc.codegen import collectives
 from partc.codegen.expressions import (
     accumulates,
     accumulation,
     expression,
     is_atom,
     is_chained,
+    result_type,
     returns_more,
     unsummed,
     with_accumulation,
 )
 from partc.codegen.lifetimes import deletions, overwritten, shares_memory
-from partc.codegen.names import Names, RegionNames
-from partc.codegen.operands import Operands, written
-from partc.codegen.parted import added, parted
-from partc.codegen.remade import remarks
-from partc.codegen.source import Argument, Function, Line, RegionCode
+from partc.codegen.names import Names, RegionNames, identifier
+from partc.codegen.operands import Operands, modules, written
+from partc.codegen.partial_gradients import added, parted
+from partc.codegen.recompute_comments import remarks
+from partc.codegen.source import Argument, Function, Line, Record, RegionCode
 from partc.codegen.views import without_idle_views
-from partc.layout import Sizes
-from partc.program import Graph, Op, Ref, Region, Value
+from partc.communication import descriptions as collectives
+from partc.ir.layout import Sizes
+from partc.ir.program import Graph, Op, Ref, Region, Value
 from partc.rules import demands_dense
 
 
@@ -39,34 +39,47 @@ def region_code(
     *,
     gives: bool = False,
     dense: Collection[str] = (),
+    compiled: bool = False,
 ) -> RegionCode:
     """`prefix` is the module path that sources of this region's operations share ("blocks.0").
 
-    `updates` gives, for outputs that are buffers' next values, the buffers: they are stored, not returned.
-    Gradients of parameters are added to those there are or, with `gives`, returned. `dense` values need no copy
-    where a kernel demands dense memory.
+    `updates` maps positions of outputs to buffers: such an output is stored in its buffer, not returned. Gradients of
+    parameters are added to their buffers or, with `gives`, returned. `dense` values need no copy where a kernel demands
+    dense memory.
     """
     fields = Names()
     for value in region.params:
         fields[value.name]
     writer = _Writer(
-        region=region, sizes=sizes, fields=fields, prefix=prefix, updates=updates or {}, gives=gives, dense=dense
+        region=region,
+        sizes=sizes,
+        called=called,
+        fields=fields,
+        saved=Names(),
+        kept=Names(),
+        prefix=prefix,
+        updates=updates or {},
+        gives=gives,
+        dense=dense,
     )
     saves = region.backward is not None
-    forward = without_idle_views(
-        replace(region.forward, outputs=(*region.forward.outputs, *(region.saved if saves else ()))), sizes
-    )
-    params_class = called.params if region.params else ""
+    saved = region.saved if saves else ()
+    forward = without_idle_views(replace(region.forward, outputs=(*region.forward.outputs, *saved)), sizes)
     outputs = region.forward.outputs
-    backward = called.backward if region.weight is None else called.backward_input
-    has_backward = region.backward is not None and (region.weight is None or bool(region.backward.ops))
+    # A record's fields are named by the function that makes it, so functions are written in the order of their runs.
+    first = writer.forward(forward, called.forward if saves else called.stem, doc)
+    name = called.backward if region.weight is None else called.backward_input
+    backward = writer.backward(region.backward, name) if region.backward else None
     return RegionCode(
+        module=called.stem,
         constant=called.constant,
-        params_class=params_class,
-        fields=tuple(Argument(name=fields[v.name], type="Tensor", layout=str(v.type)) for v in region.params),
-        forward=writer.forward(forward, called.forward if saves else called.stem, doc, params_class),
-        backward=writer.backward(region.backward, backward, params_class) if has_backward and region.backward else None,
-        weight=writer.weight(region.weight, called.backward_weight, params_class) if region.weight else None,
+        forward=first,
+        backward=backward,
+        weight=writer.weight(region.weight, called.backward_weight) if region.weight else None,
+        params=writer.record(called.params, fields, region.forward, [value.name for value in region.params]),
+        saved=writer.record(called.saved, writer.saved, region.forward, saved),
+        kept=writer.record(called.kept, writer.kept, region.backward, region.kept) if region.backward else None,
+        compiled=compiled,
         gradient_inputs=tuple(
             index
             for index, value in enumerate(region.forward.inputs)
@@ -84,13 +97,22 @@ def region_code(
 class _Writer:
     region: Region
     sizes: Sizes
-    fields: Names
+    called: RegionNames
+    fields: Names  # of parameters
+    saved: Names
+    kept: Names
     prefix: str
     updates: Mapping[int, str]
     gives: bool
     dense: Collection[str]
 
-    def forward(self, graph: Graph, name: str, doc: str, params_class: str) -> Function:
+    def record(self, name: str, fields: Names, graph: Graph, values: Sequence[str]) -> Record | None:
+        """The class of some of a graph's values, under the names of `fields`; None if there are no values."""
+        types = self.region.types(graph)
+        found = tuple(Argument(name=fields[value], type="Tensor", layout=str(types[value])) for value in values)
+        return Record(name=name, fields=found) if found else None
+
+    def forward(self, graph: Graph, name: str, doc: str) -> Function:
         names = self._scope()
         inputs = [value for value in graph.inputs if value.name not in self._params]
         for value in inputs:
@@ -99,31 +121,31 @@ class _Writer:
         count = len(self.region.forward.outputs)
         results = [names[output] for output in graph.outputs]
         returned = [result for index, result in enumerate(results[:count]) if index not in self.updates]
-        saved = list(dict.fromkeys(results[count:]))
         for index, buffer in self.updates.items():
-            lines.append(Line(code=f"p.{self.fields[buffer]}.copy_({results[index]})"))
+            lines.append(Line(code=f"p.{self.fields[buffer]}.copy_({results[index]})", uses=frozenset({"p"})))
         types = ["Tensor"] * len(returned)
-        returns = types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]" if types else "None"
-        if self.region.backward is not None:
-            kept = _tuple(results[count:])
-            if len(saved) > 4:
-                lines.append(Line(code=f"saved = {kept}"))
+        if results[count:]:
+            kept = _record(self.called.saved, self.saved, self.region.saved, results[count:])
+            if len(results) > count + 4:
+                lines.append(Line(code=f"saved = {kept}", uses=self._uses(graph.outputs)))
                 kept = "saved"
-            lines.append(Line(code=f"return {', '.join((*returned, kept))}"))
-            returns = f"tuple[{', '.join((*types, 'Saved'))}]" if types else "Saved"
-        elif returned:
-            lines.append(Line(code=f"return {', '.join(returned)}"))
-        arguments = self._arguments(lines, params_class, inputs, names)
-        return Function(name=name, doc=doc, arguments=arguments, returns=returns, lines=tuple(lines))
+            returned.append(kept)
+            types.append(self.called.saved)
+        if returned:
+            lines.append(Line(code=f"return {', '.join(returned)}", uses=self._uses(graph.outputs)))
+        arguments = self._arguments(lines, inputs, names)
+        return Function(name=name, doc=doc, arguments=arguments, returns=_returns(types), lines=tuple(lines))
 
-    def backward(self, graph: Graph, name: str, params_class: str) -> Function:
+    def backward(self, graph: Graph, name: str) -> Function:
         original = graph.outputs
         graph = without_idle_views(graph, self.sizes)
         buffers, given = self._gradients(original, graph)
         names = self._scope()
         inputs = [value for value in graph.inputs if value.name not in self._params]
         grads = [value for value in inputs if value.name not in self.region.saved]
-        for value in inputs:
+        for kept_name in self.region.saved:
+            names.bind(kept_name, f"saved.{self.saved[kept_name]}")
+        for value in grads:
             names[value.name]
         count = len(original) - len(self.region.kept)
         made = dict(zip(original[:count], graph.outputs, strict=False))
@@ -132,49 +154,44 @@ class _Writer:
         kept = graph.outputs[count:]
         outputs = (*wanted, *given.values(), *kept)
         lines = self._body(replace(graph, outputs=outputs), names, buffers, borrowed=grads)
-        unpacked = [names[saved] for saved in self.region.saved]
-        arguments = [Argument(name="saved", type="Saved")] if unpacked else []
-        lines = _unpacked("saved", unpacked, lines)
+        arguments = [Argument(name="saved", type=self.called.saved)] if self.region.saved else []
         results = [names[output] for output in wanted]
         types = ["Tensor"] * len(results)
         if given:
-            lines.append(self._given(given, names, params_class))
+            lines.append(self._given(given, names))
             results.append("g")
-            types.append(params_class)
+            types.append(self.called.params)
         if self.region.kept:
-            results.append(_tuple([names[name] for name in kept]))
-            types.append("Saved")
-        returns = "None"
+            results.append(_record(self.called.kept, self.kept, self.region.kept, [names[name] for name in kept]))
+            types.append(self.called.kept)
         if results:
-            lines.append(Line(code=f"return {', '.join(results)}"))
-            returns = types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]"
+            lines.append(Line(code=f"return {', '.join(results)}", uses=self._uses((*wanted, *kept))))
         return Function(
             name=name,
             doc="",
-            arguments=(*self._arguments(lines, params_class, grads, names), *arguments),
-            returns=returns,
+            arguments=(*self._arguments(lines, grads, names), *arguments),
+            returns=_returns(types),
             lines=tuple(lines),
             gives=bool(given),
         )
 
-    def weight(self, graph: Graph, name: str, params_class: str) -> Function:
-        """The gradients of the parameters, from what the backward of the inputs kept for them."""
+    def weight(self, graph: Graph, name: str) -> Function:
+        """The gradients of the parameters, from the values that the backward of the inputs kept for them."""
         original = graph.outputs
         graph = without_idle_views(graph, self.sizes)
         names = self._scope()
         for value in graph.inputs:
-            names[value.name]
+            names.bind(value.name, f"kept.{self.kept[value.name]}")
         buffers, given = self._gradients(original, graph)
-        body = self._body(replace(graph, outputs=tuple(given.values())), names, buffers, borrowed=())
-        lines = _unpacked("kept", [names[value.name] for value in graph.inputs], body)
+        lines = self._body(replace(graph, outputs=tuple(given.values())), names, buffers, borrowed=())
         if given:
-            lines.extend((self._given(given, names, params_class), Line(code="return g")))
-        arguments = (*self._arguments(lines, params_class, (), names), Argument(name="kept", type="Saved"))
-        returns = params_class if given else "None"
+            lines.extend((self._given(given, names), Line(code="return g")))
+        arguments = (*self._arguments(lines, (), names), Argument(name="kept", type=self.called.kept))
+        returns = self.called.params if given else "None"
         return Function(name=name, doc="", arguments=arguments, returns=returns, lines=tuple(lines), gives=bool(given))
 
     def _gradients(self, original: tuple[str, ...], graph: Graph) -> tuple[dict[str, list[str]], dict[str, str]]:
-        """The buffers that each value is added to; or the values that are parameters' gradients, to be returned."""
+        """The buffers to which each value is added; or the parameters' gradients among the values, to be returned."""
         params = {f"grad_{value.name}": value.name for value in self.region.params}
         buffers: dict[str, list[str]] = {}
         given: dict[str, str] = {}
@@ -185,13 +202,13 @@ class _Writer:
                 buffers.setdefault(made, []).append(f"g.{self.fields[params[output]]}")
         return buffers, given
 
-    def _given(self, given: Mapping[str, str], names: Names, params_class: str) -> Line:
-        """All gradients that a function made of its parameters; None for others, made elsewhere or by nobody."""
+    def _given(self, given: Mapping[str, str], names: Names) -> Line:
+        """The gradients of parameters that a function made; None for all others."""
         values = (names[given[value.name]] if value.name in given else "None" for value in self.region.params)
-        return Line(code=f"g = {params_class}({', '.join(values)})")
+        return Line(code=f"g = {self.called.params}({', '.join(values)})", uses=self._uses(given.values()))
 
     def _memory(self, op: Op, position: int, write: Callable[[str], str]) -> Callable[[str], str]:
-        """How values are written as an argument: as a copy where the kernel demands dense memory."""
+        """The source of values as arguments: a copy if the kernel requires dense memory."""
         if not demands_dense(op, position):
             return write
         return lambda name: write(name) if name in self.dense else f"{write(name)}.contiguous()"
@@ -200,28 +217,21 @@ class _Writer:
     def _params(self) -> frozenset[str]:
         return frozenset(value.name for value in self.region.params)
 
+    def _uses(self, values: Iterable[str]) -> frozenset[str]:
+        """`p`, if some of the values are parameters."""
+        return frozenset() if self._params.isdisjoint(values) else frozenset({"p"})
+
     def _scope(self) -> Names:
-        names = Names()
+        names = Names(self.called.every)
         for value in self.region.params:
             names.bind(value.name, f"p.{self.fields[value.name]}")
         return names
 
-    def _arguments(
-        self, lines: list[Line], params_class: str, inputs: Iterable[Value], names: Names
-    ) -> tuple[Argument, ...]:
+    def _arguments(self, lines: list[Line], inputs: Iterable[Value], names: Names) -> tuple[Argument, ...]:
         """comm, p, g and number where some line reads them, then the tensors."""
-        code = "\n".join(line.code for line in lines)
-        common = [
-            argument
-            for argument in (
-                Argument(name="comm", type="Comm"),
-                Argument(name="p", type=params_class),
-                Argument(name="g", type=params_class),
-            )
-            if _reads(code, argument.name) and not (self.gives and argument.name == "g")
-        ]
-        if re.search(r"comm\.(draw|counter)\(number", code):
-            common.append(Argument(name="number", type="int"))
+        uses = frozenset[str]().union(*(line.uses for line in lines))
+        types = {"comm": "Comm", "p": self.called.params, "g": self.called.params, "number": "int"}
+        common = (Argument(name=name, type=type) for name, type in types.items() if name in uses)
         tensors = (Argument(name=names[v.name], type="Tensor", layout=str(v.type)) for v in inputs)
         return (*common, *tensors)
 
@@ -247,16 +257,16 @@ class _Writer:
             replace(graph, ops=order), keep={*graph.outputs, *(v.name for v in borrowed)}, sizes=self.sizes
         )
         started = {name for op in order if op.name == "wait" for name in op.refs()}
-        inlined: dict[str, str] = {}
+        inlined: dict[str, Line] = {}
         bound = {value.name for value in graph.inputs}
         gone: list[str] = []
         lines = [
-            Line(code=f"{buffer}.add_({names[value.name]})")
+            Line(code=f"{buffer}.add_({names[value.name]})", uses=frozenset({"g"}))
             for value in graph.inputs
             for buffer in buffers.get(value.name, ())
         ]
         for index, op in enumerate(order):
-            write = lambda name: inlined[name] if name in inlined else names[name]  # noqa: E731
+            write = lambda name: inlined[name].code if name in inlined else names[name]  # noqa: E731
             operands = Operands(
                 op=op,
                 args=tuple(written(arg, self._memory(op, index, write)) for index, arg in enumerate(op.args)),
@@ -266,6 +276,8 @@ class _Writer:
                 started=any(value.name in started for value in op.results),
                 exclusive=bool(op.args) and isinstance(op.args[0], Ref) and op.args[0].name in fresh,
             )
+            operands.used.update(modules((*op.args, *(value for _, value in op.attrs))), self._uses(op.refs()))
+            operands.used.update(*(inlined[name].uses for name in op.refs() if name in inlined))
             comment = collectives.comment(op, graph, types, self.sizes, self._label, apart=operands.started)
             over = [f"written over {written(op.args[place], write)}" for place in overwritten(op).values()]
             notes = tuple(filter(None, (remade.get(op.results[0].name), comment, *over)))
@@ -290,14 +302,15 @@ class _Writer:
         graph: Graph,
         names: Names,
         buffers: Mapping[str, list[str]],
-        inlined: dict[str, str],
+        inlined: dict[str, Line],
         notes: tuple[str, ...],
     ) -> list[Line]:
         single = len(op.results) == 1
         if single and op.result.name in buffers and not uses.get(op.result.name, 0):
             first, *others = buffers[op.result.name]
             if not others and op.result.name not in graph.outputs:
-                return [Line(code=accumulation(first, operands), layout=str(op.result.type), notes=notes)]
+                code = accumulation(first, operands)
+                return [Line(code=code, layout=str(op.result.type), notes=notes, uses=frozenset(operands.used))]
         code = expression(operands)
         into = self._into(op, uses, graph, buffers)
         if into:
@@ -317,21 +330,25 @@ class _Writer:
             and op.result.name not in buffers
             and is_atom(code)
         ):
-            inlined[op.result.name] = code
+            inlined[op.result.name] = Line(code=code, uses=frozenset(operands.used))
             return []
         made = [value for value in op.results[: len(op.results) - len(into)] if value.name not in apart]
         targets = [names[value.name] if self._is_read(value, uses, graph, buffers) else "_" for value in made]
         if single and returns_more(op.name):
             targets.append("*_")
         parts, sums = added(op, apart, buffers, names)
-        layout = str(made[0].type) if made else ""
-        lines = [Line(code=f"{', '.join((*targets, *parts))} = {code}", layout=layout, notes=notes)]
+        layout = str(result_type(op)) if made else ""
+        read = frozenset(operands.used)
+        lines = [Line(code=f"{', '.join((*targets, *parts))} = {code}", layout=layout, notes=notes, uses=read)]
         for value in made:
-            lines += [Line(code=f"{buffer}.add_({names[value.name]})") for buffer in buffers.get(value.name, ())]
+            lines += [
+                Line(code=f"{buffer}.add_({names[value.name]})", uses=frozenset({"g"}))
+                for buffer in buffers.get(value.name, ())
+            ]
         return [*lines, *sums]
 
     def _joins(self, op: Op, following: Op) -> bool:
-        """Whether an operation is written where the next one reads it: its first operand, or a weight's transpose."""
+        """Whether an operation is written inline in the next one: as its first operand, or a weight's transpose."""
         turned = op.name == "permute" and isinstance(op.args[0], Ref) and op.args[0].name in self._params
         if turned and op.result.name in following.refs():
             return True
@@ -339,7 +356,7 @@ class _Writer:
 
     @staticmethod
     def _into(op: Op, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> list[str]:
-        """The buffers that all results but the first are added to, where the operation can do that itself."""
+        """The buffers to which all results but the first are added, if the operation can do that itself."""
         more = [value.name for value in op.results[1:]] if accumulates(op.name) else []
         alone = all(len(buffers.get(name, ())) == 1 and not uses.get(name, 0) for name in more)
         return [buffers[name][0] for name in more] if alone and not {*more} & {*graph.outputs} else []
@@ -349,19 +366,22 @@ class _Writer:
         return bool(uses.get(value.name)) or value.name in graph.outputs or value.name in buffers
 
     def _label(self, op: Op) -> str:
-        """The module an operation comes from, as seen from the region; else what it does."""
+        """The module of an operation, relative to the region; else the operation's name."""
         module = op.source.module if op.source else ""
         module = module.removeprefix(self.prefix).strip(".")
         return module or op.name.removesuffix("_backward")
 
 
-def _unpacked(source: str, names: list[str], lines: list[Line]) -> list[Line]:
-    """The lines after one that takes a tuple apart, whose own hold on the tensors ends where they can be freed."""
-    if not names:
-        return lines
-    freed = [Line(code=f"del {source}")] if any(line.code.startswith("del ") for line in lines) else []
-    taken = f"({names[0]},)" if len(names) == 1 else ", ".join(names)
-    return [Line(code=f"{taken} = {source}"), *freed, *lines]
+def _record(name: str, fields: Names, values: Sequence[str], results: Sequence[str]) -> str:
+    """The call that makes a record. Fields are named after the variables that fill them."""
+    for value, result in zip(values, results, strict=True):
+        fields.bind(value, fields.fresh(result if result.isidentifier() else identifier(value)))
+    return f"{name}({', '.join(results)})"
+
+
+def _returns(types: Sequence[str]) -> str:
+    """The annotation of a function that returns values of these types."""
+    return types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]" if types else "None"
 
 
 def _use_counts(graph: Graph) -> dict[str, int]:
@@ -373,7 +393,7 @@ def _use_counts(graph: Graph) -> dict[str, int]:
 
 
 def _views_first(graph: Graph) -> tuple[Op, ...]:
-    """A view that is the only reader of its operand stands right after what makes it."""
+    """Move a view that is the only reader of its operand directly behind the operand's operation."""
     uses = _use_counts(graph)
     made = {value.name: op for op in graph.ops for value in op.results if len(op.results) == 1}
     follower: dict[int, Op] = {}
@@ -392,11 +412,3 @@ def _views_first(graph: Graph) -> tuple[Op, ...]:
             order.append(following)
             following = follower.get(id(following))
     return tuple(order)
-
-
-def _tuple(items: list[str]) -> str:
-    return f"({', '.join(items)}{',' * (len(items) == 1)})"
-
-
-def _reads(code: str, name: str) -> bool:
-    return re.search(rf"\b{name}\.", code) is not None

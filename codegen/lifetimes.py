@@ -1,15 +1,15 @@
-"""Which values a function lets go of before it ends, and where."""
+"""The values that a function deletes before it ends, and the places of the deletions."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from partc.codegen.collectives import local_bytes
-from partc.layout import Sizes
-from partc.program import VIEWS, Graph, Op, Ref
+from partc.communication.descriptions import local_bytes
+from partc.ir.layout import Sizes
+from partc.ir.program import VIEWS, Graph, Op, Ref
 
-# Operations of ATen, and of partc, that give another sight of their first operand's memory, or may.
+# Operations of ATen and of partc whose results may alias their first operand.
 _SIGHTS = frozenset({
     "to", "take", "detach", "contiguous", "diagonal", "unfold", "select", "narrow", "squeeze", "unsqueeze", "t",
     "transpose", "view", "view_as", "movedim", "as_strided", "unbind", "chunk", "real", "imag", "flatten",
@@ -20,7 +20,7 @@ _CLOSE = 1.1
 
 @dataclass(slots=True)
 class _Storage:
-    """Memory behind one value and its views: from the operation that makes it to the last that reads it."""
+    """The memory behind a value and its views, from the operation that makes it to its last reader."""
 
     names: list[str]
     size: int
@@ -29,21 +29,21 @@ class _Storage:
 
 
 def shares_memory(op: Op) -> bool:
-    """Whether an operation's result may be another sight of its first operand."""
+    """Whether an operation's result may alias its first operand."""
     return op.name in VIEWS or op.name in _SIGHTS
 
 
 def overwritten(op: Op) -> dict[int, int]:
-    """Numbers of results that are written over arguments -> those of the arguments."""
+    """Index of a result -> index of the argument that it overwrites."""
     over = dict(op.attrs).get("over")
     return {int(str(over[1])): int(str(over[0]))} if isinstance(over, tuple) else {}
 
 
 def deletions(graph: Graph, keep: Collection[str], sizes: Sizes) -> dict[int, tuple[str, ...]]:
-    """Index of an operation -> values to delete right after it: as few as bring the peak to its lowest.
+    """Index of an operation -> values to delete right after it: the fewest that minimise the peak.
 
-    A name goes together with all views of it. Values in `keep` live on: the function's outputs,
-    and inputs that its caller holds anyway.
+    A name is deleted together with all its views. Values in `keep` live on: the function's outputs, and inputs that its
+    caller holds anyway.
     """
     storages = _storages(graph)
     for storage, size in zip(storages, _sizes(graph, storages, sizes), strict=True):
@@ -88,7 +88,7 @@ def _sizes(graph: Graph, storages: list[_Storage], sizes: Sizes) -> list[int]:
 
 
 def _peak(storages: list[_Storage], deleted: list[_Storage], count: int) -> tuple[int, int]:
-    """The most bytes held while any operation runs, and the first operation where they are."""
+    """The largest number of bytes held while any operation runs, and the first such operation."""
     changes = [0] * (count + 2)
     for storage in storages:
         changes[max(storage.made, 0)] += storage.size

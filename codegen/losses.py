@@ -1,4 +1,4 @@
-"""How losses over classes are written: where classes are cut, with the place of this rank's."""
+"""Source of losses over classes; with sharded classes, the offset of this rank's classes is an argument."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from partc.codegen.operands import Operands, arguments
 
 
 def _first_class(o: Operands) -> str:
-    """The number of the first class in this rank's logits, where classes are sharded."""
+    """The number of the first class in this rank's logits, if classes are sharded."""
     index = 1 if o.op.name == "cross_entropy_backward" else 0
-    return f"comm.{o.axis}.rank * {o.shape(index)[-1]}"
+    return f"{o.rank} * {o.shape(index)[-1]}"
 
 
 def pick(o: Operands) -> str:
     offset = (f"offset={_first_class(o)}",) if "axis" in o.attrs else ()
-    return f"functional.pick({', '.join((*o.args, *offset))})"
+    return f"{o.named('functional.pick')}({', '.join((*o.args, *offset))})"
 
 
 def smooth_sum(o: Operands) -> str:
     weight = o.args[1:2] if o.args[1:2] != ("None",) else ()
     if weight and "axis" in o.attrs:
-        weight = (f"comm.{o.axis}.take({weight[0]}, dim=0)",)
-    return f"functional.smooth_sum({', '.join((o.args[0], *weight))})"
+        weight = (f"{o.named('comm')}.{o.axis}.take({weight[0]}, dim=0)",)
+    return f"{o.named('functional.smooth_sum')}({', '.join((o.args[0], *weight))})"
 
 
 def cross_entropy_backward(o: Operands) -> str:
@@ -30,13 +30,15 @@ def cross_entropy_backward(o: Operands) -> str:
     parts = [arguments(o.args[: len(names)], names, {})]
     if "axis" in o.attrs:
         parts += [f"offset={_first_class(o)}", f"num_classes={o.whole(1)[-1]}"]
-    return f"functional.cross_entropy_backward({', '.join(parts)})"
+    return f"{o.named('functional.cross_entropy_backward')}({', '.join(parts)})"
 
 
 def cross_entropy_rows(o: Operands) -> str:
     names = ("", "", "", "weight=None", "ignore_index=-100", "label_smoothing=0.0", "smooth=None", "num_classes=")
     smoothing = o.args[5] != "0.0"
-    return f"functional.cross_entropy_rows({arguments(o.args[:8] if smoothing else o.args[:6], names, {})})"
+    return (
+        f"{o.named('functional.cross_entropy_rows')}({arguments(o.args[:8] if smoothing else o.args[:6], names, {})})"
+    )
 
 
 def linear_cross_entropy(o: Operands) -> str:
@@ -47,20 +49,20 @@ def linear_cross_entropy(o: Operands) -> str:
     if len(o.op.results) > 3:
         parts.append("smooth=True")
         if class_weight != "None":
-            here = f"comm.{o.axis}.take({class_weight}, dim=0)" if "axis" in o.attrs else class_weight
+            here = f"{o.named('comm')}.{o.axis}.take({class_weight}, dim=0)" if "axis" in o.attrs else class_weight
             parts.append(f"class_weight={here}")
-    return f"functional.linear_cross_entropy({', '.join((*parts, *_by_kernels(o)))})"
+    return f"{o.named('functional.linear_cross_entropy')}({', '.join((*parts, *_by_kernels(o)))})"
 
 
 def linear_cross_entropy_backward(o: Operands) -> str:
     trained = ("bias_trained=True",) if len(o.op.results) > 2 else ()
-    return f"functional.linear_cross_entropy_backward({', '.join((*_of_losses(o), *trained))})"
+    return f"{o.named('functional.linear_cross_entropy_backward')}({', '.join((*_of_losses(o), *trained))})"
 
 
 def linear_cross_entropy_add_grad(gradients: Sequence[str], o: Operands) -> str:
     weight, *bias = gradients
     more = [f"bias_into={name}" for name in bias]
-    return f"functional.linear_cross_entropy_add_grad({', '.join((weight, *_of_losses(o), *more))})"
+    return f"{o.named('functional.linear_cross_entropy_add_grad')}({', '.join((weight, *_of_losses(o), *more))})"
 
 
 def _of_losses(o: Operands) -> list[str]:
@@ -75,9 +77,9 @@ def _of_losses(o: Operands) -> list[str]:
 
 
 def _by_kernels(o: Operands) -> list[str]:
-    return ["kernels=kernels.logits"] if "kernels" in o.attrs else []
+    return [f"kernels={o.named('kernels.logits')}"] if "kernels" in o.attrs else []
 
 
 def _first_row(o: Operands, index: int) -> str:
-    """The number of the first class in this rank's part of a head's weight."""
-    return f"comm.{o.axis}.rank * {o.shape(index)[0]}"
+    """The number of the first class in this rank's rows of a head's weight."""
+    return f"{o.rank} * {o.shape(index)[0]}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from partc import quoting
 
-# What emitted functions read besides their own values.
+# Names that emitted functions read besides their own values.
 _TAKEN = frozenset(
     [
         "torch",
@@ -49,6 +49,7 @@ _TAKEN = frozenset(
         "tuple",
         "list",
         "dict",
+        "dataclass",
         "len",
         "print",
     ]
@@ -70,7 +71,7 @@ def class_name(name: str) -> str:
 
 
 class Names:
-    """Identifiers of one scope: equal names give the same identifier, different ones different ones."""
+    """The identifiers of one scope: a bijection from names to identifiers."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._used = set(taken)
@@ -82,7 +83,7 @@ class Names:
         return self._given[name]
 
     def fresh(self, wanted: str) -> str:
-        """An identifier no one else has: the wanted one, or the first free numbered one."""
+        """An unused identifier: the wanted one, or the first free numbered one."""
         found, number = wanted, 2
         while found in self._used:
             found, number = f"{wanted}_{number}", number + 1
@@ -90,17 +91,29 @@ class Names:
         return found
 
     def bind(self, name: str, text: str) -> None:
-        """Let `name` be written as this text (a parameter's field, another value's identifier)."""
+        """Spell `name` as this text (a parameter's field, another value's identifier)."""
         self._given[name] = text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionNames:
-    """What a stage module calls the parts of a region: "block" for block_forward, BlockParams and BLOCK."""
+    """The identifiers of a region's parts: "block" for block_forward, BlockParams and BLOCK."""
 
     stem: str
-    params: str
+    title: str
     constant: str
+
+    @property
+    def params(self) -> str:
+        return f"{self.title}Params"
+
+    @property
+    def saved(self) -> str:
+        return f"{self.title}Saved"
+
+    @property
+    def kept(self) -> str:
+        return f"{self.title}Kept"
 
     @property
     def forward(self) -> str:
@@ -121,11 +134,11 @@ class RegionNames:
     @property
     def every(self) -> tuple[str, ...]:
         functions = (self.forward, self.backward, self.backward_input, self.backward_weight)
-        return (self.stem, self.params, self.constant, *functions)
+        return (self.stem, self.params, self.saved, self.kept, self.constant, *functions)
 
 
 def region_names(regions: Iterable[str]) -> dict[str, RegionNames]:
-    """Names for the regions of one module, none of which is another's."""
+    """Identifiers for the regions of a program, distinct also where file names ignore case."""
     found: dict[str, RegionNames] = {}
     taken = set(_TAKEN)
     for region in regions:
@@ -142,4 +155,4 @@ def region_names(regions: Iterable[str]) -> dict[str, RegionNames]:
 def _region_names(stem: str) -> RegionNames:
     constant = stem.upper()
     constant = f"{constant}_TABLE" if constant == stem else constant
-    return RegionNames(stem=stem, params=f"{class_name(stem)}Params", constant=constant)
+    return RegionNames(stem=stem, title=class_name(stem), constant=constant)

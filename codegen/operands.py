@@ -1,13 +1,13 @@
-"""An operation with its arguments as Python source: what its line is written from."""
+"""Operations with their arguments as Python source, the input of their emitters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from partc.layout import Sizes
-from partc.program import Arg, DType, DTypeArg, Op, Ref, TensorType
+from partc.ir.layout import Sizes
+from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType
 from partc.quoting import literal
 
 DTYPES: Mapping[DType, str] = {
@@ -19,7 +19,7 @@ DTYPES: Mapping[DType, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operands:
-    """An operation's arguments, written out, and what its emitter may ask about them."""
+    """An operation's arguments as source, and its properties that emitters need."""
 
     op: Op
     args: tuple[str, ...]
@@ -28,6 +28,16 @@ class Operands:
     sizes: Sizes
     exclusive: bool = False  # nothing else reads its first operand, which may be overwritten
     started: bool = False  # a collective that is waited for apart
+    used: set[str] = field(default_factory=set)  # modules, and arguments that all functions share, that its line reads
+
+    def named(self, path: str) -> str:
+        """A dotted name that the line reads: of a module, or of comm, p or g."""
+        self.used.add(path.partition(".")[0])
+        return path
+
+    def dtype(self, dtype: DType) -> str:
+        """The name of a dtype."""
+        return self.named(DTYPES[dtype])
 
     def shape(self, index: int) -> tuple[int, ...]:
         """The local shape of a tensor argument."""
@@ -41,15 +51,31 @@ class Operands:
 
     @property
     def axis(self) -> str:
-        """The axis it goes over."""
+        """The axis of a collective."""
         return self.attrs["axis"].strip('"')
 
+    @property
+    def rank(self) -> str:
+        """The part of that axis that this rank has."""
+        return f"{self.named('comm')}.{self.axis}.rank"
+
     def flat(self, index: int) -> str:
-        """A tensor argument seen as a matrix: every dimension but the last in one."""
+        """A tensor argument as a matrix: all dimensions but the last in one."""
         return self.args[index] if len(self.shape(index)) == 2 else f"{self.args[index]}.flatten(0, -2)"
 
 
 Emit = Callable[[Operands], str]
+
+
+def modules(args: Iterable[Arg]) -> Iterator[str]:
+    """The modules that arguments read as Python source."""
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from modules(arg)
+        elif isinstance(arg, DTypeArg):
+            yield "torch"
+        elif isinstance(arg, float) and not math.isfinite(arg):
+            yield "math"
 
 
 def written(arg: Arg, name: Callable[[str], str]) -> str:
@@ -69,7 +95,7 @@ def written(arg: Arg, name: Callable[[str], str]) -> str:
 
 
 def arguments(args: tuple[str, ...], names: tuple[str, ...], attrs: Mapping[str, str]) -> str:
-    """Arguments by the names a table entry gives: `dim=` is passed by name, `dim=0` only if it isn't 0."""
+    """Arguments with the names of a table entry: `dim=` is passed by name, `dim=0` only if it is not 0."""
     parts: list[str] = []
     for index, arg in enumerate(args):
         name, by_name, default = names[index].partition("=") if index < len(names) else ("", "", "")

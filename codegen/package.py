@@ -5,24 +5,29 @@ from __future__ import annotations
 import importlib.resources
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from partc.codegen import plan as plans
-from partc.codegen.collectives import NAMES, local_bytes, readable_bytes
 from partc.codegen.formatting import formatted
 from partc.codegen.ranks import rank_codes
+from partc.codegen.regions import region_codes
+from partc.codegen.source import RegionCode
 from partc.codegen.stages import StageCode, stage_code
-from partc.memory import Account
-from partc.parts import Parts
-from partc.program import Program
+from partc.communication.descriptions import NAMES, local_bytes, readable_bytes
+from partc.communication.exchanges import Collective, Exchanges, graph_of
+from partc.cost.memory import Account
+from partc.cost.saved_tensors import most_saved
+from partc.ir.program import GraphKind, Program
 from partc.quoting import environment
-from partc.saving import most_saved
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     import jinja2
 
-    from partc.codegen.kernel import Kernel
-    from partc.codegen.written import Written
+    from partc.codegen.kernels.fixed import FixedKernels
+    from partc.codegen.kernels.kernel import Kernel
 
 
 def render(
@@ -59,16 +64,16 @@ def files(
     report: Sequence[str] = (),
     command: Mapping[str, Any] | None = None,
     flops: int = 0,
-    modules: Sequence[StageModule] | None = None,
+    modules: Modules | None = None,
     memory: Account | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """The same one by one, so that a package of many ranks never stands in memory.
+    """The same one by one, so that a package of many ranks is never in memory as a whole.
 
-    `report` holds sentences for the README: what a reader should know about this plan. `modules` are the stages',
-    where they are made already; `memory` is the account of what ranks hold.
+    `report` holds sentences for the README about this plan. `modules` are the program's, if they are made already;
+    `memory` is the account of the ranks' memory.
     """
-    modules = stage_modules(program) if modules is None else modules
-    stages = [module.code for module in modules]
+    modules = emit(program) if modules is None else modules
+    stages = [module.code for module in modules.stages]
     plan = plans.plan(
         program, options=options, seed=seed, precision=precision, command=command, flops=flops, memory=memory
     )
@@ -77,8 +82,8 @@ def files(
     yield "README.md", _readme(program, stages, plan, report)
     yield "train.py", _template("train.py.jinja").render(ranks=ranks)
     yield "model.py", model_source
-    for module in modules:
-        yield f"stages/stage_{module.index}.py", module.text
+    yield from ((module.path, module.text) for module in modules.regions)
+    yield from ((module.path, module.text) for module in modules.stages)
     rank_template = _template("rank.py.jinja")
     for rank in rank_codes(program):
         yield f"ranks/rank_{rank.rank:03d}.py", rank_template.render(rank=rank, ranks=ranks)
@@ -87,33 +92,58 @@ def files(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RegionModule:
+    """An emitted module of `regions/`."""
+
+    region: str
+    code: RegionCode
+    text: str
+
+    @property
+    def path(self) -> str:
+        return f"regions/{self.code.module}.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageModule:
-    """An emitted module: `functions` has the region of each."""
+    """An emitted module of `stages/`."""
 
     index: int
     code: StageCode
     text: str
-    functions: Mapping[str, str]
+
+    @property
+    def path(self) -> str:
+        return f"stages/stage_{self.index}.py"
 
 
-def stage_modules(program: Program) -> tuple[StageModule, ...]:
-    """Those of all stages."""
-    return tuple(_stage_module(program, index) for index in range(program.stages))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modules:
+    """The emitted modules of a program, but for those of ranks."""
+
+    regions: tuple[RegionModule, ...]
+    stages: tuple[StageModule, ...]
 
 
-def stage_module(program: Program, index: int) -> str:
-    """The text of one stage's module."""
-    return _stage_module(program, index).text
-
-
-def _stage_module(program: Program, index: int) -> StageModule:
-    code = stage_code(program, index)
-    text = _template("stage.py.jinja").render(stage=code, stages=program.stages, mesh=str(program.mesh))
-    regions = dict.fromkeys(call.region for call in program.calls if call.stage == index)
-    functions = {
-        function.name: region for region, (_, made) in zip(regions, code.units, strict=True) for function in made
-    }
-    return StageModule(index=index, code=code, text=formatted(text), functions=functions)
+def emit(program: Program) -> Modules:
+    """The modules of all regions and stages."""
+    codes = region_codes(program)
+    of_region, of_stage = _template("region.py.jinja"), _template("stage.py.jinja")
+    stages = [stage_code(program, index, codes) for index in range(program.stages)]
+    return Modules(
+        regions=tuple(
+            RegionModule(region=name, code=code, text=formatted(of_region.render(region=code, mesh=str(program.mesh))))
+            for name, code in codes.items()
+        ),
+        stages=tuple(
+            StageModule(
+                index=code.index,
+                code=code,
+                text=formatted(of_stage.render(stage=code, stages=program.stages, mesh=str(program.mesh))),
+            )
+            for code in stages
+        ),
+    )
 
 
 def _readme(program: Program, stages: list[StageCode], plan: Mapping[str, Any], report: Sequence[str]) -> str:
@@ -166,17 +196,37 @@ def _communication(program: Program, plan: Mapping[str, Any]) -> Iterator[dict[s
 
 
 def _parts(program: Program) -> Iterator[dict[str, str]]:
-    """What ranks hold in parts: for each region's calls, and the sum of what is done once per step."""
-    parts = Parts(program)
+    """ZeRO's exchanges: those around a region's call, and the sum of those that are done once per step."""
     sizes: dict[tuple[str, str, tuple[str, ...]], int] = {}
     first: dict[str, str] = {}
-    for call, place, move in (move for stage in range(program.stages) for move in parts.of_step(stage)):
-        key = (place, move.op, move.axes)
+    for call, place, collective in _exchanged(program):
+        key = (place, collective.op, collective.axes)
         if first.setdefault(place, call) == call:
-            sizes[key] = sizes.get(key, 0) + move.received
+            sizes[key] = sizes.get(key, 0) + collective.received(program.sizes)
     for (place, op, axes), size in sizes.items():
         what = "parameters" if op == "all_gather" else "gradients"
         yield _row(place, f"{NAMES[op]} of {what}", ", ".join(axes), size)
+
+
+def _exchanged(program: Program) -> Iterator[tuple[str, str, Collective]]:
+    """The call (none for once per step), a label of the place, and a collective."""
+    exchanges = Exchanges(program)
+    ways: tuple[tuple[GraphKind, str], ...] = (("F", "forward"), ("B", "backward"), ("W", "backward"))
+    for stage in range(program.stages):
+        for call in program.calls:
+            region = exchanges.regions[call.region]
+            if call.stage != stage or region.phase != "microbatch":
+                continue
+            for kind, label in ways:
+                if graph_of(region, kind) is None:
+                    continue
+                gathered = exchanges.gather(call.params) if exchanges.gathers(call, kind) else ()
+                for collective in chain.from_iterable((*gathered, *exchanges.scatter(call, kind))):
+                    yield call.name, f"{region.name}, {label}", collective
+        scattered = [each for each in exchanges.sums(stage).buckets if each.scattered]
+        once = [*map(exchanges.scattered_bucket, scattered), *map(exchanges.gather, exchanges.kept(stage).values())]
+        for collective in chain.from_iterable(chain.from_iterable(once)):
+            yield "", f"each step, stage {stage}", collective
 
 
 def _row(place: str, what: str, axis: str, size: int) -> dict[str, str]:
@@ -190,21 +240,21 @@ def _count(shape: Sequence[int]) -> int:
     return count
 
 
-def kernel_module(kernel: Kernel | Written) -> str:
+def kernel_module(kernel: Kernel | FixedKernels) -> str:
     """The text of one kernel's module."""
     return formatted(_template(f"kernels/{kernel.template}.py.jinja").render(kernel=kernel))
 
 
 def _kernels(program: Program) -> Iterator[tuple[str, str]]:
-    """What the stages call in place of several operations; and what updates parameters and sends their gradients."""
+    """The kernels that stages call, and those that update parameters and compress gradients."""
     if not program.fused:
         return
-    from partc.codegen.kernels import kernels
-    from partc.codegen.written import written
+    from partc.codegen.kernels.fixed import written
+    from partc.codegen.kernels.fused import kernels
 
     fused = tuple(kernels(program))
     others = tuple(written(program))
-    every: list[Kernel | Written] = [*fused, *others]
+    every: list[Kernel | FixedKernels] = [*fused, *others]
     for kernel in every:
         yield f"kernels/{kernel.name}.py", kernel_module(kernel)
     for name in ("functions", "interpreted", "scratch"):
@@ -216,11 +266,17 @@ def _kernels(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def _runtime() -> Iterator[tuple[str, str]]:
-    """The runtime library, copied as it is."""
-    folder = importlib.resources.files("partc.runtime")
+    """The runtime library, copied unchanged."""
+    yield from _sources("runtime", importlib.resources.files("partc.runtime"))
+
+
+def _sources(path: str, folder: Traversable) -> Iterator[tuple[str, str]]:
+    """The Python files of a folder and of those below it, by their paths."""
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if entry.name.endswith(".py"):
-            yield f"runtime/{entry.name}", entry.read_text(encoding="utf-8")
+            yield f"{path}/{entry.name}", entry.read_text(encoding="utf-8")
+        elif entry.is_dir() and entry.name != "__pycache__":
+            yield from _sources(f"{path}/{entry.name}", entry)
 
 
 def _template(name: str) -> jinja2.Template:

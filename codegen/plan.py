@@ -1,4 +1,4 @@
-"""plan.json: every decision in a form that other tools read; its schema is templates/plan.schema.json."""
+"""plan.json: every decision in a form for other tools; its schema is templates/plan.schema.json."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from partc.capturing import obstacle
-from partc.codegen.collectives import NAMES, local_bytes, moved_bytes
-from partc.layout import Layout
-from partc.memory import Account
-from partc.program import Graph, Program, Region, TensorType
+from partc.codegen.cuda_graphs import obstacle
+from partc.communication.descriptions import NAMES, local_bytes, moved_bytes
+from partc.cost.memory import Account
+from partc.ir.layout import Layout
+from partc.ir.program import Graph, Program, Region, TensorType
 from partc.runtime.plan import FORMAT
 
 _HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs, which UTF-8 does not have
@@ -27,11 +27,11 @@ def plan(
     flops: int = 0,
     memory: Account | None = None,
 ) -> dict[str, Any]:
-    """`flops` are a batch's, on all ranks together.
+    """The document. `flops` are those of a batch on all ranks together.
 
-    `command` holds what else the user asked for, so that the compile can be repeated.
+    `command` holds the user's other options, so that the compile can be repeated.
     """
-    from partc.attentions import documents  # which loads torch
+    from partc.codegen.attentions import documents  # which loads torch
 
     types = program.value_types()
     holders = program.holders()
@@ -115,7 +115,7 @@ def _region(region: Region, program: Program) -> dict[str, Any]:
 
 
 def _collectives(graph: Graph, region: Region, program: Program) -> list[dict[str, Any]]:
-    """Communication of one run of the graph, in order; bytes are what one rank receives."""
+    """The communication of one run of the graph, in order; bytes are those that one rank receives."""
     types = region.types(graph)
     return [
         {"op": op.name, "axis": dict(op.attrs)["axis"], "bytes": moved_bytes(op, types, program.sizes)}
@@ -125,7 +125,7 @@ def _collectives(graph: Graph, region: Region, program: Program) -> list[dict[st
 
 
 def written(plan: Mapping[str, Any]) -> str:
-    """JSON with one line for each parameter, call and value: what a diff of two plans can show."""
+    """The plan as JSON with one line for each parameter, call and value, so that plans can be diffed."""
     return _HALVES.sub(lambda half: f"\\u{ord(half[0]):04x}", f"{_written(plan, 0)}\n")
 
 

@@ -1,4 +1,4 @@
-"""Rank modules: what is literal about one rank, as few lines as it takes."""
+"""Rank modules: the literals of one rank, in few lines."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from partc.layout import Layout
-from partc.mesh import PIPELINE_AXIS
-from partc.naming import is_number
-from partc.program import Program
+from partc.communication.exchanges import Exchanges
+from partc.ir.layout import Layout
+from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.naming import is_number
+from partc.ir.program import Program
 from partc.quoting import literal
-from partc.reductions import Reductions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCode:
-    """All that the template of a rank module lays out."""
+    """The fields of a rank module's template."""
 
     rank: int
     coordinate: str
@@ -31,11 +31,12 @@ class RankCode:
 
 
 def rank_codes(program: Program) -> Iterator[RankCode]:
-    """One for every rank of the mesh; what ranks of a pipeline coordinate share is worked out once."""
+    """The code of every rank; the parts that ranks of a pipeline coordinate share are computed once."""
     mesh = program.mesh
+    exchanges = Exchanges(program)
     pipeline = range(mesh.axis(PIPELINE_AXIS))
     hosted = [program.stages_at(index) for index in pipeline]
-    sums = [[Reductions(program, stage) for stage in stages] for stages in hosted]
+    sums = [[exchanges.sums(stage) for stage in stages] for stages in hosted]
     axes = [tuple(dict.fromkeys(group for stage in here for group in stage.groups())) for here in sums]
     shared = [tuple(dict.fromkeys(places for stage in here for places in stage.shared())) for here in sums]
     links = [_links(program, index) for index in pipeline]
@@ -71,7 +72,7 @@ def _dict(items: Mapping[str, int]) -> str:
 
 
 def _ranks(members: tuple[int, ...]) -> str:
-    """A tuple of ranks; a long one that counts evenly says so."""
+    """A tuple of ranks; a long one with equal steps becomes a range."""
     steps = {b - a for a, b in itertools.pairwise(members)}
     if len(members) > 16 and len(steps) == 1:
         return f"tuple(range({members[0]}, {members[-1] + 1}, {steps.pop()}))"
@@ -79,7 +80,7 @@ def _ranks(members: tuple[int, ...]) -> str:
 
 
 def _links(program: Program, index: int) -> tuple[tuple[tuple[int, int], int], ...]:
-    """What a pipeline coordinate sends and receives over: from stage, to stage, and where the other one is."""
+    """The links of a pipeline coordinate: (from stage, to stage), and the coordinate of the other end."""
     ends = {(t.source, t.target) for t in program.transfers if program.travels(t)}
     ends |= {(t.target, t.source) for t in program.transfers if program.travels(t) and t.gradient}
     places = {(a, b): (program.place(a), program.place(b)) for a, b in sorted(ends)}
@@ -94,7 +95,7 @@ def _schedule(program: Program, index: int) -> tuple[str, ...]:
 
 
 def _patterns(program: Program, stages: tuple[int, ...]) -> tuple[tuple[str, Layout], ...]:
-    """Sharded parameters of some stages; those of repeated calls under one name with a `*`."""
+    """The sharded parameters of some stages; those of repeated calls under one name with a `*`."""
     layouts = {parameter.name: parameter.type.layout for parameter in program.parameters}
     found: dict[str, Layout] = {}
     for call in program.calls:
@@ -115,7 +116,7 @@ def _shards(
 
 
 def _ranges(layout: Layout, program: Program, place: Mapping[str, int]) -> str:
-    """Which elements of each dimension a place holds, as Python slices: `[0:4 8:12, :]`."""
+    """The elements of each dimension that a rank holds, as Python slices: `[0:4 8:12, :]`."""
     dims: list[str] = []
     for dim in layout.dims:
         runs = [(0, 1)]
@@ -130,7 +131,7 @@ def _ranges(layout: Layout, program: Program, place: Mapping[str, int]) -> str:
 
 
 def _extent(dim: tuple[object, ...], sub: object) -> int:
-    """Elements behind one step of a factor: the product of the factors minor to it."""
+    """The number of elements behind one step of a factor: the product of the minor factors."""
     extent = 1
     for other in reversed(dim):
         if other is sub:
@@ -140,7 +141,7 @@ def _extent(dim: tuple[object, ...], sub: object) -> int:
 
 
 def _nested(runs: list[tuple[int, int]], size: int, first: int, count: int, extent: int) -> list[tuple[int, int]]:
-    """The runs repeated for `count` steps of `extent` elements from `first` on, neighbours joined."""
+    """The runs repeated for `count` steps of `extent` elements from `first`, with neighbours joined."""
     if runs == [(0, extent)]:
         return [(first * extent, (first + count) * extent)]
     return [(start + step * extent, end + step * extent) for step in range(first, first + count) for start, end in runs]

@@ -1,23 +1,27 @@
-"""What emitted modules are made of: statements, functions, and all that is said about a region."""
+"""The parts of emitted modules: statements, functions, and the code of a region."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from partc.quoting import WIDTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One statement, what is said above it, and the layout of what it makes."""
+    """One statement, the comments above it, and the layout of the value that it makes."""
 
     code: str
     layout: str = ""
     notes: tuple[str, ...] = ()
+    uses: frozenset[str] = frozenset()  # modules that it reads, and those of comm, p, g and number
     indent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """A parameter of a function, or a field of a tuple."""
+    """A parameter of a function, or a field of a class."""
 
     name: str
     type: str
@@ -26,7 +30,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """A function of a stage module."""
+    """A function of a region's module."""
 
     name: str
     doc: str
@@ -36,24 +40,79 @@ class Function:
     gives: bool = False  # whether it returns gradients of parameters, after those of inputs
 
     @property
+    def uses(self) -> frozenset[str]:
+        """The modules that it reads, and those of comm, p, g and number."""
+        return frozenset().union(*(line.uses for line in self.lines))
+
+    @property
     def passes(self) -> frozenset[str]:
-        """Which of comm, p, g and number it takes."""
+        """The arguments among comm, p, g and number that the function takes."""
         return frozenset(argument.name for argument in self.arguments) & {"comm", "p", "g", "number"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RegionCode:
-    """All that a stage module says about one region."""
+class Record:
+    """A class of tensors by name."""
 
-    constant: str  # the name of the table of its parameters
-    params_class: str  # "" where it has no parameters
+    name: str
     fields: tuple[Argument, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionCode:
+    """The module of one region."""
+
+    module: str  # its name: "block" for regions/block.py
+    constant: str  # the name of the table of its parameters in a stage's module
+    params: Record | None
+    saved: Record | None  # tensors that forward keeps for backward
+    kept: Record | None  # tensors that the backward of the inputs keeps for the weights'
     forward: Function
-    backward: Function | None  # None, too, where gradients of weights are all there is, and are made apart
+    backward: Function | None
     weight: Function | None
+    compiled: bool  # whether torch.compile makes kernels of the functions
     gradient_inputs: tuple[int, ...]  # positions of the inputs whose gradients backward returns
     gradient_outputs: tuple[int, ...]  # positions of the outputs whose gradients backward takes
 
     @property
-    def differentiated(self) -> bool:
-        return self.backward is not None or self.weight is not None
+    def functions(self) -> tuple[Function, ...]:
+        """The functions that exist: forward, backward, weight."""
+        return tuple(function for function in (self.forward, self.backward, self.weight) if function is not None)
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """The modules that its functions read, and comm."""
+        return frozenset().union(*(function.uses for function in self.functions))
+
+    @property
+    def imports(self) -> tuple[list[str], list[str]]:
+        """The module's import lines, sorted: those of the standard library, and the others."""
+        uses = self.uses
+        standard = {
+            "import math": "math" in uses,
+            "from dataclasses import dataclass": self.saved is not None or self.kept is not None,
+            "from typing import NamedTuple": self.params is not None,
+        }
+        others = {
+            "import kernels": "kernels" in uses,
+            "import torch": "torch" in uses,
+            "from runtime.comm.comm import Comm": "comm" in uses,
+            "from runtime.ops import functional": "functional" in uses,
+            "from runtime.ops.compiled import compiled": self.compiled,
+            "from torch import Tensor": True,
+            "from torch.nn import functional as F": "F" in uses,
+        }
+        return [line for line, needed in standard.items() if needed], [
+            line for line, needed in others.items() if needed
+        ]
+
+    @property
+    def imported(self) -> tuple[str, ...]:
+        """The names that stages import, sorted as import lines are."""
+        return (*([self.params.name] if self.params else []), *sorted(function.name for function in self.functions))
+
+
+def imported(module: str, names: Sequence[str]) -> str:
+    """A line that imports names from a module, or several where one is too short."""
+    line = f"from {module} import {', '.join(names)}"
+    return line if len(line) <= WIDTH else f"from {module} import (\n    {f',{chr(10)}    '.join(names)},\n)"

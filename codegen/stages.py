@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from partc.codegen.calls import Run, place_of, runs
-from partc.codegen.functions import region_code
-from partc.codegen.names import Names, identifier, region_names
-from partc.codegen.source import Argument, Function, Line, RegionCode
+from partc.codegen.access import Units
+from partc.codegen.calls import Run, listed, runs
+from partc.codegen.names import Names, identifier
+from partc.codegen.source import Function, Line, RegionCode, imported
 from partc.codegen.steps import Steps
 from partc.codegen.weights import Entry, Repeated, Weights, strings
-from partc.layout import SubDim
-from partc.mesh import TIME_AXIS
-from partc.parts import Parts
-from partc.program import Phase, Program
+from partc.communication.exchanges import Exchanges
+from partc.errors import InternalError
+from partc.ir.layout import SubDim
+from partc.ir.mesh import TIME_AXIS
+from partc.ir.program import Phase, Program
 from partc.quoting import literal, masked
-from partc.strides import dense
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Params:
-    """A tuple class of a region's parameters."""
-
-    name: str
-    fields: tuple[Argument, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +26,7 @@ class StageCode:
 
     index: int
     title: str
-    units: tuple[tuple[Params | None, tuple[Function, ...]], ...]
+    regions: tuple[str, ...]  # the lines that import them
     tables: tuple[tuple[str, tuple[Entry, ...]], ...]
     parameters: tuple[Entry | Repeated, ...]
     inputs: tuple[Entry, ...]
@@ -50,40 +42,44 @@ class StageCode:
     backward: tuple[Line, ...]
     weight: tuple[Line, ...]
     split: bool  # backward is of the inputs alone, weight of the weights
+    ahead: Mapping[str, str]  # by method, its parameters for the units that later actions gather
+    lookahead: int
     reduce: tuple[Line, ...]
     refresh: tuple[Line, ...]
     buckets: tuple[str, ...]
     shared: tuple[Entry, ...]
     shared_note: str
     imports: frozenset[str]
-    compiled: frozenset[str]  # functions that torch.compile makes kernels of
+    compiled: bool
 
 
-def stage_code(program: Program, index: int) -> StageCode:
-    return _Builder(program, index).build()
+def stage_code(program: Program, index: int, regions: Mapping[str, RegionCode]) -> StageCode:
+    """`regions` has the code of every region of the program."""
+    return _Builder(program, index, regions).build()
 
 
 class _Builder:
     """Names and places of everything in one stage."""
 
-    def __init__(self, program: Program, index: int) -> None:
+    def __init__(self, program: Program, index: int, codes: Mapping[str, RegionCode]) -> None:
+        if not program.bodies:
+            raise InternalError("a stage is emitted from the statements of its actions, which pass `actions` writes")
         self.program = program
         self.index = index
         self.calls = [call for call in program.calls if call.stage == index]
         self.regions = {region.name: region for region in program.regions}
-        self.dense = dense(program)
         self.runs: dict[Phase, list[Run]] = {
             phase: runs(program, [call for call in self.calls if self.regions[call.region].phase == phase])
             for phase in ("setup", "step", "microbatch")
         }
         self.types = program.value_types()
-        self.parts = Parts(program)
-        self.codes = self._region_codes()
+        self.exchanges = Exchanges(program)
+        self.codes = {name: codes[name] for name in dict.fromkeys(call.region for call in self.calls)}
         self.attributes = Names(_STAGE_ATTRIBUTES)
         every = [run for phase in self.runs.values() for run in phase]
-        self.weights = Weights(program, index, every, self.codes, self.attributes, self.parts)
+        self.weights = Weights(program, index, every, self.codes, self.attributes, self.exchanges)
         self.attribute = self.weights.attribute
-        self.starts, self.started = self.weights.starts, self.weights.started
+        self.started, self.late, self.refreshed = self.weights.started, self.weights.late, self.weights.refreshed
         self.places = {name: f"batch[{literal(name)}]" for name in program.inputs}
         # A schedule may ask for the halves of a stage that has no weights.
         halves = any(a.stage == index and a.kind == "I" for actions in program.schedule for a in actions)
@@ -101,31 +97,20 @@ class _Builder:
         backward = locals_.backward()
         weight = locals_.weight()
         tables, parameters = self.weights.tables()
-        regions = list(dict.fromkeys(call.region for call in self.calls))
-        units = tuple(
-            (
-                Params(name=code.params_class, fields=code.fields) if code.params_class else None,
-                tuple(function for function in (code.forward, code.backward, code.weight) if function),
-            )
-            for code in (self.codes[name] for name in regions)
-        )
-        lines = [*init, *setup, *prepare, *forward, *backward, *weight, *self.weights.reduce()]
-        text = "\n".join(masked(line.code)[0] for _, functions in units for f in functions for line in f.lines)
-        text += "\n".join(masked(line.code)[0] for line in lines)
-        compiled = {
-            function.name
-            for run in (self.runs["microbatch"] if self.program.compiled else ())
-            for code in (self.codes[run.region.name],)
-            for function in (code.forward, code.backward, code.weight)
-            if function
-        }
+        reduce, refresh = locals_.reduce(), locals_.refresh()
+        opens = locals_.opens()
+        lines = [*init, *setup, *prepare, *forward, *backward, *weight, *reduce, *refresh]
+        text = "\n".join(masked(line.code)[0] for line in lines)
         loss = self.program.loss if self.makes(self.program.loss) else ""
         partial = self.types[self.program.loss].layout.partial if loss else ()
         return StageCode(
             index=self.index,
-            title=_listed(self._title(run) for run in self.runs["microbatch"] if self._has_parameters(run))
-            or _listed(run.prefix for run in self.runs["microbatch"]),
-            units=units,
+            title=listed(run.title for run in self.runs["microbatch"] if run.region.params)
+            or listed(run.prefix for run in self.runs["microbatch"]),
+            regions=tuple(
+                imported("regions." + code.module, code.imported)
+                for code in sorted(self.codes.values(), key=lambda code: code.module)
+            ),
             tables=tables,
             parameters=parameters,
             inputs=tuple(Entry(key=name, value=f"Shard({literal(self._input_type(name))})") for name in self._inputs()),
@@ -134,63 +119,27 @@ class _Builder:
             receives=self._receives(),
             loss=literal(loss) if loss else "None",
             loss_partial=strings(axis for axis in partial if axis != TIME_AXIS and self.program.sizes[axis] > 1),
-            init=(*init, *locals_.reads()),
+            init=(*init, *opens),
             setup=tuple(setup),
             prepare=tuple(prepare),
             forward=tuple(forward),
             backward=tuple(backward),
             weight=tuple(weight),
             split=self.split,
-            reduce=tuple(self.weights.reduce()),
-            refresh=tuple(self.weights.refresh()),
+            ahead=locals_.ahead(),
+            lookahead=self.exchanges.levels if opens else 0,
+            reduce=tuple(reduce),
+            refresh=tuple(refresh),
             buckets=self.weights.buckets(),
             shared=self.weights.shared(),
             shared_note=self.weights.shared_note(),
-            compiled=frozenset(compiled),
+            compiled=self.program.compiled,
             imports=frozenset(
-                name
-                for name in ("torch", "F", "functional", "kernels", "math", "Parts", "Sums")
-                if re.search(rf"(?<![\w.]){name}[.(]", text)
-            ),
+                name for name in ("torch", "kernels", "Parts", "Sums") if re.search(rf"(?<![\w.]){name}[.(]", text)
+            )
+            | ({"Unit"} if opens else frozenset())
+            | ({"NOTHING"} if any("NOTHING" in line.code for line in refresh) else frozenset()),
         )
-
-    def _region_codes(self) -> dict[str, RegionCode]:
-        codes: dict[str, RegionCode] = {}
-        called = region_names(dict.fromkeys(call.region for call in self.calls))
-        for phase_runs in self.runs.values():
-            for run in phase_runs:
-                region = run.region
-                if region.name in codes:
-                    continue
-                same = [other for other in phase_runs if other.region.name == region.name]
-                what = _listed(map(self._title, same)) if region.params else _PHASES[region.phase]
-                prefix = next(call.name for call in self.program.calls if call.region == region.name)
-                codes[region.name] = region_code(
-                    region,
-                    self.program.sizes,
-                    prefix,
-                    f"{what}{place_of(region)}.",
-                    called[region.name],
-                    self._updated(run),
-                    gives=self.program.zero >= 2 and self.parts.has_parts(run.calls[0]),
-                    dense=self.dense[region.name],
-                )
-        return codes
-
-    def _updated(self, run: Run) -> dict[int, str]:
-        """The outputs that are next values of buffers: position -> the buffer's name in the region."""
-        call, local = (
-            run.calls[0],
-            {name: value.name for name, value in zip(run.calls[0].params, run.region.params, strict=True)},
-        )
-        buffers = {value: buffer for buffer, value in self.program.updates}
-        return {index: local[buffers[name]] for index, name in enumerate(call.results) if name in buffers}
-
-    def _title(self, run: Run) -> str:
-        return f"{run.calls[0].name} to {run.calls[-1].name}" if run.loop else run.calls[0].name
-
-    def _has_parameters(self, run: Run) -> bool:
-        return bool(run.region.params)
 
     def makes(self, name: str) -> bool:
         return any(name in call.results for call in self.calls)
@@ -246,6 +195,10 @@ class _Builder:
         common = [given[argument.name] for argument in function.arguments if argument.name in function.passes]
         return ", ".join((*common, *args))
 
+    def unit(self, call: str) -> str:
+        """The attribute that has a call's parameters."""
+        return Units(self).one(call)
+
     def placed(self, names: Iterable[str]) -> list[str]:
         """Where program values are to be read."""
         return [self.places[name] for name in names]
@@ -257,7 +210,8 @@ _STAGE_ATTRIBUTES = [
     "sums",
     "buckets",
     "refresh",
-    "reads",
+    "opens",
+    "lookahead",
     "parameters",
     "gradients",
     "inputs",
@@ -275,13 +229,3 @@ _STAGE_ATTRIBUTES = [
     "backward_weight",
     "reduce_gradients",
 ]
-_PHASES: dict[Phase, str] = {
-    "setup": "A constant of the model",
-    "step": "Counted over the batch, once per step",
-    "microbatch": "Made from the batch alone",
-}
-
-
-def _listed(items: Iterable[str]) -> str:
-    words = list(dict.fromkeys(items))
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from partc.codegen.access import Access, Stage, access, indented, over, units
+from partc.codegen.access import AHEAD, Access, Stage, access, opens, refreshed, settled
 from partc.codegen.calls import Run
 from partc.codegen.names import Names, identifier
-from partc.codegen.source import Line, RegionCode
-from partc.parts import KINDS, Kind
-from partc.program import Call
+from partc.codegen.source import Function, Line, RegionCode
+from partc.ir.program import BodyKind, Call, GraphKind
 from partc.quoting import literal
 
-_READS = (
-    "What the calls of each action read, in order: gathered while the call before it runs, in this action or the one "
-    "before. What is read twice in a row is gathered once."
-)
-_LATE = "After None nothing is gathered before it is read, as this rank would hold more than it does at most."
+_OPENS = "The units that each action gathers first: the action before it starts them, and is given them as `ahead`."
+_KINDS: tuple[BodyKind, ...] = ("F", "B", "I", "W")
 TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
@@ -25,12 +22,7 @@ class Steps:
 
     def __init__(self, builder: Stage) -> None:
         self.b = builder
-        self.functions = [
-            function.name
-            for code in builder.codes.values()
-            for function in (code.forward, code.backward, code.weight)
-            if function is not None
-        ]
+        self.functions = [function.name for code in builder.codes.values() for function in code.functions]
         self.names = Names(
             (
                 "comm",
@@ -42,7 +34,12 @@ class Steps:
                 "p",
                 "g",
                 "unit",
-                "whole",
+                "following",
+                "coming",
+                "former",
+                "latest",
+                "last",
+                *AHEAD,
                 "self",
                 *self.functions,
             )
@@ -62,31 +59,55 @@ class Steps:
                     wanted[run.calls[-1].results[result]] = name
         return wanted
 
-    def reads(self) -> list[Line]:
-        """The table of what actions gather."""
-        schedule = self.b.program.schedule
-        kinds = {action.kind for row in schedule for action in row if action.stage == self.b.index}
-        found = {kind: self._read(kind) for kind in KINDS if kind in kinds and self._read(kind)}
-        late = {kind: ["None"] for kind in found if not self.b.parts.early(self.b.index, kind)}
-        rows = [f'    "{kind}": [{", ".join((*here, *late.get(kind, ())))}],' for kind, here in found.items()]
-        notes = f"{_READS} {_LATE}" if late else _READS
-        table = [Line(code="self.reads = {", notes=(notes,)), *(Line(code=row) for row in rows), Line(code="}")]
+    def opens(self) -> list[Line]:
+        """The table of the units that actions gather first."""
+        found = {kind: opens(self.b, kind) for kind in _KINDS}
+        rows = [f'    "{kind}": ({", ".join(units)},),' for kind, units in found.items() if units]
+        table = [Line(code="self.opens = {", notes=(_OPENS,)), *(Line(code=row) for row in rows), Line(code="}")]
         return table if rows else []
 
-    def _read(self, kind: Kind) -> list[str]:
-        """Both halves of a backward pass that has two run as one, where that is called for."""
-        if kind == "B" and self._split():
-            return [*self._read("I"), *self._read("W")]
-        return units(self.b, self.runs if kind in ("F", "W") else reversed(self.runs), kind)
+    def ahead(self) -> dict[str, str]:
+        """The parameters of methods, and what `backward` gives to its two halves, where there are two."""
+        parameters = AHEAD[: self.b.exchanges.levels]
+        methods: dict[str, BodyKind] = {
+            "forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W",
+        }  # fmt: skip
+        typed = "".join(f", {name}: Unit" for name in parameters)
+        found = {method: typed if opens(self.b, kind) else "" for method, kind in methods.items()}
+        if self._split():
+            inputs, weights = opens(self.b, "I"), opens(self.b, "W")
+            found["backward"] = typed if inputs or weights else ""
+            given = ([*weights, *parameters][: len(parameters)] if inputs else [], parameters if weights else ())
+            found["inputs"], found["weights"] = ("".join(f", {name}" for name in names) for names in given)
+        return found
 
-    def _gathered(self, kind: Kind) -> list[Line]:
-        return [Line(code="whole = self.comm.whole")] if self._read(kind) else []
+    def reduce(self) -> list[Line]:
+        """The waits and sums after a stage's last backward."""
+        lines: list[Line] = []
+        late = self.b.late()
+        for each in self.b.program.body("REDUCE_GRAD", self.b.index):
+            if each.subject == "scatter":
+                lines.append(Line(code=f"{self.b.unit(each.of)}.settle()"))
+            else:
+                notes = (late,) if each.verb == "start" and late else ()
+                lines.append(Line(code=f"self.sums.{each.verb}()", notes=notes))
+        return lines
+
+    def refresh(self) -> list[Line]:
+        """Copies in other element types, then gathers."""
+        gathers = list(refreshed(self.b))
+        said = self.b.refreshed()
+        if gathers and said:
+            gathers[0] = replace(gathers[0], notes=(said,))
+        kept = [run for run in self.runs if run.region.params and self.b.exchanges.has_unit(run.calls[0])]
+        cast = self.b.program.zero < 3 and kept
+        return [*([Line(code="self.parts.refresh()")] if cast else []), *gathers]
 
     def forward(self) -> list[Line]:
-        lines = self._gathered("F")
-        saves = any(self.b.codes[run.region.name].differentiated for run in self.runs)
+        lines: list[Line] = []
+        saves = any(self.b.codes[run.region.name].saved for run in self.runs)
         if saves:
-            lines.append(Line(code="saved: list[Saved] = []"))
+            lines.append(Line(code="saved: list[Any] = []"))
         for run in self.runs:
             lines.extend(self._forward_loop(run) if run.loop else self._forward_call(run, run.calls[0]))
         sent = dict.fromkeys(t.value for t in self.b.sent)
@@ -96,23 +117,22 @@ class Steps:
         lines.append(Line(code=f"return {{{values}}}, {'saved' if saves else '[]'}"))
         return lines
 
-    def _call(self, run: Run, way: Access, args: Sequence[str], results: Sequence[str], indent: str) -> list[Line]:
+    def _call(self, run: Run, way: Access, args: Sequence[str], results: Sequence[str]) -> list[Line]:
         code = self.b.codes[run.region.name]
         stored = {value for _, value in self.b.program.updates}
         kept = [target for target, name in zip(results, run.calls[-1].results, strict=True) if name not in stored]
-        targets = [*kept, "kept"] if code.differentiated else kept
+        targets = [*kept, "kept"] if code.saved else kept
         arguments = self.b.arguments(code.forward, run, args, "self.comm", p=way.p)
         assigned = f"{', '.join(targets)} = " if targets else ""
-        lines = [Line(code=f"{assigned}{code.forward.name}({arguments})", notes=way.notes, indent=indent)]
-        if code.differentiated:
-            lines.append(Line(code=f"{indent}saved.append(kept)"))
-        return lines
+        call = Line(code=f"{assigned}{code.forward.name}({arguments})", indent=way.indent)
+        hand = [Line(code="saved.append(kept)", indent=way.indent)] if code.saved else []
+        return [*way.head, *way.before, call, *way.after, *hand]
 
     def _forward_call(self, run: Run, call: Call) -> list[Line]:
         args = self.b.placed(call.args)
         results = [self._bind(name) if self._is_read(name) else "_" for name in call.results]
         way = access(self.b, run, self.b.codes[run.region.name].forward, "F")
-        return self._call(run, way, args, results, "")
+        return self._call(run, way, args, results)
 
     def _bind(self, name: str) -> str:
         """A new local variable for a program value."""
@@ -140,7 +160,7 @@ class Steps:
             for index, name in enumerate(last.results)
         ]
         way = access(self.b, run, self.b.codes[run.region.name].forward, "F")
-        return [*lines, Line(code=over(run, way)), *self._call(run, way, args, results, "    ")]
+        return [*lines, *self._call(run, way, args, results)]
 
     def _only_reader(self, name: str, call: Call) -> bool:
         readers = [other for other in self.b.calls if name in other.args]
@@ -153,14 +173,15 @@ class Steps:
     # -- backward -------------------------------------------------------------------------------
 
     def backward(self) -> list[Line]:
-        lines = self._gathered(self._kind())
-        lines.extend([Line(code="kept: list[Saved] = []")] if self._split() else [])
+        lines = list(settled(self.b, self._kind()))
+        lines += [Line(code="kept: list[Any] = []")] if self._split() else []
         self.grads: dict[str, str] = {t.value: f"gradients[{literal(t.value)}]" for t in self.b.sent if t.gradient}
-        taken = ("comm", "saved", "kept", "left", "gradients", "p", "g", "unit", "whole", "i", "name", "self")
-        self.grad_names = Names((*taken, *self.functions))
+        taken = ("comm", "saved", "kept", "left", "gradients", "p", "g", "unit", "i", "name", "self", "last")
+        around = ("following", "coming", "former", "latest", *AHEAD)
+        self.grad_names = Names((*taken, *around, *self.functions))
         self.owed = self._owed()
         for run in reversed(self.runs):
-            if not self.b.codes[run.region.name].differentiated:
+            if self.b.codes[run.region.name].backward is None:
                 continue
             lines.extend(self._backward_loop(run) if run.loop else self._backward_call(run))
         returned = {t.value: self.grads.get(t.value) for t in self.b.received if t.gradient}
@@ -170,18 +191,16 @@ class Steps:
 
     def weight(self) -> list[Line]:
         """The gradients of weights, from what the backward of the inputs kept: the last kept is the first used."""
-        lines = self._gathered("W")
+        lines = list(settled(self.b, "W"))
         for run in self.runs:
             function = self.b.codes[run.region.name].weight
             if function is None:
                 continue
             way = access(self.b, run, function, "W")
-            lines.extend([Line(code=over(run, way))] if run.loop else [])
             arguments = self.b.arguments(function, run, (), "self.comm", p=way.p, g=way.g)
             given = "g = " if function.gives else ""
             code = f"{given}{function.name}({', '.join(filter(None, (arguments, 'kept.pop()')))})"
-            around = (Line(code=code, notes=way.notes), *way.closing)
-            lines.extend(indented(around, "    " if run.loop else ""))
+            lines.extend((*way.head, *way.before, Line(code=code, indent=way.indent), *way.after))
         return lines
 
     def _split(self) -> bool:
@@ -220,8 +239,9 @@ class Steps:
         lines: list[Line] = []
         incoming = [self._incoming(call.results[index], lines) for index in code.gradient_outputs]
         targets, sums = self._targets(call, code)
-        way = access(self.b, run, code.backward, self._kind()) if code.backward else None
-        return [*lines, *self._backward_statement(run, way, incoming, targets, ""), *sums]
+        assert code.backward is not None  # or it would not be run
+        way = access(self.b, run, code.backward, self._kind())
+        return [*lines, *self._backward_statement(run, way, code.backward, incoming, targets), *sums]
 
     def _targets(self, call: Call, code: RegionCode) -> tuple[list[str], list[Line]]:
         """Variables for the gradients a call returns, and additions to those that are there already."""
@@ -284,8 +304,7 @@ class Steps:
         results = [targets[index] for index in code.gradient_inputs]
         assert code.backward is not None  # a loop hands a value along, whose gradient is handed back
         way = access(self.b, run, code.backward, self._kind())
-        lines.append(Line(code=over(run, way, backwards=True)))
-        lines.extend(self._backward_statement(run, way, incoming, results, "    "))
+        lines.extend(self._backward_statement(run, way, code.backward, incoming, results))
         lines.extend(sums)
         for argument, _ in run.carried:
             handed = targets.get(argument)
@@ -298,29 +317,18 @@ class Steps:
         return lines
 
     def _backward_statement(
-        self, run: Run, way: Access | None, incoming: list[str], targets: list[str], indent: str
+        self, run: Run, way: Access, function: Function, incoming: list[str], targets: list[str]
     ) -> list[Line]:
         code = self.b.codes[run.region.name]
-        function = code.backward
-        if function is None or way is None:
-            taken = ["*saved.pop()"] if run.region.saved else []
-            drop = [] if taken else [Line(code=f"{indent}saved.pop()")]
-            values = [*incoming, *taken]
-            left = f"({values[0]},)" if len(values) == 1 else f"({', '.join(values)})"
-            return [*drop, Line(code=f"{indent}kept.append({left})")]
         arguments = self.b.arguments(function, run, (), "self.comm", p=way.p, g=way.g)
         values = [argument for argument in (arguments, *incoming) if argument]
-        if any(argument.name == "saved" for argument in function.arguments):
-            values.append("saved.pop()")
-            drop = []
-        else:
-            drop = [Line(code=f"{indent}saved.pop()")]
-        more = [*(["g"] if function.gives else []), *(["left"] if code.weight is not None else [])]
+        values += ["saved.pop()"] if code.saved else []
+        more = [*(["g"] if function.gives else []), *(["left"] if code.kept else [])]
         used = [] if all(target == "_" for target in targets) and not more else [*targets, *more]
-        hand = (Line(code="kept.append(left)"),) if code.weight is not None else ()
+        hand = [Line(code="kept.append(left)", indent=way.indent)] if code.kept else []
         assigned = f"{', '.join(used)} = " if used else ""
-        line = Line(code=f"{assigned}{function.name}({', '.join(values)})", notes=way.notes)
-        return [*drop, *indented((line, *hand, *way.closing), indent)]
+        call = Line(code=f"{assigned}{function.name}({', '.join(values)})", indent=way.indent)
+        return [*way.head, *way.before, call, *hand, *way.after]
 
-    def _kind(self) -> Kind:
+    def _kind(self) -> GraphKind:
         return "I" if self._split() else "B"

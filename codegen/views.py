@@ -1,19 +1,19 @@
-"""Views that say nothing: reshapes to the shape a value has, chains of them, permutations that cancel."""
+"""Removal of redundant views: reshapes to the same shape, chains of views, permutations that cancel."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from partc.errors import InternalError
-from partc.layout import Sizes
-from partc.program import Graph, Op, Ref
+from partc.ir.layout import Sizes
+from partc.ir.program import Graph, Op, Ref, needed
 
 
 def without_idle_views(graph: Graph, sizes: Sizes) -> Graph:
-    """The same graph with views composed, and identities and unread operations gone.
+    """The graph with views composed, and without identities and unread operations.
 
-    Looks at local shapes: a reshape that only restates a global shape is nothing on one rank.
-    An output that was an identity is now called by its operand's name, at the same place.
+    Looks at local shapes: a reshape that only restates a global shape is an identity on one rank. An output that was an
+    identity takes its operand's name, at the same position.
     """
     local = {name: value.type.layout.local_shape(sizes) for name, value in graph.definitions().items()}
     made: dict[str, Op] = {}
@@ -27,7 +27,7 @@ def without_idle_views(graph: Graph, sizes: Sizes) -> Graph:
         made.update((value.name, op) for value in op.results)
         ops.append(op)
     outputs = tuple(same.get(name, name) for name in graph.outputs)
-    return replace(graph, ops=_read(ops, outputs), outputs=outputs)
+    return replace(graph, ops=needed(ops, outputs), outputs=outputs)
 
 
 def _operand(op: Op) -> str:
@@ -56,14 +56,3 @@ def _composed(op: Op, made: dict[str, Op]) -> Op:
     if not isinstance(first, tuple) or not isinstance(second, tuple):
         raise InternalError(f"permute by {first!r} and {second!r}")
     return replace(op, args=(before.args[0], tuple(first[dim] for dim in second if isinstance(dim, int))))
-
-
-def _read(ops: list[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
-    """Operations that some output depends on."""
-    needed = set(outputs)
-    kept: list[Op] = []
-    for op in reversed(ops):
-        if any(value.name in needed for value in op.results):
-            needed.update(op.refs())
-            kept.append(op)
-    return tuple(reversed(kept))

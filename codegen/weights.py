@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, zip_longest
 
 from partc.codegen.calls import Run
-from partc.codegen.collectives import local_bytes, moved, readable_bytes
 from partc.codegen.names import Names
 from partc.codegen.source import Line, RegionCode
-from partc.parts import Parts
-from partc.program import Parameter, Program
-from partc.quoting import literal, literal_template, masked
-from partc.reductions import Bucket, Reductions
+from partc.communication.descriptions import local_bytes, moved, readable_bytes
+from partc.communication.exchanges import Bucket, Exchanges, GradientSums, Levels
+from partc.ir.program import Parameter, Program
+from partc.quoting import literal, literal_template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,43 +42,60 @@ class Weights:
     runs: Sequence[Run]
     codes: Mapping[str, RegionCode]
     attributes: Names
-    parts: Parts
+    exchanges: Exchanges
 
-    @cached_property
-    def reductions(self) -> Reductions:
-        return Reductions(self.program, self.index)
+    @property
+    def sums(self) -> GradientSums:
+        return self.exchanges.sums(self.index)
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
         return {parameter.name: parameter for parameter in self.program.parameters}
 
+    @cached_property
+    def parted(self) -> bool:
+        """Whether some calls read parameters otherwise than ranks hold them."""
+        return any(run.region.params and self.exchanges.has_unit(run.calls[0]) for run in self.runs)
+
     def init(self) -> list[Line]:
         lines = []
+        if self.parted:
+            held = ("comm", "self.parameters", "parameters", "gradients")
+            lines.append(Line(code=f"self.parts = Parts({', '.join((*held, *self._travel()))})"))
         for run in self.runs:
             if not run.region.params:
                 continue
-            cls = self.codes[run.region.name].params_class
-            makers = self._parted(run, cls) if self.parts.has_parts(run.calls[0]) else (cls, cls)
-            lines.append(Line(code=f"{self.attribute(run)} = {self._tensors(run, makers[0], 'parameters')}"))
-            if self.codes[run.region.name].differentiated and makers[1]:
-                lines.append(
-                    Line(code=f"{self.attribute(run, 'grad ')} = {self._tensors(run, makers[1], 'gradients')}")
-                )
-        parted = any("self.parts." in masked(line.code)[0] for line in lines)
-        if parted:
-            held = ("comm", "self.parameters", "parameters", "gradients")
-            lines.insert(0, Line(code=f"self.parts = Parts({', '.join((*held, *self._moving()))})"))
-        if self.reductions.buckets:
-            lines.append(Line(code=f"self.sums = Sums({', '.join(self._summed(parted))})"))
+            code = self.codes[run.region.name]
+            adds = any(function is not None and "g" in function.passes for function in (code.backward, code.weight))
+            lines.append(Line(code=f"{self.attribute(run)} = {self._units_or_tensors(run)}"))
+            if adds:
+                lines.append(Line(code=f"{self.attribute(run, 'grad ')} = {self._gradients(run)}"))
+        if self.sums.buckets:
+            given = ("comm", "self.parameters", "gradients", "self.buckets", *(["self.parts"] if self.parted else []))
+            lines.append(Line(code=f"self.sums = Sums({', '.join((*given, *self._travel()))})"))
         return lines
 
-    def _summed(self, parted: bool) -> Iterator[str]:
-        """What sums are made of."""
-        yield from ("comm", "self.parameters", "gradients", "self.buckets", *(["self.parts"] if parted else []))
-        yield from self._moving()
+    def _units_or_tensors(self, run: Run) -> str:
+        cls = self._class(run)
+        if not self.exchanges.has_unit(run.calls[0]):
+            return self._tensors(run, cls, "parameters")
+        gathered = any(self.exchanges.gathers(run.calls[0], kind) for kind in ("F", "B", "I", "W"))
+        return self._named(run, f"self.parts.{'unit' if gathered or self.program.zero == 3 else 'keep'}({cls}, ")
 
-    def _moving(self) -> Iterator[str]:
-        """How they go between nodes, and in what."""
+    def _class(self, run: Run) -> str:
+        """The tuple class of a region's parameters."""
+        params = self.codes[run.region.name].params
+        return params.name if params else ""
+
+    def _gradients(self, run: Run) -> str:
+        """The gradients that calls add to; under ZeRO 1, those of whole parameters."""
+        cls = self._class(run)
+        if self.program.zero == 1 and self.exchanges.has_unit(run.calls[0]):
+            return self._named(run, f"{cls}(*self.parts.sums(")
+        return self._tensors(run, cls, "gradients")
+
+    def _travel(self) -> Iterator[str]:
+        """How gradients travel: over which axes ranks share a node, in which element type and code."""
         if self.program.near:
             yield f"near={strings(self.program.near)}"
         if self.program.wire:
@@ -87,12 +104,6 @@ class Weights:
             compress = self.program.compress
             yield f"compress=kernels.{compress}" if self.program.fused else f"compress={literal(compress)}"
 
-    def starts(self, run: Run) -> bool:
-        """Whether sums are started, or go on from inside nodes to between them, in a run of calls."""
-        early = [bucket for bucket in self.reductions.buckets if bucket.after]
-        both = any(all(self.reductions.levels(bucket.over)) for bucket in early)
-        return bool(early) and (both or any(bucket.after == call.name for bucket in early for call in run.calls))
-
     def started(self, run: Run) -> str:
         """What starts there, as a comment."""
         return self._words(call.name for call in run.calls)
@@ -100,30 +111,34 @@ class Weights:
     def _words(self, after: Iterable[str]) -> str:
         """`all-reduce 8.0 KiB over dp and reduce-scatter …`: what is summed after these calls."""
         names = set(after)
-        here = [bucket for bucket in self.reductions.buckets if bucket.after in names]
+        here = [bucket for bucket in self.sums.buckets if bucket.after in names]
         words = []
         for scattered, over in dict.fromkeys((bucket.scattered, bucket.over) for bucket in here):
             alike = [bucket for bucket in here if (bucket.scattered, bucket.over) == (scattered, over)]
             if scattered:
-                words.append(moved([move for each in alike for move in self.parts.scattered_sums(each.parameters)]))
+                words.append(moved(self._levels(alike), self.program.sizes))
                 continue
             size = sum(local_bytes(item.type, self.program.sizes) for each in alike for item in each.parameters)
             words.append(f"all-reduce {readable_bytes(size)} over {','.join(over)}")
         return " and ".join(words)
 
+    def _levels(self, buckets: Iterable[Bucket]) -> Levels:
+        every = [self.exchanges.scattered_bucket(bucket) for bucket in buckets]
+        return tuple(tuple(chain.from_iterable(level)) for level in zip_longest(*every, fillvalue=()))
+
     def buckets(self) -> tuple[str, ...]:
         """The lines of the Stage's table of what is summed, and when."""
-        entries = [self._bucket(bucket) for bucket in self.reductions.buckets]
+        entries = [self._bucket(bucket) for bucket in self.sums.buckets]
         if len(entries) == 1 and len(line := f"buckets = ({entries[0]},)") <= 116:
             return (line,)
         return ("buckets = (", *(f"    {entry}," for entry in entries), ")") if entries else ()
 
     def _bucket(self, bucket: Bucket) -> str:
-        trained, reductions = self.reductions.trained, self.reductions
+        trained = self.sums.trained
         chosen = bucket.parameters
         between = trained[trained.index(chosen[0]) : trained.index(chosen[-1]) + 1]
-        over = lambda item: item.gather if bucket.scattered else reductions.axes(item)  # noqa: E731
-        alike = [each for each in between if not reductions.sharers(each) and over(each) == bucket.over]
+        over = lambda item: item.gather if bucket.scattered else self.sums.axes(item)  # noqa: E731
+        alike = [each for each in between if not self.sums.sharers(each) and over(each) == bucket.over]
         which = f"first={literal(chosen[0].name)}, last={literal(chosen[-1].name)}"
         if tuple(alike) != chosen:
             which = f"names={strings(parameter.name for parameter in chosen)}"
@@ -137,22 +152,17 @@ class Weights:
         number = f"_{loops.index(run) + 1}" if run in loops[1:] else ""
         return "self." + self.attributes[kind + (f"{run.prefix}{number}" if run.loop else run.calls[0].name)]
 
-    def _parted(self, run: Run, cls: str) -> tuple[str, str]:
-        """What holds parameters and their gradients of which ranks have parts: each level keeps less of them whole."""
-        kept, summed, unit = f"{cls}(*self.parts.keep(", f"{cls}(*self.parts.sums(", f"self.parts.unit({cls}, "
-        return {0: (kept, cls), 1: (kept, summed), 2: (kept, unit), 3: (unit, "")}[self.program.zero]
-
     def _shard(self, parameter: Parameter) -> str:
         type = literal(f"{parameter.type.dtype}{parameter.type.layout.without(*self._small)}")
         parts = [type]
         if not parameter.trainable:
             parts.append("trainable=False")
-        if self.reductions.axes(parameter):
-            parts.append(f"reduce={strings(self.reductions.axes(parameter))}")
-        if self.reductions.sharers(parameter):
-            parts.append(f"shared={self.reductions.sharers(parameter)}")
-        if self.parts.read.get(parameter.name, parameter.type.dtype) != parameter.type.dtype:
-            parts.append(f"read={literal(self.parts.read[parameter.name])}")
+        if self.sums.axes(parameter):
+            parts.append(f"reduce={strings(self.sums.axes(parameter))}")
+        if self.sums.sharers(parameter):
+            parts.append(f"shared={self.sums.sharers(parameter)}")
+        if self.exchanges.read.get(parameter.name, parameter.type.dtype) != parameter.type.dtype:
+            parts.append(f"read={literal(self.exchanges.read[parameter.name])}")
         if parameter.gather:
             parts.append(f"gather={strings(parameter.gather)}")
         if parameter.holds:
@@ -198,8 +208,6 @@ class Weights:
 
     def _tensors(self, run: Run, cls: str, source: str) -> str:
         """The tuple (or list of tuples) of a run's parameters, or of their gradients."""
-        if "self.parts." in cls:
-            return self._named(run, cls)
         frozen = source == "gradients" and any(
             not self.parameters[name].trainable for call in run.calls for name in call.params
         )
@@ -224,31 +232,25 @@ class Weights:
         each = [f"{maker}{names}{close}" for names in quoted]
         return f"[{', '.join(each)}]" if run.loop else each[0]
 
-    def reduce(self) -> list[Line]:
-        if self.reductions.buckets:
-            late = self._words([""])
-            notes = (f"{late}, with what has been started",) if late else ()
-            return [Line(code="self.sums.finish()", notes=notes)]
-        if self.program.zero >= 2 and any(self.parts.has_parts(run.calls[0]) for run in self.runs):
-            return [Line(code="self.parts.settle()")]
-        return []
+    def late(self) -> str:
+        """The sums that start at a step's end, as a comment."""
+        return self._words([""])
 
-    def refresh(self) -> list[Line]:
-        moves = list(self.parts.gathered_at_end(self.index))
-        notes = (f"{moved(moves)}: each rank has updated a part",) if moves else ()
-        if self.program.zero == 3 or not any(self.parts.has_parts(run.calls[0]) for run in self.runs):
-            return []
-        return [Line(code="self.parts.refresh()", notes=notes)]
+    def refreshed(self) -> str:
+        """The gathers of whole parameters after the update, as a comment."""
+        every = [self.exchanges.gather(names) for names in self.exchanges.kept(self.index).values()]
+        levels = tuple(tuple(chain.from_iterable(level)) for level in zip_longest(*every, fillvalue=()))
+        return f"{moved(levels, self.program.sizes)}: each rank has updated a part" if levels else ""
 
     def shared(self) -> tuple[Entry, ...]:
         return tuple(
             Entry(key=str(places), value=strings(sorted(parameter.name for parameter in parameters)))
-            for places, parameters in self.reductions.shared().items()
+            for places, parameters in self.sums.shared().items()
         )
 
     def shared_note(self) -> str:
         """What their sum moves, for a comment."""
-        weights = [parameter for parameters in self.reductions.shared().values() for parameter in parameters]
+        weights = [parameter for parameters in self.sums.shared().values() for parameter in parameters]
         return readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in weights))
 
 

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from partc.api import Package as Package
     from partc.api import compile as compile
     from partc.errors import PartcError as PartcError
-    from partc.mesh import Mesh as Mesh
+    from partc.ir.mesh import Mesh as Mesh
     from partc.rules import register as rule
 
 __version__ = "0.1.0"
 __all__ = ["Mesh", "Package", "PartcError", "compile", "rule"]
 
 _HOMES = {
-    "Mesh": ("partc.mesh", "Mesh"),
+    "Mesh": ("partc.ir.mesh", "Mesh"),
     "Package": ("partc.api", "Package"),
     "PartcError": ("partc.errors", "PartcError"),
     "compile": ("partc.api", "compile"),

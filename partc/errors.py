@@ -1,4 +1,4 @@
-"""Coded errors: what is wrong with the user's input, where, why, and what would help."""
+"""Coded errors: the fault in the user's input, its place, its cause and its remedy."""
 
 from __future__ import annotations
 

@@ -1,11 +1,20 @@
-"""What `partc explain P0103` says: every error code, what it means and what to do about it."""
+"""The catalogue of error codes: the meaning of each and its remedy, for `partc explain`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from partc.entries import PACKAGES, Entry
 from partc.errors import PartcError
+
+
+@dataclass(frozen=True, slots=True)
+class CodeExplanation:
+    """The title of a code, and its explanation."""
+
+    title: str
+    text: str
+
 
 AREAS: Mapping[str, str] = {
     "P00": "the command line",
@@ -18,60 +27,61 @@ AREAS: Mapping[str, str] = {
     "P07": "the environment",
 }
 
-CATALOGUE: Mapping[str, Entry] = {
-    "P0001": Entry(
+CATALOGUE: Mapping[str, CodeExplanation] = {
+    "P0001": CodeExplanation(
         "the command line does not parse",
-        "An option is unknown, lacks its value, or has one that it cannot have. `partc COMMAND --help` lists "
-        "a command's options.",
+        "An option is unknown, lacks its value, or has an invalid one. `partc COMMAND --help` lists a command's "
+        "options.",
     ),
-    "P0002": Entry(
+    "P0002": CodeExplanation(
         "no error has this code",
-        "`partc explain` alone lists every code. They are a P and four digits; the first two name the area.",
+        "`partc explain` without a code lists all codes. A code is a P and four digits; the first two digits name the "
+        "area.",
     ),
-    "P0003": Entry(
+    "P0003": CodeExplanation(
         "an option of -D is not NAME=VALUE",
-        "-D passes options to the model file's functions: `-D layers=4 -D size=8b`. Values that read as "
-        "numbers, true, false or none become those; everything else stays text.",
+        "-D passes options to the model file's functions: `-D layers=4 -D size=8b`. Numbers, true, false and none are "
+        "converted; everything else stays text.",
     ),
-    "P0004": Entry(
+    "P0004": CodeExplanation(
         "an option's value is out of range",
         "--seed is from 0 to 4294967295; --batch and --seq are 1 or more.",
     ),
-    "P0101": Entry(
+    "P0101": CodeExplanation(
         "the mesh does not parse",
-        "A mesh is sizes (`8`, `4x8`, `2x4x8`) or names and sizes, slowest axis first (`pp=2,dp=4,tp=8`). "
-        "The last axis is the one whose ranks are neighbours.",
+        "A mesh is sizes (`8`, `4x8`, `2x4x8`) or names and sizes, slowest axis first (`pp=2,dp=4,tp=8`). The ranks "
+        "of the last axis are neighbours.",
     ),
-    "P0102": Entry(
+    "P0102": CodeExplanation(
         "too many unnamed axes",
-        "Up to three sizes are named by their position: `8` is dp, `4x8` is dp x tp, `2x4x8` is pp x dp x tp. "
-        "With more, every axis needs its name.",
+        "Up to three sizes are named by their position: `8` is dp, `4x8` is dp x tp, `2x4x8` is pp x dp x tp. With "
+        "more, every axis needs its name.",
     ),
-    "P0103": Entry(
-        "an axis that partc doesn't know",
-        "The axes are pp (pipeline stages), dp (the batch) and tp (the tensors inside an operation). "
-        "They may come in any order: the last is the one whose ranks are neighbours.",
+    "P0103": CodeExplanation(
+        "an unknown axis",
+        "The axes are pp (pipeline stages), dp (the batch) and tp (the tensors inside an operation), in any order. "
+        "The ranks of the last axis are neighbours.",
     ),
-    "P0104": Entry(
-        "an axis size that cannot be",
-        "Every axis has one size, 1 or larger. An axis of size 1 may as well be left out.",
+    "P0104": CodeExplanation(
+        "an invalid axis size",
+        "Every axis has one size, 1 or larger. An axis of size 1 can be left out.",
     ),
-    "P0105": Entry(
+    "P0105": CodeExplanation(
         "nodes that do not fit the mesh",
-        "--nodes says how many consecutive ranks share a node. The mesh is made of whole nodes (or one node holds it "
-        "all), and an axis of the batch that goes over several nodes is cut in two, dp_out between nodes and dp_in "
-        "inside them: the part inside must divide it.",
+        "--nodes is the number of consecutive ranks that share a node. The mesh consists of whole nodes (or one node "
+        "holds it all). A batch axis that spans several nodes is cut in two, dp_out between nodes and dp_in inside "
+        "them; the size of dp_in must divide it.",
     ),
-    "P0201": Entry(
+    "P0201": CodeExplanation(
         "there is no such model file",
         "MODEL is the path of a Python file, or hf:PATH/config.json for a Hugging Face configuration.",
     ),
-    "P0202": Entry(
+    "P0202": CodeExplanation(
         "the model file does not import",
-        "It is imported as any module is, with its own folder on the path. Code that should not run on import "
+        "The file is imported like any module, with its own folder on the path. Code that should not run on import "
         'belongs under `if __name__ == "__main__":`.',
     ),
-    "P0203": Entry(
+    "P0203": CodeExplanation(
         "the model file lacks model() or batch()",
         "A model file defines:\n\n"
         "    def model(**options) -> nn.Module           # the model\n"
@@ -79,277 +89,486 @@ CATALOGUE: Mapping[str, Entry] = {
         "    def loss(model, batch) -> Tensor            # optional; else model(**batch), a tensor or .loss\n"
         "    def data(step) -> dict[str, Tensor]         # optional; the batch of a step; else batch() every time",
     ),
-    "P0204": Entry(
+    "P0204": CodeExplanation(
         "an option that the model file does not take",
         "-D options become keyword arguments of model() and batch(), by name, converted to the type of the "
         "parameter's default. The message lists those there are.",
     ),
-    "P0205": Entry(
+    "P0205": CodeExplanation(
         "the model or its batch cannot be built",
-        "Models are built on torch's meta device, so that no weight is allocated, whatever their size. A "
-        "constructor that computes something from a weight's values (`.item()`, `.tolist()`, numpy) cannot run there.",
+        "Models are built on torch's meta device, so that no weight is allocated, whatever their size. A constructor "
+        "that reads a weight's values (`.item()`, `.tolist()`, numpy) cannot run there.",
     ),
-    "P0206": Entry(
+    "P0206": CodeExplanation(
         "the model does not trace",
         "torch.export runs forward() once on tensors without values and records the operations. A branch or a "
         "size that depends on a tensor's value stops it: use torch.where, or sizes known from shapes and options.",
     ),
-    "P0207": Entry(
+    "P0207": CodeExplanation(
         "random numbers that cannot be drawn by position",
-        "Dropout and other random operations give the same result on every mesh because every element's number depends "
-        "on its place in the whole tensor alone. This operation, or the single-device run of it, draws in another way.",
+        "Dropout and other random operations give the same result on every mesh because an element's number depends "
+        "only on its position in the whole tensor. This operation, or its single-device run, draws differently.",
     ),
-    "P0208": Entry(
+    "P0208": CodeExplanation(
         "the loss is not a scalar",
-        "What is minimised is one number: loss(model, batch), or what model(**batch) returns, or that object's .loss.",
+        "The loss is one number: loss(model, batch), or the result of model(**batch), or that object's .loss.",
     ),
-    "P0209": Entry(
+    "P0209": CodeExplanation(
         "a dtype that is not supported",
         "Tensors hold floating-point numbers (64, 32 or 16 bits), integers or booleans; complex ones are written "
         "as pairs of real ones.",
     ),
-    "P0211": Entry(
+    "P0211": CodeExplanation(
         "forward uses a tensor that no module owns",
         "A large tensor made outside forward() has no name in the model's state. `register_buffer(name, tensor, "
         "persistent=False)` gives it one.",
     ),
-    "P0212": Entry(
+    "P0212": CodeExplanation(
         "an in-place operation that others would see",
         "Changing a view, an input or a parameter in place changes other tensors too. Use the operation without "
         "the underscore and the value that it returns.",
     ),
-    "P0213": Entry(
+    "P0213": CodeExplanation(
         "an operation's arguments are not as expected",
-        "Where a tensor is expected the trace holds something else. This is likely a gap in partc: report the "
+        "The trace holds something else where a tensor is expected. This is likely a gap in partc: report the "
         "operation and its line.",
     ),
-    "P0214": Entry(
+    "P0214": CodeExplanation(
         "partc.compile was given something that is no model, or no batch",
-        "It takes a model file's path; or an nn.Module, or a function that builds one, together with one global batch: "
-        "a dict of tensors by the names of forward's arguments.",
+        "It takes a model file's path, or an nn.Module, or a function that builds one. A module or a function needs "
+        "one global batch as well: a dict of tensors by the names of forward's arguments.",
     ),
-    "P0215": Entry(
+    "P0215": CodeExplanation(
         "code that a package could not import",
-        "A package builds the model again in processes of its own. A module object is stored with its parameters "
-        "and needs its classes importable by name; a function is imported from a copy of its file. Neither works "
-        "for what is defined inside a function, and a script must do nothing when it is imported. Modules of your "
-        "own that a model file imports are copied to sources/; none may be called stages, ranks, runtime or kernels.",
+        "A package builds the model again in processes of its own. A module object is stored with its parameters, and "
+        "its classes must be importable by name; a function is imported from a copy of its file. Definitions inside a "
+        "function cannot be imported, and importing a script must have no effects. Modules of your own that a model "
+        "file imports are copied to sources/; none may be called regions, stages, ranks, runtime or kernels.",
     ),
-    "P0216": Entry(
+    "P0216": CodeExplanation(
         "the model has a backward pass of its own",
         "partc differentiates the operations that forward runs. A torch.autograd.Function with its own backward, "
         "and hooks on gradients of modules, weights or values, would be lost without a word: they are refused. "
         "Write the function with operations that torch differentiates, or register it with torch.library and "
         "register_autograd.",
     ),
-    "P0217": Entry(
+    "P0217": CodeExplanation(
         "nothing would be trained",
-        "No parameter requires gradients, forward uses none that does, or it detaches the loss from all of them. "
-        "Where plain PyTorch would fail in loss.backward(), partc fails before it compiles.",
+        "No parameter requires gradients, or forward uses none that does, or the loss is detached from all of them. "
+        "Plain PyTorch would fail in loss.backward(); partc fails before it compiles.",
     ),
-    "P0221": Entry(
+    "P0221": CodeExplanation(
         "a program's text does not parse",
         "The IR has one statement a line, as `partc inspect` prints it. The message names the line. Only text that "
         "was written or changed by hand can be malformed.",
     ),
-    "P0222": Entry(
+    "P0222": CodeExplanation(
         "an operation that torch itself refuses",
-        "Tracing has shapes and no values, so it lets operations pass that PyTorch refuses when it computes: products "
+        "Tracing uses shapes without values, so it accepts operations that PyTorch refuses when it computes: products "
         "of tensors of different dtypes or of booleans, and operations without a derivative where a gradient must "
-        "pass. The message names the operation and its line. A package holds all weights in one dtype, so casts "
-        "in forward() follow that: x.to(self.weight.dtype), not x.bfloat16().",
+        "pass. The message names the operation and its line. A package holds all weights in one dtype, so casts in "
+        "forward() should follow it: x.to(self.weight.dtype), not x.bfloat16().",
     ),
-    "P0223": Entry(
+    "P0223": CodeExplanation(
         "an operation that runs functions of its own",
-        "torch.cond, torch.while_loop, scans, flex_attention and an enabled torch.autocast hold whole functions, whose "
-        "operations partc can neither cut nor cast. Branches on shapes and options are ordinary Python; those on "
-        "values are torch.where.",
+        "torch.cond, torch.while_loop, scans, flex_attention and an enabled torch.autocast contain whole functions, "
+        "whose operations partc can neither cut nor cast. Use Python branches for shapes and options, and torch.where "
+        "for values.",
     ),
-    "P0225": Entry(
+    "P0225": CodeExplanation(
         "forward depends on state that a package would not have",
-        "A package does in every step what was traced in one: attributes and globals that forward changes, clocks, "
-        "and numbers of Python's or NumPy's random modules would keep their first values, and parameters, buffers or "
-        "requires_grad that forward changes would not change. Other changes are no trouble: a counter for a log, a "
-        "table that is filled once. Keep state in a registered buffer, updated by tensor operations, and draw with "
-        "torch.rand or dropout.",
+        "A package repeats in every step the operations that were traced once. Attributes and globals that forward "
+        "changes, clocks, and numbers of Python's or NumPy's random modules would keep their first values; "
+        "parameters, buffers or requires_grad that forward changes would not change. Changes that do not affect the "
+        "computation are allowed, such as a counter for a log, or a table that is filled once. Keep state in a "
+        "registered buffer, update it by tensor operations, and draw with torch.rand or dropout.",
     ),
-    "P0231": Entry(
+    "P0231": CodeExplanation(
         "the Hugging Face configuration cannot be read",
         "hf:PATH/config.json names a model's configuration file on this machine; nothing is downloaded, and no "
         "weights are read: the model starts from its architecture's own initial values.",
     ),
-    "P0232": Entry(
+    "P0232": CodeExplanation(
         "an architecture that partc has no batch for",
         "The configuration's `architectures` decide what is trained: ...ForCausalLM and ...ForMaskedLM get random "
         "tokens, ...ForImageClassification random images. Any other model works from a model file of your own.",
     ),
-    "P0233": Entry(
+    "P0233": CodeExplanation(
         "transformers is not installed",
         "Hugging Face models need it, to compile and to run: `pip install 'partc[hf]'`.",
     ),
-    "P0301": Entry(
+    "P0301": CodeExplanation(
         "a pin does not parse",
         "--shard takes GLOB=LAYOUT. The glob matches parameters by full name (`*.wq.weight`) and values as "
         "`region.value`. The layout has one entry per dimension, separated by a comma and a space: a size or `_`, "
         "then `@axis` where it is cut: `[@tp, _]`, `[_, 4096@tp]`, `[3 * 64@tp, _]`.",
     ),
-    "P0302": Entry(
+    "P0302": CodeExplanation(
         "a pin that cannot be met",
-        "The pinned layout cuts a dimension that its size, or every operation around it, does not allow. The "
-        "message lists what is legal there. `partc inspect MODEL --mesh SPEC --explain NAME` shows what would "
-        "be chosen and what the others cost.",
+        "The pinned layout cuts a dimension that its size, or every operation around it, does not allow. The message "
+        "lists the legal layouts. `partc inspect MODEL --mesh SPEC --explain NAME` shows the choice without the pin, "
+        "and the costs of the others.",
     ),
-    "P0303": Entry(
+    "P0303": CodeExplanation(
         "a pin that matches nothing",
-        "No parameter and no value has a name that the glob matches. Quote it, so that the shell leaves it "
-        "alone; `partc inspect MODEL --mesh SPEC` prints every name.",
+        "No parameter and no value has a name that the glob matches. Quote the glob, so that the shell does not "
+        "expand it; `partc inspect MODEL --mesh SPEC` prints every name.",
     ),
-    "P0304": Entry(
+    "P0304": CodeExplanation(
         "nothing has this name",
-        "Parameters are known by the full name that the model's state dict gives them, values inside a region "
-        "as `region.value`, values between calls by their name in `partc inspect`.",
+        "Parameters have the full names of the model's state dict, values inside a region are `region.value`, and "
+        "values between calls have the names that `partc inspect` prints.",
     ),
-    "P0311": Entry(
+    "P0311": CodeExplanation(
         "a rule needs an operator's full name",
         'Operators that torch.library registers have two parts: `partc.rule("mylib::op", ...)`.',
     ),
-    "P0312": Entry(
+    "P0312": CodeExplanation(
         "a rule does not parse",
         "A rule names the factors of every operand's dimensions, then those of the results: "
         '`partc.rule("mylib::scale", "x[b d], w[d] -> [b d]")`. A factor that no result carries is summed.',
     ),
-    "P0313": Entry(
+    "P0313": CodeExplanation(
         "a rule's marks do not fit its text",
         "`blocked` and `linear` name factors and operands of the rule's own text; `slots` gives one position "
         "per operand.",
     ),
-    "P0314": Entry(
+    "P0314": CodeExplanation(
         "a rule does not fit a call of its operator",
-        "The shapes at this call cannot be those that the rule describes: another number of tensors or "
-        "dimensions, or one factor with two sizes. `slots` says which arguments the operands are.",
+        "The shapes at this call contradict the rule: another number of tensors or dimensions, or one factor with two "
+        "sizes. `slots` gives the positions of the operands among the arguments.",
     ),
-    "P0315": Entry(
+    "P0315": CodeExplanation(
         "a rule is wrong",
         "Every rule that you register is tried before it is used: the operator on two parts, cut along each factor, "
-        "against the operator on the whole, on small shapes, forward and backward. A factor that no result carries is "
-        "summed, so that the parts' results must add up to the whole's: a mean's do not. Name factors that must stay "
+        "against the whole operator, on small shapes, forward and backward. A factor that no result carries is "
+        "summed, so the parts' results must add up to the whole result; a mean's do not. Name factors that must stay "
         'whole: `partc.rule("mylib::op", "x[b s] -> [b]", blocked="s")`.',
     ),
-    "P0401": Entry(
+    "P0401": CodeExplanation(
         "the batch does not divide",
         "Each of the dp ranks trains the same number of examples in each microbatch, so the batch must be a "
         "multiple of dp x microbatches.",
     ),
-    "P0402": Entry(
+    "P0402": CodeExplanation(
         "an operation needs the whole batch inside a microbatch",
-        "Microbatches run one after the other, so a value that mixes all examples (batch statistics, a "
-        "contrastive loss, an updated buffer) does not exist while one of them runs. compile says so in a warning, "
-        "and takes each microbatch for a batch of its own, over all dp ranks: statistics are the microbatch's, the "
-        "loss is the mean of theirs, as where one device accumulates gradients; verify compares with just that. With "
-        "--microbatches 1 they are the whole batch's. A value that is made from the inputs alone (a count of tokens) "
-        "is computed once per step and is no problem.",
+        "Microbatches run one after the other, so a value that mixes all examples (batch statistics, a contrastive "
+        "loss, an updated buffer) does not exist while one of them runs. partc compile then warns, and treats each "
+        "microbatch as a batch of its own, over all dp ranks: statistics are those of the microbatch, and the loss is "
+        "the mean over microbatches, as in gradient accumulation on one device; partc verify compares with this. With "
+        "--microbatches 1 the statistics are those of the whole batch. A value that depends on inputs only (a count "
+        "of tokens) is computed once per step and is exact.",
     ),
-    "P0403": Entry(
+    "P0403": CodeExplanation(
         "more pipeline stages than calls",
-        "A stage holds at least one call of a region: an embedding, a block, a head. Where there are more stages than "
-        "those, blocks are cut at the modules inside them and at last in front of every weight. A model with fewer "
-        "weights than that cannot fill its stages. Use a smaller pp.",
+        "A stage holds at least one call of a region: an embedding, a block, a head. If there are more stages than "
+        "calls, blocks are cut at their inner modules and finally before every weight. A model with fewer weights "
+        "than stages cannot be cut: use a smaller pp.",
     ),
-    "P0404": Entry(
+    "P0404": CodeExplanation(
         "no such schedule, precision or recomputation",
-        "Schedules: gpipe runs all forwards, then all backwards; 1f1b alternates them, with less memory; "
-        "interleaved is 1f1b with several stages on every rank; zero-bubble (ZB-H1), zbv (ZB-V) and dualpipe-v "
-        "(DualPipeV) fill idle time with gradients of weights; FILE.csv is a table of your own. "
-        "Precisions: fp32, and fp64 to see that a package equals its model to rounding. Recomputation: none saves all "
-        "that backward reads; selective makes again what is large and quickly made; full saves regions' inputs alone.",
+        "Schedules: gpipe runs all forwards, then all backwards; 1f1b alternates them, with less memory; interleaved "
+        "is 1f1b with several stages on every rank; zero-bubble (ZB-H1), zbv (ZB-V) and dualpipe-v (DualPipeV) fill "
+        "idle time with gradients of weights; FILE.csv is a table of your own. Precisions: fp32, bf16, fp16, and fp64 "
+        "for verification to rounding. Recomputation: none saves all values that backward reads; selective recomputes "
+        "large and cheap values; full saves only the inputs of regions.",
     ),
-    "P0405": Entry(
-        "a number of microbatches that cannot be",
-        "--microbatches is 1 or more: each step's batch is trained in so many equal parts, one after the other.",
+    "P0405": CodeExplanation(
+        "an invalid number of microbatches",
+        "--microbatches is 1 or more: each step's batch is trained in this number of equal parts, one after the other.",
     ),
-    "P0406": Entry(
-        "stages that a schedule can't place",
-        "gpipe and 1f1b have one stage on every pipeline rank, zbv and dualpipe-v have two, there and back. "
-        "interleaved and zero-bubble deal any number round and round: --virtual-stages N puts N on each rank.",
+    "P0406": CodeExplanation(
+        "stages that a schedule cannot place",
+        "gpipe and 1f1b have one stage on every pipeline rank; zbv and dualpipe-v have two, there and back. "
+        "interleaved and zero-bubble assign any number round-robin: --virtual-stages N puts N on each rank.",
     ),
-    "P0407": Entry(
+    "P0407": CodeExplanation(
         "a schedule file that cannot be read",
-        "--schedule FILE.csv takes a table of actions: a row for each pipeline rank, cells such as 0F0, 1B2, 0I1 and "
-        "0W1, in the grammar of torch.distributed.pipelining. Empty cells may stand anywhere.",
+        "--schedule FILE.csv takes a table of actions: a row for each pipeline rank, with cells such as 0F0, 1B2, 0I1 "
+        "and 0W1, in the grammar of torch.distributed.pipelining. Cells may be empty.",
     ),
-    "P0408": Entry(
+    "P0408": CodeExplanation(
         "a cell of a schedule file is not an action",
-        "An action is a stage's number, what it does, and a microbatch's number: F runs forward, B backward, I and W "
-        "are the halves of B (gradients of inputs, gradients of weights). `(0F1;3B0)OVERLAP_F_B` is two of them.",
+        "An action consists of a stage's number, a letter, and a microbatch's number: F runs forward, B backward, I "
+        "and W are the halves of B (gradients of inputs, gradients of weights). `(0F1;3B0)OVERLAP_F_B` is a pair.",
     ),
-    "P0409": Entry(
+    "P0409": CodeExplanation(
         "a schedule file that does not fit",
-        "It has a row for every coordinate of the mesh's pp axis, microbatches from 0 up to one less than "
-        "--microbatches, and stages from 0 without gaps, each in one row. A row may have several stages.",
+        "The file has a row for every coordinate of the mesh's pp axis, microbatches from 0 to --microbatches less 1, "
+        "and stages from 0 without gaps, each in one row. A row may have several stages.",
     ),
-    "P0410": Entry(
-        "a schedule file in which something is missing, done twice or has no place",
+    "P0410": CodeExplanation(
+        "a schedule file with a missing, repeated or misplaced action",
         "Every stage runs F once for every microbatch, and once either B, or I and then W. Sends and receives may be "
-        "left out; where they are given, each goes to or comes from a stage that exists.",
+        "left out; if given, each goes to or comes from an existing stage.",
     ),
-    "P0411": Entry(
-        "a schedule file that would wait for ever",
-        "Rows run side by side, each in its order. F waits for F of the stage before, B and I for the stage's own F "
-        "and for B or I of the stage after, W for I. A stage that reads from several others needs those to run "
-        "their microbatches in one order.",
+    "P0411": CodeExplanation(
+        "a schedule file that deadlocks",
+        "Rows run side by side, each in its order. F waits for F of the stage before; B and I wait for the stage's "
+        "own F and for B or I of the stage after; W waits for I. A stage that reads from several others needs those "
+        "to run their microbatches in one order.",
     ),
-    "P0412": Entry(
-        "durations that cannot be",
-        "--durations F=1,B=2,I=1,W=1,comm=0.1 says how long a rank takes for a microbatch, forward (F), backward (B), "
-        "and for the halves of a backward pass (I, W), and how long what it sends is on its way; in any unit. F is "
-        "more than zero; B is I + W if it is left out.",
+    "P0412": CodeExplanation(
+        "invalid durations",
+        "--durations F=1,B=2,I=1,W=1,comm=0.1 gives a rank's times for a microbatch: forward (F), backward (B), the "
+        "halves of backward (I, W), and a transfer (comm), in any unit. F is more than zero; B defaults to I + W.",
     ),
-    "P0413": Entry(
-        "parts over an axis that doesn't share the batch",
-        "--zero 3 leaves each data-parallel rank a part of every parameter; --zero 3@dp_in does so over some of the "
-        "batch's axes only: dp, or parts of it that the mesh names (--mesh dp_out=2,dp_in=4,tp=1). Ranks of the other "
-        "axes hold other things already (tp, pp).",
+    "P0413": CodeExplanation(
+        "ZeRO over an axis that does not share the batch",
+        "--zero 3 shards every parameter over the data-parallel ranks; --zero 3@dp_in shards over some of the batch "
+        "axes only: dp, or pieces of it that the mesh names (--mesh dp_out=2,dp_in=4,tp=1). Ranks of the other axes "
+        "(tp, pp) hold different values already.",
     ),
-    "P0414": Entry(
-        "a type that an operation cannot be given",
-        "With --precision bf16 or fp16, matrix products compute in few bits, softmaxes, losses and sums in fp32, and "
-        "the rest as its operands are. --cast OPERATION=bf16, =fp32 or =any says otherwise for one operation, under "
-        "the name that `partc inspect` shows.",
+    "P0414": CodeExplanation(
+        "an invalid type for an operation",
+        "With --precision bf16 or fp16, matrix products compute in 16 bits, softmaxes, losses and sums in fp32, and "
+        "other operations in the type of their operands. --cast OPERATION=bf16, =fp32 or =any overrides this for one "
+        "operation, by the name that `partc inspect` shows.",
     ),
-    "P0415": Entry(
+    "P0415": CodeExplanation(
         "a budget that recomputation cannot meet",
-        "--recompute 18GB makes again what takes the least time, so that no rank holds more than that at one time: "
-        "parameters, gradients and the optimizer's state, the batch, what is saved for backward passes, and whatever "
-        "passes (`partc memory` lists it). At the least a rank saves the inputs of its regions. Less takes smaller "
-        "microbatches (more of them), another schedule (1f1b holds fewer than gpipe), --zero, or more ranks to share "
-        "what they hold.",
+        "--recompute 18GB recomputes in the least time such that no rank ever holds more: parameters, gradients and "
+        "the optimizer's state, the batch, saved values, and temporaries (`partc memory` lists them). At the least a "
+        "rank saves the inputs of its regions. To need less: smaller microbatches (more of them), another schedule "
+        "(1f1b holds fewer than gpipe), --zero, or more ranks.",
     ),
-    "P0416": Entry(
+    "P0416": CodeExplanation(
         "a rank needs more memory than --memory-limit allows",
-        "The account of a step, as `partc memory` shows it, is more than that on some rank. The message says of what, "
-        "and lists options that lower it, each compiled and accounted for, and all that go together. The account is "
-        "of tensors: on a GPU leave about 2 GiB (partc/memory.py: RESERVE) to CUDA, NCCL and libraries' work spaces.",
+        "The account of a step, as `partc memory` shows it, exceeds the limit on some rank. The message lists its "
+        "contents, and options that lower it, each compiled and accounted for, and their combination. The account "
+        "covers tensors: on a GPU leave about 2 GiB (partc/cost/memory.py: RESERVE) for CUDA, NCCL and the workspaces "
+        "of libraries.",
     ),
-    "P0418": Entry(
+    "P0418": CodeExplanation(
         "losses in chunks",
-        "--loss-chunks N makes logits in N parts of rows, each while its part of the loss takes, and once more for the "
-        "backward pass. So a loss must read what one linear layer makes: casts, a bias, a mask of classes, views and "
-        "slices of rows may stand between; anything else that reads the logits needs them whole. The weight and what "
-        "it is multiplied with must be trained. Where only some losses can be made so, compile says which are not, and "
-        "why.",
+        "--loss-chunks N computes logits in N chunks of rows, each for its part of the loss only, and again for the "
+        "backward pass. So the loss must read the result of one linear layer; casts, a bias, a mask of classes, views "
+        "and slices of rows may stand between. Any other reader of the logits needs them whole. The weight and its "
+        "input must be trained. If only some losses can be chunked, compile names the others with the reasons.",
     ),
-    "P0419": Entry(
+    "P0419": CodeExplanation(
         "a step cannot be recorded as CUDA graphs",
-        "With --cuda-graphs train.py records what a GPU does in a step and repeats it, so nothing in a step may wait "
-        "for the host: not experts that are given as many rows as the data says, nor transfers between pipeline ranks, "
-        "which the host posts, nor what torch.compile guards. The message names what is in the way, and where it is.",
+        "With --cuda-graphs train.py records a GPU's step and replays it, so nothing in a step may wait for the host: "
+        "no experts whose numbers of rows depend on data, no transfers between pipeline ranks, which the host posts, "
+        "and no guards of torch.compile. The message names the obstacle and its place.",
     ),
-    **PACKAGES,
+    "P0501": CodeExplanation(
+        "started on another number of ranks than compiled for",
+        "A package is for one mesh. `torchrun --nproc-per-node N train.py` must start as many processes as the mesh "
+        "has ranks, over all nodes together; `python train.py --virtual` runs all of them in one process.",
+    ),
+    "P0502": CodeExplanation(
+        "model.py does not make the parameters of the plan",
+        "The package's copy of the model file, or a library it imports, has changed since it was compiled. "
+        "Compile again.",
+    ),
+    "P0503": CodeExplanation(
+        "not a package",
+        "`partc verify`, `run` and `inspect` take a folder that `partc compile` wrote; plan.json is its mark.",
+    ),
+    "P0504": CodeExplanation(
+        "a run or verification of no steps, or an option that verify does not take",
+        "--steps is 1 or more. `partc verify` starts from the seed and saves nothing. It takes train.py's options of "
+        "the optimizer, such as --optimizer, --lr, --weight-decay, --clip, --accumulate and --warmup.",
+    ),
+    "P0505": CodeExplanation(
+        "the package, or its single-device model, stopped with an error",
+        "The end of its output is shown; the first rank that failed has the reason, and the others stop because of "
+        "it. If a rank dies, is stopped by a signal or never comes, the others name it, with its last activity and "
+        "their own.",
+    ),
+    "P0506": CodeExplanation(
+        "a package without a readable memory account",
+        "plan.json contains the ranks' memory in a step under `memory`, which `partc memory` shows. Packages of an "
+        "older partc have none, nor have packages whose memory depends on values in the batch.",
+    ),
+    "P0521": CodeExplanation(
+        "an invalid option of train.py",
+        "Numbers are finite and in the range that the message gives; patterns match something; --resume without a "
+        "folder continues that of --save. The checkpoint determines the seed, the optimizer and --accumulate of a "
+        "training: leave them out with --resume. --lr may change.",
+    ),
+    "P0522": CodeExplanation(
+        "a folder with another training's checkpoints",
+        "A run never overwrites checkpoints. Continue the newest with --resume, or name another folder with --save. "
+        "To continue from an older checkpoint, name another folder too, since the newer ones would be overwritten.",
+    ),
+    "P0523": CodeExplanation(
+        "there is no checkpoint to resume from",
+        "--resume takes the folder of --save, and finds its newest whole checkpoint, or one of its folders "
+        "step_00000300. `--save DIR --resume` starts from the beginning if DIR has no checkpoint yet.",
+    ),
+    "P0524": CodeExplanation(
+        "a damaged checkpoint",
+        "Every file is checked against the sizes and sha256 digests in manifest.json before anything is read. "
+        "`--resume DIR` skips damaged checkpoints and takes the newest whole one; `--resume DIR/step_...` refuses. A "
+        "run that reaches the same step again moves the damaged checkpoint to step_....damaged.*.",
+    ),
+    "P0525": CodeExplanation(
+        "a checkpoint of another model",
+        "Names, shapes and element types of all parameters must equal the plan's. Mesh, stages, microbatches, layouts "
+        "and schedule may differ.",
+    ),
+    "P0526": CodeExplanation(
+        "a checkpoint cannot be written",
+        "The folder is full, not writable, or not the same on all ranks: all ranks write into one folder, which the "
+        "nodes share. The newest complete checkpoint is unchanged.",
+    ),
+    "P0527": CodeExplanation(
+        "a file of initial parameters that does not fit",
+        "--init takes a state dict of the model as safetensors: a file, model.safetensors.index.json, or the folder "
+        "of a Hugging Face model. It must contain every parameter with its shape, tied ones under any of their names, "
+        "and nothing unknown to the model. Element types may be narrower (bf16 for f32), never wider.",
+    ),
+    "P0528": CodeExplanation(
+        "the loss is not finite",
+        "With --check-nans all ranks stop before the update when the loss is NaN or infinite, run the step again and "
+        "name the first region whose inputs are finite and whose results are not. Exit code 1.",
+    ),
+    "P0529": CodeExplanation(
+        "TensorBoard is not installed",
+        "train.py --tensorboard writes for it with torch.utils.tensorboard, which needs the tensorboard package: "
+        "`pip install tensorboard`, or `pip install 'partc[tensorboard]'`. --metrics FILE holds the same numbers as "
+        "lines of JSON and needs nothing.",
+    ),
+    "P0530": CodeExplanation(
+        "the model file's data function fails",
+        "train.py calls data(step) of model.py for every batch, with the -D options that it takes. A package contains "
+        "the Python files that the model file imports, but not the data that these read: put data where every rank "
+        "finds it, and name it by an option (`-D text=/data/book.txt`) or an environment variable.",
+    ),
+    "P0531": CodeExplanation(
+        "Triton is not installed",
+        "The package has Triton kernels (`--kernels triton`). PyTorch for CUDA includes Triton; elsewhere use `pip "
+        "install triton`. On CPUs the kernels run slowly in Triton's interpreter, for verification. `--kernels aten` "
+        "needs no Triton.",
+    ),
+    "P0532": CodeExplanation(
+        "a file of kernel configurations cannot be used",
+        "On its first run on a GPU a package with Triton kernels times a few configurations of each (block sizes, "
+        "warps) and keeps the fastest in kernels/tuned.json, by GPU, version of Triton and kernel. --tuned FILE reads "
+        "another file of this form; its values for a kernel must occur in the kernel's CANDIDATES (see kernels/). "
+        "--no-tuning uses the package's own configurations.",
+    ),
+    "P0533": CodeExplanation(
+        "a step cannot be recorded as CUDA graphs",
+        "train.py --cuda-graphs (the default of a package that was compiled with it) needs a GPU for each process, "
+        "and a step without work of the host (P0419). It excludes --check-nans and --trace. --no-cuda-graphs trains "
+        "without graphs.",
+    ),
+    "P0534": CodeExplanation(
+        "CUDA refused to record a step",
+        "Some operation of the step, perhaps one of the model's own, waits for the device or copies from the host. "
+        "The message quotes CUDA. --no-cuda-graphs trains without graphs.",
+    ),
+    "P0535": CodeExplanation(
+        "the command line of train.py does not parse",
+        "An option is unknown, lacks its value, or has an invalid one. `python train.py --help` lists the options; "
+        "`partc run DIR` takes the same.",
+    ),
+    "P0536": CodeExplanation(
+        "the ranks cannot meet",
+        "Processes find each other by the variables that torchrun sets: RANK, WORLD_SIZE, and MASTER_ADDR and "
+        "MASTER_PORT of rank 0, which opens a store there unless the launcher holds it. Each rank is one process, and "
+        "each job has a port of its own. A rank that does not come is named after 20 seconds; the others wait for it "
+        "for --timeout seconds.",
+    ),
+    "P0537": CodeExplanation(
+        "not enough memory",
+        "The machine or its GPU ran out of memory; the message names the action. `partc memory DIR` shows the peak of "
+        "each rank, and its moment. More ranks, --zero, --recompute, smaller microbatches and --loss-chunks lower it. "
+        "Exit code 1.",
+    ),
+    "P0538": CodeExplanation(
+        "a file of the run cannot be written",
+        "--metrics, --tensorboard, --trace, --record and --report name files that ranks write. `partc run`, and "
+        "train.py if all ranks are on one machine, check them before they start; a disk that fills up later stops the "
+        "run, and --resume continues it from its last checkpoint.",
+    ),
+    "P0539": CodeExplanation(
+        "another run saves into the folder",
+        "One run at a time may save into a folder. Every rank locks the file .lock there, which names the process of "
+        "the run's rank 0 and its host. The kernel releases the lock when the processes end, so a killed run can be "
+        "resumed within seconds. The file itself may stay.",
+    ),
+    "P0540": CodeExplanation(
+        "some ranks have a GPU of their own and others have none",
+        "Either every rank computes on a GPU of its own, or all compute on CPUs. A rank's GPU is that of its place "
+        "among its machine's processes (LOCAL_RANK), or the only one that its process sees (CUDA_VISIBLE_DEVICES, "
+        "SLURM's --gpus-per-task). The message names a rank that sees no GPU although rank 0 sees some, that has no "
+        "GPU left, or that shares one. `train.py --device cpu` trains on CPUs, `--device cuda` refuses to.",
+    ),
+    "P0541": CodeExplanation(
+        "an attention kernel that this machine does not have",
+        "train.py --attention names the preferred kernel on GPUs: cudnn, flash3 (the package flash-attn-3, on GPUs of "
+        "compute capability 9.0), flash, efficient, or blocks, which is plain operations. By default the first of "
+        "these that the GPU and torch support is used; train.py prints it with the reasons against those before it.",
+    ),
+    "P0542": CodeExplanation(
+        "an operation has no deterministic algorithm",
+        "`train.py --deterministic` makes torch use algorithms that give the same bits in every run on the same GPUs, "
+        "and fail where there is none. They cost time, which has not been measured yet: cuDNN's attention, "
+        "FlashAttention 3 and sums inside switches (NVLS) are excluded, the backward pass of flash attention sums in "
+        "order, indexed sums sort first. On CPUs, and in kernels of `--kernels triton`, sums always have a fixed "
+        "order.",
+    ),
+    "P0601": CodeExplanation(
+        "the output folder is not partc's",
+        "partc replaces packages that it wrote and empty folders, and nothing else. Give another folder with -o, or "
+        "remove this one yourself.",
+    ),
+    "P0602": CodeExplanation(
+        "the output cannot be written",
+        "The folder's parent is missing, not writable or full. Nothing was changed: a package is written beside its "
+        "place and then moved there as a whole.",
+    ),
+    "P0603": CodeExplanation(
+        "the command needs a mesh",
+        "`partc inspect` of a model needs --mesh SPEC; a package knows its own.",
+    ),
+    "P0604": CodeExplanation(
+        "no pass has this name",
+        "The passes, in order, are listed in passes/__init__.py and docs/architecture.md; `trace` is the program "
+        "before the first of them, `all` stands for every pass.",
+    ),
+    "P0605": CodeExplanation(
+        "no region has this name",
+        "Regions are the distinct bodies of the model; the message lists the regions after that pass.",
+    ),
+    "P0606": CodeExplanation(
+        "a package that was changed by hand",
+        "files.sha256 in the package holds the digest of every file that partc wrote; `sha256sum -c files.sha256` "
+        "shows the differences. Compiling over them would lose the changes.",
+    ),
+    "P0607": CodeExplanation(
+        "not a trace",
+        "`partc trace` takes a folder that `train.py --trace DIR` wrote, with one file from every rank, all of the "
+        "same run and steps; after a run on several machines, copy their files together. It also takes a package, and "
+        "then shows the predicted step alone.",
+    ),
+    "P0608": CodeExplanation(
+        "the trace is of another package",
+        "A trace contains the digest of the plan.json of its package. The package given with --package has another "
+        "digest: compile it again with the same options, or leave --package out.",
+    ),
+    "P0609": CodeExplanation(
+        "an example's name is taken",
+        "`partc examples DIR` copies partc's example model files into DIR. Existing files with other contents are "
+        "kept.",
+    ),
+    "P0701": CodeExplanation(
+        "a setting in the environment is not a number",
+        "PARTC_DEBUG is from 0 to 5; PARTC_FUEL is the number of optional rewrites.",
+    ),
+    "P0702": CodeExplanation(
+        "a pass that cannot be left out",
+        "PARTC_DISABLE names passes to leave out, separated by commas; they must be optional.",
+    ),
 }
 
 
 def explanation(code: str) -> str:
-    """The text of a code. Raises PartcError P0002."""
+    """The catalogue's text for a code. Raises PartcError P0002."""
     entry = CATALOGUE.get(code.strip().upper())
     if entry is None:
         raise PartcError("P0002", f"there is no error {code!r}", help="`partc explain` lists them all")
@@ -357,7 +576,7 @@ def explanation(code: str) -> str:
 
 
 def listing() -> str:
-    """Every code with its title, by area."""
+    """All codes with their titles, by area."""
     blocks = []
     for area, name in AREAS.items():
         lines = [f"  {code}  {entry.title}" for code, entry in CATALOGUE.items() if code.startswith(area)]

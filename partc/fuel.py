@@ -1,7 +1,7 @@
 """Optimization fuel: PARTC_FUEL=n allows the first n optional rewrites, so that bisection finds a wrong one.
 
-A pass asks `allowed("fold repeat_kv", place)` before each rewrite that it could leave out. The count
-is this module's one piece of state; the runner starts it afresh for every compile.
+A pass calls `allowed("fold repeat_kv", place)` before each optional rewrite. The count is the only state of this
+module; the runner resets it for every compile.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def refill() -> None:
 
 
 def spent() -> int:
-    """How many rewrites were asked for since the last refill, allowed or not."""
+    """The number of rewrites requested since the last refill, allowed or not."""
     return _spent
 
 
 def allowed(rewrite: str, place: object = "") -> bool:
-    """Whether this rewrite may be done; said at PARTC_DEBUG=5, with its number."""
+    """Whether this rewrite may happen; PARTC_DEBUG=5 prints it with its number."""
     global _spent
     _spent += 1
     limit = settings().fuel

@@ -1,4 +1,4 @@
-"""Where partc, torch, the standard library and other installed packages lie, as opposed to the user's own files."""
+"""The locations of partc, torch, the standard library and installed packages, as opposed to the user's files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @functools.cache
 def is_machinery(filename: str) -> bool:
-    """True if a file of a traceback belongs to partc, torch or the standard library rather than to a model."""
+    """Whether a file of a traceback belongs to partc, torch or the standard library."""
     if filename.startswith("<"):
         return True
     path = Path(filename).resolve()
@@ -22,7 +22,7 @@ def is_machinery(filename: str) -> bool:
 
 @functools.cache
 def is_installed(path: Path) -> bool:
-    """True if a file belongs to the standard library, to partc or to a package that a package manager installed."""
+    """Whether a file belongs to the standard library, to partc or to an installed package."""
     path = path.resolve()
     return _below(path, _site_packages()) or _below(path, _standard_library()) or _below(path, _machinery())
 
@@ -52,7 +52,7 @@ def _machinery() -> tuple[Path, ...]:
 
 @functools.cache
 def _site_packages() -> tuple[Path, ...]:
-    """The folders that packages are installed in, as they are named and with links resolved."""
+    """The folders of installed packages, as named and with links resolved."""
     named = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
     if site.ENABLE_USER_SITE:
         named.append(site.getusersitepackages())

@@ -1,7 +1,7 @@
-"""Text from outside as Python: literals, identifiers, and one line of a comment, a docstring or a table.
+"""Quoting of outside text in Python: literals, identifiers, and one line of a comment, a docstring or a table.
 
 Names of modules, parameters, batch entries, files and options may be any text. All of it enters emitted code, the
-printed IR and the documents through these functions, so that none of it can be more than text there.
+printed IR and documents through these functions, so that it can never act as code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def literal(text: str) -> str:
 
 
 def literal_template(text: str, fields: str) -> str:
-    """An f-string: this text as it is, then `fields`, which are the emitter's own, such as `.{i}`."""
+    """An f-string: the text verbatim, then `fields`, which are the emitter's own, such as `.{i}`."""
     mark = "'" if '"' in text and "'" not in text else '"'
     return f"f{mark}{_escaped(text, mark).replace('{', '{{').replace('}', '}}')}{fields}{mark}"
 
@@ -59,12 +59,12 @@ def unquoted(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """The text on one line, for people: what has no picture is written as an escape."""
+    """The text on one line for people, with control characters escaped."""
     return text if text.isprintable() else "".join(map(_character, text))
 
 
 def shown_lines(text: str) -> str:
-    """Several lines for people, each as `shown` leaves it; no terminal takes any of it for a command."""
+    """Several lines for people, each as by `shown`; a terminal executes none of it."""
     return "\n".join(map(shown, _lines(text)))
 
 
@@ -88,26 +88,26 @@ def comment(text: str, indent: int = 0, prefix: str = "# ") -> str:
 
 
 def markdown(text: str) -> str:
-    """The text on one line of a Markdown document, also in a table's cell, without a meaning in its marks."""
+    """The text on one line of a Markdown document or table, with its markup characters escaped."""
     plain = re.fullmatch(r"[\w .,:;()/+=@&'%-]*", text, re.ASCII)
     return text if plain else _MARKUP.sub(r"\\\1", shown(text))
 
 
 def identifier(text: str) -> str:
-    """An ASCII identifier that reads like the text; neither a keyword nor one that starts with an underscore."""
+    """An ASCII identifier similar to the text; neither a keyword nor with a leading underscore."""
     found = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "value"
     found = f"m{found}" if found[0].isdigit() else found
     return f"{found}_" if keyword.iskeyword(found) or keyword.issoftkeyword(found) else found
 
 
 def split_comment(code: str) -> tuple[str, str]:
-    """A line of Python, and the comment at its end; a # inside a string is none."""
+    """A line of Python and its trailing comment; a # inside a string does not start one."""
     end = next((found.start() for found in _STRING.finditer(code) if not found[1]), len(code))
     return code[:end], code[end:]
 
 
 def masked(code: str) -> tuple[str, tuple[str, ...]]:
-    """A line of Python with its strings' contents hidden, character by character; and these contents."""
+    """A line of Python with the contents of its strings masked character by character, and these contents."""
     code, comment = split_comment(code)
     contents = tuple(found[2] for found in _STRING.finditer(code) if found[2])
     hidden = _STRING.sub(lambda found: f"{found[1]}{_HIDDEN * len(found[2])}{found[3]}", code)
@@ -115,19 +115,19 @@ def masked(code: str) -> tuple[str, tuple[str, ...]]:
 
 
 def unmasked(code: str, contents: Iterable[str]) -> str:
-    """The code with these contents again."""
+    """The code with the contents restored."""
     left = iter(contents)
     return re.sub(f"{_HIDDEN}+", lambda found: next(left), code)
 
 
 def encodable(text: str) -> bool:
-    """Whether UTF-8 has it: a lone half of a surrogate pair can be in no file."""
+    """Whether UTF-8 can encode the text: a lone surrogate can be in no file."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 @lru_cache(maxsize=2)
 def environment(*, markup: bool = False) -> jinja2.Environment:
-    """The environment of all templates; with `markup`, of those that are HTML, which escape what they are given."""
+    """The environment of all templates; with `markup`, that of HTML templates, which escape their values."""
     import importlib.resources
 
     import jinja2
@@ -153,7 +153,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _escaped(text: str, mark: str) -> str:
-    """With escapes for the mark, for backslashes and for what has no picture."""
+    """The text with escapes for the mark, for backslashes and for control characters."""
     if text.isprintable() and "\\" not in text and (not mark or mark not in text):
         return text
     return "".join(f"\\{c}" if c == "\\" or c == mark else c if c.isprintable() else _character(c) for c in text)

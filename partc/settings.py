@@ -1,4 +1,4 @@
-"""What the environment asks for, read once: PARTC_DEBUG, PARTC_FUEL and PARTC_DISABLE."""
+"""The environment's settings, read once: PARTC_DEBUG, PARTC_FUEL and PARTC_DISABLE."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PASSES, OP_COUNTS, IR, EMITTED, REWRITES = 1, 2, 3, 4, 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """`fuel` caps how many optional rewrites are done in a process; `disabled` names passes to leave out."""
+    """`fuel` caps the number of optional rewrites of a process; `disabled` names passes to leave out."""
 
     debug: int = 0
     fuel: int | None = None
@@ -24,7 +24,7 @@ class Settings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Settings:
-        """Raises PartcError P0701."""
+        """Parse the environment. Raises PartcError P0701."""
         return cls(
             debug=_number(environment, "PARTC_DEBUG") or 0,
             fuel=_number(environment, "PARTC_FUEL"),
@@ -43,11 +43,11 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 @lru_cache(maxsize=1)
 def settings() -> Settings:
-    """This process's settings."""
+    """The settings of this process."""
     return Settings.read(os.environ)
 
 
 def tell(level: int, text: str) -> None:
-    """Print to stderr where PARTC_DEBUG is at least `level`."""
+    """Print to stderr if PARTC_DEBUG is at least `level`."""
     if settings().debug >= level:
         print(text, file=sys.stderr)

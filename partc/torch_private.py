@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Where modules and weights keep the hooks that see gradients.
 GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-# What of a call's frames a tracer keeps with an operation: by itself, those of modules alone.
+# The filter for the frames that a tracer records with an operation; by default it keeps those of modules only.
 STACK_FILTER = "_filter_traceback_frames"
 
 __all__ = [

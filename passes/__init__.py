@@ -1,7 +1,7 @@
-"""The passes, one file each, in the order in which they run; the runner times, verifies and dumps.
+"""The ordered list of passes, and the runner that times, verifies and dumps them.
 
-Every pass is `name(program, **options) -> Program` in the file of its name. What it requires has
-been ensured by those before it: moving one up breaks the first requirement that is not met yet.
+Every pass is a function `name(program, **options) -> Program` in the file of its name. Earlier passes ensure the facts
+that it requires; the runner refuses an order in which a required fact is missing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from partc import fuel
 from partc.errors import InternalError, PartcError
-from partc.printer import print_program
-from partc.program import Program
+from partc.ir.printer import print_program
+from partc.ir.program import Program
 from partc.settings import IR, OP_COUNTS, PASSES, settings, tell
 
 if __name__ != "partc.passes":
@@ -25,20 +25,21 @@ if __name__ != "partc.passes":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """A pass as the runner sees it: its name is its file and its function."""
+    """A pass as the runner sees it; `name` names both its file and its function."""
 
     name: str
     label: str  # of its line while compiling
     does: str
     requires: tuple[str, ...] = ()
     ensures: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()  # passes that run before this one unless they are left out
     options: tuple[str, ...] = ()  # which of the compile's options it takes
     changes_numerics: bool = False  # beyond the order of a sum
     optional: bool = False  # the program still compiles, and trains the same, without it
 
     @property
     def run(self) -> Callable[..., Program]:
-        """The function; its module loads now, so that listing the passes imports no torch."""
+        """The function; its module is imported here, so that listing the passes imports no torch."""
         found: Callable[..., Program] = getattr(importlib.import_module(f"partc.passes.{self.name}"), self.name)
         return found
 
@@ -54,7 +55,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="simplify",
         label="Simplified",
-        does="masks of constants are evaluated, composites that models spell out are recognised",
+        does="constant masks are evaluated, written-out composites are recognised",
         requires=("canonical",),
         ensures=("simple",),
         optional=True,
@@ -62,9 +63,10 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="pad",
         label="Padded",
-        does="vocabularies are rounded up to what the tensor axes divide and kernels read at a time",
-        requires=("canonical", "simple"),
+        does="vocabularies are padded to multiples of the tensor axes and of the lines that kernels read",
+        requires=("canonical",),
         ensures=("padded",),
+        after=("simplify",),
         options=("kernels",),
         optional=True,
     ),
@@ -72,14 +74,15 @@ PIPELINE: tuple[Pass, ...] = (
         name="outline",
         label="Outlined",
         does="repeated bodies become regions, called once per repetition",
-        requires=("canonical", "simple"),
+        requires=("canonical",),
         ensures=("regions",),
+        after=("simplify", "pad"),
         options=("places",),
     ),
     Pass(
         name="precision",
         label="Mixed",
-        does="matrix products in few bits, what is delicate in fp32",
+        does="matrix products in bf16 or fp16, sensitive operations in fp32",
         requires=("regions",),
         ensures=("precision",),
         options=("low", "casts"),
@@ -88,7 +91,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="batch",
         label="Batched",
-        does="the batch is spread over dp and over microbatches",
+        does="the batch is cut over dp and over microbatches",
         requires=("regions",),
         ensures=("batch layouts",),
     ),
@@ -109,16 +112,16 @@ PIPELINE: tuple[Pass, ...] = (
     ),
     Pass(
         name="outermost",
-        label="Turned",
-        does="sequences stand before the batch where they are gathered and scattered, so that nothing is copied twice",
+        label="Transposed",
+        does="sequences precede the batch around gathers and scatters, so that nothing is copied twice",
         requires=("local",),
         ensures=("turned",),
         optional=True,
     ),
     Pass(
         name="zero",
-        label="Parted",
-        does="what parameters, gradients and the optimizer hold is spread over dp",
+        label="ZeRO",
+        does="ZeRO: parameters, gradients and optimizer state are sharded over dp",
         requires=("local",),
         ensures=("parts",),
         options=("zero", "zero_axes"),
@@ -127,7 +130,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="stages",
         label="Staged",
-        does="calls are dealt to pipeline stages; what crosses between them is sent",
+        does="calls are assigned to pipeline stages; values that cross stages are sent",
         requires=("local",),
         ensures=("stages",),
         options=("places",),
@@ -135,21 +138,21 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="differentiate",
         label="Differentiated",
-        does="every region's backward graph, with what it saves",
+        does="every region gets its backward graph and its saved values",
         requires=("local",),
         ensures=("backward",),
     ),
     Pass(
         name="expand",
         label="Expanded",
-        does="composites that talk to other ranks are spelled out",
+        does="composites that communicate are expanded",
         requires=("backward",),
         ensures=("plain",),
     ),
     Pass(
         name="chunk",
         label="Chunked",
-        does="logits in chunks of rows, with `--loss-chunks`, of which one is in memory at a time",
+        does="with `--loss-chunks`, logits are computed in chunks of rows, one in memory at a time",
         requires=("plain",),
         ensures=("chunked",),
         options=("loss_chunks",),
@@ -158,7 +161,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="recompute",
         label="Recomputed",
-        does="what backward makes again, in place of what forward would save for it",
+        does="backward recomputes values that forward does not save",
         requires=("plain",),
         ensures=("saved",),
         options=("recompute", "kind", "table", "times", "frontiers"),
@@ -167,15 +170,16 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="split",
         label="Split",
-        does="gradients of inputs and of weights apart, where the schedule runs them apart",
-        requires=("plain", "saved"),
+        does="gradients of inputs and of weights are separated, so that those of inputs are sent first",
+        requires=("plain",),
         ensures=("split",),
-        options=("halves",),
+        after=("recompute",),
+        options=("halves", "zero", "budget"),
     ),
     Pass(
         name="bias",
         label="Biased",
-        does="biases are added in the products before them",
+        does="biases move into the products before them",
         requires=("plain", "split"),
         ensures=("biases",),
         optional=True,
@@ -183,16 +187,17 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="fuse",
         label="Fused",
-        does="operations that one kernel does in one pass over memory, where kernels are Triton's",
-        requires=("plain", "saved", "split"),
+        does="operations that one Triton kernel computes in one pass over memory are grouped",
+        requires=("plain", "split"),
         ensures=("fused",),
+        after=("recompute", "bias"),
         options=("kernels",),
         optional=True,
     ),
     Pass(
         name="overlap",
         label="Overlapped",
-        does="collectives and the waits for them apart, with operations between",
+        does="collectives start early and are waited for late, with operations between",
         requires=("plain", "split"),
         ensures=("waits",),
         optional=True,
@@ -200,7 +205,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="bucket",
         label="Bucketed",
-        does="gradients are summed over ranks in buckets, while backward goes on",
+        does="gradients are summed over ranks in buckets, during backward",
         requires=("stages", "split"),
         ensures=("buckets",),
         options=("bucket", "halves", "near", "wire", "compress"),
@@ -208,26 +213,42 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="schedule",
         label="Scheduled",
-        does="what every rank does, in order",
+        does="every rank's actions are put in order",
         requires=("stages", "split"),
         ensures=("schedule",),
-        options=("kind", "table", "early"),
+        options=("kind", "table"),
+    ),
+    Pass(
+        name="actions",
+        label="Written out",
+        does="the statements behind every action: calls, gathers, scatters, sums, sends and receives",
+        requires=("schedule", "buckets"),
+        ensures=("actions",),
+    ),
+    Pass(
+        name="prefetch",
+        label="Prefetched",
+        does="gathers start one call ahead, and scatters are waited for one call late",
+        requires=("actions",),
+        ensures=("prefetched",),
+        options=("late",),
+        optional=True,
     ),
     Pass(
         name="check",
         label="Checked",
         does="a proof that all communication matches and nothing can deadlock",
-        requires=("plain", "schedule"),
+        requires=("plain", "actions"),
         ensures=("proved",),
     ),
 )
 NAMES = tuple(entry.name for entry in PIPELINE)
-FIRST = "trace"  # what the pipeline starts from, under the name that `--after` and `--dump-after` know
+FIRST = "trace"  # the pipeline's input, under its name for `--after` and `--dump-after`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One pass done: the program after it, and what it took."""
+class PassResult:
+    """The result of one pass: the program after it and the time that it took."""
 
     name: str
     label: str
@@ -236,7 +257,7 @@ class Step:
     added: tuple[tuple[str, int], ...] = ()  # operation -> how many more there are than before
 
 
-Observer = Callable[[Step], None]
+Observer = Callable[[PassResult], None]
 
 
 def run(
@@ -247,26 +268,24 @@ def run(
     behind: str | None = None,
     verify: Callable[[Program, frozenset[str], str], None] | None = None,
     observe: Observer = lambda step: None,
-) -> tuple[Step, ...]:
-    """Run the passes in order, up to and including `until`; every step is told to `observe` as it ends.
+) -> tuple[PassResult, ...]:
+    """Run the passes in order, up to and including `until`, and report every step to `observe`.
 
-    `behind` names a pass that has left the program as it is given: those after it run. `verify(program, facts, name)`
-    runs after each pass. Raises PartcError P0604 for a pass that
-    doesn't exist, P0702 for one that can't be left out.
+    `behind` names a pass that has already run on the given program: only later passes run. `verify(program, facts,
+    name)` runs after each pass. Raises PartcError P0604 for an unknown pass, and P0702 for one that cannot be left out.
     """
     if until == FIRST:
         return ()
     skipped = disabled()
     fuel.refill()
     facts = {"traced"}
-    steps: list[Step] = []
+    steps: list[PassResult] = []
     done = 0 if behind is None else 1 + NAMES.index(behind)
     for entry in PIPELINE[:done]:
-        facts.update(entry.ensures)
+        facts.update(() if entry.name in skipped else entry.ensures)
     for entry in up_to(until)[done:]:
         if entry.name in skipped:
             tell(PASSES, f"{entry.name:<14} disabled")
-            facts.update(entry.ensures)
             continue
         missing = set(entry.requires) - facts
         if missing:
@@ -279,7 +298,7 @@ def run(
         facts.update(entry.ensures)
         if verify is not None:
             verify(after, frozenset(facts), entry.name)
-        step = Step(
+        step = PassResult(
             name=entry.name, label=entry.label, program=after, seconds=seconds, added=_difference(program, after)
         )
         _report(step)
@@ -290,17 +309,17 @@ def run(
 
 
 def up_to(name: str | None) -> tuple[Pass, ...]:
-    """The passes up to and including a named one; all of them for None."""
+    """The passes up to and including `name`; all passes for None."""
     return PIPELINE if name is None else PIPELINE[: NAMES.index(known(name)) + 1]
 
 
 def before(name: str) -> tuple[str, ...]:
-    """The names of what runs before a pass, the trace included."""
+    """The names of the passes that run before `name`, with `trace` first."""
     return (FIRST, *NAMES[: NAMES.index(name)])
 
 
 def known(name: str) -> str:
-    """The name itself, where a pass has it. Raises PartcError P0604."""
+    """Return the name if a pass has it. Raises PartcError P0604 otherwise."""
     if name not in (FIRST, *NAMES):
         raise PartcError("P0604", f"there is no pass {name!r}", help=f"the passes are {', '.join((FIRST, *NAMES))}")
     return name
@@ -309,19 +328,24 @@ def known(name: str) -> str:
 def disabled() -> frozenset[str]:
     """The passes that PARTC_DISABLE leaves out. Raises PartcError P0604 and P0702."""
     names = frozenset(map(known, settings().disabled))
-    fixed = sorted(names - {entry.name for entry in PIPELINE if entry.optional})
-    if fixed:
-        possible = [entry.name for entry in PIPELINE if entry.optional]
-        raise PartcError(
-            "P0702",
-            f"PARTC_DISABLE cannot leave out {fixed[0]!r}: later passes need what it does",
-            help=f"these can be left out: {', '.join(possible) or 'none yet'}",
-        )
+    facts = {fact for entry in PIPELINE if entry.name not in names for fact in entry.ensures}
+    for entry in PIPELINE:
+        needing = [
+            other.name for other in PIPELINE if other.name not in names and {*other.requires} & {*entry.ensures} - facts
+        ]
+        if entry.name in names and (needing or not entry.optional):
+            possible = [other.name for other in PIPELINE if other.optional]
+            raise PartcError(
+                "P0702",
+                f"PARTC_DISABLE cannot leave out {entry.name!r}: "
+                + (f"{needing[0]!r} requires {' and '.join(entry.ensures)}" if needing else "it is not optional"),
+                help=f"these can be left out: {', '.join(possible) or 'none yet'}",
+            )
     return names
 
 
-def provenance(traced: Program, steps: tuple[Step, ...]) -> dict[str, str]:
-    """Which pass first made each value: "region.value" -> pass, or `trace`."""
+def provenance(traced: Program, steps: tuple[PassResult, ...]) -> dict[str, str]:
+    """The pass that first made each value: "region.value" -> name of the pass, or `trace`."""
     found: dict[str, str] = {}
     for name, program in ((FIRST, traced), *((step.name, step.program) for step in steps)):
         for region in program.regions:
@@ -342,7 +366,7 @@ def _difference(before: Program, after: Program) -> tuple[tuple[str, int], ...]:
     return tuple((name, new[name] - old[name]) for name in sorted({*old, *new}) if new[name] != old[name])
 
 
-def _report(step: Step) -> None:
+def _report(step: PassResult) -> None:
     tell(PASSES, f"{step.name:<14} {step.seconds:8.3f} s")
     if step.added:
         tell(OP_COUNTS, "  " + ", ".join(f"{name} {count:+d}" for name, count in step.added))

@@ -1,17 +1,25 @@
-"""Choose how every operation is spread over the tensor-parallel axis.
+"""Choose the distribution of every operation over the tensor-parallel axis.
 
-    region mlp(x: f32[8, 16, 64]):               region mlp(x: f32[8, 16@tp, 64]):
-      up   = linear(x, up.weight)           ->     up   = linear(x, up.weight)      # f32[8, 16, 256@tp]        o@tp
-      act  = gelu(up)                              act  = gelu(up)                  # f32[8, 16, 256@tp]        d2@tp
-      down = linear(act, down.weight)              down = linear(act, down.weight)  # f32[8, 16, 64] partial(tp)  i@tp
+    up_product   = linear(norm, up.weight)    # f32[8, 4, 32]
+    gelu         = gelu(up)                   # f32[8, 4, 32]
+    down_product = linear(gelu, down.weight)  # f32[8, 4, 8]
+  ->
+    up_product   = linear(norm, up.weight)    # f32[8, 4, 32@tp] | {b0@mb o@tp}
+    gelu         = gelu(up)                   # f32[8, 4, 32@tp] | {d0@mb d2@tp}
+    down_product = linear(gelu, down.weight)  # f32[8, 4, 8] partial(tp) | {b0@mb i@tp}
 
-One integer program over the distinct regions, each weighted by its calls, decides every operation's
-factor and the placement of every value that crosses calls. First, no matrix product is repeated
-and no large weight is replicated, nor moved, where that can be avoided: this is what the axis is for. Embedding
-tables are cut by rows, as the output layer is, so that tied and untied models store alike. Then the
-bytes communicated (forward, backward and gradient reductions) are minimised; a byte that a rank
-computes again counts as a quarter of one sent, so that norms are cut along the sequence; memory
-breaks ties. The `--shard` pins restrict the choice and win.
+One integer program over the distinct regions, each weighted by the number of its calls, decides every operation's
+factor and the placement of every value that crosses calls. Its objectives, in order:
+
+1. No matrix product is repeated, and no large weight is replicated or moved, where this can be avoided. Embedding
+tables are cut by rows like the output layer, so that tied and untied models are stored alike.
+
+2. The fewest bytes are communicated (forward, backward and gradient reductions). A byte that ranks compute redundantly
+counts as a quarter of a byte sent, so that norms are cut along the sequence.
+
+3. The least memory is used.
+
+The `--shard` pins restrict the choice and take precedence.
 """
 
 from __future__ import annotations
@@ -19,14 +27,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from partc.assignment import Solution, solve
 from partc.errors import InternalError, PartcError
-from partc.layout import Layout, Placement, Replicated, Varying
-from partc.pins import Pin, check_pins
-from partc.placing import Places, build, spelled
-from partc.program import Choice, Program, Region, TensorType
-from partc.sharding import axis_order, tensor_axes
-from partc.trial import check_rules
+from partc.ir.layout import Layout, Placement, Replicated, Varying
+from partc.ir.program import Choice, Program, Region, TensorType
+from partc.rules.trial import check_rules
+from partc.sharding.assignment import Solution, solve
+from partc.sharding.choices import axis_order, tensor_axes
+from partc.sharding.pins import Pin, check_pins
+from partc.sharding.placements import Places, build, spelled
 
 OBJECTIVES: Sequence[Mapping[str, float]] = (
     {"repeated_flops": 1.0},
@@ -36,8 +44,9 @@ OBJECTIVES: Sequence[Mapping[str, float]] = (
 
 
 def annotate(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
-    """Set choices and layouts on the tensor axis. Raises PartcError P0302 and P0303 for a pin that can't be met,
-    and P0315 for a rule of the user's that is wrong.
+    """Set choices and layouts on the tensor axis.
+
+    Raises PartcError P0302 and P0303 for a pin that cannot be met, and P0315 for a wrong rule of the user's.
     """
     check_pins(program, pins)
     check_rules(program)
@@ -97,10 +106,10 @@ def _written(program: Program, axis: str, places: Places, solution: Solution) ->
 
 
 def _varied(program: Program, places: Places, solution: Solution) -> set[Hashable]:
-    """The weights that some operation, in whatever region, uses differently on each rank.
+    """The weights that some operation, in any region, uses differently on each rank.
 
-    Their gradients are partial sums everywhere then, also where another region uses them alike: one
-    reduction at the end of the step serves all uses.
+    Their gradients are then partial sums everywhere, also where another region uses them alike: one reduction at the
+    end of the step serves all uses.
     """
     found: set[Hashable] = set()
     for region in program.regions:
@@ -115,7 +124,7 @@ def _varied(program: Program, places: Places, solution: Solution) -> set[Hashabl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A placement that a value could have had, and what the whole step would then cost more."""
+    """An alternative placement of a value, and the additional cost of a step with it."""
 
     placement: str
     communication: float  # bytes per rank, microbatch and step
@@ -126,7 +135,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a value or parameter is placed as it is: the choice, then the others from best to worst."""
+    """The reasons for the placement of a value or parameter: the chosen one, then the others from best to worst."""
 
     name: str
     axis: str
@@ -135,10 +144,10 @@ class Explanation:
 
 
 def explain(program: Program, name: str, *, pins: Sequence[Pin] = ()) -> tuple[Explanation, ...]:
-    """What was chosen on each tensor axis for a parameter, a program value or a `region.value`.
+    """The placement of a parameter, a program value or a `region.value` on each tensor axis, with alternatives.
 
-    `program` is as annotate takes it. Others are solved anew with the placement forced; what they
-    cost is the difference. Raises PartcError P0304 for a name that nothing has.
+    `program` is as annotate takes it. Each alternative is solved anew with the placement forced; its cost is the
+    difference. Raises PartcError P0304 for an unknown name.
     """
     found = []
     for axis in tensor_axes(program.sizes):

@@ -1,14 +1,21 @@
-"""Spread the batch over data-parallel ranks (space) and microbatches (time).
+"""Distribute the batch over data-parallel ranks (space) and microbatches (time).
 
-    region head(x: f32[8, 4], labels: i64[8]):       region head(x: f32[8@dp,mb, 4], labels: i64[8@dp,mb]):
-      param w: f32[5, 4]                        ->     param w: f32[5, 4] vary(dp,mb)
-      y = linear(x, w)                                 y = linear(x, w)     # f32[8@dp,mb, 5]   b@dp b@mb
-      s = sum(y)                                       s = sum(y)           # f32[] partial(dp,mb)
+    region head phase microbatch:
+      param head.weight: f32[13, 8]
+      input x: f32[8, 4, 8]
+      head    = linear(x, head.weight)    # f32[8, 4, 13]
+      nll_sum = sum(nll, (0, 1), False)   # f32[]
+  ->
+    region head phase microbatch:
+      param head.weight: f32[13, 8] vary(dp,mb)
+      input x: f32[8@dp,mb, 4, 8]
+      head    = linear(x, head.weight)    # f32[8@dp,mb, 4, 13] | {b0@dp b0@mb}
+      nll_sum = sum(nll, (0, 1), False)   # f32[] partial(dp,mb) | {d0@dp d0@mb}
 
-The batch dimension is followed through every operation's factors; whatever doesn't have it varies,
-so that its gradient is summed over the batch once, at the end of a step. A value that must be
-complete over the whole batch (the number of labels that count) is made once per step, if it comes
-from inputs alone. What would need the whole batch in the middle of a microbatch is an error.
+The batch dimension is followed through the factors of every operation. Values without it vary, so that their gradients
+are summed over the batch once, at the end of a step. A value that needs the whole batch (such as the number of labels
+that count) is computed once per step, if it depends on inputs only. An operation that needs the whole batch in the
+middle of a microbatch is an error.
 """
 
 from __future__ import annotations
@@ -18,21 +25,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from partc.errors import PartcError
-from partc.gradients import input_only
-from partc.layout import Layout, Partial, Placement, Replicated, Shard, Varying
-from partc.mesh import TIME_AXIS
-from partc.naming import unique
-from partc.program import FLOATING, Call, Choice, Op, Program, Region, TensorType
+from partc.ir.gradients import input_only
+from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Varying
+from partc.ir.mesh import TIME_AXIS
+from partc.ir.naming import unique
+from partc.ir.program import FLOATING, Call, Choice, Op, Program, Region, TensorType
 from partc.rules import OpRule, placements, resolve
-from partc.sharding import batch_axes
+from partc.sharding.choices import batch_axes
 
 
 def batch(program: Program) -> Program:
-    """Choose every operation's factor on the batch's axes and set every value's layout there.
+    """Choose every operation's factor on the batch axes, and set every value's layout there.
 
-    Raises PartcError P0401 (batch doesn't divide), P0402 (an operation needs the whole batch).
+    Raises PartcError P0401 (the batch does not divide), P0402 (an operation needs the whole batch).
     """
-    # Without data parallelism and microbatches the batch is followed all the same: it is nobody else's to cut.
+    # The batch is followed even without data parallelism and microbatches, so that no other axis cuts it.
     axes = batch_axes(program.sizes) or (TIME_AXIS,)
     _check_divisible(program)
     summed: frozenset[str] = frozenset()  # program values that must be complete over the batch
@@ -67,7 +74,7 @@ def _ways(program: Program) -> int:
 
 
 class _Walk:
-    """One pass over the calls in order; regions met with other placements become variants."""
+    """One walk over the calls in order; regions called with other placements become variants."""
 
     def __init__(self, program: Program, axes: tuple[str, ...], summed: frozenset[str]) -> None:
         self.program = program
@@ -117,7 +124,7 @@ class _Walk:
         return placement
 
     def _region(self, region: Region, given: tuple[Placement, ...], call: Call) -> tuple[Region, tuple[Placement, ...]]:
-        """The region with its choices, and how its outputs are placed."""
+        """The region with its choices, and the placements of its outputs."""
         if region.phase == "setup":
             return region, (Replicated(),) * len(region.forward.outputs)
         placed: dict[str, Placement] = dict(zip((v.name for v in region.forward.inputs), given, strict=True))
@@ -148,7 +155,7 @@ class _Walk:
     def _choices(
         self, op: Op, rule: OpRule | None, given: list[Placement], arguments: Mapping[str, str]
     ) -> tuple[Choice, ...]:
-        """The factor that carries the batch; or a sum passed on; or none of either."""
+        """The factor that carries the batch; or that of a passed-on sum; or none."""
         if rule is not None and (copies := self._copies(op, rule)) is not None:
             return tuple(Choice(axis=axis, factor=copies) for axis in self.axes)
         cut = [(index, placement) for index, placement in enumerate(given) if isinstance(placement, Shard)]
@@ -199,7 +206,7 @@ class _Walk:
 
 
 def _factor_at(rule: OpRule, operand: int, placement: Shard) -> tuple[str, int] | None:
-    """The factor, and the cut inside it, that a shard of an operand falls on."""
+    """The factor, and the cut inside it, that correspond to a shard of an operand."""
     sizes = {factor.name: factor.size for factor in rule.factors}
     before = 1
     for name in rule.operands[operand][placement.dim]:

@@ -1,10 +1,11 @@
-"""Add a bias in the product that it is added to, in place of a pass over memory of its own.
+"""Move a bias into the product that it is added to, instead of a separate pass over memory.
 
-    h = matmul(x, w)                       w_turned = permute(w, (1, 0))
-    y = add(h, b)                  ->      y        = linear(x, w_turned, b)
+    matmul = matmul(x, weight)  ->  weight_turned = permute(weight, (1, 0))
+    add    = add(matmul, bias)      add           = linear(x, weight_turned, bias)
 
-Where nothing else reads the product, the weight is a matrix and the bias has a number for each of its columns, all of
-one type and each rank's own. Models whose weights are stored [in, out], such as GPT-2's, spell their layers so.
+Requires that nothing else reads the product, that the weight is a matrix and the bias has one number for each of its
+columns, and that all have one type and each rank adds its own bias. Models whose weights are stored [in, out], such as
+GPT-2's, spell their layers this way.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from partc.layout import Sizes
-from partc.naming import unique
-from partc.program import Graph, Op, Program, Ref, Region, TensorType, Value
+from partc import fuel
+from partc.ir.layout import Sizes
+from partc.ir.naming import unique
+from partc.ir.program import Graph, Op, Program, Ref, Region, TensorType, Value
 
 
 def bias(program: Program) -> Program:
-    """Rewrite every such pair, in every graph of every region."""
+    """Rewrite every such pair in all graphs of all regions."""
 
     def changed(region: Region) -> Region:
         return region.mapped(lambda graph: _graph(region, graph, program.sizes))
@@ -40,7 +42,7 @@ def _graph(region: Region, graph: Graph, sizes: Sizes) -> Graph:
     instead: dict[int, tuple[Op, ...]] = {}
     for op in graph.ops:
         pair = _pair(op, products)
-        if pair is None or not _fit(pair[0], op, pair[1], types, sizes):
+        if pair is None or not _fit(pair[0], op, pair[1], types, sizes) or not fuel.allowed("bias", op.source):
             continue
         product, second = pair
         weight = product.args[1]
@@ -56,7 +58,7 @@ def _graph(region: Region, graph: Graph, sizes: Sizes) -> Graph:
 
 
 def _pair(op: Op, products: Mapping[str, Op]) -> tuple[Op, Ref] | None:
-    """The product that an operation adds something to, and that."""
+    """The product that an operation adds to, and the other summand."""
     if op.name != "add" or op.attrs or len(op.args) != 2:
         return None
     for first, second in (op.args, op.args[::-1]):

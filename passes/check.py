@@ -20,10 +20,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
+from partc.communication.exchanges import Collective
+from partc.communication.execution import CommunicationPlan, Event, Transfer, events
 from partc.errors import InternalError
-from partc.events import Collective, CommunicationPlan, Event, Transfer, events
-from partc.mesh import PIPELINE_AXIS, Mesh
-from partc.program import Action, Program
+from partc.ir.mesh import PIPELINE_AXIS, Mesh
+from partc.ir.program import Action, Program
 
 
 def check(program: Program) -> Program:
@@ -60,6 +61,8 @@ def _check_order(program: Program, stage: int, actions: tuple[Action, ...]) -> N
     allowed = ([*arrive, "B", *leave], [*arrive, "I", *leave, "W"])
     done: dict[int, list[str]] = {index: [] for index in range(program.microbatches)}
     for position, action in enumerate(actions):
+        if action.kind == "UNSHARD":
+            continue
         if action.kind == "REDUCE_GRAD":
             if position != len(actions) - 1:
                 raise InternalError(f"{action} comes before {actions[-1]}")

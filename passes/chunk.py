@@ -1,19 +1,22 @@
-"""Make logits in chunks of rows, each only as long as its part of the loss takes.
+"""Compute logits in chunks of rows; each chunk lives only as long as its part of the loss takes.
 
-    forward:                                            forward:
-      logits = linear(x, w)                               most, sums, picked = linear_cross_entropy(x, w, labels, …)
-      nll, lse = cross_entropy(logits, labels, …)         lse = log_sum_exp(most, sums)
-      return nll                                   ->     nll = cross_entropy_rows(lse, picked, labels, …)
-    saved logits, labels, lse, x                        saved x, labels, lse
-    backward:                                           backward:
-      d = cross_entropy_backward(g, logits, …)            grad_x, grad_w = linear_cross_entropy_backward(g, x, w, …)
-      grad_x = linear_grad_input(d, w)
-      grad_w = linear_grad_weight(d, x)
+    head             = linear(x, head.weight)
+    nll, nll_lse     = cross_entropy(head, labels, …)
+    saved count, head, labels, nll_lse, x
+    grad_head        = cross_entropy_backward(grad_nll, head, …)
+    grad_x           = linear_grad_input(grad_head, head.weight)
+    grad_head.weight = linear_grad_weight(grad_head, x)
+  ->
+    nll_max, … = linear_cross_entropy(x, head.weight, …, chunks=2)
+    nll_lse    = log_sum_exp(nll_max, nll_sums)
+    nll        = cross_entropy_rows(nll_lse, …)
+    saved count, x, labels, nll_lse
+    grad_x, grad_head.weight = linear_cross_entropy_backward(grad_nll, x, …)
 
-The product with the head's weight is done once more for backward, a third of its time, and no more than a chunk of
-logits is ever in memory (Hsu et al. 2024, Liger Kernel, section 3.2; Wijmans et al. 2025, Cut Your Losses). Where
-classes are cut over an axis, chunks are of each rank's own classes: the same three numbers a row are combined.
-Casts, a bias or a mask of classes, and views and slices of rows may stand between the product and the loss.
+Backward repeats the product with the head's weight, a third of the product's total time, and at most one chunk of
+logits is in memory (Hsu et al. 2024, Liger Kernel, section 3.2; Wijmans et al. 2025, Cut Your Losses). If an axis cuts
+the classes, the chunks consist of each rank's own classes, and the same three numbers a row are combined. Casts, a bias
+or a mask of classes, and views and slices of rows may stand between the product and the loss.
 """
 
 from __future__ import annotations
@@ -22,17 +25,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.errors import PartcError, Source
-from partc.layout import Layout, Sizes
-from partc.naming import unique
+from partc.ir.layout import Layout, Sizes
+from partc.ir.naming import unique
+from partc.ir.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.row_losses import below_own, in_pieces
-from partc.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
 
 _PIECES = frozenset({"cross_entropy", "shard_max", "sum_exp", "pick", "smooth_sum"})
 _GRADIENTS: Mapping[str, int] = {"linear_grad_input": 0, "linear_grad_weight": 1, "linear_grad_bias": 2, "sum": 2}
 
 
 def chunk(program: Program, *, loss_chunks: int = 1) -> Program:
-    """Rewrite every loss of logits that a product makes. Raises PartcError P0418 if there is none that can be."""
+    """Rewrite every loss of logits that a product makes. Raises PartcError P0418 if none can be rewritten."""
     if loss_chunks == 1:
         return program
     regions, refused = _chunked(program, loss_chunks)
@@ -42,13 +45,13 @@ def chunk(program: Program, *, loss_chunks: int = 1) -> Program:
             "P0418",
             f"no loss can be made in chunks: {'; '.join(dict.fromkeys(each.cause for each in refused))}",
             source=refused[0].source,
-            help="leave out --loss-chunks, or give the loss what one linear layer makes",
+            help="leave out --loss-chunks, or give the loss the result of one linear layer",
         )
     return replace(program, regions=regions)
 
 
 def left_whole(program: Program, *, loss_chunks: int) -> tuple[str, ...]:
-    """What a user should know of losses that `chunk` leaves as they are, while it makes others in chunks."""
+    """Notes for the user about losses that `chunk` leaves whole although it rewrites others."""
     _, refused = _chunked(program, loss_chunks) if loss_chunks > 1 else ((), [])
     return tuple(
         f"{f'{each.source.file}:{each.source.line}: ' if each.source else ''}"
@@ -70,7 +73,7 @@ class _Refused:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A product, what stands between it and a loss, and what is done with the loss's gradient."""
+    """A product, the operations between it and a loss, and the uses of the loss's gradient."""
 
     linear: Op
     path: tuple[Op, ...]  # forward, from the product to the loss
@@ -85,7 +88,7 @@ class _Head:
 
 
 class _Losses:
-    """One region."""
+    """The losses of one region."""
 
     def __init__(self, region: Region, sizes: Sizes, chunks: int, refused: list[_Refused]) -> None:
         self.given = region
@@ -94,9 +97,9 @@ class _Losses:
         self.refused = refused
         self.types = region.types(region.forward)
         self.taken = {*self.types, *(region.types(region.backward) if region.backward else ())}
-        self.makers = {value.name: op for op in region.forward.ops for value in op.results}
-        self.readers = _readers(region.forward)
-        self.back_readers = _readers(region.backward) if region.backward else {}
+        self.makers = region.forward.makers()
+        self.readers = region.forward.readers()
+        self.back_readers = region.backward.readers() if region.backward else {}
 
     def region(self) -> Region:
         region = self.given
@@ -120,7 +123,7 @@ class _Losses:
     # -- which losses ---------------------------------------------------------------------------
 
     def _head(self, logits: str) -> _Head | None:
-        """What belongs to the loss of some logits; None, and a reason, where something stands between."""
+        """The head that makes some logits; None, with a reason recorded, if it cannot be chunked."""
         pieces = tuple(op for op in self.readers[logits] if op.name in _PIECES)
         if len({op.name for op in pieces}) < len(pieces):
             return self._refuse("several losses read its logits", pieces[-1])
@@ -145,7 +148,7 @@ class _Losses:
         return self._with_gradients(maker, tuple(path), pieces)
 
     def _between(self, op: Op, name: str) -> bool:
-        """Whether an operation treats every row alike, or picks rows."""
+        """Whether an operation treats all rows alike, or selects rows."""
         shape = self.types[name].shape
         match op.name:
             case "to" | "mask_classes":
@@ -159,7 +162,7 @@ class _Losses:
         return False
 
     def _vector(self, op: Op, classes: int) -> Ref | None:
-        """The number for each class that an addition adds."""
+        """The vector over classes that an addition adds."""
         second = op.args[1]
         return second if isinstance(second, Ref) and self.types[second.name].shape == (classes,) else None
 
@@ -194,7 +197,7 @@ class _Losses:
         return None
 
     def _places(self, ops: Sequence[Op]) -> Iterator[Source]:
-        """In the user's code: of these operations, else of what leads to them."""
+        """The lines in the user's code of these operations, or else of their operands."""
         found = list(ops)
         for op in found:
             if op.source and op.source.line:
@@ -224,7 +227,7 @@ class _Losses:
         return new_forward, replace(backward, ops=tuple(ops))
 
     def _rows(self, head: _Head) -> tuple[Ref, list[Op]]:
-        """The rows that are multiplied, seen as logits are at the loss."""
+        """The rows that are multiplied, in the shape that the logits have at the loss."""
         x = next(head.linear.refs())
         width = self.types[x].layout.dims[-1]
         views: list[Op] = []
@@ -243,7 +246,7 @@ class _Losses:
         return Ref(x), views
 
     def _bias(self, head: _Head) -> tuple[Arg, list[Op]]:
-        """All that is added to each row of logits, as one number for each class."""
+        """The sum of all additions to rows of logits, as a vector over classes."""
         classes = self.types[head.linear.result.name].shape[-1]
         added = list(head.linear.args[2:3])
         added += [self._vector(op, classes) for op in head.path if op.name == "add"]
@@ -262,7 +265,7 @@ class _Losses:
         return (terms[0] if terms else None), sums
 
     def _mask(self, op: Op) -> list[Op]:
-        """What a mask of classes does to logits, as one number for each class to add."""
+        """A mask of classes as a vector to add."""
         layout = Layout(op.result.type.layout.dims[-1:])
         type = replace(op.result.type, layout=layout)
         zeros, mask = (self._value(f"{op.result.name}_{word}", type) for word in ("zeros", "mask"))
@@ -280,7 +283,7 @@ class _Losses:
         ]
 
     def _forward(self, head: _Head, rows: Ref, bias: Arg) -> dict[int | None, Sequence[Op]]:
-        """The operation itself, and what follows in the place of each piece."""
+        """The chunked operation, and the replacement of each piece."""
         after: dict[int | None, Sequence[Op]] = {}
         pieces = {op.name: op for op in head.pieces}
         whole = pieces.get("cross_entropy")
@@ -324,7 +327,7 @@ class _Losses:
         yield from self._seen_back(views, made, wanted)
 
     def _seen_back(self, views: Sequence[Op], made: Value, wanted: Value) -> Iterator[Op]:
-        """The gradient of the rows at the loss as one of those at the product."""
+        """The gradient of the rows at the loss, as a gradient of the rows at the product."""
         width, partial = wanted.type.layout.dims[-1], wanted.type.layout.partial
         for index, op in enumerate(views):
             layout = Layout((*op.result.type.layout.dims[:-1], width), partial)
@@ -335,16 +338,8 @@ class _Losses:
             made = result
 
     def _over(self, head: _Head) -> tuple[tuple[str, Arg], ...]:
-        """The axis that classes are cut over."""
+        """The axis that cuts the classes."""
         return tuple((key, value) for key, value in head.gradient.attrs if key == "axis")
 
     def _value(self, name: str, type: TensorType) -> Value:
         return Value(name=unique(name, self.taken), type=type)
-
-
-def _readers(graph: Graph) -> dict[str, list[Op]]:
-    found: dict[str, list[Op]] = {}
-    for op in graph.ops:
-        for name in dict.fromkeys(op.refs()):
-            found.setdefault(name, []).append(op)
-    return found

@@ -1,15 +1,19 @@
-"""Spell out composites that talk to other ranks, once they are differentiated.
+"""Expand composites that communicate, after differentiation.
 
-    nll, lse = cross_entropy(x, labels, …, axis=tp)   ->   most    = shard_max(x)
-                                                           largest = all_reduce(most, op="max", axis=tp)
-                                                           part    = sum_exp(x, largest)
-                                                           sums    = all_reduce(part, axis=tp)
-                                                           …
-                                                           nll     = cross_entropy_rows(lse, picked, labels, …)
+    nll, nll_lse = cross_entropy(mask_classes, …, axis="tp")
+  ->
+    nll_max_partial = shard_max(mask_classes)
+    nll_max         = all_reduce(nll_max_partial, op="max", axis="tp")
+    …               = sum_exp(mask_classes, nll_max)
+    nll_sums        = all_reduce(…, axis="tp")
+    …               = pick(mask_classes, labels, axis="tp")
+    nll_picked      = all_reduce(…, axis="tp")
+    nll_lse         = log_sum_exp(nll_max, nll_sums)
+    nll             = cross_entropy_rows(nll_lse, nll_picked, labels, …)
 
-Logits whose classes are cut over an axis are never gathered: each rank contributes its maximum,
-its sum of exponentials and the label's logit, one number a row (Shoeybi et al. 2019, section 3).
-Reshards in regions that nothing is differentiated in become the plain movement of data they are.
+Logits whose classes are cut over an axis are never gathered: each rank contributes its maximum, its sum of exponentials
+and the label's logit, one number a row each (Shoeybi et al. 2019, section 3). In regions without gradients, reshards
+become the collectives that move the same data.
 """
 
 from __future__ import annotations
@@ -17,12 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from partc.layout import Sizes
-from partc.program import Arg, Graph, Op, Program, Ref, TensorType, Value
+from partc.ir.layout import Sizes
+from partc.ir.program import Arg, Graph, Op, Program, Ref, TensorType, Value
 
 
 def expand(program: Program) -> Program:
-    """Replace every composite that the table knows by its operations, in forward graphs."""
+    """Replace every composite in the table by its operations, in forward graphs."""
     return replace(
         program,
         regions=tuple(
@@ -49,7 +53,7 @@ def _expanded(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> G
 
 
 def _same_movement(name: str) -> Callable[[Op, Mapping[str, TensorType], Sizes], tuple[Op, ...]]:
-    """Without a gradient, a reshard is whatever moves the same data."""
+    """An expansion of a reshard without gradients: the collective that moves the same data."""
     return lambda op, types, sizes: (replace(op, name=name),)
 
 
@@ -77,7 +81,7 @@ def _cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tup
         part = add(name, args, f"{made}_partial", partial, **attrs)
         return add("all_reduce", (part,), made, axis=axis)
 
-    most = add("shard_max", (logits,), f"{nll.name}_max_partial")
+    most = add("shard_max", (logits,), f"{nll.name}_max_partial", partial)
     largest = add("all_reduce", (most,), f"{nll.name}_max", op="max", axis=axis)
     sums = complete("sum_exp", (logits, largest), f"{nll.name}_sums")
     picked = complete("pick", (logits, labels), f"{nll.name}_picked", axis=axis)

@@ -1,16 +1,23 @@
-"""Put the sequence outermost where it is gathered and scattered, so that the parts of ranks lie one after the other.
+"""Move the sequence dimension outermost around gathers and scatters, so that the ranks' parts are contiguous.
 
-    x_full = all_gather(x, dim=1)    # [2, 32, 64]        x_turned = permute(x, (1, 0, 2))         # [16, 2, 64]
-    h      = linear(x_full, w)       # [2, 32, 176]       x_full   = all_gather(x_turned, dim=0)   # [32, 2, 64]
-    y_part = linear(h, v)            # [2, 32, 64]   ->   h        = linear(x_full, w)             # [32, 2, 176]
-    y      = reduce_scatter(y_part,  # [2, 16, 64]        y_part   = linear(h, v)                  # [32, 2, 64]
-                            dim=1)                        y_turned = reduce_scatter(y_part, dim=0) # [16, 2, 64]
-                                                          y        = permute(y_turned, (1, 0, 2))  # [2, 16, 64]
+    norm_full    = all_gather(norm, dim=1, …)
+    up           = linear(norm_full, up.weight, up.bias)
+    gelu         = gelu(up)
+    …            = linear(gelu, down.weight)
+    down_product = reduce_scatter(…, dim=1, …)
+  ->
+    norm_turned         = permute(norm, (1, 0, 2))
+    norm_full           = all_gather(norm_turned, dim=0, …)
+    up                  = linear(norm_full, up.weight, up.bias)
+    gelu                = gelu(up)
+    …                   = linear(gelu, down.weight)
+    down_product_turned = reduce_scatter(…, dim=0, …)
+    down_product        = permute(down_product_turned, (1, 0, 2))
 
-Collectives move memory that is outermost. Along the second dimension of a batch of several, a gather's result and a
-scatter's operand are copied once more, whole; of a turned gather only the rank's own part is copied, and of a turned
-scatter nothing. What stands between the two works on rows and takes them in any order; a permutation takes the turn up.
-Where anything else reads the values in between, they stay as they are.
+Collectives move contiguous memory. Along the second dimension of a larger tensor, the result of a gather and the
+operand of a scatter are copied once more, as a whole. After the rewrite, a gather copies only the rank's own part, and
+a scatter copies nothing. The operations between the two work on rows in any order, or absorb the transposition into a
+permutation. If any other operation reads the values in between, they stay as they are.
 """
 
 from __future__ import annotations
@@ -18,9 +25,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from partc.layout import Sizes
-from partc.naming import unique
-from partc.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc import fuel
+from partc.ir.layout import Sizes
+from partc.ir.naming import unique
+from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import kernels
 from partc.rules.rule import integers
 
@@ -29,30 +37,30 @@ _SEEDS = ("all_gather", "reduce_scatter")
 
 
 def outermost(program: Program) -> Program:
-    """Rewrite the forward graph of every region; those of backward are derived from it later."""
+    """Rewrite the forward graph of every region; backward graphs are derived from it later."""
     return replace(program, regions=tuple(_region(region, program.sizes) for region in program.regions))
 
 
 def _region(region: Region, sizes: Sizes) -> Region:
     types = region.types(region.forward)
-    found = _Turns(region.forward, types, sizes)
+    found = _Permutations(region.forward, types, sizes)
     turned: set[str] = set()
     for op in region.forward.ops:
-        if found.is_seed(op):
-            turned |= found.around(op)
+        if found.is_seed(op) and (around := found.around(op)) and fuel.allowed("sequence first", op.source):
+            turned |= around
     return replace(region, forward=_rewritten(region.forward, turned, types, found)) if turned else region
 
 
 @dataclass(slots=True)
-class _Turns:
-    """Which values can be turned together."""
+class _Permutations:
+    """Sets of values that can be transposed together."""
 
     graph: Graph
     types: Mapping[str, TensorType]
     sizes: Sizes
 
     def is_seed(self, op: Op) -> bool:
-        """Whether the collective copies more than it must: along the second dimension, of a first one of several."""
+        """Whether the collective causes a copy: along the second dimension, after a first one larger than 1."""
         if op.name not in _SEEDS:
             return False
         where, shape = dict(op.attrs), self._shape(next(op.refs()))
@@ -60,8 +68,8 @@ class _Turns:
         return is_second and shape[0] > 1 and self.sizes[str(where["axis"])] > 1
 
     def around(self, seed: Op) -> set[str]:
-        """The values that turn with what the collective gathers or scatters; none where one of them cannot."""
-        makers = {value.name: op for op in self.graph.ops for value in op.results}
+        """The values that are transposed together with the collective's; empty if one of them cannot be."""
+        makers = self.graph.makers()
         first = seed.result.name if seed.name == "all_gather" else next(seed.refs())
         found, waiting = {first}, [first]
         while waiting:
@@ -78,7 +86,9 @@ class _Turns:
         return found
 
     def _with(self, op: Op, *, makes: bool) -> set[str] | None:
-        """The other values of an operation that turn if one of them does; None if the operation works in one order."""
+        """The other values of an operation that are transposed if one of them is; None if the operation needs its
+        order.
+        """
         if op.name == "permute" or (self.is_seed(op) and makes == (op.name == "all_gather")):
             return set()
         results = {value.name for value in op.results}
@@ -112,7 +122,7 @@ class _Turns:
         return self.types[name].layout.local_shape(self.sizes)
 
 
-def _rewritten(graph: Graph, turned: set[str], types: Mapping[str, TensorType], turns: _Turns) -> Graph:
+def _rewritten(graph: Graph, turned: set[str], types: Mapping[str, TensorType], turns: _Permutations) -> Graph:
     taken = {*types}
     ops: list[Op] = []
     for op in graph.ops:

@@ -8,7 +8,7 @@
 
 What a `wait` reads is only started where its collective stands. Earlier operations that it doesn't need (gradients of
 weights, mostly) are put behind it, and later ones brought forward, as many as take as long as it does and no more: what
-waits keeps others alive. Times are those of a named machine (partc.roofline). Collectives keep their order; one that
+waits keeps others alive. Times are those of a named machine (cost.roofline). Collectives keep their order; one that
 nothing can run beside stays as it is.
 """
 
@@ -17,10 +17,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from partc.layout import Sizes
-from partc.naming import unique
-from partc.program import MOVING, Graph, Op, Program, Ref, Region, TensorType
-from partc.roofline import seconds
+from partc import fuel
+from partc.cost.roofline import seconds
+from partc.ir.layout import Sizes
+from partc.ir.naming import unique
+from partc.ir.program import MOVING, Graph, Op, Program, Ref, Region, TensorType
 
 
 def overlap(program: Program) -> Program:
@@ -41,7 +42,7 @@ def _graph(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Grap
     line = _Line(list(graph.ops), {id(op): seconds(op, types, sizes) for op in graph.ops})
     taken = {*types}
     for op in moving:
-        wait = line.hidden(op)
+        wait = line.hidden(op) if fuel.allowed("overlap", op.source) else None
         if wait is None:
             continue
         coming = replace(op.result, name=unique(f"{op.result.name}_coming", taken))

@@ -1,16 +1,14 @@
-"""Round vocabularies up to what the tensor axes divide, so that they can be cut, and to what kernels read at a time.
+"""Pad vocabularies to multiples of the tensor axes, so that they can be cut, and to the lines that kernels read.
 
-    param w: f32[50257, 768]               param w: f32[50264, 768]          # tp=8
-    x    = embedding(w, ids)               x    = embedding(w, ids)
-    y    = linear(h, w)             ->     y    = linear(h, w)
-    nll  = cross_entropy(y, labels, …)     z    = mask_classes(y, 50257)     # -inf for what isn't a class
-                                           nll  = cross_entropy(z, labels, …)
+    parameter head.weight: f32[13, 8]                   parameter head.weight: f32[14, 8] holds(13,8)
+    linear_4  = linear(add_1, …head_weight)         ->  linear_4         = linear(add_1, …head_weight)
+    nll_whole = cross_entropy(linear_4, labels, …)      linear_4_classes = mask_classes(linear_4, 13)
+                                                        nll_whole        = cross_entropy(linear_4_classes, labels, …)
 
-The rows that are added are zeros. No id looks them up, and their logits are left out of the softmax,
-so their gradients are zero and they stay what they are: loss, gradients and saved files are those of
-the model (Shoeybi et al. 2019, section 3, pad vocabularies for the same reason). Whatever else reads
-logits gets a slice without them. Where kernels are Triton's, a rank's rows of logits begin where lines
-of memory do: products and kernels move 16 bytes at a time then, in place of one number.
+The added rows are zeros. No id looks them up, and the softmax excludes their logits, so their gradients are zero and
+they stay zero: loss, gradients and saved files equal those of the model (Shoeybi et al. 2019, section 3, pad
+vocabularies for the same reason). Other readers of logits get a slice without them. With Triton kernels, a rank's rows
+of logits begin at memory lines: products and kernels then move 16 bytes at a time instead of one number.
 """
 
 from __future__ import annotations
@@ -18,20 +16,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from partc.layout import Layout
-from partc.program import Op, Program, Ref, Region, TensorType, Value
-from partc.runtime.chunked import LINE
-from partc.sharding import tensor_axes
+from partc import fuel
+from partc.ir.layout import Layout
+from partc.ir.program import Op, Program, Ref, Region, TensorType, Value
+from partc.runtime.ops.chunked_loss import LINE
+from partc.sharding.choices import tensor_axes
 
 _LEAST = 4  # rows on each rank, below which a cut is not worth a mask
-_PIECE = 8  # numbers of 16 bits in what is moved at a time
-_SPARE = 16  # one of so many rows may be added to fill lines
+_PIECE = 8  # 16-bit numbers of a memory line
+_SPARE = 16  # the largest share of rows added to fill lines is one of this many
 Sizes = tuple[int, int]  # classes, and with them the rows that are none
 _ELEMENTWISE = frozenset({"to", "mul", "div", "tanh", "neg", "sigmoid", "clamp"})
 
 
 def pad(program: Program, *, kernels: str = "aten") -> Program:
-    """Pad the tables and heads that need it, each with its bias; for Triton's `kernels` to whole lines too."""
+    """Pad the tables and heads that need it, with their biases; for Triton `kernels` to whole lines too."""
     ways = math.prod(program.sizes[axis] for axis in tensor_axes(program.sizes))
     (main,), (call,) = program.regions, program.calls
     found = _Padding(main, ways, lines=kernels == "triton").run()
@@ -58,7 +57,7 @@ def _up(size: int, multiple: int) -> int:
 
 @dataclass(slots=True)
 class _Padding:
-    """What is padded in a region: parameters by name with their new size, and values with classes along the end."""
+    """The padding of a region: parameters with their new sizes, and values whose last dimension is classes."""
 
     main: Region
     ways: int
@@ -72,9 +71,7 @@ class _Padding:
         graph = self.main.forward
         self.types = {value.name: value.type for value in self.main.params}
         self.types.update((name, value.type) for name, value in graph.definitions().items())
-        for op in graph.ops:
-            for name in dict.fromkeys(op.refs()):
-                self.readers.setdefault(name, []).append(op)
+        self.readers = graph.readers()
         for value in self.main.params:
             shape = value.type.shape
             if len(shape) == 2 and (whole := self._whole(shape[0], value.name)) > shape[0] >= _LEAST * self.ways:
@@ -82,7 +79,7 @@ class _Padding:
         return self
 
     def _whole(self, size: int, name: str) -> int:
-        """The rows that a table, or head, is to have."""
+        """The padded number of rows of a table or head."""
         whole = _up(size, self.ways)
         lines = _up(size, self.ways * LINE)
         head = any(op.name == "linear" and op.args[1:] == (Ref(name),) for op in self.readers.get(name, ()))
@@ -90,7 +87,7 @@ class _Padding:
         return whole if even or (lines - size) * _SPARE > size else lines
 
     def _try(self, name: str, sizes: Sizes) -> None:
-        """Pad a table, if all that read it look rows up or make logits that end in a cross-entropy."""
+        """Pad a table if all its readers look rows up, or make logits that end in a cross-entropy."""
         classes: dict[str, Sizes] = {}
         biases: dict[str, int] = {}
         for op in self.readers.get(name, ()):
@@ -99,11 +96,12 @@ class _Padding:
                     return
             elif op.name != "embedding" or op.args[0] != Ref(name) or Ref(name) in op.args[1:]:
                 return
-        self.padded |= {name: sizes[1], **biases}
-        self.classes |= classes
+        if fuel.allowed("padding"):
+            self.padded |= {name: sizes[1], **biases}
+            self.classes |= classes
 
     def _follow(self, name: str, sizes: Sizes, classes: dict[str, Sizes], biases: dict[str, int]) -> bool:
-        """Where logits go: note every value that is padded with them. False if no cross-entropy reads them."""
+        """Follow the logits and note all padded values. Returns False if no cross-entropy reads them."""
         classes[name] = sizes
         ends = False
         for op in self.readers.get(name, ()):
@@ -117,7 +115,7 @@ class _Padding:
         return op.name == "cross_entropy" and op.args[0] == Ref(name) and op.args[2] is None and not op.args[4]
 
     def _passes(self, op: Op, name: str, sizes: Sizes, biases: dict[str, int]) -> bool:
-        """Whether an operation does the same to every class, so that padded ones stay by themselves."""
+        """Whether an operation treats every class alike, so that padded classes stay separate."""
         size, whole = sizes
         names = list(op.refs())
         if len(op.results) != 1:
@@ -135,7 +133,7 @@ class _Padding:
         return False
 
     def region(self) -> Region:
-        """The region with wider parameters and logits, masks before losses and slices before all else."""
+        """The region with wider parameters and logits, masks before losses and slices before other readers."""
         ops: list[Op] = []
         masked: dict[str, str] = {}
         slices: dict[str, str] = {}
@@ -163,7 +161,7 @@ class _Padding:
         return replace(op, args=args, results=(result,))
 
     def _masked(self, name: str, op: Op, masked: dict[str, str], ops: list[Op]) -> str:
-        """The logits with minus infinity where there is no class."""
+        """The logits with minus infinity for padded classes."""
         if name not in masked:
             type, (classes, size) = self.types[name], self.classes[name]
             value = Value(name=f"{name}_classes", type=_wider(type, len(type.shape) - 1, size))
@@ -172,7 +170,7 @@ class _Padding:
         return masked[name]
 
     def _sliced(self, name: str, op: Op, slices: dict[str, str], ops: list[Op]) -> str:
-        """The logits of true classes alone."""
+        """The logits of true classes only."""
         if name not in slices:
             type = self.types[name]
             value = Value(name=f"{name}_true", type=type)

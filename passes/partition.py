@@ -1,16 +1,20 @@
-"""Rewrite every region for one rank: insert the collectives, make literal sizes local.
+"""Rewrite every region for one rank: insert collectives and make literal sizes local.
 
-    up   = linear(x, w1)      # [8, 16, 256@tp]           x_full       = all_gather(x, dim=1, axis=tp)
-    act  = gelu(up)           # [8, 16, 256@tp]       ->  up           = linear(x_full, w1)
-    down = linear(act, w2)    # [8, 16, 64] partial(tp)   act          = gelu(up)
-    y    = add(x, down)       # [8, 16@tp, 64]            down_partial = linear(act, w2)
-                                                          down         = reduce_scatter(down_partial, dim=1, axis=tp)
-                                                          y            = add(x, down)
+    gelu         = gelu(up)
+    down_product = linear(gelu, down.weight)
+    down         = add(down_product, down.bias)
+  ->
+    norm_full            = all_gather(norm, dim=1, outer=1, axis="tp")
+    up                   = linear(norm_full, up.weight, up.bias)
+    gelu                 = gelu(up)
+    down_product_partial = linear(gelu, down.weight)
+    down_product         = reduce_scatter(down_product_partial, dim=1, …)
+    down                 = add(down_product, down.bias)
 
-Where an operation wants an operand in another layout than it has, the cheapest chain of reshards
-changes it, once for all operations that want the same. Reshards are differentiable; their
-transposes become the backward pass's collectives. A parameter that is used differently by ranks
-that hold equal copies of it owes a gradient reduction over them, which is noted, not inserted.
+If an operation needs an operand in another layout, the cheapest chain of reshards produces it, once for all operations
+that need the same. Reshards are differentiable; their transposes become the backward pass's collectives. If ranks hold
+equal copies of a parameter and use them differently, its gradient must be reduced over these ranks: this is recorded on
+the parameter, not inserted.
 """
 
 from __future__ import annotations
@@ -19,13 +23,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from partc.errors import InternalError, PartcError
-from partc.gradients import gradient_inputs, reached, trainable_params
-from partc.layout import Layout, Sizes
-from partc.mesh import TIME_AXIS
-from partc.program import ITEMSIZE, Arg, Op, Program, Ref, Region, TensorType, Value
-from partc.reshard import Step, plan
+from partc.ir.gradients import gradient_inputs, reached, trainable_params
+from partc.ir.layout import Layout, Sizes
+from partc.ir.mesh import TIME_AXIS
+from partc.ir.program import ITEMSIZE, Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import localize, resolve
-from partc.sharding import layouts
+from partc.sharding.choices import layouts
+from partc.sharding.reshard import ReshardStep, plan
 
 _SUFFIX = {
     "all_reduce": "sum",
@@ -36,14 +40,14 @@ _SUFFIX = {
     "take": "shard",
 }
 _REDUCING = frozenset({"all_reduce", "reduce_scatter"})
-# What microbatches can do without waiting for each other; without a gradient, also `shard`.
+# Reshards that need no other microbatch; without a gradient, also `shard`.
 _IN_TIME = frozenset({"settle", "spread", "take"})
 
 
 def partition(program: Program) -> Program:
-    """Insert reshards and note gradient reductions.
+    """Insert reshards and record gradient reductions.
 
-    Raises PartcError P0402 where an operation needs other microbatches' results.
+    Raises PartcError P0402 if an operation needs the results of other microbatches.
     """
     needs, trainable = gradient_inputs(program), trainable_params(program)
     wanted = _boundaries(program)
@@ -57,13 +61,13 @@ def partition(program: Program) -> Program:
 
 
 def _boundaries(program: Program) -> dict[str, tuple[Layout, ...]]:
-    """The layouts that each region's outputs must have for the calls that read them."""
+    """The layouts that readers require of each region's outputs."""
     types = program.value_types()
     return {call.region: tuple(types[name].layout for name in call.results) for call in program.calls}
 
 
 def _reductions(program: Program) -> dict[str, tuple[str, ...]]:
-    """Per parameter, the mesh axes over which ranks hold equal copies and partial gradients."""
+    """For each parameter, the mesh axes over which ranks hold equal copies and partial gradients."""
     regions = {region.name: region for region in program.regions}
     found: dict[str, set[str]] = {}
     for call in program.calls:
@@ -73,7 +77,7 @@ def _reductions(program: Program) -> dict[str, tuple[str, ...]]:
 
 
 class _Local:
-    """Rewrites one region; every value's type is kept as it is made, operands are resharded on demand."""
+    """Rewrites one region: records the type of every new value, and reshards operands on demand."""
 
     def __init__(self, region: Region, outputs: tuple[Layout, ...], sizes: Sizes, roots: frozenset[str]) -> None:
         if region.phase == "step":
@@ -121,7 +125,7 @@ class _Local:
         self.ops.append(_reading(local, operands))
 
     def _resharded(self, name: str, layout: Layout, reader: Op | None) -> str:
-        """The name under which the value has this layout, after inserting what is needed."""
+        """The name of the value in this layout; inserts the reshards if needed."""
         type = self.types[name]
         source, target = type.layout, layout
         if name not in self.live:  # without a gradient, varying and replicated are the same
@@ -134,7 +138,7 @@ class _Local:
             )
         return self.changed[name, target]
 
-    def _insert(self, name: str, type: TensorType, steps: tuple[Step, ...], reader: Op | None) -> str:
+    def _insert(self, name: str, type: TensorType, steps: tuple[ReshardStep, ...], reader: Op | None) -> str:
         last = name
         for step in steps:
             if step.axis == TIME_AXIS and step.op not in _IN_TIME and (step.op != "shard" or name in self.live):
@@ -170,7 +174,7 @@ class _Local:
 
 
 def _whole_batch(region: Region) -> Region:
-    """A region that runs once per step sees all of its rank's microbatches at once."""
+    """A region that runs once per step sees all microbatches of its rank at once."""
     still = lambda value: replace(value, type=replace(value.type, layout=value.type.layout.without(TIME_AXIS)))  # noqa: E731
     ops = tuple(
         replace(
@@ -185,7 +189,7 @@ def _whole_batch(region: Region) -> Region:
 
 
 def _reading(op: Op, operands: list[str]) -> Op:
-    """The operation with its operands replaced, in the order of `refs`, one by one."""
+    """The operation with its operands replaced, in the order of `refs`."""
     names = iter(operands)
 
     def swap(arg: Arg) -> Arg:
@@ -199,7 +203,7 @@ def _reading(op: Op, operands: list[str]) -> Op:
 
 
 def _with_plain_names(region: Region) -> Region:
-    """A sum that alone reads its partial value takes the plain name: `down` is complete, `down_partial` not."""
+    """Give a complete sum the plain name if it is the only reader of its partial value: `down`, from `down_partial`."""
     graph = region.forward
     uses = _uses(region)
     made = {value.name for op in graph.ops for value in op.results}
@@ -217,7 +221,7 @@ def _with_plain_names(region: Region) -> Region:
 
 
 def _with_biases(region: Region) -> Region:
-    """Join `add(linear(x, w), bias)` where no reduction stands between: one kernel does both."""
+    """Join `add(linear(x, w), bias)` if no reduction stands between: one kernel computes both."""
     graph, uses = region.forward, _uses(region)
     params = {value.name: value.type for value in region.params}
     products: Mapping[str, Op] = {

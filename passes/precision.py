@@ -1,19 +1,22 @@
-"""Compute in few bits where it is safe: bf16 or fp16 around matrix products, fp32 for what sums or is delicate.
+"""Mixed precision: bf16 or fp16 around matrix products, fp32 for sums and sensitive operations.
 
-    param w: f32[16, 8]                       param w: bf16[16, 8]              # the optimizer keeps f32
-    input x: f32[4, 8]                        input x: bf16[4, 8]
-    h = linear(x, w)                   ->     h      = linear(x, w)             # bf16
-    p = softmax(h, 1)                         h_wide = to(h, <f32>)
-    y = mul(p, h)                             p      = softmax(h_wide, 1)       # f32
-                                              y      = mul(p, h)                # f32: as its widest operand
+    parameter head.weight: f32[13, 8]
+    param head.weight: f32[13, 8]
+    head = linear(x, head.weight)          # f32[8, 4, 13]
+    nll  = cross_entropy(head, labels, …)  # f32[8, 4]
+  ->
+    parameter head.weight: f32[13, 8]             # the optimizer's
+    param head.weight: bf16[13, 8]
+    head      = linear(x, head.weight)            # bf16[8, 4, 13]
+    head_wide = to(head, <f32>)                   # f32[8, 4, 13]
+    nll       = cross_entropy(head_wide, labels, …)  # f32[8, 4]
 
-The operation table says for each operation whether it computes in few bits (`low`), in fp32 (`high`), or as
-its widest operand does (`any`); whoever compiles can say otherwise by name. So does torch's autocast, which the
-table follows; unlike it, norms take and give few bits and sum in fp32 inside. A bias is added in what its product
-is made in, as one operation of both would. What goes from call to call is in few bits, but for single numbers. A
-parameter is read in few bits where some operation wants it so; what the optimizer holds, and gradients summed over
-microbatches, stay fp32 (Micikevicius et al. 2018, Mixed Precision Training, sections 3.1 and 3.3).
-Constants, and what is made once per step, stay as they are.
+The operation table assigns each operation `low` (16 bits), `high` (fp32) or `any` (the type of its widest operand);
+`casts` overrides it by name. The table follows torch's autocast, except that norms read and write 16 bits and sum in
+fp32 inside. A bias is added in the precision of its product, as if one operation computed both. Activations between
+calls have 16 bits; single numbers do not. A parameter is read in 16 bits if some operation wants it so. The optimizer's
+copy, and gradients summed over microbatches, stay fp32 (Micikevicius et al. 2018, Mixed Precision Training, sections
+3.1 and 3.3). Constants, and values computed once per step, are unchanged.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from partc.errors import Source
-from partc.naming import unique
-from partc.program import FLOATING, VIEWS, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.naming import unique
+from partc.ir.program import FLOATING, VIEWS, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import Precision, is_matmul, precision_of
 
 _WIDE: DType = "f32"
@@ -31,14 +34,14 @@ _VIEWS = VIEWS | {"cat", "repeat", "detach"}
 
 
 def precision(program: Program, *, low: DType | None = None, casts: Mapping[str, Precision] | None = None) -> Program:
-    """Set element types, and cast between them. `casts` overrides what the table says of operations, by name."""
+    """Set element types and insert casts. `casts` overrides the table's precision of operations, by name."""
     if low is None:
         return program
     return _Mixed(program, low, casts or {}).run()
 
 
 class _Mixed:
-    """Calls in order; a region that is met with other types of its inputs has a variant for them."""
+    """A walk over the calls in order; a region called with other input types gets a variant."""
 
     def __init__(self, program: Program, low: DType, casts: Mapping[str, Precision]) -> None:
         self.program = program
@@ -83,7 +86,7 @@ class _Mixed:
             replace(value, type=replace(value.type, dtype=self.low)) if low else value
             for value, low in zip(region.params, lows, strict=True)
         )
-        writer = _Writer(self.low, (*inputs, *params), {*region.forward.definitions(), *(v.name for v in params)})
+        writer = _CastWriter(self.low, (*inputs, *params), {*region.forward.definitions(), *(v.name for v in params)})
         for op, wanted in self._wanted(region):
             writer.operation(op, wanted)
         outputs = tuple(
@@ -94,7 +97,7 @@ class _Mixed:
         return replace(region, params=params, forward=forward)
 
     def _wanted(self, region: Region) -> Iterator[tuple[Op, Precision]]:
-        """Every operation of a region, and what it computes in."""
+        """All operations of a region with their precision."""
         vectors = {value.name for value in region.params if len(value.type.shape) == 1}
         products: set[str] = set()
         for op in region.forward.ops:
@@ -108,11 +111,11 @@ class _Mixed:
             yield op, wanted
 
     def _travels(self, type: TensorType) -> bool:
-        """Whether what a call hands on is an activation, and not a loss or a count."""
+        """Whether a call's result is an activation, and not a loss or a count."""
         return bool(type.shape)
 
     def _wanted_low(self, call: Call) -> Iterator[str]:
-        """The call's parameters that some operation, through views of them, reads in few bits."""
+        """The call's parameters that some operation reads in 16 bits, directly or through views."""
         region = self.regions[call.region]
         if region.phase != "microbatch":
             return
@@ -126,8 +129,8 @@ class _Mixed:
                 yield from (names[name] for name in read)
 
 
-class _Writer:
-    """Writes a region's operations again, with casts where their operands are of another type."""
+class _CastWriter:
+    """Rewrites a region's operations, with casts for operands of other types."""
 
     def __init__(self, low: DType, given: tuple[Value, ...], taken: set[str]) -> None:
         self.low = low
@@ -138,10 +141,10 @@ class _Writer:
         self.cast: dict[tuple[str, DType], str] = {}
 
     def operation(self, op: Op, wanted: Precision) -> None:
-        """Add an operation, computing in what its kind and operands say."""
+        """Add an operation in the precision that its kind and operands determine."""
         operands = [name for name in op.refs() if self.types[name].dtype in FLOATING]
         fixed = any(isinstance(arg, DTypeArg) for arg in (*op.args, *(value for _, value in op.attrs)))
-        # A single number takes the type of what it meets, as in torch.
+        # A single number takes the type of the other operand, as in torch.
         tensors = [name for name in operands if self.types[name].shape] or operands
         mixed = {self.types[name].dtype for name in tensors} & {self.low, _WIDE}
         dtype: DType | None = None
@@ -159,7 +162,7 @@ class _Writer:
         self._add(op)
 
     def as_dtype(self, name: str, dtype: DType) -> str:
-        """The value's name in this type, cast if it has another."""
+        """The value's name in this type, after a cast if needed."""
         type = self.types[name]
         if type.dtype == dtype or type.dtype not in (self.low, _WIDE):
             return name

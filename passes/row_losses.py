@@ -1,4 +1,4 @@
-"""Losses over classes as numbers of rows, which kernels, chunks and ranks make of the logits that they have.
+"""Losses over classes as statistics of rows, which kernels, chunks and ranks compute from the logits that they hold.
 
 nll, lse = cross_entropy(x, labels, …)   ->   most, sums, picked = shard_max(x), sum_exp(x, most), pick(x, labels)
                                               lse = log_sum_exp(most, sums)
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from partc.layout import Layout
-from partc.naming import unique
-from partc.program import DType, DTypeArg, Graph, Op, Ref, Region, TensorType, Value
+from partc.ir.layout import Layout
+from partc.ir.naming import unique
+from partc.ir.program import DType, DTypeArg, Graph, Op, Ref, Region, TensorType, Value
 from partc.rules.kernels import lacks_total
 
 
 def in_pieces(op: Op, classes: int, taken: set[str]) -> Iterator[Op]:
-    """A loss of whole rows in the pieces that one over cut classes is made of (passes/expand.py)."""
+    """A loss of whole rows, in the pieces of a loss over cut classes (passes/expand.py)."""
     logits, labels, weight, ignore, smoothing, *total = op.args
     nll, lse = op.results
 
@@ -38,7 +38,7 @@ def in_pieces(op: Op, classes: int, taken: set[str]) -> Iterator[Op]:
 
 
 def log_sum_exp(op: Op, logits: str, made: Value, taken: set[str]) -> Iterator[Op]:
-    """Of rows alone, in the same pieces."""
+    """The log-sum-exp of rows, in the same pieces."""
     most, sums = (replace(made, name=unique(f"{made.name}_{word}", taken)) for word in ("max", "sums"))
     yield Op(name="shard_max", args=(Ref(logits),), results=(most,), source=op.source)
     yield Op(name="sum_exp", args=(Ref(logits), Ref(most.name)), results=(sums,), source=op.source)
@@ -46,11 +46,10 @@ def log_sum_exp(op: Op, logits: str, made: Value, taken: set[str]) -> Iterator[O
 
 
 def below_own(op: Op, most: str, taken: set[str]) -> tuple[Op, tuple[Op, ...]]:
-    """A `sum_exp` below this rank's own maximum in place of that of all ranks, and what scales it to that again."""
+    """A `sum_exp` relative to this rank's own maximum, and the operations that scale it to the global maximum."""
     part, largest = op.result, op.args[1]
-    local = replace(part.type, layout=replace(part.type.layout, partial=()))
     own, below, factor = (
-        Value(name=unique(f"{part.name}_{word}", taken), type=local) for word in ("own", "below", "factor")
+        Value(name=unique(f"{part.name}_{word}", taken), type=part.type) for word in ("own", "below", "factor")
     )
     scaling = (
         Op(name="sub", args=(Ref(most), largest), results=(below,), source=op.source),
@@ -61,7 +60,7 @@ def below_own(op: Op, most: str, taken: set[str]) -> tuple[Op, tuple[Op, ...]]:
 
 
 def totalled(region: Region) -> Region:
-    """The region with the sum of class weights told to losses that smooth labels: once, not for every row."""
+    """The region with the sum of class weights computed once for losses with label smoothing, not for every row."""
     taken = set().union(*(region.types(graph) for graph in region.graphs))
 
     def told(graph: Graph) -> Graph:

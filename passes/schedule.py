@@ -2,14 +2,14 @@
 
     2 stages, 3 microbatches, 1f1b:
     0: 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2 0REDUCE_GRAD
-    1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2 1REDUCE_GRAD
+    1: 1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1W0 1F1 1RECV_F2 1I1 1SEND_B1 1W1 1F2 1I2 1SEND_B2 1W2 1REDUCE_GRAD
 
 The order of computations is the schedule's own (partc.schedules), or that of a table which the user
-wrote. Sends come right after what they send and wait for nothing. Receives only say that a rank is
-ready, in the order of the sends: what reads them waits. They come one computation ahead, so that
-what is sent arrives meanwhile; a gradient's not before its value was sent. What passes between two
-stages of one rank is neither sent nor received. Gradients are reduced at the end, when nobody waits
-for a computation any more.
+wrote. A stage that `split` has cut sends between the halves of a whole backward pass. Sends come right
+after what they send and wait for nothing. Receives only say that a rank is ready, in the order of the
+sends: what reads them waits. They come one computation ahead, so that what is sent arrives meanwhile; a
+gradient's not before its value was sent. What passes between two stages of one rank is neither sent nor
+received. Gradients are reduced at the end, when nobody waits for a computation any more.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from itertools import zip_longest
 from typing import Literal
 
 from partc.errors import PartcError
-from partc.mesh import PIPELINE_AXIS
-from partc.program import Action, ActionKind, Program
+from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.program import Action, ActionKind, Program
 from partc.schedules import SCHEDULES, Compute, compute_order
 from partc.schedules.table import Table
 
@@ -31,10 +31,8 @@ RECV: Mapping[Way, ActionKind] = {"F": "RECV_F", "B": "RECV_B"}
 WAYS: Mapping[str, Way] = {"F": "F", "B": "B", "I": "B"}  # which a computation reads and makes
 
 
-def schedule(
-    program: Program, *, kind: str = "1f1b", table: Table | None = None, early: tuple[str, ...] = ()
-) -> Program:
-    """Set the actions of every pipeline rank, and which of a stage's gather ahead for the action after them.
+def schedule(program: Program, *, kind: str = "1f1b", table: Table | None = None) -> Program:
+    """Set the actions of every pipeline rank.
 
     Raises PartcError P0406 if the schedule can't take so many stages, P0411 if a stage reads from
     two that don't send in the same order.
@@ -44,7 +42,6 @@ def schedule(
     links = _Links.of(program, rows)
     return replace(
         program,
-        early=early,
         schedule=tuple(
             (*links.around(row), *(Action(stage=stage, kind="REDUCE_GRAD") for stage in program.stages_at(rank)))
             for rank, row in enumerate(rows)
@@ -58,6 +55,7 @@ class _Links:
 
     arrivals: Mapping[tuple[int, Way], Sequence[int]]  # microbatches in the order in which they are sent
     senders: frozenset[tuple[int, Way]]
+    split: frozenset[int]  # stages whose backward passes have two halves
 
     @classmethod
     def of(cls, program: Program, rows: Sequence[Sequence[Compute]]) -> _Links:
@@ -80,7 +78,8 @@ class _Links:
                         f"stage {stage} reads from stages {first} and {other}, which run microbatches in other orders",
                         help=f"give {first} and {other} the same order of {way} in the table",
                     )
-        return cls(arrivals, frozenset((source, way) for (_, way), found in sources.items() for source in found))
+        senders = frozenset((source, way) for (_, way), found in sources.items() for source in found)
+        return cls(arrivals, senders, program.split_stages)
 
     def around(self, row: Sequence[Compute]) -> Iterator[Action]:
         """The row's computations with the receives before and the sends after them."""
@@ -101,7 +100,11 @@ class _Links:
             # Among them may be the gradient of what is made only now.
             late = any((each.stage, each.microbatch) == (compute.stage, compute.microbatch) for each in ahead)
             yield from () if late else ahead
-            yield Action(stage=compute.stage, kind=compute.kind, microbatch=compute.microbatch)
+            halves = compute.kind == "B" and compute.stage in self.split
+            kind: ActionKind = "I" if halves else compute.kind
+            yield Action(stage=compute.stage, kind=kind, microbatch=compute.microbatch)
             if WAYS.get(compute.kind) is not None and (compute.stage, WAYS[compute.kind]) in self.senders:
                 yield Action(stage=compute.stage, kind=SEND[WAYS[compute.kind]], microbatch=compute.microbatch)
+            if halves:
+                yield Action(stage=compute.stage, kind="W", microbatch=compute.microbatch)
             yield from ahead if late else ()

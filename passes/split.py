@@ -1,31 +1,85 @@
-"""Cut backward passes in two: gradients of inputs, which an earlier stage waits for, and gradients of weights.
+"""Split backward passes: gradients of inputs, which an earlier stage waits for, and gradients of weights.
 
-    backward:                                    backward:
-      input grad_y, x                              input grad_y, x
-      grad_x = matmul(grad_y, w)           ->      grad_x = matmul(grad_y, w)
-      grad_w = linear_grad_weight(grad_y, x)       return grad_x, grad_y, x     kept grad_y, x
-      return grad_x, grad_w                      weight:
-                                                   input grad_y, x
-                                                   grad_w = linear_grad_weight(grad_y, x)
-                                                   return grad_w
+    backward:
+      …
+      grad_gelu        = linear_grad_input(grad_out, down.weight)
+      grad_down.weight = linear_grad_weight(grad_out, gelu)
+      grad_up          = gelu_backward(grad_gelu, up)
+      …
+      return grad_x, …, grad_down.weight, …
+  ->
+    backward:
+      …
+      grad_gelu = linear_grad_input(grad_out, down.weight)
+      grad_up   = gelu_backward(grad_gelu, up)
+      …
+      return grad_x, …
+    kept grad_out, …
+    weight:
+      input grad_out: …
+      …
+      grad_down.weight = linear_grad_weight(grad_out, gelu)
+      …
 
-Schedules without bubbles run the second part whenever nothing else is to be done (Qi et al. 2023,
-Zero Bubble Pipeline Parallelism). What the gradients of the inputs need anyway, collectives
-included, is done in the first part only; gradients of weights that fall out there stay there.
+Zero-bubble schedules run the second part when a rank would be idle (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
+Under all other schedules, a stage that returns gradients runs it right after it has sent them: the transfer overlaps
+with the gradients of weights, and the earlier stage starts sooner. A region that other stages call as well becomes two.
+Operations that the gradients of inputs need, collectives included, run in the first part; gradients of weights that
+these operations yield stay there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from partc.errors import InternalError
-from partc.program import Graph, Op, Program, Region
+from partc.ir.layout import Sizes
+from partc.ir.naming import unique
+from partc.ir.printer import COLLECTIVES
+from partc.ir.program import Graph, Program, Region, needed
 
 
-def split(program: Program, *, halves: bool = False) -> Program:
-    """Give every region with trained parameters a weight graph, if the schedule runs the `halves` apart."""
-    return replace(program, regions=tuple(map(_split, program.regions))) if halves else program
+def split(program: Program, *, halves: bool = False, zero: int = 0, budget: int | None = None) -> Program:
+    """Give regions with trained parameters a weight graph: all regions if the schedule runs the `halves` separately.
+
+    Otherwise regions of stages that return gradients, where this costs neither memory nor overlap with collectives.
+    Backward passes stay whole under ZeRO 2 and 3, which scatter all gradients of a call together, and under a memory
+    `budget`, which is met with whole passes.
+    """
+    if halves:
+        return replace(program, regions=tuple(map(_split, program.regions)))
+    return program if zero >= 2 or budget is not None else _sending_first(program)
+
+
+def _sending_first(program: Program) -> Program:
+    returning = {item.target for item in program.transfers if item.gradient and program.travels(item)}
+    taken = {region.name for region in program.regions}
+    renamed: dict[str, str] = {}
+    regions: list[Region] = []
+    for region in program.regions:
+        stages = {call.stage for call in program.calls if call.region == region.name}
+        halves = _split(region) if stages & returning else region
+        if not _worthwhile(halves, program.sizes):
+            regions.append(region)
+        elif stages <= returning:
+            regions.append(halves)
+        else:
+            renamed[region.name] = unique(region.name, taken)
+            regions += [region, replace(halves, name=renamed[region.name])]
+    calls = (
+        replace(call, region=renamed.get(call.region, call.region)) if call.stage in returning else call
+        for call in program.calls
+    )
+    return replace(program, regions=tuple(regions), calls=tuple(calls))
+
+
+def _worthwhile(region: Region, sizes: Sizes) -> bool:
+    """Whether the backward pass has no collectives to overlap with, and the second half reads no more bytes than it."""
+    if region.weight is None or region.backward is None:
+        return False
+    types = {value.name: value.type for graph in region.graphs for value in graph.definitions().values()}
+    kept, saved = (sum(types[name].local_bytes(sizes) for name in names) for names in (region.kept, region.saved))
+    return kept <= saved and not any(op.name in COLLECTIVES for op in region.backward.ops)
 
 
 def _split(region: Region) -> Region:
@@ -35,14 +89,14 @@ def _split(region: Region) -> Region:
         raise InternalError(f"{region.name} is split already")
     graph = region.backward
     of_inputs = {f"grad_{value.name}" for value in region.forward.inputs}
-    first = _needed(graph.ops, [name for name in graph.outputs if name in of_inputs])
+    first = needed(graph.ops, [name for name in graph.outputs if name in of_inputs])
     made = {value.name for op in first for value in op.results}
     now = tuple(name for name in graph.outputs if name in of_inputs or name in made)
     later = tuple(name for name in graph.outputs if name not in now)
     if not later:
         return region
     done = set(map(id, first))
-    rest = _needed(tuple(op for op in graph.ops if id(op) not in done), later)
+    rest = needed(tuple(op for op in graph.ops if id(op) not in done), later)
     own = {value.name for op in rest for value in op.results} | {value.name for value in region.params}
     kept = tuple(dict.fromkeys(name for op in rest for name in op.refs() if name not in own))
     if not first:
@@ -56,14 +110,3 @@ def _split(region: Region) -> Region:
         weight=Graph(inputs=tuple(values[name] for name in kept), ops=rest, outputs=later),
         kept=kept,
     )
-
-
-def _needed(ops: tuple[Op, ...], wanted: Iterable[str]) -> tuple[Op, ...]:
-    """The operations, in order, that make `wanted`."""
-    live = set(wanted)
-    found = []
-    for op in reversed(ops):
-        if any(value.name in live for value in op.results):
-            found.append(op)
-            live.update(op.refs())
-    return tuple(reversed(found))

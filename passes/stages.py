@@ -1,14 +1,14 @@
-"""Cut the calls into pipeline stages, and note what crosses from one to another.
+"""Assign the calls to pipeline stages, and record the values that cross between them.
 
-    call x  = embed(ids)                   call x  = embed(ids)          stage 0
-    call x1 = block(x, cos)          ->    call x1 = block(x, cos)       stage 0
-    call x2 = block(x1, cos)               call x2 = block(x1, cos)      stage 1
-    call loss = head(x2, labels)           call loss = head(x2, labels)  stage 1
-                                           transfer x1: 0 -> 1, gradient back
+    call embed    = embed(ids; …) -> embed      call embed    = embed(ids; …) -> embed
+    call blocks.0 = block(embed; …) -> out      call blocks.0 = block(embed; …) -> out
+    call blocks.1 = block(out; …) -> out_2  ->  call blocks.1 = block(out; …) -> out_2 stage 1
+    call head     = head(out_2, …) -> loss      call head     = head(out_2, …) -> loss stage 1
+                                                transfer out 0 -> 1 gradient
 
-Stages are runs of consecutive calls whose longest is as short as can be, by floating-point
-operations. What comes from inputs or constants alone is made again in every stage that reads it.
-A value that a later stage reads is sent there straight from where it is made.
+Stages are runs of consecutive calls that minimise the largest number of floating-point operations of a stage. Values
+that depend on inputs or constants only are computed in every stage that reads them. A value that a later stage reads is
+sent there directly from the stage that computes it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dataclasses import replace
 from functools import cache
 
 from partc.errors import PartcError
-from partc.gradients import arriving, gradient_inputs, input_only
-from partc.mesh import PIPELINE_AXIS
-from partc.program import Call, Program, Region, Transfer
+from partc.ir.gradients import arriving, gradient_inputs, input_only
+from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.program import Call, Program, Region, Transfer
 from partc.rules import flops, resolve
 
 
 def stages(program: Program, *, places: tuple[int, ...] = ()) -> Program:
     """Set every call's stage and the program's transfers.
 
-    `places` has the pipeline coordinate of every stage, where there are more stages than coordinates.
-    Raises PartcError P0403 (too many stages).
+    `places` holds the pipeline coordinate of every stage, if there are more stages than coordinates. Raises PartcError
+    P0403 (too many stages).
     """
     count = len(places) or program.mesh.axis(PIPELINE_AXIS)
     own = () if places == tuple(range(count)) else places
@@ -50,7 +50,9 @@ def stages(program: Program, *, places: tuple[int, ...] = ()) -> Program:
 
 
 def _work(region: Region) -> float:
-    """Floating-point operations of a call's forward pass; a little for anything else, so that none is free."""
+    """The floating-point operations of a call's forward pass, with a small cost for other operations, so that none is
+    free.
+    """
     types = region.types(region.forward)
     total = 1.0
     for op in region.forward.ops:
@@ -62,7 +64,7 @@ def _work(region: Region) -> float:
 
 
 def balanced(work: Sequence[float], count: int) -> tuple[tuple[int, int], ...]:
-    """Cut a line of work into `count` runs, none empty: the least maximum, then the least sum of squares.
+    """Cut a sequence of work into `count` non-empty runs: the least maximum, then the least sum of squares.
 
     Exact, by dynamic programming over (items left, runs left).
     """
@@ -87,7 +89,7 @@ def balanced(work: Sequence[float], count: int) -> tuple[tuple[int, int], ...]:
 
 
 def _placed(program: Program, stage_of: dict[str, int]) -> tuple[Call, ...]:
-    """Every call with its stage; calls that only inputs feed stand once in each stage that reads them."""
+    """Every call with its stage; calls that only read inputs are repeated in each stage that reads their results."""
     readers: dict[str, set[int]] = {}
     placed: list[list[Call]] = []
     for call in reversed(program.calls):
@@ -112,8 +114,8 @@ def _transfers(program: Program, calls: tuple[Call, ...], pure: frozenset[str]) 
                 owed = value.name in needs[call.region] and (call.name, name, call.stage) in back
                 owed = owed and _carries(program, name)
                 found[name, call.stage] = found.get((name, call.stage), False) or owed
-    # A value's transfers stand together: a stage sends each to all its readers before the next, and what
-    # two stages exchange arrives in the order of the sends.
+    # The transfers of a value are consecutive: a stage sends each value to all its readers before the next value, and
+    # two stages receive in the order of the sends.
     order = list(dict.fromkeys(name for name, _ in found))
     return tuple(
         Transfer(value=name, source=made[name], target=target, gradient=found[name, target])

@@ -1,15 +1,15 @@
 """Leave each rank a part of every parameter, of its gradient and of what the optimizer keeps for it (ZeRO).
 
-    parameter w: f32[64@tp, 64] vary(dp) reduce(dp,tp)     ->     parameter w: f32[64@tp,dp, 64] reduce(tp) gather(dp)
+    parameter w: f32[64@tp, 64] vary(dp) reduce(dp,tp)  ->  parameter w: f32[64@tp,dp, 64] reduce(tp) gather(dp) zero 3
 
     region block(x; w: f32[64@tp, 64]):                           region block(x; w: f32[64@tp, 64]):
       …                                                             …
 
 Regions stay as they are: they read whole parameters, which are gathered for them, and their gradients
 are reduce-scattered to the ranks that hold the parts (Rajbhandari et al. 2020, ZeRO: Memory Optimizations
-Toward Training Trillion Parameter Models, section 5). When that happens is the program's `zero`: with 1
-gradients are scattered at a step's end and parameters gathered after the update; with 2 gradients after each
-backward of a call; with 3 parameters, too, right before each call, forward and backward.
+Toward Training Trillion Parameter Models, section 5). The parameter's `zero` says when: with 1 gradients are
+scattered at a step's end and parameters gathered after the update; with 2 gradients are scattered after each backward
+of a call; with 3 parameters are gathered for each call, too, forward and backward.
 
 A parameter is cut in its first dimension that the axes divide. One that has none (a scalar) stays whole.
 """
@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from partc.layout import Layout, Sizes, SubDim
-from partc.program import FLOATING, Parameter, Program
+from partc.ir.layout import Layout, Sizes, SubDim
+from partc.ir.program import FLOATING, Parameter, Program
 
 
 def zero(program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = ()) -> Program:
@@ -30,14 +30,12 @@ def zero(program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = ()) ->
         return program
     usable = _gathered_for_microbatches(program)
     parameters = tuple(
-        _cut(parameter, axes, program.sizes)
+        _cut(parameter, axes, program.sizes, zero)
         if parameter.name in usable and (parameter.trainable or zero == 3)
         else parameter
         for parameter in program.parameters
     )
-    if parameters == program.parameters:
-        return program
-    return replace(program, parameters=parameters, zero=zero)
+    return replace(program, parameters=parameters)
 
 
 def _gathered_for_microbatches(program: Program) -> set[str]:
@@ -48,7 +46,7 @@ def _gathered_for_microbatches(program: Program) -> set[str]:
     return inside - outside - {buffer for buffer, _ in program.updates}
 
 
-def _cut(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes) -> Parameter:
+def _cut(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes, zero: int) -> Parameter:
     """The parameter in parts, if its gradient is a sum over all of `axes`."""
     layout = parameter.type.layout
     if parameter.type.dtype not in FLOATING or (parameter.trainable and not set(axes) <= set(parameter.reduce)):
@@ -65,5 +63,6 @@ def _cut(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes) -> Parameter
                     type=replace(parameter.type, layout=held),
                     reduce=tuple(axis for axis in parameter.reduce if axis not in axes),
                     gather=axes,
+                    zero=zero,
                 )
     return parameter

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from partc.runtime.comm import Pending
+from partc.runtime.comm.comm import Pending
+from partc.runtime.comm.virtual import VirtualAxis
 from partc.runtime.torch_private import TorchDispatchMode, storage_key, without_modes
-from partc.runtime.virtual import VirtualAxis
 
 T = TypeVar("T")
 EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -155,7 +155,7 @@ def _check(func: Any, args: Any) -> None:
 @contextmanager
 def cpu_graphs(monkeypatch: Any) -> Iterator[list[CpuGraph]]:
     """`--cuda-graphs` records like this; collectives of virtual ranks and kernels in Triton's interpreter, too."""
-    from partc.runtime import train
+    from partc.runtime.train import train
 
     made: list[CpuGraph] = []
 

@@ -8,6 +8,7 @@ import json
 import pkgutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
@@ -18,11 +19,13 @@ from torch import Tensor
 
 import partc
 from partc import runtime
-from partc.launch import local_environment, torchrun_command
-from partc.runtime.manifest import read
-from partc.runtime.restore import Checkpoint
-from partc.runtime.tensors import load
-from partc.runtime.train import main
+from partc.ir.mesh import Mesh
+from partc.package.launch import local_environment, read_package
+from partc.runtime.checkpoint.manifest import read
+from partc.runtime.checkpoint.restore import Checkpoint
+from partc.runtime.checkpoint.safetensors import load
+from partc.runtime.train.train import main
+from tests.prefork import shared
 
 TIED = Path(__file__).parent / "models" / "tied.py"
 
@@ -38,11 +41,13 @@ def build(folder: Path, mesh: str, **options: Any) -> Path:
 
 
 def train(package: Path, *arguments: object, real: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run train.py: on processes, or on virtual ranks in this one, without starting Python and torch anew."""
+    """Run train.py: on forked processes, or on virtual ranks in this one, without starting Python and torch anew."""
     given = list(map(str, arguments))
     if real:
-        command = torchrun_command(package, given)
-        return subprocess.run(command, env=local_environment(), capture_output=True, text=True, timeout=120)
+        with tempfile.TemporaryDirectory(prefix="partc-train-") as folder:
+            size, output = Mesh.parse(read_package(package)["mesh"]).size, Path(folder) / "output"
+            code = shared().ranks(size, [str(package / "train.py"), *given], output, local_environment()).wait()
+            return subprocess.CompletedProcess(given, code, "", output.read_text())
     with imported_from(package), redirect_stderr(io.StringIO()) as said:
         code = main(["--virtual", *given], package)
     return subprocess.CompletedProcess(given, code, "", said.getvalue())
@@ -52,7 +57,7 @@ def train(package: Path, *arguments: object, real: bool = False) -> subprocess.C
 def imported_from(package: Path) -> Iterator[None]:
     """`ranks` and `stages` are this package's; its runtime is the one under test."""
     before, path = set(sys.modules), list(sys.path)
-    for found in pkgutil.iter_modules(runtime.__path__, "partc.runtime."):
+    for found in pkgutil.walk_packages(runtime.__path__, "partc.runtime."):
         importlib.import_module(found.name)
     for name in [name for name in sys.modules if name.startswith("partc.runtime")]:
         sys.modules[name.removeprefix("partc.")] = sys.modules[name]
@@ -63,7 +68,7 @@ def imported_from(package: Path) -> Iterator[None]:
     finally:
         sys.path[:] = path
         for name in set(sys.modules) - before:
-            if name.partition(".")[0] in ("ranks", "stages", "kernels", "runtime", "partc_model_file"):
+            if name.partition(".")[0] in ("ranks", "stages", "regions", "kernels", "runtime", "partc_model_file"):
                 del sys.modules[name]
 
 

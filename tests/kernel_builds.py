@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from partc.codegen.kernel import Kernel
-    from partc.codegen.written import Written
-    from partc.program import DType
+    from partc.codegen.kernels.fixed import FixedKernels
+    from partc.codegen.kernels.kernel import Kernel
+    from partc.ir.program import DType
     from tests.triton_runs import Kernels
 
 ARCHITECTURES = (80, 90)
@@ -186,9 +186,9 @@ def configurations(module: dict[str, Any], *, all: bool) -> Iterator[dict[str, i
 def builds(model: str, options: dict[str, str], *, precision: str, mesh: str, candidates: bool) -> list[Built]:
     """Every kernel of a compiled model, launched on tensors without memory."""
     from partc.api import compilation
-    from partc.codegen.kernels import kernels
-    from partc.codegen.written import written
-    from partc.options import Options
+    from partc.codegen.kernels.fixed import written
+    from partc.codegen.kernels.fused import kernels
+    from partc.compilation.options import Options
     from tests.triton_runs import Kernels
 
     wanted = Options.checked(
@@ -208,7 +208,7 @@ def launched(kernel: Kernel, loader: Kernels, found: list[Built], candidates: bo
     """One that is made of a program's operations."""
     import torch
 
-    from partc.operators import DTYPES
+    from partc.ir.operators import DTYPES
 
     launcher = loader.load(kernel)
     record(launcher.__globals__, found)
@@ -220,7 +220,7 @@ def launched(kernel: Kernel, loader: Kernels, found: list[Built], candidates: bo
 
 def rows(columns: int, dtype: DType) -> list[Built]:
     """Norms and softmaxes of such rows and their derivatives, with a neighbour each, in all configurations."""
-    from partc.codegen.kernels import kernel
+    from partc.codegen.kernels.fused import kernel
     from partc.passes.fuse import fuse
     from tests.test_kernel_rows import NORMS, normed, softmaxed
     from tests.test_kernels import program_of
@@ -240,7 +240,7 @@ def rows(columns: int, dtype: DType) -> list[Built]:
     return found
 
 
-def written_ones(kernels: Iterable[Written], loader: Kernels, found: list[Built], candidates: bool) -> None:
+def written_ones(kernels: Iterable[FixedKernels], loader: Kernels, found: list[Built], candidates: bool) -> None:
     """Those that don't depend on a model's operations."""
     for each in kernels:
         loaded = loader.load(replace(each, interpreted=each.block))
@@ -252,12 +252,12 @@ def written_ones(kernels: Iterable[Written], loader: Kernels, found: list[Built]
 
 def apart(candidates: bool) -> list[Built]:
     """Those of which few packages have all."""
-    from partc.codegen.written import LOGITS, Written
+    from partc.codegen.kernels.fixed import LOGITS, FixedKernels
     from tests.triton_runs import Kernels
 
     found: list[Built] = []
     with tempfile.TemporaryDirectory() as folder:
-        every = (*(Written(name=name, alone=False) for name in ("int8", "bf16")), LOGITS)
+        every = (*(FixedKernels(name=name, alone=False) for name in ("int8", "bf16")), LOGITS)
         written_ones(every, Kernels(Path(folder)), found, candidates)
     return found
 

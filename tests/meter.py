@@ -120,7 +120,7 @@ def later(peaks: Sequence[int], arguments: Sequence[str]) -> int:
 def main(argv: Sequence[str]) -> int:
     package, report, *rest = argv
     sys.path.insert(0, package)
-    train: Any = importlib.import_module("runtime.train")
+    train: Any = importlib.import_module("runtime.train.train")
     meter = Meter()
     metered(train, meter)
     status: int = train.main(rest, Path(package))
@@ -131,7 +131,13 @@ def main(argv: Sequence[str]) -> int:
 
 def measured(package: Path, ranks: int, arguments: Sequence[str] = (), *, steps: int = 5) -> list[int]:
     """The most bytes that each rank held in a step after the first."""
-    launched([__file__, str(package), str(package.parent), "--steps", str(steps), *arguments], ranks)
+    from tests.prefork import shared  # not where this file runs as a rank
+
+    command = [__file__, str(package), str(package.parent), "--steps", str(steps), *arguments]
+    output = package.parent / "output.txt"
+    assert shared().ranks(ranks, command, output, {**os.environ, "OMP_NUM_THREADS": "1"}).wait() == 0, (
+        output.read_text()
+    )
     found = []
     for rank in range(ranks):
         peaks = json.loads((package.parent / f"meter_{rank:03d}.json").read_text())["peaks"]

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from partc.layout import Layout
-from partc.program import Arg, DType, DTypeArg, Op, Ref, TensorType, Value
+from partc.ir.layout import Layout
+from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType, Value
 
 DTYPES: dict[DType, torch.dtype] = {
     "f64": torch.float64,

@@ -7,6 +7,7 @@ and the folder that are given, as a new interpreter would run it. Of partc and p
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import runpy
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,25 +26,43 @@ PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch",
 
 
 def quick_starts() -> Server:
-    """From here on `verify` in one process starts its two from such a server; torchrun starts its own."""
-    import partc.verify
-    from partc.launch import local_environment
+    """From here on `verify` starts the single-device model and all ranks from such a server."""
+    import partc.package.verify
+    from partc.package.launch import local_environment
 
-    plain, server = partc.verify._start, Server()
+    server = shared()
 
-    def start(command: list[str], output: Path, variables: Mapping[str, str]) -> Any:
-        if "--virtual" not in command and "partc.reference" not in command:
-            return plain(command, output, variables)
-        return server.start(command[1:], output, {**local_environment(), **variables})
+    def start(command: list[str], output: Path, variables: Mapping[str, str]) -> Forked | Ranks:
+        environment = {**local_environment(), **variables}
+        if "--nproc-per-node" in command:  # torchrun's, before the script and its arguments
+            place = command.index("--nproc-per-node") + 1
+            return server.ranks(int(command[place]), command[place + 1 :], output, environment)
+        return server.start(command[1:], output, environment)
 
-    partc.verify._start = start
+    partc.package.verify._start = start
     return server
+
+
+@functools.cache
+def shared() -> Server:
+    """The server of this process of tests."""
+    return Server()
+
+
+def done(command: Sequence[object], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """A Python command's end; all that it said counts as said to stderr."""
+    words = [str(word) for word in command]
+    with tempfile.TemporaryDirectory(prefix="partc-done-") as folder:
+        output = Path(folder) / "output"
+        code = shared().start(words, output, os.environ if environment is None else environment).wait()
+        return subprocess.CompletedProcess(words, code, "", output.read_text())
 
 
 class Server:
     """One that is started with the first command, and ends when whoever made it does."""
 
     def __init__(self) -> None:
+        self.processor_seconds = 0.0  # of all commands that have ended
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="partc-prefork-")
         self._place = str(Path(self._folder.name) / "socket")
@@ -58,7 +77,23 @@ class Server:
         connection.connect(self._place)
         job = {"command": list(command), "output": str(output), "cwd": os.getcwd(), "environment": dict(environment)}
         connection.sendall(json.dumps(job).encode() + b"\n")
-        return Forked(connection)
+        return Forked(connection, self._add)
+
+    def ranks(self, size: int, command: Sequence[str], output: Path, environment: Mapping[str, str]) -> Ranks:
+        """Run a command as every rank of a job, with the variables that torchrun sets."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        outputs = [output.with_name(f"{output.name}.{rank}") for rank in range(size)]
+        running = []
+        for rank, path in enumerate(outputs):
+            own = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            running.append(self.start(command, path, {**environment, **own}))
+        return Ranks(running, outputs, output)
+
+    def _add(self, seconds: float) -> None:
+        self.processor_seconds += seconds
 
     def close(self) -> None:
         if self._process is not None:
@@ -69,7 +104,8 @@ class Server:
 class Forked:
     """A running command, as subprocess.Popen shows one."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, ended: Callable[[float], None]) -> None:
+        self._ended = ended
         self._answers = connection.makefile("r")
         connection.close()
         self._pid = int(self._answers.readline())
@@ -77,7 +113,9 @@ class Forked:
 
     def wait(self) -> int:
         if self.returncode is None:
-            self.returncode = int(self._answers.readline())
+            code, _, spent = self._answers.readline().partition(" ")
+            self.returncode = int(code)
+            self._ended(float(spent))
             self._answers.close()
         return self.returncode
 
@@ -85,6 +123,27 @@ class Forked:
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGTERM)
+
+
+class Ranks:
+    """The running ranks of a job, as one process; its exit code is the first that is not 0."""
+
+    def __init__(self, running: Sequence[Forked], outputs: Sequence[Path], output: Path) -> None:
+        self._running, self._outputs, self._output = running, outputs, output
+
+    @property
+    def returncode(self) -> int | None:
+        codes = [rank.returncode for rank in self._running]
+        return None if None in codes else next(filter(None, codes), 0)
+
+    def wait(self) -> int:
+        codes = [rank.wait() for rank in self._running]
+        self._output.write_bytes(b"".join(path.read_bytes() for path in self._outputs))
+        return next(filter(None, codes), 0)
+
+    def terminate(self) -> None:
+        for rank in self._running:
+            rank.terminate()
 
 
 def serve(place: str) -> NoReturn:
@@ -118,9 +177,9 @@ def _keep(connection: socket.socket) -> NoReturn:
             os._exit(_run(job))
         talk.write(f"{pid}\n")
         talk.flush()
-        _, status = os.waitpid(pid, 0)
+        _, status, used = os.wait4(pid, 0)
         with contextlib.suppress(BrokenPipeError):
-            talk.write(f"{os.waitstatus_to_exitcode(status)}\n")
+            talk.write(f"{os.waitstatus_to_exitcode(status)} {used.ru_utime + used.ru_stime}\n")
             talk.flush()
     os._exit(0)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from partc.layout import Layout
-from partc.mesh import Mesh
-from partc.parser import parse
-from partc.program import Call, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
+from partc.ir.layout import Layout
+from partc.ir.mesh import Mesh
+from partc.ir.parser import parse
+from partc.ir.program import Call, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
 
 
 def value(name: str, *shape: int, layout: str = "", dtype: str = "f32") -> Value:

@@ -9,10 +9,10 @@ import pytest
 
 import partc
 from partc.api import compilation
+from partc.compilation.options import Options
 from partc.errors import PartcError
-from partc.options import Options
+from partc.ir.program import Program, Region
 from partc.passes.annotate import explain
-from partc.program import Program, Region
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import partc
 from partc.errors import PartcError
-from partc.mesh import Mesh
+from partc.ir.mesh import Mesh
 from partc.rules.table import TABLE
 
 ROOT = Path(__file__).parent.parent

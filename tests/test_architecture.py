@@ -7,181 +7,56 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from partc.example_files import FILES
+from partc.frontend.example_files import FILES
+from tests.tree import (
+    AMBIGUOUS,
+    LAYERS,
+    MODULES,
+    ROOT,
+    RUNTIME,
+    SAME_CONCEPT,
+    cycles,
+    imports,
+    module_name,
+    ours,
+    place,
+    repeated_classes,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parent.parent
-# A module may import those of its own layer and of the layers above it in this list. Packages stand for
-# all their modules, unless a longer name has a line of its own.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("partc", "partc.errors", "partc.entries", "partc.installed", "partc.example_files", "partc.quoting"),
-    ("partc.settings", "partc.mesh", "partc.layout", "partc.fuel", "partc.explain"),
-    ("partc.program", "partc.pins", "partc.naming", "partc.schedules"),
-    (
-        "partc.printer",
-        "partc.simulate",
-        "partc.parser",
-        "partc.reshard",
-        "partc.rules",
-        "partc.verifier",
-        "partc.torch_private",
-        "partc.runtime",
-        "partc.kernels",
-    ),
-    ("partc.reductions",),
-    ("partc.parts",),
-    ("partc.turns",),
-    (
-        "partc.saving",
-        "partc.memory",
-        "partc.ledger",
-        "partc.strides",
-        "partc.roofline",
-        "partc.sharding",
-        "partc.gradients",
-        "partc.events",
-        "partc.operators",
-        "partc.assignment",
-        "partc.capturing",
-    ),
-    ("partc.attentions",),
-    ("partc.placing", "partc.joint", "partc.interpret", "partc.symbols", "partc.size_names", "partc.formulas"),
-    (
-        "partc.modelfile",
-        "partc.sources",
-        "partc.huggingface",
-        "partc.ownbackward",
-        "partc.frozen",
-        "partc.capture",
-        "partc.trace_errors",
-        "partc.trace",
-        "partc.origin",
-    ),
-    ("partc.observed", "partc.trial"),
-    ("partc.passes",),
-    ("partc.templates", "partc.codegen"),
-    (
-        "partc.accounting",
-        "partc.forecast",
-        "partc.laid",
-        "partc.work",
-        "partc.coverage",
-        "partc.output",
-        "partc.options",
-        "partc.lessons",
-        "partc.standins",
-        "partc.rehearsal",
-        "partc.fitting",
-        "partc.early",
-    ),
-    ("partc.launch", "partc.reference", "partc.sampling", "partc.verify", "partc.doctor", "partc.export"),
-    (
-        "partc.api",
-        "partc.wording",
-        "partc.comparison",
-        "partc.drawing",
-        "partc.stacking",
-        "partc.report",
-        "partc.memory_table",
-    ),
-    ("partc.formula_table",),
-    ("partc.measured", "partc.chrome"),
-    ("partc.inspection", "partc.dump", "partc.console", "partc.asked"),
-    ("partc.tracing",),
-    ("partc.cli", "partc.__main__"),
-)
-RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts if parts[0] == "partc" else ("partc", *parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def ours() -> list[Path]:
-    """Every module once: the links inside partc/ are not followed."""
-    folders = [ROOT / "partc", ROOT / "partc" / "rules", ROOT / "partc" / "schedules", ROOT / "partc" / "runtime"]
-    folders += [ROOT / "partc" / "kernels"]
-    folders += [ROOT / "passes", ROOT / "codegen", ROOT / "templates"]
-    return sorted(path for folder in folders for path in folder.glob("*.py"))
-
-
-MODULES = {module_name(path): path for path in ours()}
-
-
-def rank_of(module: str) -> int:
-    name = module
-    while name not in RANK:
-        name = name.rpartition(".")[0]
-        assert name not in ("", "partc"), f"{module} is in no layer: add it to LAYERS"
-    return RANK[name]
-
-
-def imports(path: Path, *, late: bool) -> Iterator[tuple[int, str]]:
-    """Line and module of each import; `late` tells whether those inside functions count. Type-only ones never do."""
-    package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
-
-    def walk(nodes: list[ast.stmt]) -> Iterator[tuple[int, str]]:
-        for node in nodes:
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                continue
-            if isinstance(node, ast.Import):
-                yield from ((node.lineno, alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-                module = ".".join([*base, *([node.module] if node.module else [])])
-                for alias in node.names:
-                    inner = f"{module}.{alias.name}"
-                    yield node.lineno, inner if inner in MODULES else module
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                if late:
-                    yield from walk(node.body)
-            else:
-                for field in ("body", "orelse", "finalbody"):
-                    yield from walk(getattr(node, field, []))
-                for handler in getattr(node, "handlers", []):
-                    yield from walk(handler.body)
-
-    yield from walk(ast.parse(path.read_text()).body)
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_down_the_layers(module: str) -> None:
-    path = MODULES[module]
-    for line, target in imports(path, late=True):
-        if target.split(".")[0] == "partc":
-            assert rank_of(target) <= rank_of(module), f"{path.name}:{line} imports {target}"
+@pytest.mark.parametrize(("above", "layers"), [("partc", LAYERS), ("partc.runtime", RUNTIME)])
+def test_imports_go_down_the_layers(above: str, layers: tuple[str, ...]) -> None:
+    below = {module: path for module, path in MODULES.items() if f"{module}.".startswith(f"{above}.")}
+    folders = {module.removeprefix(f"{above}.").partition(".")[0] for module, path in below.items() if module != above}
+    assert {
+        name for name in folders if f"{above}.{name}" not in below or below[f"{above}.{name}"].stem == "__init__"
+    } <= {*layers}
+    for module, path in below.items():
+        for line, target in imports(path, late=True):
+            if target in below:
+                assert place(target, layers, above) <= place(module, layers, above), f"{path}:{line} imports {target}"
 
 
 def test_no_import_cycles() -> None:
-    graph = {
-        name: {target for _, target in imports(path, late=False) if target in MODULES} for name, path in MODULES.items()
-    }
-    done: set[str] = set()
+    """Neither between modules nor between the folders and files of one folder."""
+    assert not cycles()
 
-    def visit(name: str, stack: tuple[str, ...]) -> None:
-        assert name not in stack, f"a cycle: {' -> '.join((*stack, name))}"
-        if name not in done:
-            for target in graph[name] - {name}:
-                visit(target, (*stack, name))
-            done.add(name)
 
-    for name in graph:
-        visit(name, ())
+def test_class_names_are_unique() -> None:
+    assert set(repeated_classes()) <= SAME_CONCEPT | AMBIGUOUS
 
 
 def test_the_runtime_needs_torch_alone() -> None:
-    for path in (ROOT / "partc" / "runtime").glob("*.py"):
+    for path in (ROOT / "partc" / "runtime").rglob("*.py"):
         for line, target in imports(path, late=True):
             top = target.split(".")[0]
             allowed = top == "torch" or target.startswith("partc.runtime") or top in sys.stdlib_module_names
@@ -200,7 +75,7 @@ def test_the_runtime_needs_torch_alone() -> None:
         "from partc.cli import main; main(['compile', '--help'])",
         "from partc.cli import main; main(['explain', 'P0103'])",
         "from partc.cli import main; main(['compile', 'no.py', '--mesh', '2xx2'])",
-        "from partc.launch import read_plan; from pathlib import Path; read_plan(Path('tests/handmade_package'))",
+        "from partc.package.launch import read_plan; from pathlib import Path; read_plan(Path('tests/handmade_package'))",
         "from partc.passes import PIPELINE",
         "import partc.schedules",
     ],

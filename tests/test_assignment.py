@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from partc.assignment import Alternative, Node, Problem, Wire, solve
+from partc.sharding.assignment import Alternative, Node, Problem, Wire, solve
 
 
 def _random_problem(seed: int) -> Problem:

@@ -13,11 +13,22 @@ import torch
 from torch import Tensor
 
 import partc
-from partc.attentions import attentions, without_kernel
-from partc.runtime import attention, attention_kernels, functional
-from partc.runtime.attention_kernels import BLOCKS, GOOD_CUDNN, GPUS, WANTED, Case, Gpu, cases, on_cpu, on_gpu, settle
+from partc.codegen.attentions import attentions, without_kernel
 from partc.runtime.errors import UsageError
 from partc.runtime.layout import DTYPES
+from partc.runtime.ops import attention, attention_kernels, functional
+from partc.runtime.ops.attention_kernels import (
+    BLOCKS,
+    GOOD_CUDNN,
+    GPUS,
+    WANTED,
+    Case,
+    Gpu,
+    cases,
+    on_cpu,
+    on_gpu,
+    settle,
+)
 from partc.runtime.random import Draw
 from partc.runtime.torch_private import TorchDispatchMode
 
@@ -259,7 +270,7 @@ def test_every_path_equals_autograd(kernel: str, mask: str, monkeypatch: pytest.
     wide = [replace(each, dtypes=(F64,)) for each in GPUS if each.name == kernel]
     if kernel not in ("cpu", BLOCKS):
         monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True), raising=False)
-        chosen = lambda case, device: attention_kernels.Choice(None if wide[0].obstacle(case) else wide[0])  # noqa: E731
+        chosen = lambda case, device: attention_kernels.KernelChoice(None if wide[0].obstacle(case) else wide[0])  # noqa: E731
         monkeypatch.setattr(attention, "chosen", chosen)
     elif kernel == BLOCKS:
         monkeypatch.setattr(attention, "_kernel", lambda *_: None)
@@ -305,7 +316,7 @@ def test_torch_takes_the_calls(kernel: str, dtype: torch.dtype, monkeypatch: pyt
     """By its schemas and by the shapes that it infers, of tensors without memory."""
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True), raising=False)
     [item] = (each for each in GPUS if each.name == kernel)
-    monkeypatch.setattr(attention, "chosen", lambda case, device: attention_kernels.Choice(item))
+    monkeypatch.setattr(attention, "chosen", lambda case, device: attention_kernels.KernelChoice(item))
     q, grad = (torch.empty(2, 8, 33, 20, dtype=dtype, device="meta") for _ in range(2))
     k, v = (torch.empty(2, 2, 33, 20, dtype=dtype, device="meta") for _ in range(2))
     mask = torch.empty(2, 1, 33, 33, dtype=torch.bool, device="meta") if item.masks else None

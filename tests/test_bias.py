@@ -7,10 +7,10 @@ import re
 import pytest
 from expecttest import assert_expected_inline
 
+from partc.ir.printer import print_region
+from partc.ir.verifier import verify_program
 from partc.passes.bias import bias
 from partc.passes.differentiate import differentiate
-from partc.printer import print_region
-from partc.verifier import verify_program
 from tests.programs import fused_graph
 
 BODY = """

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from partc.runtime.boxes import Box, pieces, speaks
+from partc.runtime.checkpoint.boxes import Box, pieces, speaks
 from partc.runtime.layout import Shard
 
 SIZES = {"pp": 2, "dp": 2, "tp": 3}

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import partc
+from partc.communication.exchanges import Collective
+from partc.communication.execution import CommunicationPlan, Event, Transfer, events
 from partc.errors import InternalError
-from partc.events import Collective, CommunicationPlan, Event, Transfer, events
-from partc.mesh import Mesh
+from partc.ir.mesh import Mesh
 from partc.passes.check import check, prove
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -118,7 +119,7 @@ def test_a_schedule_that_skips_a_microbatch_is_refused() -> None:
 def test_many_ranks_are_proved_as_fast_as_few() -> None:
     options = {"depth": 64, "batch": 4096}
     package = partc.compile(EXAMPLES / "mlp.py", mesh="16x128x8", microbatches=32, options=options)
-    start = time.perf_counter()
+    start = time.process_time()
     check(package.program)
     assert package.program.mesh.size == 16_384
-    assert time.perf_counter() - start < 10  # a second on an idle machine; ranks by themselves would take hours
+    assert time.process_time() - start < 10  # a second on an idle machine; ranks by themselves would take hours

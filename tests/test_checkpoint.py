@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import partc
-from partc.runtime import ownership
-from partc.runtime.manifest import checkpoints, read
-from partc.runtime.tensors import load
+from partc.runtime.checkpoint.manifest import checkpoints, read
+from partc.runtime.checkpoint.safetensors import load
+from partc.runtime.processes import ownership
 from tests.durable import TIED, build, losses, same_records, trained, whole
 
 MESHES = ("2x2x2", "tp=4", "2x2x2 zero 3", "tp=2,pp=2", "dp=4 zero 1")

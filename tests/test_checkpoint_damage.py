@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from partc.explain import CATALOGUE
-from partc.runtime import ownership
+from partc.runtime.checkpoint.manifest import checkpoints
+from partc.runtime.checkpoint.restore import Say
 from partc.runtime.errors import UsageError
-from partc.runtime.job import parse, prepared
-from partc.runtime.manifest import checkpoints
-from partc.runtime.restore import Say
-from partc.runtime.together import Together
+from partc.runtime.processes import ownership
+from partc.runtime.processes.agreement import Together
 from partc.runtime.torch_private import lone_store
+from partc.runtime.train.job import parse, prepared
 from tests.durable import build, train, trained
 
 

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 import partc
 from partc.errors import PartcError
+from partc.ir.printer import print_region
+from partc.ir.program import Program
+from partc.ir.verifier import verify_program
 from partc.passes.chunk import chunk
-from partc.printer import print_region
-from partc.program import Program
-from partc.runtime import functional
-from partc.verifier import verify_program
+from partc.runtime.ops import functional
 from tests.programs import fused_graph
 from tests.test_memory import TOLD, alone
 from tests.zoo import MODELS
@@ -196,6 +196,7 @@ def test_equal_to_one_device(options: dict[str, Any], more: dict[str, Any]) -> N
     assert found.ok and found.worst.rel_err < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "bert", "t5", "gemma", "mixtral"])
 @pytest.mark.parametrize(
@@ -210,6 +211,7 @@ def test_models_in_chunks(name: str, mesh: str, more: dict[str, Any], tmp_path: 
     assert found.ok and found.worst.rel_err < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
 def test_less_memory_to_the_byte(tmp_path: Path, kernels: str) -> None:
     options = {"vocabulary": 4000, "seq": 16}

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from partc import comparison
 from partc.cli import main
-from partc.comparison import candidates, figures, text
+from partc.cost.simulation import Durations
 from partc.errors import PartcError
+from partc.reports import schedule_comparison
+from partc.reports.schedule_comparison import candidates, figures, text
 from partc.schedules import SCHEDULES
 from partc.schedules.table import parse
-from partc.simulate import Durations
 
 GPT = str(Path(__file__).parents[1] / "examples" / "gpt.py")
 
 
 def test_the_modules_example_is_what_it_prints() -> None:
-    example = inspect.getdoc(comparison)
+    example = inspect.getdoc(schedule_comparison)
     printed = text(candidates(2, 3), width=80).splitlines()
     shown = [line[4:].rstrip() for line in example.splitlines() if line.startswith("    ")]
     assert len(shown) == 6
@@ -84,7 +84,7 @@ def test_durations_may_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     # (m + p - 1) (F + B), and a transfer each way between any two ranks (GPipe).
     assert f"gpipe             4  {11 * 6 + 3 * 2 * 0.5:6g}  " in shown
     assert main(["inspect", GPT, "--mesh", "pp=4", "--durations", "F=2"]) == 2
-    assert "error P0412: --durations are those of --schedules" in capsys.readouterr().err
+    assert "error P0412: --durations needs --schedules" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", ["", "F", "F=", "F=x", "F=0", "F=-1", "X=1", "F=1,,B=2", "comm=inf", "W=nan", "f=1"])

@@ -8,19 +8,23 @@ import pytest
 import torch
 
 import partc
-from partc.parser import parse
-from partc.printer import print_program
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
 from tests.zoo import EXAMPLES, MODELS
 
 
 def test_functions_of_microbatches_are_compiled_and_others_not() -> None:
     package = partc.compile(str(EXAMPLES / "gpt.py"), mesh="2x1x2", microbatches=2, kernels="inductor")
     assert parse(print_program(package.program)).compiled
-    stage = dict(package.files())["stages/stage_0.py"]
-    assert isinstance(stage, str)
-    assert "from runtime.compiled import compiled\n" in stage
-    for name, marked in (("block_forward", True), ("block_backward", True), ("rotary", False)):
-        assert (f"@compiled\ndef {name}(" in stage) == marked
+    texts = {path: str(text) for path, text in package.files() if path.startswith("regions/")}
+    for region, name, marked in (
+        ("block", "block_forward", True),
+        ("block", "block_backward", True),
+        ("rotary", "rotary", False),
+    ):
+        text = texts[f"regions/{region}.py"]
+        assert (f"@compiled\ndef {name}(" in text) == marked
+        assert ("from runtime.ops.compiled import compiled\n" in text) == marked
     assert "kernels" not in {path.split("/")[0] for path, _ in package.files()}
     assert package.memory is not None
 
@@ -28,6 +32,7 @@ def test_functions_of_microbatches_are_compiled_and_others_not() -> None:
 linked = pytest.mark.skipif(" " in torch.__file__, reason="torch's compiler links nothing from a path with a space")
 
 
+@pytest.mark.slow
 @linked
 @pytest.mark.parametrize("mesh", ["2"])
 def test_compiled_regions_equal_one_device(mesh: str) -> None:

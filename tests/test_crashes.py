@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.console import guarded
+from partc.cli.console import guarded
 from partc.errors import PartcError
-from partc.passes.recompute_choice import Choice, frontier
+from partc.passes.recompute.choice import SavingProblem, frontier
 
 HEAD = """\
 import functools
@@ -216,12 +216,12 @@ def test_an_error_whose_text_fails_is_told() -> None:
 # -- budgets -----------------------------------------------------------------------------------
 
 
-def _choice(seed: int) -> Choice:
+def _choice(seed: int) -> SavingProblem:
     """A few values, from bytes to gigabytes, each made of earlier ones."""
     rng = random.Random(seed)
     names = [f"v{index}" for index in range(rng.randint(2, 8))]
     large = 10 ** rng.randint(1, 10)
-    return Choice(
+    return SavingProblem(
         needed=tuple(rng.sample(names, max(1, len(names) // 2))),
         bytes={name: rng.choice((4, 8, 12, 4 * rng.randint(1, large), 4 * rng.randint(1, large))) for name in names},
         ops=tuple((name,) for name in names),
@@ -230,7 +230,7 @@ def _choice(seed: int) -> Choice:
     )
 
 
-def _all(choice: Choice) -> Iterator[tuple[int, int]]:
+def _all(choice: SavingProblem) -> Iterator[tuple[int, int]]:
     """Bytes and effort of every choice."""
     makers = {name: index for index, (name,) in enumerate(choice.ops)}
     for bits in product((False, True), repeat=len(choice.bytes)):

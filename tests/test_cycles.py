@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import partc
-from partc.runtime import cycles, train
-from partc.runtime.cycles import collected
+from partc.runtime.device import garbage_collection
+from partc.runtime.device.garbage_collection import collected
+from partc.runtime.train import train
 from tests.durable import TIED, imported_from
 
 
@@ -34,8 +35,8 @@ def test_steps_leave_nothing_to_collect(tmp_path: Path, monkeypatch: pytest.Monk
         gc.garbage.clear()
         gc.set_debug(0)
 
-    monkeypatch.setattr(cycles, "EVERY", 3)
-    monkeypatch.setattr(cycles, "_collect", collect)
+    monkeypatch.setattr(garbage_collection, "EVERY", 3)
+    monkeypatch.setattr(garbage_collection, "_collect", collect)
     build = partc.compile(TIED, mesh="1", microbatches=2, precision="fp16").write(tmp_path / "build")
     with imported_from(build):
         log = ["--metrics", str(tmp_path / "log.jsonl"), "--clip", "1", "--accumulate", "2"]

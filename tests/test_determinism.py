@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import partc
-from partc.runtime import attention_kernels
-from partc.runtime.attention_kernels import Case, Gpu, on_gpu
-from partc.runtime.determinism import deterministic
+from partc.runtime.checkpoint.safetensors import load
+from partc.runtime.device.determinism import deterministic
 from partc.runtime.errors import UsageError
-from partc.runtime.steps import Steps
-from partc.runtime.tensors import load
+from partc.runtime.ops import attention_kernels
+from partc.runtime.ops.attention_kernels import Case, Gpu, on_gpu
+from partc.runtime.train.steps import Steps
 from tests.durable import TIED, train
 
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import partc
-from partc.events import Collective, CommunicationPlan, events
+from partc.communication.exchanges import Collective
+from partc.communication.execution import CommunicationPlan, events
+from tests import prefork
 from tests.zoo import MODELS
 
 RECORDED = """
 import json, runpy, sys
 folder, out = sys.argv[1:]
 sys.path.insert(0, folder)
-from runtime.virtual import VirtualAxis
+from runtime.comm.virtual import VirtualAxis
 found, meet = {}, VirtualAxis._meet
 
 def recorded(self, operation, x, combine):
@@ -40,7 +40,10 @@ DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "i64": "int64"
 
 def done(package: Path, out: Path) -> dict[str, list[list[Any]]]:
     """What every rank of a package does in one step: operation, group, element type, elements that it brings."""
-    subprocess.run([sys.executable, "-c", RECORDED, str(package), str(out)], check=True, capture_output=True)
+    script = out.with_name("recorded.py")
+    script.write_text(RECORDED)
+    ended = prefork.done([script, package, out])
+    assert ended.returncode == 0, ended.stderr
     found: dict[str, list[list[Any]]] = json.loads(out.read_text())
     return found
 

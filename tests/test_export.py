@@ -13,10 +13,10 @@ from torch import Tensor
 
 import partc
 from partc.cli import main
-from partc.runtime.data import global_batch, load_model_file
+from partc.runtime.checkpoint.given_parameters import INDEX, fitting
+from partc.runtime.checkpoint.safetensors import load, save
 from partc.runtime.errors import UsageError
-from partc.runtime.given import INDEX, fitting
-from partc.runtime.tensors import load, save
+from partc.runtime.train.data import global_batch, load_model_file
 from tests.durable import build, losses, train, trained, whole
 from tests.models import tied
 
@@ -128,6 +128,7 @@ def test_files_that_do(folder: Path, tmp_path: Path, what: str) -> None:
     assert fitting(tmp_path / "x", plan(folder), state).whole("embed.weight").shape == (23, 16)
 
 
+@pytest.mark.slow
 def test_a_large_models_files(folder: Path, tmp_path: Path) -> None:
     tensors, _ = load(folder / "out")
     names = sorted(tensors)
@@ -151,6 +152,7 @@ def test_the_exit_code(folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and "error P0527" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_transformers_loads_it(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

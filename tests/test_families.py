@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.verify import verify
+from partc.package.verify import verify
 from tests.zoo import MODELS
 
 pytest.importorskip("transformers")
 
 FAMILIES = ("mistral", "qwen2", "gemma", "gpt_neox", "roberta", "t5", "swin", "mixtral", "clip")
+QUICK = ("mixtral", "swin")  # the others are for `make test-all`
 COUPLED = ("clip",)  # every example is compared to every other
 
 
@@ -27,7 +28,9 @@ def _compiled(name: str, shared: Path, **options: object) -> partc.Package:
     return partc.compile(model.source(shared), precision="fp64", options=model.options, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in FAMILIES]
+)
 @pytest.mark.parametrize(
     ("mesh", "microbatches"),
     [
@@ -39,19 +42,16 @@ def _compiled(name: str, shared: Path, **options: object) -> partc.Package:
 def test_families_equal_their_single_device_models(
     name: str, mesh: str, microbatches: int, shared: Path, tmp_path: Path
 ) -> None:
+    """And no operation lacks a rule."""
     package = _compiled(name, shared, mesh=mesh, microbatches=1 if name in COUPLED else microbatches)
+    assert not [item for item in package.replicated_ops if not item.rule]
     package.write(tmp_path / "build")
     result = verify(tmp_path / "build", steps=2, virtual=True, reference=shared / f"{name}_run")
     assert result.ok, result.worst
     assert result.compared > 2 * len(package.program.parameters)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_no_operation_of_a_family_lacks_a_rule(name: str, shared: Path) -> None:
-    package = _compiled(name, shared, mesh="tp=2")
-    assert not [item for item in package.replicated_ops if not item.rule]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "t5", "gemma"])
 def test_regions_do_not_grow_with_depth(name: str, tmp_path: Path) -> None:
     def regions(**more: object) -> list[str]:

@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from partc.launch import local_environment, torchrun_command
-from partc.runtime import processes, watch
+from partc.package.launch import local_environment, torchrun_command
+from partc.runtime.checkpoint.manifest import checkpoints
 from partc.runtime.clock import Clock
 from partc.runtime.errors import UsageError, enough_memory, writing
-from partc.runtime.log import StepLog
-from partc.runtime.manifest import checkpoints
-from partc.runtime.meeting import World, world
-from partc.runtime.signals import Caught
+from partc.runtime.optimizer.update import Updated
+from partc.runtime.processes import processes, watchdog
+from partc.runtime.processes.rendezvous import LauncherVariables, world
+from partc.runtime.processes.signals import Caught
+from partc.runtime.processes.watchdog import Watchdog
 from partc.runtime.torch_private import lone_store
-from partc.runtime.update import Updated
-from partc.runtime.watch import Watch
+from partc.runtime.train.log import StepLog
 from tests.test_runtime_death import SECONDS, by_hand, package, rank_of, wait_for_steps
 
 together = pytest.mark.processes
@@ -222,8 +222,8 @@ def test_conditions_of_processes(sleeper: subprocess.Popen[bytes]) -> None:
 def test_siblings(tmp_path: Path) -> None:
     """Ranks find those that the same launcher has started, scripts around them or not."""
     told = tmp_path / "told"
-    code = f"import sys; sys.path.insert(0, {str(Path(processes.__file__).parents[2])!r})\n"
-    code += "import time; from partc.runtime import processes; time.sleep(0.5)\n"
+    code = f"import sys; sys.path.insert(0, {str(Path(processes.__file__).parents[3])!r})\n"
+    code += "import time; from partc.runtime.processes import processes; time.sleep(0.5)\n"
     code += f"open({str(told)!r}, 'w').write(' '.join(map(str, sorted(processes.siblings()))))"
     shared = {**os.environ, "MASTER_PORT": "1", "MASTER_ADDR": "a", "WORLD_SIZE": "3"}
     others = [
@@ -240,22 +240,22 @@ def test_siblings(tmp_path: Path) -> None:
             other.wait()
 
 
-def watching(rank: int, size: int, monkeypatch: pytest.MonkeyPatch, **conditions: str) -> Watch:
+def watching(rank: int, size: int, monkeypatch: pytest.MonkeyPatch, **conditions: str) -> Watchdog:
     """A rank's watch without its thread; conditions are of the ranks' places, which are `p0`, `p1`, ..."""
-    monkeypatch.setattr(watch, "condition", lambda place: conditions.get(place, "unknown"))
-    monkeypatch.setattr(watch, "end_stopped", lambda place: None)
-    made = Watch(lone_store(), World(rank, size), Caught(checkpoints=False), Clock(), 600.0, None)
+    monkeypatch.setattr(watchdog, "condition", lambda place: conditions.get(place, "unknown"))
+    monkeypatch.setattr(watchdog, "end_stopped", lambda place: None)
+    made = Watchdog(lone_store(), LauncherVariables(rank, size), Caught(checkpoints=False), Clock(), 600.0, None)
     for other in range(size):
         beat(made, other, 0)
     made._lost(made.store, 1.0)
     return made
 
 
-def beat(made: Watch, rank: int, number: int) -> None:
+def beat(made: Watchdog, rank: int, number: int) -> None:
     made.store.set(f"alive/{rank}", f"{number} p{rank} 0F0 of step 3")
 
 
-def seconds_until_lost(made: Watch, alive: tuple[int, ...] = (), most: int = 700) -> tuple[int, str]:
+def seconds_until_lost(made: Watchdog, alive: tuple[int, ...] = (), most: int = 700) -> tuple[int, str]:
     for second in range(1, most):
         for rank in alive:
             beat(made, rank, second)
@@ -293,7 +293,7 @@ def test_a_silent_rank_that_runs_is_vouched_for(monkeypatch: pytest.MonkeyPatch)
     afar.store = near.store
     for second in range(100):
         beat(near, 2, second)
-        assert near._lost(near.store, 1.0) == "" and afar._look_at(near.store, 1, 1.0).silent < watch.AFAR
+        assert near._lost(near.store, 1.0) == "" and afar._look_at(near.store, 1, 1.0).silent < watchdog.AFAR
 
 
 def test_a_whole_job_that_was_suspended_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.runtime.feed import Feed
-from partc.runtime.manifest import checkpoints
+from partc.runtime.checkpoint.manifest import checkpoints
+from partc.runtime.train.feed import Feed
 from tests.durable import build, trained, whole
 
 

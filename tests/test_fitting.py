@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import partc
+from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
-from partc.saving import parse_bytes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SIZES = {"depth": 6, "batch": 512}

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from sympy import Expr, Integer, symbols
 
 from partc.api import compilation
-from partc.codegen.collectives import moved_bytes
+from partc.communication.descriptions import moved_bytes
+from partc.compilation.options import Options
+from partc.cost.formulas import Formulas, formulas
+from partc.cost.formulas.symbols import Sizes
+from partc.cost.saved_tensors import held_inputs, most_saved, saved_bytes
 from partc.errors import PartcError
-from partc.formula_table import arranged, document, page
-from partc.formulas import Formulas, formulas
-from partc.options import Options
-from partc.program import Program
-from partc.rehearsal import rehearse
-from partc.saving import held_inputs, most_saved, saved_bytes
-from partc.symbols import Sizes
+from partc.ir.program import Program
+from partc.rehearsal.rehearsal import rehearse
+from partc.reports.formula_table import arranged, document, page
 from tests.zoo import MODELS
 
 MEGATRON = str(Path(__file__).parent / "models" / "megatron.py")
@@ -90,6 +90,7 @@ def check_at_home(program: Program, found: Formulas) -> None:
     assert tuple(found.at(rank.saved) for rank in found.ranks) == most_saved(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2_dropout", "resnet", "mixtral", "skips"])
 def test_formulas_have_the_bytes_of_the_program_they_are_of(name: str, tmp_path: Path) -> None:
     model = MODELS[name]
@@ -138,6 +139,7 @@ def same_elsewhere(one: Program, two: Program) -> None:
             }, (left.name, before.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "one", "two"),
     [

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from partc.capture import capture
 from partc.errors import PartcError
-from partc.modelfile import load
+from partc.frontend.capture import capture
+from partc.frontend.model_file import load
 
 HEAD = """
 import datetime, functools, random, time, uuid

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from expecttest import assert_expected_inline
 
-from partc.interpret import evaluate
-from partc.parser import parse
+from partc.ir.interpreter import evaluate
+from partc.ir.parser import parse
+from partc.ir.printer import print_program, print_region
+from partc.ir.program import Program
+from partc.ir.verifier import faults_of
 from partc.passes.fuse import fuse
-from partc.printer import print_program, print_region
-from partc.program import Program
-from partc.strides import dense
-from partc.verifier import faults_of
+from partc.rules.strides import dense
 from tests.programs import fused_graph
 
 GATED = """

@@ -20,12 +20,13 @@ def verified(name: str, folder: Path, **how: object) -> tuple[float, str]:
     model = MODELS[name]
     options = {**model.options, **SMALL} if model.config else {**SMALL, "depth": 2}
     package = partc.compile(model.source(folder), options=options, kernels="triton", **how)  # type: ignore[arg-type]
-    text = "".join(str(body) for path, body in package.files() if path.startswith("stages/"))
+    text = "".join(str(body) for path, body in package.files() if path.startswith("regions/"))
     result = package.verify(steps=2)
     assert result.ok
     return result.worst.rel_err, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), [("gpt", "2x2"), ("gpt2_dropout", "1x2")])
 def test_packages_with_kernels_equal_the_single_device_model(tmp_path: Path, name: str, mesh: str) -> None:
     error, text = verified(name, tmp_path, mesh=mesh, precision="fp64")
@@ -38,13 +39,14 @@ def test_packages_with_kernels_equal_the_single_device_model(tmp_path: Path, nam
 def test_norms_of_wide_rows_in_packages(tmp_path: Path) -> None:
     """Two microbatches: gradients of several weights are written to their buffers together, and then added."""
     package = partc.compile(WIDE, kernels="triton", mesh="2", microbatches=2, precision="fp64", options={"batch": 4})
-    text = "".join(str(body) for path, body in package.files() if path.startswith("stages/"))
+    text = "".join(str(body) for path, body in package.files() if path.startswith("regions/"))
     assert "layer_norm_grad_input" in text and "rms_norm_grad_weight" in text
     assert "functional.add_sums((g.norm_weight, g.norm_bias), parts)" in text
     result = package.verify(virtual=True, steps=2)
     assert result.ok, result.worst
 
 
+@pytest.mark.slow
 def test_functions_of_elements_are_all_in_kernels() -> None:
     """Under the names that they and their derivatives reach kernels by."""
     program = partc.compile(ACTIVATIONS, options={"functions": "all"}, mesh="1", kernels="triton").program

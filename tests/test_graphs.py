@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import partc
-from partc.capturing import obstacle
+from partc.codegen.cuda_graphs import obstacle
 from partc.errors import PartcError
+from partc.runtime.checkpoint.safetensors import load
+from partc.runtime.device.cuda_graphs import CudaGraph, RecordedWork, recording
 from partc.runtime.errors import UsageError
-from partc.runtime.graphs import CudaGraph, Repeated, recording
-from partc.runtime.tensors import load
-from partc.runtime.update import LossScale
-from partc.runtime.watch import PeerLost
+from partc.runtime.optimizer.update import LossScale
+from partc.runtime.processes.watchdog import PeerLost
 from tests.cpu_graph import Refused, cpu_graphs
 from tests.durable import TIED, train
 from tests.zoo import MODELS
@@ -82,6 +82,7 @@ def test_repeated_steps_are_the_steps(case: str, tmp_path: Path, monkeypatch: py
         assert skipped[:4] == [1, 1, 1, 1] and 0 in skipped[:-2]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_repeats(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +131,7 @@ def test_what_cannot_be_repeated_is_seen(line: str, tmp_path: Path, monkeypatch:
         same(plain, repeated)
 
 
+@pytest.mark.slow
 def test_a_continued_run_repeats_its_steps_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It records again: what was repeated and what is done as it is are the same, wherever one ends."""
     build, save = tmp_path / "build", tmp_path / "save"
@@ -310,7 +312,7 @@ def test_recordings_share_a_stream_and_its_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("the device is done"))
     with recording(True, torch.device("cuda", 0)) as make:
         assert make is not None
-        works = [Repeated(lambda: said.append("done"), make()), Repeated(lambda: said.append("else"), make())]
+        works = [RecordedWork(lambda: said.append("done"), make()), RecordedWork(lambda: said.append("else"), make())]
         for _ in range(4):
             for work in works:
                 work()

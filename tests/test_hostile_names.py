@@ -13,11 +13,11 @@ from torch import nn
 import partc
 from partc.api import compilation, package
 from partc.cli import main
-from partc.huggingface import model_source
-from partc.options import Options
-from partc.parser import parse
-from partc.printer import print_program
-from partc.report import page
+from partc.compilation.options import Options
+from partc.frontend.huggingface import model_source
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
+from partc.reports.html_report import page
 from tests.models.hostile import CONTROLS, NAMES, PAYLOADS
 
 MODEL = Path(__file__).parent / "models" / "hostile.py"
@@ -31,6 +31,7 @@ def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "how"),
     [
@@ -128,12 +129,13 @@ def test_what_is_written_has_names_as_text_alone(place: str, tmp_path: Path) -> 
     for program in (done.after("trace"), done.after("outline"), done.after("annotate"), done.program):
         assert parse(print_program(program, sources=True)) == program
     folder = package(done).write(tmp_path / "build")
-    written = [path for name in ("stages", "ranks", "kernels") for path in (folder / name).glob("*.py")]
+    written = [path for name in ("regions", "stages", "ranks", "kernels") for path in (folder / name).glob("*.py")]
     assert len(written) > 6 and not any(map(runs, written))
     assert "<script>alert" not in page(done.program)
     assert (folder / "README.md").read_text().replace("\n", "").isprintable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [f"{name[:80]}" for name in (*PAYLOADS, *CONTROLS) if "/" not in name and "\0" not in name]
 )
@@ -144,7 +146,7 @@ def test_files_of_hostile_names(name: str, tmp_path: Path, capsys: pytest.Captur
     path = folder / f"{name}.py"
     path.write_text(PLAIN)
     assert main(["compile", str(path), "--mesh", "1x1x2", "-o", f"{folder}/build"]) == 0
-    assert not any(runs(each) for each in Path(folder, "build", "stages").glob("*.py"))
+    assert not any(runs(each) for name in ("regions", "stages") for each in Path(folder, "build", name).glob("*.py"))
     path.write_text(PLAIN.replace("self.up(x)", "self.up(x.item())"))
     assert main(["compile", str(path), "--mesh", "1x1x2", "-o", f"{folder}/other"]) == 2
     told = capsys.readouterr()

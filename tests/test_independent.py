@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,18 @@ from safetensors.torch import load_file
 
 import partc
 from partc.errors import PartcError
-from partc.export import export
+from partc.package.export import export
 from tests.durable import trained
 from tests.independent.plain import Recipe, train
 from tests.independent.trainings import ALLOWED, MODELS, SETTINGS, Setting, compared, differences, model_files
-from tests.prefork import Server
+from tests.prefork import shared
 
 CHEAP = {"no_gradient": (0, 4), "frozen_parts": (1, 2), "vae_drawn": (3,), "used_twice": (5,)}
-PAIRS = [pytest.param(name, SETTINGS[index]) for name, chosen in CHEAP.items() for index in chosen] + [
+PAIRS = [
+    pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))
+    for name, chosen in CHEAP.items()
+    for index in chosen
+] + [
     pytest.param(path.stem, setting, marks=pytest.mark.matrix)
     for path in model_files()
     for index, setting in enumerate(SETTINGS)
@@ -32,20 +35,14 @@ PAIRS = [pytest.param(name, SETTINGS[index]) for name, chosen in CHEAP.items() f
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(("model", "setting"), PAIRS, ids=lambda each: each if isinstance(each, str) else each.name)
-def test_a_package_ends_where_a_plain_loop_ends(model: str, setting: Setting, server: Server, tmp_path: Path) -> None:
-    outcome = compared(MODELS / f"{model}.py", setting, tmp_path, server)
+def test_a_package_ends_where_a_plain_loop_ends(model: str, setting: Setting, tmp_path: Path) -> None:
+    outcome = compared(MODELS / f"{model}.py", setting, tmp_path, shared())
     assert outcome.ok, outcome
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_torchrun_ends_there_too(tmp_path: Path) -> None:
     outcome = compared(MODELS / "no_gradient.py", SETTINGS[2], tmp_path, None)
@@ -86,7 +83,7 @@ class TestInOneProcess:
         return package.write(folder / "build")
 
     def test_only_parameters_with_gradients_are_trained(self, build: Path) -> None:
-        from partc.launch import read_package
+        from partc.package.launch import read_package
 
         entries = read_package(build)["parameters"]
         without = train(MODELS / "no_gradient.py", Recipe(steps=1)).gone_without

@@ -10,11 +10,11 @@ import pytest
 from partc import passes
 from partc.api import compilation
 from partc.cli import main
-from partc.dump import Dump
+from partc.cli.dump import Dump
+from partc.cli.inspection import program_text, text
+from partc.compilation.options import Options
 from partc.errors import PartcError
-from partc.inspection import program_text, text
-from partc.options import Options
-from partc.parser import parse
+from partc.ir.parser import parse
 
 ROOT = Path(__file__).parent.parent
 MLP = str(ROOT / "examples" / "mlp.py")
@@ -41,7 +41,7 @@ def test_the_finished_program_is_shown_and_parses(capsys: pytest.CaptureFixture[
 def test_after_every_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     program = parse(shown(capsys, "--after", name))
     assert (len(program.regions) > 1) == (name not in ("trace", "normalize", "simplify", "pad"))
-    assert bool(program.schedule) == (name in ("schedule", "check"))
+    assert bool(program.schedule) == (name in ("schedule", "actions", "prefetch", "check"))
 
 
 def test_one_region_with_sources(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.launch import local_environment, torchrun_command
-from partc.runtime.manifest import checkpoints, read
+from partc.package.launch import local_environment, torchrun_command
+from partc.runtime.checkpoint.manifest import checkpoints, read
 from tests.durable import losses, same_records, train, trained
 from tests.test_runtime_death import SECONDS, by_hand, package, wait_for_steps
 
@@ -120,7 +120,8 @@ def test_a_region_that_communicates_nothing_is_named_too(tmp_path: Path) -> None
 @pytest.mark.processes
 def test_processes_name_it_too(tmp_path: Path) -> None:
     build = broken(tmp_path, "down = down * float('nan' if comm.step == 1 else 1)")
-    done = train(build, "--steps", 5, "--check-nans", real=True)
+    command = torchrun_command(build, ["--steps", "5", "--check-nans"])
+    done = subprocess.run(command, env=local_environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.count("error P0528: the loss of step 2 is nan: region block") == 1, done.stderr
     assert "P0505" not in done.stderr

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.interpret import evaluate
-from partc.operators import DTYPES
+from partc.ir.interpreter import evaluate
+from partc.ir.operators import DTYPES
+from partc.ir.program import DType, Graph, Op
 from partc.passes.fuse import fuse
-from partc.program import DType, Graph, Op
 from tests.programs import op, value
 from tests.test_kernels import TOLERANCE, kernels, program_of
 from tests.triton_runs import Kernels

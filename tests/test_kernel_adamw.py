@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.codegen.written import Written
-from partc.operators import DTYPES
-from partc.program import DType
-from partc.runtime.comm import Comm
-from partc.runtime.executor import gradient_buffers
+from partc.codegen.kernels.fixed import FixedKernels
+from partc.ir.operators import DTYPES
+from partc.ir.program import DType
+from partc.package.verify import verify
+from partc.runtime.comm.comm import Comm
+from partc.runtime.execution.executor import gradient_buffers
+from partc.runtime.execution.parts import Parts
 from partc.runtime.layout import Shard
-from partc.runtime.optimizer import TorchOptimizer
-from partc.runtime.parts import Parts
-from partc.runtime.update import LossScale, Rate, Update, updating
-from partc.verify import verify
+from partc.runtime.optimizer.optimizer import TorchOptimizer
+from partc.runtime.optimizer.update import LossScale, Rate, Update, updating
 from tests.durable import build, losses, same_records, trained
 from tests.triton_runs import Kernels, interpreted, there
 
@@ -32,7 +32,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Of several blocks each, the last of them not whole."""
     folder = Kernels(tmp_path_factory.mktemp("kernels"))
     blocks = {"block": request.param, "interpreted": request.param}
-    written = (Written(name=name, each="", **blocks) for name in ("adamw", "sgd", "squares"))
+    written = (FixedKernels(name=name, each="", **blocks) for name in ("adamw", "sgd", "squares"))
     return SimpleNamespace(**{built.name: folder.load(built) for built in written})
 
 
@@ -238,7 +238,7 @@ def test_packages_read_what_it_writes(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Parts, "leave", leave)
     trained(package, "--steps", 3, "--metrics", tmp_path / "mine")
     assert len(left) > 8
-    monkeypatch.setattr("partc.runtime.train.write_casts", lambda optimizer, stages: None)
+    monkeypatch.setattr("partc.runtime.train.train.write_casts", lambda optimizer, stages: None)
     trained(package, "--steps", 3, "--metrics", tmp_path / "theirs")
     assert losses(tmp_path / "mine") == losses(tmp_path / "theirs")
     assert len(set(losses(tmp_path / "mine"))) == 3

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 import partc
-from partc.codegen.written import Written
-from partc.runtime.compression import BLOCK, TorchCodec, room
+from partc.codegen.kernels.fixed import FixedKernels
+from partc.runtime.comm.compression import BLOCK, TorchCodec, room
 from tests.test_zero import tied
 from tests.triton_runs import Kernels, interpreted, there
 
 
 @pytest.fixture(scope="module", params=["bf16", "int8"])
 def codecs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, TorchCodec]:
-    built = Written(name=request.param, interpreted=1024, alone=False)
+    built = FixedKernels(name=request.param, interpreted=1024, alone=False)
     return Kernels(tmp_path_factory.mktemp("kernels")).load(built), TorchCodec(request.param)
 
 

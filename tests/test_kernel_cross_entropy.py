@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import partc
-from partc.codegen import cross_entropy
-from partc.interpret import results_of
-from partc.operators import DTYPES
-from partc.parser import parse
+from partc.codegen.kernels import cross_entropy
+from partc.ir.interpreter import results_of
+from partc.ir.operators import DTYPES
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
+from partc.ir.program import Graph, Op, Program, Ref
+from partc.ir.verifier import faults_of
 from partc.passes.fuse import fuse
-from partc.printer import print_program
-from partc.program import Graph, Op, Program, Ref
-from partc.runtime import functional
-from partc.verifier import faults_of
+from partc.runtime.ops import functional
 from tests.programs import fused_graph
 from tests.test_chunk import SHIFTED
 from tests.test_kernels import TOLERANCE, kernels, program_of
@@ -270,7 +270,7 @@ def test_weighted_losses_of_packages(mesh: str, smoothing: float) -> None:
     package = partc.compile(
         SHIFTED, mesh=mesh, options={"weighted": True, "smoothing": smoothing}, precision="fp64", kernels="triton"
     )
-    text = "".join(str(body) for path, body in package.files() if path.startswith("stages/"))
+    text = "".join(str(body) for path, body in package.files() if path.startswith("regions/"))
     assert "functional.cross_entropy" not in text and "functional.smooth_sum" not in text
     found = package.verify(virtual=True, steps=1)
     assert found.ok and found.worst.rel_err < 1e-13

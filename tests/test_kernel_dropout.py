@@ -9,13 +9,13 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from partc.mesh import Mesh
-from partc.parser import parse
+from partc.ir.mesh import Mesh
+from partc.ir.parser import parse
+from partc.ir.printer import print_program, print_region
+from partc.ir.verifier import faults_of
 from partc.passes.fuse import fuse
-from partc.printer import print_program, print_region
-from partc.runtime.comm import Axis, Comm
+from partc.runtime.comm.comm import Axis, Comm
 from partc.runtime.random import dropout
-from partc.verifier import faults_of
 from tests.programs import fused_graph
 from tests.test_kernels import kernels
 from tests.triton_runs import Kernels

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.codegen.kernels import kernel
-from partc.operators import DTYPES
+from partc.codegen.kernels.fused import kernel
+from partc.ir.operators import DTYPES
+from partc.ir.program import DType
 from partc.passes.fuse import fuse
-from partc.program import DType
-from partc.runtime import functional
+from partc.runtime.ops import functional
 from tests.programs import fused_graph
 from tests.test_kernels import TOLERANCE, kernels
 from tests.triton_runs import Kernels, there

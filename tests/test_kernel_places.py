@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.codegen.kernels import kernel
+from partc.codegen.kernels.fused import kernel
 from partc.codegen.package import kernel_module
+from partc.ir.program import Graph, Op, Program
 from partc.passes.fuse import fuse
-from partc.program import Graph, Op, Program
 from tests.programs import fused_graph
 from tests.test_kernels import kernels
 from tests.triton_runs import Kernels

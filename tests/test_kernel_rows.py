@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from partc.codegen import rows
-from partc.interpret import results_of
-from partc.operators import DTYPES
+from partc.codegen.kernels import rows
+from partc.ir.interpreter import results_of
+from partc.ir.operators import DTYPES
+from partc.ir.program import DType, DTypeArg, Graph, Op
 from partc.passes.fuse import fuse
-from partc.program import DType, DTypeArg, Graph, Op
-from partc.runtime import functional
+from partc.runtime.ops import functional
 from tests.programs import op, value
 from tests.test_kernels import TOLERANCE, program_of, random
 from tests.triton_runs import Kernels

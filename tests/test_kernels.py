@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import partc
-from partc.codegen.kernels import kernel
+from partc.codegen.kernels.fused import kernel
+from partc.codegen.kernels.pointwise import Pointwise
+from partc.codegen.kernels.rows import Rows
 from partc.codegen.package import kernel_module
-from partc.codegen.pointwise import Pointwise
-from partc.codegen.rows import Rows
-from partc.interpret import evaluate
+from partc.ir.interpreter import evaluate
+from partc.ir.layout import Layout
+from partc.ir.mesh import Mesh
+from partc.ir.operators import DTYPES
+from partc.ir.program import Call, DType, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
 from partc.kernels.interpreted import rounds
-from partc.layout import Layout
-from partc.mesh import Mesh
-from partc.operators import DTYPES
 from partc.passes.fuse import fuse
-from partc.program import Call, DType, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
 from tests.programs import fused_graph, op, value
 from tests.test_memory import GPT
 from tests.triton_runs import Kernels
@@ -125,7 +125,7 @@ def test_every_elementwise_operation(kernels: Kernels, dtype: DType) -> None:
     x, y = random(item("x").type, 1), random(item("y").type, 2)
     x.view(-1)[:6] = torch.tensor([0.0, 1e-3, -1e-3, 8.0, -8.0, 1e-6]).to(x.dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("partc.passes.fuse_groups.MOST_TENSORS", 100)
+        patch.setattr("partc.passes.fuse.groups.MOST_TENSORS", 100)
         check(kernels, graph, {"x": x, "y": y})
 
 

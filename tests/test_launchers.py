@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from partc.launch import local_environment, torchrun_command
-from partc.runtime.manifest import checkpoints, read
+from partc.package.launch import local_environment, torchrun_command
+from partc.runtime.checkpoint.manifest import checkpoints, read
 from tests.benchmarks.faults import campaign
 from tests.durable import trained, whole
 from tests.test_runtime_death import package, rank_of

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partc.layout import Layout, Partial, Placement, Replicated, Shard, SubDim, Varying, index_ranges
+from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, SubDim, Varying, index_ranges
 from tests.virtual_ops import coordinates, cut, named
 
 SIZES = {"dp": 2, "tp": 3, "mb": 2}

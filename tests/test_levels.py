@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import partc
-from partc.accounting import communication
-from partc.mesh import Mesh
+from partc.cost.accounting import communication
+from partc.ir.mesh import Mesh
+from partc.runtime.comm.virtual import VirtualComm, World
+from partc.runtime.execution.parts import Parts
 from partc.runtime.layout import Shard
-from partc.runtime.parts import Parts
-from partc.runtime.virtual import VirtualComm, World
 from tests.test_zero import _ids, tied
 
 NODES = {"dp_out": 2, "dp_mid": 2, "dp_in": 3}
@@ -62,15 +62,17 @@ def test_parts_of_any_layout_come_together_and_apart(near: tuple[str, ...]) -> N
         own = {name: torch.zeros_like(x) for name, x in held.items()}
         parts = Parts(comm, shards, held, own, near=near)
         for names in (list(shards), *([name] for name in shards)):
-            found = parts.gather(*names).wait()
+            found = parts.gather(names).wait()
             assert all(torch.equal(x, whole[name]) for name, x in zip(names, found, strict=True))
-        kept = parts.keep(*shards)
+        kept = parts.keep(lambda *fields: fields, *shards)
         for x in held.values():
             x.mul_(2)
+        kept.gather()
+        kept.wait()
         parts.refresh()
-        assert all(torch.equal(x, whole[name] * 2) for name, x in zip(shards, kept, strict=True))
+        assert all(torch.equal(x, whole[name] * 2) for name, x in zip(shards, kept.whole, strict=True))
         for names in (("rows", "columns"), ("strided",), ("several", "whole")):
-            parts.scatter({name: gradients[number][name] for name in names})
+            parts.unit(None, *names).scatter([gradients[number][name] for name in names])
         parts.settle()
         for name in LAYOUTS:
             want = shards[name].local(summed[name], NODES, place)
@@ -100,17 +102,14 @@ def test_what_a_scatter_leaves_out_the_next_ones_make_up_for(kind: str, near: tu
         parts = Parts(comm, shards, held, total, near=near, compress=kind)
         for step in range(steps):
             if step % 3:
-                parts.scatter(given[step][number])
+                parts.scatter(given[step][number]).wait()
             else:
                 for name, x in given[step][number].items():
-                    parts.scatter({name: x})
+                    parts.scatter({name: x}).wait()
             forgetful = Parts(comm, shards, held, alone, near=near, compress=kind)
-            forgetful.scatter(given[step][number])
-            forgetful.settle()
-        parts.settle()
+            forgetful.scatter(given[step][number]).wait()
         first = Parts(comm, shards, held, once, near=near, compress=kind)
-        first.scatter(given[0][number])
-        first.settle()
+        first.scatter(given[0][number]).wait()
         for name, shard in shards.items():
             one = (once[name] - shard.local(sum(each[name] for each in given[0]), sizes, place)).norm()
             left = (total[name] - shard.local(exact[name], sizes, place)).norm()

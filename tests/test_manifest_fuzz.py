@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from partc.explain import CATALOGUE
+from partc.runtime.checkpoint.manifest import NAME
+from partc.runtime.checkpoint.restore import newest
 from partc.runtime.errors import UsageError
-from partc.runtime.manifest import NAME
-from partc.runtime.restore import newest
-from partc.runtime.together import Together
+from partc.runtime.processes.agreement import Together
 from partc.runtime.torch_private import lone_store
 from tests.durable import build, trained, whole
 
@@ -197,6 +197,7 @@ def placed(saved: Save, raw: bytes) -> None:
     saved.write({**saved.manifest, "files": files})
 
 
+@pytest.mark.slow
 def test_every_field_of_a_files_header(saved: Save) -> None:
     raw = (saved.good / FILE).read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])

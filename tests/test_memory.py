@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import partc
-from partc.memory import CATEGORIES, Account
-from partc.memory_table import chart, page
-from partc.mesh import PIPELINE_AXIS, Mesh
-from partc.rehearsal import rehearse
-from partc.runtime.manifest import read
+from partc.cost.memory import CATEGORIES, Account
+from partc.ir.mesh import PIPELINE_AXIS, Mesh
+from partc.rehearsal.rehearsal import rehearse
+from partc.reports.memory_table import chart, page
+from partc.runtime.checkpoint.manifest import read
 from tests.durable import imported_from, trained
 from tests.meter import Meter, later, measured, metered
 from tests.zoo import MODELS
@@ -35,7 +35,7 @@ def alone(package: Path, *arguments: str) -> int:
     import importlib
 
     with imported_from(package):
-        train: Any = importlib.import_module("runtime.train")
+        train: Any = importlib.import_module("runtime.train.train")
         meter, plain = Meter(), train._train
         metered(train, meter)
         try:
@@ -53,7 +53,7 @@ def alone(package: Path, *arguments: str) -> int:
         (GPT, (), {"precision": "bf16", "recompute": "full"}),
         (FILES / "resnet.py", ("--optimizer", "sgd"), {"microbatches": 2}),
         (FILES / "noisy.py", (), {"precision": "fp16", "microbatches": 2}),
-        (GPT, (), {"kernels": "triton", "recompute": "selective"}),
+        (GPT, (), {"kernels": "triton", "recompute": "selective", "options": {"batch": 2, "seq": 8, "depth": 1}}),
         (FILES / "noisy.py", (), {"kernels": "triton", "precision": "bf16"}),
     ],
 )
@@ -81,6 +81,7 @@ def on_processes(folder: Path, model: Path | str, mesh: str, arguments: tuple[st
         )
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_that_gather_and_scatter_hold_what_is_predicted(tmp_path: Path) -> None:
     on_processes(tmp_path, GPT, "2", microbatches=2, zero=3)
@@ -117,6 +118,7 @@ def test_other_models_hold_what_is_predicted(name: str, mesh: str, options: dict
     on_processes(tmp_path, model.source(tmp_path), mesh, options=model.options, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_that_share_tensors_hold_what_is_predicted(tmp_path: Path) -> None:
     on_processes(tmp_path, GPT, "tp=2", microbatches=2)

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.verify import verify
+from partc.package.verify import verify
 from tests.zoo import EXAMPLES, MODELS
 
 MESHES = ("2", "tp=2", "pp=2", "2x2", "2x2x2", "1x4x2", "2x1x4")
 
 PROVED = ("gpt", "mlp", "llama", "gpt2", "bert", "vit")
 
-# What `make test` runs of every model; `make models` runs the rest too.
+# What `make test` runs of every model, and what `make test-all` runs; `make models` runs the rest too.
+QUICK = {("tp=2", 1, "1f1b"), ("2x2x2", 4, "1f1b")}
 ALWAYS = {("tp=2", 1, "1f1b"), ("2", 4, "1f1b"), ("1x4x2", 4, "1f1b"), ("2x2x2", 4, "1f1b"), ("2x2x2", 4, "gpipe")}
 
 
@@ -27,7 +28,9 @@ def _cases() -> list[object]:
             if partc.Mesh.parse(mesh).axis("pp") > 1:
                 cases.append((mesh, 4, "gpipe"))
             for case in cases:
-                marks = () if case in ALWAYS or model == "gpt" else (pytest.mark.matrix,)
+                marks = [] if case in ALWAYS or model == "gpt" else [pytest.mark.matrix]
+                if case not in QUICK and not (model == "gpt" and case[1:] == (4, "1f1b")):
+                    marks.append(pytest.mark.slow)
                 found.append(pytest.param(model, *case, marks=marks, id="-".join(map(str, (model, *case)))))
     return found
 
@@ -59,7 +62,10 @@ def test_package_equals_single_device(
     assert result.compared > 2 * len(package.program.parameters)
 
 
-@pytest.mark.parametrize(("mesh", "microbatches"), [("2", 1), ("tp=2", 1), ("pp=2", 4), ("2x2x2", 4)])
+@pytest.mark.parametrize(
+    ("mesh", "microbatches"),
+    [("2", 1), ("tp=2", 1), ("pp=2", 4), pytest.param("2x2x2", 4, marks=pytest.mark.slow)],
+)
 def test_real_processes(mesh: str, microbatches: int, tmp_path: Path) -> None:
     package = partc.compile(EXAMPLES / "gpt.py", mesh=mesh, microbatches=microbatches, precision="fp64")
     package.write(tmp_path / "build")
@@ -67,12 +73,14 @@ def test_real_processes(mesh: str, microbatches: int, tmp_path: Path) -> None:
     assert result.ok, result.worst
 
 
+@pytest.mark.slow
 def test_fp32_is_as_close_as_rounding_allows(tmp_path: Path) -> None:
     partc.compile(EXAMPLES / "gpt.py", mesh="2x2x2", microbatches=4).write(tmp_path / "build")
     result = verify(tmp_path / "build", steps=2, virtual=True)
     assert result.ok, result.worst
 
 
+@pytest.mark.slow
 def test_sixty_four_ranks(tmp_path: Path) -> None:
     partc.compile(EXAMPLES / "gpt.py", mesh="2x8x4", microbatches=2, precision="fp64").write(tmp_path / "build")
     result = verify(tmp_path / "build", steps=1, virtual=True)
@@ -80,7 +88,15 @@ def test_sixty_four_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "microbatches"), [("tp=2", 1), ("pp=3,dp=2,tp=2", 4), ("pp=2,tp=3", 2), ("4x2", 3), ("pp=6,dp=2", 4)]
+    ("mesh", "microbatches"),
+    [
+        ("tp=2", 1),
+        ("pp=2,tp=3", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("pp=3,dp=2,tp=2", 4), ("4x2", 3), ("pp=6,dp=2", 4))
+        ),
+    ],
 )
 def test_everything_awkward(mesh: str, microbatches: int, shared: Path, tmp_path: Path) -> None:
     """Names of a Sequential's parameters; a weight used alike by ranks in one region and differently in another."""

@@ -16,18 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 import partc
-from partc.launch import torchrun_command
-from partc.runtime import comm as communication
-from partc.runtime import distributed, torch_private, train, watch
+from partc.package.launch import torchrun_command
+from partc.runtime import torch_private
 from partc.runtime.clock import Clock
-from partc.runtime.comm import Pending
-from partc.runtime.devices import own_device
-from partc.runtime.distributed import LINK_BLOCKS, DistributedComm
+from partc.runtime.comm import comm as communication
+from partc.runtime.comm import distributed
+from partc.runtime.comm.comm import Pending
+from partc.runtime.comm.distributed import LINK_BLOCKS, DistributedComm
 from partc.runtime.errors import UsageError
-from partc.runtime.meeting import World, _Meeting
-from partc.runtime.signals import Caught
-from partc.runtime.together import Together
+from partc.runtime.processes import watchdog
+from partc.runtime.processes.agreement import Together
+from partc.runtime.processes.devices import own_device
+from partc.runtime.processes.rendezvous import LauncherVariables, _WatchedStore
+from partc.runtime.processes.signals import Caught
 from partc.runtime.torch_private import lone_store, nccl_settings
+from partc.runtime.train import train
 from tests.durable import imported_from
 from tests.durable import train as run_train
 from tests.zoo import EXAMPLES
@@ -304,7 +307,7 @@ def test_a_start_forgets_what_an_ended_one_told_its_monitors() -> None:
     store = dist.HashStore()
     store.set("exception_dump", "1")
     store.set("other", "kept")
-    meetings = [_Meeting(World(rank, 2, "localhost", 1), 20.0, Caught()) for rank in range(2)]  # type: ignore[arg-type]
+    meetings = [_WatchedStore(LauncherVariables(rank, 2, "localhost", 1), 20.0, Caught()) for rank in range(2)]  # type: ignore[arg-type]
     other = threading.Thread(target=meetings[1]._session, args=(store,))
     other.start()
     meetings[0]._session(store)
@@ -323,7 +326,7 @@ def test_a_run_ends_with_its_groups(fails: bool, package: Path, monkeypatch: pyt
         def __getattr__(self, name: str) -> Any:
             return lambda: said.append(name)
 
-    class Watching(train.Watch):
+    class Watching(train.Watchdog):
         def __exit__(self, *error: Any) -> None:
             super().__exit__(*error)
             said.append("unwatched")
@@ -335,9 +338,9 @@ def test_a_run_ends_with_its_groups(fails: bool, package: Path, monkeypatch: pyt
 
     monkeypatch.setattr(distributed, "DistributedComm", Comm)
     monkeypatch.setattr(train, "meet", lambda *given: lone_store())
-    monkeypatch.setattr(train, "world", lambda: World(0, 1))
+    monkeypatch.setattr(train, "world", lambda: LauncherVariables(0, 1))
     monkeypatch.setattr(train, "world_size", lambda: 8)
-    monkeypatch.setattr(train, "Watch", Watching)
+    monkeypatch.setattr(train, "Watchdog", Watching)
     monkeypatch.setattr(train, "_train", trained)
     monkeypatch.setattr(train, "_materialise", lambda *given: None)
     monkeypatch.setattr(train, "_stopped", lambda *given: False)
@@ -365,7 +368,7 @@ class Machine:
         properties = lambda index: type("P", (), {"uuid": here.seen[index]})  # noqa: E731
         monkeypatch.setattr(cuda, "get_device_properties", properties)
         monkeypatch.setattr(cuda, "set_device", lambda device: None)
-        monkeypatch.setattr("partc.runtime.devices._host", lambda: here.name)
+        monkeypatch.setattr("partc.runtime.processes.devices._host", lambda: here.name)
 
     def devices(self, local: list[int], wanted: str = "auto") -> list[torch.device | UsageError]:
         """By rank."""
@@ -528,7 +531,7 @@ def test_a_device_that_stands_still_ends_the_run(monkeypatch: pytest.MonkeyPatch
         ended.set()
         raise RuntimeError("left")
 
-    monkeypatch.setattr(watch, "leave", leave)
+    monkeypatch.setattr(watchdog, "leave", leave)
     monkeypatch.setattr(threading, "excepthook", lambda given: None)
     for timeout, stops in ((600.0, False), (0.2, True)):
         said.clear()
@@ -536,7 +539,9 @@ def test_a_device_that_stands_still_ends_the_run(monkeypatch: pytest.MonkeyPatch
         broken: list[str] = []
         with (
             Caught(checkpoints=False) as caught,
-            watch.Watch(lone_store(), World(0, 1), caught, Stuck(), timeout, None, [partial(broken.append, "off")]),
+            watchdog.Watchdog(
+                lone_store(), LauncherVariables(0, 1), caught, Stuck(), timeout, None, [partial(broken.append, "off")]
+            ),
         ):
             assert ended.wait(10.0 if stops else 2.5) == stops
         if stops:
@@ -545,10 +550,10 @@ def test_a_device_that_stands_still_ends_the_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_breaks_off_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "ABORTED", 0.2)
+    monkeypatch.setattr(watchdog, "ABORTED", 0.2)
     called: list[str] = []
     began = time.monotonic()
-    with pytest.raises(ZeroDivisionError), watch.breaking_off() as leaving:
+    with pytest.raises(ZeroDivisionError), watchdog.breaking_off() as leaving:
         leaving.append(lambda: called.append("first") or 1 / 0)  # type: ignore[arg-type,func-returns-value]
         leaving.append(lambda: time.sleep(20))
         raise ZeroDivisionError

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from partc import fuel
 from partc.errors import PartcError
-from partc.interpret import evaluate_program
-from partc.mesh import Mesh
+from partc.frontend.trace import trace_model
+from partc.ir.interpreter import evaluate_program
+from partc.ir.mesh import Mesh
+from partc.ir.program import Op, Program
 from partc.passes.normalize import normalize
 from partc.passes.outline import outline
 from partc.passes.simplify import simplify
-from partc.program import Op, Program
-from partc.runtime.precision import computing_in
+from partc.runtime.train.precision import computing_in
 from partc.settings import Settings
-from partc.trace import trace_model
 
 Forward = Callable[..., Tensor]
 

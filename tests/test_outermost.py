@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 import partc
+from partc.ir.program import Program
 from partc.passes.outermost import outermost
-from partc.program import Program
 from partc.settings import settings
 from tests.durable import imported_from
 from tests.zoo import EXAMPLES
@@ -80,8 +80,8 @@ class Copies:
 def copied(package: partc.Package, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     package.write(folder)
     with imported_from(folder), monkeypatch.context() as patch:
-        counted = Copies(patch, importlib.import_module("runtime.comm"))
-        run = importlib.import_module("runtime.train")
+        counted = Copies(patch, importlib.import_module("runtime.comm.comm"))
+        run = importlib.import_module("runtime.train.train")
         assert run.main(["--virtual", "--steps", "1"], folder) == 0
     return counted.bytes
 
@@ -105,6 +105,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "turned"), KINDS.items())
 def test_whatever_stands_between_the_numbers_are_the_same(kind: str, turned: int) -> None:
     """Attention is turned always, and what works on rows in any order: in forward, `turned` pairs of collectives."""

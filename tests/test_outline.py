@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partc.interpret import evaluate_program
-from partc.mesh import Mesh
+from partc.frontend.trace import trace_file, trace_model
+from partc.ir.interpreter import evaluate_program
+from partc.ir.mesh import Mesh
+from partc.ir.program import Program
+from partc.ir.verifier import verify_program
 from partc.passes.normalize import normalize
 from partc.passes.outline import outline
 from partc.passes.simplify import simplify
-from partc.program import Program
-from partc.runtime.precision import computing_in
-from partc.trace import trace_file, trace_model
-from partc.verifier import verify_program
+from partc.runtime.train.precision import computing_in
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 Batch = Mapping[str, Tensor]

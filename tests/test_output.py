@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from partc.errors import PartcError
-from partc.output import MANIFEST, check_target, write
+from partc.package.output import MANIFEST, check_target, write
 
 PLAN = ("plan.json", json.dumps({"partc": 1}))
 

@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from partc import chrome, origin, output
 from partc.cli import main
 from partc.errors import PartcError
-from partc.measured import read_trace
+from partc.frontend import origin
+from partc.package import output
+from partc.package.recorded_steps import read_trace
+from partc.reports import chrome_trace
+from partc.runtime.checkpoint.given_parameters import INDEX, fitting
+from partc.runtime.checkpoint.safetensors import save
 from partc.runtime.clock import Interval
 from partc.runtime.errors import UsageError
-from partc.runtime.given import INDEX, fitting
-from partc.runtime.job import parse
-from partc.runtime.tensors import save
-from partc.runtime.tuning import given
+from partc.runtime.train.job import parse
+from partc.runtime.train.tuning import given
 from tests.durable import build
 from tests.models import tied
 from tests.test_manifest_fuzz import mutants, watched
@@ -117,7 +119,7 @@ def test_every_field_of_a_trace(tmp_path: Path) -> None:
         (folder / "rank_001.json").write_text(json.dumps(found))
         with watched(folder):
             try:
-                chrome.document(None, read_trace(folder), None)
+                chrome_trace.document(None, read_trace(folder), None)
                 shown += 1
             except PartcError as error:
                 assert error.code == "P0607", what

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,20 +12,24 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import partc
-from partc.events import Collective, events
-from partc.mesh import Mesh
-from partc.parser import parse
+from partc.communication.exchanges import Collective
+from partc.communication.execution import Execution, GraphRun, Start, events
+from partc.errors import InternalError
+from partc.ir.parser import parse
+from partc.ir.printer import print_program, print_region
+from partc.ir.program import MOVING, Action, Program
+from partc.ir.verifier import verify_program
+from partc.package.verify import verify
+from partc.passes.actions import actions
 from partc.passes.bucket import bucket
 from partc.passes.overlap import overlap
-from partc.printer import print_program, print_region
-from partc.program import MOVING
-from partc.rehearsal import rehearse
+from partc.passes.prefetch import prefetch
+from partc.rehearsal.late import late
+from partc.rehearsal.rehearsal import rehearse
+from partc.runtime.comm.virtual import VirtualComm, World
+from partc.runtime.execution.parts import Parts
+from partc.runtime.execution.sums import Bucket, Sums
 from partc.runtime.layout import Shard
-from partc.runtime.parts import Parts, ahead
-from partc.runtime.sums import Bucket, Sums
-from partc.runtime.virtual import VirtualComm, World
-from partc.verifier import verify_program
-from partc.verify import verify
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -141,7 +144,7 @@ def _world(work: Any, size: int = 2) -> None:
     world.run(lambda rank: work(VirtualComm(world=world, rank=rank, coordinate={"dp": rank}, groups=groups, links={})))
 
 
-def test_sums_start_after_the_last_microbatch_alone() -> None:
+def test_sums_start_bucket_by_bucket() -> None:
     shards = {name: Shard("f64[3]", reduce=("dp",)) for name in ("a", "b", "c")}
     buckets = (
         Bucket(after="late", over=("dp",), first="b", last="c"),
@@ -152,19 +155,31 @@ def test_sums_start_after_the_last_microbatch_alone() -> None:
         memory = torch.full((9,), float(comm.group(("dp",)).rank + 1), dtype=torch.float64)
         gradients = dict(zip(shards, memory.split(3), strict=True))
         sums = Sums(comm, shards, gradients, buckets)
-        comm.last = False
-        sums.start("late")
-        sums.finish()
-        assert memory.unique().numel() == 1
-        comm.last = True
         sums.start("late")
         gradients["a"].add_(10)  # the call before it still adds to its own
         sums.start("soon")
-        sums.finish()
+        sums.wait()
         assert gradients["a"].tolist() == [23.0] * 3
         assert gradients["b"].tolist() == gradients["c"].tolist() == [3.0] * 3
 
     _world(work)
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("2", 0), ("2", 1), ("pp=2,dp=2", 0)])
+def test_sums_start_in_the_last_backward_alone(mesh: str, zero: int) -> None:
+    """Of a step's batches, too: one whose gradients are only accumulated starts none."""
+    program = partc.compile(EXAMPLES / "gpt.py", mesh=mesh, microbatches=2, bucket="20KB", zero=zero).program
+    for place in range(program.mesh.axis("pp")):
+        for updates in (True, False):
+            steps = Execution(program, place).step(updates=updates)
+            summing = {
+                str(action)
+                for action, found in steps
+                if any(isinstance(each, Start) and each.key[0] in ("sum", "bucket") for each in found)
+            }
+            assert summing & {f"{place}{kind}{index}" for kind in "BIW" for index in range(2)} == (
+                {f"{place}{'W' if place in program.split_stages else 'B'}1"} if updates else set()
+            )
 
 
 def test_what_is_on_its_way_must_not_change() -> None:
@@ -182,73 +197,163 @@ class Fields(NamedTuple):
     w: Tensor
 
 
+_GATHERS = """
+program net mesh dp=2 microbatches 2 loss loss
+input x
+value x: f32[4@dp,mb, 4]
+value h: f32[4@dp,mb, 4]
+value loss: f32[] partial(dp,mb)
+parameter a.w: f32[4@dp, 4] gather(dp) zero 3
+parameter b.w: f32[4@dp, 4] gather(dp) zero 3
+call a = a(x; a.w) -> h
+call b = b(h; b.w) -> loss
+schedule 0: 0F0 0B0 0F1 0B1 0REDUCE_GRAD
+
+region a phase microbatch:
+  param w: f32[4, 4] vary(dp,mb)
+  forward:
+    input x: f32[4@dp,mb, 4]
+    h = linear(x, w)  # f32[4@dp,mb, 4]
+    return h
+  saved x
+  backward:
+    input grad_h: f32[4@dp,mb, 4]
+    input x: f32[4@dp,mb, 4]
+    grad_w = linear_grad_weight(grad_h, x)  # f32[4, 4] partial(dp,mb)
+    return grad_w
+
+region b phase microbatch:
+  param w: f32[4, 4] vary(dp,mb)
+  forward:
+    input h: f32[4@dp,mb, 4]
+    y = linear(h, w)  # f32[4@dp,mb, 4]
+    loss = sum(y, (0, 1), False)  # f32[] partial(dp,mb)
+    return loss
+  saved h
+  backward:
+    input grad_loss: f32[]
+    input h: f32[4@dp,mb, 4]
+    grad_y = expand(grad_loss, (4, 4))  # f32[4@dp,mb, 4]
+    grad_h = matmul(grad_y, w)  # f32[4@dp,mb, 4]
+    grad_w = linear_grad_weight(grad_y, h)  # f32[4, 4] partial(dp,mb)
+    return grad_h, grad_w
+"""
+
+
+def test_gathers_start_one_call_ahead() -> None:
+    """The backward of `a` reads no parameters; what `b` reads twice in a row is gathered once."""
+    program = prefetch(actions(parse(_GATHERS)))
+    assert print_program(parse(print_program(program))) == print_program(program)
+    assert _started(program) == ["UNSHARD: a", "F: b", "B: a", "F: b"]
+    assert_expected_inline(
+        _actions(program),
+        """\
+action 0F:
+  wait gather a
+  start gather b
+  run F a
+  free gather a
+  wait gather b
+  start gather ahead 1
+  run F b
+  free gather b
+action 0B:
+  wait gather b
+  start gather ahead 1
+  run B b
+  free gather b
+  wait scatter a
+  start scatter b
+  run B a
+  wait scatter b
+  start scatter a
+action 0END:
+  start loss
+  run update
+action 0REDUCE_GRAD:
+  wait scatter a
+schedule 0: 0UNSHARD>0F 0F0>0B 0B0>0F 0F1>0B 0B1 0REDUCE_GRAD""",
+    )
+
+
+def test_an_action_that_gathers_nothing_ahead_has_its_gathers_before_the_next() -> None:
+    program = prefetch(actions(parse(_GATHERS)), late=frozenset(["0F"]))
+    assert _actions(program).splitlines()[-1] == (
+        "schedule 0: 0UNSHARD>0F 0F0 0UNSHARD>0B 0B0>0F 0F1 0UNSHARD>0B 0B1 0REDUCE_GRAD"
+    )
+    assert _started(program) == ["UNSHARD: a", "F: b", "UNSHARD: b", "B: a", "F: b", "UNSHARD: b"]
+
+
+def test_without_the_pass_everything_is_waited_for_at_once() -> None:
+    program = actions(parse(_GATHERS))
+    assert _started(program) == ["F: a", "F: b", "B: b", "F: a", "F: b", "B: b"]
+
+
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("line", "fault"),
     [
-        ("0 1 2", "start 0, compute nothing, start 1, compute 0, start 2, compute 1, compute 2"),
-        ("0 1 1 0", "start 0, compute nothing, start 1, compute 0, compute 1, start 0, compute 1, compute 0"),
-        (
-            "0 1 - 1 2",
-            "start 0, compute nothing, start 1, compute 0, compute 1, start 1, start 2, compute 1, compute 2",
-        ),
-        ("- -", "compute nothing"),
+        ("  wait gather b\n", "reads its parameters before they are there"),
+        ("  free gather b\n  wait scatter", "ends a step with something under way"),
+        ("  wait scatter b\n", "scattered again before the last time has ended"),
     ],
 )
-def test_gathers_start_one_call_ahead(line: str, expected: str) -> None:
-    """Whatever action a call is of. What is read twice in a row is gathered once; nothing goes ahead past None."""
-    shards = {f"{i}.w": Shard("f64[4@dp]", gather=("dp",)) for i in range(3)}
+def test_a_missing_wait_or_free_is_found(line: str, fault: str) -> None:
+    text = print_program(prefetch(actions(parse(_GATHERS))))
+    first = text.index(line)
+    broken = parse(text[:first] + text[first + line.index("\n") + 1 :])
+    with pytest.raises(InternalError, match=fault):
+        list(Execution(broken, 0).step())
+
+
+def _started(program: Program) -> list[str]:
+    """The gathers of a step, with the actions in which they start."""
+    return [
+        f"{action.kind if isinstance(action, Action) else action}: {each.key[2]}"
+        for action, steps in Execution(program, 0).step()
+        for each in steps
+        if isinstance(each, Start) and each.key[0] == "gather"
+    ]
+
+
+def _actions(program: Program) -> str:
+    text = print_program(program)
+    return text[text.index("action ") : text.index("\n\nregion")]
+
+
+def test_a_unit_gathers_once_until_it_is_freed() -> None:
+    shards = {"w": Shard("f64[4@dp]", gather=("dp",))}
 
     def work(comm: VirtualComm) -> None:
-        held = {name: torch.full((2,), float(i), dtype=torch.float64) for i, name in enumerate(shards)}
-        parts = Parts(comm, shards, held, {})
-        log: list[str] = []
-
-        class Logged:
-            def __init__(self, name: str) -> None:
-                self.name, self.unit, self.turns = name, parts.unit(Fields, name), parts.turns
-
-            def gather(self) -> Any:
-                log.append(f"start {self.name[0]}")
-                return self.unit.gather()
-
-        units: dict[str, Any] = {name[0]: Logged(name) for name in shards} | {"-": None}
-        whole: Iterator[Fields] = ahead(*(units[name] for name in line.split()))
-        log.append("compute nothing")
-        for name in line.replace("-", "").split():
-            fields = next(whole)
-            log.append(f"compute {name}")
-            assert fields.w.tolist() == [float(name)] * 4
-        assert ", ".join(log) == expected
+        unit = Parts(comm, shards, {"w": torch.full((2,), 7.0, dtype=torch.float64)}, {}).unit(Fields, "w")
+        unit.gather()
+        unit.gather()  # moves nothing
+        unit.wait()
+        unit.free()
+        unit.wait()
+        assert unit.whole.w.tolist() == [7.0] * 4
+        unit.free()
+        assert not hasattr(unit, "whole")
+        unit.gather()
+        unit.wait()
+        assert unit.whole.w.tolist() == [7.0] * 4
 
     _world(work)
 
 
 def test_gathers_cross_nodes_two_calls_ahead_and_go_around_inside_one() -> None:
-    shards = {f"{i}.w": Shard("f64[4@dp_out,dp_in]", gather=("dp_out", "dp_in")) for i in range(3)}
-    mesh = Mesh((("dp_out", 2), ("dp_in", 2)))
-    groups = [("dp_out",), ("dp_in",)]
-    world = World(4)
-
-    def work(rank: int) -> None:
-        members = {",".join(axes): mesh.group(rank, axes) for axes in groups}
-        comm = VirtualComm(world=world, rank=rank, coordinate=mesh.coordinate(rank), groups=members, links={})
-        held = {name: torch.full((1,), float(rank), dtype=torch.float64) for name in shards}
-        parts = Parts(comm, shards, held, {}, near=("dp_in",))
-        log: list[str] = []
-        for name in ("dp_out", "dp_in"):
-            axis = comm.group((name,))
-            start = axis.start_all_gather
-            axis.start_all_gather = lambda *args, name=name, start=start, **named: (  # type: ignore[method-assign]
-                log.append(name) or start(*args, **named)
-            )
-        for fields in ahead(*(parts.unit(Fields, name) for name in shards)):
-            assert fields.w.tolist() == [0.0, 1.0, 2.0, 3.0]
-            log.append("compute")
-        out, near, compute = "dp_out", "dp_in", "compute"
-        assert log == [out, out, near, near, out, compute, near, compute, compute]
-
-    world.run(work)
-    assert not any(group.meetings for group in world.groups.values())
+    text = _GATHERS.replace("mesh dp=2", "mesh dp_out=2,dp_in=2").replace("loss loss", "loss loss near dp_in", 1)
+    text = text.replace("@dp", "@dp_out,dp_in").replace("(dp", "(dp_out,dp_in")
+    steps = Execution(prefetch(actions(parse(text))), 0).step()
+    log = [
+        f"{each.key[2]} over {each.collective.axes[0]}" if isinstance(each, Start) else f"{each.kind} {each.call.name}"
+        for _, found in steps
+        for each in found
+        if (isinstance(each, Start) and each.key[0] == "gather") or isinstance(each, GraphRun)
+    ]
+    assert log[:9] == [
+        "a over dp_out", "b over dp_out", "a over dp_in", "b over dp_in", "F a", "a over dp_out", "F b", "a over dp_in",
+        "B b",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -257,21 +362,22 @@ def test_gathers_cross_nodes_two_calls_ahead_and_go_around_inside_one() -> None:
 )
 def test_what_is_gathered_ahead_raises_no_peak(mesh: str, options: dict[str, Any], some: bool) -> None:
     """All of it would, where `some` is left out: an embedding's gradient is there with what the next action reads."""
-    program = partc.compile(EXAMPLES / "gpt.py", mesh=mesh, zero=3, **options).program
-    kinds = dict.fromkeys(f"{each.stage}{each.kind}" for row in program.schedule for each in row)
-    every = tuple(name for name in kinds if name[1:] in ("F", "B"))
-    late, early, all_early = (
-        [rank.peak for rank in rehearse(replace(program, early=names)).ranks] for names in ((), program.early, every)
-    )
-    assert all(one <= other for one, other in zip(early, late, strict=True))
-    assert (set(program.early) < set(every)) == some
-    assert any(one > other for one, other in zip(all_early, late, strict=True)) == some
-    gathers = lambda names: sum(  # noqa: E731
-        isinstance(event, Collective) and event.op == "all_gather"
-        for row in events(replace(program, early=names)).places
-        for event in row
-    )
-    assert gathers(every) <= gathers(program.early) < gathers(())
+    package = partc.compile(EXAMPLES / "gpt.py", mesh=mesh, zero=3, **options).program
+    rows = tuple(tuple(replace(each, ahead=()) for each in row if each.kind != "UNSHARD") for row in package.schedule)
+    written = actions(replace(package, schedule=rows))
+    every = frozenset(f"{each.stage}{each.kind}" for row in package.schedule for each in row if each.kind in ("F", "B"))
+    chosen = late(written)
+    all_late, early, all_early = (prefetch(written, late=names) for names in (every, chosen, frozenset[str]()))
+    assert early == package
+    peaks = [[rank.peak for rank in rehearse(program).ranks] for program in (all_late, early, all_early)]
+    assert all(one <= other for one, other in zip(peaks[1], peaks[0], strict=True))
+    assert bool(chosen) == some
+    assert any(one > other for one, other in zip(peaks[2], peaks[0], strict=True)) == some
+    gathers = [
+        sum(isinstance(each, Collective) and each.op == "all_gather" for row in events(program).places for each in row)
+        for program in (all_early, early, all_late)
+    ]
+    assert gathers[0] <= gathers[1] < gathers[2]
 
 
 @pytest.mark.parametrize(

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from partc.launch import local_environment, torchrun_command
+from partc.package.launch import local_environment, torchrun_command
+from partc.runtime.checkpoint.manifest import checkpoints
 from partc.runtime.errors import UsageError
-from partc.runtime.manifest import checkpoints
-from partc.runtime.ownership import NAME, sole
-from partc.runtime.together import Together
+from partc.runtime.processes.agreement import Together
+from partc.runtime.processes.ownership import NAME, sole
 from partc.runtime.torch_private import lone_store
 from tests.durable import build, train
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from partc.runtime.ownership import sole
-from partc.runtime.together import Together
+from partc.runtime.processes.ownership import sole
+from partc.runtime.processes.agreement import Together
 from partc.runtime.torch_private import lone_store
 sole(Path(sys.argv[1]), Together(lone_store(), 0, 1), timeout=1, say=print)
 print("holds", flush=True)

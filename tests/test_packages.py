@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import partc
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SHOWN = EXAMPLES / "gpt_2x2x2"  # what examples/gpt.py becomes, for people to read and reviews to see change
-REWRITE = "partc compile examples/gpt.py --mesh 2x2x2 --microbatches 4 -o build; then copy stages and ranks here"
+# Packages of examples/gpt.py without their runtime, for people to read and reviews to see change.
+SHOWN: dict[str, dict[str, Any]] = {
+    "gpt_2x2x2": {"mesh": "2x2x2", "microbatches": 4},
+    "gpt_zero3_bf16": {"mesh": "1x2x2", "zero": 3, "recompute": "selective", "precision": "bf16", "kernels": "triton"},
+}
+REWRITE = "python -m tests.test_packages writes it anew"
+
+
+def shown(name: str) -> dict[str, str]:
+    """The files of a shown package by path; digests are left out, as they change with the runtime."""
+    files = partc.compile(EXAMPLES / "gpt.py", **SHOWN[name]).files()
+    return {path: str(text) for path, text in files if not path.startswith("runtime/")}
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +42,13 @@ def test_two_compiles_are_byte_identical(build: Path, tmp_path: Path) -> None:
         assert (build / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
 
 
-def test_shown_code_is_what_is_emitted(build: Path) -> None:
-    shown = sorted(path for path in SHOWN.rglob("*") if path.is_file())
-    assert len(shown) >= 4
-    for path in shown:
-        assert path.read_text() == (build / path.relative_to(SHOWN)).read_text(), f"{path} is old: {REWRITE}"
+@pytest.mark.parametrize("name", SHOWN)
+def test_shown_code_is_what_is_emitted(name: str) -> None:
+    files = shown(name)
+    there = {str(path.relative_to(EXAMPLES / name)): path for path in (EXAMPLES / name).rglob("*") if path.is_file()}
+    assert set(there) == set(files), f"other files than in examples/{name}: {REWRITE}"
+    for path, text in files.items():
+        assert there[path].read_text() == text, f"examples/{name}/{path} is old: {REWRITE}"
 
 
 def test_package_needs_torch_alone(build: Path) -> None:
@@ -86,3 +100,11 @@ def test_a_constant_may_have_its_region_s_name(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text(CLASHING)
     result = partc.compile(str(tmp_path / "m.py"), mesh="tp=2", precision="fp64").verify()
     assert result.ok, result.worst
+
+
+if __name__ == "__main__":
+    for name in SHOWN:
+        shutil.rmtree(EXAMPLES / name, ignore_errors=True)
+        for path, text in shown(name).items():
+            (EXAMPLES / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (EXAMPLES / name / path).write_text(text)

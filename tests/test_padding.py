@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import partc
-from partc.parser import parse
-from partc.printer import print_program
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
+from partc.package.verify import verify
 from partc.runtime.layout import Shard
-from partc.verify import verify
 from tests.zoo import MODELS, Model
 
 
@@ -22,6 +22,7 @@ def _gpt2(vocabulary: int, **more: object) -> Model:
     return Model(name="gpt2", config={**known.config, "vocab_size": vocabulary, **more}, options=known.options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "microbatches"), [("tp=8", 1), ("pp=2,tp=3", 2), ("2x2x2", 4)])
 def test_odd_vocabularies_equal_one_device(mesh: str, microbatches: int, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -110,6 +111,7 @@ def test_a_table_read_twice_in_one_region(mesh: str) -> None:
     assert result.ok, result.worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "precision", "more"),
     [("1", "bf16", {}), ("dp=2", "fp64", {}), ("tp=2", "fp64", {}), ("tp=3", "fp64", {"loss_chunks": 3})],

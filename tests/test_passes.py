@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import partc
 from partc import fuel, passes
 from partc import settings as environment
 from partc.errors import InternalError, PartcError
-from partc.program import Op, Program, Ref, Region
+from partc.ir.program import Op, Program, Ref, Region
 from partc.settings import Settings
 from tests.programs import tiny
 
-README = Path(__file__).parent.parent / "README.md"
+ARCHITECTURE = Path(__file__).parent.parent / "docs" / "architecture.md"
 
 
 def append_op(program: Program, name: str) -> Program:
@@ -39,7 +41,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
 
     made = tuple(
         Made(name=name, label=name.title(), does="", requires=requires, ensures=(name,), optional=name == "second")
-        for name, requires in (("first", ("traced",)), ("second", ("first",)), ("third", ("second",)))
+        for name, requires in (("first", ("traced",)), ("second", ("first",)), ("third", ("first",)))
     )
     monkeypatch.setattr(passes, "PIPELINE", made)
     monkeypatch.setattr(passes, "NAMES", tuple(entry.name for entry in made))
@@ -61,19 +63,23 @@ def test_the_list_is_complete_and_in_order() -> None:
     facts = {"traced"}
     for entry in passes.PIPELINE:
         assert set(entry.requires) <= facts, entry.name
+        assert {*entry.after} <= {*passes.before(entry.name)}, entry.name
         facts |= set(entry.ensures)
         assert importlib.util.find_spec(f"partc.passes.{entry.name}"), entry.name
     folder = passes.__spec__.submodule_search_locations[0]  # type: ignore[union-attr,index]
-    files = {path.stem: path.read_text() for path in Path(folder).glob("*.py") if path.stem != "__init__"}
-    assert set(passes.NAMES) <= set(files)
-    for helper in set(files) - set(passes.NAMES):  # what is no pass of its own belongs to one
-        spellings = (f"from partc.passes.{helper} import", f"from partc.passes import {helper}")
-        assert any(spelling in text for spelling in spellings for text in files.values()), helper
+    found = [path.relative_to(Path(folder)).with_suffix("") for path in Path(folder).rglob("*.py")]
+    texts = [path.read_text() for path in Path(folder).rglob("*.py")]
+    modules = {".".join(path.parts).removesuffix(".__init__") for path in found} - {"__init__"}
+    assert set(passes.NAMES) <= modules
+    for module in modules - set(passes.NAMES):  # what is no pass of its own belongs to one
+        above, _, name = f"partc.passes.{module}".rpartition(".")
+        spelling = re.compile(rf"from {above}(\.{name} import| import .*\b{name}\b)")
+        assert any(spelling.search(text) for text in texts), module
     assert len({entry.label for entry in passes.PIPELINE}) == len(passes.PIPELINE)
 
 
-def test_the_readme_lists_the_passes_as_they_are() -> None:
-    rows = [line for line in README.read_text().splitlines() if line.startswith("| ")]
+def test_the_documentation_lists_the_passes_as_they_are() -> None:
+    rows = [line for line in ARCHITECTURE.read_text().splitlines() if line.startswith("| ")]
     table = {cells[0].strip(): cells[1].strip() for row in rows if len(cells := row.strip("| ").split(" | ")) == 2}
     assert {entry.name: table.get(entry.name) for entry in passes.PIPELINE} == {
         entry.name: entry.does for entry in passes.PIPELINE
@@ -104,7 +110,7 @@ def test_it_stops_where_it_is_told(pipeline: None) -> None:
 
 def test_a_pass_out_of_order_is_a_bug(pipeline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "PIPELINE", passes.PIPELINE[::-1])
-    with pytest.raises(InternalError, match="pass third needs second"):
+    with pytest.raises(InternalError, match="pass third needs first"):
         passes.run(tiny(), {})
 
 
@@ -115,6 +121,23 @@ def test_optional_passes_can_be_left_out(pipeline: None, setting) -> None:  # ty
     with pytest.raises(PartcError) as failure:
         passes.run(tiny(), {})
     assert failure.value.code == "P0702" and "second" in failure.value.help
+
+
+def test_a_required_pass_cannot_be_left_out(
+    pipeline: None,
+    setting,  # type: ignore[no-untyped-def]
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Facts that a left-out pass ensures do not hold."""
+    facts: list[frozenset[str]] = []
+    setting(disabled=("second",))
+    passes.run(tiny(), {}, verify=lambda program, given, name: facts.append(given))
+    assert facts[-1] == {"traced", "first", "third"}
+    first, second, third = passes.PIPELINE
+    monkeypatch.setattr(passes, "PIPELINE", (first, second, replace(third, requires=("second",))))
+    with pytest.raises(PartcError, match="leave out 'second': 'third' requires second") as failure:
+        passes.run(tiny(), {})
+    assert failure.value.code == "P0702"
 
 
 def test_provenance_names_the_pass_that_made_a_value(pipeline: None) -> None:
@@ -154,3 +177,39 @@ def test_settings_are_read_from_the_environment() -> None:
     with pytest.raises(PartcError) as failure:
         Settings.read({"PARTC_DEBUG": "loud"})
     assert failure.value.code == "P0701"
+
+
+class Counted:
+    """Names of the rewrites of a compile, by a fuel that counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        allowed = fuel.allowed
+
+        def counted(rewrite: str, place: object = "") -> bool:
+            self.names.append(rewrite)
+            return allowed(rewrite, place)
+
+        monkeypatch.setattr(fuel, "allowed", counted)
+
+
+@pytest.mark.slow
+def test_packages_train_alike_with_any_amount_of_fuel(setting, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """Every optional rewrite costs fuel, those of `fuse` and `overlap` included; all are exact."""
+    model = Path(__file__).parent / "models" / "noisy.py"
+    counted = Counted(monkeypatch)
+
+    def compiled() -> partc.Package:
+        return partc.compile(model, mesh="2x1x2", microbatches=2, kernels="triton", precision="fp64")
+
+    whole = compiled()
+    assert {"kernel", "overlap", "drawn mask"} <= {*counted.names}
+    for amount in (0, len(counted.names) // 2):
+        setting(fuel=amount)
+        package = compiled()
+        left = sum(
+            op.name == "fused" for region in package.program.regions for graph in region.graphs for op in graph.ops
+        )
+        assert (left == 0) == (amount == 0)
+        assert package.verify(steps=1).ok
+    assert whole.verify(steps=1).ok

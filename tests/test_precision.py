@@ -11,12 +11,12 @@ from torch import nn
 
 import partc
 from partc.errors import PartcError
-from partc.parser import parse
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
+from partc.ir.program import RANDOM
+from partc.package.verify import verify
 from partc.passes.precision import precision
-from partc.printer import print_program
-from partc.program import RANDOM
 from partc.rules import operations, precision_of
-from partc.verify import verify
 from tests.zoo import MODELS
 
 PROGRAM = """
@@ -124,13 +124,13 @@ def test_sums_and_exponentials_are_wide() -> None:
     ("name", "mesh", "options"),
     [
         ("gpt", "2x2x2", {"zero": 3, "schedule": "zero-bubble"}),
-        ("gpt", "2x2", {"zero": 0}),
         ("gpt", "tp=2", {"zero": 1, "precision": "fp16"}),
-        ("bert", "2x2", {"zero": 2}),
-        ("gpt2", "2x2x2", {"zero": 1}),
-        ("mixtral", "2x2", {}),
-        ("vit", "2", {"zero": 1}),
         ("dlrm", "2x2", {}),
+        pytest.param("gpt", "2x2", {"zero": 0}, marks=pytest.mark.slow),
+        pytest.param("bert", "2x2", {"zero": 2}, marks=pytest.mark.slow),
+        pytest.param("gpt2", "2x2x2", {"zero": 1}, marks=pytest.mark.slow),
+        pytest.param("mixtral", "2x2", {}, marks=pytest.mark.slow),
+        pytest.param("vit", "2", {"zero": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_packages_train_like_autocast(name: str, mesh: str, options: dict[str, object], tmp_path: Path) -> None:
@@ -168,6 +168,7 @@ def batch():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mesh", "zero"), [("bf16", "2x2", 1), ("fp16", "2", 3)])
 def test_the_loss_curve_is_autocasts(kind: str, mesh: str, zero: int, tmp_path: Path) -> None:
     """200 steps of AdamW on new examples each: no step further off than rounding explains, and no drift.

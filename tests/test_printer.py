@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import partc
 from partc.api import compilation
+from partc.compilation.options import Options
 from partc.errors import PartcError, Source
-from partc.layout import Layout
-from partc.mesh import Mesh
-from partc.options import Options
-from partc.parser import parse
-from partc.printer import print_program, print_region
-from partc.program import (
+from partc.ir.layout import Layout
+from partc.ir.mesh import Mesh
+from partc.ir.parser import parse
+from partc.ir.printer import print_program, print_region
+from partc.ir.program import (
     Call,
     Choice,
     DTypeArg,
@@ -150,11 +150,7 @@ def _without_sources(program: Program) -> Program:
     def plain(graph: Graph) -> Graph:
         return replace(graph, ops=tuple(replace(op, source=None) for op in graph.ops))
 
-    regions = tuple(
-        replace(r, forward=plain(r.forward), backward=None if r.backward is None else plain(r.backward))
-        for r in program.regions
-    )
-    return replace(program, regions=regions)
+    return replace(program, regions=tuple(region.mapped(plain) for region in program.regions))
 
 
 def test_a_region_as_people_read_it() -> None:
@@ -173,7 +169,7 @@ region block phase microbatch:
   forward:
     input x: f32[8@dp, 16@tp]
     x_full                     = all_gather(x, dim=1, outer=1, axis="tp")                         # f32[8@dp, 16] | 128 B over tp
-    norm, norm_mean, norm_rstd = layer_norm(x_full, (16,), norm.weight, norm.bias, 1e-05)         # f32[8@dp, 16] ; f32[4, 1] ; f32[4, 1]
+    norm, norm_mean, norm_rstd = layer_norm(x_full, (16,), norm.weight, norm.bias, 1e-05)         # f32[8@dp, 16] ; f32[8@dp, 1] ; f32[8@dp, 1]
     up                         = linear(norm, up.weight, up.bias)                                 # f32[8@dp, 32@tp]
     hidden                     = gelu(up)                                                         # f32[8@dp, 32@tp]
     down_product_partial       = linear(hidden, down.weight)                                      # f32[8@dp, 16] partial(tp)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import partc
-from partc.runtime.comm import Axis, Comm
+from partc.package.verify import verify
+from partc.runtime.comm.comm import Axis, Comm
 from partc.runtime.layout import local_part, parse_dims
 from partc.runtime.random import GOLDEN, Draw, dropout, dropout_backward, mixed, stream
-from partc.verify import verify
 from tests.zoo import MODELS
 
 CPU = torch.device("cpu")
@@ -108,6 +108,7 @@ def _verified(name: str, shared: Path, folder: Path, **options: object) -> partc
     return package
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "schedule"),
     [
@@ -125,6 +126,7 @@ def test_every_mesh_draws_what_one_device_draws(
     assert numbers == [4, 9, 14] and len({call.region for call in blocks}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2_dropout", pytest.param("bert_dropout", marks=pytest.mark.matrix), "t5_dropout"])
 def test_families_with_their_own_dropouts(name: str, shared: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")

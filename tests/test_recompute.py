@@ -11,18 +11,18 @@ from expecttest import assert_expected_inline
 
 from partc.codegen.functions import region_code
 from partc.codegen.names import region_names
+from partc.compilation.options import Options
+from partc.cost.saved_tensors import flights, held_inputs, saved_bytes
 from partc.errors import PartcError
-from partc.options import Options
-from partc.parser import parse
+from partc.ir.parser import parse
+from partc.ir.printer import print_program, print_region
+from partc.ir.program import Call, Program, Ref, Region
+from partc.ir.verifier import verify_program
 from partc.passes.recompute import WORTH, recompute
-from partc.passes.recompute_choice import Choice, least
+from partc.passes.recompute.choice import SavingProblem, least
 from partc.passes.split import split
-from partc.printer import print_program, print_region
-from partc.program import Call, Program, Ref, Region
 from partc.rules import is_cheap
-from partc.saving import flights, held_inputs, saved_bytes
 from partc.schedules import SCHEDULES, compute_order
-from partc.verifier import verify_program
 from tests.programs import op, value
 
 PROGRAM = """
@@ -139,23 +139,21 @@ def test_the_emitted_backward_draws_the_same_and_says_what_it_does_again(program
     assert_expected_inline(
         "\n".join(lines),
         """\
-y, h, x = saved
-del saved
 grad_y = grad_loss.expand(6, 4)
-grad_out = torch.ops.aten.tanh_backward(grad_y, y)
-del y
+grad_out = torch.ops.aten.tanh_backward(grad_y, saved.y)
+del saved.y
 grad_drop = grad_out @ p.down
 # recomputed: 120 B that forward did not save
-act = F.gelu(h)
+act = F.gelu(saved.h)
 drop, drop_kept = functional.dropout(act, 0.5, comm.draw(number, "6, 8@tp"))
 del act
 functional.linear_add_grad_weight(g.down, grad_out, drop)
 del grad_out
 grad_act = functional.dropout_backward(grad_drop, drop_kept, 0.5)
 del grad_drop
-grad_h = torch.ops.aten.gelu_backward(grad_act, h)
-del h
-functional.linear_add_grad_weight(g.up, grad_h, x)""",
+grad_h = torch.ops.aten.gelu_backward(grad_act, saved.h)
+del saved.h
+functional.linear_add_grad_weight(g.up, grad_h, saved.x)""",
     )
     assert "number" in code.backward.passes and "comm" in code.backward.passes
 
@@ -238,7 +236,7 @@ def test_the_option_is_checked() -> None:
 # -- the choice, by an exhaustive search ------------------------------------------------------------
 
 
-def random_choice(rng: random.Random) -> Choice:
+def random_choice(rng: random.Random) -> SavingProblem:
     """A graph of few operations, some of which have two results, with numbers small enough to tie."""
     sizes: dict[str, int] = {f"in{index}": rng.randint(0, 6) for index in range(rng.randint(1, 2))}
     ops, reads, effort = [], [], []
@@ -252,10 +250,10 @@ def random_choice(rng: random.Random) -> Choice:
             reads.append(read)
             effort.append(rng.randint(0, 40))
     needed = tuple(rng.sample(list(sizes), rng.randint(1, min(4, len(sizes)))))
-    return Choice(needed=needed, bytes=sizes, ops=tuple(ops), reads=tuple(reads), effort=tuple(effort))
+    return SavingProblem(needed=needed, bytes=sizes, ops=tuple(ops), reads=tuple(reads), effort=tuple(effort))
 
 
-def outcome(choice: Choice, saved: frozenset[str]) -> tuple[int, int] | None:
+def outcome(choice: SavingProblem, saved: frozenset[str]) -> tuple[int, int] | None:
     """Bytes and effort of saving these, if all that is needed can then be made."""
     makers = {name: index for index, results in enumerate(choice.ops) for name in results}
     again: set[int] = set()
@@ -270,7 +268,7 @@ def outcome(choice: Choice, saved: frozenset[str]) -> tuple[int, int] | None:
     return sum(choice.bytes[name] for name in saved), sum(choice.effort[index] for index in again)
 
 
-def _price(choice: Choice, saved: frozenset[str]) -> int | None:
+def _price(choice: SavingProblem, saved: frozenset[str]) -> int | None:
     """What the minimum cut minimises."""
     found = outcome(choice, saved)
     return None if found is None else WORTH * found[0] + found[1]

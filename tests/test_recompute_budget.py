@@ -9,20 +9,20 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 
+from partc.cost.roofline import H100, seconds
+from partc.cost.saved_tensors import Time, flights, held_inputs, parse_bytes, saved_bytes, stage_bytes, written
 from partc.errors import PartcError
-from partc.mesh import Mesh
-from partc.parser import parse
+from partc.ir.mesh import Mesh
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
+from partc.ir.program import Call, Program, Value
+from partc.ir.verifier import verify_program
 from partc.passes.recompute import recompute
-from partc.passes.recompute_budget import MOST_POINTS, Row, solve
-from partc.passes.recompute_choice import Point, frontier
-from partc.printer import print_program
-from partc.program import Call, Program, Value
-from partc.roofline import H100, seconds
-from partc.saving import Time, flights, held_inputs, parse_bytes, saved_bytes, stage_bytes, written
+from partc.passes.recompute.budget import MOST_POINTS, Row, solve
+from partc.passes.recompute.choice import Point, frontier
 from partc.schedules import SCHEDULES, compute_order
 from partc.schedules.table import Table
 from partc.schedules.table import parse as parse_table
-from partc.verifier import verify_program
 from tests.programs import op, value
 from tests.test_recompute import outcome, random_choice
 

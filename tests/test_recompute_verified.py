@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import partc
-from partc.saving import most_saved
-from partc.verify import verify
+from partc.cost.saved_tensors import most_saved
+from partc.package.verify import verify
+from tests import prefork
 from tests.zoo import MODELS
 
 KINDS = ("selective", "full")
 MESHES = {"2": ("1f1b",), "tp=2": ("1f1b",), "2x2x2": ("1f1b", "zero-bubble", "interleaved")}
-# What `make test` runs; `make models` runs the rest too.
+# What `make test` runs, and what `make test-all` runs; `make models` runs the rest too.
+QUICK = ("noisy", "2x2x2", "zero-bubble", "full")
 ALWAYS = {
     ("gpt", "2x2x2", "zero-bubble", "full"), ("noisy", "2x2x2", "1f1b", "selective"),
     ("noisy", "2x2x2", "zero-bubble", "full"), ("resnet", "2", "1f1b", "full"),
@@ -32,7 +32,8 @@ def _cases() -> list[object]:
             for schedule in schedules:
                 for kind in KINDS:
                     case = (model, mesh, schedule, kind)
-                    marks = () if case in ALWAYS else (pytest.mark.matrix,)
+                    marks = (pytest.mark.slow,) if case in ALWAYS else (pytest.mark.matrix,)
+                    marks = () if case == QUICK else marks
                     found.append(pytest.param(*case, marks=marks, id="-".join(case)))
     return found
 
@@ -59,6 +60,7 @@ def test_packages_equal_their_models(
     assert result.ok and result.worst.rel_err < 1e-11, result.worst
 
 
+@pytest.mark.slow
 def test_parameters_in_parts_are_there_for_what_is_made_again(shared: Path, tmp_path: Path) -> None:
     model = MODELS["noisy"]
     package = partc.compile(
@@ -69,6 +71,7 @@ def test_parameters_in_parts_are_there_for_what_is_made_again(shared: Path, tmp_
     assert result.ok, result.worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", pytest.param("zero-bubble", marks=pytest.mark.matrix)])
 def test_blocks_that_differ_in_what_they_save(schedule: str, shared: Path, tmp_path: Path) -> None:
     """Two loops over one list of blocks in a stage, each with its random numbers."""
@@ -97,7 +100,7 @@ MEASURE = """
 import json, runpy, sys
 sys.path.insert(0, sys.argv[1])
 sys.argv = ["train.py", "--virtual", "--steps", "1"]
-from runtime import executor
+from runtime.execution import executor
 peaks = {}
 
 def tensors(value):
@@ -106,6 +109,8 @@ def tensors(value):
     elif isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors(item)
+    elif hasattr(value, "__dataclass_fields__"):  # what a region saved; backward has deleted some
+        yield from tensors([getattr(value, name, None) for name in value.__dataclass_fields__])
 
 def bytes_of(values):
     return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors(values)}
@@ -126,13 +131,18 @@ finally:
 
 
 def _measured(build: Path) -> list[int]:
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(build)], capture_output=True, text=True, cwd=build.parent)
+    script = build.with_name("measure.py")
+    script.write_text(MEASURE)
+    done = prefork.done([script, build])
     assert done.returncode == 0, done.stderr[-2000:]
-    found: list[int] = json.loads(done.stdout.splitlines()[-1])
+    found: list[int] = json.loads(done.stderr.splitlines()[-1])
     return found
 
 
-@pytest.mark.parametrize(("name", "options"), [("gpt", {"batch": 8, "seq": 16, "depth": 4}), ("noisy", {"batch": 8})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [pytest.param("gpt", {"batch": 8, "seq": 16, "depth": 4}, marks=pytest.mark.slow), ("noisy", {"batch": 8})],
+)
 def test_a_rank_saves_what_is_said(name: str, options: dict[str, object], shared: Path, tmp_path: Path) -> None:
     sizes: dict[str, list[int]] = {}
     peaks: dict[str, int] = {}

@@ -113,12 +113,12 @@ def power() -> nn.Module:
     return Power()
 
 
-@pytest.mark.parametrize("mesh", ["1", "2x2", "pp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("1", marks=pytest.mark.slow), "2x2", "pp=2"])
 def test_blocks_of_which_one_is_frozen(mesh: str) -> None:
     _equal(frozen_block, _batch(), mesh)
 
 
-@pytest.mark.parametrize("mesh", ["1", "2x2"])
+@pytest.mark.parametrize("mesh", [pytest.param("1", marks=pytest.mark.slow), "2x2"])
 def test_a_frozen_tower(mesh: str) -> None:
     _equal(frozen_tower, {"ids": torch.randint(6, (8, 4))}, mesh)
 
@@ -182,7 +182,7 @@ def frozen_attention() -> nn.Module:
     return FrozenAttention()
 
 
-@pytest.mark.parametrize("mesh", ["1", "2x2"])
+@pytest.mark.parametrize("mesh", [pytest.param("1", marks=pytest.mark.slow), "2x2"])
 def test_attention_without_a_gradient_is_reshaped(mesh: str) -> None:
     _equal(frozen_attention, _batch(), mesh)
 

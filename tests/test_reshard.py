@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from partc.errors import InternalError
-from partc.layout import Layout, Partial, Placement, Replicated, Shard, SubDim, Varying
-from partc.reshard import TRANSPOSES, backward_cost, cost, plan, transition, transition_cost
+from partc.ir.collectives import TRANSPOSES, backward_cost, cost
+from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, SubDim, Varying
+from partc.sharding.reshard import plan, transition, transition_cost
 from tests.virtual_ops import Coordinate, assemble, coordinates, cut, named, run, shard
 
 SIZES = {"a": 2, "b": 3, "c": 2}

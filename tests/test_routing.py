@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import partc
-from partc.runtime import experts
+from partc.runtime.ops import experts
 
 
 def _case(rows: int = 11) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from partc.errors import PartcError
-from partc.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
-from partc.program import RANDOM, Arg, Choice, Graph, Op, Ref, TensorType, Value
+from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
+from partc.ir.program import RANDOM, Arg, Choice, Graph, Op, Ref, TensorType, Value
 from partc.rules import (
     OpRule,
     choices,
@@ -479,5 +479,5 @@ def test_cuts_are_bounded() -> None:
 
 
 def test_the_table_needs_no_torch() -> None:
-    code = "import sys, partc.rules, partc.reshard; sys.exit('torch' in sys.modules)"
+    code = "import sys, partc.rules, partc.sharding.reshard; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

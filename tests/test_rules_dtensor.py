@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate as TheirReplicate
 from torch.distributed.tensor import Shard as TheirShard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from partc.layout import Partial, Placement, Shard
+from partc.ir.layout import Partial, Placement, Shard
 from partc.rules import choices, placements
 from tests import op_cases
 from tests.op_cases import Case

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.mesh import Mesh
+from partc.frontend.trace import trace_model
+from partc.ir.mesh import Mesh
+from partc.ir.program import Op, TensorType
 from partc.passes.normalize import normalize
-from partc.program import Op, TensorType
 from partc.rules import choices, factor_cuts, propagate_cuts, resolve
-from partc.trace import trace_model
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from partc import launch
 from partc.cli import main
+from partc.package import launch
 from tests.durable import build
 
 BAD: dict[str, tuple[str, ...]] = {

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 import partc
-from partc.runtime import functional, parts, steps
-from partc.runtime.accumulation import Gradient, add_product, add_sums, begun, clear, complete, settled
+from partc.runtime.execution import parts
+from partc.runtime.ops import functional
+from partc.runtime.ops.accumulation import Gradient, add_product, add_sums, begun, clear, complete, settled
+from partc.runtime.train import steps
 from tests.durable import TIED, same_records, trained
 
 NAN = float("nan")

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.launch import local_environment
-from partc.runtime.comm import Axis, Comm
-from partc.runtime.tensors import load, save
-from partc.runtime.virtual import Deadlock, VirtualComm, World
+from partc.package.launch import local_environment
+from partc.runtime.checkpoint.safetensors import load, save
+from partc.runtime.comm.comm import Axis, Comm
+from partc.runtime.comm.virtual import Deadlock, VirtualComm, World
 
 SIZE = 3
 GROUPS = {"tp": (0, 1, 2)}
@@ -194,9 +194,9 @@ def test_processes(tmp_path: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    from partc.runtime.distributed import DistributedComm
-    from partc.runtime.meeting import meet, world
-    from partc.runtime.signals import Caught
+    from partc.runtime.comm.distributed import DistributedComm
+    from partc.runtime.processes.rendezvous import meet, world
+    from partc.runtime.processes.signals import Caught
 
     timeout, place = datetime.timedelta(seconds=30), world()
     rank = place.rank

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from partc.launch import local_environment, torchrun_command
+from partc.package.launch import local_environment, torchrun_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 TESTS = Path(__file__).parent

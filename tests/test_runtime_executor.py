@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.runtime.comm import Comm
-from partc.runtime.data import global_batch, local_batch
-from partc.runtime.executor import gradient_buffers, parse_schedule, run_step, told_by
+from partc.runtime.comm.comm import Comm
+from partc.runtime.comm.virtual import VirtualComm, World
+from partc.runtime.execution.executor import gradient_buffers, parse_schedule, run_step, told_by
 from partc.runtime.layout import Received, Shard
-from partc.runtime.virtual import VirtualComm, World
+from partc.runtime.train.data import global_batch, local_batch
 
 MICROBATCHES = 4
 ROWS = 3
@@ -51,7 +51,7 @@ class Product:
         y = x * self.w
         return {"loss": y.sum(), **{name: y for name in self.sends}}, x
 
-    def backward(self, saved: Tensor, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    def backward(self, saved: Tensor, gradients: dict[str, Tensor], last: bool) -> dict[str, Tensor]:
         grad_y = sum(gradients.values(), torch.zeros(ROWS, 5, dtype=torch.float64))
         grad_y = torch.ones_like(grad_y) if self.loss else grad_y
         self.grad_w.add_((grad_y * saved).sum(0))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from partc.runtime import attention, functional
+from partc.runtime.ops import attention, functional
 
 F64 = torch.float64
 

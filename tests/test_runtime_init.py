@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partc.runtime import replay
-from partc.runtime.init import initialise
+from partc.runtime.train import replay
+from partc.runtime.train.init import initialise
 
 
 def check(build: Callable[[], nn.Module], *, said: str = "", wanted: Callable[[str], bool] = lambda name: True) -> None:
@@ -240,7 +240,7 @@ def test_skipped_draws_leave_the_generator_as_made_ones_do(dtype: torch.dtype) -
 
 
 def test_many_threads_and_few_bytes_give_the_same_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partc.runtime.init._threads", lambda: 4)
+    monkeypatch.setattr("partc.runtime.train.init._threads", lambda: 4)
     monkeypatch.setattr(replay, "_WAITING", 100)
     for build in (Layers, Custom):
         check(build)

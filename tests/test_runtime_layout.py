@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from partc.layout import Layout
+from partc.ir.layout import Layout
 from partc.runtime.layout import DTYPES, Received, Shard, microbatch_part, parse_dims, parse_mesh
 
 SIZES = {"pp": 2, "dp": 3, "tp": 2}
@@ -78,7 +78,7 @@ def test_microbatches(text: str) -> None:
 
 
 def test_dtypes_cover_the_compilers() -> None:
-    from partc.program import ITEMSIZE
+    from partc.ir.program import ITEMSIZE
 
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == dict(ITEMSIZE)
     assert Received(source=0, shape=(2,), dtype="bf16").torch_dtype == torch.bfloat16

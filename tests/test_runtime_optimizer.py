@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from partc.runtime.optimizer import attach_gradients, make_optimizer
+from partc.runtime.optimizer.optimizer import attach_gradients, make_optimizer
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
@@ -37,7 +37,7 @@ def test_same_steps_as_torch(name: str, dtype: torch.dtype) -> None:
 
 def test_the_compiler_is_not_imported() -> None:
     program = (
-        "import sys, torch; from partc.runtime.optimizer import make_optimizer\n"
+        "import sys, torch; from partc.runtime.optimizer.optimizer import make_optimizer\n"
         "x = torch.ones(3); x.grad = torch.ones(3)\n"
         "with torch.no_grad(): make_optimizer('adamw', {'x': x}, 0.1).step()\n"
         "assert 'torch._dynamo' not in sys.modules"

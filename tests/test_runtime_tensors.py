@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.runtime.tensors import BadTensorFile, TensorFile, load, save
+from partc.runtime.checkpoint.safetensors import BadTensorFile, TensorFile, load, save
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,19 @@ import pytest
 import torch
 
 import partc
-from partc.runtime import times as module
 from partc.runtime.clock import Interval
+from partc.runtime.comm.virtual import VirtualComm, World
+from partc.runtime.device.peak_flops import known_peak, measured_peak
 from partc.runtime.errors import UsageError
-from partc.runtime.job import parse
 from partc.runtime.layout import tokens_per_step
-from partc.runtime.log import StepLog
-from partc.runtime.peak import known_peak, measured_peak
-from partc.runtime.steps import Steps
-from partc.runtime.times import Split, Times
-from partc.runtime.trace import wanted_steps
-from partc.runtime.update import Updated
-from partc.runtime.virtual import VirtualComm, World
+from partc.runtime.optimizer.update import Updated
+from partc.runtime.train import step_times as module
+from partc.runtime.train.job import parse
+from partc.runtime.train.log import StepLog
+from partc.runtime.train.step_times import Split, Times
+from partc.runtime.train.steps import Steps
+from partc.runtime.train.trace import wanted_steps
+from tests import prefork
 from tests.durable import train
 from tests.zoo import EXAMPLES
 
@@ -147,9 +146,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_metrics_of_a_run_add_up(built: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(built / "train.py"), "--virtual", "--steps", "3", "--accumulate", "2"]
-    command += ["--metrics", str(tmp_path / "m.jsonl"), "--peak-flops", "1e9"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [built / "train.py", "--virtual", "--steps", 3, "--accumulate", 2]
+    done = prefork.done([*command, "--metrics", tmp_path / "m.jsonl", "--peak-flops", "1e9"])
     assert done.returncode == 0, done.stderr
     assert "mfu is the share of 1e+09 flops a second, given" in done.stderr
     flops = json.loads((built / "plan.json").read_text())["flops"]
@@ -225,8 +223,8 @@ def test_kernels_need_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_tensorboard_has_every_number(built: Path, tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    command = [sys.executable, str(built / "train.py"), "--virtual", "--steps", "2", "--tensorboard", str(tmp_path)]
-    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
+    command = [built / "train.py", "--virtual", "--steps", 2, "--tensorboard", tmp_path]
+    assert prefork.done(command).returncode == 0
     found = reader.EventAccumulator(str(tmp_path))
     found.Reload()
     assert {"loss", "lr", "grad_norm", "mfu", "bubble", "seconds"} <= set(found.Tags()["scalars"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +11,11 @@ import torch
 from torch import nn
 
 import partc
-from partc.runtime.optimizer import make_optimizer
-from partc.runtime.tensors import load
-from partc.runtime.update import BACKOFF, FIRST_SCALE, GROWTH, PATIENCE, Decline, LossScale, Rate
-from partc.verify import verify
+from partc.package.verify import verify
+from partc.runtime.checkpoint.safetensors import load
+from partc.runtime.optimizer.optimizer import make_optimizer
+from partc.runtime.optimizer.update import BACKOFF, FIRST_SCALE, GROWTH, PATIENCE, Decline, LossScale, Rate
+from tests import prefork
 from tests.test_zero import tied
 
 
@@ -42,6 +41,7 @@ def test_clipping_is_that_of_one_device(mesh: str, zero: int, schedule: str, tmp
     assert result.ok, result.worst
 
 
+@pytest.mark.slow
 def test_clipping_matters(tmp_path: Path) -> None:
     package = _package(tmp_path, "1")
     clipped, plain = (verify(package, steps=3, virtual=True, arguments=_sgd(clip=clip)) for clip in (0.05, 1e6))
@@ -132,9 +132,8 @@ def test_an_overflow_is_skipped_on_all_ranks_together(tmp_path: Path) -> None:
     package = partc.compile(tmp_path / "net.py", mesh="pp=2,dp=2", precision="fp16", microbatches=2).write(
         tmp_path / "build"
     )
-    command = [sys.executable, str(package / "train.py"), "--virtual", "--steps", "20", "--lr", "1e-6", "--optimizer"]
-    arguments = ["sgd", "--metrics", str(tmp_path / "log.jsonl"), "--record", str(tmp_path / "record")]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    command = [package / "train.py", "--virtual", "--steps", 20, "--lr", "1e-6", "--optimizer", "sgd"]
+    done = prefork.done([*command, "--metrics", tmp_path / "log.jsonl", "--record", tmp_path / "record"])
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     skipped = [line["skipped"] for line in lines]
@@ -155,7 +154,5 @@ def test_an_overflow_is_skipped_on_all_ranks_together(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_wrong_settings(option: list[str], tmp_path: Path) -> None:
     package = _package(tmp_path, "1", microbatches=1)
-    done = subprocess.run(
-        [sys.executable, str(package / "train.py"), "--virtual", *option], capture_output=True, text=True
-    )
+    done = prefork.done([package / "train.py", "--virtual", *option])
     assert done.returncode == 2 and "error P0521" in done.stderr and "Traceback" not in done.stderr

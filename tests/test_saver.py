@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.runtime import checkpoint
-from partc.runtime.checkpoint import Held, Place, Saver
+from partc.runtime.checkpoint import checkpoint
+from partc.runtime.checkpoint.checkpoint import Held, RankPosition, Saver
+from partc.runtime.checkpoint.manifest import checkpoints, read
+from partc.runtime.checkpoint.safetensors import TensorFile
+from partc.runtime.device.host_memory import peak_bytes
 from partc.runtime.errors import UsageError
 from partc.runtime.layout import Shard
-from partc.runtime.log import StepLog
-from partc.runtime.manifest import checkpoints, read
-from partc.runtime.memory import peak_bytes
-from partc.runtime.tensors import TensorFile
 from partc.runtime.torch_private import lone_store
+from partc.runtime.train.log import StepLog
 from tests.durable import build, trained, whole
 
 RUN = {"seed": 0, "optimizer": "sgd", "mesh": "tp=2"}
@@ -30,7 +30,7 @@ RUN = {"seed": 0, "optimizer": "sgd", "mesh": "tp=2"}
 
 def saver(folder: Path, **place: Any) -> Saver:
     given: dict[str, Any] = {"rank": 0, "world_size": 1, "sizes": {"tp": 1}, "coordinate": {"tp": 0}, **place}
-    return Saver(folder, keep=3, place=Place(**given), store=lone_store(), attempt="now", run=RUN)
+    return Saver(folder, keep=3, place=RankPosition(**given), store=lone_store(), attempt="now", run=RUN)
 
 
 def held(x: Tensor) -> dict[str, Held]:
@@ -99,7 +99,7 @@ def test_nobody_commits_before_all_have_written(tmp_path: Path) -> None:
         Saver(
             tmp_path,
             keep=1,
-            place=Place(rank=rank, world_size=2, sizes={"tp": 2}, coordinate={"tp": rank}),
+            place=RankPosition(rank=rank, world_size=2, sizes={"tp": 2}, coordinate={"tp": rank}),
             store=store,
             attempt="now",
             run=RUN,

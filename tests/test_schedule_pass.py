@@ -11,9 +11,10 @@ import pytest
 
 import partc
 from partc.errors import InternalError, PartcError
+from partc.ir.program import Program
+from partc.passes.actions import actions
 from partc.passes.check import check
 from partc.passes.schedule import schedule
-from partc.program import Program
 from partc.schedules import SCHEDULES, Compute
 from partc.schedules.table import Table
 
@@ -58,7 +59,7 @@ def test_two_values_between_two_stages_arrive_as_they_are_sent() -> None:
     assert shared and alone
     others = [item for item in program.transfers if item not in both]
     with pytest.raises(InternalError, match="sent next"):
-        check(replace(program, transfers=(*others, *alone, *shared)))
+        check(actions(replace(program, transfers=(*others, *alone, *shared))))
 
 
 def random_rows(
@@ -98,7 +99,7 @@ def random_rows(
 def test_any_order_that_can_run_is_proved(looped: Program, seed: int) -> None:
     """Rows of random play, with the backward passes of some microbatches apart."""
     rows = random_rows(looped.places, 4, random.Random(seed), in_order=True)
-    check(schedule(looped, table=Table(file="any.csv", text="", rows=rows, places=looped.places)))
+    check(actions(schedule(looped, table=Table(file="any.csv", text="", rows=rows, places=looped.places))))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -111,7 +112,7 @@ def test_orders_that_differ_from_stage_to_stage(looped: Program, seed: int) -> N
     except PartcError as error:
         assert error.code == "P0411" and "other orders" in error.cause
     else:
-        check(found)
+        check(actions(found))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -119,7 +120,7 @@ def test_a_chain_takes_every_order(looped: Program, seed: int) -> None:
     """Without skips a stage has one source each way, whatever its order."""
     chain = replace(looped, transfers=tuple(t for t in looped.transfers if t.target - t.source == 1))
     rows = random_rows(chain.places, 4, random.Random(seed), in_order=False)
-    check(schedule(chain, table=Table(file="any.csv", text="", rows=rows, places=looped.places)))
+    check(actions(schedule(chain, table=Table(file="any.csv", text="", rows=rows, places=looped.places))))
 
 
 def test_two_sources_in_different_orders_are_an_error_of_the_table(tmp_path: Path) -> None:

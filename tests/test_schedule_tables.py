@@ -9,10 +9,10 @@ import pytest
 
 import partc
 from partc.cli import main
+from partc.cost.simulation import simulate
 from partc.errors import PartcError
 from partc.schedules import SCHEDULES, compute_order, stage_ranks
 from partc.schedules.table import Table, parse, read
-from partc.simulate import simulate
 from tests.torch_schedules import build
 
 MLP = Path(__file__).parents[1] / "examples" / "mlp.py"

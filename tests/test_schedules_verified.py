@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.schedules import SCHEDULES, compute_order, stage_ranks
-from partc.verify import verify
+from partc.package.verify import verify
+from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
 from tests.test_schedule_pass import random_rows
 
 GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
 NEW = [name for name in SCHEDULES if name not in ("gpipe", "1f1b")]  # test_models has those two
 
-# What `make test` runs; `make models` runs the rest too.
+# What `make test` runs, and what `make test-all` runs; `make models` runs the rest too.
+QUICK = {("2x2x2", "zbv", 2), ("pp=4", "zero-bubble", 5)}
 ALWAYS = {*(("pp=4", name, 5) for name in NEW), ("2x2x2", "zbv", 2)}
 
 
@@ -24,7 +25,8 @@ def _cases() -> list[object]:
     for mesh, counts in {"pp=2": (1, 2, 3, 8), "pp=4": (1, 4, 5, 12), "2x2x2": (1, 2, 4), "dp=2,pp=4": (4,)}.items():
         for name in SCHEDULES:
             for count in counts:
-                marks = () if (mesh, name, count) in ALWAYS else (pytest.mark.matrix,)
+                marks = (pytest.mark.slow,) if (mesh, name, count) in ALWAYS else (pytest.mark.matrix,)
+                marks = () if (mesh, name, count) in QUICK else marks
                 found.append(pytest.param(mesh, name, count, marks=marks, id=f"{mesh}-{name}-{count}"))
     return found
 
@@ -44,6 +46,12 @@ def _verified(folder: Path, reference: Path, source: Path = GPT, **given: object
     return package.program
 
 
+def _words(compute: Compute, split: frozenset[int]) -> tuple[str, ...]:
+    """The actions of a computation: whole backward passes of split stages run as halves, one after the other."""
+    halves = ("I", "W") if compute.kind == "B" and compute.stage in split else (compute.kind,)
+    return tuple(f"{compute.stage}{kind}{compute.microbatch}" for kind in halves)
+
+
 @pytest.mark.parametrize(("mesh", "name", "microbatches"), _cases())
 def test_every_schedule(mesh: str, name: str, microbatches: int, shared: Path, tmp_path: Path) -> None:
     options = {"depth": 8, "seq": 8, "batch": 4 * microbatches}
@@ -53,15 +61,15 @@ def test_every_schedule(mesh: str, name: str, microbatches: int, shared: Path, t
     ranks = program.mesh.axis("pp")
     order = compute_order(SCHEDULES[name], ranks, microbatches, program.stages)
     run = [[str(action) for action in row if action.kind in ("F", "B", "I", "W")] for row in program.schedule]
-    assert run == [[str(compute) for compute in row] for row in order]
+    assert run == [[word for compute in row for word in _words(compute, program.split_stages)] for row in order]
 
 
 @pytest.mark.parametrize(
     ("model", "name", "virtual_stages", "mesh"),
     [
         ("crossing", "interleaved", 2, "2x2x2"),
-        ("crossing", "zero-bubble", 3, "pp=2"),
-        ("skips", "interleaved", 3, "pp=2"),
+        pytest.param("crossing", "zero-bubble", 3, "pp=2", marks=pytest.mark.slow),
+        pytest.param("skips", "interleaved", 3, "pp=2", marks=pytest.mark.slow),
         ("skips", "dualpipe-v", None, "pp=3"),
         pytest.param("crossing", "interleaved", 3, "pp=2", marks=pytest.mark.matrix),
         pytest.param("crossing", "zbv", None, "pp=3", marks=pytest.mark.matrix),

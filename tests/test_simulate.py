@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from partc.program import Action
-from partc.runtime.comm import Comm
-from partc.runtime.executor import parse_schedule, run_step
+from partc.cost.simulation import Durations, Timeline, chain, simulate
+from partc.ir.program import Action
+from partc.runtime.comm.comm import Comm
+from partc.runtime.execution.executor import parse_schedule, run_step
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
-from partc.simulate import Durations, Timeline, chain, simulate
 
 COUNTS = [(2, 2), (2, 8), (3, 7), (4, 4), (4, 8), (4, 16), (8, 16), (8, 32)]  # ranks, microbatches
 
@@ -157,14 +157,14 @@ class _Stage:
         self.peak[0] = max(self.peak[0], len(self.alive))
         return {}, made
 
-    def backward(self, saved: _Activations, gradients: object) -> dict[str, Any]:
+    def backward(self, saved: _Activations, gradients: object, last: bool) -> dict[str, Any]:
         assert saved in self.alive
         return {}
 
     def backward_input(self, saved: _Activations, gradients: object) -> tuple[dict[str, Any], _Activations]:
         return {}, saved
 
-    def backward_weight(self, kept: _Activations) -> None:
+    def backward_weight(self, kept: _Activations, last: bool) -> None:
         assert kept in self.alive
 
     def reduce_gradients(self) -> None: ...

@@ -6,6 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +19,13 @@ from torch import Tensor
 import partc
 from partc.codegen.functions import region_code
 from partc.codegen.names import region_names
-from partc.codegen.source import Function
-from partc.mesh import Mesh
+from partc.codegen.source import Function, Record
+from partc.ir.mesh import Mesh
+from partc.ir.program import Call, Graph, Parameter, Program, Region, Value
 from partc.passes.differentiate import differentiate
-from partc.program import Call, Graph, Parameter, Program, Region, Value
+from partc.rules.strides import dense
 from partc.rules.table import DENSE
-from partc.runtime import functional
-from partc.strides import dense
+from partc.runtime.ops import functional
 from tests import op_cases
 from tests.example_cases import example_cases
 from tests.op_cases import Case, case, normal, type_of, whole
@@ -129,12 +130,17 @@ def program_of(case: Case) -> Program:
     )
 
 
-def function(written: Function, *, inside: bool = False) -> Any:
+def record(written: Record) -> type:
+    """The emitted class."""
+    return make_dataclass(written.name, [field.name for field in written.fields], slots=True)
+
+
+def function(written: Function, records: Mapping[str, type] | None = None, *, inside: bool = False) -> Any:
     """The emitted function, run as its module would; with `inside`, it returns all that it makes."""
     names = ", ".join(argument.name for argument in written.arguments)
     lines = [line.code for line in written.lines if not inside or not line.code.startswith(("del ", "return "))]
     text = "\n    ".join([f"def {written.name}({names}):", *lines, "return locals()" if inside else "pass"])
-    scope: dict[str, Any] = {"torch": torch, "F": F, "functional": functional, "math": math}
+    scope: dict[str, Any] = {"torch": torch, "F": F, "functional": functional, "math": math, **(records or {})}
     exec(text, scope)
     return scope[written.name]
 
@@ -146,9 +152,11 @@ class Emitted:
         self.program = differentiate(program_of(case))
         self.region = self.program.regions[0]
         code = region_code(self.region, {}, "", "", region_names(["one"])["one"])
-        self.fields = {value.name: field.name for value, field in zip(self.region.params, code.fields, strict=True)}
+        fields = code.params.fields if code.params else ()
+        self.fields = {value.name: field.name for value, field in zip(self.region.params, fields, strict=True)}
         self.forward, self.backward = code.forward, code.backward
-        self.run_forward = function(code.forward, inside=inside)
+        records = {} if code.saved is None else {code.saved.name: record(code.saved)}
+        self.run_forward = function(code.forward, records, inside=inside)
         self.run_backward = None if code.backward is None else function(code.backward)
 
     def held(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -166,9 +174,12 @@ class Emitted:
         made = found if isinstance(found, tuple) else (found,)
         if self.backward is None or self.run_backward is None:
             return made, {}
-        *made, saved = made
+        made, saved = made[: len(self.region.forward.outputs)], made[len(self.region.forward.outputs) :]
         into = {name: torch.zeros_like(values[name], memory_format=torch.contiguous_format) for name in self.fields}
-        held |= {"g": SimpleNamespace(**{self.fields[name]: x for name, x in into.items()}), "saved": saved}
+        held |= {
+            "g": SimpleNamespace(**{self.fields[name]: x for name, x in into.items()}),
+            "saved": next(iter(saved), None),
+        }
         arriving = {value.name for value in self.region.backward.inputs} - set(self.region.saved)  # type: ignore[union-attr]
         outputs = zip(self.region.forward.outputs, grads, strict=True)
         held |= {f"grad_{name}": grad for name, grad in outputs if f"grad_{name}" in arriving}

@@ -14,12 +14,12 @@ from torch import Tensor
 
 import partc
 from partc.errors import PartcError
-from partc.mesh import Mesh
-from partc.runtime.compression import BLOCK, Compressed, decode, encode, room
+from partc.ir.mesh import Mesh
+from partc.package.verify import verify
+from partc.runtime.comm.compression import BLOCK, Compressed, decode, encode, room
+from partc.runtime.comm.virtual import VirtualComm, World
+from partc.runtime.execution.sums import Bucket, Sums
 from partc.runtime.layout import Shard
-from partc.runtime.sums import Bucket, Sums
-from partc.runtime.virtual import VirtualComm, World
-from partc.verify import verify
 
 GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
 
@@ -63,8 +63,8 @@ def test_a_sum_inside_nodes_and_then_between_them_is_the_sum(size: int) -> None:
         buckets = (Bucket(over=("dp_out", "dp_in"), after="early", names=("w",)),)
         sums = Sums(comm, shards, {"w": x}, buckets, near=("dp_in",))
         sums.start("early")
-        sums.start("later")
-        sums.finish()
+        sums.relay()
+        sums.wait()
         torch.testing.assert_close(x, sum(given), rtol=1e-14, atol=1e-14)
 
     _world(work, {"dp_out": 2, "dp_in": 3})

@@ -11,9 +11,9 @@ import torch
 
 import partc
 from partc.cli import main
-from partc.runtime.data import global_batch, load_model_file
+from partc.package.verify import verify
 from partc.runtime.errors import UsageError
-from partc.verify import verify
+from partc.runtime.train.data import global_batch, load_model_file
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partc.errors import PartcError
-from partc.mesh import Mesh
-from partc.program import Program
-from partc.trace import Traced, trace_file, trace_model
+from partc.frontend.trace import Traced, trace_file, trace_model
+from partc.ir.mesh import Mesh
+from partc.ir.program import Program
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ONE = Mesh.parse("1")
@@ -184,9 +184,9 @@ def test_operations_name_their_module_and_line() -> None:
 
 
 def test_eight_billion_parameters_take_seconds_and_no_memory() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     program = trace_file(EXAMPLES / "gpt.py", {"size": "8b", "batch": "16"}, mesh=ONE).program
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     sizes = [p.type.shape for p in program.parameters]
     assert sum(torch.Size(shape).numel() for shape in sizes) > 8e9
 

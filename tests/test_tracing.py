@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -16,10 +14,12 @@ import pytest
 
 import partc
 from partc.cli import main
-from partc.events import Collective, events
-from partc.forecast import Forecast
-from partc.program import ITEMSIZE
-from partc.simulate import timeline
+from partc.communication.exchanges import Collective
+from partc.communication.execution import events
+from partc.cost.forecast import Forecast
+from partc.cost.simulation import timeline
+from partc.ir.program import ITEMSIZE
+from tests import prefork
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 COMMON = {"ph", "name", "pid", "tid", "ts"}
@@ -42,8 +42,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def traced(package: Path) -> Path:
     folder = package.parent / "trace"
-    command = [sys.executable, str(package / "train.py"), "--virtual", "--steps", "4", "--trace", str(folder)]
-    done = subprocess.run([*command, "--trace-steps", "2:3"], capture_output=True, text=True, timeout=300)
+    command = [package / "train.py", "--virtual", "--steps", 4, "--trace", folder, "--trace-steps", "2:3"]
+    done = prefork.done(command)
     assert done.returncode == 0, done.stderr
     assert f"traced steps 2 to 3: partc trace {folder} shows them" in done.stderr
     return folder

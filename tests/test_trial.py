@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import partc
 from partc.api import compilation
 from partc.cli import main
-from partc.coverage import coverage, missing
+from partc.compilation.options import Options
 from partc.errors import PartcError
-from partc.options import Options
-from partc.program import Program
+from partc.ir.program import Program
+from partc.rules.coverage import coverage, missing
 from partc.rules.table import TABLE
 
 LIBRARY = torch.library.Library("trials", "DEF")

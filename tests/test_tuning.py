@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import partc
-from partc.runtime import tuning
 from partc.runtime.errors import UsageError
-from partc.runtime.together import Together
+from partc.runtime.processes.agreement import Together
 from partc.runtime.torch_private import lone_store
-from partc.runtime.train import main
-from partc.runtime.tuning import Kernel, fastest, from_given, given, kernels_of, run_with, settle, tuned
+from partc.runtime.train import tuning
+from partc.runtime.train.train import main
+from partc.runtime.train.tuning import TunableKernel, fastest, from_given, given, kernels_of, run_with, settle, tuned
 from tests.durable import imported_from
 from tests.test_zero import tied
 from tests.triton_runs import INTERPRETED
@@ -29,12 +29,12 @@ OWN, WIDE, FLAT = ({"BLOCK": block, "num_warps": warps} for block, warps in ((10
 HERE = "NVIDIA H200, Triton 3.7.1"
 
 
-def kernel(folder: Path, name: str, text: str = "") -> Kernel:
+def kernel(folder: Path, name: str, text: str = "") -> TunableKernel:
     module = ModuleType(name)
     module.__file__ = str(folder / f"{name}.py")
     Path(module.__file__).write_text(text)
     module.CONFIGURATION, module.CANDIDATES = dict(OWN), (OWN, WIDE, FLAT)  # type: ignore[attr-defined]
-    return Kernel(name, module)
+    return TunableKernel(name, module)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ class Bench:
     def __init__(self) -> None:
         self.timed: list[str] = []
 
-    def __call__(self, kernel: Kernel, choice: Mapping[str, int]) -> float:
+    def __call__(self, kernel: TunableKernel, choice: Mapping[str, int]) -> float:
         self.timed.append(kernel.name)
         best = 2048 if kernel.name == "silu_mul" else 512
         return 1 + abs(math.log2(choice["BLOCK"] / best))
@@ -78,7 +78,7 @@ def test_each_is_timed_once(tmp_path: Path) -> None:
     kernels = [kernel(tmp_path, name) for name in ("add", "silu_mul")]
     file, said = tmp_path / "tuned.json", list[str]()
 
-    def again(place: str = HERE, among: list[Kernel] = kernels) -> tuple[dict[str, Any], list[str]]:
+    def again(place: str = HERE, among: list[TunableKernel] = kernels) -> tuple[dict[str, Any], list[str]]:
         bench = Bench()
         return tuned(among, file, place, bench, said.append), bench.timed
 
@@ -194,8 +194,8 @@ def test_loops_over_tiles_make_the_same_in_every_configuration(tmp_path: Path, m
     """Other numbers of programs, smaller tiles and loads ahead: rows are as many, and sums the same to rounding."""
     import importlib
 
-    monkeypatch.setattr("partc.codegen.rows.TILE", 64)
-    monkeypatch.setattr("partc.codegen.rows.PROGRAMS", 3)
+    monkeypatch.setattr("partc.codegen.kernels.rows.TILE", 64)
+    monkeypatch.setattr("partc.codegen.kernels.rows.PROGRAMS", 3)
     built = partc.compile(Path(__file__).parent / "models/tied.py", mesh="1", kernels="triton", precision="fp64")
     package = built.write(tmp_path / "b")
     with imported_from(package):
@@ -209,7 +209,7 @@ def test_loops_over_tiles_make_the_same_in_every_configuration(tmp_path: Path, m
                     torch.testing.assert_close(mine, theirs, equal_nan=True)
 
 
-def made(kernel: Kernel, choice: Mapping[str, int]) -> list[Tensor]:
+def made(kernel: TunableKernel, choice: Mapping[str, int]) -> list[Tensor]:
     """What a launch makes, and what it is given, which it may write over."""
     torch.manual_seed(0)
     launch: Callable[[], Any] = kernel.module.trial(torch.device("cpu" if INTERPRETED else "cuda"))

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from partc.errors import InternalError
-from partc.program import Call, Choice, Graph, Op, Program, Ref, Region, Transfer
-from partc.verifier import faults_of, verify_program
+from partc.ir.program import Call, Choice, Graph, Op, Program, Ref, Region, Transfer
+from partc.ir.verifier import faults_of, verify_program
 from tests.programs import op, tiny, value
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import partc
-import partc.capture
+import partc.frontend.capture
 from partc.errors import PartcError
-from partc.launch import RunFailed, run
-from partc.verify import verify
+from partc.package.launch import RunFailed, run
+from partc.package.verify import verify
 
 TESTS = Path(__file__).parent
 
@@ -48,6 +48,7 @@ def test_virtual_ranks_equal_the_single_device_model(package: Path, optimizer: s
     assert result.compared == 3 * (1 + 4 * 2 * 6 + 4 * 2 * 7)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_processes_equal_the_single_device_model(package: Path) -> None:
     result = verify(package, steps=2)
@@ -81,39 +82,60 @@ TRAINED = ["--weight-decay", "0.1", "--clip", "0.01", "--warmup", "2", "--lr-sch
 # What an update could get wrong, as text in the package's runtime: (file, right, wrong, options that show it).
 UPDATES = {
     "decay by half": (
-        "optimizer.py",
+        "optimizer/optimizer.py",
         '{"weight_decay": decay}',
         '{"weight_decay": decay / 2}',
         ["--weight-decay", "0.1"],
     ),
-    "decay by default off": ("optimizer.py", "{} if decay is None", '{"weight_decay": 0.0} if decay is None', []),
-    "decay of what is spared": ("optimizer.py", '"weight_decay": 0.0', '"weight_decay": 0.1', ["--no-decay", "*bias"]),
+    "decay by default off": (
+        "optimizer/optimizer.py",
+        "{} if decay is None",
+        '{"weight_decay": 0.0} if decay is None',
+        [],
+    ),
+    "decay of what is spared": (
+        "optimizer/optimizer.py",
+        '"weight_decay": 0.0',
+        '"weight_decay": 0.1',
+        ["--no-decay", "*bias"],
+    ),
     "no clipping": (
-        "update.py",
+        "optimizer/update.py",
         "self._gradients.clip(norm, self._clip)",
         "pass",
         ["--clip", "0.01", "--optimizer", "sgd"],
     ),
-    "no clipping by default": ("update.py", "self._gradients.clip(norm, self._clip)", "pass", ["--optimizer", "sgd"]),
+    "no clipping by default": (
+        "optimizer/update.py",
+        "self._gradients.clip(norm, self._clip)",
+        "pass",
+        ["--optimizer", "sgd"],
+    ),
     "a norm of one rank": (
-        "update.py",
+        "optimizer/update.py",
         "total = self._comm.group((name,)).all_reduce(total)",
         "pass",
         ["--clip", "0.01"],
     ),
-    "no bias correction": ("optimizer.py", "self._optimizer.step()", LATER, []),
-    "other betas": ("optimizer.py", "lr=lr, fused=True", "lr=lr, fused=True, betas=(0.9, 0.99)", []),
-    "another epsilon": ("optimizer.py", "lr=lr, fused=True", "lr=lr, fused=True, eps=1e-6", []),
-    "batches summed, not averaged": ("steps.py", "measure(self.job.accumulate)", "measure(1)", ["--accumulate", "2"]),
-    "the first batch alone": ("steps.py", "range(self.job.accumulate)", "range(1)", ["--accumulate", "2"]),
-    "no warm-up": ("update.py", "if step < self.warmup", "if False", ["--warmup", "3"]),
-    "no way down": ("update.py", 'self.decline == "constant"', "True", ["--lr-schedule", "linear"]),
+    "no bias correction": ("optimizer/optimizer.py", "self._optimizer.step()", LATER, []),
+    "other betas": ("optimizer/optimizer.py", "lr=lr, fused=True", "lr=lr, fused=True, betas=(0.9, 0.99)", []),
+    "another epsilon": ("optimizer/optimizer.py", "lr=lr, fused=True", "lr=lr, fused=True, eps=1e-6", []),
+    "batches summed, not averaged": (
+        "train/steps.py",
+        "measure(self.job.accumulate)",
+        "measure(1)",
+        ["--accumulate", "2"],
+    ),
+    "the first batch alone": ("train/steps.py", "range(self.job.accumulate)", "range(1)", ["--accumulate", "2"]),
+    "no warm-up": ("optimizer/update.py", "if step < self.warmup", "if False", ["--warmup", "3"]),
+    "no way down": ("optimizer/update.py", 'self.decline == "constant"', "True", ["--lr-schedule", "linear"]),
 }
 
 
 SMALL = {"other betas", "another epsilon"}  # in three steps less than what fp32 rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision",
     ["fp32", pytest.param("fp64", marks=pytest.mark.matrix), pytest.param("bf16", marks=pytest.mark.matrix)],
@@ -166,7 +188,7 @@ def test_decay_of_what_no_gradient_reaches_is_seen(
     right = partc.compile(deep, batch, mesh="dp=2", precision=precision)
     assert right.verify().ok
     every = frozenset(name for name, _ in Deep().named_parameters())
-    monkeypatch.setattr(partc.capture, "_with_gradient", lambda model, loss: every)
+    monkeypatch.setattr(partc.frontend.capture, "_with_gradient", lambda model, loss: every)
     result = partc.compile(deep, batch, mesh="dp=2", precision=precision).verify()
     assert not result.ok
 
@@ -192,6 +214,7 @@ def test_a_deadlock_is_named(package: Path) -> None:
     assert "rank 0 in recv from rank 4" in failure.value.output
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_run_reports(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
     told: list[str] = []

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import partc
-from partc.runtime.data import load_model_file
+from partc.runtime.train.data import load_model_file
 from tests.zoo import MODELS
 
 

@@ -13,14 +13,15 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import partc
+from partc.communication.exchanges import Collective
+from partc.communication.execution import events
 from partc.errors import PartcError
-from partc.events import Collective, events
-from partc.mesh import Mesh
-from partc.parser import parse
+from partc.ir.mesh import Mesh
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
+from partc.package.verify import verify
 from partc.passes.zero import zero
-from partc.printer import print_program
 from partc.runtime.layout import Shard
-from partc.verify import verify
 from tests.zoo import MODELS
 
 PROGRAM = """
@@ -55,14 +56,14 @@ def test_each_parameter_is_cut_where_it_divides(level: int) -> None:
         assert_expected_inline(
             "\n".join(lines),
             """\
-program net mesh dp=2,tp=2 microbatches 1 loss loss zero 1
-parameter up.weight: f32[3 · 4@tp,dp, 4] gather(dp)
-parameter norm.weight: f32[5, 4@dp] reduce(tp) gather(dp)
+program net mesh dp=2,tp=2 microbatches 1 loss loss
+parameter up.weight: f32[3 · 4@tp,dp, 4] gather(dp) zero 1
+parameter norm.weight: f32[5, 4@dp] reduce(tp) gather(dp) zero 1
 parameter scale: f32[] reduce(dp,tp)
 constant table: f32[6, 2]""",
         )
     else:
-        assert lines[-1] == "constant table: f32[6@dp, 2] gather(dp)"
+        assert lines[-1] == "constant table: f32[6@dp, 2] gather(dp) zero 3"
     assert print_program(parse(parted)) == parted
 
 
@@ -101,13 +102,20 @@ def _ids() -> dict[str, Tensor]:
     return {"ids": torch.randint(16, (16, 4))}
 
 
-@pytest.mark.parametrize("level", ["1", "2", "3"])
+QUICK = {("1", "2"), ("2", "2x2x2"), ("3", "pp=2,dp=2")}
+
+
 @pytest.mark.parametrize(
-    ("mesh", "microbatches", "schedule"),
+    ("level", "mesh", "microbatches", "schedule"),
     [
-        ("2", 1, "1f1b"), ("2x2x2", 4, "zero-bubble"), ("pp=2,dp=2", 4, "zbv"), ("dp_out=2,dp_in=2,tp=2", 2, "1f1b"),
-        pytest.param("2x2", 2, "1f1b", marks=pytest.mark.matrix),
-        pytest.param("pp=2,dp=2", 4, "interleaved", marks=pytest.mark.matrix),
+        pytest.param(level, *case, marks=() if (level, case[0]) in QUICK else (pytest.mark.slow,))
+        for level in ("1", "2", "3")
+        for case in (("2", 1, "1f1b"), ("2x2x2", 4, "zero-bubble"), ("pp=2,dp=2", 4, "zbv"),
+                     ("dp_out=2,dp_in=2,tp=2", 2, "1f1b"))
+    ] + [
+        pytest.param(level, *case, marks=pytest.mark.matrix)
+        for level in ("1", "2", "3")
+        for case in (("2x2", 2, "1f1b"), ("pp=2,dp=2", 4, "interleaved"))
     ],
 )  # fmt: skip
 def test_parts_train_like_the_whole(level: str, mesh: str, microbatches: int, schedule: str) -> None:
@@ -122,7 +130,7 @@ def test_parts_train_like_the_whole(level: str, mesh: str, microbatches: int, sc
 @pytest.mark.parametrize(
     "axes", ["dp_in", *(pytest.param(axes, marks=pytest.mark.matrix) for axes in ("dp_out", "dp_out,dp_in"))]
 )
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_hybrid_sharding(axes: str, level: int) -> None:
     package = partc.compile(
         tied, _ids(), mesh="pp=1,dp_out=2,dp_in=4,tp=1", precision="fp64", zero=f"{level}@{axes}", microbatches=2
@@ -137,6 +145,7 @@ def test_hybrid_sharding(axes: str, level: int) -> None:
 IN_PARTS = {("gpt", "2x2x2", "1f1b"): (1, 3), ("noisy", "2x2", "1f1b"): (2,), ("mixtral", "2x2x2", "zbv"): (3,)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "schedule", "level"),
     [
@@ -158,6 +167,7 @@ def test_families_in_parts(name: str, mesh: str, schedule: str, level: int, tmp_
     assert result.ok, result.worst
 
 
+@pytest.mark.slow
 def test_real_processes(tmp_path: Path) -> None:
     package = partc.compile(tied, _ids(), mesh="pp=1,dp=2,tp=2", precision="fp64", zero=3, microbatches=2)
     result = verify(package.write(tmp_path / "build"), steps=2)
@@ -186,7 +196,7 @@ def test_what_ranks_hold(level: int) -> None:
 @pytest.mark.parametrize(
     ("level", "gathers", "scatters"),
     [(0, {}, {}), (1, {"start": 1, "update": 1}, {"B": 1}), (2, {"start": 1, "update": 1}, {"B": 2}),
-     (3, {"prepare": 1}, {"B": 2})],  # what all actions read is gathered once, as the step begins
+     (3, {"UNSHARD": 1}, {"B": 2})],  # what all actions read is gathered once, as the step begins
 )  # fmt: skip
 def test_when_parts_move(level: int, gathers: dict[str, int], scatters: dict[str, int]) -> None:
     """One collective per region, direction and microbatch at most: not one for each parameter."""

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.codegen.kernel import Kernel
-from partc.codegen.kernels import kernel
+from partc.codegen.kernels.fixed import FixedKernels
+from partc.codegen.kernels.fused import kernel
+from partc.codegen.kernels.kernel import Kernel
 from partc.codegen.package import kernel_module
-from partc.codegen.written import Written
-from partc.interpret import results_of
+from partc.ir.interpreter import results_of
+from partc.ir.layout import Sizes
+from partc.ir.program import Graph, Op, TensorType
 from partc.kernels.interpreted import rounds
-from partc.layout import Sizes
-from partc.program import Graph, Op, TensorType
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="virtual ranks have no GPU")
@@ -43,15 +43,15 @@ class Kernels:
         package.__path__ = [str(folder)]
         sys.modules[self.package] = package
 
-    def load(self, built: Kernel | Written) -> Any:
+    def load(self, built: Kernel | FixedKernels) -> Any:
         """The function that launches a kernel; of several, their module."""
         return self.launches(built, self.module(built))
 
     @staticmethod
-    def launches(built: Kernel | Written, module: ModuleType) -> Any:
+    def launches(built: Kernel | FixedKernels, module: ModuleType) -> Any:
         return getattr(module, built.name) if isinstance(built, Kernel) or built.alone else module
 
-    def module(self, built: Kernel | Written) -> ModuleType:
+    def module(self, built: Kernel | FixedKernels) -> ModuleType:
         """A module of its own."""
         self._loaded += 1
         name = f"{self.package}.loaded_{self._loaded}"

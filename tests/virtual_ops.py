@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from partc.layout import Layout, Sizes, SubDim
+from partc.ir.layout import Layout, Sizes, SubDim
 
 Coordinate = tuple[int, ...]  # in the order of the axes of `sizes`
 Shards = dict[Coordinate, Tensor]

@@ -1,1 +1,1 @@
-"""Triton source that packages carry as it is."""
+"""Triton source that packages contain unchanged."""

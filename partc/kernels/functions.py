@@ -1,4 +1,4 @@
-"""Functions that kernels are written with. Numbers are fp32 or fp64, places in tensors integers."""
+"""Functions for emitted kernels. Numbers are fp32 or fp64; positions in tensors are integers."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ def silu_backward(grad, x):
 
 @triton.jit
 def tanh(x):
-    """From exponentials; near 0, where those would cancel, Lambert's continued fraction."""
+    """From exponentials; near 0, where these would cancel, Lambert's continued fraction."""
     square = x * x
     fraction = 9.0 + square / (11.0 + square / (13.0 + square / 15.0))
     near = x / (1.0 + square / (3.0 + square / (5.0 + square / (7.0 + square / fraction))))
@@ -30,7 +30,7 @@ def tanh(x):
 def log1p(x):
     """Goldberg 1991, What every computer scientist should know about floating-point arithmetic, theorem 4."""
     above = 1.0 + x
-    part = above - 1.0  # what is left of x in the sum
+    part = above - 1.0  # the part of x that the sum kept
     return tl.where(part == 0.0, x, tl.where(part == x, tl.log(above), tl.log(above) * (x / part)))
 
 
@@ -49,7 +49,7 @@ def trunc(x):
 
 @triton.jit
 def round(x):
-    """Halves to even numbers; what becomes zero keeps its sign."""
+    """Round half to even; a result of zero keeps its sign."""
     low = tl.floor(x)
     rest = x - low
     up = (rest > 0.5) | ((rest == 0.5) & (tl.floor(low * 0.5) * 2.0 != low))
@@ -113,7 +113,7 @@ def hardsigmoid(x):
 
 @triton.jit
 def hardsigmoid_backward(grad, x):
-    """By a sixth in fp32, which PyTorch takes in fp64 too."""
+    """Multiplies by a sixth in fp32, as PyTorch does in fp64 too."""
     return tl.where((x > -3.0) & (x < 3.0), grad * 0.1666666716337204, 0.0)
 
 
@@ -124,13 +124,13 @@ def hardswish_backward(grad, x):
 
 @triton.jit
 def lerp(x, y, weight):
-    """From the nearer end."""
+    """Linear interpolation, computed from the nearer end."""
     return tl.where(tl.abs(weight) < 0.5, x + weight * (y - x), y - (1.0 - weight) * (y - x))
 
 
 @triton.jit
 def remainder(x, by):
-    """Of integers; it has the sign of what it is divided by, which is positive."""
+    """The remainder of integers, with the sign of the positive divisor."""
     rest = x % by
     return tl.where(rest < 0, rest + by, rest)
 
@@ -167,15 +167,17 @@ def larger(a, b):
 
 @triton.jit
 def largest(x):
-    """Of each row; what isn't a number passes, which `tl.max` skips."""
+    """The maximum of each row; propagates NaNs, which `tl.max` skips."""
     return tl.reduce(x, 1, larger, keep_dims=True)
 
 
 @triton.jit
 def kept(counter_ptr, index, below):
-    """Whether an element's upper 53 bits are below this; SplitMix64, in signed words, as in runtime/random.py.
+    """Whether an element's upper 53 random bits are below `below`; SplitMix64, in signed words, as in
+    runtime/random.py.
 
-    `counter` is the word of the first element here, `index` says how far behind it another is in the whole tensor.
+    `counter_ptr` points to the word of the first element; `index` is the element's distance from it in the whole
+    tensor.
     """
     word = tl.load(counter_ptr) + index.to(tl.int64) * -7046029254386353131
     word = (word ^ ((word >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
@@ -186,7 +188,7 @@ def kept(counter_ptr, index, below):
 
 @triton.jit
 def streamed(x, most, total):
-    """The largest of all x so far, and the sum of exponentials below it: one exponential for each x."""
+    """Update the running maximum and the sum of exponentials relative to it: one exponential for each x."""
     apart = tl.exp(-tl.abs(x - most))
     total = tl.where(x > most, total * apart + 1.0, total + apart)
     return tl.maximum(most, x), total
@@ -199,7 +201,7 @@ def row_loss(lse, picked, ignored):
 
 @triton.jit
 def smooth_row_loss(lse, picked, ignored, smoothing, logits, classes):
-    """Szegedy et al. 2016, Rethinking the Inception architecture, section 7; `logits` is the sum of a row's."""
+    """Szegedy et al. 2016, Rethinking the Inception architecture, section 7; `logits` is the sum of a row's logits."""
     loss = (lse - picked) * (1.0 - smoothing) + (lse * classes - logits) * (smoothing / classes)
     return tl.where(ignored, 0.0, loss)
 
@@ -211,7 +213,7 @@ def weighted_row_loss(lse, picked, ignored, weight):
 
 @triton.jit
 def weighted_smooth_row_loss(lse, picked, ignored, weight, smoothing, logits, classes, total):
-    """`weight` is the label's, `total` that of all classes, `logits` the sum of a row's, each times its class's."""
+    """`weight` is the label's weight, `total` the sum of all weights, `logits` the weighted sum of a row's logits."""
     loss = (lse - picked) * weight * (1.0 - smoothing) + (lse * total - logits) * (smoothing / classes)
     return tl.where(ignored, 0.0, loss)
 
@@ -232,7 +234,7 @@ def smooth_cross_entropy_backward(grad, x, lse, ignored, is_label, smoothing, cl
 
 @triton.jit
 def weighted_smooth_cross_entropy_backward(grad, x, lse, ignored, is_label, weight, smoothing, classes, total, own):
-    """`weight` is the label's, `own` that of the class of x, `total` that of all."""
+    """`weight` is the label's weight, `own` that of the class of x, `total` the sum of all weights."""
     grad = tl.where(ignored, 0.0, grad)
     hit = grad * weight * (1.0 - smoothing)
     spread = grad * (smoothing / classes)

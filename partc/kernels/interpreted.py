@@ -1,6 +1,6 @@
-"""Triton's interpreter as GPUs compute: it cuts the bits off that bf16 has no room for, where they round to nearest.
+"""Triton's interpreter with the rounding of GPUs: without this, it truncates to bf16, where GPUs round to nearest.
 
-What takes the largest of rows is done by NumPy: by itself, the interpreter would call a function for each element.
+NumPy computes the maxima of rows: by itself, the interpreter would call a function for each element.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def _rounded(data: Any) -> Any:
-    """The upper 16 bits of fp32, to the nearest, and to the even one of two; what is no number stays none."""
+    """The upper 16 bits of fp32, rounded to nearest even; NaNs stay NaNs."""
     import numpy
 
     bits = numpy.ascontiguousarray(data).view("uint32").reshape(data.shape)
@@ -19,7 +19,7 @@ def _rounded(data: Any) -> Any:
 
 
 def rounds() -> None:
-    """From now on, in this process; nothing where kernels are compiled."""
+    """Patch the interpreter in this process; does nothing where kernels are compiled."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     import numpy
@@ -44,7 +44,7 @@ def rounds() -> None:
     splat = builder.create_splat
 
     def repeat(self: Any, type: Any, one: Any) -> Any:
-        """What a comparison of two numbers says is neither of them."""
+        """Repeat a number; a boolean, which compares two numbers, keeps its type."""
         if one.data.dtype != bool:
             return splat(self, type, one)
         return interpreter.TensorHandle(numpy.full(type.shape, one.data.reshape(-1)[0]), tl.int1)
@@ -53,7 +53,7 @@ def rounds() -> None:
     reduced = interpreter.ReduceOps.apply_impl
 
     def reduce(self: Any, given: Any) -> Any:
-        """Without a call for each element, where NumPy has the same."""
+        """Reduce by NumPy where it has the reduction, instead of one call for each element."""
         name = getattr(getattr(self.combine_fn, "fn", None), "__name__", "")
         return self.min_max(given[0], val_reduce_op=numpy.max) if name == "larger" else reduced(self, given)
 
@@ -61,7 +61,7 @@ def rounds() -> None:
     patched = interpreter._patch_lang_tensor
 
     def patch(tensor: Any, scope: Any) -> None:
-        """Numbers have one dimension there, and NumPy from 2.4 on makes none of its own of such: Triton 3.6 asks it."""
+        """Convert numbers of one dimension explicitly: NumPy from 2.4 on does not, and Triton 3.6 relies on it."""
         patched(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 

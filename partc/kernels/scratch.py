@@ -1,4 +1,4 @@
-"""Memory that kernels are timed on."""
+"""Memory for the timing of kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, below: int = 2) -> Tensor:
-    """Random numbers; whole ones are below a limit."""
+    """Random numbers; integers are below a limit."""
     x = torch.empty(shape, dtype=dtype, device=device)
     return x.normal_() if dtype.is_floating_point else x.random_(0, below)

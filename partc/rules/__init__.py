@@ -1,4 +1,4 @@
-"""What every operation can do under sharding: the table, and what a choice of factor means for it."""
+"""Sharding rules of operations, and the placements that a choice of factor implies."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 from partc.errors import InternalError, PartcError
-from partc.layout import Partial, Placement, Replicated, Shard, Sizes, Varying
-from partc.program import FLOATING, Choice, Graph, Op, TensorType
-from partc.rules import cuts as _cuts
-from partc.rules.cuts import Cuts, factor_cuts
+from partc.ir.layout import Partial, Placement, Replicated, Shard, Sizes, Varying
+from partc.ir.program import FLOATING, Choice, Graph, Op, TensorType
+from partc.rules import strided_cuts as _cuts
 from partc.rules.local import localize
 from partc.rules.notation import NotationError
 from partc.rules.rule import Dims, Factor, OpRule
+from partc.rules.strided_cuts import Cuts, factor_cuts
 from partc.rules.table import DENSE, LOWERED, TABLE, Precision, register
 
 __all__ = [
@@ -50,7 +50,7 @@ PARTIAL = "partial"  # Choice.factor "partial0": a Partial value passes through 
 
 
 def resolve(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
-    """The rule of an operation on these shapes; None if it has none and must be repeated on whole operands."""
+    """The rule of an operation for these shapes; None if it has none and must run on replicated operands."""
     entry = TABLE.get(op.name)
     if entry is None or any(0 in value.type.shape for value in op.results):
         return None
@@ -68,9 +68,9 @@ def resolve(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
 
 
 def resolve_lowered(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
-    """The same of what compiling made of operations, by the row that speaks for each.
+    """The rule of an operation that compiling introduced, taken from the row in LOWERED.
 
-    Where results beyond the first are statistics, a rule is of the first alone.
+    If results beyond the first are statistics, the rule covers the first result only.
     """
     named = op if op.name in TABLE else replace(op, name=LOWERED.get(op.name, op.name))
     ranks = [len(types[name].shape) for name in op.refs()]
@@ -78,7 +78,7 @@ def resolve_lowered(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
         try:
             rule = resolve(replace(named, results=results), types)
         except (PartcError, ValueError, IndexError, ZeroDivisionError):
-            continue  # its arguments are not those of this row, or of other shapes
+            continue  # its arguments or shapes do not fit this row
         if rule is None or [len(dims) for dims in rule.operands] != ranks:
             continue
         if [len(dims) for dims in rule.results] == [len(value.type.shape) for value in results]:
@@ -89,9 +89,9 @@ def resolve_lowered(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
 def choices(
     op: Op, rule: OpRule, axis: str, n: int, cuts: Mapping[str, Collection[int]] | None = None
 ) -> tuple[Choice, ...]:
-    """Every way to spread the operation over an axis of size `n`, besides not at all.
+    """All ways to distribute the operation over an axis of size `n`; replication is not among them.
 
-    `cuts` gives, per factor, further values of `outer` to consider (see `factor_cuts`).
+    `cuts` gives additional values of `outer` for each factor (see `factor_cuts`).
     """
     found = [Choice(axis=axis, factor=None)]
     sharded = dict(rule.sharded)
@@ -110,9 +110,9 @@ def choices(
 
 
 def fits(rule: OpRule, chosen: Sequence[Choice], sizes: Sizes) -> bool:
-    """Whether every factor divides by all the axes that cut it together.
+    """Whether every factor is divisible by the product of the axes that cut it.
 
-    A layout alone can't tell where a factor is never the minor one of a dimension.
+    A layout alone cannot tell this for a factor that is never the minor one of a dimension.
     """
     for factor in rule.factors:
         ways: dict[int, int] = {}
@@ -128,7 +128,7 @@ def fits(rule: OpRule, chosen: Sequence[Choice], sizes: Sizes) -> bool:
 def placements(
     op: Op, rule: OpRule, choice: Choice | None, axis: str
 ) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
-    """What the operation asks of its operands on the axis, and what it makes of its results."""
+    """The placements on the axis that the choice requires of operands and implies for results."""
     del axis  # a choice means the same on every axis
     if choice is None:
         return (Replicated(),) * len(rule.operands), (Replicated(),) * len(rule.results)
@@ -159,7 +159,7 @@ def placements(
 
 
 def _settled(asked: list[Placement], rule: OpRule) -> tuple[Placement, ...]:
-    """Operands without a gradient have none that could vary."""
+    """Replace Varying by Replicated for operands without a gradient."""
     return tuple(
         Replicated() if index in rule.integral and isinstance(placement, Varying) else placement
         for index, placement in enumerate(asked)
@@ -167,7 +167,7 @@ def _settled(asked: list[Placement], rule: OpRule) -> tuple[Placement, ...]:
 
 
 def _shard(dims: Dims, rule: OpRule, choice: Choice) -> Shard | None:
-    """Where a tensor with these dimensions is cut by the choice."""
+    """The placement of a tensor with these dimensions under the choice; None if the choice does not cut it."""
     for dim, names in enumerate(dims):
         if choice.factor in names:
             before = math.prod(rule.factor(name).size for name in names[: names.index(choice.factor)])
@@ -183,7 +183,7 @@ def _cut(dims: Dims, rule: OpRule, choice: Choice) -> Shard:
 
 
 def flops(op: Op, rule: OpRule) -> int:
-    """Floating-point operations of the matrix products in it, over the whole shapes; 0 for other operations."""
+    """The floating-point operations of the matrix products in the operation, over global shapes; 0 without products."""
     place = _CAUSAL.get(op.name)
     causal = place is not None and len(op.args) > place and op.args[place] is True
     return rule.flops // 2 if causal else rule.flops
@@ -195,13 +195,13 @@ def is_matmul(op: Op) -> bool:
 
 
 def is_users(name: str) -> bool:
-    """Whether the operation's rule is one of the user's."""
+    """Whether the user registered the operation's rule."""
     entry = TABLE.get(name)
     return entry is not None and entry.user
 
 
 def is_cheap(op: Op, activations: Collection[str]) -> bool:
-    """Whether doing it again takes little time: neither a lookup nor a product with a weight, no fused attention.
+    """Whether recomputing the operation is cheap: no lookup, no product with a weight, no fused attention.
 
     `activations` are the values that depend on a call's inputs. Collectives and unknown operations are not cheap.
     """
@@ -212,21 +212,21 @@ def is_cheap(op: Op, activations: Collection[str]) -> bool:
 
 
 def demands_dense(op: Op, position: int) -> bool:
-    """True if the kernel reads this argument as dense memory. Operators of other libraries are assumed to do so."""
+    """Whether the kernel reads this argument as dense memory. Operators of other libraries are assumed to do so."""
     return "::" in op.name or position in DENSE.get(op.name, ())
 
 
 def precision_of(name: str) -> Precision:
-    """What an operation computes in where precision is mixed; in fp32, if it has no rule."""
+    """The precision of an operation under mixed precision; operations without a rule run in fp32."""
     entry = TABLE.get(name)
     return "high" if entry is None else entry.precision
 
 
 def operations() -> tuple[str, ...]:
-    """Every operation that has a rule."""
+    """The names of all operations with a rule."""
     return tuple(TABLE)
 
 
 def propagate_cuts(graph: Graph, types: Mapping[str, TensorType]) -> Cuts:
-    """Per value and dimension, the `outer` values at which a cut is contiguous for some operation."""
+    """For each value and dimension, the `outer` values at which a cut is contiguous for some operation."""
     return _cuts.propagate_cuts(graph, types, resolve)

@@ -1,10 +1,9 @@
-"""How operations are written inside a Triton kernel: what has no line here is left to PyTorch.
+"""Triton expressions of operations; operations without a line here are left to PyTorch.
 
-An elementwise operation is an expression of its operands, `{0}` for the first; what takes more than an expression
-is a function of partc/kernels/functions.py. Operands come in the type that the operation computes in (fp32 for 16
-bits). Views, and what is made from numbers, are index expressions: they move nothing. Reductions go along the last
-dimensions, within what one program holds, or along all others. Composites are made of all these
-(partc.passes.fuse_composites).
+An elementwise operation is an expression of its operands, with `{0}` for the first; longer code is a function in
+partc/kernels/functions.py. Operands have the type in which the operation computes (fp32 for 16 bits). Views and
+constants are index expressions and move no data. Reductions run along the last dimensions, within the tile of one
+program, or along all other dimensions. Composites consist of these (partc.passes.fuse.composites).
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from partc.program import FLOATING, ITEMSIZE, Arg, DType, DTypeArg, Op, Ref
+from partc.ir.program import FLOATING, ITEMSIZE, Arg, DType, DTypeArg, Op, Ref
 
 Spelling = str | Callable[[Op], str | None]
 Kind = Literal["pointwise", "view", "constant", "reduction", "composite", "streamed"]
 
-# Results whose memory follows their shape, whatever the operands' does.
+# Operations whose results are contiguous, whatever the operands' strides.
 CONTIGUOUS = frozenset(
     {
         "linear", "linear_grad_input", "linear_grad_weight", "matmul", "matmul_grad_left", "matmul_grad_right", "mm",
@@ -32,7 +31,7 @@ LOGICAL = frozenset(  # of bools where they make one, whatever they are given
     {"logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__"}
 )
 LABELS: Mapping[str, tuple[int, ...]] = {"cross_entropy_rows": (2, 4)}  # operands that stay integers
-LOOKED_UP: Mapping[str, tuple[int, int]] = {"cross_entropy_rows": (3, 2)}  # a table, and what says where to read it
+LOOKED_UP: Mapping[str, tuple[int, int]] = {"cross_entropy_rows": (3, 2)}  # a table, and its index
 REDUCTIONS = frozenset({"sum", "amax", "amin"})
 COMPOSITES = frozenset(
     {
@@ -56,7 +55,7 @@ _LARGEST: Mapping[DType, float] = {
 _SMOOTHED: Mapping[str, tuple[int, int, int]] = {  # class weights, smoothing, and then the weights' total
     "cross_entropy": (2, 4, 5), "cross_entropy_rows": (3, 5, 8), "cross_entropy_backward": (4, 6, 7),
 }  # fmt: skip
-# What arguments are that an operation is not given: the last ones.
+# Defaults of the last arguments.
 DEFAULTS: Mapping[str, tuple[float, ...]] = {
     "leaky_relu": (0.01,), "elu": (1, 1, 1), "celu": (1.0,), "softplus": (1, 20), "hardtanh": (-1, 1),
 }  # fmt: skip
@@ -64,7 +63,7 @@ MOST_JOINED = 4  # parts of one `cat`: every element asks which one it is in
 
 
 def kind(op: Op) -> Kind | None:
-    """What the operation is to a kernel; None where no kernel does it."""
+    """The role of the operation in a kernel; None if no kernel computes it."""
     if op.name == "cat":
         return "view" if len(joined(op)[0]) <= MOST_JOINED else None
     if op.name in VIEWS:
@@ -84,7 +83,7 @@ def kind(op: Op) -> Kind | None:
 
 
 def spelled(op: Op) -> str | None:
-    """The expression of an elementwise operation; None where there is none for these arguments."""
+    """The expression of an elementwise operation; None if there is none for these arguments."""
     spelling = POINTWISE.get(op.name)
     if spelling is None or len(op.results) != 1:
         return None
@@ -92,45 +91,45 @@ def spelled(op: Op) -> str | None:
 
 
 def arguments(op: Op) -> tuple[Arg, ...]:
-    """The arguments of an elementwise operation, those that it isn't given too."""
+    """The arguments of an elementwise operation, defaults included."""
     return (*op.args, *DEFAULTS.get(op.name, ())[len(op.args) - 1 :])
 
 
 def fill(op: Op) -> Arg:
-    """The number that a constant is made of."""
+    """The number that fills a constant."""
     return {"zeros": 0, "ones": 1}.get(op.name, op.args[-1])
 
 
 def joined(op: Op) -> tuple[tuple[str, ...], int]:
-    """The parts of a `cat`, and the dimension along which they follow each other."""
+    """The operands of a `cat`, and its dimension."""
     parts, dim = (*op.args, dict(op.attrs).get("dim", 0))[:2]
     names = (part.name for part in parts if isinstance(part, Ref)) if isinstance(parts, tuple) else ()
     return tuple(names), dim if isinstance(dim, int) else 0
 
 
 def ranked(op: Op) -> str:
-    """The axis over which the classes, or the table, of an operation are cut; its kernel is told which part is here."""
+    """The axis that cuts the classes or the table of an operation; the kernel receives the rank on it."""
     axis = dict(op.attrs).get("axis") if op.name in _RANKED else None
     alike = op.name == "smooth_sum" and op.args[1] is None
     return axis if isinstance(axis, str) and not alike else ""
 
 
 def lacks_total(op: Op) -> Ref | None:
-    """The class weights of a smoothed loss that isn't told their sum: kernels don't add them up for every row."""
+    """The class weights of a smoothed loss that is not given their sum; kernels do not sum them for every row."""
     weight, smoothing, total = _SMOOTHED.get(op.name, (0, 0, 0))
     table = op.args[weight] if total and op.args[smoothing] and len(op.args) <= total else None
     return table if isinstance(table, Ref) else None
 
 
 def told(body: Iterable[Op]) -> dict[str, Op]:
-    """What a kernel is told at each launch besides its tensors: parameters, and an operation that needs each."""
+    """The scalar parameters of a kernel's launch, each with an operation that needs it."""
     found = {f"{ranked(op)}_rank": op for op in body if ranked(op)}
     drawn = (op for op in body if op.name == "drawn")
     return found | {f"counter_{number}": op for number, op in enumerate(drawn)}
 
 
 def padded(op: Op) -> tuple[int, int]:
-    """The dimension of a slice whose gradient this is, and where the slice starts."""
+    """The dimension of the slice whose gradient this operation is, and the slice's start."""
     dim, start = op.args[2:4]
     first = start if isinstance(start, int) else 0
     at = dim if isinstance(dim, int) else 0
@@ -160,7 +159,7 @@ def _scaled(symbol: str) -> Spelling:
 
 
 def _power(op: Op) -> str | None:
-    """Few exponents occur, and each has a form that is exact."""
+    """The exact forms of the few exponents that occur."""
     exponent = op.args[1]
     powers = {1: "{0}", 2: "{0} * {0}", 3: "{0} * {0} * {0}", 4: "({0} * {0}) * ({0} * {0})", -1: "1.0 / {0}",
               0.5: "tl.sqrt({0})", -0.5: "tl.rsqrt({0})"}  # fmt: skip
@@ -168,12 +167,12 @@ def _power(op: Op) -> str | None:
 
 
 def _floating(text: str) -> Spelling:
-    """Of numbers that aren't whole."""
+    """A spelling for floating-point operands only."""
     return lambda op: text if op.result.type.dtype in FLOATING and not op.attrs else None
 
 
 def _whole(text: str) -> Spelling:
-    """Of integers, by a number that is positive: there is nothing to round, and no division by zero."""
+    """A spelling for integers divided by a positive number: no rounding, no division by zero."""
 
     def write(op: Op) -> str | None:
         by = op.args[1]
@@ -189,7 +188,7 @@ def _clamped(op: Op) -> str | None:
 
 
 def _no_less(text: str, bound: Arg, place: str) -> str:
-    """A bound is a number, or a tensor, whose NaNs count."""
+    """Clamp from below by a number, or by a tensor whose NaNs propagate."""
     if isinstance(bound, Ref):
         return _extreme("maximum", text, place)
     return text if bound is None else f"tl.where({text} < {place}, {place}, {text})"
@@ -206,7 +205,7 @@ def _extreme(name: str, left: str = "{0}", right: str = "{1}") -> str:
 
 
 def _finite(op: Op) -> str | None:
-    """Infinities become the largest numbers of the type, unless there are others for them."""
+    """nan_to_num: infinities become the largest numbers of the type, unless replacements are given."""
     most = _LARGEST.get(op.result.type.dtype)
     if most is None or op.attrs:
         return None
@@ -219,7 +218,7 @@ def _finite(op: Op) -> str | None:
 
 
 def _third(text: str) -> Spelling:
-    """x + value · what two others make."""
+    """x + value * (a function of two other operands): addcmul, addcdiv."""
 
     def write(op: Op) -> str | None:
         attrs = dict(op.attrs)
@@ -230,7 +229,7 @@ def _third(text: str) -> Spelling:
 
 
 def _lerp(op: Op) -> str:
-    """From the nearer end."""
+    """Linear interpolation, computed from the nearer end."""
     weight = op.args[2]
     if isinstance(weight, int | float):
         return "{0} + {2} * ({1} - {0})" if abs(weight) < 0.5 else "{1} - (1.0 - {2}) * ({1} - {0})"
@@ -238,7 +237,7 @@ def _lerp(op: Op) -> str:
 
 
 def _elu_backward(op: Op) -> str | None:
-    """By what elu was given, or by what it made of it: then there is no exponential."""
+    """The derivative of elu from its input, or from its result (then without an exponential)."""
     if op.attrs:
         return None
     if op.args[4]:
@@ -262,7 +261,9 @@ def _dropout_backward(op: Op) -> str | None:
 
 
 def _row_losses(op: Op) -> str | None:
-    """Of lse, the label's logit, labels, class weights, what is ignored, smoothing, sums of logits, classes, total."""
+    """Cross-entropy of a row from lse, label logit, label, class weights, ignored label, smoothing, sum of logits,
+    classes, and total weight.
+    """
     if lacks_total(op):
         return None
     if op.args[3] is not None:
@@ -278,7 +279,7 @@ def _comparison(symbol: str) -> Spelling:
 
 
 def _cast(op: Op) -> str | None:
-    """To the type that the result has, which its reader sees to."""
+    """A cast to the result's type; the reader performs it."""
     return "{0}" if isinstance(op.args[1], DTypeArg) and op.args[1].name in ITEMSIZE else None
 
 

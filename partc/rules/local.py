@@ -1,4 +1,4 @@
-"""An operation as one rank runs it: literal sizes made local, the sharded form of an operation in its place."""
+"""Operations on local shards: literal sizes become local, and sharded forms replace operations."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from partc.errors import InternalError
-from partc.layout import Sizes
-from partc.program import Arg, Op
+from partc.ir.layout import Sizes
+from partc.ir.program import Arg, Op
 from partc.rules.rule import OpRule, argument, integers
 
 
 def localize(op: Op, rule: OpRule | None, sizes: Sizes) -> Op:
-    """The same operation on local shards: its results' layouts say how large they are.
+    """The same operation on local shards; the layouts of its results determine the local sizes.
 
-    Where a factor with a sharded form is cut, that form is called, with the axis as an attribute.
+    If a factor with a sharded form is cut, the sharded form is called, with the axis as an attribute.
     """
     op = _LOCAL[op.name](op, sizes) if op.name in _LOCAL else op
     for factor, name in rule.sharded if rule is not None else ():
@@ -31,7 +31,7 @@ def _with(op: Op, index: int, value: Arg) -> Op:
 
 
 def _result_shape(index: int) -> Callable[[Op, Sizes], Op]:
-    """Operations told the whole shape of their result at this position."""
+    """A localizer for operations whose argument at this position is the shape of the result."""
 
     def local(op: Op, sizes: Sizes) -> Op:
         return _with(op, index, op.result.type.layout.local_shape(sizes))
@@ -45,7 +45,7 @@ def _split(op: Op, sizes: Sizes) -> Op:
 
 
 def _slice(op: Op, sizes: Sizes) -> Op:
-    """Bounds shrink like the result: a cut falls on grains that they are multiples of, or between steps."""
+    """Scale the bounds like the result: a cut falls on grains that divide them, or between steps."""
     dim = integers(argument(op, 1, "dim", 0))[0]
     whole, local = op.result.type.shape[dim], op.result.type.layout.local_shape(sizes)[dim]
     if whole == local:
@@ -57,7 +57,7 @@ def _slice(op: Op, sizes: Sizes) -> Op:
 
 
 def _convolution(op: Op, sizes: Sizes) -> Op:
-    """Where there are groups, they are what is cut of the channels."""
+    """Scale the number of groups, if there are groups: they are the cut factor of the channels."""
     groups = integers(argument(op, 6, "groups", 1))[0]
     whole, local = op.result.type.shape[1], op.result.type.layout.local_shape(sizes)[1]
     if groups == 1 or whole == local:
@@ -69,7 +69,7 @@ def _convolution(op: Op, sizes: Sizes) -> Op:
 
 
 def _repeat_interleave(op: Op, sizes: Sizes) -> Op:
-    """The size that the dimension is to have is this rank's."""
+    """Replace the size of the dimension by the local size."""
     dim = argument(op, 2, "dim")
     if argument(op, 3, "output_size") is None or not isinstance(dim, int):
         return op

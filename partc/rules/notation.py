@@ -1,9 +1,9 @@
-"""The text of a rule: `x[*b i], w[o i], +bias?[o] -> [*b o]`.
+"""The notation of rules: `x[*b i], w[o i], +bias?[o] -> [*b o]`.
 
-Each operand lists the factors of its dimensions: `i` one factor, `(g r)` one dimension made of two,
-major first, `*b` any number of dimensions. `?` marks an operand that may be absent, `+` one that
-is added to the contraction's sum, `~` one that broadcasts from the right like a mask. The results
-follow the arrow. A factor that no result carries is summed.
+Each operand lists the factors of its dimensions: `i` is one factor, `(g r)` one dimension of two factors, major first,
+`*b` any number of dimensions. `?` marks an operand that may be absent, `+` an operand that is added to the
+contraction's sum, `~` an operand that broadcasts from the right like a mask. The results follow the arrow. A factor
+that no result carries is summed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from partc.rules.rule import Dims
 
 
 class NotationError(ValueError):
-    """A rule's text that doesn't parse, or shapes that it doesn't fit; the message says where."""
+    """A rule that does not parse, or that does not fit the shapes; the message names the place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One operand or result: per dimension its factors; a star is written `*name` and stands alone."""
+    """One operand or result: the factors of each dimension; a star is written `*name` and stands alone."""
 
     name: str
     dims: tuple[tuple[str, ...], ...]
@@ -38,7 +38,7 @@ class Notation:
 
     @property
     def factors(self) -> frozenset[str]:
-        """Names of all factors, stars without their mark."""
+        """The names of all factors, stars without their mark."""
         terms = (*self.operands, *self.results)
         return frozenset(name.lstrip("*") for term in terms for dim in term.dims for name in dim)
 
@@ -48,7 +48,7 @@ _DIM = re.compile(r"\s*(?:(\*?[A-Za-z_]\w*)|\(([^()]*)\))\s*")
 
 
 def parse(text: str) -> Notation:
-    """Read a rule's text. Raises NotationError."""
+    """Parse a rule. Raises NotationError."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise NotationError("no `->` between operands and results")
@@ -110,10 +110,9 @@ def _dims(text: str) -> tuple[tuple[str, ...], ...]:
 def bind(
     terms: Sequence[Term], shapes: Sequence[Sequence[int]], result_terms: Sequence[Term]
 ) -> tuple[list[Dims], list[Dims], dict[str, int]]:
-    """Factors of every dimension of the operands and results, and their sizes.
+    """The factors of every dimension of the operands and results, and the factors' sizes.
 
-    A dimension of size 1 where its factor is larger broadcasts. Raises NotationError where the
-    shapes don't fit the terms.
+    A dimension of size 1 broadcasts if its factor is larger. Raises NotationError if the shapes do not fit the terms.
     """
     stars = _star_lengths(terms, shapes)
     operands = [_expanded(term, stars, len(shape)) for term, shape in zip(terms, shapes, strict=True)]
@@ -146,7 +145,7 @@ def _star_lengths(terms: Sequence[Term], shapes: Sequence[Sequence[int]]) -> dic
 
 
 def _expanded(term: Term, stars: dict[str, int], rank: int | None) -> Dims:
-    """The term's dimensions, stars written out as b0, b1, ...; cut to `rank` if it broadcasts."""
+    """The term's dimensions with stars written out as b0, b1, ...; cut to `rank` if it broadcasts."""
     dims: list[tuple[str, ...]] = []
     for dim in term.dims:
         if dim and dim[0].startswith("*"):
@@ -161,7 +160,7 @@ def _expanded(term: Term, stars: dict[str, int], rank: int | None) -> Dims:
 
 
 def _sizes(terms: Sequence[Term], operands: Sequence[Dims], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Each factor's size: from dimensions that it makes alone, then from those where it alone is unknown."""
+    """The size of each factor: from dimensions of a single factor, then from dimensions with one unknown factor."""
     tensors = zip(operands, shapes, strict=True)
     pairs = [pair for dims, shape in tensors for pair in zip(dims, shape, strict=True)]
     sizes: dict[str, int] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partc.program import Op, TensorType
+from partc.ir.program import Op, TensorType
 from partc.rules.rule import Dims, OpRule, argument, integers, is_ref, make
 from partc.rules.shapes import Types, broadcast_dims, dim_index, named_dims
 
@@ -132,7 +132,7 @@ def einsum(op: Op, types: Types) -> OpRule | None:
 
 
 def convolution(op: Op, types: Types) -> OpRule | None:
-    """conv1d to conv3d(x[b c ...], w[o c ...], bias[o], ..., groups): space is whole.
+    """conv1d to conv3d(x[b c ...], w[o c ...], bias[o], ..., groups): spatial dimensions are whole.
 
     With groups, channels are (g c) and (g o), and whole groups may be cut.
     """
@@ -166,7 +166,7 @@ def convolution(op: Op, types: Types) -> OpRule | None:
 
 
 def group_norm(op: Op, types: Types) -> OpRule:
-    """group_norm(x[b c ...], groups, w[c], bias[c]): samples may be cut, what is normalized not."""
+    """group_norm(x[b c ...], groups, w[c], bias[c]): samples may be cut, normalized dimensions may not."""
     dims, sizes = named_dims(types[0].shape)
     weights = [((dims[1],), type) for type in types[1:]]
     blocked = {name for name in sizes if name != "d0"}

@@ -1,4 +1,4 @@
-"""What is known of one operation on given shapes: its factors, and where operands and results carry them."""
+"""The rule of one operation for given shapes: its factors, and the dimensions that carry them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from partc.program import FLOATING, Arg, Op, Ref, TensorType
+from partc.ir.program import FLOATING, Arg, Op, Ref, TensorType
 
 Kind = Literal["parallel", "contracted", "blocked"]
 Dims = tuple[tuple[str, ...], ...]  # per dimension, the factors that make it, major first; () for a broadcast 1
@@ -16,7 +16,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A loop of the operation: `parallel` over its results, `contracted` by a sum, or `blocked` (must stay whole)."""
+    """An index of the operation: `parallel` (in all results), `contracted` (summed), or `blocked` (must stay whole)."""
 
     name: str
     size: int
@@ -25,13 +25,13 @@ class Factor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRule:
-    """Factors of every dimension of the operands (in the order of `op.refs()`) and of the results.
+    """The factors of every dimension of the operands (in the order of `op.refs()`) and of the results.
 
-    `linear` holds groups of operands in which the operation is jointly linear: where exactly these
-    are Partial, so are the results. `added` are operands added to a contraction's sum, like a bias:
-    where a contracted factor is cut, they must be Partial, so that they are added once.
-    `combined` are contracted factors that the operation's sharded form, named in `sharded`, reduces
-    itself: its results are equal everywhere. `integral` operands carry no gradient.
+    `linear` holds groups of operands in which the operation is jointly linear: if exactly the operands of one group are
+    Partial, so are the results. `added` are operands that are added to a contraction's sum, such as a bias: if a
+    contracted factor is cut, they must be Partial, so that they are added once. `combined` are contracted factors that
+    the operation's sharded form (named in `sharded`) reduces itself, so that its results are replicated. `integral`
+    operands have no gradient.
     """
 
     factors: tuple[Factor, ...]
@@ -46,7 +46,7 @@ class OpRule:
 
     @property
     def flops(self) -> int:
-        """Of its matrix products, over the whole shapes."""
+        """The floating-point operations of its matrix products, over global shapes."""
         sizes = {factor.name: factor.size for factor in self.factors}
         return sum(2 * math.prod(sizes[name] for name in product) for product in self.work)
 
@@ -66,10 +66,10 @@ def make(
     sharded: Mapping[str, str] | None = None,
     work: Sequence[Sequence[str]] = (),
 ) -> OpRule:
-    """A rule from factor names and sizes; what each factor's kind is follows from where it stands.
+    """Build a rule from factor names and sizes; the kind of each factor follows from its positions.
 
-    Factors of size 1 are left out. A factor that only some results carry, or that one tensor
-    carries twice, must stay whole. `work` holds one product of factors per matrix product in the operation.
+    Factors of size 1 are left out. A factor that only some results carry, or that one tensor carries twice, must stay
+    whole. `work` holds one product of factors for each matrix product in the operation.
     """
     dims_of = [dims for dims, _ in operands]
     carried = [name for dims in (*dims_of, *results) for dim in dims for name in dim]
@@ -103,14 +103,14 @@ def _trimmed(dims: Dims, names: Collection[str]) -> Dims:
 
 
 def argument(op: Op, index: int, name: str, default: Arg = None) -> Arg:
-    """An argument by position, or by name where it was given so."""
+    """An argument by position, or by name if it was given by name."""
     if index < len(op.args):
         return op.args[index]
     return dict(op.attrs).get(name, default)
 
 
 def integers(arg: Arg) -> tuple[int, ...]:
-    """A size, or several, as a tuple."""
+    """One size or several, as a tuple."""
     items = arg if isinstance(arg, tuple) else (arg,)
     return tuple(item for item in items if isinstance(item, int))
 

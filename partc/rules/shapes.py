@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from partc.program import FLOATING, Arg, Op, TensorType
+from partc.ir.program import FLOATING, Arg, Op, TensorType
 from partc.rules.rule import Dims, OpRule, argument, integers, is_ref, make
 
 Types = tuple[TensorType, ...]  # of the operands, in the order of op.refs()
@@ -13,7 +13,7 @@ Builder = Callable[[Op, Types], OpRule | None]
 
 
 def named_dims(shape: Sequence[int], prefix: str = "d") -> tuple[Dims, dict[str, int]]:
-    """One factor a dimension: d0, d1, ..."""
+    """One factor for each dimension: d0, d1, ..."""
     return tuple((f"{prefix}{i}",) for i in range(len(shape))), {f"{prefix}{i}": n for i, n in enumerate(shape)}
 
 
@@ -47,7 +47,7 @@ def product(op: Op, types: Types) -> OpRule:
 
 
 def quotient(op: Op, types: Types) -> OpRule:
-    """div: linear in what is divided, unless the quotient is rounded."""
+    """div: linear in the dividend, unless the quotient is rounded."""
     exact = argument(op, 2, "rounding_mode") is None and op.args and is_ref(op.args[0])
     return pointwise(op, types, [(0,)] if exact else [])
 
@@ -57,7 +57,7 @@ def unary_linear(op: Op, types: Types) -> OpRule:
 
 
 def cast(op: Op, types: Types) -> OpRule:
-    """A cast passes a sum on, but not into integers, where it rounds."""
+    """A cast is linear, except into integers, where it rounds."""
     made = op.results[0].type.dtype
     exact = made in FLOATING or (made != "bool" and types[0].dtype not in FLOATING)
     return pointwise(op, types, [(0,)] if exact else [])
@@ -83,7 +83,7 @@ def reduction(op: Op, types: Types) -> OpRule:
 
 
 def extremum(index: int = 1) -> Builder:
-    """amax, mean, var, any, argmax ...: what is reduced (the argument at `index`) must be whole."""
+    """amax, mean, var, any, argmax ...: the reduced dimensions (the argument at `index`) must be whole."""
 
     def build(op: Op, types: Types) -> OpRule:
         if len(types) > 1:  # max(x, y) compares elements
@@ -107,7 +107,7 @@ def _reduced(op: Op, types: Types, index: int, *, contracted: bool) -> OpRule:
 
 
 def along(index: int, name: str = "dim", *, linear: bool = False, default: Arg = -1) -> Builder:
-    """Operations that need the dimensions given by an argument whole: softmax, cumsum, flip, roll, sort."""
+    """Operations that need the dimensions in one of their arguments whole: softmax, cumsum, flip, roll, sort."""
 
     def build(op: Op, types: Types) -> OpRule:
         shape = types[0].shape
@@ -196,15 +196,14 @@ def reshape(op: Op, types: Types) -> OpRule | None:
 
 
 def common_factors(given: Sequence[int], wanted: Sequence[int]) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
-    """The finest factors that dimensions of both shapes are made of, major to minor.
+    """The finest factors that the dimensions of both shapes consist of, major to minor.
 
-    Where boundaries don't nest (2 x 3 seen as 3 x 2) a common leading part may still be cut; the
-    rest is blocked.
+    Where boundaries do not nest (2 x 3 viewed as 3 x 2), a common leading part may still be cut; the rest is blocked.
     """
     sides = [list(given), list(wanted)]
     made: list[list[list[str]]] = [[[] for _ in given], [[] for _ in wanted]]
     place = [0, 0]
-    left = [1, 1]  # what remains of the current dimension on each side
+    left = [1, 1]  # the rest of the current dimension on each side
     sizes: dict[str, int] = {}
     blocked: set[str] = set()
 
@@ -255,7 +254,7 @@ def expand(op: Op, types: Types) -> OpRule:
 
 
 def _pieces(sizes: Sequence[int]) -> tuple[int, list[int]]:
-    """The grain that pieces along a dimension share, and how many grains each has."""
+    """The common grain of the pieces along a dimension, and the number of grains in each."""
     grain = math.gcd(*sizes)
     return grain, [size // grain for size in sizes]
 
@@ -371,6 +370,6 @@ def constant(op: Op, types: Types) -> OpRule:
 
 
 def uncut(op: Op, types: Types) -> OpRule:
-    """arange, eye, linspace: elements depend on their place, so that no dimension can be cut."""
+    """arange, eye, linspace: an element depends on its position, so no dimension can be cut."""
     rule = constant(op, types)
     return make([], rule.results, {f.name: f.size for f in rule.factors}, blocked=[f.name for f in rule.factors])

@@ -1,4 +1,4 @@
-"""The operation table: what every operation can do under sharding, one line each."""
+"""The operation table: one sharding rule a line."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from partc.errors import PartcError
-from partc.program import Op
+from partc.ir.program import Op
 from partc.rules import products, shapes
-from partc.rules.examples import examples, recurrent
 from partc.rules.notation import Notation, NotationError, bind, parse
+from partc.rules.per_example import examples, recurrent
 from partc.rules.rule import OpRule, argument, is_ref, make
 from partc.rules.shapes import Builder, Types, along, last_dims
 
@@ -20,8 +20,8 @@ Precision = Literal["low", "high", "any"]  # with mixed precision: few bits, fp3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A row of the table: how to build the rule of an operation from its operands' shapes."""
+class OperationRow:
+    """A row of the table: the builder of an operation's rule, and the operation's properties."""
 
     build: Builder
     matmul: bool = False
@@ -30,8 +30,8 @@ class Entry:
     precision: Precision = "any"
 
 
-TABLE: dict[str, Entry] = {}
-# What differentiating and spelling out make of operations: the row that speaks for each.
+TABLE: dict[str, OperationRow] = {}
+# Operations that differentiation and expansion introduce, with the row whose rule they use.
 LOWERED: Mapping[str, str] = {
     "convolution": "conv2d", "native_group_norm": "group_norm", "max_pool2d_with_indices": "max_pool2d",
     "_unsafe_index": "index", "log_sigmoid_forward": "log_sigmoid", "embedding_shard": "embedding",
@@ -40,17 +40,17 @@ LOWERED: Mapping[str, str] = {
     "attention_bias_backward": "attention_backward", "attention_dropout_backward": "attention_backward",
     "attention_dropout_bias_backward": "attention_backward",
 }  # fmt: skip
-# Kernels that read operands as if these were dense: the positions of the arguments. torch's composites and derivatives
-# copy such operands first, and regions are differentiated below them.
+# Kernels that assume dense operands: the positions of the arguments. torch's composites and derivatives copy such
+# operands first, and regions are differentiated below that level.
 DENSE: dict[str, frozenset[int]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """A rule written in the notation; called with an operation, it fits itself to the shapes.
+class NotationRule:
+    """A rule in the notation; calling it with an operation binds it to the operation's shapes.
 
-    `slots` are the positions among `op.args` of the operands; `work` lists the factors of each
-    matrix product inside, `*` for all of them.
+    `slots` are the positions of the operands in `op.args`. `work` lists the factors of each matrix product in the
+    operation; `*` stands for all factors.
     """
 
     notation: Notation
@@ -103,9 +103,9 @@ def rule(
     heavy: bool = False,
     precision: Precision = "low",
 ) -> None:
-    """Declare operations by a rule's text; `linear="x|w"` lists the groups that a Partial value passes."""
+    """Declare operations by the text of their rule; `linear="x|w"` lists the groups of operands that may be Partial."""
     notation = parse(text)
-    written = Written(
+    written = NotationRule(
         notation=notation,
         slots=tuple(slots if slots is not None else range(len(notation.operands))),
         blocked=blocked,
@@ -115,15 +115,15 @@ def rule(
         work=tuple(part.strip() for part in work.split("+") if part.strip()),
     )
     for name in names.split():
-        TABLE[name] = Entry(build=written, matmul=bool(work), heavy=heavy, precision=precision)
+        TABLE[name] = OperationRow(build=written, matmul=bool(work), heavy=heavy, precision=precision)
 
 
 def build(
     names: str, builder: Builder, *, matmul: bool = False, heavy: bool = False, precision: Precision = "any"
 ) -> None:
-    """Declare operations whose rule a builder makes from their shapes."""
+    """Declare operations whose rule a builder derives from their shapes."""
     for name in names.split():
-        TABLE[name] = Entry(build=builder, matmul=matmul, heavy=heavy, precision="low" if matmul else precision)
+        TABLE[name] = OperationRow(build=builder, matmul=matmul, heavy=heavy, precision="low" if matmul else precision)
 
 
 def dense(names: str, *positions: int) -> None:
@@ -141,11 +141,11 @@ def register(
     linear: str = "",
     matmul: bool = False,
 ) -> None:
-    """Add a rule for an operator of the user's: `register("mylib::op", "x[b d], w[d] -> [b d]")`.
+    """Add a rule for a user's operator: `register("mylib::op", "x[b d], w[d] -> [b d]")`.
 
-    A factor that no result carries is summed; `blocked` names those that must not be cut. `linear`
-    lists operands, groups separated by `|`, in which the operator is linear. `matmul` marks one
-    whose work is the product of its factors. Raises PartcError P0311 to P0313.
+    A factor that no result carries is summed; factors in `blocked` must not be cut. `linear` lists the operands in
+    which the operator is linear, in groups separated by `|`. `matmul` says that the operator's work is the product of
+    its factors. Raises PartcError P0311 to P0313.
     """
     if name.count("::") != 1:
         raise PartcError("P0311", f"{name!r} names no operator", help="give the library too: mylib::op")
@@ -173,7 +173,7 @@ def register(
         )
     name = name.removeprefix("aten::")  # as the program calls torch's own
     rule(name, text, slots=slots, blocked=blocked, linear=linear, work="*" if matmul else "")
-    TABLE[name] = Entry(build=TABLE[name].build, matmul=matmul, user=True)
+    TABLE[name] = OperationRow(build=TABLE[name].build, matmul=matmul, user=True)
 
 
 def _attention_blocked(op: Op) -> str:
@@ -195,7 +195,7 @@ rule("outer", "x[i], y[j] -> [i j]", linear="x|y")
 build("matmul mm bmm mv", products.matmul, matmul=True)
 build("einsum", products.einsum, matmul=True)
 build("conv1d conv2d conv3d", products.convolution, matmul=True, heavy=True)
-# What differentiating makes of products
+# Gradients of products
 rule("linear_grad_input", "g[*b o], w[o i] -> [*b i]", linear="g|w", work="*")
 rule("linear_grad_weight", "g[*b o], x[*b i] -> [o i]", linear="g|x", work="*")
 rule("linear_grad_bias", "g[*b o] -> [o]", linear="g")
@@ -225,7 +225,7 @@ rule(
 )
 rule("expert_matmul_grad_rows", "g[s o], experts[s], w[e i o] -> [s i]", blocked="e", work="s i o", heavy=True)
 
-# Random numbers: every element's own, wherever it is drawn
+# Random numbers: each depends on its element's global position
 build("dropout", shapes.unary_linear)
 build("rand_like randn_like", shapes.pointwise)
 build("rand randn", shapes.constant)
@@ -287,7 +287,7 @@ build("gather", products.gather)
 build("index_select", products.index_select)
 build("index", products.index)
 
-# Each example by itself: the batch may be cut, nothing else
+# Only the batch may be cut
 for _dims in (1, 2, 3):
     build(f"conv_transpose{_dims}d", examples(0, least=2 + _dims), heavy=True, precision="low")
 build("pixel_shuffle pixel_unshuffle", examples(0, least=4))
@@ -332,7 +332,7 @@ build(
     precision="high",
 )
 
-# What kernels demand of their operands' memory
+# Memory formats that kernels require of their operands
 dense("native_group_norm", 0, 1, 2)
 dense("native_group_norm_backward", 0, 1, 2, 3, 4)
 dense("native_layer_norm_backward", 3, 4)

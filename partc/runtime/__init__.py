@@ -1,1 +1,1 @@
-"""The small library that every package carries: it imports torch and the standard library only."""
+"""The library that every package contains; it imports torch and the standard library only."""

@@ -1,9 +1,8 @@
-"""What a rank is doing, and how long each thing took: for reports of ranks that hang, for metrics and for traces.
+"""A rank's activities and their times: for reports of ranks that hang, for metrics and for traces.
 
-`doing` is always up to date; a GPU does later what the host tells it, and then it is what that is at. Intervals are
-kept only after `start`. They come in two levels: what the rank's program is at (an action of the schedule, the update),
-one after the other; and inside of those every collective and transfer. What is not inside one of the latter is the
-rank's own work.
+`doing` is always up to date; a GPU runs asynchronously, and its activity then counts. Intervals are recorded only after
+`start`. They have two levels: the activities of the rank's program (an action of the schedule, the update) in sequence,
+and inside them every collective and transfer. The time outside collectives and transfers is the rank's own work.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ Mark = Any  # nanoseconds of this machine's monotonic clock, or an event of a CU
 
 
 class Interval(NamedTuple):
-    """Something that a rank did. Times are nanoseconds of its machine's monotonic clock."""
+    """An activity of a rank. Times are nanoseconds of its machine's monotonic clock."""
 
     start: int
     end: int
     kind: Kind  # "work" and "aside" (not part of a step's seconds) are of the outer level
     name: str  # the action, or the operation
-    over: str = ""  # what it goes over: axes, or a link as in "link 0 1"
+    over: str = ""  # its axes, or its link, as in "link 0 1"
     bytes: int = 0  # of this rank's operand
     within: str = ""  # the action that a collective or transfer is waited for in
     posted: int = 0  # when it was started: from `start` on it is waited for
 
 
 class Clock:
-    """One rank's. Off until `start`: then it costs two assignments for each thing done."""
+    """The clock of one rank. Before `start` it costs two assignments for each activity."""
 
     def __init__(self) -> None:
         self.step = 0  # counted from 1; 0 before the first
@@ -49,20 +48,20 @@ class Clock:
         self._followed: _Followed | None = None
 
     def follow(self, device: torch.device) -> None:
-        """Have `doing` ask the device, if its work is done later than the host's."""
+        """Let `doing` ask the device, if its work runs asynchronously."""
         if device.type == "cuda":
             self._followed = _Followed(device)
 
     @property
     def doing(self) -> str:
-        """In words, with the step. Any thread may ask."""
+        """The current activity in words, with the step. Any thread may ask."""
         host = f"{self._here}, {self._inside}" if self._inside else self._here
         behind = self._followed.behind() if self._followed is not None else None
         return host if behind is None else f"{behind} on its GPU (the host is at {host})"
 
     @property
     def waited(self) -> float:
-        """Seconds since the device has come further, as far as anybody asked what it is at; 0 if it is idle."""
+        """The seconds since the device last made progress, as far as was observed; 0 if it is idle."""
         return 0.0 if self._followed is None else self._followed.waited
 
     @property
@@ -70,7 +69,7 @@ class Clock:
         return f"{self._at} of step {self.step}" if self.step else self._at
 
     def entering(self, what: str, kind: Kind = "aside") -> None:
-        """From now on the rank is at `what`."""
+        """Begin the activity `what`."""
         if self._marks is not None:
             now = self._marks.mark()
             self._kept.append((self._since, now, self._since, self._kind, self._at, "", 0, ""))
@@ -80,29 +79,31 @@ class Clock:
             self._followed.entering(self._here)
 
     def mark(self) -> Mark:
-        """Now, for `begin` and `end`."""
+        """The present moment, for `begin` and `end`."""
         return None if self._marks is None else self._marks.mark()
 
     def begin(self, name: str, over: str) -> Mark:
-        """The rank waits for a collective or transfer; `end` wants what this returns."""
+        """Begin to wait for a collective or transfer; pass the result to `end`."""
         self._inside = f"{name} over {over}"
         return self.mark()
 
     def end(self, begun: Mark, kind: Kind, name: str, over: str, size: int, posted: Mark = None) -> None:
-        """It has ended, after moving `size` bytes of this rank's. What began before `start` is not kept."""
+        """End a collective or transfer that moved `size` bytes of this rank. One that began before `start` is not
+        recorded.
+        """
         self._inside = ""
         if self._marks is not None and begun is not None:
             posted = begun if posted is None else posted
             self._kept.append((begun, self._marks.mark(), posted, kind, name, over, size, self._at))
 
     def start(self, device: torch.device) -> None:
-        """Keep intervals from now on."""
+        """Record intervals from now on."""
         self._marks = _Cuda() if device.type == "cuda" else _Host()
         self._kept.clear()
         self._since = self._marks.mark()
 
     def stop(self) -> list[Interval]:
-        """All since `start`, in the order in which they ended, and no more of them."""
+        """Stop recording and return all intervals since `start`, in the order of their ends."""
         if self._marks is None:
             return []
         self.entering(self._at, self._kind)
@@ -124,7 +125,7 @@ def machine() -> int:
 
 
 class _Host:
-    """Work is done when the call returns. Processes of one machine read the same clock."""
+    """Synchronous work: it is done when the call returns. Processes of one machine read the same clock."""
 
     def mark(self) -> int:
         return time.monotonic_ns()
@@ -134,10 +135,10 @@ class _Host:
 
 
 class _Cuda:
-    """Work is done later, in the order of the current stream; the device says when.
+    """Asynchronous work, in the order of the current stream; the device reports the times.
 
-    A collective runs on a stream of its own, for which the current one waits: between two events
-    on the current stream lies what the rank's own work has waited.
+    A collective runs on a stream of its own, for which the current one waits: the time between two events on the
+    current stream is the time that the rank's own work waited.
     """
 
     def __init__(self) -> None:
@@ -156,16 +157,21 @@ class _Cuda:
 
 
 class _Followed:
-    """Where the host has told the device to be at something else, and which of these places it has come to."""
+    """The activities that the host has submitted to the device, and those that the device has reached."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._reached = "start-up"
-        self._ahead: deque[tuple[torch.cuda.Event, str]] = deque()  # of what it has been told; the main thread's alone
-        self._seen: tuple[torch.cuda.Event | None, float] = None, 0.0  # what it had yet to come to, and since when
+        self._ahead: deque[tuple[torch.cuda.Event, str]] = (
+            deque()
+        )  # of the submitted activities; used by the main thread only
+        self._seen: tuple[torch.cuda.Event | None, float] = (
+            None,
+            0.0,
+        )  # the next activity at the last look, and its time
 
     def entering(self, what: str) -> None:
-        """What the host tells from now on is part of this."""
+        """Work submitted from now on belongs to this activity."""
         if torch.cuda.is_current_stream_capturing():
             return  # recorded work is done when it is repeated
         event = torch.cuda.Event()
@@ -175,7 +181,7 @@ class _Followed:
             self._reached = self._ahead.popleft()[1]
 
     def behind(self) -> str | None:
-        """What the device is at, if it has something else to do after that."""
+        """The device's activity, if it has others left after it."""
         reached, ahead = self._reached, self._ahead.copy()
         try:
             with torch.cuda.device(self._device):  # a thread that asks elsewhere would make a context there

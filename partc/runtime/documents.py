@@ -1,4 +1,4 @@
-"""Files from outside: JSON text, held against the frozen dataclass that declares its form.
+"""Untrusted files: JSON text, checked against the frozen dataclass that declares its schema.
 
     @dataclass(frozen=True)
     class Entry:
@@ -8,8 +8,8 @@
 
     decoded(Entry, parsed(text))   # an Entry, or Malformed: "sizes[2] is -1, less than 0"
 
-Fields without a default are required, and a document has no other fields. Annotations are checks: functions that
-return a complaint, or ''. Numbers are finite, keys stand once, and nothing is converted but integers to floats.
+Fields without a default are required, and a document has no other fields. Annotations are checks: functions that return
+a complaint, or ''. Numbers are finite, keys are unique, and the only conversion is from integers to floats.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LONGEST_NAME = 255
 
 
 class Malformed(ValueError):
-    """A file that cannot be read, is not JSON, or not of the declared form. The text follows the file's name."""
+    """A file cannot be read, is not JSON, or does not match its schema. The message follows the file's name."""
 
 
 def at_least(least: float) -> Check:
@@ -52,7 +52,7 @@ def more_than(bound: float) -> Check:
 
 
 def file_name(value: str) -> str:
-    """Accepts the name of a file in the document's own folder: no separators, no way up."""
+    """Check that a value names a file in the document's own folder: no separators, no way up."""
     plain = value not in ("", ".", "..") and not set(value) & {"/", "\\", "\0"}
     return "" if plain and len(os.fsencode(_encodable(value))) <= _LONGEST_NAME else "no plain file name"
 
@@ -63,10 +63,10 @@ FileName = Annotated[str, file_name]
 
 
 def regular(path: Path, *, within: Path | None = None) -> BinaryIO:
-    """Open a regular file, which is no link out of the folder `within`. Raises Malformed and OSError."""
+    """Open a regular file that lies in the folder `within`, links resolved. Raises Malformed and OSError."""
     if within is not None and not path.resolve().is_relative_to(within.resolve()):
         raise Malformed("is a link that leaves the folder")
-    # Anything else may wait for a writer before a word can be said of it.
+    # Opening anything else may block until there is a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -92,7 +92,7 @@ def contents(path: Path, *, within: Path | None = None, largest: int = LARGEST) 
 
 
 def parsed(data: bytes | str, *, finite: bool = True) -> Any:
-    """The value of a JSON text. Raises Malformed. Python's own dialect has NaN and Infinity besides."""
+    """The value of a JSON text. Raises Malformed. Python's dialect also allows NaN and Infinity."""
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
         numbers: dict[str, Any] = {"parse_constant": _no_number, "parse_float": _finite} if finite else {}
@@ -106,7 +106,7 @@ def parsed(data: bytes | str, *, finite: bool = True) -> Any:
 
 
 def decoded(kind: type[T], found: object, *, loose: bool = False) -> T:
-    """The value as what `kind` declares. Raises Malformed. `loose` documents may have fields that aren't declared."""
+    """The value as the declared `kind`. Raises Malformed. `loose` documents may have additional fields."""
     result: T = _decoded(kind, found, "", loose)
     return result
 
@@ -224,7 +224,7 @@ def _finite(text: str) -> float:
 
 
 def _shown(found: object) -> str:
-    """A value as an error shows it: short, on one line, printable everywhere."""
+    """A value for an error message: short, on one line, printable everywhere."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
     try:

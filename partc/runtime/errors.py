@@ -1,4 +1,4 @@
-"""What ends a rank: wrong use of a package, another rank, or this machine; told in words."""
+"""The errors that end a rank: wrong use of a package, another rank, or this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .clock import Clock
 class UsageError(Exception):
     """Wrong use of the package: a code, one sentence of cause, one of help.
 
-    `alike` says that every rank raises the same: none of them has failed the others.
+    `alike` says that every rank raises the same error, so that no rank is to blame.
     """
 
     def __init__(self, code: str, cause: str, help: str, *, alike: bool = False, exit_code: int = 2) -> None:
@@ -29,12 +29,12 @@ class UsageError(Exception):
 
 
 class PeerLost(RuntimeError):
-    """A connection to another rank has broken, or nothing came in time."""
+    """A connection to another rank broke, or timed out."""
 
 
 @contextmanager
 def writing(path: Path, rank: int) -> Iterator[None]:
-    """Raises UsageError P0538 where a file of the run cannot be written."""
+    """Raise UsageError P0538 if a file of the run cannot be written."""
     try:
         yield
     except OSError as error:
@@ -44,7 +44,7 @@ def writing(path: Path, rank: int) -> Iterator[None]:
 
 @contextmanager
 def enough_memory(who: str, clock: Clock) -> Iterator[None]:
-    """Raises UsageError P0537 where this machine, or its GPU, has no memory left."""
+    """Raise UsageError P0537 if this machine or its GPU runs out of memory."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:

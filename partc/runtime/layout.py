@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds: layouts as text, and cutting whole tensors to local ones."""
+"""The part of a tensor that a rank holds: layouts as text, and cutting of whole tensors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Dims = tuple[tuple[SubDim, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A parameter, a buffer or an entry of the batch: what it is as a whole, and how it is cut.
+    """A parameter, a buffer or a batch entry: its whole type, and its cut.
 
-    `type` reads `f32[3 · 4096@tp, 4096]`: element type, then for each dimension its factors from
-    major to minor, and the mesh axes that cut them. An axis that isn't named holds a copy.
+    `type` reads `f32[3 · 4096@tp, 4096]`: the element type, then for each dimension its factors from major to minor,
+    with the mesh axes that cut them. An axis that is not named holds a copy.
     """
 
     type: str
@@ -35,7 +35,7 @@ class Shard:
     reduce: tuple[str, ...] = ()  # axes over which the gradient is summed once per step
     shared: tuple[int, ...] = ()  # pipeline ranks that use it and sum its gradient, where there are several
     gather: tuple[str, ...] = ()  # of the axes that cut it, those over which it is gathered for the calls that read it
-    read: str = ""  # what calls read it in, where that is not what it is held in
+    read: str = ""  # the type in which calls read it, if it is held in another
     aliases: tuple[str, ...] = ()  # its other names in the model
     holds: tuple[int, ...] = ()  # the model's own shape, where rows of zeros follow it
 
@@ -57,7 +57,7 @@ class Shard:
         return tuple(math.prod(size for size, _ in dim) for dim in self.dims)
 
     def seam(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Where gathered parts are joined: the dimension that is cut, and its `outer` (see comm.Axis)."""
+        """The dimension along which gathered parts are joined, and its `outer` (see comm.Axis)."""
         for index, dim in enumerate(self.dims):
             outer = 1
             for size, axes in dim:
@@ -70,9 +70,9 @@ class Shard:
         return tuple(math.prod(size // _ways(axes, sizes) for size, axes in dim) for dim in self.dims)
 
     def local(self, whole: Tensor, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
-        """The part of `whole` at a coordinate: a view wherever the cut allows one.
+        """The part of `whole` at a coordinate: a view if the cut allows one.
 
-        Rows that the model doesn't have are zeros.
+        Padded rows are zeros.
         """
         if self.holds and tuple(whole.shape) == self.holds:
             whole = torch.cat([whole, whole.new_zeros(self.shape[0] - whole.shape[0], *whole.shape[1:])])
@@ -81,7 +81,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A value made by an earlier stage, one microbatch of it, as this rank holds it."""
+    """A value from an earlier stage, for one microbatch, as this rank holds it."""
 
     source: int
     shape: tuple[int, ...]
@@ -99,13 +99,13 @@ def cutting(dims: Dims) -> frozenset[str]:
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """`f32`, as types are written here; torch's own name for a dtype that has none."""
+    """`f32`, as in types; torch's own name for other dtypes."""
     return next((short for short, each in DTYPES.items() if each == dtype), str(dtype))
 
 
 @cache
 def parse_dims(text: str) -> Dims:
-    """Read `[16@dp,mb, 3 · 4096@tp]`; marks after the bracket (`partial(tp)`) say nothing about the cut."""
+    """Parse `[16@dp,mb, 3 · 4096@tp]`; marks after the bracket (`partial(tp)`) do not affect the cut."""
     inside = text[text.index("[") + 1 : text.index("]")]
     parts = [part for part in re.split(r",\s+|,(?=\d)", inside.strip()) if part]
     return tuple(tuple(_parse_subdim(factor) for factor in re.split(r"\s*[·*]\s*", part.strip())) for part in parts)
@@ -117,7 +117,7 @@ def _parse_subdim(text: str) -> SubDim:
 
 
 def tokens_per_step(plan: Mapping[str, Any]) -> int:
-    """Positions of the first integer input that has a sequence; else the number of examples."""
+    """The number of positions of the first integer input with a sequence; else the number of examples."""
     shards = [Shard(f"{entry['dtype']}{entry['layout']}") for entry in plan["inputs"].values()]
     sequences = [shard.shape[0] * shard.shape[1] for shard in shards if shard.type[0] == "i" and len(shard.shape) == 2]
     examples = [shard.shape[0] for shard in shards if shard.shape]
@@ -129,7 +129,7 @@ def _ways(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
 
 
 def local_part(whole: Tensor, dims: Dims, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
-    """The block of `whole` at a coordinate. Axes that `sizes` leaves out cut nothing."""
+    """The part of `whole` at a coordinate. Axes that `sizes` leaves out cut nothing."""
     shape = tuple(math.prod(size for size, _ in dim) for dim in dims)
     if tuple(whole.shape) != shape:
         raise ValueError(f"tensor of shape {tuple(whole.shape)} where the layout says {shape}")
@@ -157,5 +157,5 @@ def microbatch_part(local: Tensor, dims: Dims, sizes: Mapping[str, int], count: 
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Read `pp=2,dp=2,tp=2`: sizes by axis, slowest first."""
+    """Parse `pp=2,dp=2,tp=2`: sizes by axis, slowest first."""
     return {name: int(size) for name, _, size in (part.partition("=") for part in text.split(","))}

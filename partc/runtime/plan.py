@@ -1,4 +1,4 @@
-"""plan.json: the declared form of a package's decisions, for all that read them again."""
+"""plan.json: the declared schema of a package's decisions, for all its readers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FACTOR = re.compile(r"([0-9]{1,18})(?:@([a-z][a-z0-9_]*(?:,[a-z][a-z0-9_]*)*))?
 
 
 def mesh(text: str) -> str:
-    """Accepts `pp=2,dp=2,tp=2`."""
+    """Check the form `pp=2,dp=2,tp=2`."""
     axes = [_AXIS.fullmatch(part) for part in text.split(",")]
     found = {axis[1]: int(axis[2]) for axis in axes if axis}
     fits = len(found) == len(axes) and math.prod(found.values()) <= MOST_RANKS
@@ -34,7 +34,7 @@ def _layout(text: str) -> str:
 
 
 def _schedule(name: str) -> str:
-    """Accepts names, and the package's own file: no other one."""
+    """Check the name of a schedule, or of the package's own file."""
     return "" if re.fullmatch(r"[a-z0-9-]*|schedule\.csv", name) else "no schedule"
 
 
@@ -53,8 +53,8 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
-    """`shape` is the model's own, without the rows that the layout has besides."""
+class PlanParameter:
+    """`shape` is the model's own, without the padded rows of the layout."""
 
     dtype: DType
     layout: Layout
@@ -68,7 +68,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What the compile was asked for besides, where that was not the default."""
+    """The compile's other options, where they differ from the defaults."""
 
     schedule: Annotated[str, _schedule] = ""
     virtual_stages: Positive | None = None
@@ -86,23 +86,23 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
+class PlanCollective:
     op: str
     axis: str
     bytes: Natural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class PlanRegion:
     phase: Literal["setup", "step", "microbatch"]
     values: dict[str, str]
     saved: Names
-    forward: tuple[Collective, ...]
-    backward: tuple[Collective, ...]
+    forward: tuple[PlanCollective, ...]
+    backward: tuple[PlanCollective, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class PlanCall:
     name: str
     region: str
     stage: Natural
@@ -111,7 +111,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class PlanTransfer:
     value: str
     source: Natural
     target: Natural
@@ -121,7 +121,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`memory` has a form of its own, which those declare that show it."""
+    """`memory` has a schema of its own, declared by its readers."""
 
     partc: int
     mesh: Mesh
@@ -138,10 +138,10 @@ class Plan:
     stages: Positive
     places: tuple[Natural, ...]
     inputs: dict[str, Input]
-    parameters: dict[str, Parameter]
-    regions: dict[str, Region]
-    calls: tuple[Call, ...]
-    transfers: tuple[Transfer, ...]
+    parameters: dict[str, PlanParameter]
+    regions: dict[str, PlanRegion]
+    calls: tuple[PlanCall, ...]
+    transfers: tuple[PlanTransfer, ...]
     name: str = ""
     schedule: dict[str, str] | None = None
     uncaptured: str = ""
@@ -149,7 +149,7 @@ class Plan:
 
 
 def read(root: Path) -> dict[str, Any]:
-    """The plan of the package in `root`, of the form `Plan`. Raises Malformed."""
+    """The plan of the package in `root`, in the form of `Plan`. Raises Malformed."""
     content = parsed(contents(root / NAME))
     if not isinstance(content, dict):
         raise Malformed("is not a plan")
@@ -186,7 +186,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
 
 
 def _factors(layout: str) -> list[list[tuple[int, list[str]]]]:
-    """By dimension, its factors: sizes, and the axes that cut them."""
+    """The factors of each dimension: sizes, and the axes that cut them."""
     inside = layout[1 : layout.index("]")]
     dims = [re.split(r"\s*[·*]\s*", dim) for dim in inside.split(", ")] if inside else []
     matches = [[_FACTOR.fullmatch(factor) for factor in dim] for dim in dims]

@@ -1,10 +1,9 @@
-"""Random numbers by counter: an element's number depends on its place in the whole tensor, not on who draws it.
+"""Counter-based random numbers: an element's number depends on its position in the whole tensor, not on the rank.
 
-Every random operation of a model has a number. Seed, step and that number make a stream; element i of
-the whole tensor takes the stream's i-th output. Ranks that hold parts of a tensor draw those parts, and
-every mesh draws the same. The generator is SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable
-pseudorandom number generators", figure 16): a counter times an odd constant, and a mixing function.
-Integers alone decide, so that CPUs and GPUs agree to the bit.
+Every random operation of a model has a number. Seed, step and that number determine a stream; element i of the whole
+tensor takes the stream's i-th output. Ranks draw the numbers of their shards only, and every mesh draws the same. The
+generator is SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 16): a
+counter times an odd constant, and a mixing function. It uses integers only, so that CPUs and GPUs agree bitwise.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def mixed(word: int) -> int:
 
 
 def mix(words: Tensor) -> Tensor:
-    """The same on i64 words, in place: their arithmetic wraps around, as that of 64-bit words does."""
+    """The mixing function on i64 words, in place: their arithmetic wraps like that of 64-bit words."""
     for shift, factor in _MIX:
         words.bitwise_xor_((words >> shift).bitwise_and_((1 << (64 - shift)) - 1))
         if factor:
@@ -40,12 +39,12 @@ def mix(words: Tensor) -> Tensor:
 
 
 def signed(word: int) -> int:
-    """As i64."""
+    """The word as i64."""
     return word - _WORD if word >= _WORD // 2 else word
 
 
 def stream(seed: int, step: int, number: int) -> int:
-    """The state that a stream starts from."""
+    """The initial state of a stream."""
     state = mixed(seed % _WORD)
     for part in (step, number):
         state = mixed((state + GOLDEN * (part + 1)) % _WORD)
@@ -54,7 +53,7 @@ def stream(seed: int, step: int, number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Numbers for one tensor: its stream, and along each dimension which of the whole's elements are here."""
+    """The random numbers of one tensor: its stream, and its elements' indices in the whole along each dimension."""
 
     start: int | Tensor
     places: tuple[tuple[Tensor, int], ...]  # indices along a dimension, and that dimension's whole size
@@ -63,17 +62,17 @@ class Draw:
 
     @classmethod
     def everything(cls, start: int, shape: Sequence[int], device: torch.device) -> Draw:
-        """A tensor that is all here."""
+        """The draw of a whole tensor."""
         places = tuple((torch.arange(size, device=device), size) for size in shape)
         return cls(start, places, tuple(shape), device)
 
     def part(self, *cuts: slice) -> Draw:
-        """Those of a part of what is here."""
+        """The draw of a part."""
         places = tuple((place[cut], size) for (place, size), cut in zip(self.places, cuts, strict=True))
         return replace(self, places=places)
 
     def bits(self, offset: int = 0, per_element: int = 1) -> Tensor:
-        """64 random bits for every element here, as i64. Element i takes output `per_element * i + offset`."""
+        """64 random bits for every element, as i64. Element i takes output `per_element * i + offset`."""
         index: Tensor | None = None
         stride = math.prod(self.whole)
         for dim, (place, size) in enumerate(self.places):
@@ -90,7 +89,7 @@ class Draw:
         return (self.bits() >> 11).bitwise_and_((1 << 53) - 1) < math.ceil(probability * (1 << 53))
 
     def uniform(self, dtype: torch.dtype, offset: int = 0, per_element: int = 1) -> Tensor:
-        """Multiples of 2^-digits in [0, 1): as many digits as the dtype holds, so that none is rounded up to 1."""
+        """Multiples of 2^-digits in [0, 1), with the dtype's number of digits, so that none is rounded up to 1."""
         digits = _DIGITS[dtype]
         word = (self.bits(offset, per_element) >> (64 - digits)).bitwise_and_((1 << digits) - 1)
         return word.to(torch.float64).mul_(2.0**-digits).to(dtype)
@@ -103,9 +102,9 @@ class Draw:
 
 
 def dropout(x: Tensor, p: float, draw: Draw) -> tuple[Tensor, Tensor]:
-    """x with elements zeroed with probability p and the others scaled by 1 / (1 - p); and which are kept.
+    """x with elements zeroed with probability p and the others scaled by 1 / (1 - p); and the mask of kept ones.
 
-    The draw may have fewer dimensions than x: what it decides holds for all that follows.
+    The draw may have fewer dimensions than x; its decisions apply to all following dimensions.
     """
     kept = draw.below(1 - p)
     kept = kept.reshape(*kept.shape, *(1 for _ in range(x.dim() - kept.dim())))
@@ -113,5 +112,5 @@ def dropout(x: Tensor, p: float, draw: Draw) -> tuple[Tensor, Tensor]:
 
 
 def dropout_backward(grad: Tensor, kept: Tensor, p: float) -> Tensor:
-    """The same elements of the gradient, scaled in the same way."""
+    """The gradient with the same elements kept, and the same scale."""
     return grad * kept.to(grad.dtype).div_(1 - p)

@@ -1,4 +1,4 @@
-"""Every torch name that the runtime uses and torch doesn't promise to keep: one place to look after an upgrade."""
+"""All unstable torch names that the runtime uses: the place to look at after an upgrade of torch."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ _WAITING = 1024  # connections that have not been accepted yet
 foreach_add_, foreach_copy_ = torch._foreach_add_, torch._foreach_copy_  # many tensors in one launch
 
 
-# How NCCL's groups behave, where the user's environment does not say otherwise.
+# Defaults of NCCL's groups, unless the user's environment sets them.
 _NCCL_SETTINGS = {
-    # A lost rank is told by name (see watch): torch's own watchdog would kill the process before that.
+    # Lost ranks are reported by name (see watchdog.py); torch's own watchdog would kill the process before that.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # The signal to write dumps stands in the ranks' store under a name that outlives restarts.
+    # The signal to write dumps is in the ranks' store under a name that outlives restarts.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # Each link is a group of its own, so its transfers wait for no others.
+    # Each link is a group of its own, so that its transfers wait for no others.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 # Where receives are posted ahead and hold the GPU, a communicator connects whole when it is made, not in a later step.
@@ -65,7 +65,7 @@ _NCCL_PIPELINE = {"NCCL_RUNTIME_CONNECT": "0"}
 
 
 def nccl_settings(environment: MutableMapping[str, str], *, pipeline: bool) -> None:
-    """Called before the first group is made, which reads them."""
+    """Set NCCL's environment; called before the first group is made, which reads it."""
     for name, value in (_NCCL_SETTINGS | (_NCCL_PIPELINE if pipeline else {})).items():
         environment.setdefault(name, value)
 
@@ -73,9 +73,9 @@ def nccl_settings(environment: MutableMapping[str, str], *, pipeline: bool) -> N
 def process_group(
     store: Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta, *, most_blocks: int = 0
 ) -> Any:
-    """Connect to the others of a group: the classes are those that `new_group` makes.
+    """Connect to the other ranks of a group, with the classes that `new_group` uses.
 
-    On GPUs its kernels take `most_blocks` multiprocessors at most, unless that is 0.
+    On GPUs its kernels take at most `most_blocks` multiprocessors, unless that is 0.
     """
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -94,7 +94,7 @@ def process_group(
 
 
 def on_one_machine(environment: Mapping[str, str]) -> bool:
-    """Whether all ranks are on this machine, and the user names no network interface: nobody else need reach them."""
+    """Whether all ranks are on this machine and the user names no network interface, so that loopback suffices."""
     if "GLOO_SOCKET_IFNAME" in environment:
         return False
     here = environment.get("LOCAL_WORLD_SIZE")
@@ -116,9 +116,9 @@ def _loopback(port: int) -> socket.socket:
 
 
 def connected_store(address: str, port: int, size: int, timeout: datetime.timedelta, *, master: bool) -> Store:
-    """A store of several processes, which `master` holds; whoever comes later finds it there.
+    """A store of several processes, hosted by `master`; others connect to it.
 
-    One that is reached over the loopback interface listens there alone; torch's own listens on all interfaces.
+    A store on the loopback interface listens there only; torch's own listens on all interfaces.
     """
     own: dict[str, Any] = {}
     if master and address == LOOPBACK:
@@ -136,7 +136,7 @@ def clone_store(store: Any) -> Store:
 
 
 def lone_store() -> Store:
-    """The store of a world of one."""
+    """The store of a world of one rank."""
     store: Store = dist.HashStore()  # type: ignore[attr-defined]
     return store
 
@@ -193,7 +193,7 @@ def storage_key(x: Tensor) -> int:
 
 
 def recompile_limit(most: int) -> None:
-    """How many variants of a function torch.compile makes before it gives up."""
+    """Set the number of variants of a function that torch.compile makes before it gives up."""
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(most, dynamo.recompile_limit)

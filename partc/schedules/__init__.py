@@ -1,4 +1,4 @@
-"""Pipeline schedules: who computes what in which order. A schedule is one file; this is their table."""
+"""The table of pipeline schedules; each schedule is one file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SCHEDULES: Mapping[str, ScheduleKind] = {
 
 
 def stage_ranks(kind: ScheduleKind, ranks: int, stages: int) -> tuple[int, ...]:
-    """The pipeline rank of every stage. Raises PartcError P0406 if the schedule can't place so many."""
+    """The pipeline rank of every stage. Raises PartcError P0406 if the schedule cannot place that many stages."""
     each, rest = divmod(stages, ranks)
     if rest or each < 1 or (kind.placement != "loop" and each != kind.stages_per_rank):
         wanted = "one or more, the same number," if kind.placement == "loop" else str(kind.stages_per_rank)
         raise PartcError(
             "P0406",
-            f"{kind.name} can't place {stages} stages on {ranks} pipeline ranks: it takes {wanted} on each",
+            f"{kind.name} cannot place {stages} stages on {ranks} pipeline ranks: it takes {wanted} on each",
             help=f"use {ranks * kind.stages_per_rank} stages: leave out --virtual-stages",
         )
     if kind.placement == "v":
@@ -32,6 +32,6 @@ def stage_ranks(kind: ScheduleKind, ranks: int, stages: int) -> tuple[int, ...]:
 
 
 def compute_order(kind: ScheduleKind, ranks: int, microbatches: int, stages: int) -> tuple[tuple[Compute, ...], ...]:
-    """What each pipeline rank computes, in order. Raises PartcError P0406."""
+    """The computations of each pipeline rank, in order. Raises PartcError P0406."""
     stage_ranks(kind, ranks, stages)
     return tuple(tuple(kind.order(rank, ranks, stages, microbatches)) for rank in range(ranks))

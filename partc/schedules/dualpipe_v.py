@@ -1,8 +1,8 @@
-"""DualPipeV: two stages a rank, there and back, a forward of one beside a backward of the other.
+"""DualPipeV: two stages a rank, there and back, with a forward pass of one beside a backward pass of the other.
 
-DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.2.1 (DualPipe), in the form that keeps
-each weight once: github.com/deepseek-ai/DualPipe, dualpipev.py. The steps are numbered as there.
-What it means to run side by side stands here one after the other, forward first.
+DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.2.1 (DualPipe), in the form that keeps each weight once:
+github.com/deepseek-ai/DualPipe, dualpipev.py. The steps have the same numbers. Computations that are meant to run side
+by side run one after the other here, forward first.
 """
 
 from __future__ import annotations

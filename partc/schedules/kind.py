@@ -1,4 +1,4 @@
-"""What a pipeline schedule is: where stages stand, and the order in which a rank computes."""
+"""The definition of a pipeline schedule: the placement of stages, and the order of a rank's computations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ Order = Callable[[int, int, int, int], "list[Compute]"]
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A stage's forward pass (F), backward pass (B) or half of one (I: inputs, W: weights) of a microbatch."""
+    """The computation of a microbatch by a stage: forward (F), backward (B), or half of backward (I: inputs, W:
+    weights).
+    """
 
     stage: int
     kind: ComputeKind
@@ -26,12 +28,12 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
-    """A schedule by name.
+    """A schedule.
 
-    `placement` deals stages to ranks: one each ("line"), round and round ("loop": 0 1 2 0 1 2), or
-    there and back ("v": 0 1 2 2 1 0). `stages_per_rank` is what a rank holds if nobody says how
-    many; only a loop may have another number. `order(rank, ranks, stages, microbatches)` lists what
-    a rank computes; every number of microbatches will do. `does` says it in a line.
+    `placement` assigns stages to ranks: one each ("line"), round-robin ("loop": 0 1 2 0 1 2), or there and back ("v": 0
+    1 2 2 1 0). `stages_per_rank` is the default number of stages of a rank; only a loop may have another. `order(rank,
+    ranks, stages, microbatches)` lists the computations of a rank, for any number of microbatches. `does` is a
+    description in one line.
     """
 
     name: str
@@ -43,10 +45,10 @@ class ScheduleKind:
 
 
 def rounds(ranks: int, microbatches: int) -> tuple[int, ...]:
-    """Sizes of the groups in which a loop takes microbatches, all near the number of ranks, the largest first.
+    """The sizes of the groups in which a loop takes microbatches: close to the number of ranks, the largest first.
 
-    Narayanan et al. 2021 ask for multiples of the number of ranks; groups of unequal size take any
-    number. Where torch.distributed.pipelining can cut a number into equal groups, these are the same.
+    Narayanan et al. 2021 require multiples of the number of ranks; groups of unequal size allow any number. Where
+    torch.distributed.pipelining can form equal groups, these are the same.
     """
     count = max(1, microbatches // ranks)
     size, larger = divmod(microbatches, count)
@@ -54,7 +56,9 @@ def rounds(ranks: int, microbatches: int) -> tuple[int, ...]:
 
 
 def looped(rank: int, ranks: int, stages: int, microbatches: int, kind: Literal["F", "B", "I"]) -> list[Compute]:
-    """One direction of a loop: each round of microbatches through the rank's stages, backwards from the last."""
+    """One direction of a loop: each group of microbatches runs through the rank's stages, in reverse order for
+    backward.
+    """
     mine = range(rank, stages, ranks)
     found = []
     first = 0
@@ -77,8 +81,8 @@ def steps_of(stage: int) -> tuple[Step, Step, Step]:
 def numbered(steps: Iterable[Step], microbatches: int) -> list[Compute]:
     """Steps with their microbatches: each stage takes them in order, W after I.
 
-    Those of microbatches that don't exist are left out: what waits for them is left out as well,
-    so a schedule that is written for many microbatches serves for few.
+    Steps of microbatches that do not exist are left out, and so are steps that wait for them; thus a schedule that is
+    written for many microbatches also serves for few.
     """
     return [compute for compute in _counted(steps) if compute.microbatch < microbatches]
 

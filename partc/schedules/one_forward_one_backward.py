@@ -1,8 +1,8 @@
-"""1F1B: a stage starts its backwards as soon as the first can run, and alternates from there.
+"""1F1B: a stage starts its backward passes as soon as the first can run, and then alternates.
 
-Narayanan et al. 2019, "PipeDream", section 3.2, with the flush of Narayanan et al. 2021, "Efficient
-Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.1. As idle as
-GPipe, but rank r keeps at most p - r microbatches in flight, however many there are.
+Narayanan et al. 2019, "PipeDream", section 3.2, with the flush of Narayanan et al. 2021, "Efficient Large-Scale
+Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.1. The idle time is GPipe's, but rank r keeps at
+most p - r microbatches in flight, whatever their number.
 """
 
 from __future__ import annotations

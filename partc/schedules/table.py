@@ -1,14 +1,14 @@
-"""A schedule that the user wrote: a table of actions in a CSV file, checked before anything is compiled.
+"""A user's schedule: a table of actions in a CSV file, checked before anything is compiled.
 
     0F0,0F1,,0B0,0B1        two pipeline ranks, a stage each, two microbatches: a row for every rank,
-    ,1F0,1B0,1F1,1B1        a cell for every action; empty cells are only there to be looked at
+    ,1F0,1B0,1F1,1B1        a cell for every action; empty cells only align the columns
 
-This is the grammar of torch.distributed.pipelining: F is a stage's forward pass, B its backward pass,
-I and W the halves of one (gradients of inputs and of weights), a stage before and a microbatch after
-them; `(0F1;3B0)OVERLAP_F_B` is a pair, here one after the other. What torch prints with its transfers
-is read as well. SEND_F, RECV_F, SEND_B and RECV_B must then fit the computations; where partc places
-them is right after and right before those, which delays nobody. UNSHARD, RESHARD and REDUCE_GRAD say
-nothing about the order of computations and are passed over.
+This is the grammar of torch.distributed.pipelining: F is a stage's forward pass, B its backward pass, I and W the
+halves of a backward pass (gradients of inputs and of weights), with the stage before and the microbatch after the
+letter. `(0F1;3B0)OVERLAP_F_B` is a pair, which runs in sequence here. Tables that torch prints with transfers can be
+read as well. SEND_F, RECV_F, SEND_B and RECV_B must then fit the computations; partc places transfers directly beside
+their computations, which delays nobody. UNSHARD, RESHARD and REDUCE_GRAD do not affect the order of computations and
+are ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMPUTES = ("F", "B", "I", "W")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """An action of the table, and where it stands: row and column count from 1."""
+    """An action of the table, and its row and column, counted from 1."""
 
     stage: int
     kind: str
@@ -45,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A checked table: computations of every pipeline rank, and the rank of every stage."""
+    """A checked table: the computations of every pipeline rank, and the rank of every stage."""
 
     file: str
     text: str
@@ -59,7 +59,7 @@ class Table:
 
 
 def read(path: Path, *, ranks: int, microbatches: int) -> Table:
-    """Read and check a table for so many pipeline ranks and microbatches. Raises PartcError P0407 to P0411."""
+    """Read and check a table for these numbers of pipeline ranks and microbatches. Raises PartcError P0407 to P0411."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -69,8 +69,8 @@ def read(path: Path, *, ranks: int, microbatches: int) -> Table:
 
 
 def parse(text: str, *, file: str, ranks: int, microbatches: int) -> Table:
-    """The table in a file's text. Raises PartcError P0407 to P0411."""
-    return _Reader(file, ranks, microbatches).table(text)
+    """Parse and check a table. Raises PartcError P0407 to P0411."""
+    return _TableReader(file, ranks, microbatches).table(text)
 
 
 _ONE_ROW = "all of a stage's actions stand in one row"
@@ -80,8 +80,8 @@ _ENDS = "values go to later stages (_F), their gradients to earlier ones (_B)"
 _SHAPE = "a schedule is a CSV file with a row of actions for each pipeline rank, such as 0F0,0F1,0B0,0B1"
 
 
-class _Reader:
-    """Reads one file; its errors say where in it they are."""
+class _TableReader:
+    """Reads one file; its errors name the place in the file."""
 
     def __init__(self, file: str, ranks: int, microbatches: int) -> None:
         self.file = file
@@ -131,7 +131,7 @@ class _Reader:
                     )
 
     def _places(self, rows: Sequence[Sequence[Cell]]) -> tuple[int, ...]:
-        """The rank of every stage: a stage has one, a rank has some."""
+        """The rank of every stage: a stage has one rank, a rank has at least one stage."""
         found: dict[int, Cell] = {}
         for row in rows:
             for cell in row:
@@ -156,7 +156,7 @@ class _Reader:
         return tuple(found[stage].row - 1 for stage in range(len(found)))
 
     def _check_counts(self, rows: Sequence[Sequence[Cell]], stages: int) -> None:
-        """Each stage computes each microbatch once: F, then B or I and W; transfers come once as well."""
+        """Check that each stage computes each microbatch once: F, then B or I and W; and that transfers occur once."""
         done: dict[tuple[int, str, int], Cell] = {}
         for cell in (cell for row in rows for cell in row):
             twice = done.get((cell.stage, cell.kind, cell.microbatch))
@@ -187,14 +187,14 @@ class _Reader:
                 done.add(str(row.pop(0)))
         stuck = [(row, next(need for need in needs[str(row[0])] if need not in done)) for row in left if row]
         if stuck:
-            # One that waits for its own row is the cause; the others may only wait for that one.
+            # A cell that waits for its own row is the cause; the others may only wait for that one.
             row, lacking = min(stuck, key=lambda item: item[1] not in map(str, item[0]))
             behind = next((other[0] for other, _ in stuck if lacking in map(str, other)), row[0])
             where = "later in its row" if behind is row[0] else f"in row {behind.row}, where {behind} waits as well"
             raise self._wrong("P0411", row[0], f"it waits for ever for {lacking}, {where}", _ORDER)
 
     def _needs(self, cell: Cell, stages: int, given: set[str]) -> Iterator[str]:
-        """The actions that one waits for: transfers where the table has them, else what they would bring."""
+        """The actions that a cell waits for: transfers if the table has them, else the computations behind them."""
         stage, index = cell.stage, cell.microbatch
         forward = cell.kind[-1] == "F"
         before = stage - 1 if forward else stage + 1

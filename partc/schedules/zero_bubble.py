@@ -1,8 +1,8 @@
-"""ZB-H1: 1F1B whose gradients of weights wait until a rank would be idle.
+"""ZB-H1: 1F1B with gradients of weights deferred until a rank would be idle.
 
-Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1. Where F, I and W take equally long,
-a third of 1F1B's idle time is left, with the same peak of activations. With several stages on
-every rank it is the ZB1P of torch.distributed.pipelining.
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1. If F, I and W take equally long, a third of 1F1B's idle
+time is left, with the same peak of activations. With several stages on every rank it is the ZB1P of
+torch.distributed.pipelining.
 """
 
 from __future__ import annotations

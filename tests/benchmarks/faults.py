@@ -33,9 +33,9 @@ if __name__ == "__main__":
 import torch
 
 import partc
-from partc.launch import local_environment, read_plan, torchrun_command
-from partc.mesh import Mesh
-from partc.runtime.manifest import checkpoints, read
+from partc.ir.mesh import Mesh
+from partc.package.launch import local_environment, read_plan, torchrun_command
+from partc.runtime.checkpoint.manifest import checkpoints, read
 from tests.durable import TIED, trained, whole
 from tests.test_runtime_death import rank_of
 

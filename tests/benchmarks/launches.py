@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import partc
-from partc.program import VIEWS, Graph, Op, Region
+from partc.ir.program import VIEWS, Graph, Op, Region
 
 TOKENS = {"batch": 1, "seq": 256}
 

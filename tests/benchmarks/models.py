@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT))
 
 import partc  # noqa: E402
 from partc.errors import PartcError  # noqa: E402
+from partc.package.verify import verify  # noqa: E402
 from partc.schedules import SCHEDULES  # noqa: E402
-from partc.verify import verify  # noqa: E402
 from tests.prefork import quick_starts  # noqa: E402
 from tests.zoo import MODELS  # noqa: E402
 
@@ -86,7 +86,7 @@ def runs(only: str, meshes: tuple[str, ...], quick: bool) -> Iterator[Run]:
 
 def row(run: Run, folder: str) -> Row:
     """Compile, verify in fp64, and read off the plan."""
-    from partc.codegen.collectives import readable_bytes
+    from partc.communication.descriptions import readable_bytes
 
     model, shared = MODELS[run.model], Path(folder)
     try:

@@ -16,13 +16,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from tests.network import Host  # noqa: E402
+
 EXAMPLE = HERE.parents[1] / "examples" / "gpt.py"
 SIZE = """
 CONFIGS["bench"] = Config(width=512, depth=5, heads=8, kv_heads=4, hidden=1408, vocabulary=4096)
+CONFIGS["thin"] = Config(width=64, depth=4, heads=2, kv_heads=1, hidden=128, vocabulary=256)
 """
 OPTIONS = ("size=bench", "batch=8", "seq=256")
 
@@ -34,6 +40,10 @@ class Case:
     axis: str
     microbatches: int = 1
     zero: int = 0
+    options: tuple[str, ...] = ()  # others of `partc compile`
+    tolerance: float = 1e-3  # relative, of the losses against the peer's
+    workers: tuple[str, str] = ("package.py", "peers.py")
+    sizes: tuple[str, ...] = OPTIONS  # options of the model file
 
 
 CASES = (
@@ -66,26 +76,36 @@ class Side:
     """Processes that wait between rounds."""
 
     def __init__(
-        self, worker: str, side: str, package: Path, report: Path, ranks: int, rounds: int, steps: int
+        self, worker: str, side: str, package: Path, report: Path, hosts: Sequence[Host], rounds: int, steps: int
     ) -> None:
+        ranks = len(hosts)
         self.report, self.ranks, self.steps = report, ranks, steps
         self.cpu: list[float] = []  # seconds of all ranks at the start of each round
         command = [sys.executable, str(HERE / "workers" / worker), side, str(package), str(report)]
         command += [str(rounds), str(steps)]
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-        shared = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        shared = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(port)}
+        shared |= {"WORLD_SIZE": str(ranks)}
+        places = [[other.address for other in hosts[:rank]].count(host.address) for rank, host in enumerate(hosts)]
+        mates = [[other.address for other in hosts].count(host.address) for host in hosts]
         self.processes = [
             subprocess.Popen(
-                command,
-                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                [*host.prefix, *command],
+                env={
+                    **os.environ,
+                    **shared,
+                    **host.environment,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(places[rank]),
+                    "LOCAL_WORLD_SIZE": str(mates[rank]),
+                },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=(report.parent / f"{report.name}.{rank}.log").open("w"),
                 text=True,
             )
-            for rank in range(ranks)
+            for rank, host in enumerate(hosts)
         ]
 
     def wait(self) -> None:
@@ -130,17 +150,17 @@ def _rounds(seconds: list[float], steps: int) -> list[float]:
     return [sum(seconds[start : start + steps]) for start in range(0, len(seconds), steps)]
 
 
-def measure(case: Case, folder: Path, ranks: int, rounds: int, steps: int) -> tuple[Measured, Measured]:
-    """The package's and the peer's, in turns; the losses of both have to agree."""
+def measure(case: Case, folder: Path, hosts: Sequence[Host], rounds: int, steps: int) -> tuple[Measured, Measured]:
+    """The package's and the peer's, in turns, with a rank on each host; the losses of both have to agree."""
     model, package = folder / "gpt.py", folder / case.peer / "build"
     model.write_text(EXAMPLE.read_text() + SIZE)
-    options = [word for option in OPTIONS for word in ("-D", option)]
-    command = [sys.executable, "-m", "partc", "compile", str(model), "--mesh", f"{case.axis}={ranks}", *options]
-    command += ["--microbatches", str(case.microbatches), "--zero", str(case.zero), "-o", str(package)]
+    options = [word for option in case.sizes for word in ("-D", option)]
+    command = [sys.executable, "-m", "partc", "compile", str(model), "--mesh", f"{case.axis}={len(hosts)}", *options]
+    command += [*case.options, "--microbatches", str(case.microbatches), "--zero", str(case.zero), "-o", str(package)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     turns = rounds + 1
-    ours = Side("package.py", "package", package, package.parent / "ours", ranks, turns, steps)
-    theirs = Side("peers.py", case.peer, package, package.parent / "theirs", ranks, turns, steps)
+    ours = Side(case.workers[0], "package", package, package.parent / "ours", hosts, turns, steps)
+    theirs = Side(case.workers[1], case.peer, package, package.parent / "theirs", hosts, turns, steps)
     try:
         ours.wait()
         theirs.wait()
@@ -157,7 +177,7 @@ def measure(case: Case, folder: Path, ranks: int, rounds: int, steps: int) -> tu
         ours.stop()
         theirs.stop()
     for step, (mine, other) in enumerate(zip(found[0].losses, found[1].losses, strict=True)):
-        if abs(mine - other) > 1e-3 * abs(other):
+        if abs(mine - other) > case.tolerance * abs(other):
             raise SystemExit(f"{case.what}: the losses of step {step} are {mine} and {other}: not the same model")
     return found
 
@@ -186,7 +206,7 @@ def main() -> None:
     for case in CASES:
         if not arguments.cases or case.peer in arguments.cases:
             with tempfile.TemporaryDirectory() as folder:
-                found = measure(case, Path(folder), arguments.ranks, arguments.rounds, arguments.steps)
+                found = measure(case, Path(folder), [Host()] * arguments.ranks, arguments.rounds, arguments.steps)
                 print(row(case, arguments.ranks, *found), flush=True)
 
 

@@ -32,8 +32,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import partc
-from partc.export import export
-from partc.launch import local_environment
+from partc.package.export import export
+from partc.package.launch import local_environment
 
 ROOT = Path(__file__).parents[2]
 FIRST, SECOND = "2x2x1", "1x2x2"

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import partc
 from partc.errors import PartcError
-from partc.export import export
-from partc.launch import local_environment
-from partc.runtime.tensors import load
+from partc.package.export import export
+from partc.package.launch import local_environment
+from partc.runtime.checkpoint.safetensors import load
 from tests.fuzz.pieces import PIECES
 from tests.prefork import Server
 
@@ -60,6 +60,7 @@ class Case:
     last: str = "v.square().mean()"
     compile: Mapping[str, Any] = field(default_factory=dict)
     train: Mapping[str, Any] = field(default_factory=dict)
+    verified: bool = False  # by `partc verify` too, which reads and writes more kinds of tensors
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -152,7 +153,7 @@ def draw(seed: int) -> Case:
     if rng.random() < 0.2:
         train["no-decay"] = "*.p0"
     case = Case(batch=batch, repeat=rng.choice((1, 2, 3)) + 2 * pipelines, compile=compile, train=train)
-    return _written(case, rng)
+    return replace(_written(case, rng), verified=rng.random() < 0.15)
 
 
 def _written(case: Case, rng: random.Random) -> Case:
@@ -340,6 +341,13 @@ def run(case: Case, server: Server) -> str:
             except Exception:
                 return "invalid"
         package.write(folder / "build")
+        if case.verified:
+            try:
+                result = package.verify(steps=1)
+            except Exception as error:
+                raise Failed(f"verify: {_place(error)}", f"{type(error).__name__}: {error}") from error
+            if not result.ok:
+                raise Failed("verify differs", str(result.worst))
         words = [word for key, value in case.train.items() for word in (f"--{key}", str(value))]
         train = [
             str(folder / "build" / "train.py"),
@@ -421,6 +429,8 @@ def _smaller(case: Case) -> Iterator[Case]:
     ):
         if case.compile.get(key, value) != value:
             yield replace(case, compile={**case.compile, key: value})
+    if case.verified:
+        yield replace(case, verified=False)
     if case.repeat > 1:
         yield replace(case, repeat=1)
     for index in reversed(range(1, len(case.body) - 1)):

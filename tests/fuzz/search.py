@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import partc
 from partc.errors import PartcError
-from partc.parser import parse
-from partc.printer import print_program
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
 from partc.schedules import SCHEDULES
 from tests.fuzz.model import Fuzzed, Step
 

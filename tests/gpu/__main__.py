@@ -23,9 +23,9 @@ from pathlib import Path
 import click
 import torch
 
-from partc.mesh import Mesh
-from partc.runtime.tensors import load
-from partc.verify import relative_error
+from partc.ir.mesh import Mesh
+from partc.package.verify import relative_error
+from partc.runtime.checkpoint.safetensors import load
 from tests.gpu import bandwidth, training
 from tests.gpu.commands import ROOT, done
 from tests.gpu.results import Deadline, Results, folder_of

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from partc.codegen.kernel import Kernel
-from partc.codegen.kernels import kernel
-from partc.codegen.written import Written
-from partc.operators import DTYPES
+from partc.codegen.kernels.fixed import FixedKernels
+from partc.codegen.kernels.fused import kernel
+from partc.codegen.kernels.kernel import Kernel
+from partc.ir.operators import DTYPES
+from partc.ir.printer import fused_bytes
+from partc.ir.program import DTypeArg, Graph, Op, Ref, TensorType
 from partc.passes.fuse import fuse
-from partc.printer import fused_bytes
-from partc.program import DTypeArg, Graph, Op, Ref, TensorType
-from partc.runtime import tuning
+from partc.runtime.train import tuning
 from tests.gpu.results import Deadline, Results
 from tests.programs import op, value
 from tests.test_kernel_rows import normed
@@ -90,16 +90,16 @@ def written(loaded: Kernels) -> Iterator[tuple[str, int, Callable[[], object], b
     count = SHAPE[0] * SHAPE[1]
     grad, param, first, second = (torch.rand(count, device="cuda") for _ in range(4))
     copy = torch.empty(count, dtype=torch.bfloat16, device="cuda")
-    step = fastest(loaded, Written(name="adamw", block=1024))
+    step = fastest(loaded, FixedKernels(name="adamw", block=1024))
     one, rates = torch.ones((), device="cuda"), torch.tensor([[0.999, 1e-4, 0.1]], device="cuda")
     shifts = torch.zeros(1, dtype=torch.int64, device="cuda")
     flat = (grad, param, first, second, one, rates)
     yield "adamw", 28 * count, partial(step, *flat), True
     yield "adamw, with bf16", 30 * count, partial(step, *flat, None, None, copy, shifts, True), True
-    squares = fastest(loaded, Written(name="squares"))
+    squares = fastest(loaded, FixedKernels(name="squares"))
     yield "squares", 4 * count, partial(squares, grad), True
     for kind, size in (("int8", 260 / 256), ("bf16", 2)):
-        codec = fastest(loaded, Written(name=kind, alone=False))
+        codec = fastest(loaded, FixedKernels(name=kind, alone=False))
         rows, left = grad.view(8, -1), first.view(8, -1)
         coded, _ = codec.encode(rows, left, 1.0)
         yield f"{kind}, encode", int((12 + size) * count), partial(codec.encode, rows, left, 1.0), True
@@ -111,11 +111,11 @@ def written(loaded: Kernels) -> Iterator[tuple[str, int, Callable[[], object], b
     yield "torch.optim.AdamW, fused", 28 * count, optimizer.step, False
 
 
-def fastest(loaded: Kernels, built: Kernel | Written) -> Any:
+def fastest(loaded: Kernels, built: Kernel | FixedKernels) -> Any:
     """What launches a kernel in the configuration that a package would choose on this GPU."""
     module = loaded.module(built)
     if hasattr(module, "CANDIDATES"):
-        each, clock = tuning.Kernel(built.name, module), tuning.Clocked(torch.device("cuda"))
+        each, clock = tuning.TunableKernel(built.name, module), tuning.Clocked(torch.device("cuda"))
         each.run_with(tuning.fastest(each.candidates, lambda choice: clock(each, choice)))
         tuning.forget(module)
     return loaded.launches(built, module)

@@ -1,6 +1,6 @@
 """What partc asks of torch's NCCL groups, on a group of one GPU: in a process of its own, which a hang does not outlive.
 
-Every call of `runtime/distributed.py` that one GPU can make: options, eager connection, collectives in both streams,
+Every call of `runtime/comm/distributed.py` that one GPU can make: options, eager connection, collectives in both streams,
 a recording with a collective in it, its reset, and the shutdown after that.
 """
 
@@ -10,8 +10,8 @@ import datetime
 
 import torch
 
-from partc.runtime.distributed import LINK_BLOCKS, NcclAxis
-from partc.runtime.graphs import recording
+from partc.runtime.comm.distributed import LINK_BLOCKS, NcclAxis
+from partc.runtime.device.cuda_graphs import recording
 from partc.runtime.torch_private import lone_store, nccl_settings, process_group
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from runtime import signals  # noqa: E402
+from runtime.processes import signals  # noqa: E402
 
 if __name__ == "__main__":
     signals.hold()  # until this rank can say why it stops
 
-    from runtime.train import main
+    from runtime.train.train import main
 
     sys.exit(main(sys.argv[1:], ROOT))

@@ -110,7 +110,7 @@ def _drawing(module: ModuleType, seed: int, number: int) -> Any:
     """Random numbers inside a model are partc's own, element by element; torch's have another order on every mesh."""
     if not getattr(module, "RANDOM", False):
         return nullcontext()
-    from partc.sampling import Sampling
+    from partc.package.sampling import Sampling
 
     return Sampling(seed, number)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-import socket
 import subprocess
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch import Tensor
 
 import partc
 from partc.errors import PartcError
-from partc.export import export
-from partc.launch import local_environment, torchrun_command
+from partc.package.export import export
+from partc.package.launch import local_environment, torchrun_command
 from tests.independent.plain import Recipe, Trained, train
 from tests.prefork import Server
 
@@ -135,23 +135,13 @@ def packaged(build: Path, recipe: Recipe, folder: Path, server: Server | None) -
 
 def _forked(build: Path, arguments: Sequence[str], folder: Path, server: Server) -> None:
     """Every rank a process of its own, with the environment that torchrun gives it."""
-    size = json.loads((build / "plan.json").read_text())["mesh"]
-    ranks = 1
-    for axis in size.split(","):
-        ranks *= int(axis.rpartition("=")[2])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    running = []
-    for rank in range(ranks):
-        own = {key: str(value) for key, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        command = [str(build / "train.py"), *arguments]
-        running.append(server.start(command, folder / f"rank_{rank}.txt", {**os.environ, "OMP_NUM_THREADS": "1"} | own))
-    codes = [process.wait() for process in running]
-    if any(codes):
-        failed = [(folder / f"rank_{rank}.txt").read_text()[-3000:] for rank, code in enumerate(codes) if code]
-        raise Ended("\n".join(failed))
+    ranks = prod(
+        int(axis.rpartition("=")[2]) for axis in json.loads((build / "plan.json").read_text())["mesh"].split(",")
+    )
+    output = folder / "output.txt"
+    command = [str(build / "train.py"), *arguments]
+    if server.ranks(ranks, command, output, {**os.environ, "OMP_NUM_THREADS": "1"}).wait():
+        raise Ended(output.read_text()[-6000:])
 
 
 def differences(found: Trained, plain: Trained) -> Iterator[tuple[str, float]]:

@@ -12,7 +12,7 @@ from gate import read_task, wait_for_round
 def main() -> int:
     task = read_task()
     sys.path.insert(0, str(task.package))
-    train: Any = importlib.import_module("runtime.train")
+    train: Any = importlib.import_module("runtime.train.train")
     make_batch = train._batch
 
     def batch_when_told(job: Any, model_file: Any, step: int) -> Any:

@@ -190,8 +190,8 @@ PEERS: dict[str, Callable[[nn.Module, int, Task], Peer]] = {
 def main() -> None:
     task = read_task()
     sys.path.insert(0, str(task.package))
-    data: Any = importlib.import_module("runtime.data")
-    memory: Any = importlib.import_module("runtime.memory")
+    data: Any = importlib.import_module("runtime.train.data")
+    memory: Any = importlib.import_module("runtime.device.host_memory")
     memory.keep_freed_memory()
     torch.set_num_threads(1)
     plan = json.loads((task.package / "plan.json").read_text())

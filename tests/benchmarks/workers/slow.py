@@ -24,8 +24,9 @@ RECEIVED = {  # bytes that a rank receives, from those of its operand and the ra
 
 def main(package: Path, report: Path, steps: int, bandwidth: float) -> int:
     sys.path.insert(0, str(package))
-    from runtime import comm, train
-    from runtime import steps as training
+    from runtime.comm import comm
+    from runtime.train import steps as training
+    from runtime.train import train
 
     state: dict[str, Any] = {"step": -1, "free": 0.0, "bytes": 0.0, "kind": "free"}
     taken: dict[str, list[float]] = {kind: [] for kind in KINDS}

@@ -3,9 +3,9 @@
 from typing import ClassVar, NamedTuple
 
 import torch
-from runtime import functional
-from runtime.comm import Comm
+from runtime.comm.comm import Comm
 from runtime.layout import Received, Shard
+from runtime.ops import functional
 from torch import Tensor
 from torch.nn import functional as F
 

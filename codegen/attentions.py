@@ -1,0 +1,72 @@
+"""The attentions of a finished program, as the choice of kernels sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from partc.errors import Source
+from partc.ir.operators import DTYPES
+from partc.ir.program import Op, Program, Ref, Region
+from partc.runtime.ops.attention_kernels import GOOD_CUDNN, Case, Gpu, on_gpu
+
+_BEST = Gpu(capability=(9, 0), cudnn=GOOD_CUDNN)  # the GPU with the most kernels to choose from
+
+
+def attentions(program: Program) -> dict[str, tuple[Case, Source | None]]:
+    """By region and result: the attention of one rank for one microbatch, and its line in the model."""
+    return {
+        f"{region.name}.{op.results[0].name}": (_case(op, region, program.sizes), op.source)
+        for region in program.regions
+        for op in region.forward.ops
+        if op.name in ("attention", "attention_dropout")
+    }
+
+
+def documents(program: Program) -> dict[str, dict[str, Any]]:
+    """The same as JSON for plan.json (`runtime.attention_kernels.cases` reads it)."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return {
+        place: {field: getattr(case, field) for field in Case.__dataclass_fields__} | {"dtype": names[case.dtype]}
+        for place, (case, _) in attentions(program).items()
+    }
+
+
+def without_kernel(program: Program) -> Iterator[str]:
+    """Warnings about attentions that no fused GPU kernel computes, except in double precision, which is for checks."""
+    found: dict[str, list[str]] = {}
+    for place, (case, source) in attentions(program).items():
+        choice = on_gpu(case, _BEST)
+        if choice.kernel is None and case.dtype != DTYPES["f64"]:
+            where = place if source is None else f"{source.file}:{source.line}"
+            names: dict[str, list[str]] = {}
+            for name, reason in choice.passed:
+                names.setdefault(reason, []).append(name)
+            reasons = (f"{', '.join(each)}: {reason}" for reason, each in names.items())
+            found.setdefault("; ".join(reasons), []).append(where)
+    for reason, places in found.items():
+        yield (
+            f"{', '.join(dict.fromkeys(places))}: on GPUs attention runs in blocks of plain operations here, several "
+            f"times slower than in a fused kernel ({reason})"
+        )
+
+
+def _case(op: Op, region: Region, sizes: Mapping[str, int]) -> Case:
+    types = region.types(region.forward)
+    q, k, v = (types[arg.name].layout.local_shape(sizes) for arg in op.args[:3] if isinstance(arg, Ref))
+    kept = {value.name for value in op.results[1:]}  # log-sum-exps, where a gradient passes
+    backward = [each for graph in region.graphs[1:] for each in graph.ops if kept.intersection(each.refs())]
+    dtype = next(types[arg.name].dtype for arg in op.args[:1] if isinstance(arg, Ref))
+    return Case(
+        dtype=DTYPES[dtype],
+        heads=q[-3] if len(q) > 2 else 1,
+        groups=k[-3] if len(k) > 2 else 1,
+        s=q[-2],
+        t=k[-2],
+        d=q[-1],
+        e=v[-1],
+        masked=op.args[3] is not None,
+        learned=any(each.name.endswith("_bias_backward") for each in backward),
+        causal=op.args[4] is True,
+        drops=op.name == "attention_dropout",
+    )

@@ -1,0 +1,1 @@
+"""Triton kernels: fused operations lowered to statements, and printed."""

@@ -1,0 +1,298 @@
+"""The parts that all emitted kernels share: tensors, the launcher's arguments, and statements as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+
+from partc.codegen.kernels.indexing import ZERO, Ranges, largest
+from partc.codegen.kernels.lowering import Lowering
+from partc.codegen.kernels.spaces import condition, joined, terms, written
+from partc.codegen.kernels.statements import (
+    TRITON,
+    Evaluate,
+    Found,
+    KernelTensor,
+    Load,
+    Reduce,
+    Statement,
+    computed_in,
+    contiguous,
+)
+from partc.codegen.lifetimes import overwritten
+from partc.codegen.names import Names
+from partc.communication.descriptions import readable_bytes
+from partc.ir.layout import Sizes
+from partc.ir.printer import fused_bytes, print_operation
+from partc.ir.program import DType, Op, TensorType
+from partc.rules import kernels
+
+WIDE = 2**31  # from here on, places take 64 bits
+_LONG = 96  # the longest expression of one line
+TORCH: Mapping[DType, str] = {
+    "f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "i64": "int64", "i32": "int32",
+    "i16": "int16", "i8": "int8", "u8": "uint8", "bool": "bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A tensor that the kernel writes, with torch's name of its dtype. It may be written `over` an argument."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    over: str = ""
+
+
+Configuration = Mapping[str, int]  # block sizes and number of warps of a launch
+MOST_WARPS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """The description of a kernel and its launch. Its template has the rest."""
+
+    name: str
+    operations: tuple[str, ...]
+    moved: str
+    apart: str
+    arguments: tuple[KernelTensor, ...]
+    numbers: tuple[str, ...]  # that it is told at launch
+    results: tuple[Result, ...]
+    lines: tuple[str, ...]
+
+    template = ""
+    interpreting = None  # a configuration of its own there
+
+    @property
+    def configuration(self) -> Configuration:
+        """The configuration for launches that have not been tuned."""
+        raise NotImplementedError
+
+    @property
+    def candidates(self) -> list[Configuration]:
+        """Configurations for tuning, the default first: by default other numbers of warps."""
+        warps = self.configuration["num_warps"]
+        others = [each for each in (2 * warps, warps // 2) if 1 <= each <= MOST_WARPS]
+        return [self.configuration, *({**self.configuration, "num_warps": each} for each in others)]
+
+    @property
+    def below(self) -> int:
+        """Upper bound of the integer arguments."""
+        return 2
+
+    @property
+    def tried(self) -> str:
+        return self.name
+
+    @property
+    def scratch(self) -> list[str]:
+        """The operands for timing candidates, as source."""
+        texts = []
+        for item in self.arguments:
+            below = f", {self.below}" if self.below > 2 and item.dtype.startswith("i") else ""
+            texts.append(f"scratch({item.shape}, torch.{TORCH[item.dtype]}, device{below})")
+        return [*texts, *("0" if number else "scratch((), torch.int64, device)" for number in self._told.values())]
+
+    @property
+    def functions(self) -> bool:
+        """Whether the kernel uses any of the shared functions."""
+        return any("functions." in line for line in self.lines)
+
+    @property
+    def _told(self) -> dict[str, bool]:
+        """The scalar arguments of the launch, and whether each is a number; random numbers start at words in memory."""
+        return {name: not name.startswith("counter") for name in self.numbers}
+
+    @property
+    def read(self) -> list[str]:
+        """The kernel's parameters for its inputs."""
+        read = (name for item in self.arguments for name in (f"{item.name}_ptr", *map(str, symbols(item).values())))
+        return [*read, *(name if number else f"{name}_ptr" for name, number in self._told.items())]
+
+    @property
+    def given(self) -> list[str]:
+        """The launcher's arguments for these parameters."""
+        given = (
+            text
+            for item in self.arguments
+            for text in (item.name, *(f"{item.name}.stride({dim})" for dim in symbols(item)))
+        )
+        return [*given, *self.numbers]
+
+    def memory(self, result: Result) -> str:
+        """The expression of a result's memory."""
+        if result.over:
+            return f"{result.over}  # which nobody reads any more"
+        return f"torch.empty({result.shape}, dtype=torch.{result.dtype}, device={self.arguments[0].name}.device)"
+
+    @property
+    def signature(self) -> str:
+        tensors = (f"{argument.name}: Tensor" for argument in self.arguments)
+        return ", ".join(
+            (*tensors, *(f"{name}: {'int' if number else 'Tensor'}" for name, number in self._told.items()))
+        )
+
+    @property
+    def returns(self) -> str:
+        types = ["Tensor"] * len(self.results)
+        return types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]"
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """A fused operation on its way to a kernel: its tensors, under names that are free in both functions."""
+
+    op: Op
+    types: dict[str, TensorType]
+    sizes: Sizes
+    outside: Names
+    arguments: dict[str, KernelTensor]
+    results: tuple[Result, ...]
+
+    @classmethod
+    def of(cls, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Draft:
+        every = {name: types[name] for name in op.refs()}
+        every.update((value.name, value.type) for step in op.body for value in step.results)
+        outside = Names(("torch", "triton", "tl", "CONFIGURATION", *kernels.told(op.body)))
+        strided = dict(op.attrs).get("strided", ())
+        arguments = {
+            name: _argument(outside[name], every[name], sizes, isinstance(strided, tuple) and place in strided)
+            for place, name in enumerate(op.refs())
+        }
+        over = overwritten(op)
+        names = {number: item.name for number, item in enumerate(arguments.values())}
+        results = tuple(
+            Result(
+                name=outside[value.name],
+                shape=value.type.layout.local_shape(sizes),
+                dtype=TORCH[value.type.dtype],
+                over=names.get(over.get(number, -1), ""),
+            )
+            for number, value in enumerate(op.results)
+        )
+        return cls(op=op, types=every, sizes=sizes, outside=outside, arguments=arguments, results=results)
+
+    def lowering(self, own: Sequence[str], ranges: Ranges, **more: object) -> Lowering:
+        """The lowering that derives the kernel's statements; `own` are names that the template uses."""
+        pointers = [
+            f"{name}_ptr" for name in (*(x.name for x in self.arguments.values()), *(r.name for r in self.results))
+        ]
+        given = [str(step) for item in self.arguments.values() for step in symbols(item).values()]
+        told = (text for name in kernels.told(self.op.body) for text in (name, f"{name}_ptr"))
+        names = Names(("tl", "functions", *own, *pointers, *given, *told))
+        return Lowering(
+            body=self.op.body,
+            arguments=self.arguments,
+            types=self.types,
+            sizes=self.sizes,
+            names=names,
+            ranges=ranges,
+            **more,  # type: ignore[arg-type]
+        )
+
+    def told(self) -> dict[str, object]:
+        """The fields of a Kernel that do not depend on its template."""
+        together, apart = fused_bytes(self.op, self.types, self.sizes)
+        return {
+            "name": kernel_name(self.op),
+            "operations": tuple(map(_told, self.op.body)),
+            "moved": readable_bytes(together),
+            "apart": readable_bytes(apart),
+            "arguments": tuple(self.arguments.values()),
+            "numbers": tuple(kernels.told(self.op.body)),
+            "results": self.results,
+        }
+
+
+def kernel_name(op: Op) -> str:
+    return str(dict(op.attrs)["kernel"])
+
+
+def _argument(name: str, type: TensorType, sizes: Sizes, strided: bool) -> KernelTensor:
+    shape = type.layout.local_shape(sizes)
+    strides = contiguous(shape)
+    if strided:
+        strides = tuple(
+            sympy.Symbol(f"{name}_stride_{dim}", integer=True) if size > 1 else ZERO for dim, size in enumerate(shape)
+        )
+    return KernelTensor(name=name, shape=shape, dtype=type.dtype, strides=strides)
+
+
+def symbols(argument: KernelTensor) -> dict[int, sympy.Symbol]:
+    """The strides that are known at run time only, by dimension."""
+    return {dim: step for dim, step in enumerate(argument.strides) if isinstance(step, sympy.Symbol)}
+
+
+def expressions(statement: Statement) -> Iterator[sympy.Expr]:
+    """The index expressions of a statement."""
+    if isinstance(statement, Reduce):
+        return
+    yield from (guard.index for guard in statement.guards)
+    yield from (statement.place,) if isinstance(statement, Load) else statement.places
+
+
+def bounds(statements: Sequence[Statement], ranges: Ranges) -> list[int | None]:
+    """The largest position of each load and of each position in a computation; None if a stride is unknown."""
+    places = (
+        (statement.place,) if isinstance(statement, Load) else statement.places
+        for statement in statements
+        if not isinstance(statement, Reduce)
+    )
+    return [largest(place, ranges) for several in places for place in several]
+
+
+def lines(statement: Load | Evaluate, ranges: Ranges, mask: str, names: Names) -> Iterator[str]:
+    """A statement as lines; `mask` excludes elements that do not exist."""
+    conditions = [condition(guard, ranges) for guard in statement.guards]
+    if isinstance(statement, Evaluate):
+        parts = [*conditions, *(written(place, ranges) for place in statement.places)]
+        yield f"{statement.target} = {statement.text.format(*parts) if parts else statement.text}"
+        return
+    moving = bool(statement.place.free_symbols & set(ranges))
+    both = _both(["" if statement.anywhere else mask, *conditions]) if moving else ""
+    masks = f", mask={both}" if both else ""
+    masks += ", other=0" if any(conditions) and both else ""
+    parts = terms(statement.place, ranges)
+    place = joined(parts)
+    if len(statement.source) + len(place) > _LONG and len(parts) > 1:
+        place = names.fresh(f"{statement.target}_place")
+        yield from _summed(place, parts)
+    pointer = f"{statement.source}_ptr + {place}" if parts else f"{statement.source}_ptr"
+    yield f"{statement.target} = tl.load({pointer}{masks}){_upcast(statement.dtype)}"
+
+
+def stored(found: Found, dtype: DType) -> str:
+    """A value in the type of its memory."""
+    return found.text if found.dtype == dtype else f"{found.text}.to({TRITON[dtype]})"
+
+
+def _summed(target: str, parts: Sequence[str]) -> Iterator[str]:
+    """A sum in statements of bounded length."""
+    line: list[str] = []
+    sign = "="
+    for part in parts:
+        if line and len(target) + len(joined([*line, part])) > _LONG:
+            yield f"{target} {sign} {joined(line)}"
+            line, sign = [], "+="
+        line.append(part)
+    yield f"{target} {sign} {joined(line)}"
+
+
+def _both(conditions: Sequence[str]) -> str:
+    """The conjunction of conditions."""
+    found = [condition for condition in conditions if condition]
+    return " & ".join(text if " " not in text else f"({text})" for text in found) if len(found) > 1 else "".join(found)
+
+
+def _upcast(dtype: DType) -> str:
+    return ".to(tl.float32)" if computed_in(dtype) != dtype else ""
+
+
+def _told(op: Op) -> str:
+    """An operation, and its place in the model."""
+    place = f"  # {op.source.file.rpartition('/')[2]}:{op.source.line}" if op.source and op.source.line else ""
+    return f"{', '.join(value.name for value in op.results)} = {print_operation(op)}{place}"

@@ -1,0 +1,120 @@
+"""Kernels that iterate over the elements of their results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+
+from partc.codegen.kernels.indexing import ZERO
+from partc.codegen.kernels.kernel import WIDE, Configuration, Draft, Kernel, bounds, expressions, lines, stored
+from partc.codegen.kernels.spaces import Variable, collapsed, folded, settled, variables
+from partc.codegen.kernels.statements import Reduce, Statement, contiguous
+from partc.ir.layout import Sizes
+from partc.ir.program import Op, TensorType
+
+BLOCK = 1024  # elements of one program instance: 16 bytes for each of 4 x 32 threads
+OTHERS = ((512, 4), (2048, 4), (2048, 8), (4096, 8))  # and of candidates: elements, and warps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pointwise(Kernel):
+    """A kernel over `count` elements, `block` elements to a program."""
+
+    count: int
+    wide: bool
+
+    template = "pointwise"
+
+    @property
+    def configuration(self) -> Configuration:
+        return {"BLOCK": BLOCK, "num_warps": 4}
+
+    @property
+    def candidates(self) -> list[Configuration]:
+        """If this block size divides the elements, only sizes that do too: they need no mask."""
+        others = ({"BLOCK": block, "num_warps": warps} for block, warps in OTHERS)
+        return [self.configuration, *(each for each in others if self.masked or self.count % each["BLOCK"] == 0)]
+
+    @property
+    def masked(self) -> bool:
+        return self.count % BLOCK != 0
+
+    @property
+    def parameters(self) -> list[str]:
+        return [*self.read, *(f"{result.name}_ptr" for result in self.results), "BLOCK: tl.constexpr"]
+
+
+def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding: bool = False) -> Pointwise:
+    """The kernel of a fused operation whose results all have one shape."""
+    draft = Draft.of(op, types, sizes)
+    names = [_shaped(value.name, op) for value in op.results]
+    shape = draft.types[names[0]].layout.local_shape(sizes)
+    count = math.prod(shape)
+    loops = variables(shape, "i")
+    index = tuple(ZERO if loop.size == 1 else loop.symbol for loop in loops)
+    own = ["index", "mask", "BLOCK", *(f"x{number}" for number in range(len(shape)))]
+    lowering = draft.lowering(own, {loop.symbol: loop.size for loop in loops}, rounding=rounding)
+    made = [lowering.value(name, index) for name in names]
+    statements, few = _collapsed(lowering.statements, [loop for loop in loops if loop.size > 1])
+    whole = sympy.Symbol("index", integer=True, nonnegative=True)
+    statements = [folded(statement, few, whole) for statement in statements]
+    ranges = {loop.symbol: loop.size for loop in few} | {whole: count} | lowering.beyond
+    places = bounds(statements, ranges)
+    mask = "mask" if count % BLOCK else ""
+    written = [*_loops(few, statements)]
+    for statement in statements:
+        assert not isinstance(statement, Reduce)
+        written += lines(statement, ranges, mask, lowering.names)
+    for found, value, result in zip(made, op.results, draft.results, strict=True):
+        text = stored(found, value.type.dtype)
+        written.append(f"tl.store({result.name}_ptr + index, {text}{', mask=mask' if mask else ''})")
+    reach = count + max(BLOCK, *(block for block, _ in OTHERS))  # the last block is partly masked
+    wide = max([reach, *(bound for bound in places if bound is not None)]) >= WIDE
+    return Pointwise(
+        **draft.told(),  # type: ignore[arg-type]
+        count=count,
+        wide=wide,
+        lines=tuple(written),
+    )
+
+
+def _shaped(name: str, op: Op) -> str:
+    """The shape of a single result before the reshapes at its end, which keep the order of elements."""
+    made = {step.result.name: step for step in op.body if step.name == "reshape"}
+    while name in made and len(op.results) == 1:
+        name = next(made[name].refs())
+    return name
+
+
+def _collapsed(
+    statements: Sequence[Statement], loops: Sequence[Variable]
+) -> tuple[list[Statement], tuple[Variable, ...]]:
+    """The statements with the fewest loops; a single loop is the index itself."""
+    place = sum(
+        (loop.symbol * step for loop, step in zip(loops, contiguous([i.size for i in loops]), strict=True)), ZERO
+    )
+    few, instead = collapsed(loops, [*(expr for statement in statements for expr in expressions(statement)), place])
+    names = ["index"] if len(few) == 1 else [f"x{number}" for number in range(len(few))]
+    found = tuple(
+        Variable(sympy.Symbol(name, integer=True, nonnegative=True), loop.size)
+        for name, loop in zip(names, few, strict=True)
+    )
+    symbols = {old.symbol: new.symbol for old, new in zip(few, found, strict=True)}
+    return [settled(settled(statement, instead), symbols) for statement in statements], found
+
+
+def _loops(loops: Sequence[Variable], statements: Sequence[Statement]) -> Iterator[str]:
+    """The loop variables that some statement reads, computed from the index."""
+    if len(loops) < 2:
+        return
+    read = set().union(*(expr.free_symbols for statement in statements for expr in expressions(statement)))
+    inside = math.prod(loop.size for loop in loops)
+    for number, loop in enumerate(loops):
+        inside //= loop.size
+        text = "index" if inside == 1 else f"index // {inside}"
+        text = text if number == 0 else f"{text} % {loop.size}"
+        if loop.symbol in read:
+            yield f"{loop.symbol} = {text}"

@@ -1,0 +1,449 @@
+"""Kernels over rows: sums along rows and down columns, with elementwise operations in between.
+
+A program takes ROWS rows at a time. If it sums along rows, it holds them whole, in one block of COLUMNS elements;
+otherwise the columns are distributed over programs too. A sum down the columns is computed in each program over its
+rows, and then over programs by PyTorch: in the same order on every GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+
+from partc.codegen.kernels.indexing import ZERO, Index, Ranges
+from partc.codegen.kernels.kernel import (
+    TORCH,
+    WIDE,
+    Configuration,
+    Draft,
+    Kernel,
+    Result,
+    bounds,
+    expressions,
+    lines,
+    stored,
+)
+from partc.codegen.kernels.spaces import Variable, collapsed, folded, settled, variables
+from partc.codegen.kernels.statements import TRITON, Found, Load, Reduce, Statement, computed_in, contiguous
+from partc.ir.layout import Sizes
+from partc.ir.program import DType, Op, TensorType
+from partc.rules.kernels import REDUCTIONS
+from partc.rules.rule import integers
+
+TILE = 4096  # elements that a program holds at a time, unless a row has more
+PROGRAMS = 264  # that sum down columns: two for each processor of an H100
+NARROW = 128  # columns of a program that sums down many rows, where nothing sums along them
+WIDEST = 1024  # and of one that sums neither way
+_REDUCED = {  # reductions along rows: the operation, and its neutral element
+    "sum": ("tl.sum({}, axis=1, keep_dims=True)", "0.0"),
+    "amax": ("functions.largest({})", 'float("-inf")'),
+    "amin": ("-functions.largest(-({}))", 'float("inf")'),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """The distribution of rows and columns over programs: the size of a tile, tiles per program, and programs."""
+
+    rows: int
+    columns: int
+    high: int
+    wide: int
+    programs: int
+    steps: int
+    across: int
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether some rows of a tile do not exist."""
+        return self.steps > 1 or self.high * self.programs != self.rows
+
+    @property
+    def cuts_columns(self) -> bool:
+        return self.wide * self.across != self.columns
+
+    @property
+    def reach(self) -> int:
+        """The elements of all tiles, masked ones included: their positions are computed before they are masked."""
+        most = 2 * self.high * self.programs if self.steps > 1 else 0  # which a candidate takes in a step
+        return (max(self.rows, self.high * self.programs) + most) * self.wide * self.across
+
+    @property
+    def warps(self) -> int:
+        return max(4, min(16, self.high * self.wide // 512))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnSum:
+    """A sum down all rows: `parts` are the sums of each program, `total` is the variable of a program's own sum.
+
+    Sums of one type share their parts, so that one launch adds them up; `row` is the index of this sum.
+    """
+
+    result: Result
+    parts: str
+    row: int
+    total: str
+    dtype: str
+    shaped: bool  # the result has other dimensions than one
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        return self.dtype, self.result.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialSums:
+    """The partial sums of the programs, for all sums of one type."""
+
+    name: str
+    sums: tuple[ColumnSum, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.sums[0].dtype
+
+    @property
+    def rows(self) -> int:
+        return len(self.sums)
+
+    @property
+    def cast(self) -> str:
+        """The cast to the type of the results."""
+        own, result = self.sums[0].kind
+        return f".to(torch.{result})" if own != result else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows(Kernel):
+    """`lines` run for each tile; `before` holds the lines that are common to all tiles."""
+
+    tiling: Tiling
+    long: bool  # places take 64 bits
+    before: tuple[str, ...]
+    sums: tuple[ColumnSum, ...]
+
+    template = "rows"
+
+    @property
+    def configuration(self) -> Configuration:
+        loop = {"PROGRAMS": self.tiling.programs, "STAGES": 1} if self.tiling.steps > 1 else {}
+        return {"ROWS": self.tiling.high, "COLUMNS": self.tiling.wide, **loop, "num_warps": self.tiling.warps}
+
+    @property
+    def candidates(self) -> list[Configuration]:
+        """Numbers of warps with 16 to 32 elements a thread: with others, derivatives spill.
+
+        If programs process several tiles in sequence: also smaller tiles, half and twice as many programs, and loads of
+        the next tile during a computation.
+        """
+        least, most = self.tiling.high * self.tiling.wide // 1024, max(8, self.tiling.warps)
+        found = [each for each in super(Rows, self).candidates if least <= each["num_warps"] <= most]
+        if self.tiling.steps > 1:
+            own, programs = self.configuration, self.tiling.programs
+            found += [{**own, "PROGRAMS": each} for each in (programs // 2, 2 * programs) if each]
+            found += [{**own, "STAGES": 2}]
+            if self.tiling.high > 1:
+                small = {**own, "ROWS": self.tiling.high // 2, "num_warps": max(4, self.tiling.warps // 2)}
+                found += [small, {**small, "PROGRAMS": 2 * programs}, {**small, "STAGES": 2}]
+        return found
+
+    @property
+    def programs(self) -> str:
+        """The number of programs, as the launcher computes it."""
+        return 'CONFIGURATION["PROGRAMS"]' if self.tiling.steps > 1 else str(self.tiling.programs)
+
+    @property
+    def written(self) -> list[Result]:
+        """The results that the kernel itself writes."""
+        summed = {total.result.name for total in self.sums}
+        return [result for result in self.results if result.name not in summed]
+
+    @property
+    def parameters(self) -> list[str]:
+        made = [*(f"{result.name}_ptr" for result in self.written), *(f"{part.name}_ptr" for part in self.parts)]
+        loop = ("PROGRAMS: tl.constexpr", "STAGES: tl.constexpr") if self.tiling.steps > 1 else ()
+        return [*self.read, *made, "ROWS: tl.constexpr", "COLUMNS: tl.constexpr", *loop]
+
+    @property
+    def parts(self) -> list[PartialSums]:
+        """The partial sums to add over programs."""
+        names = dict.fromkeys(total.parts for total in self.sums)
+        return [PartialSums(name=name, sums=tuple(each for each in self.sums if each.parts == name)) for name in names]
+
+    def place(self, total: ColumnSum) -> str:
+        """The row of its parts that a program writes."""
+        programs = "PROGRAMS" if self.tiling.steps > 1 else str(self.tiling.programs)
+        return f"({total.row} * {programs} + program)" if total.row else "program"
+
+    @property
+    def added(self) -> list[str]:
+        """The statements that add the shared parts of several sums."""
+        shared = (parts for parts in self.parts if parts.rows > 1)
+        return [
+            f"{', '.join(total.result.name for total in parts.sums)} = {parts.name}.sum(1){parts.cast}"
+            for parts in shared
+        ]
+
+    @property
+    def returned(self) -> list[str]:
+        """The return values in the order of the results, with sums over programs."""
+        found = {total.result.name: self._total(total, parts) for parts in self.parts for total in parts.sums}
+        return [found.get(result.name, result.name) for result in self.results]
+
+    @property
+    def unsummed(self) -> list[str]:
+        """The other results, then the partial sums: [programs, columns], or [sums, programs, columns]."""
+        return [*(result.name for result in self.written), *(parts.name for parts in self.parts)]
+
+    @staticmethod
+    def _total(total: ColumnSum, parts: PartialSums) -> str:
+        shape = f".reshape({total.result.shape})" if total.shaped else ""
+        return f"{total.result.name}{shape}" if parts.rows > 1 else f"{parts.name}.sum(0){shape}{parts.cast}"
+
+
+def tiling(rows: int, columns: int, *, whole: bool, summing: bool) -> Tiling:
+    """Tiles of up to TILE elements: whole rows if the kernel sums along them."""
+    few = max(NARROW, TILE // _power(rows)) if summing else WIDEST
+    wide = _power(columns) if whole else min(_power(columns), few)
+    high = max(1, min(_power(rows), TILE // wide))
+    across = -(-columns // wide)
+    tiles = -(-rows // high)
+    programs = min(tiles, max(1, PROGRAMS // across)) if summing else tiles
+    return Tiling(
+        rows=rows, columns=columns, high=high, wide=wide, programs=programs, steps=-(-tiles // programs), across=across
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reductions:
+    """The reductions of a fused operation: the shape of its rows, whose first dimensions number them."""
+
+    shape: tuple[int, ...]
+    first: int
+    down: Mapping[str, str]  # result that sums down all rows -> its operand
+    tiling: Tiling
+
+    @classmethod
+    def of(cls, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> _Reductions:
+        inner = [step for step in op.body if step.name in REDUCTIONS]
+        losses = [step for step in op.body if step.name == "cross_entropy_backward"]
+        down = {step.result.name: next(step.refs()) for step in inner if 0 in integers(step.args[1])}
+        known = {**types, **{value.name: value.type for step in op.body for value in step.results}}
+        first = losses[0].result.name if losses else next(inner[0].refs())
+        shape = known[first].layout.local_shape(sizes)
+        number = len(shape) - int(str(dict(op.attrs)["along"]))
+        tiles = tiling(
+            math.prod(shape[:number]),
+            math.prod(shape[number:]),
+            whole=len(down) < len(inner),
+            summing=any(value.name in down for value in op.results),
+        )
+        return cls(shape, number, down, tiles)
+
+
+def parts(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[tuple[int, ...], DType]]:
+    """The shapes and types of a launch's memory besides its results: partial sums, and sums before a cast."""
+    found = _Reductions.of(op, types, sizes)
+    whole, columns = (found.tiling.programs, found.tiling.columns), (found.tiling.columns,)
+    dtypes = [value.type.dtype for value in op.results if value.name in found.down]
+    passing: list[tuple[tuple[int, ...], DType]] = [(whole, computed_in(dtype)) for dtype in dtypes]
+    return [*passing, *((columns, computed_in(dtype)) for dtype in dtypes if computed_in(dtype) != dtype)]
+
+
+def unsummed(
+    op: Op, types: Mapping[str, TensorType], sizes: Sizes
+) -> dict[tuple[DType, DType], tuple[tuple[int, ...], list[str]]]:
+    """The memory of partial sums, [sums, programs, columns], with the results that they belong to.
+
+    The keys are the type of the sums and the type of the results. A single sum lacks the first dimension.
+    """
+    found = _Reductions.of(op, types, sizes)
+    together: dict[tuple[DType, DType], list[str]] = {}
+    for value in op.results:
+        if value.name in found.down:
+            together.setdefault((computed_in(value.type.dtype), value.type.dtype), []).append(value.name)
+    place = found.tiling.programs, found.tiling.columns
+    return {key: ((len(names), *place)[len(names) < 2 :], names) for key, names in together.items()}
+
+
+def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
+    """The kernel of a fused operation with reductions."""
+    draft = Draft.of(op, types, sizes)
+    sums_of = _Reductions.of(op, types, sizes)
+    shape, first, down, tiles = sums_of.shape, sums_of.first, sums_of.down, sums_of.tiling
+    each = (variables(shape[:first], "r"), variables(shape[first:], "c"))
+    index: Index = tuple(ZERO if loop.size == 1 else loop.symbol for loops in each for loop in loops)
+    every = {loop.symbol: loop.size for loops in each for loop in loops}
+    own = [
+        "row",
+        "column",
+        "in_rows",
+        "in_columns",
+        "inside",
+        "program",
+        "step",
+        "ROWS",
+        "COLUMNS",
+        "PROGRAMS",
+        "STAGES",
+    ]
+    own += [f"{name}_{number}" for name in ("row", "column") for number in range(len(shape))]
+    lowering = draft.lowering(own, every, columns=index[first:])
+    statistic: Index = (*index[:first], *(ZERO for _ in index[first:]))
+    shapes = {name: type.layout.local_shape(sizes) for name, type in draft.types.items()}
+    per_row = {v.name for v in op.results if v.name not in down and shapes[v.name] == _one(shape, first)}
+    made = [
+        lowering.value(down.get(value.name, value.name), statistic if value.name in per_row else index)
+        for value in op.results
+    ]
+    statements, few, over = collapsed_rows(lowering.statements, each, lowering.over)
+    row, column = (sympy.Symbol(name, integer=True, nonnegative=True) for name in ("row", "column"))
+    ranges = {loop.symbol: loop.size for loops in few for loop in loops}
+    ranges |= {row: tiles.rows, column: tiles.columns} | lowering.beyond
+    text = _Text(tiles, ranges, over, frozenset((row, *(loop.symbol for loop in few[0]))))
+    places = bounds(statements, ranges)
+    before, body = [*row_loops(few[1], statements, "column")], [*row_loops(few[0], statements, "row")]
+    for statement in statements:
+        fixed = tiles.steps > 1 and not text.differs(statement.target, 0)
+        if isinstance(statement, Reduce):
+            written = text.reduced(statement)
+        else:
+            written = lines(statement, text.ranges, text.mask(statement), lowering.names)
+        (before if fixed else body).extend(written)
+    sums: list[ColumnSum] = []
+    for value, found, result in zip(op.results, made, draft.results, strict=True):
+        if value.name in down:
+            total = lowering.names.fresh(f"{result.name}_total")
+            dtype = computed_in(value.type.dtype)
+            alike = [other for other in sums if other.kind == (TORCH[dtype], result.dtype)]
+            sums.append(
+                ColumnSum(
+                    result=result,
+                    parts=alike[0].parts if alike else draft.outside.fresh(f"{result.name}_parts"),
+                    row=len(alike),
+                    total=total,
+                    dtype=TORCH[dtype],
+                    shaped=len(result.shape) != 1,
+                )
+            )
+            body.append(text.down(total, found, dtype))
+        else:
+            body.append(text.store(result, found, value.type.dtype, each_row=value.name in per_row))
+    return Rows(
+        **draft.told(),  # type: ignore[arg-type]
+        tiling=tiles,
+        long=max([tiles.reach, *(place or 0 for place in places)]) >= WIDE,
+        before=tuple(before),
+        lines=tuple(body),
+        sums=tuple(sums),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """Writes lines, knowing the masked parts of tiles and the dimensions of variables."""
+
+    tiling: Tiling
+    ranges: Ranges
+    over: Mapping[str, frozenset[int]]  # variable -> 0 where it differs from row to row, 1 where by columns
+    row_symbols: frozenset[sympy.Symbol]
+
+    def differs(self, variable: str, way: int) -> bool:
+        return way in self.over.get(variable, ())
+
+    def mask(self, statement: Statement) -> str:
+        """The mask of a load."""
+        if not isinstance(statement, Load) or statement.anywhere:
+            return ""
+        symbols = set().union(*(expr.free_symbols for expr in expressions(statement))) & set(self.ranges)
+        by_row = self.tiling.cuts_rows and bool(symbols & self.row_symbols)
+        by_column = self.tiling.cuts_columns and bool(symbols - self.row_symbols)
+        return _masked(by_row, by_column)
+
+    def reduced(self, statement: Reduce) -> Iterator[str]:
+        """A reduction along rows, with masked elements neutral."""
+        found = statement.source
+        made, nothing = _REDUCED[statement.how]
+        text = found.text
+        if self.tiling.cuts_columns:
+            text = f"tl.where(in_columns, {text}, {nothing})"
+        elif self.tiling.wide > 1 and not self.differs(found.text, 1):
+            text = self._spread(found)
+        yield f"{statement.target} = {made.format(text)}"
+
+    def down(self, total: str, found: Found, dtype: DType) -> str:
+        """A sum down the rows of a tile."""
+        text = found.text
+        if self.tiling.cuts_rows:
+            text = f"tl.where(in_rows, {text}, 0.0)"
+        elif self.tiling.high > 1 and not self.differs(found.text, 0):
+            text = self._spread(found)
+        sign = "+=" if self.tiling.steps > 1 else "="
+        return f"{total} {sign} tl.sum({text}, axis=0, keep_dims=True)"
+
+    def store(self, result: Result, found: Found, dtype: DType, *, each_row: bool) -> str:
+        """A store of one element for each of the tile, or one for each row."""
+        mask = _masked(self.tiling.cuts_rows, self.tiling.cuts_columns and not each_row)
+        place = "row" if each_row else f"row * {self.tiling.columns} + column"
+        return f"tl.store({result.name}_ptr + {place}, {stored(found, dtype)}{f', mask={mask}' if mask else ''})"
+
+    def _spread(self, found: Found) -> str:
+        return f"{found.text} + tl.zeros([ROWS, COLUMNS], {TRITON[found.dtype]})"
+
+
+def _masked(by_row: bool, by_column: bool) -> str:
+    return {(True, True): "inside", (True, False): "in_rows", (False, True): "in_columns"}.get((by_row, by_column), "")
+
+
+def _one(shape: tuple[int, ...], first: int) -> tuple[int, ...]:
+    """The shape with one number for each row."""
+    return (*shape[:first], *(1 for _ in shape[first:]))
+
+
+def _power(count: int) -> int:
+    """The smallest power of two that is at least `count`."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+Loops = tuple[tuple[Variable, ...], tuple[Variable, ...]]  # of the rows, and of the columns
+
+
+def collapsed_rows(
+    statements: Sequence[Statement], each: Loops, over: Mapping[str, frozenset[sympy.Symbol]]
+) -> tuple[list[Statement], Loops, dict[str, frozenset[int]]]:
+    """The statements with the fewest loops, and the directions in which each variable varies."""
+    found = list(statements)
+    few: list[tuple[Variable, ...]] = []
+    for name, loops in zip(("row", "column"), each, strict=True):
+        real = [loop for loop in loops if loop.size > 1]
+        steps = contiguous([loop.size for loop in real])
+        place = sum((loop.symbol * step for loop, step in zip(real, steps, strict=True)), ZERO)
+        kept, instead = collapsed(real, [*(expr for item in found for expr in expressions(item)), place])
+        names = [name] if len(kept) == 1 else [f"{name}_{number}" for number in range(len(kept))]
+        new = tuple(
+            Variable(sympy.Symbol(text, integer=True, nonnegative=True), loop.size)
+            for text, loop in zip(names, kept, strict=True)
+        )
+        symbols = {old.symbol: now.symbol for old, now in zip(kept, new, strict=True)}
+        whole = sympy.Symbol(name, integer=True, nonnegative=True)
+        found = [folded(settled(settled(item, instead), symbols), new, whole) for item in found]
+        few.append(new)
+    way = {loop.symbol: number for number, loops in enumerate(each) for loop in loops}
+    ways = {name: frozenset(way[symbol] for symbol in symbols if symbol in way) for name, symbols in over.items()}
+    return found, (few[0], few[1]), ways
+
+
+def row_loops(loops: Sequence[Variable], statements: Sequence[Statement], every: str) -> Iterator[str]:
+    """Several loop variables, computed from the one that numbers rows or columns."""
+    read = set().union(*(expr.free_symbols for statement in statements for expr in expressions(statement)))
+    inside = math.prod(loop.size for loop in loops)
+    for number, loop in enumerate(loops if len(loops) > 1 else ()):
+        inside //= loop.size
+        text = every if inside == 1 else f"{every} // {inside}"
+        text = text if number == 0 else f"{text} % {loop.size}"
+        if loop.symbol in read:
+            yield f"{loop.symbol} = {text}"

@@ -1,0 +1,66 @@
+"""The regions of a program as code: one module each, whichever stages call them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from partc.codegen.calls import listed, place_of, runs
+from partc.codegen.functions import region_code
+from partc.codegen.names import region_names
+from partc.codegen.source import RegionCode
+from partc.communication.exchanges import Exchanges
+from partc.ir.program import Call, Phase, Program, Region
+from partc.rules.strides import dense
+
+_PHASES: dict[Phase, str] = {
+    "setup": "A constant of the model",
+    "step": "Counted over the batch, once per step",
+    "microbatch": "Made from the batch alone",
+}
+
+
+def region_codes(program: Program) -> dict[str, RegionCode]:
+    """The code of every region that some stage calls, by the region's name, in the order of the calls."""
+    exchanges = Exchanges(program)
+    regions = {region.name: region for region in program.regions}
+    calls: dict[str, list[Call]] = {}
+    for call in program.calls:
+        calls.setdefault(call.region, []).append(call)
+    called = region_names(calls)
+    contiguous = dense(program)
+    titles = _titles(program)
+    codes = {}
+    for name, here in calls.items():
+        region = regions[name]
+        title = listed(titles[name]) if region.params else _PHASES[region.phase]
+        codes[name] = region_code(
+            region,
+            program.sizes,
+            here[0].name,
+            f"{title}{place_of(region)}.",
+            called[name],
+            _updated(program, region, here[0]),
+            gives=program.zero >= 2 and exchanges.has_unit(here[0]),
+            dense=contiguous[name],
+            compiled=program.compiled and region.phase == "microbatch",
+        )
+    return codes
+
+
+def _titles(program: Program) -> Mapping[str, Sequence[str]]:
+    """The calls of each region, in runs, whatever stage they are in."""
+    whole = replace(program, transfers=())
+    regions = {region.name: region for region in program.regions}
+    found: dict[str, list[str]] = {}
+    for phase in _PHASES:
+        for run in runs(whole, [call for call in program.calls if regions[call.region].phase == phase]):
+            found.setdefault(run.region.name, []).append(run.title)
+    return found
+
+
+def _updated(program: Program, region: Region, call: Call) -> dict[int, str]:
+    """The outputs that are next values of buffers: position -> the buffer's name in the region."""
+    local = {name: value.name for name, value in zip(call.params, region.params, strict=True)}
+    buffers = {value: buffer for buffer, value in program.updates}
+    return {index: local[buffers[name]] for index, name in enumerate(call.results) if name in buffers}

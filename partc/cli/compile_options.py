@@ -1,0 +1,229 @@
+"""The command line's compile options, and the model or package that they apply to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from partc.errors import PartcError
+from partc.ir.program import PRECISIONS
+from partc.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from partc.compilation.options import Options
+    from partc.cost.formulas import Formulas
+    from partc.cost.memory import Account
+    from partc.ir.mesh import Mesh
+
+
+_KEPT = (
+    "mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute", "casts",
+    "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks",
+    "cuda_graphs",
+)  # fmt: skip
+
+
+# Defaults of options that a package's plan leaves out.
+_DEFAULTS = {
+    "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten", "bucket": "25MB",
+    "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
+    "loss_chunks": 1, "cuda_graphs": False,
+}  # fmt: skip
+
+
+def options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
+    """The checked options of a compile, and the options of the model file."""
+    from partc.compilation.options import Options
+
+    definitions: dict[str, str] = {}
+    for text in given["definitions"]:
+        name, found, value = text.partition("=")
+        if not found or not name.isidentifier():
+            raise PartcError("P0003", f"-D {text!r} is not NAME=VALUE", help="for example -D layers=4")
+        _define(definitions, name, value)
+    for name in ("batch", "seq"):
+        if given[name] is not None:
+            if given[name] < 1:
+                raise PartcError("P0004", f"--{name} {given[name]} is out of range", help="give 1 or more")
+            _define(definitions, name, str(given[name]))
+    limit = given.get("memory_limit")
+    return Options.checked(memory_limit=limit, **{name: given[name] for name in _KEPT}), definitions
+
+
+def _define(definitions: dict[str, str], name: str, value: str) -> None:
+    if name in definitions:
+        raise PartcError("P0003", f"option {name!r} is given twice", help="give it one value")
+    definitions[name] = value
+
+
+def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str, str]]:
+    """The model file, compile options and model options to compile: those given, or those of a package."""
+    if Path(name).is_dir():
+        from partc.compilation.options import TABLE
+        from partc.package.launch import read_plan
+
+        plan = read_plan(Path(name))
+        if given["mesh"] is not None or given["definitions"]:
+            raise PartcError(
+                "P0603", f"{name} is a package, with a mesh and options of its own", help="inspect its model file"
+            )
+        kept = {name: plan[name] for name in ("mesh", "microbatches", "precision", "seed")}
+        command = _DEFAULTS | {name: value for name, value in plan["command"].items() if name in _KEPT}
+        if command["schedule"] == TABLE:
+            command["schedule"] = str(Path(name) / TABLE)
+        definitions = [f"{name}={value}" for name, value in plan["options"].items()]
+        wanted, found = options({**given, **kept, **command, "definitions": definitions})
+        return str(Path(name) / "model.py"), wanted, found
+    if given["mesh"] is None:
+        raise PartcError("P0603", "inspecting a model needs a mesh", help="add --mesh SPEC, for example --mesh 2x2x2")
+    wanted, found = options(given)
+    return name, wanted, found
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def compile_options(required: bool) -> Callable[[Command], Command]:
+    """A decorator that adds the compile options to a command."""
+    options = [
+        click.option(
+            "--mesh", metavar="SPEC", required=required, help="sizes of the axes: 8, 4x8, 2x4x8 or pp=2,dp=4,tp=8"
+        ),
+        click.option("-D", "definitions", metavar="NAME=VALUE", multiple=True, help="an option of the model file"),
+        click.option("--batch", type=int, help="the same as -D batch=..., for hf: models"),
+        click.option("--seq", type=int, help="the same as -D seq=..., for hf: models"),
+        click.option(
+            "--microbatches", type=int, default=1, show_default=True, help="number of microbatches of the global batch"
+        ),
+        click.option(
+            "--schedule",
+            metavar="NAME|FILE.csv",
+            default="1f1b",
+            show_default=True,
+            help=f"{', '.join(SCHEDULES)}, or a table of actions",
+        ),
+        click.option(
+            "--virtual-stages", type=int, metavar="N", help="stages of each rank, for interleaved [default: 2]"
+        ),
+        click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True),
+        click.option(
+            "--cast", "casts", metavar="OP=TYPE", multiple=True, help="with bf16 or fp16: softmax=fp32, add=any"
+        ),
+        click.option(
+            "--seed", type=int, default=0, show_default=True, help="seed of the initial parameters and the data"
+        ),
+        click.option(
+            "--zero",
+            metavar="0|1|2|3[@AXES]",
+            default="0",
+            show_default=True,
+            help="ZeRO: shard optimizer state (1), also gradients (2), also parameters (3) over dp",
+        ),
+        click.option(
+            "--recompute",
+            metavar="none|selective|full|OPS|BYTES",
+            default="none",
+            show_default=True,
+            help="recompute in backward: nothing; large and cheap values; all but the inputs of regions; operations by "
+            "name (softmax,all_gather); or as little as keeps every rank within a number of bytes (18GB)",
+        ),
+        click.option(
+            "--loss-chunks",
+            type=int,
+            default=1,
+            show_default=True,
+            metavar="N",
+            help="compute logits in N chunks, one in memory at a time; backward computes them again",
+        ),
+        click.option(
+            "--kernels",
+            type=click.Choice(("auto", "triton", "aten", "inductor")),
+            default="auto",
+            show_default=True,
+            help="fused Triton kernels, PyTorch's own kernels (aten), or torch.compile's (inductor); auto is triton if "
+            "this machine has a GPU, else aten",
+        ),
+        click.option(
+            "--bucket",
+            metavar="BYTES",
+            default="25MB",
+            show_default=True,
+            help="size of the gradient buckets that are summed during backward",
+        ),
+        click.option(
+            "--nodes",
+            type=int,
+            metavar="N",
+            help="ranks of a node: gradients are summed inside nodes first, then across",
+        ),
+        click.option(
+            "--grad-reduce",
+            type=click.Choice(("fp32", "bf16")),
+            default="fp32",
+            show_default=True,
+            help="precision of gradient sums over ranks",
+        ),
+        click.option(
+            "--compress-grads",
+            type=click.Choice(("none", "bf16", "int8")),
+            default="none",
+            show_default=True,
+            help="format of gradients that cross nodes (without --nodes: ranks), with error feedback",
+        ),
+        click.option(
+            "--cuda-graphs",
+            is_flag=True,
+            help="make train.py record a step as CUDA graphs and replay it; an error if impossible",
+        ),
+        click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
+    ]
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def memory(name: str, given: Mapping[str, Any], optimizer: str | None) -> tuple[Account, Mesh]:
+    """The memory account from a package's plan or of a compiled model, and the mesh."""
+    from partc.ir.mesh import Mesh
+
+    if Path(name).is_dir() and optimizer in (None, "adamw"):
+        from partc.cost.memory import Account
+        from partc.package.launch import read_plan
+
+        plan = read_plan(Path(name))
+        if given["mesh"] is not None or given["definitions"]:
+            raise PartcError(
+                "P0603", f"{name} is a package, with a mesh and options of its own", help="name its model file"
+            )
+        return Account.of(plan.get("memory")), Mesh.parse(plan["mesh"])
+    model, wanted, definitions = target(name, given)
+    from partc.api import compilation
+    from partc.rehearsal.rehearsal import rehearse
+
+    program = compilation(model, None, wanted, model_options=definitions).program
+    return rehearse(program, optimizer=optimizer or "adamw"), wanted.mesh
+
+
+def formulas(name: str, given: Mapping[str, Any]) -> Formulas:
+    """The symbolic memory, traffic and flops of a model or package."""
+    from partc.api import compilation
+    from partc.cost.formulas import formulas as of
+
+    model, wanted, definitions = target(name, given)
+    return of(compilation(model, None, wanted, model_options=definitions).program)
+
+
+def place(mesh: Mesh, rank: int) -> int:
+    """The coordinate of a rank on the pipeline axis. Raises PartcError P0004."""
+    from partc.ir.mesh import PIPELINE_AXIS
+
+    if not 0 <= rank < mesh.size:
+        raise PartcError("P0004", f"--rank {rank} is out of range", help=f"give one from 0 to {mesh.size - 1}")
+    return mesh.coordinate(rank).get(PIPELINE_AXIS, 0)

@@ -1,0 +1,45 @@
+"""`--dump-after`: the program after a pass, as numbered files beside the package."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from partc import passes
+from partc.cli.inspection import program_text
+from partc.errors import PartcError
+
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """The passes after which the program is written, and the folder: `build-dump/04-annotate.txt`."""
+
+    folder: Path
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, wanted: Sequence[str], output: Path) -> Dump:
+        """Check names and folder. Raises PartcError P0604, and P0601 if the folder holds other files."""
+        names = frozenset(passes.known(name) for name in wanted if name != ALL)
+        if ALL in wanted:
+            names = frozenset((passes.FIRST, *passes.NAMES))
+        folder = output.resolve().with_name(f"{output.resolve().name}-dump")
+        if names and folder.exists():
+            others = [entry.name for entry in folder.iterdir() if not re.fullmatch(r"\d\d-[a-z]+\.txt", entry.name)]
+            if others:
+                raise PartcError(
+                    "P0601",
+                    f"{folder} holds {others[0]}, which partc did not write",
+                    help="move it, or choose another -o",
+                )
+        return cls(folder=folder, names=names)
+
+    def observe(self, step: passes.PassResult) -> None:
+        if step.name in self.names:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            number = (passes.FIRST, *passes.NAMES).index(step.name)
+            (self.folder / f"{number:02d}-{step.name}.txt").write_text(program_text(step.program, sources=True))

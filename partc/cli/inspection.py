@@ -1,0 +1,104 @@
+"""The texts of `partc inspect`: a program after any pass, the changes of a pass, the reasons for a layout."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from partc import passes
+from partc.errors import PartcError
+from partc.ir.printer import print_program, print_region
+from partc.ir.program import Program
+
+if TYPE_CHECKING:
+    from partc.api import Compilation
+
+EXPLAINED = "batch"  # the program that annotate, and its explanation, starts from
+
+
+def last_pass(*, after: str | None, name: str | None, html: Path | None) -> str | None:
+    """The last pass to run; None for all. Raises PartcError P0604."""
+    if name is not None:
+        return EXPLAINED
+    return None if html is not None or after is None else passes.known(after)
+
+
+def text(done: Compilation, *, after: str | None, region: str | None, diff: bool, sources: bool) -> str:
+    """The program after a pass, or the lines that the pass changed. Raises PartcError P0605."""
+    last = after or passes.NAMES[-1]
+    now = program_text(done.after(last), region=region, sources=sources)
+    if not diff:
+        return now
+    order = (passes.FIRST, *passes.NAMES)
+    before = order[max(order.index(last) - 1, 0)]
+    was = program_text(done.after(before), region=region, sources=sources, missing_ok=True)
+    lines = difflib.unified_diff(was.splitlines(), now.splitlines(), f"before {last}", f"after {last}", lineterm="")
+    return "\n".join(lines) or f"{last} changed nothing"
+
+
+def program_text(
+    program: Program, *, region: str | None = None, sources: bool = False, missing_ok: bool = False
+) -> str:
+    """The IR as text, of the program or of one region. Raises PartcError P0605."""
+    if region is None:
+        return print_program(program, sources=sources)
+    found = next((item for item in program.regions if item.name == region), None)
+    if found is not None:
+        return print_region(found, sources=sources, sizes=program.sizes)
+    if missing_ok:
+        return ""
+    raise PartcError(
+        "P0605",
+        f"there is no region {region!r}",
+        help=f"after this pass there are {', '.join(item.name for item in program.regions)}",
+    )
+
+
+def origins(done: Compilation, *, region: str | None) -> str:
+    """Every value of the program with the pass that first made it, in the order of the program."""
+    made = passes.provenance(done.traced, done.steps)
+    lines = []
+    for item in done.program.regions:
+        names = [value.name for graph in item.graphs for op in graph.ops for value in op.results]
+        if region in (None, item.name):
+            lines += [f"{made[f'{item.name}.{name}']:<14} {item.name}.{name}" for name in names]
+    return "\n".join(lines)
+
+
+def explained(done: Compilation, name: str) -> str:
+    """The chosen layout of a value or weight, and the additional cost of every alternative."""
+    from partc.passes.annotate import explain
+
+    found = explain(done.program, name, pins=done.options.pins)
+    if not found:
+        return f"{name} is whole on every rank: the mesh has no axis that cuts tensors"
+    blocks = []
+    for item in found:
+        lines = [f"{item.name} is {item.chosen.placement} over {item.axis}"]
+        for option in item.others:
+            lines.append(f"  instead {option.placement}: {_cost(option)}")
+        if not item.others:
+            lines.append("  nothing else is legal")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _cost(option: object) -> str:
+    """The additional cost of a step, in words."""
+    from partc.communication.descriptions import readable_bytes
+
+    kinds = (
+        ("communication", "sent by each rank"),
+        ("repeated_bytes", "computed again by each rank"),
+        ("replicated_weights", "of weights held by every rank"),
+    )
+    parts = []
+    for field, words in kinds:
+        more = float(getattr(option, field))
+        if abs(more) >= 1:
+            parts.append(f"{readable_bytes(int(abs(more)))} {'more' if more > 0 else 'less'} {words}")
+    repeated = float(getattr(option, "repeated_flops"))  # noqa: B009
+    if abs(repeated) >= 1:
+        parts.append(f"{abs(repeated):,.0f} {'more' if repeated > 0 else 'fewer'} flops repeated")
+    return ", ".join(parts) or "costs the same"

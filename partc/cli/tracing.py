@@ -1,0 +1,104 @@
+"""`partc trace`: a Chrome trace of measured steps beside the prediction, for Perfetto."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from partc.cli import compile_options, console
+from partc.errors import PartcError
+from partc.runtime.documents import Malformed, contents
+
+if TYPE_CHECKING:
+    from partc.cost.forecast import Forecast
+    from partc.package.recorded_steps import Measured
+
+
+@click.command("trace", short_help="What ranks did in a step, beside the prediction.")
+@click.argument("directory", metavar="DIR", type=Path)
+@click.option("-o", "--output", type=Path, metavar="FILE", help="DIR/trace.json, or DIR-trace.json for a package")
+@click.option("--package", type=Path, metavar="DIR", help="that the trace is of: adds the prediction")
+@click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
+def trace_command(directory: Path, output: Path | None, package: Path | None, as_json: bool) -> None:
+    """Make a Chrome trace of the folder that `train.py --trace DIR` wrote, for ui.perfetto.dev.
+
+    Every rank is a process with its actions, collectives and transfers; with --package, the prediction for each
+    pipeline rank stands above it. If DIR is a package, the trace is the prediction alone.
+    """
+    from partc.ir.mesh import Mesh
+    from partc.package.launch import read_plan
+    from partc.package.output import write_page
+
+    if not directory.is_dir():
+        raise PartcError("P0607", f"there is no folder {directory}", help="name one that train.py --trace wrote")
+    alone = (directory / "plan.json").exists()
+    if alone and package is not None:
+        raise PartcError("P0608", f"{directory} is a package itself", help="leave --package out")
+    with console.working("reading and predicting", quiet=as_json):
+        from partc.package.recorded_steps import read_trace
+        from partc.reports import chrome_trace
+
+        measured = None if alone else read_trace(directory)
+        root, missing = (directory, "") if measured is None else _package_of(measured, package)
+        mesh = None if root is None else Mesh.parse(read_plan(root)["mesh"])
+        forecast = None if root is None else _forecast(root)
+        if forecast is not None and measured is not None and mesh is not None:
+            forecast = chrome_trace.calibrated(forecast, measured, mesh)
+        text = chrome_trace.document(forecast, measured, mesh)
+    path = output or (directory.with_name(f"{directory.name}-trace.json") if alone else directory / "trace.json")
+    write_page(text, path, mark='"producer": "partc"', option="-o")
+    if as_json:
+        print(json.dumps({"path": str(path), **json.loads(text)["otherData"]}))
+        return
+    _print_table(measured, forecast)
+    for line in (missing, "" if forecast is None else f"the prediction: {chrome_trace.basis(forecast, measured)}"):
+        if line:
+            console.echo(line)
+    console.echo(f"wrote {path}")
+    console.next_step(f"open {path} in https://ui.perfetto.dev")
+
+
+def _package_of(measured: Measured, given: Path | None) -> tuple[Path | None, str]:
+    """The package for the prediction, or the reason for its absence. Raises PartcError P0608 for another package.
+
+    A prediction runs the package's model file. For safety it uses only a package that the user names, never one that a
+    file names.
+    """
+    from partc.ir.mesh import Mesh
+    from partc.package.launch import read_plan
+
+    if given is None:
+        return None, f"no prediction: --package DIR adds it; the run was of {measured.package!r}"
+    try:
+        digest = hashlib.sha256(contents(given / "plan.json")).hexdigest()
+    except Malformed:
+        digest = ""
+    mesh = Mesh.parse(read_plan(given)["mesh"]) if digest == measured.plan else None
+    if mesh is None or mesh.size != len(measured.ranks) or not measured.axes <= set(mesh.names):
+        cause = f"{given} is not the package that the trace was made with"
+        raise PartcError("P0608", cause, help="compile it again as it was, or leave --package out")
+    return given, ""
+
+
+def _forecast(root: Path) -> Forecast:
+    from partc.api import compilation
+    from partc.cost.forecast import Forecast
+
+    unset: dict[str, Any] = {"mesh": None, "virtual_stages": None, "definitions": (), "batch": None, "seq": None}
+    model, options, definitions = compile_options.target(str(root), unset)
+    return Forecast(compilation(model, None, options, model_options=definitions).program)
+
+
+def _print_table(measured: Measured | None, forecast: Forecast | None) -> None:
+    from partc.reports import chrome_trace
+
+    rows = [("measured", measured.split)] if measured is not None else []
+    rows += [("predicted", chrome_trace.predicted_split(forecast))] if forecast is not None else []
+    names = ("step", *(name.replace("_", " ") for name in rows[0][1][1]._fields))
+    console.echo(f"{'':<10}{''.join(f'{name:>24}' for name in names)}")
+    for name, (seconds, parts) in rows:
+        console.echo(f"{name:<10}{''.join(f'{value * 1e3:>21.3f} ms' for value in (seconds, *parts))}")

@@ -1,0 +1,1 @@
+"""Communication around regions: parameters gathered, gradients scattered and summed, values sent."""

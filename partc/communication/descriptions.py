@@ -1,0 +1,147 @@
+"""Comments of collectives: the collective, its bytes, its axis and its readers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from partc.communication.exchanges import Levels
+from partc.ir.layout import Partial, Sizes
+from partc.ir.program import VIEWS, Graph, Op, TensorType
+
+NAMES: Mapping[str, str] = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+}
+_CODES = {"u8": "int8", "bf16": "bf16"}  # names of the types in which gradients travel
+# Operations that are transparent in the search for a value's readers and makers.
+_VIEWS = VIEWS | {"to"}
+_TRANSPARENT = _VIEWS | {"add", "sub", "neg", "cat"}
+
+
+def local_bytes(type: TensorType, sizes: Sizes) -> int:
+    return type.local_bytes(sizes)
+
+
+def moved_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> int:
+    """The bytes that one rank receives in a collective, with ring algorithms; 0 for any other operation."""
+    axis = dict(op.attrs).get("axis")
+    if op.name not in NAMES or not isinstance(axis, str):
+        return 0
+    operand = local_bytes(types[next(op.refs())], sizes)
+    result = local_bytes(op.result.type, sizes)
+    others = sizes[axis] - 1
+    match op.name:
+        case "all_reduce":
+            return 2 * operand * others // sizes[axis]
+        case "all_gather":
+            return result * others // sizes[axis]
+        case _:
+            return operand * others // sizes[axis]
+
+
+def comment(
+    op: Op,
+    graph: Graph,
+    types: Mapping[str, TensorType],
+    sizes: Sizes,
+    label: Callable[[Op], str],
+    *,
+    apart: bool = False,
+) -> str:
+    """One sentence without a full stop; empty for an operation that is not a collective.
+
+    `apart` says that the collective is waited for later.
+    """
+    attrs = dict(op.attrs)
+    axis = attrs.get("axis")
+    if op.name not in NAMES or not isinstance(axis, str) or sizes[axis] == 1:
+        return ""
+    size = readable_bytes(moved_bytes(op, types, sizes))
+    head = f"{NAMES[op.name]} {size} over {axis}{', while what follows runs' * apart}"
+    makers = _listed(label(maker) for maker in _makers(next(op.refs()), axis, graph, types))
+    readers = _listed(label(reader) for reader in _readers(op.result.name, graph))
+    needs = "need" if " and " in readers else "needs"
+    match op.name:
+        case "all_reduce" if attrs.get("op") == "max":
+            return f"{head}: the largest of every rank's, for {readers or 'the result'}"
+        case "all_reduce":
+            return f"{head}: each rank has a part of the sum in {makers or 'this value'}"
+        case "all_gather":
+            return f"{head}: {readers or 'the result'} {needs} all of dim {attrs['dim']}"
+        case "reduce_scatter":
+            return (
+                f"{head}: each rank has a part of the sum in {makers or 'this value'} "
+                f"and keeps its share of dim {attrs['dim']}"
+            )
+        case _:
+            return (
+                f"{head}: {readers or 'the result'} {needs} all of dim {attrs['concat_dim']} "
+                f"for a share of dim {attrs['split_dim']}"
+            )
+
+
+def moved(levels: Levels, axes: Sizes) -> str:
+    """`all-gather 53.0 KiB over dp`: an exchange of parameters or gradients, by the bytes that a rank receives."""
+    sizes: dict[str, int] = {}
+    for collective in (each for level in levels for each in level):
+        coded = f" in {_CODES[collective.dtype]}" if collective.op == "all_to_all" else ""
+        over = f"{','.join(collective.axes)}{coded}"
+        sizes[over] = sizes.get(over, 0) + collective.received(axes)
+    words = (f"{readable_bytes(size)} over {over}" for over, size in sizes.items())
+    gathered = levels[0][0].op == "all_gather"
+    return f"{NAMES['all_gather' if gathered else 'reduce_scatter']} {', then '.join(words)}"
+
+
+def readable_bytes(count: int) -> str:
+    """`14.7 MiB`, in the unit that leaves one to four digits."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _makers(name: str, axis: str, graph: Graph, types: Mapping[str, TensorType]) -> list[Op]:
+    """The operations whose results first became partial over the axis."""
+    made = {value.name: op for op in graph.ops for value in op.results}
+    found: dict[int, Op] = {}
+    order = {id(op): index for index, op in enumerate(graph.ops)}
+    todo, seen = [name], set[str]()
+    while todo:
+        op = made.get(todo.pop())
+        if op is None or id(op) in found:
+            continue
+        earlier = [ref for ref in op.refs() if ref in types and isinstance(types[ref].layout.placement(axis), Partial)]
+        if not earlier and op.name in _TRANSPARENT:
+            earlier = list(op.refs())
+        if earlier:
+            todo.extend(ref for ref in earlier if ref not in seen)
+            seen.update(earlier)
+        else:
+            found[id(op)] = op
+    return sorted(found.values(), key=lambda op: order[id(op)])
+
+
+def _readers(name: str, graph: Graph) -> list[Op]:
+    """The operations that read a value, directly or through views."""
+    found: list[Op] = []
+    names = {name}
+    for op in graph.ops:
+        if names.isdisjoint(op.refs()):
+            continue
+        if op.name in _VIEWS:
+            names.update(value.name for value in op.results)
+        else:
+            found.append(op)
+    return found
+
+
+def _listed(words: Iterable[str]) -> str:
+    """`a`, `a and b`, `a, b and c`, each word once."""
+    unique = list(dict.fromkeys(word for word in words if word))
+    if len(unique) < 2:
+        return "".join(unique)
+    return f"{', '.join(unique[:-1])} and {unique[-1]}"

@@ -1,0 +1,395 @@
+"""The collectives behind each statement of an action: which parameters and gradients move, over which axes, how many.
+
+ZeRO's gathers and scatters carry all parameters of a call that share an element type and axes in one collective. Sums
+of gradients carry a bucket. Where only some ranks share a node (`Program.near`), an exchange has two levels: what is
+gathered crosses nodes and then goes around inside; what is scattered or summed goes the other way. So each byte
+crosses between two nodes once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from partc.errors import Source
+from partc.ir.layout import Sizes
+from partc.ir.program import ITEMSIZE, Call, DType, Graph, GraphKind, Parameter, Program, Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """An operation that every rank of a group enters together, with an operand of `shape`.
+
+    The group is the ranks that differ on `axes`; with `places`, the ranks at those pipeline
+    coordinates that agree on every other axis.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    attrs: tuple[tuple[str, object], ...] = ()
+    places: tuple[int, ...] = ()
+    action: str = ""
+    source: Source | None = None
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """All that the ranks must agree on."""
+        return self.op, self.shape, self.dtype, self.attrs
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the operand."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def ways(self, sizes: Sizes) -> int:
+        """Ranks of the group."""
+        return len(self.places) or math.prod(sizes[axis] for axis in self.axes)
+
+    def received(self, sizes: Sizes) -> int:
+        """Bytes that one rank receives, by ring algorithms."""
+        ways = self.ways(sizes)
+        match self.op:
+            case "all_reduce":
+                return 2 * self.bytes * (ways - 1) // ways
+            case "all_gather":
+                return self.bytes * (ways - 1)
+            case _:
+                return self.bytes * (ways - 1) // ways
+
+    def __str__(self) -> str:
+        where = f"pipeline ranks {self.places}" if self.places else " and ".join(self.axes)
+        at = f" ({self.source})" if self.source is not None and self.source.line else ""
+        return f"{self.action}: {self.op} of {self.dtype}{list(self.shape)} over {where}{at}"
+
+
+Levels = tuple[tuple[Collective, ...], ...]  # those that start together, level by level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Gradients whose sum starts after the last backward of one call."""
+
+    after: str
+    over: tuple[str, ...]
+    scattered: bool  # each rank keeps the sum of its part
+    parameters: tuple[Parameter, ...]  # in order of use
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """The exchanges of a program, by call and stage."""
+
+    program: Program
+
+    @cached_property
+    def regions(self) -> Mapping[str, Region]:
+        return {region.name: region for region in self.program.regions}
+
+    @cached_property
+    def read(self) -> Mapping[str, DType]:
+        """The element type in which calls read each parameter."""
+        return {
+            name: value.type.dtype
+            for call in self.program.calls
+            for name, value in zip(call.params, self.regions[call.region].params, strict=True)
+        }
+
+    @cached_property
+    def parted(self) -> Mapping[str, Parameter]:
+        """Parameters that calls don't read as ranks hold them: in parts, or in another element type."""
+        return {
+            parameter.name: parameter
+            for parameter in self.program.parameters
+            if parameter.gather or self.read.get(parameter.name, parameter.type.dtype) != parameter.type.dtype
+        }
+
+    def has_unit(self, call: Call) -> bool:
+        """Whether a call, or another one of its region, reads such parameters: they are emitted alike."""
+        return call.region in self._with_units
+
+    @cached_property
+    def _with_units(self) -> frozenset[str]:
+        calls = self.program.calls
+        return frozenset(call.region for call in calls if any(name in self.parted for name in call.params))
+
+    def gathers(self, call: Call, kind: GraphKind) -> bool:
+        """Whether a call gets whole parameters for one run, and frees them after it."""
+        region = self.regions[call.region]
+        return self.program.zero == 3 and self.has_unit(call) and _reads(region, graph_of(region, kind))
+
+    def scatters(self, call: Call, kind: GraphKind) -> bool:
+        """Whether the gradients that a run makes are scattered right after it."""
+        return bool(self._scattered(call, kind))
+
+    def _scattered(self, call: Call, kind: GraphKind) -> list[str]:
+        if self.program.zero < 2 or kind == "F" or not self.has_unit(call):
+            return []
+        region = self.regions[call.region]
+        graph = graph_of(region, kind)
+        made = set(graph.outputs) if graph is not None else set()
+        pairs = zip(region.params, call.params, strict=True)
+        return [name for value, name in pairs if f"grad_{value.name}" in made]
+
+    def kept(self, stage: int) -> dict[str, list[str]]:
+        """By call, the parameters that ranks keep whole besides their parts: each with the first call that reads it."""
+        found: dict[str, list[str]] = {}
+        seen: set[str] = set()
+        for call in self.program.calls if self.program.zero in (1, 2) else ():
+            if call.stage == stage and self.regions[call.region].phase == "microbatch":
+                found[call.name] = [name for name in call.params if name not in seen]
+                seen.update(call.params)
+        return found
+
+    def gather(self, names: Iterable[str]) -> Levels:
+        """The all-gathers of parameters."""
+        return self._levels("all_gather", names)
+
+    def scatter(self, call: Call, kind: GraphKind) -> Levels:
+        """The reduce-scatters of the gradients that a run has made."""
+        return self._levels("reduce_scatter", self._scattered(call, kind))
+
+    def scattered_bucket(self, bucket: Bucket) -> Levels:
+        """The reduce-scatters of whole gradients that were summed over a step's microbatches."""
+        return self._levels("reduce_scatter", (parameter.name for parameter in bucket.parameters))
+
+    @cached_property
+    def levels(self) -> int:
+        """Of gathers: 1, or 2 where some of the ranks share a node and others don't."""
+        gathered = {parameter.gather for parameter in self.program.parameters if parameter.gather}
+        return max((1 + all(self.near_and_far(axes)) for axes in gathered), default=1)
+
+    def near_and_far(self, over: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes inside nodes and those between them."""
+        near = self.program.near
+        return tuple(axis for axis in over if axis in near), tuple(axis for axis in over if axis not in near)
+
+    def _levels(self, op: str, names: Iterable[str]) -> Levels:
+        sizes: dict[tuple[str, tuple[str, ...]], int] = {}
+        for parameter in (self.parted[name] for name in names if name in self.parted):
+            whole = parameter.type.layout.without(*parameter.gather).local_shape(self.program.sizes)
+            summed = self.program.wire or parameter.type.dtype
+            key = (self.read[parameter.name] if op == "all_gather" else summed, parameter.gather)
+            if parameter.gather and (op == "all_gather" or parameter.trainable):
+                sizes[key] = sizes.get(key, 0) + math.prod(whole)
+        chains = [self._chain(op, axes, dtype, size) for (dtype, axes), size in sizes.items()]
+        count = max(map(len, chains), default=0)
+        return tuple(tuple(chain[level] for chain in chains if level < len(chain)) for level in range(count))
+
+    def _chain(self, op: str, axes: tuple[str, ...], dtype: str, size: int) -> tuple[Collective, ...]:
+        """One collective, or one between nodes and one inside; `size` elements make up the whole."""
+        near, far = self.near_and_far(axes)
+        inside, across = self._ways(near), self._ways(far)
+        gathered = op == "all_gather"
+        found = []
+        if far:
+            share = size // inside  # what crosses nodes to one rank, or from it
+            length = share // across if gathered else share
+            found.append(self._coded(Collective(op=op, axes=far, shape=(length,), dtype=dtype), across))
+        if near:
+            length = size // inside if gathered else size
+            found.append(Collective(op=op, axes=near, shape=(length,), dtype=dtype))
+        return tuple(found if gathered else found[::-1])
+
+    def _coded(self, whole: Collective, ways: int) -> Collective:
+        """A reduce-scatter in fewer bits is an all-to-all of codes, each rank's sum made from them."""
+        if whole.op != "reduce_scatter" or not self.program.compress:
+            return whole
+        from partc.runtime.comm.compression import room
+
+        kind = "bf16" if self.program.compress == "bf16" else "u8"
+        length = ways * room(self.program.compress, whole.shape[0] // ways)
+        return Collective(op="all_to_all", axes=whole.axes, shape=(length,), dtype=kind)
+
+    def _ways(self, axes: Iterable[str]) -> int:
+        return math.prod(self.program.sizes[axis] for axis in axes)
+
+    def sums(self, stage: int) -> GradientSums:
+        """The sums of a stage's gradients."""
+        if stage not in self._sums:
+            self._sums[stage] = GradientSums(self, stage)
+        return self._sums[stage]
+
+    @cached_property
+    def _sums(self) -> dict[int, GradientSums]:
+        return {}
+
+
+@dataclass(frozen=True)
+class GradientSums:
+    """Which gradients a stage sums over ranks once per step, in buckets, and with which other stages.
+
+    Of several stages on one rank that use a weight, the last sums its gradient.
+    """
+
+    exchanges: Exchanges
+    stage: int
+
+    @property
+    def program(self) -> Program:
+        return self.exchanges.program
+
+    @cached_property
+    def owners(self) -> Mapping[str, tuple[int, ...]]:
+        return self.program.owners()
+
+    @cached_property
+    def trained(self) -> tuple[Parameter, ...]:
+        """Trained parameters of this stage, in order of use."""
+        parameters = {parameter.name: parameter for parameter in self.program.parameters}
+        calls = [call for call in self.program.calls if call.stage == self.stage]
+        here = dict.fromkeys(name for call in calls for name in call.params)
+        return tuple(parameters[name] for name in here if parameters[name].trainable)
+
+    def axes(self, parameter: Parameter) -> tuple[str, ...]:
+        """Axes over which this stage sums a gradient."""
+        if not parameter.trainable or self.stage not in self.owners[parameter.name]:
+            return ()
+        return tuple(axis for axis in parameter.reduce if self.program.sizes[axis] > 1)
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Buckets that are scattered (ZeRO 1, by every stage that uses the weight), then those that are summed."""
+        found: dict[tuple[bool, str, tuple[str, ...], str], list[Parameter]] = {}
+        for parameter in self.trained:
+            scattered = self.program.zero == 1 and bool(parameter.gather)
+            if scattered:
+                found.setdefault((True, parameter.after, parameter.gather, parameter.type.dtype), []).append(parameter)
+            if self.axes(parameter):
+                after = "" if scattered else parameter.after
+                found.setdefault((False, after, self.axes(parameter), parameter.type.dtype), []).append(parameter)
+        return tuple(
+            Bucket(after=after, over=over, scattered=scattered, parameters=tuple(parameters))
+            for (scattered, after, over, _), parameters in sorted(found.items(), key=lambda item: not item[0][0])
+        )
+
+    def after(self, call: str) -> tuple[Bucket, ...]:
+        """The buckets that are complete after a call's last backward; with "" those of the step's end."""
+        return tuple(bucket for bucket in self.buckets if bucket.after == call)
+
+    @cached_property
+    def early(self) -> bool:
+        """Whether some sums start while backward goes on."""
+        return any(bucket.after for bucket in self.buckets)
+
+    @cached_property
+    def relays(self) -> bool:
+        """Whether sums that start while backward goes on have a level inside nodes and one between them."""
+        return any(bucket.after and all(self.exchanges.near_and_far(bucket.over)) for bucket in self.buckets)
+
+    def chains(self, bucket: Bucket) -> tuple[tuple[Collective, ...], ...]:
+        """For each piece of memory of a bucket's gradients, the collectives of its sum in order."""
+        return tuple(self._chain(dtype, size, bucket.over) for dtype, size in self._pieces(bucket.parameters))
+
+    def _chain(self, dtype: str, size: int, over: tuple[str, ...]) -> tuple[Collective, ...]:
+        near, far = self.exchanges.near_and_far(over)
+        wire, compress = self.program.wire or dtype, self.program.compress
+        if not far or not (near or compress):
+            return (Collective(op="all_reduce", axes=over, shape=(size,), dtype=wire),)
+        found: list[Collective] = []
+        if near:
+            ways = self._ways(near)
+            size = -(-size // ways) * ways
+            found.append(Collective(op="reduce_scatter", axes=near, shape=(size,), dtype=wire))
+            size //= ways
+        if compress:
+            from partc.runtime.comm.compression import room
+
+            ways = self._ways(far)
+            each = room(compress, -(-size // ways))
+            kind = "bf16" if compress == "bf16" else "u8"
+            found.append(Collective(op="all_to_all", axes=far, shape=(ways * each,), dtype=kind))
+            found.append(Collective(op="all_gather", axes=far, shape=(each,), dtype=kind))
+        else:
+            found.append(Collective(op="all_reduce", axes=far, shape=(size,), dtype=wire))
+        if near:
+            found.append(Collective(op="all_gather", axes=near, shape=(size,), dtype=wire))
+        return tuple(found)
+
+    def _ways(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.program.sizes[axis] for axis in axes)
+
+    def _pieces(self, parameters: Collection[Parameter]) -> list[tuple[str, int]]:
+        """Element type and length of each piece of memory that gradients make up.
+
+        Gradients that are summed over the same axes lie side by side in order of use; those of weights
+        that several pipeline ranks share lie apart, each by itself.
+        """
+        names = {parameter.name for parameter in parameters}
+        holders = self.program.holders()
+        place = self.program.place(self.stage)
+        found: list[tuple[str, int]] = []
+        beside: dict[tuple[tuple[str, ...], str], bool] = {}  # whether the gradient that lies before is one of these
+        for parameter in self.trained:
+            here = [stage for stage in holders[parameter.name] if self.program.place(stage) == place]
+            chosen = parameter.name in names
+            key = (parameter.reduce, parameter.type.dtype)
+            alone = bool(self.sharers(parameter)) or here[0] != self.stage  # it lies where its first stage has it
+            if chosen and beside.get(key) and not alone:
+                found[-1] = (found[-1][0], found[-1][1] + parameter.type.local_elements(self.program.sizes))
+            elif chosen:
+                found.append((parameter.type.dtype, parameter.type.local_elements(self.program.sizes)))
+            if chosen or not alone:
+                beside[key] = chosen and not alone
+        return found
+
+    def sharers(self, parameter: Parameter) -> tuple[int, ...]:
+        """Pipeline coordinates whose ranks sum a gradient of theirs; none where one alone has it."""
+        owners = self.owners[parameter.name]
+        if not parameter.trainable or self.stage not in owners or len(owners) == 1:
+            return ()
+        return tuple(sorted(map(self.program.place, owners)))
+
+    def shared(self) -> dict[tuple[int, ...], list[Parameter]]:
+        """The weights that each set of pipeline coordinates shares."""
+        found: dict[tuple[int, ...], list[Parameter]] = {}
+        for parameter in self.trained:
+            if self.sharers(parameter):
+                found.setdefault(self.sharers(parameter), []).append(parameter)
+        return found
+
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Axes whose ranks talk to each other: each that the mesh has, and those summed or gathered over together."""
+        single = ((name,) for name, size in self.program.mesh.axes if size > 1)
+        summed = [self.axes(parameter) for parameter in self.trained]
+        here = {name for call in self.program.calls if call.stage == self.stage for name in call.params}
+        gathered = [parameter.gather for parameter in self.program.parameters if parameter.name in here]
+        several = (level for axes in (*summed, *gathered) for level in (axes, *self.exchanges.near_and_far(axes)))
+        return tuple(dict.fromkeys((*single, *(axes for axes in several if axes))))
+
+
+def shared_sums(exchanges: Exchanges, place: int) -> Iterator[Collective]:
+    """An all-reduce for each weight that pipeline coordinates share, in an order that all of them agree on."""
+    program = exchanges.program
+    together: dict[tuple[tuple[int, ...], str], Collective] = {}
+    owners = program.owners()
+    for parameter in program.parameters:
+        places = tuple(sorted(map(program.place, owners.get(parameter.name, ()))))
+        if parameter.trainable and len(places) > 1 and place in places:
+            size = parameter.type.local_elements(program.sizes)
+            together[places, parameter.name] = Collective(
+                op="all_reduce", axes=(), places=places, shape=(size,), dtype=parameter.type.dtype
+            )
+    for key in sorted(together):
+        yield together[key]
+
+
+def loss_sums(program: Program) -> Iterator[Collective]:
+    """The reduction of the loss over the axes where ranks have parts of it."""
+    type = program.value_types()[program.loss]
+    for axis in type.layout.partial:
+        if axis in program.mesh.names:
+            yield Collective(op="all_reduce", axes=(axis,), shape=(), dtype=type.dtype)
+
+
+def graph_of(region: Region, kind: GraphKind) -> Graph | None:
+    """The graph that a run of this kind plays: B is the whole backward pass, or its first half."""
+    return {"F": region.forward, "B": region.backward, "I": region.backward, "W": region.weight}[kind]
+
+
+def _reads(region: Region, graph: Graph | None) -> bool:
+    names = {value.name for value in region.params}
+    return graph is not None and any(name in names for op in graph.ops for name in op.refs())

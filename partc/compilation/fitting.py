@@ -1,0 +1,198 @@
+"""Fitting a program into memory: recomputation under a budget, and remedies if a limit is exceeded.
+
+A budget (`--recompute 18GB`) covers all memory of a rank, not only saved activations. The rest is known once a step has
+been rehearsed, and it changes with the choice of recomputation. So the choice is made under the assumption that other
+memory is as small as any known, rehearsed, and made again with the new knowledge: the first choice that fits is one of
+least recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from partc.compilation.options import Options
+from partc.cost.memory import Account, RankMemory, consists
+from partc.cost.saved_tensors import Time, written
+from partc.errors import PartcError
+from partc.ir.mesh import PIPELINE_AXIS, is_batch_axis
+from partc.ir.printer import readable
+from partc.ir.program import Program
+from partc.passes import PassResult
+from partc.rehearsal.held_times import observed
+from partc.rehearsal.rehearsal import rehearse, rehearsed
+
+ATTEMPTS, FURTHER = 12, 4  # programs that are tried until one fits, and then to find a quicker one
+Chosen = Callable[
+    [Sequence[Sequence[Time]]], tuple[PassResult, ...]
+]  # times of each pipeline rank -> the passes' steps
+
+
+def within(budget: int, start: Program, choose: Chosen, *, further: int = FURTHER) -> tuple[PassResult, ...]:
+    """The steps with the least recomputation under which no pipeline rank holds more than `budget` bytes.
+
+    `start` is the program before the saved values are decided. The first two attempts save everything and as little as
+    possible. Later attempts assume the memory of all attempts so far, until one fits. `further` attempts look for a
+    faster choice, under the assumption that no more memory is held than was ever found; if none is left, there is none.
+    Raises PartcError P0415 if no attempt fits.
+    """
+    tries = _Tries(budget, start, choose)
+    fits = tries.next(lambda time: time)
+    if fits is not None:
+        return fits
+    least = tries.next(lambda time: replace(time, given=frozenset(), besides=budget))
+    for _ in range(ATTEMPTS):
+        fits = tries.next(lambda time: replace(time, given=frozenset()))
+        if fits is not None or tries.ended:
+            break
+    for _ in range(further):
+        quicker = tries.next(lambda time: time)
+        if quicker is not None:
+            return quicker
+        if tries.ended:
+            break
+    if fits is None and least is None:
+        raise _too_little(budget, min(tries.accounts, key=lambda account: account.worst.peak))
+    return fits or least or ()
+
+
+class _Tries:
+    """The rehearsed programs, and the moments that were found."""
+
+    def __init__(self, budget: int, start: Program, choose: Chosen) -> None:
+        self._budget, self._start, self._choose = budget, start, choose
+        self._times: list[tuple[Time, ...]] = [()] * start.mesh.axis(PIPELINE_AXIS)
+        self._seen: list[Program] = []
+        self.accounts: list[Account] = []
+        self.ended = False  # whether the last one had been tried before
+
+    def next(self, each: Callable[[Time], Time]) -> tuple[PassResult, ...] | None:
+        """The steps with the best choice under these moments, if it is new and fits."""
+        steps = self._choose([tuple(map(each, times)) for times in self._times])
+        chosen, program = steps[0].program, steps[-1].program
+        self.ended = any(chosen.regions == other.regions and chosen.calls == other.calls for other in self._seen)
+        if self.ended:
+            return None
+        account, ledgers = rehearsed(program)
+        self._seen.append(chosen)
+        self.accounts.append(account)
+        self._times = [
+            (*known, *observed(self._start, chosen, schedule, ledger.peaks))
+            for known, schedule, ledger in zip(self._times, program.schedule, ledgers, strict=True)
+        ]
+        return steps if account.worst.peak <= self._budget else None
+
+
+def _too_little(budget: int, account: Account) -> PartcError:
+    worst = account.worst
+    return PartcError(
+        "P0415",
+        f"pipeline rank {worst.place} holds {worst.peak:,} bytes at least, {readable(worst.peak - budget)} more than "
+        f"the budget: {consists(worst)}",
+        help=f"give --recompute {written(worst.peak)} or more, smaller microbatches, or --zero",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """A combination of options, and the peak of the worst rank with it."""
+
+    flags: str
+    peak: int
+
+
+Compiled = Callable[[Options], Program]
+
+
+def check_limit(account: Account, limit: int, options: Options, compiled: Compiled) -> None:
+    """Raise PartcError P0416 if a rank holds more than `limit` bytes, with the peaks of other options."""
+    worst = account.worst
+    if worst.peak <= limit:
+        return
+    found = sorted(_remedies(options, worst.peak, limit, compiled), key=lambda remedy: remedy.peak)
+    fits = [remedy for remedy in found if remedy.peak <= limit]
+    lines = [
+        f"{remedy.flags}: {readable(remedy.peak)}, {readable(worst.peak - remedy.peak)} less"
+        f"{', fits' if remedy.peak <= limit else ''}"
+        for remedy in found
+    ]
+    said = "these would help" if fits else "these would help, though none is enough"
+    raise PartcError(
+        "P0416",
+        f"{_rank(account, worst)} holds {readable(worst.peak)} at one time, {readable(worst.peak - limit)} more than "
+        f"--memory-limit {readable(limit)}: {consists(worst)}; in {worst.at}",
+        help="\n    ".join([f"{said}:", *lines]) if lines else "no other option was found that lowers it",
+    )
+
+
+def _rank(account: Account, rank: RankMemory) -> str:
+    return f"pipeline rank {rank.place}" if len(account.ranks) > 1 else "each rank"
+
+
+def _remedies(options: Options, peak: int, limit: int, compiled: Compiled) -> Iterator[Remedy]:
+    """The single changes that lower the peak; if none suffices, the smallest sufficient combination."""
+    singles = []
+    for flags, change in _changes(options, limit):
+        found = _peak(replace(options, **change), compiled)
+        if found is not None and found < peak:
+            singles.append((found, flags, change))
+            yield Remedy(flags=flags, peak=found)
+    together: dict[str, Any] = {}
+    flagged: list[str] = []
+    for lowest, flags, change in sorted(singles, key=lambda single: single[0]):
+        if lowest <= limit:
+            return
+        if together.keys() & change.keys():
+            continue
+        together |= change
+        flagged.append(flags)
+        found = _peak(replace(options, **together), compiled) if len(flagged) > 1 else None
+        if found is not None and found <= limit:
+            yield Remedy(flags=" ".join(flagged), peak=found)
+            return
+
+
+def _peak(options: Options, compiled: Compiled) -> int | None:
+    """The peak under these options; None if they do not suit the model."""
+    try:
+        _ = options.places
+        return rehearse(compiled(options)).worst.peak
+    except PartcError:
+        return None
+
+
+def _changes(options: Options, limit: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    mesh = options.mesh
+    spread = tuple(name for name in mesh.names if is_batch_axis(name) and mesh.axis(name) > 1)
+    for level in range(options.zero + 1, 4) if spread else ():
+        yield f"--zero {level}", {"zero": level, "zero_axes": options.zero_axes or spread}
+    kinds = ("none", "selective", "full")
+    for kind in kinds[1 + kinds.index(options.recompute) :] if options.recompute in kinds else ():
+        yield f"--recompute {kind}", {"recompute": kind}
+    if options.recompute in kinds[:2]:
+        budget = written(limit, fewer=True)
+        yield f"--recompute {budget}", {"recompute": budget}
+    for times in (2, 4):
+        if options.table is None:
+            count = options.microbatches * times
+            yield f"--microbatches {count}", {"microbatches": count}
+    if options.loss_chunks == 1:
+        yield "--loss-chunks 8", {"loss_chunks": 8}
+    if options.precision in ("fp32", "fp64"):
+        yield "--precision bf16", {"precision": "bf16"}
+    if mesh.axis(PIPELINE_AXIS) > 1 and options.table is None and options.schedule != "1f1b":
+        yield "--schedule 1f1b", {"schedule": "1f1b", "virtual_stages": None}
+    yield from _meshes(options)
+
+
+def _meshes(options: Options) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Meshes of as many ranks with less replication."""
+    mesh = options.mesh
+    spread = [name for name in mesh.names if is_batch_axis(name) and mesh.axis(name) % 2 == 0]
+    for name in ("tp", PIPELINE_AXIS) if spread and options.table is None else ():
+        sizes = {**mesh.sizes, spread[-1]: mesh.axis(spread[-1]) // 2, name: 2 * mesh.axis(name)}
+        first, last = (name,) * (name == PIPELINE_AXIS), (name,) * (name != PIPELINE_AXIS)
+        names: Iterable[str] = mesh.names if name in mesh.names else (*first, *mesh.names, *last)
+        changed = replace(mesh, axes=tuple((axis, sizes[axis]) for axis in names))
+        yield f"--mesh {changed}", {"mesh": changed}

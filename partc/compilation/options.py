@@ -1,0 +1,259 @@
+"""The user's decisions about a compile, checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from partc.cost.saved_tensors import parse_bytes
+from partc.errors import PartcError
+from partc.ir.mesh import PIPELINE_AXIS, Mesh, is_batch_axis
+from partc.ir.program import MOVING, PRECISIONS, DType
+from partc.rules import LOWERED, Precision, operations
+from partc.schedules import SCHEDULES, stage_ranks
+from partc.schedules.table import Table, read
+from partc.sharding.pins import Pin
+
+KERNELS = ("auto", "triton", "aten", "inductor")
+RECOMPUTE = ("none", "selective", "full")
+LOW: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16"}
+SUMS = ("fp32", "bf16")
+COMPRESSIONS = ("none", "bf16", "int8")
+BUCKET = "25MB"  # of gradients that are summed together
+TABLE = "schedule.csv"  # the file of a package that has the user's table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The mesh and the decisions about its use."""
+
+    mesh: Mesh
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int | None = None  # on each pipeline rank; None: the schedule's default
+    table: Table | None = None  # the contents of the file that `schedule` names
+    precision: str = "fp32"
+    seed: int = 0
+    shard: tuple[str, ...] = ()
+    zero: int = 0
+    zero_axes: tuple[str, ...] = ()
+    recompute: str = "none"
+    casts: tuple[str, ...] = ()
+    kernels: str = "aten"  # settled: never auto
+    bucket: str = BUCKET
+    memory_limit: int | None = None  # bytes that a rank may hold
+    nodes: int | None = None
+    grad_reduce: str = "fp32"
+    compress_grads: str = "none"
+    loss_chunks: int = 1
+    cuda_graphs: bool = False
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        mesh: str | Mesh,
+        microbatches: int,
+        schedule: str | Path,
+        precision: str,
+        seed: int,
+        shard: Sequence[str],
+        virtual_stages: int | None = None,
+        zero: str | int = 0,
+        recompute: str = "none",
+        casts: Sequence[str] = (),
+        kernels: str = "auto",
+        bucket: str = BUCKET,
+        memory_limit: str | None = None,
+        nodes: int | None = None,
+        grad_reduce: str = "fp32",
+        compress_grads: str = "none",
+        loss_chunks: int = 1,
+        cuda_graphs: bool = False,
+    ) -> Options:
+        """Check raw values and build the options.
+
+        Raises PartcError P0004, P0101 to P0105, P0301, P0404 to P0414 and P0418.
+        """
+        parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
+        if nodes is not None:
+            parsed = parsed.cut_at(nodes)
+        if microbatches < 1:
+            raise PartcError("P0405", f"there cannot be {microbatches} microbatches", help="give 1 or more")
+        if loss_chunks < 1:
+            raise PartcError("P0418", f"a loss cannot be made in {loss_chunks} chunks", help="give 1 or more")
+        if not 0 <= seed < 2**32:
+            raise PartcError("P0004", f"--seed {seed} is out of range", help="give one from 0 to 4294967295")
+        if precision not in PRECISIONS:
+            raise _unknown("precision", precision, PRECISIONS)
+        known = {*operations(), *LOWERED, *MOVING}
+        if recompute not in RECOMPUTE and parse_bytes(recompute) is None and not known.issuperset(recompute.split(",")):
+            raise _unknown("recomputation", recompute, (*RECOMPUTE, "a budget such as 18GB", "names of operations"))
+        if parse_bytes(bucket) is None:
+            raise _unknown("size", bucket, ("25MB", "512KiB", "0B"))
+        schedule, table = str(schedule), None
+        if schedule.lower().endswith(".csv"):
+            table = read(Path(schedule), ranks=parsed.axis(PIPELINE_AXIS), microbatches=microbatches)
+            if virtual_stages is not None:
+                raise PartcError(
+                    "P0406", f"{schedule} says itself which stages a rank has", help="leave out --virtual-stages"
+                )
+        elif schedule not in SCHEDULES:
+            raise _unknown("schedule", schedule, (*SCHEDULES, "FILE.csv"))
+        for text in shard:
+            Pin.parse(text)
+        for text in casts:
+            _cast(text)
+        if casts and precision not in LOW:
+            raise PartcError("P0414", f"--cast has no use with --precision {precision}", help="add --precision bf16")
+        if memory_limit is not None and parse_bytes(memory_limit) is None:
+            raise PartcError("P0004", f"--memory-limit {memory_limit} is no size", help="for example 80GB or 64GiB")
+        if kernels not in KERNELS:
+            raise _unknown("kind of kernels", kernels, KERNELS)
+        if grad_reduce not in SUMS:
+            raise _unknown("type for sums of gradients", grad_reduce, SUMS)
+        if compress_grads not in COMPRESSIONS:
+            raise _unknown("compression", compress_grads, COMPRESSIONS)
+        level, axes = _zero(str(zero), parsed)
+        options = cls(
+            mesh=parsed,
+            microbatches=microbatches,
+            schedule=schedule,
+            virtual_stages=virtual_stages,
+            table=table,
+            precision=precision,
+            seed=seed,
+            shard=tuple(shard),
+            zero=level,
+            zero_axes=axes,
+            recompute=recompute,
+            casts=tuple(casts),
+            kernels=_settled(kernels),
+            bucket=bucket,
+            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+            nodes=nodes,
+            grad_reduce=grad_reduce,
+            compress_grads=compress_grads,
+            loss_chunks=loss_chunks,
+            cuda_graphs=cuda_graphs,
+        )
+        _ = options.places  # raises if the number of stages is invalid
+        return options
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The pipeline rank of every stage. Raises PartcError P0406."""
+        if self.table is not None:
+            return self.table.places
+        kind = SCHEDULES[self.schedule]
+        ranks = self.mesh.axis(PIPELINE_AXIS)
+        each = kind.stages_per_rank if self.virtual_stages is None else self.virtual_stages
+        return stage_ranks(kind, ranks, ranks * each)
+
+    @property
+    def budget(self) -> int | None:
+        """The bytes that a rank may hold, if recomputation has a budget; else None."""
+        return parse_bytes(self.recompute)
+
+    @property
+    def split_backward(self) -> bool:
+        """Whether some backward passes run as two halves (I and W)."""
+        return SCHEDULES[self.schedule].split_backward if self.table is None else self.table.split_backward
+
+    @property
+    def command(self) -> dict[str, Any]:
+        """The options that the plan records, so that the compile can be repeated."""
+        found: dict[str, Any] = {"schedule": self.schedule if self.table is None else TABLE}
+        found["shard"] = list(self.shard)
+        if self.casts:
+            found["casts"] = list(self.casts)
+        if self.zero:
+            found["zero"] = f"{self.zero}@{','.join(self.zero_axes)}"
+        if self.recompute != "none":
+            found["recompute"] = self.recompute
+        if self.kernels != "aten":
+            found["kernels"] = self.kernels
+        if self.bucket != BUCKET:
+            found["bucket"] = self.bucket
+        if self.nodes is not None:
+            found["nodes"] = self.nodes
+        if self.grad_reduce != "fp32":
+            found["grad_reduce"] = self.grad_reduce
+        if self.compress_grads != "none":
+            found["compress_grads"] = self.compress_grads
+        if self.loss_chunks != 1:
+            found["loss_chunks"] = self.loss_chunks
+        if self.cuda_graphs:
+            found["cuda_graphs"] = True
+        return found if self.virtual_stages is None else found | {"virtual_stages": self.virtual_stages}
+
+    @property
+    def pins(self) -> tuple[Pin, ...]:
+        return tuple(Pin.parse(text) for text in self.shard)
+
+    @property
+    def for_passes(self) -> dict[str, Any]:
+        """The options by the names that passes use."""
+        return {
+            "pins": self.pins,
+            "places": self.places,
+            "low": LOW.get(self.precision),
+            "casts": dict(map(_cast, self.casts)),
+            "halves": self.split_backward,
+            "budget": self.budget,
+            "zero": self.zero,
+            "zero_axes": self.zero_axes,
+            "recompute": self.recompute,
+            "kernels": self.kernels,
+            "bucket": parse_bytes(self.bucket),
+            "near": () if self.nodes is None else self.mesh.inside(self.nodes),
+            "wire": "" if self.grad_reduce == "fp32" else self.grad_reduce,
+            "loss_chunks": self.loss_chunks,
+            "compress": "" if self.compress_grads == "none" else self.compress_grads,
+            **({"kind": self.schedule} if self.table is None else {"table": self.table}),
+        }
+
+
+def _settled(kernels: str) -> str:
+    """Resolve `auto`: Triton where this machine has a GPU for it, else PyTorch's kernels."""
+    if kernels != "auto":
+        return kernels
+    import torch
+
+    return "triton" if torch.cuda.is_available() else "aten"
+
+
+def _cast(text: str) -> tuple[str, Precision]:
+    """Parse `softmax=bf16`: an operation and its precision; `any` follows the operands."""
+    name, _, wanted = text.partition("=")
+    kinds: Mapping[str, Precision] = {"bf16": "low", "fp16": "low", "fp32": "high", "any": "any"}
+    if wanted not in kinds:
+        raise PartcError("P0414", f"--cast {text!r} is not OPERATION=TYPE", help="for example --cast softmax=bf16")
+    if "::" not in name and name not in operations():
+        close = ", ".join(difflib.get_close_matches(name, operations(), 3)) or "see partc inspect"
+        raise PartcError("P0414", f"--cast {text}: there is no operation {name!r}", help=f"the nearest: {close}")
+    return name, kinds[wanted]
+
+
+def _zero(text: str, mesh: Mesh) -> tuple[int, tuple[str, ...]]:
+    """Parse `3` or `3@dp_in`: the ZeRO stage and the axes it spreads over, by default all batch axes."""
+    level, _, names = text.partition("@")
+    if level not in ("0", "1", "2", "3"):
+        raise _unknown("ZeRO level", level, ("0", "1", "2", "3"))
+    batch = tuple(name for name in mesh.names if is_batch_axis(name))
+    given = tuple(name.strip() for name in names.split(",")) if "@" in text else batch
+    for name in given:
+        if name not in batch:
+            raise PartcError(
+                "P0413",
+                f"--zero {text} spreads over {name!r}, which is no axis of the batch",
+                help=f"the mesh {mesh} has {', '.join(batch) or 'none'}",
+            )
+    return int(level), given
+
+
+def _unknown(word: str, given: str, known: Sequence[str]) -> PartcError:
+    return PartcError("P0404", f"there is no {word} {given!r}", help=f"choose from {', '.join(known)}")

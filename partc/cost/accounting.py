@@ -1,0 +1,114 @@
+"""What a finished plan moves and repeats: bytes per axis and step, and operations done more than once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from partc.communication.descriptions import moved_bytes
+from partc.communication.exchanges import Exchanges, graph_of
+from partc.communication.execution import Execution, GraphRun, Start, Transfer
+from partc.errors import Source
+from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS
+from partc.ir.program import GraphKind, Op, Program, Region, TensorType
+from partc.rules import flops, resolve
+from partc.sharding.choices import axis_order, choice_on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicatedOp:
+    """An operation that every rank of an axis repeats in full."""
+
+    op: str
+    place: str  # region and result: "block.scores"
+    axis: str
+    flops: int  # repeated per step, by all ranks of one group together
+    rule: bool  # False: it has no rule, so that nothing else is possible
+    source: Source | None = None
+
+
+def communication(program: Program) -> dict[str, int]:
+    """Bytes that one rank receives per step over each axis, at the pipeline coordinate that receives most.
+
+    Collectives over several axes at once are counted under their names joined: "dp,tp". The loss doesn't count.
+    """
+    busiest: dict[str, int] = {name: 0 for name in program.mesh.names}
+    exchanges = Exchanges(program)
+    inside = _inside(program)
+    for place in range(program.mesh.axis(PIPELINE_AXIS)):
+        found: Counter[str] = Counter()
+        each = [steps for _, steps in Execution(program, place, exchanges).step()]
+        times = Counter(map(id, each))
+        for steps in {id(steps): steps for steps in each}.values():
+            here: Counter[str] = Counter()
+            for step in steps:
+                match step:
+                    case Start() if step.collective.shape:
+                        axes = ",".join(step.collective.axes) or PIPELINE_AXIS
+                        here[axes] += step.collective.received(program.sizes)
+                    case Transfer(kind="recv"):
+                        here[PIPELINE_AXIS] += step.bytes
+                    case GraphRun():
+                        here.update(inside[step.call.region, step.kind])
+            found.update({axis: size * times[id(steps)] for axis, size in here.items()})
+        for axis, size in found.items():
+            busiest[axis] = max(busiest.get(axis, 0), size)
+    return busiest
+
+
+def _inside(program: Program) -> dict[tuple[str, GraphKind], Counter[str]]:
+    """By region and graph, the bytes that a rank receives over each axis."""
+    found: dict[tuple[str, GraphKind], Counter[str]] = {}
+    kinds: tuple[GraphKind, ...] = ("F", "B", "I", "W")
+    for region in program.regions:
+        for kind in kinds:
+            counts = found[region.name, kind] = Counter()
+            graph = graph_of(region, kind)
+            types = region.types(graph) if graph is not None else {}
+            for op in graph.ops if graph is not None else ():
+                if size := moved_bytes(op, types, program.sizes):
+                    counts[str(dict(op.attrs)["axis"])] += size
+    return found
+
+
+def replicated_ops(program: Program) -> tuple[ReplicatedOp, ...]:
+    """Operations without a rule and matrix products that an axis repeats, the costliest first.
+
+    `program` is as annotate leaves it: every operation has its choices, and shapes are still global.
+    """
+    found: list[ReplicatedOp] = []
+    for region in program.regions:
+        types = region.types(region.forward)
+        calls = sum(call.region == region.name for call in program.calls)
+        for op in region.forward.ops:
+            found.extend(_repeated(op, region, types, program, calls))
+    return tuple(sorted(found, key=lambda item: (-item.flops, item.place, item.axis)))
+
+
+def _repeated(
+    op: Op, region: Region, types: dict[str, TensorType], program: Program, calls: int
+) -> Iterator[ReplicatedOp]:
+    rule = resolve(op, types)
+    work = flops(op, rule) if rule is not None else sum(_elements(value.type) for value in op.results)
+    if not op.results or not work or region.phase == "setup" or not any(True for _ in op.refs()):
+        return
+    for axis in axis_order(program.sizes):
+        choice = choice_on(op, axis)
+        if axis == TIME_AXIS or (choice is not None and choice.factor is not None):
+            continue
+        shared = 1
+        for other in axis_order(program.sizes):
+            chosen = choice_on(op, other)
+            if other != axis and chosen is not None and chosen.factor is not None:
+                shared *= program.sizes[other]
+        repeated = work * calls * (program.sizes[axis] - 1) // shared
+        place = f"{region.name}.{op.results[0].name}"
+        yield ReplicatedOp(op=op.name, place=place, axis=axis, flops=repeated, rule=rule is not None, source=op.source)
+
+
+def _elements(type: TensorType) -> int:
+    count = 1
+    for size in type.shape:
+        count *= size
+    return count

@@ -1,0 +1,74 @@
+"""What an action does, laid out in time: computation one after the other, collectives beside it.
+
+Collectives over the same axes follow each other, those over others go on beside them; what is started goes
+on while the rank computes, up to where it is waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Computation, or a collective (`op`) over some axes with what it is for."""
+
+    seconds: float
+    op: str = ""
+    over: str = ""
+    bytes: int = 0  # of a rank's operand
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A segment and when it goes on, in seconds from its action's start."""
+
+    start: float
+    end: float
+    segment: Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laid:
+    """An action in time; what it has started goes on for `carried` seconds after its end."""
+
+    seconds: float = 0.0
+    pieces: tuple[Piece, ...] = ()
+    carried: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        return sum(piece.segment.seconds for piece in self.pieces if not piece.segment.op)
+
+    @property
+    def collectives(self) -> tuple[Segment, ...]:
+        """In the order in which they start."""
+        return tuple(piece.segment for piece in self.pieces if piece.segment.op)
+
+
+class Layout:
+    """Lays out what an action does, one after the other."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pieces: list[Piece] = []
+        self._free: dict[str, float] = {}  # by axes, when the last collective over them ends
+        self._ends: dict[object, float] = {}
+
+    def work(self, seconds: float) -> None:
+        if seconds:
+            self.pieces.append(Piece(start=self.now, end=self.now + seconds, segment=Segment(seconds=seconds)))
+            self.now += seconds
+
+    def start(self, key: object, segment: Segment) -> None:
+        begin = max(self.now, self._free.get(segment.over, 0.0))
+        end = self._free[segment.over] = self._ends[key] = begin + segment.seconds
+        self.pieces.append(Piece(start=begin, end=end, segment=segment))
+
+    def wait(self, key: object) -> None:
+        self.now = max(self.now, self._ends.pop(key, 0.0))
+
+    def laid(self) -> Laid:
+        carried = max([0.0, *(end - self.now for end in self._ends.values())])
+        return Laid(seconds=self.now, pieces=tuple(self.pieces), carried=carried)

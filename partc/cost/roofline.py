@@ -1,0 +1,51 @@
+"""The duration of an operation on one rank: the slower of its arithmetic and its traffic, on a named machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from partc.ir.collectives import cost
+from partc.ir.layout import Sizes
+from partc.ir.program import ITEMSIZE, MOVING, VIEWS, DType, Op, TensorType
+from partc.rules import flops, resolve_lowered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The rates that a rank reaches (not those of the data sheet): an H100 on NVLink. Only their ratios matter."""
+
+    flops: Mapping[DType, float]  # of matrix products, a second
+    memory: float = 2.6e12  # bytes a second, read or written
+    link: float = 3.0e11  # bytes a second that a collective receives
+    start: float = 4e-6  # seconds until a kernel runs
+    meeting: float = 2e-5  # seconds until all ranks of a collective are there
+
+
+H100 = Machine(flops={"f64": 5e13, "f32": 3e14, "bf16": 6e14, "f16": 6e14})
+
+
+def seconds(op: Op, types: Mapping[str, TensorType], sizes: Sizes, machine: Machine = H100) -> float:
+    """The seconds of one run of an operation with local shapes; views take none."""
+    if op.name in VIEWS:
+        return 0.0
+    axis = dict(op.attrs).get("axis")
+    if op.name in MOVING and isinstance(axis, str):
+        moved = cost(op.name, sizes[axis], types[next(op.refs())].local_bytes(sizes))
+        return machine.meeting + moved / machine.link if sizes[axis] > 1 else 0.0
+    shapes = {name: types[name].local(sizes) for name in op.refs()}
+    results = [value.type.local(sizes) for value in op.results]
+    traffic = sum(math.prod(type.shape) * ITEMSIZE[type.dtype] for type in (*shapes.values(), *results))
+    work = _flops(op, shapes, results) / machine.flops.get(results[0].dtype, machine.flops["f32"]) if results else 0.0
+    return machine.start + max(traffic / machine.memory, work)
+
+
+def _flops(op: Op, shapes: Mapping[str, TensorType], results: list[TensorType]) -> float:
+    """The floating-point operations of its matrix products."""
+    if op.name == "convolution":
+        weight = shapes[list(op.refs())[1]].shape
+        return 2.0 * math.prod(results[0].shape) * math.prod(weight[1:])
+    made = tuple(replace(value, type=type) for value, type in zip(op.results, results, strict=True))
+    rule = resolve_lowered(replace(op, results=made), shapes)
+    return float(flops(op, rule)) if rule is not None else 0.0

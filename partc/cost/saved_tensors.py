@@ -1,0 +1,143 @@
+"""Saved values: the bytes that forward passes hand to backward passes, by call and for all microbatches in flight."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from partc.ir.layout import Sizes
+from partc.ir.program import VIEWS, Action, Graph, Program, Ref, Region
+from partc.schedules import Compute
+
+Flight = tuple[tuple[int, int], ...]  # stages, and how many microbatches of each are in flight at one time
+Slot = tuple[int, str]  # a stage and a region that it calls
+
+
+Saving = tuple[Slot, int]  # calls of a slot, and how many bytes each of them saves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Time:
+    """A moment of a rank's step: the microbatches that have saved all their values, and the other memory.
+
+    `inside` are the calls that a further microbatch has entered; the values that it has saved up to the last of them
+    count too. `given` are the choices of all calls under which `besides` is held; for equal moments, no other choice
+    holds less than the least. If `given` is empty, `besides` is held for every choice.
+    """
+
+    flight: Flight
+    inside: Saving | None = None
+    besides: int = 0
+    given: frozenset[Saving] = frozenset()
+
+
+_UNITS = {
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str) -> int | None:
+    """The bytes of `18GB`, `1.5GiB` or `64KiB`; None for other text."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]?i?B)", text, flags=re.ASCII | re.IGNORECASE)
+    return int(Fraction(found[1]) * _UNITS[found[2].upper()]) if found and found[2].upper() in _UNITS else None
+
+
+def written(bytes: int, *, fewer: bool = False) -> str:
+    """Bytes as options take them, rounded to few digits: up, or down with `fewer`."""
+    if bytes < 10**7:
+        return f"{bytes}B"
+    return f"{bytes // 10**6 if fewer else math.ceil(bytes / 1e6)}MB"
+
+
+def held_inputs(program: Program) -> dict[str, frozenset[str]]:
+    """For each region, the inputs that a stage keeps through the step anyway: batch entries, constants, counts."""
+    phases = {region.name: region.phase for region in program.regions}
+    lasting = set(program.inputs)
+    for call in program.calls:
+        if phases[call.region] != "microbatch":
+            lasting.update(call.results)
+    found: dict[str, frozenset[str]] = {}
+    for region in program.regions:
+        calls = [call for call in program.calls if call.region == region.name]
+        found[region.name] = frozenset(
+            value.name
+            for index, value in enumerate(region.forward.inputs)
+            if calls and all(call.args[index] in lasting for call in calls)
+        )
+    return found
+
+
+def changed_buffers(program: Program) -> dict[str, frozenset[str]]:
+    """For each region, the buffers whose value has changed when the backward pass runs."""
+    updated = {buffer for buffer, _ in program.updates}
+    params = {region.name: region.params for region in program.regions}
+    found: dict[str, frozenset[str]] = {}
+    for call in program.calls:
+        local = {value.name for name, value in zip(call.params, params[call.region], strict=True) if name in updated}
+        found[call.region] = found.get(call.region, frozenset()) | local
+    return found
+
+
+def memory_of(graph: Graph) -> dict[str, str]:
+    """Every value by name, with the value that it may alias; parameters stand for themselves."""
+    found = {value.name: value.name for value in graph.inputs}
+    for op in graph.ops:
+        shown = op.args[0].name if op.name in VIEWS and isinstance(op.args[0], Ref) else ""
+        found.update((value.name, found.get(shown, shown) or value.name) for value in op.results)
+    return found
+
+
+def saved_values(region: Region, held: frozenset[str]) -> tuple[str, ...]:
+    """The values that one call saves for its backward pass, without parameters and `held` inputs.
+
+    Views of a value count as that value.
+    """
+    values = region.forward.definitions()
+    memory = memory_of(region.forward)
+    owners = dict.fromkeys(memory[name] for name in region.saved)
+    return tuple(name for name in owners if name in values and name not in held)
+
+
+def saved_bytes(region: Region, held: frozenset[str], sizes: Sizes) -> int:
+    """The bytes of the saved values."""
+    values = region.forward.definitions()
+    return sum(values[name].type.local_bytes(sizes) for name in saved_values(region, held))
+
+
+def stage_bytes(program: Program) -> tuple[int, ...]:
+    """The bytes that every stage saves of one microbatch."""
+    held = held_inputs(program)
+    each = {region.name: saved_bytes(region, held[region.name], program.sizes) for region in program.regions}
+    lasting = {region.name for region in program.regions if region.phase != "microbatch"}
+    return tuple(
+        sum(each[call.region] for call in program.calls if call.stage == stage and call.region not in lasting)
+        for stage in range(program.stages)
+    )
+
+
+def flights(row: Sequence[Action | Compute]) -> tuple[Flight, ...]:
+    """The maximal sets of microbatches that a rank has in flight, from F to the end of B or W."""
+    now: dict[int, int] = {}
+    found: list[Mapping[int, int]] = []
+    for action in row:
+        if action.kind == "F":
+            now[action.stage] = now.get(action.stage, 0) + 1
+            found = [other for other in found if any(count > now.get(stage, 0) for stage, count in other.items())]
+            if not any(all(other.get(stage, 0) >= count for stage, count in now.items()) for other in found):
+                found.append(dict(now))
+        elif action.kind in ("B", "W"):
+            now[action.stage] -= 1
+    return tuple(tuple(sorted((stage, count) for stage, count in mix.items() if count)) for mix in found)
+
+
+def most_saved(program: Program) -> tuple[int, ...]:
+    """The largest number of bytes that each pipeline rank has saved at one time, in a scheduled program."""
+    each = stage_bytes(program)
+    return tuple(
+        max((sum(count * each[stage] for stage, count in flight) for flight in flights(row)), default=0)
+        for row in program.schedule
+    )

@@ -1,0 +1,246 @@
+"""A simulation of a schedule with given durations: the time of each computation, idle time, activations in flight.
+
+    2 ranks, 3 microbatches, 1f1b, backwards twice as long as forwards:
+
+    time   0     1     2     3     4     5     6     7     8     9     10    11    12
+    0      [0F0 ][0F1 ]      [   0B0    ][0F2 ][   0B1    ]      [   0B2    ]
+    1            [1F0 ][   1B0    ][1F1 ][   1B1    ][1F2 ][   1B2    ]
+
+A rank runs its actions in order. A forward pass waits for the values that it reads from other stages, a backward pass
+for their gradients. Sends and receives do not wait; a transfer begins when both ends are ready. The simulation also
+detects schedules that deadlock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from partc.errors import InternalError, PartcError
+from partc.ir.program import Action, Program
+from partc.schedules import Compute
+
+Link = tuple[int, int, bool]  # a stage that makes a value, a later one that reads it, whether a gradient returns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """The durations of a stage's computations, in forward passes by default; I and W take as long as F."""
+
+    forward: float = 1.0
+    backward: float = 2.0
+    inputs: float = 1.0
+    weights: float = 1.0
+    reduction: float = 0.0  # of gradients over ranks, after the last microbatch
+    transfer: float = 0.0  # from a computation's end until its result has arrived on another rank
+
+    @classmethod
+    def parse(cls, text: str) -> Durations:
+        """Parse `F=1,I=1.2,W=0.8,comm=0.1`. B defaults to I + W, comm to 0, everything else to 1.
+
+        Raises PartcError P0412.
+        """
+        given = {"F": 1.0, "I": 1.0, "W": 1.0, "comm": 0.0}
+        for part in text.split(","):
+            key, _, number = (word.strip() for word in part.partition("="))
+            try:
+                value = float(number)
+            except ValueError:
+                value = math.nan
+            if key not in (*given, "B") or not 0 <= value < math.inf or (key == "F" and not value):
+                raise PartcError(
+                    "P0412", f"{part.strip()!r} is not a duration", help="for example F=1,B=2,I=1,W=1,comm=0.1"
+                )
+            given[key] = value
+        return cls(
+            forward=given["F"],
+            backward=given.get("B", given["I"] + given["W"]),
+            inputs=given["I"],
+            weights=given["W"],
+            transfer=given["comm"],
+        )
+
+    def __str__(self) -> str:
+        named = {"F": self.forward, "B": self.backward, "I": self.inputs, "W": self.weights, "comm": self.transfer}
+        return ",".join(f"{key}={value:g}" for key, value in named.items())
+
+    def shared(self, part: float) -> Durations:
+        """The durations of a stage with this share of the work; transfers take as long as before."""
+        return Durations(
+            forward=part * self.forward,
+            backward=part * self.backward,
+            inputs=part * self.inputs,
+            weights=part * self.weights,
+            reduction=self.reduction,
+            transfer=self.transfer,
+        )
+
+    def of(self, kind: str) -> float:
+        """The duration of an action; actions without computation take no time."""
+        known = {"F": self.forward, "B": self.backward, "I": self.inputs, "W": self.weights}
+        return known.get(kind, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeSpan:
+    """A computation with its start and end."""
+
+    compute: Compute
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A schedule in time: the computations of every pipeline rank, and the actions at which ranks deadlock."""
+
+    ranks: tuple[tuple[ComputeSpan, ...], ...]
+    reductions: tuple[tuple[tuple[int, float, float], ...], ...] = ()  # by rank: stage, start, end
+    stuck: tuple[tuple[int, int], ...] = ()  # rank, index of its action
+
+    @property
+    def makespan(self) -> float:
+        """The end of the last computation."""
+        return max((span.end for line in self.ranks for span in line), default=0.0)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The time in which each rank computes."""
+        return tuple(sum(span.end - span.start for span in line) for line in self.ranks)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which a rank is idle, on average."""
+        length = self.makespan * len(self.ranks)
+        return 1 - sum(self.busy) / length if length else 0.0
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The largest number of forward passes whose activations each rank holds: from F to the end of B or W."""
+        peaks = []
+        for line in self.ranks:
+            held = peak = 0
+            for span in line:
+                held += span.compute.kind == "F"
+                peak = max(peak, held)
+                held -= span.compute.kind in "BW"
+            peaks.append(peak)
+        return tuple(peaks)
+
+
+def chain(stages: int) -> tuple[Link, ...]:
+    """The links of a chain: every stage reads from the one before it."""
+    return tuple((stage, stage + 1, True) for stage in range(stages - 1))
+
+
+def simulate(
+    rows: Sequence[Sequence[Action | Compute]],
+    places: Sequence[int],
+    *,
+    durations: Durations | Sequence[Durations] = Durations(),
+    links: Sequence[Link] | None = None,
+) -> Timeline:
+    """Simulate the rows, one for each pipeline rank; `places` holds the rank of every stage.
+
+    Durations are common to all stages, or one for each. `links` are the values that stages read from each other, by
+    default a chain. If the rows contain sends and receives, values leave and arrive when these are reached; otherwise
+    they do as soon as they are computed.
+    """
+    each = [durations] * len(places) if isinstance(durations, Durations) else durations
+    play = _Simulation(rows, places, each, chain(len(places)) if links is None else links)
+    while any([play.advance(rank) for rank in range(len(rows))]):
+        pass
+    stuck = tuple((rank, at) for rank, at in enumerate(play.position) if at < len(rows[rank]))
+    return Timeline(ranks=tuple(map(tuple, play.spans)), reductions=tuple(map(tuple, play.reductions)), stuck=stuck)
+
+
+def timeline(program: Program, durations: Durations | Sequence[Durations] = Durations()) -> Timeline:
+    """The predicted step of a scheduled program. Raises InternalError if its schedule deadlocks."""
+    links = [(transfer.source, transfer.target, transfer.gradient) for transfer in program.transfers]
+    places = {action.stage: rank for rank, row in enumerate(program.schedule) for action in row}
+    found = simulate(
+        program.schedule, [places[stage] for stage in range(program.stages)], durations=durations, links=links
+    )
+    if found.stuck:
+        raise InternalError(
+            f"the schedule waits for ever at {', '.join(str(program.schedule[rank][at]) for rank, at in found.stuck)}"
+        )
+    return found
+
+
+class _Simulation:
+    """The state of a simulation: the position of every rank, and the values computed and sent."""
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[Action | Compute]],
+        places: Sequence[int],
+        durations: Sequence[Durations],
+        links: Sequence[Link],
+    ) -> None:
+        self.rows = rows
+        self.places = places
+        self.durations = durations
+        self.position = [0] * len(rows)
+        self.clock = [0.0] * len(rows)
+        self.spans: list[list[ComputeSpan]] = [[] for _ in rows]
+        self.reductions: list[list[tuple[int, float, float]]] = [[] for _ in rows]
+        self.made: dict[tuple[int, str, int | None], float] = {}  # stage, F or B, microbatch -> end
+        self.sent: dict[tuple[int, str, int | None], float] = {}
+        self.posted: dict[tuple[int, str, int | None], float] = {}  # by the stage that receives
+        self.sends = {(a.stage, a.kind[-1], a.microbatch) for row in rows for a in row if a.kind.startswith("SEND")}
+        self.reads: Mapping[str, dict[int, list[int]]] = {"F": {}, "B": {}}
+        for source, target, gradient in links:
+            self.reads["F"].setdefault(target, []).append(source)
+            if gradient:
+                self.reads["B"].setdefault(source, []).append(target)
+
+    def advance(self, rank: int) -> bool:
+        """Run a rank until it waits; return whether it did anything."""
+        before = self.position[rank]
+        row = self.rows[rank]
+        while self.position[rank] < len(row) and self._run(rank, row[self.position[rank]]):
+            self.position[rank] += 1
+        return self.position[rank] > before
+
+    def _run(self, rank: int, action: Action | Compute) -> bool:
+        kind, stage, index = action.kind, action.stage, action.microbatch
+        what = "B" if kind == "I" else kind[-1]
+        if kind in ("RECV_F", "RECV_B"):
+            self.posted[stage, what, index] = self.clock[rank]
+        if kind in ("F", "B", "I"):
+            ready = self._ready(rank, stage, what, index)
+            if ready is None or (kind in ("B", "I") and (stage, "F", index) not in self.made):
+                return False
+            self.clock[rank] = max(self.clock[rank], ready)
+        if kind in ("SEND_F", "SEND_B"):
+            if (stage, what, index) not in self.made:
+                return False
+            self.sent[stage, what, index] = self.clock[rank]
+        if kind == "W" and (stage, "B", index) not in self.made:
+            return False
+        if kind == "REDUCE_GRAD":
+            start = self.clock[rank]
+            self.clock[rank] = start + self.durations[stage].reduction
+            self.reductions[rank].append((stage, start, self.clock[rank]))
+        if kind in ("F", "B", "I", "W") and index is not None:
+            start = self.clock[rank]
+            self.clock[rank] = end = start + self.durations[stage].of(kind)
+            self.spans[rank].append(ComputeSpan(compute=Compute(stage, kind, index), start=start, end=end))
+            self.made[stage, what, index] = end
+        return True
+
+    def _ready(self, rank: int, stage: int, what: str, index: int | None) -> float | None:
+        """The time from which all inputs of a computation are present; None while one of them is not computed."""
+        latest = 0.0
+        posted = self.posted.get((stage, what, index), 0.0)
+        for other in self.reads[what].get(stage, ()):
+            key = (other, what, index)
+            here = self.places[other] == rank
+            known = self.made if here or key not in self.sends else self.sent
+            if key not in known:
+                return None
+            arrived = known[key] if here else max(known[key], posted) + self.durations[other].transfer
+            latest = max(latest, arrived)
+        return latest

@@ -1,0 +1,1 @@
+"""From model files, Hugging Face configurations and Python objects to the traced program."""

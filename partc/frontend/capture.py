@@ -1,0 +1,276 @@
+"""Export of a model's forward pass without allocating weights."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from partc.errors import PartcError, first_line
+from partc.frontend.frozen_state import StateWatch, check
+from partc.frontend.model_file import blame
+from partc.frontend.own_backward import refuse_hooks, without_own_backward
+from partc.frontend.trace_errors import explained
+from partc.installed import is_machinery
+from partc.quoting import encodable
+from partc.runtime.train.precision import computing_in, held_in
+from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase
+
+Loss = Callable[[Any, Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """An exported program, and the module behind it: its names and ties.
+
+    `trained` names the parameters to which autograd gives a gradient, zeros included. The `grad` of the others stays
+    None in eager training, and an optimizer skips them: no decay, no moments, no share of the norm.
+    """
+
+    exported: torch.export.ExportedProgram
+    model: nn.Module
+    batch: Mapping[str, Tensor]
+    precision: str
+    trained: frozenset[str]
+
+
+class _TracedStep(nn.Module):
+    """The traced module: from one batch, with its entries in the order of `names`, to one loss."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        path: Path | None,
+        names: Sequence[str],
+        trained: Callable[[frozenset[str]], None],
+        watch: StateWatch,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._watch = watch
+        self._loss = loss
+        self._path = path
+        self._names = names
+        self._trained = trained  # is told, for an export puts attributes back
+
+    def forward(self, *entries: Tensor) -> Tensor:
+        batch = dict(zip(self._names, entries, strict=True))
+        stores = [module._buffers for module in self.modules()]
+        held = [(store, name, buffer) for store in stores for name, buffer in store.items()]
+        try:
+            with self._watch.watching():
+                loss = self._forward(batch)
+        except PartcError:
+            raise
+        except Exception as error:  # torch.export would print the graph so far beside it, or its whole message
+            raise explained(error, self.model, self._path) from error
+        self._trained(_with_gradient(self.model, loss))
+        for store, name, buffer in held:
+            now = store[name]
+            if buffer is not None and now is not None and now is not buffer:
+                # Another tensor under a buffer's name is the buffer's next value, which an export would drop.
+                with torch.no_grad():
+                    buffer.copy_(now)
+                store[name] = buffer
+        return loss
+
+    def _forward(self, batch: Mapping[str, Any]) -> Tensor:
+        out = self.model(**batch) if self._loss is None else self._loss(self.model, batch)
+        found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+        if not isinstance(found, Tensor):
+            given = "the model" if self._loss is None else "loss()"
+            raise PartcError(
+                "P0206",
+                f"{given} returns {type(found).__name__} where the loss is expected",
+                help="return a tensor or an object with .loss from the model, or define loss(model, batch)",
+            )
+        return found
+
+
+def capture(
+    build: Callable[[], nn.Module],
+    make_batch: Callable[[], Mapping[str, Any]],
+    loss: Loss | None,
+    *,
+    precision: str,
+    path: Path | None = None,
+    parts: int = 1,
+) -> Captured:
+    """Build the model under fake tensors and export it, for one of `parts` equal parts of the batch.
+
+    Raises PartcError P0205 (the model or the batch cannot be built), P0206 (it does not trace), P0208 (the loss is no
+    scalar), P0225 (it depends on state that packages do not have), P0401 (the batch does not divide).
+    """
+    dtype = held_in(precision)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = _built(build, path)
+    trained: list[frozenset[str]] = []
+    with mode:
+        _make_fake(model, dtype)
+        batch = _part(_batch(make_batch, mode, dtype, path), parts)
+        try:
+            with computing_in(dtype), without_own_backward(), stacks_of_losses():
+                watch = StateWatch(model, loss)
+                step = _TracedStep(model, loss, path, tuple(batch), trained.append, watch)
+                trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
+                exported, found = trace(), trained[-1]
+                check(exported, watch, trace)
+        except PartcError as error:
+            error.source = error.source or blame(error, path)
+            raise
+        except (Exception, SystemExit) as error:
+            raise explained(error, model, path) from error
+    return Captured(exported=exported, model=model, batch=batch, precision=precision, trained=found)
+
+
+def _with_gradient(model: nn.Module, loss: Tensor) -> frozenset[str]:
+    """The parameters at the leaves of the loss's autograd graph, under all of their names.
+
+    This is torch's own definition of differentiability: `round(w)` has a gradient of zeros; `argmax(w)` and values that
+    are detached or computed under no_grad have none.
+    """
+    leaves, seen, left = set(), set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaves.add(id(getattr(node, "variable", None)))
+        left.extend(before for before, _ in node.next_functions)
+    return frozenset(name for name, x in model.named_parameters(remove_duplicate=False) if id(x) in leaves)
+
+
+@contextmanager
+def stacks_of_losses() -> Iterator[None]:
+    """A context in which traced operations of the loss record their stacks too, not only those of modules."""
+
+    def kept(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        first = next((index for index, frame in enumerate(frames) if frame.name == "forward"), len(frames))
+        users = [frame for frame in frames[first:] if not is_machinery(frame.filename)]
+        return traceback.StackSummary.from_list([frame for frame in users if frame.name == "forward"] or users)
+
+    original = vars(TracerBase).get(STACK_FILTER)
+    if original is not None:
+        setattr(TracerBase, STACK_FILTER, kept)
+    try:
+        yield
+    finally:
+        if original is not None:
+            setattr(TracerBase, STACK_FILTER, original)
+
+
+def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            model = build()
+    except (Exception, SystemExit) as error:
+        raise PartcError(
+            "P0205",
+            f"model() fails: {type(error).__name__}: {first_line(error)}",
+            help="models are built on the meta device, without values; compute nothing from weights in constructors",
+            source=blame(error, path),
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise PartcError(
+            "P0205", f"model() returns {type(model).__name__}, not a torch.nn.Module", help="return the model"
+        )
+    try:
+        held = (*model.named_parameters(), *model.named_buffers())
+    except RecursionError as error:
+        raise PartcError(
+            "P0205",
+            "the modules of model() are nested deeper than Python's recursion limit",
+            help="nest them less deeply: nn.Sequential and nn.ModuleList hold any number side by side",
+        ) from error
+    for name, tensor in held:
+        if is_lazy(tensor):
+            raise PartcError(
+                "P0205",
+                f"{name} of model() has no shape yet",
+                help="use modules that are told their sizes, not lazy ones",
+            )
+    named = (model.named_modules, model.named_parameters, model.named_buffers)
+    for name in (name for names in named for name, _ in names(remove_duplicate=False)):
+        if not encodable(name):
+            raise PartcError(
+                "P0205", f"model() has a part of the name {name!a}, which is no text", help="give it another name"
+            )
+    refuse_hooks(model)
+    return model
+
+
+def _make_fake(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace every parameter and buffer by a fake one on the CPU; ties are kept, floats are cast."""
+    made: dict[int, Tensor] = {}
+
+    def fake(old: Tensor) -> Tensor:
+        if id(old) not in made:
+            empty = torch.empty(old.shape, dtype=dtype if old.is_floating_point() else old.dtype, device="cpu")
+            made[id(old)] = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
+        return made[id(old)]
+
+    for module in model.modules():
+        for store in (module._parameters, module._buffers):
+            for name, old in store.items():
+                if old is not None:
+                    store[name] = fake(old)  # type: ignore[assignment]
+
+
+def _batch(
+    make: Callable[[], Mapping[str, Any]], mode: FakeTensorMode, dtype: torch.dtype, path: Path | None
+) -> dict[str, Tensor]:
+    try:
+        batch = make()
+    except (Exception, SystemExit) as error:
+        raise PartcError(
+            "P0205", f"batch() fails: {type(error).__name__}: {first_line(error)}", source=blame(error, path)
+        ) from error
+    if not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) for x in batch.values()) or not batch:
+        raise PartcError("P0205", "batch() returns no dict of tensors", help="return {name: tensor}, the whole batch")
+    for name, x in batch.items():
+        _check_entry(name, x)
+    cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+    # Entries that share one tensor would be traced as one input.
+    return {name: torch.empty_like(mode.from_tensor(x)) if not _is_fake(x) else x.clone() for name, x in cast.items()}
+
+
+def _part(batch: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
+    """The first of `parts` equal parts of every entry that is as long as the batch."""
+    rows = next((x.shape[0] for x in batch.values() if x.dim()), 0)
+    if rows % parts:
+        raise PartcError(
+            "P0401",
+            f"a batch of {rows} does not divide into {parts} microbatches",
+            help=f"make it a multiple of {parts}, or lower --microbatches",
+        )
+    return {
+        name: x[: rows // parts].clone() if parts > 1 and x.dim() and x.shape[0] == rows else x
+        for name, x in batch.items()
+    }
+
+
+def _check_entry(name: object, x: Tensor) -> None:
+    """Check that an entry can be distributed over ranks. Raises PartcError P0205."""
+    if not isinstance(name, str) or not encodable(name):
+        raise PartcError("P0205", f"batch() names an entry {name!a}, which is no text", help="give it another name")
+    wrong = None
+    if x.layout is not torch.strided:
+        wrong = "is sparse"
+    elif x.device.type != "cpu":
+        wrong = f"is on {x.device.type}"
+    elif x.numel() == 0:
+        wrong = f"is empty: its shape is {tuple(x.shape)}"
+    if wrong is not None:
+        raise PartcError("P0205", f"batch() makes {name!r}, which {wrong}", help="entries are dense CPU tensors")
+
+
+def _is_fake(x: Tensor) -> bool:
+    return hasattr(x, "fake_mode")

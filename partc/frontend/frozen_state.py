@@ -1,0 +1,484 @@
+"""State that a trace would silently freeze: changes outside the graph and random draws in forward, and their effect.
+
+    def forward(self, x):
+        self.calls += 1                       # harmless: nothing that is traced reads it
+        return x * self.calls                 # refused: every step of a package would multiply by the first number
+
+A model is traced a second time if its first trace changed attributes, globals or random states, or if the user's code
+names clocks or random numbers. If both traces give the same graph, the change is harmless. Tensors that forward keeps
+are caches if they consist of constants.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import random
+import sys
+import textwrap
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from partc.errors import PartcError, Source
+from partc.installed import is_installed
+
+DEPTH, ITEMS = 4, 4096
+TRIES = 5  # traces with other random numbers
+CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
+SHIFT = 200_451.37  # seconds by which clocks go ahead in a second trace: another hour of another day of the week
+# Names in the user's code that may have another value in each step.
+FICKLE = frozenset({*CLOCKS, "random", "datetime", "now", "today", "urandom", "uuid1", "uuid4", "secrets", "ctime"})
+_INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A value that the trace left changed; `what` names it for the user."""
+
+    key: tuple[str, str]
+    what: str
+    owner: Any  # the class, module or function whose code changes it
+    name: str
+    tensors: bool  # whether tensors are all that changed
+    always: bool = False  # whether it matters whatever the graph is
+
+
+@dataclass(slots=True)
+class State:
+    """A snapshot of everything that forward could change outside the graph."""
+
+    model: nn.Module
+    modules: tuple[types.ModuleType, ...]
+    values: dict[tuple[str, str], Any] = field(default_factory=dict)
+    owners: dict[tuple[str, str], Any] = field(default_factory=dict)
+    known: dict[int, Any] = field(default_factory=dict)  # objects that several modules hold, a configuration
+    kept: list[Any] = field(default_factory=list)  # keeps objects alive, so that their identities are not reused
+
+    @classmethod
+    def of(cls, model: nn.Module, loss: Any) -> State:
+        kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+        classes = [kind for kind in kinds if _is_users(kind)]
+        homes = {sys.modules.get(item.__module__) for item in (*classes, loss) if getattr(item, "__module__", None)}
+        modules = tuple(home for home in homes if isinstance(home, types.ModuleType) and _is_users(home))
+        state = cls(model=model, modules=modules)
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                if name not in _INTERNAL and "hook" not in name:
+                    state._add((f"self of {path}" if path else "self", name), value, type(module))
+            where = f"members {path}"
+            state._add((where, "parameters"), {n: id(p) for n, p in module._parameters.items()}, type(module))
+            state._add((where, "modules"), {n: id(m) for n, m in module._modules.items()}, type(module))
+            state._add((where, "buffers"), sorted(module._buffers), type(module))
+            grads = {n: p.requires_grad for n, p in module._parameters.items() if p is not None}
+            state._add((where, "requires_grad"), grads, type(module))
+            state.kept.extend((*module._parameters.values(), *module._modules.values()))
+        for kind in classes:
+            for name, value in vars(kind).items():
+                if not name.startswith("__") and not callable(value) and not isinstance(value, property | staticmethod):
+                    state._add((f"class {kind.__name__}", name), value, kind)
+        for home in modules:
+            for name, value in vars(home).items():
+                if not name.startswith("__") and not isinstance(value, types.ModuleType | type) and not callable(value):
+                    state._add((f"module {home.__name__}", name), value, home)
+        for function in (loss, *(vars(kind).get("forward") for kind in classes)):
+            free = getattr(getattr(function, "__code__", None), "co_freevars", ())
+            for name, cell in zip(free, getattr(function, "__closure__", None) or (), strict=False):
+                if name != "__class__":
+                    state._add(("closure", name), _content(cell), function)
+        state._add(("torch", "default dtype"), str(torch.get_default_dtype()), None)
+        state._add(("torch", "generator"), torch.initial_seed(), None)
+        state._add(("random", "state"), hash(random.getstate()), None)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            drawn = numpy.random.get_state()
+            state._add(("numpy.random", "state"), hash((drawn[1].tobytes(), *drawn[2:])), None)
+        return state
+
+    def _add(self, key: tuple[str, str], value: Any, owner: Any) -> None:
+        self.values[key] = _frozen(value, self.kept, DEPTH, self.known)
+        self.owners[key] = owner
+
+    def changes(self, now: State) -> list[Change]:
+        """The differences to a later snapshot, tensors last."""
+        found = []
+        for key in dict.fromkeys((*self.values, *now.values)):
+            old, new = self.values.get(key), now.values.get(key)
+            if old == new:
+                continue
+            where, name = key
+            owner = now.owners.get(key, self.owners.get(key))
+            found.append(
+                Change(
+                    key=key,
+                    what=_named(where, name, owner),
+                    owner=owner,
+                    name=_member(old, new) if where.startswith("members ") and name != "requires_grad" else name,
+                    tensors=_without_tensors(old) == _without_tensors(new) or _is_tensor(new),
+                    always=where.startswith("members ") or key == ("torch", "default dtype"),
+                )
+            )
+        return sorted(found, key=lambda change: (not change.always, change.tensors))
+
+
+def _is_users(item: Any) -> bool:
+    """Whether code belongs to the user and not to an installed package."""
+    home = item if isinstance(item, types.ModuleType) else sys.modules.get(getattr(item, "__module__", None) or "")
+    file = getattr(home, "__file__", None)
+    return bool(file) and not is_installed(Path(str(file)))
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _frozen(value: Any, kept: list[Any], depth: int, known: dict[int, Any]) -> Any:
+    """A copy of the value that can be compared later."""
+    if value is None or isinstance(value, bool | int | float | str | bytes | complex | torch.dtype | torch.device):
+        return (type(value).__name__, repr(value))
+    if isinstance(value, Tensor):
+        kept.append(value)
+        return ("tensor", id(value))
+    if depth and isinstance(value, Mapping) and len(value) <= ITEMS:
+        items = ((repr(key)[:200], _frozen(item, kept, depth - 1, known)) for key, item in value.items())
+        return ("mapping", tuple(items))
+    if depth and isinstance(value, list | tuple | deque) and len(value) <= ITEMS:
+        return ("items", tuple(_frozen(item, kept, depth - 1, known) for item in value))
+    if isinstance(value, set | frozenset) and len(value) <= ITEMS:
+        return ("set", tuple(sorted(repr(item)[:200] for item in value)))
+    if id(value) not in known:
+        kept.append(value)
+        known[id(value)] = ("object", id(value))
+        if depth and not isinstance(value, nn.Module) and not callable(value) and hasattr(value, "__dict__"):
+            inside = ((n, _frozen(x, kept, depth - 1, known)) for n, x in vars(value).items() if n[:2] != "__")
+            known[id(value)] = ("object", id(value), tuple(inside))
+    return known[id(value)]
+
+
+def _member(old: Any, new: Any) -> str:
+    """The name of the first changed member of a module."""
+    if old is None or new is None:
+        return ""
+    changed = sorted({*new[1]} ^ {*old[1]}, key=repr)
+    name = changed[0][0] if changed and new[0] == "mapping" else changed[0][1] if changed else ""
+    return str(name).strip("'")
+
+
+def _is_tensor(frozen: Any) -> bool:
+    return isinstance(frozen, tuple) and frozen[:1] == ("tensor",)
+
+
+def _without_tensors(frozen: Any) -> Any:
+    if _is_tensor(frozen) or frozen == ("NoneType", "None"):
+        return None
+    return tuple(map(_without_tensors, frozen)) if isinstance(frozen, tuple) else frozen
+
+
+def _named(where: str, name: str, owner: Any) -> str:
+    match where.split(" ", 1):
+        case ["torch"] if name == "generator":
+            return "the seed of torch's generator"
+        case ["torch"]:
+            return "torch's default dtype"
+        case ["random" | "numpy.random"]:
+            return f"a number of Python's {where} module"
+        case ["closure"]:
+            return f"the variable {name} of an enclosing function"
+        case ["class", kind]:
+            return f"{kind}.{name}"
+        case ["self", *_]:
+            return f"self.{name} of {owner.__name__}"
+        case ["members", path] if name == "requires_grad":
+            return f"requires_grad of parameters of {path or owner.__name__}"
+        case ["members", path]:
+            return f"the {name} of {path or owner.__name__}"
+    return f"the global {name}"
+
+
+# -- watching forward --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class StateWatch:
+    """Records the changes by forward of a model that is traced; an export restores attributes afterwards."""
+
+    model: nn.Module
+    loss: Any
+    changes: dict[tuple[str, str], Change] = field(default_factory=dict)
+    ends: list[tuple[nn.Module, str, Any]] = field(default_factory=list)  # attributes as they were left
+    state: State | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        before = State.of(self.model, self.loss)
+        held = {path: dict(vars(module)) for path, module in self.model.named_modules()}
+        yield
+        self.state = State.of(self.model, self.loss)
+        for change in before.changes(self.state):
+            self.changes[change.key] = change
+        modules = dict(self.model.named_modules())
+        for where, name in self.changes:
+            if where.split(" ")[0] == "self" and name != "training":
+                module = modules[where.removeprefix("self").removeprefix(" of ")]
+                if name in vars(module) or name in held:
+                    self.ends.append((module, name, _renewed(vars(module).get(name))))
+
+    def go_on(self) -> None:
+        """Restore the attributes that forward left, with fake tensors in place of its new ones."""
+        for module, name, value in self.ends:
+            vars(module)[name] = value
+        self.ends.clear()
+        self.changes.clear()
+
+
+def _renewed(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype)
+    if type(value) in (list, tuple):
+        return type(value)(map(_renewed, value))
+    return {key: _renewed(item) for key, item in value.items()} if type(value) is dict else value
+
+
+def check(
+    exported: torch.export.ExportedProgram,
+    watch: StateWatch,
+    again: Callable[[], torch.export.ExportedProgram],
+) -> None:
+    """Refuse changes and random draws in forward that affect the trace. Raises PartcError P0225.
+
+    `again` traces once more; it is called only if something has changed, or if the code names clocks or random numbers.
+    """
+    state, first = watch.state, dict(watch.changes)
+    if state is None:
+        return
+    for change in first.values():
+        seeds = change.key == ("torch", "generator")
+        if change.always or (seeds and draws(exported)):
+            raise refusal(change, state)
+    if not first and not fickle(state):
+        return
+    plain = signature(exported)
+    drawn = {key[0] for key in first} & {"random", "numpy.random"}
+    for attempt in range(1, 1 + (TRIES if drawn else 1)):
+        before = [(module, dict(vars(module))) for module in watch.model.modules()]
+        watch.go_on()
+        try:
+            with other_times(state, attempt):
+                other = signature(again())
+        except PartcError:
+            other = None
+        finally:
+            for module, held in before:
+                vars(module).clear()
+                vars(module).update(held)
+        settled = not any(key in watch.changes for key in first)
+        caches = settled and any(change.tensors for change in first.values())
+        if other != plain and not caches:
+            still = [change for key, change in first.items() if key in watch.changes] or list(first.values())
+            raise refusal(next(iter(still), None), state)
+
+
+def draws(exported: torch.export.ExportedProgram) -> bool:
+    """Whether the graph draws random numbers."""
+    nodes = (node for module in exported.graph_module.modules() for node in getattr(module, "graph", fx.Graph()).nodes)
+    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in nodes)
+
+
+# -- comparing traces --------------------------------------------------------------------------
+
+
+def signature(exported: torch.export.ExportedProgram) -> tuple[Any, ...]:
+    """The computation of the loss, node by node: equal for equal traces."""
+    module = exported.graph_module
+    output = next(node for node in module.graph.nodes if node.op == "output").args[0][0]
+    constants = {
+        name: value.flatten().tolist()
+        for name, value in exported.constants.items()
+        if isinstance(value, Tensor) and value.numel() <= ITEMS and not hasattr(value, "fake_mode")
+    }
+    return (*_nodes(module, output), repr(sorted(constants.values(), key=repr)))
+
+
+def _nodes(module: fx.GraphModule, *outputs: Any) -> Iterator[Any]:
+    needed: set[fx.Node] = set()
+    waiting = [node for node in outputs if isinstance(node, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting.extend(node.all_input_nodes)
+    numbers: dict[fx.Node, str] = {}
+    for node in module.graph.nodes:
+        mutates = node.op == "output" and not outputs
+        if outputs and node not in needed and not mutates:
+            continue
+        numbers[node] = f"%{len(numbers)}"
+        if node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), fx.GraphModule):
+            yield tuple(_nodes(getattr(module, str(node.target))))
+            continue
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: numbers.get(x, "%"))
+        value = node.meta.get("val")
+        shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else ()
+        yield (node.op, "" if node.op in ("placeholder", "get_attr", "output") else str(node.target), repr(args), shape)
+
+
+def fickle(state: State) -> bool:
+    """Whether the user's code names clocks or random numbers."""
+    return any(_names(value) & FICKLE for home in state.modules for value in _functions(home))
+
+
+def _functions(home: Any) -> Iterator[Any]:
+    for value in vars(home).values():
+        if isinstance(value, types.FunctionType) and value.__module__ == home.__name__:
+            yield value.__code__
+        elif isinstance(value, type) and value.__module__ == home.__name__:
+            yield from (item.__code__ for item in vars(value).values() if isinstance(item, types.FunctionType))
+
+
+def _names(code: types.CodeType) -> set[str]:
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names(constant)
+    return found
+
+
+@contextmanager
+def other_times(state: State, seed: int) -> Iterator[None]:
+    """A context with shifted clocks and other random numbers."""
+    originals = {name: getattr(time, name) for name in CLOCKS}
+    shifted = {name: _ahead(clock, SHIFT * seed, name) for name, clock in originals.items()}
+    places: list[tuple[Any, str]] = [(time, name) for name in CLOCKS]
+    by_identity = {id(clock): name for name, clock in originals.items()}
+    for home in state.modules:
+        places += [(home, name) for name, value in vars(home).items() if id(value) in by_identity]
+    before = [(home, name, getattr(home, name)) for home, name in places]
+    drawn = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numbers = numpy.random.get_state() if numpy is not None else None
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed)
+    try:
+        for home, name, clock in before:
+            setattr(home, name, shifted[by_identity[id(clock)]])
+        yield
+    finally:
+        for home, name, clock in before:
+            setattr(home, name, clock)
+        random.setstate(drawn)
+        if numpy is not None:
+            numpy.random.set_state(numbers)
+
+
+def _ahead(clock: Any, shift: float, name: str) -> Any:
+    by = int(shift * 1e9) if name.endswith("_ns") else shift
+    return lambda: clock() + by
+
+
+# -- where and what ----------------------------------------------------------------------------
+
+
+def refusal(change: Change | None, state: State) -> PartcError:
+    """P0225 for a change that affects the traced program; None stands for clocks and random numbers."""
+    if change is not None:
+        what = f"forward changes {change.what}"
+        helped = (
+            "keep state in a registered buffer and update it with tensor operations; decide options before training"
+        )
+        if change.always:
+            helped = "do so in the constructor, or in model() before it returns"
+        if change.key[0] in ("random", "numpy.random") or change.key == ("torch", "generator"):
+            what = f"forward takes {change.what}" if change.key[0] != "torch" else f"forward sets {change.what}"
+            helped = "draw with torch.rand, torch.randn or dropout, which packages draw anew in every step"
+        return PartcError(
+            "P0225",
+            f"{what}, and computes another thing then: a package would do as in the first step",
+            help=helped,
+            source=where(change, state),
+        )
+    return PartcError(
+        "P0225",
+        "forward computes another thing each time it is traced, though nothing that it holds has changed",
+        help="clocks and random numbers of Python's would be frozen: draw with torch.rand, or give them in the batch",
+        source=next(
+            _lines(state, lambda node: isinstance(node, ast.Attribute | ast.Name) and _word(node) in FICKLE), None
+        ),
+    )
+
+
+def where(change: Change, state: State) -> Source | None:
+    """The first line of the user's code that makes the change."""
+    name = change.name
+    members = change.key[0].startswith("members ") and change.key[1] != "requires_grad"
+    if not members and (change.always or change.key[0] in ("random", "numpy.random", "torch")):
+        words = {
+            "requires_grad": {"requires_grad_", "requires_grad"},
+            "generator": {"manual_seed", "seed"},
+            "default dtype": {"set_default_dtype"},
+        }.get(name, {change.key[0].split(".")[0]})
+        return next(
+            _lines(state, lambda node: isinstance(node, ast.Attribute | ast.Name) and _word(node) in words), None
+        )
+
+    def changes(node: ast.AST) -> bool:
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            return any(_word(_base(target)) == name for target in targets)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in ("train", "eval"):
+                return name == "training"
+            if members and node.func.attr in ("register_parameter", "register_buffer", "add_module", "register_module"):
+                return any(isinstance(arg, ast.Constant) and arg.value == name for arg in node.args)
+            return _word(node.func.value) == name
+        return False
+
+    return next(_lines(state, changes), None)
+
+
+def _base(node: ast.AST) -> ast.AST:
+    while isinstance(node, ast.Subscript | ast.Starred):
+        node = node.value
+    return node
+
+
+def _word(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _lines(state: State, wanted: Any) -> Iterator[Source]:
+    """The lines of the user's functions (without constructors) that contain a wanted syntax node."""
+    homes = dict.fromkeys((*state.modules, *(m for m in map(_home, state.model.modules()) if m is not None)))
+    for home in homes:
+        file = getattr(home, "__file__", None)
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(home)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef) and function.name not in ("__init__", "model", "batch", "data"):
+                yield from (
+                    Source(file=str(file), line=node.lineno)
+                    for node in ast.walk(function)
+                    if isinstance(node, ast.stmt | ast.expr) and wanted(node)
+                )
+
+
+def _home(module: nn.Module) -> types.ModuleType | None:
+    home = sys.modules.get(type(module).__module__)
+    return (
+        home
+        if isinstance(home, types.ModuleType) and getattr(home, "__name__", "").partition(".")[0] != "torch"
+        else None
+    )

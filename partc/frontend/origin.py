@@ -1,0 +1,211 @@
+"""The origin of a model, a model file or Python objects, and the model file that its package gets."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import hashlib
+import inspect
+import io
+import keyword
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import PartcError, first_line
+from partc.frontend.huggingface import is_configuration
+from partc.frontend.trace import Batches, trace_file, trace_model
+from partc.frontend.user_modules import RESERVED, imported_by, with_imports
+from partc.ir.gradients import trains
+from partc.ir.mesh import Mesh
+from partc.ir.program import Program
+from partc.quoting import environment
+from partc.settings import PASSES, settings
+
+WEIGHTS, BATCH = "model.pt", "batch.pt"
+_RENAMED = "given_model"  # for a function's file whose own name a package has already
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """A traced program, the text of its package's model.py with its options, and the files that model.py reads."""
+
+    program: Program
+    source: str
+    options: Mapping[str, Any]
+    extra: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def trace(
+    model: Any,
+    batch: Any,
+    loss: Callable[..., Any] | None,
+    *,
+    options: Mapping[str, Any],
+    mesh: Mesh,
+    batches: Batches,
+    precision: str,
+) -> Origin:
+    """Trace any model that `partc.compile` accepts. Raises PartcError P0214, P0215 and those of the trace."""
+    with _quiet():
+        if isinstance(model, str | os.PathLike):
+            text = {name: str(value) for name, value in options.items()}
+            traced = trace_file(Path(model), text, mesh=mesh, batches=batches, precision=precision)
+            _check_trains(traced.program)
+            extra = {} if is_configuration(model) else imported_by(Path(model))
+            return Origin(program=traced.program, source=traced.model_source, options=traced.options, extra=extra)
+        given = _batch(batch)
+        if isinstance(model, nn.Module):
+            source, extra = _stored(model, given, loss)
+            build: Callable[[], nn.Module] = lambda: _without_memory(model)  # noqa: E731
+            name = type(model).__name__
+        elif callable(model):
+            source, extra = _imported(model, given, loss)
+            build, name = model, getattr(model, "__name__", "model")
+        else:
+            raise PartcError(
+                "P0214",
+                f"a {type(model).__name__} is no model",
+                help="give a path, a module or a function that builds one",
+            )
+        program = trace_model(
+            build, lambda: given, loss, name=name.lower(), mesh=mesh, batches=batches, precision=precision
+        )
+    _check_trains(program)
+    return Origin(program=program, source=source, options={}, extra=extra)
+
+
+def _check_trains(program: Program) -> None:
+    if not trains(program):
+        raise PartcError(
+            "P0217",
+            "no gradient of the loss reaches a parameter: nothing would be trained",
+            help="something must require gradients, and forward must not detach it from the loss",
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A context that suppresses torch's log messages before an error that partc explains."""
+    before = logging.root.manager.disable
+    if settings().debug < PASSES:
+        logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _batch(batch: Any) -> dict[str, Tensor]:
+    found = batch() if callable(batch) else batch
+    if not isinstance(found, Mapping) or not found or not all(isinstance(x, Tensor) for x in found.values()):
+        raise PartcError(
+            "P0214",
+            "a model given as an object needs its batch as a dict of tensors",
+            help="partc.compile(model, {'x': tensor, ...}, mesh=...): one global batch, by argument names",
+        )
+    return {name: x.detach().cpu() for name, x in found.items()}
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """A copy of the model on the meta device."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        bare = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+    return copy.deepcopy(model, memo)
+
+
+def _stored(model: nn.Module, batch: Mapping[str, Tensor], loss: Any) -> tuple[str, dict[str, bytes]]:
+    """A model file that loads the pickled model, and the code of its classes unless they are installed."""
+    extra = {WEIGHTS: _saved(model), BATCH: _saved(dict(batch))}
+    for kind in {type(module) for module in model.modules()}:
+        module = _module_of(kind)
+        if module == "__main__" or module.partition(".")[0] in RESERVED or not _is_importable(module):
+            raise PartcError(
+                "P0215",
+                f"{kind.__name__} is defined in {module}, which its package could not import",
+                help="move the class to a module of another name, or give a function that builds the model",
+            )
+        extra |= with_imports(module, module)
+    imports = [] if loss is None else [_import(loss, "loss", extra)]
+    digest = hashlib.sha256(extra[WEIGHTS]).hexdigest()
+    return _text(imports=imports, weights=WEIGHTS, digest=digest, batch=BATCH), extra
+
+
+def _imported(build: Callable[..., Any], batch: Mapping[str, Tensor], loss: Any) -> tuple[str, dict[str, bytes]]:
+    """A model file that imports the function, and the function's code unless it is installed."""
+    extra = {BATCH: _saved(dict(batch))}
+    imports = [_import(build, "model", extra)]
+    imports += [] if loss is None else [_import(loss, "loss", extra)]
+    return _text(imports=sorted(imports), weights="", batch=BATCH), extra
+
+
+def _import(function: Any, name: str, extra: dict[str, bytes]) -> str:
+    """The line that imports a function under a name; the function's file is added to `extra`."""
+    own = getattr(function, "__qualname__", "")
+    if not _is_importable(own) or "." in own:
+        raise PartcError(
+            "P0215",
+            f"{own or function!r} is not a function that a package could import",
+            help="define it with a name, at the top level of a module",
+        )
+    module = _module_of(function)
+    target = module
+    if module == "__main__":
+        target = Path(inspect.getsourcefile(function) or "script.py").stem
+        _require_guard(function)
+    if target.partition(".")[0] in RESERVED or not _is_importable(target):
+        target = _RENAMED
+    extra |= with_imports(module, target)
+    return f"from {target} import {own}" + ("" if own == name else f" as {name}")
+
+
+def _is_importable(name: str) -> bool:
+    """Whether the name is valid in an import statement."""
+    return all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split("."))
+
+
+def _module_of(item: Any) -> str:
+    return str(getattr(item, "__module__", "") or "__main__")
+
+
+def _require_guard(function: Any) -> None:
+    """Check that importing a script only defines names, since its package imports it. Raises PartcError P0215."""
+    path = inspect.getsourcefile(function)
+    statements = ast.parse(Path(path).read_text()).body if path and Path(path).is_file() else [ast.Pass()]
+    defines = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    for node in statements:
+        guarded = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        calls = isinstance(node, ast.Assign) and "compile(" in ast.unparse(node)
+        if calls or not (guarded or text or isinstance(node, defines)):
+            raise PartcError(
+                "P0215",
+                f"{function.__qualname__} is defined in a script that does more than define when it is imported",
+                help='put its actions under `if __name__ == "__main__":`, or the function in a module',
+            )
+
+
+def _saved(item: Any) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(item, buffer)
+    except Exception as error:  # whatever pickle finds that it can't give a name
+        raise PartcError(
+            "P0215",
+            f"a package could not load what torch.save makes of the model or its batch: {first_line(error)}",
+            help="define classes at the top level of a module, or give a function that builds the model",
+        ) from error
+    return buffer.getvalue()
+
+
+def _text(**values: Any) -> str:
+    return environment().get_template("object_model.py.jinja").render(**values)

@@ -1,0 +1,418 @@
+"""From a model to the IR: one region with the operations of the whole forward pass."""
+
+from __future__ import annotations
+
+import operator
+import re
+import tempfile
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+
+from partc.errors import InternalError, PartcError, Source
+from partc.frontend.capture import Captured, Loss, capture
+from partc.frontend.huggingface import PREFIX, is_configuration, model_source
+from partc.frontend.model_file import load
+from partc.installed import is_machinery, shortened
+from partc.ir.layout import Layout
+from partc.ir.mesh import Mesh
+from partc.ir.naming import identifier, unique, unreserved
+from partc.ir.operators import DTYPE_NAMES
+from partc.ir.program import Arg, Call, DTypeArg, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
+from partc.quoting import shown
+from partc.torch_private import OpOverload
+
+MAIN = "main"
+_IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
+_INLINED = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
+_AUTOCAST = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}  # the types to which products cast fp32, and other types that they take
+# Operations whose tensors must share one dtype; tracing without values does not check it.
+_PRODUCTS = frozenset({
+    "linear", "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "addmm", "addmv", "addbmm", "baddbmm", "addr",
+    "einsum", "tensordot", "bilinear", "cdist", "prelu", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d", "lstm", "gru", "rnn_tanh", "rnn_relu",
+})  # fmt: skip
+_DROPPED = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A traced model: its program, and the means by which a package builds the model again."""
+
+    program: Program
+    model_source: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """The number of microbatches of a step, and whether each is a batch of its own (`repeated`)."""
+
+    microbatches: int = 1
+    repeated: bool = False
+
+    @property
+    def parts(self) -> int:
+        """The number of parts into which the batch is cut before the model sees one."""
+        return self.microbatches if self.repeated else 1
+
+
+ONE_BATCH = Batches()
+
+
+def trace_file(
+    path: Path, options: Mapping[str, str], *, mesh: Mesh, batches: Batches = ONE_BATCH, precision: str = "fp32"
+) -> Traced:
+    """Trace a model file, or the model of `hf:PATH/config.json`. Raises PartcError P0201 to P0233."""
+    if is_configuration(path):
+        return _trace_configuration(str(path), options, mesh=mesh, batches=batches, precision=precision)
+    file = load(path, options)
+    captured = capture(file.model, file.batch, file.loss, precision=precision, path=file.path, parts=batches.parts)
+    program = program_of(captured, name=file.name, mesh=mesh, batches=batches)
+    return Traced(program=program, model_source=file.source, options=file.options)
+
+
+def _trace_configuration(
+    model: str, options: Mapping[str, str], *, mesh: Mesh, batches: Batches, precision: str
+) -> Traced:
+    """Trace the model file that partc generates for a configuration; the package gets the same file."""
+    source = model_source(model)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{Path(model.removeprefix(PREFIX)).resolve().parent.name or 'model'}.py"
+        path.write_text(source, encoding="utf-8")
+        traced = trace_file(path, options, mesh=mesh, batches=batches, precision=precision)
+    return traced
+
+
+def trace_model(
+    build: Callable[[], nn.Module],
+    batch: Callable[[], Mapping[str, Any]],
+    loss: Loss | None = None,
+    *,
+    name: str,
+    mesh: Mesh,
+    batches: Batches = ONE_BATCH,
+    precision: str = "fp32",
+) -> Program:
+    """Trace a model given as functions. Raises PartcError P0205 to P0209."""
+    captured = capture(build, batch, loss, precision=precision, parts=batches.parts)
+    return program_of(captured, name=name, mesh=mesh, batches=batches)
+
+
+def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -> Program:
+    """The program of an exported model: the region `main`, called once."""
+    parameters = _parameters(captured.model, captured.trained)
+    owners = {alias: p.name for p in parameters for alias in (p.name, *p.aliases)}
+    reader = _GraphReader(captured, owners)
+    graph = reader.read()
+    used = {value: name for name, value in reader.states.items()}
+    region = Region(name=MAIN, params=tuple(reader.params), forward=graph)
+    inputs = tuple(captured.batch)
+    result = unique("loss", {*inputs})
+    made = next(op for op in graph.ops if any(value.name == graph.outputs[0] for value in op.results))
+    loss = next(value for value in made.results if value.name == graph.outputs[0])
+    if loss.type.shape or not loss.type.differentiable:
+        wrong = f"has shape {loss.type.shape}" if loss.type.shape else f"is {loss.type.dtype}"
+        raise PartcError(
+            "P0208",
+            f"the loss {wrong}: it must be a floating-point scalar",
+            help="return its mean or sum",
+            source=made.source,
+        )
+    if batches.repeated:
+        graph, loss = _share(graph, loss, batches.microbatches)
+        region = replace(region, forward=graph)
+    call = Call(
+        name=MAIN, region=MAIN, params=tuple(used[v.name] for v in reader.params), args=inputs, results=(result,)
+    )
+    return Program(
+        name=shown(name),
+        mesh=mesh,
+        microbatches=batches.microbatches,
+        repeated=batches.repeated,
+        inputs=inputs,
+        values=(
+            *(replace(value, name=name) for name, value in zip(inputs, graph.inputs, strict=True)),
+            Value(name=result, type=loss.type),
+        ),
+        parameters=parameters,
+        regions=(region,),
+        calls=(call,),
+        loss=result,
+    )
+
+
+def _share(graph: Graph, loss: Value, count: int) -> tuple[Graph, Value]:
+    """Divide the loss of one of `count` batches by `count`."""
+    share = Value(name=f"{loss.name}_share", type=loss.type)
+    op = Op(name="div", args=(Ref(loss.name), count), results=(share,))
+    return replace(graph, ops=(*graph.ops, op), outputs=(share.name, *graph.outputs[1:])), share
+
+
+def _parameters(model: nn.Module, trained: Container[str]) -> tuple[Parameter, ...]:
+    """All parameters and buffers, each under its first name; further names of tied ones are aliases."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for source in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in source:
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+    return tuple(
+        Parameter(
+            name=found[0],
+            type=tensor_type(tensors[key], f"{found[0]} of the model"),
+            trainable=found[0] in trained,
+            aliases=tuple(found[1:]),
+        )
+        for key, found in names.items()
+    )
+
+
+def tensor_type(tensor: Tensor, name: str) -> TensorType:
+    """The type of a dense tensor that no axis cuts yet. Raises PartcError P0209 for other tensors."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise PartcError("P0209", f"{name} is a {kind} tensor", help="use dense tensors")
+    if tensor.dtype not in DTYPE_NAMES:
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
+        raise PartcError("P0209", f"{name} is of {tensor.dtype}", help=f"the dtypes of tensors are {dtypes}")
+    return TensorType(dtype=DTYPE_NAMES[tensor.dtype], layout=Layout.replicated(tensor.shape))
+
+
+class _GraphReader:
+    """Walks an exported graph once and collects operations, inputs and parameters."""
+
+    def __init__(self, captured: Captured, owners: Mapping[str, str]) -> None:
+        self._exported = captured.exported
+        self._constants = {name: tensor for name, tensor in captured.exported.constants.items()}
+        self._entries = tuple(captured.batch)
+        self._names: dict[fx.Node, str] = {}
+        self._ops: list[Op] = []
+        self.params: list[Value] = []
+        self.inputs: list[Value] = []
+        self.states: dict[str, str] = {}  # parameter, by its first name -> its value
+        self._owners = owners
+        self._low = _AUTOCAST.get(captured.precision)
+
+    def read(self) -> Graph:
+        signature = self._exported.graph_signature
+        specs = {spec.arg.name: spec for spec in signature.input_specs}
+        module = self._exported.graph_module
+        places = [node for node in module.graph.nodes if node.op == "placeholder"]
+        given = [node for node in places if specs[node.name].kind == InputKind.USER_INPUT]
+        taken = {node.name for node in module.graph.nodes if node not in given}
+        for node, entry in zip(given, self._entries, strict=True):
+            self._names[node] = unique(unreserved(identifier(entry)), taken)
+        for node in places:
+            self._placeholder(node, specs[node.name])
+        outputs = self._body(module)
+        return Graph(inputs=tuple(self.inputs), ops=tuple(self._ops), outputs=(outputs[0],))
+
+    def _placeholder(self, node: fx.Node, spec: Any) -> None:
+        self._names.setdefault(node, node.name)
+        match spec.kind:
+            case InputKind.USER_INPUT:
+                type = tensor_type(node.meta["val"], f"the entry {self._entries[len(self.inputs)]!r} of batch()")
+                self.inputs.append(Value(name=self._names[node], type=type))
+            case InputKind.PARAMETER | InputKind.BUFFER:
+                owner = self._owners[spec.target.removeprefix("model.")]
+                self._names[node] = self.states.setdefault(owner, node.name)
+                if self._names[node] == node.name:  # not another name of a tied one
+                    type = tensor_type(node.meta["val"], f"{owner} of the model")
+                    self.params.append(Value(name=node.name, type=type))
+            case InputKind.CONSTANT_TENSOR:
+                self._constant(node, spec.target)
+            case _:
+                raise InternalError(f"input {node.name} of kind {spec.kind}")
+
+    def _constant(self, node: fx.Node, target: str) -> None:
+        """A tensor that forward created from Python numbers; small ones become literals."""
+        type = tensor_type(node.meta["val"], "a constant of forward")
+        values = self._constants.get(target)
+        if values is None or values.numel() > 4096 or hasattr(values, "fake_mode"):
+            if 0 in type.shape:
+                args: tuple[Arg, ...] = (type.shape, 0)
+                self._add("full", args, (("dtype", DTypeArg(type.dtype)),), (Value(name=node.name, type=type),), None)
+                return
+            raise PartcError(
+                "P0211",
+                f"forward uses a constant tensor of shape {type.shape} that is no buffer",
+                help="register it as a buffer of its module",
+                source=source_of(next(iter(node.users), node)),
+            )
+        args = (tuple(values.flatten().tolist()), type.shape)
+        self._add("constant", args, (("dtype", DTypeArg(type.dtype)),), (Value(name=node.name, type=type),), None)
+
+    def _body(self, module: fx.GraphModule) -> tuple[str, ...]:
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                self._node(node, module)
+            elif node.op == "output":
+                return tuple(self._names[item] for item in node.args[0])
+        raise InternalError("a graph without an output")
+
+    def _node(self, node: fx.Node, module: fx.GraphModule) -> None:
+        if node.target is operator.getitem:
+            return
+        name = _name(node)
+        if name in _DROPPED:
+            return
+        if name in _INLINED:
+            self._inline(node, module)
+            return
+        try:
+            self._check(node, name)
+            results = self._results(node)
+            args = tuple(self._arg(arg) for arg in node.args)
+            attrs = {key: self._arg(arg) for key, arg in node.kwargs.items() if key not in _IGNORED}
+        except PartcError as error:
+            error.source = error.source or source_of(node)
+            raise
+        out = attrs.pop("out", None)
+        if out is None:
+            self._add(name, args, tuple(attrs.items()), results, source_of(node))
+            return
+        made = replace(results[0], name=f"{results[0].name}_made")
+        self._add(name, args, tuple(attrs.items()), (made,), source_of(node))
+        self._add("copy_", (out, Ref(made.name)), (), results, source_of(node))
+
+    def _check(self, node: fx.Node, name: str) -> None:
+        """Refuse higher-order functions, and products of different dtypes, which fail once there are values.
+
+        Raises PartcError P0222 and P0223.
+        """
+        if any(arg.op == "get_attr" for arg in node.all_input_nodes):
+            raise PartcError(
+                "P0223",
+                f"torch's {name} runs functions of its own, which partc cannot cut",
+                help="write it with torch.where, or with branches and loops over shapes and options",
+            )
+        if name not in _PRODUCTS:
+            return
+        vals = (other.meta.get("val") for other in node.all_input_nodes)
+        found = {val.dtype for val in vals if isinstance(val, Tensor)}
+        cast = {torch.float32, self._low} if self._low is not None else set()
+        if torch.bool in found or (len(found) > 1 and not found <= cast):
+            given = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+            raise PartcError(
+                "P0222",
+                f"{name} takes tensors of one dtype that it can multiply, not {given}",
+                help="cast them with .to(x.dtype); all weights are held in one dtype, which --precision sets",
+            )
+
+    def _results(self, node: fx.Node) -> tuple[Value, ...]:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            self._names[node] = node.name
+            return (Value(name=node.name, type=tensor_type(value, f"the result of {_name(node)}")),)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise PartcError(
+                "P0206",
+                "the model does not trace: a branch, a size or a Python number depends on the values of a tensor",
+                help="keep the value a tensor: choose with torch.where, mask elements in place of selecting them",
+            )
+        if not isinstance(value, tuple | list):
+            raise PartcError(
+                "P0206",
+                f"the model does not trace: {_name(node)} is no operation on tensors",
+                help="torch.func's transforms and side effects cannot be traced: write the operations out",
+            )
+        items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        results = []
+        for index, item in enumerate(value):
+            name = items[index].name if index in items else f"{node.name}_{index}"
+            if index in items:
+                self._names[items[index]] = name
+            results.append(Value(name=name, type=tensor_type(item, f"a result of {_name(node)}")))
+        return tuple(results)
+
+    def _inline(self, node: fx.Node, module: fx.GraphModule) -> None:
+        """Replace a higher-order operation that runs a submodule by the submodule's operations.
+
+        Raises PartcError P0223 for an autocast, whose casts the trace lacks.
+        """
+        if _name(node) == "wrap_with_autocast" and node.args[2]:
+            raise PartcError(
+                "P0223",
+                "forward turns on torch.autocast, whose casts are not in the trace",
+                help="leave it out, and compile with --precision bf16 or fp16",
+                source=source_of(node) or next(filter(None, map(source_of, node.users)), None),
+            )
+        operands = [arg for arg in node.args if isinstance(arg, fx.Node)]
+        body = getattr(module, str(operands[0].target))
+        places = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        for inner, outer in zip(places, operands[1:], strict=True):
+            self._names[inner] = self._names[outer]
+        prefix = len(self._ops)
+        self._rename_inner(body, f"{node.name}_{prefix}")
+        outputs = self._body(body)
+        for user in node.users:
+            if user.target is operator.getitem:
+                made = outputs[user.args[1]]  # type: ignore[index]
+                self._names[user] = made if node.args[0] is not False else self._stopped(user, made)
+
+    def _stopped(self, user: fx.Node, made: str) -> str:
+        """Detach a value that was computed under no_grad."""
+        value = Value(name=f"{user.name}_stopped", type=tensor_type(user.meta["val"], user.name))
+        self._add("detach", (Ref(made),), (), (value,), source_of(user))
+        return value.name
+
+    def _rename_inner(self, body: fx.GraphModule, prefix: str) -> None:
+        taken = {value.name for op in self._ops for value in op.results}
+        taken |= {value.name for value in (*self.params, *self.inputs)}
+        for inner in body.graph.nodes:
+            if inner.op == "call_function" and inner.name in taken:
+                inner.name = f"{prefix}_{inner.name}"
+
+    def _add(
+        self,
+        name: str,
+        args: tuple[Arg, ...],
+        attrs: tuple[tuple[str, Arg], ...],
+        results: tuple[Value, ...],
+        source: Source | None,
+    ) -> None:
+        self._ops.append(Op(name=name, args=args, attrs=attrs, results=results, source=source))
+
+    def _arg(self, arg: Any) -> Arg:
+        if isinstance(arg, fx.Node):
+            return Ref(self._names[arg])
+        if isinstance(arg, torch.dtype):
+            if arg not in DTYPE_NAMES:
+                raise PartcError("P0209", f"tensors of {arg} are not supported", help="partc explain P0209")
+            return DTypeArg(DTYPE_NAMES[arg])
+        if isinstance(arg, list | tuple):
+            return tuple(self._arg(item) for item in arg)
+        if arg is None or isinstance(arg, bool | int | float | str):
+            return arg
+        if isinstance(arg, torch.device | torch.layout | torch.memory_format):
+            return None
+        raise InternalError(f"an operation's argument has no place in the IR: {arg!r}")
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, OpOverload):
+        namespace, name = target._schema.name.split("::")
+        return name if namespace == "aten" else f"{namespace}::{name}"
+    return getattr(target, "__name__", str(target))
+
+
+def source_of(node: fx.Node) -> Source | None:
+    """The innermost line of model code that made a node, and the module that ran it."""
+    stack = node.meta.get("nn_module_stack") or {}
+    module = next(reversed([path for path, _ in stack.values()]), "").removeprefix("model").removeprefix(".")
+    module = re.sub(r"@\d+$", "", module)
+    frames = re.findall(r'(?m)^\s*File "(.+)", line (\d+), in ', node.meta.get("stack_trace") or "")
+    chosen = next(((f, n) for f, n in reversed(frames) if not is_machinery(f)), None)
+    if chosen is None:
+        return Source(file="", line=0, module=module) if module else None
+    return Source(file=shortened(chosen[0]), line=int(chosen[1]), module=module)

@@ -1,0 +1,116 @@
+"""The causes of failed traces in the user's terms: a table of known causes, else torch's own first line."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from partc.errors import PartcError, first_line
+from partc.frontend.model_file import blame
+from partc.installed import is_machinery
+
+_CHECK = "call the model on one batch in plain PyTorch, without partc, to see the whole error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A pattern over `Type: first line` of an exception, its cause, and a remedy.
+
+    `{0}`, `{1}` are the pattern's groups; an empty cause keeps the exception's own message.
+    """
+
+    pattern: str
+    cause: str = ""
+    help: str
+
+
+KNOWN: tuple[Known, ...] = (
+    Known(
+        pattern=r"GuardOnDataDependent|PendingUnbacked|UserError.*data-dependent|Cannot call numel|u\d+",
+        cause="a branch or a size depends on the values of a tensor",
+        help="choose between values with torch.where; take sizes from shapes or from options",
+    ),
+    Known(
+        pattern=r"(?:DynamicOutputShape|DataDependentOutput)Exception: aten\.(\w+)",
+        cause="{0} gives a result whose size depends on the values of a tensor",
+        help="keep all elements and mask those that do not count",
+    ),
+    Known(
+        pattern=r"\.(?:numpy|tolist)\(\) is not supported",
+        cause="forward reads the values of a tensor, which has none while it is traced",
+        help="compute with torch's operations in place of NumPy's or Python's",
+    ),
+    Known(
+        pattern=r"at least two devices, (?:meta and \S+|\S+ and meta)!",
+        cause="forward uses a tensor on the meta device that is no parameter and no buffer{1}",
+        help="models are built on the meta device, without values: give such a tensor a name with "
+        "register_buffer(name, tensor, persistent=False)",
+    ),
+    Known(
+        pattern=r"at least two devices, (\S+) and (\S+)!",
+        cause="forward puts a tensor on a device of its own: {0} and {1} meet",
+        help="leave device= out, or use that of an operand (x.device): packages place tensors themselves",
+    ),
+    Known(
+        pattern=r"Torch not compiled with CUDA|device type at start of device string|Invalid device string",
+        help="leave devices out of the model: packages place tensors themselves",
+    ),
+    Known(
+        pattern=r"(?:UnsupportedOperatorException|NotImplementedError).*?(?:aten[.:]+)(\w+)",
+        cause="torch cannot trace the operation {0}: it has no rule for its result's shape",
+        help="use operations on dense tensors, or register one of your own with torch.library.register_fake",
+    ),
+    Known(
+        pattern=r"RecursionError",
+        cause="forward nests calls deeper than Python's recursion limit",
+        help="look for a module or function that calls itself, or nest modules less deeply",
+    ),
+    Known(
+        pattern=r"TypeError: (?:\w+\.)?(?:forward|loss)\(\) (?:got an unexpected|missing|takes)",
+        help="the entries of batch() are forward's arguments by name; a file that defines loss(model, batch) calls the "
+        "model itself",
+    ),
+    Known(
+        pattern=r"dtype|must have the same type|Input type .* and weight type", help="convert one of them; " + _CHECK
+    ),
+)
+
+
+def explained(error: BaseException, model: nn.Module, path: Path | None) -> PartcError:
+    """The error P0206 for an exception that ended a trace, at the model's own line."""
+    said = first_line(error)
+    text = f"{type(error).__name__}: {said}"
+    known = None if _raised_by_the_model(error) else next((e for e in KNOWN if re.search(e.pattern, text)), None)
+    if known is None:
+        cause, help = f"forward raises {text}", _CHECK
+    elif not known.cause:
+        cause, help = f"forward raises {text}", known.help
+    else:
+        found = re.search(known.pattern, text)
+        groups = (*(found.groups() if found else ()), "", "")
+        if "{1}" in known.cause and not groups[1]:
+            plain = ", ".join(plain_tensors(model))
+            groups = ("", f" (plain attributes of the model: {plain})" if plain else "")
+        cause, help = known.cause.format(*groups), known.help
+    return PartcError("P0206", f"the model does not trace: {cause}", help=help, source=blame(error, path))
+
+
+def _raised_by_the_model(error: BaseException) -> bool:
+    """Whether a raise or an assert outside torch made the exception, so that its message is the author's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or is_machinery(frames[-1].filename):
+        return False
+    return (frames[-1].line or "").lstrip().startswith(("raise", "assert"))
+
+
+def plain_tensors(model: nn.Module) -> Iterator[str]:
+    """The names of tensors that modules hold as plain attributes, which neither state dicts nor packages contain."""
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,1 @@
+"""The IR: meshes, layouts, programs of regions and calls; the printer, the parser, the verifier, the interpreter."""

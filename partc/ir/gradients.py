@@ -1,0 +1,86 @@
+"""The values of a program that need a gradient, and the readers that supply it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from partc.ir.program import Graph, Program
+
+
+def trainable_params(program: Program) -> dict[str, frozenset[str]]:
+    """For each region, its parameters (relative names) that are trained in some call."""
+    trained = {parameter.name for parameter in program.parameters if parameter.trainable}
+    found: dict[str, set[str]] = {region.name: set() for region in program.regions}
+    regions = {region.name: region for region in program.regions}
+    for call in program.calls:
+        for value, name in zip(regions[call.region].params, call.params, strict=True):
+            if name in trained and value.type.differentiable:
+                found[call.region].add(value.name)
+    return {name: frozenset(params) for name, params in found.items()}
+
+
+def trains(program: Program) -> bool:
+    """Whether a gradient of the loss reaches a parameter, in a program of a single region."""
+    region, trained = program.regions[0], trainable_params(program)
+    return region.forward.outputs[0] in reached(region.forward, trained[region.name])
+
+
+def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
+    """For each region, its inputs whose gradient some call returns to an earlier one."""
+    trainable = trainable_params(program)
+    regions = {region.name: region for region in program.regions}
+    needs: dict[str, set[str]] = {name: set() for name in regions}
+    while True:
+        owing: set[str] = set()
+        before = sum(map(len, needs.values()))
+        for call in program.calls:
+            region = regions[call.region]
+            for value, name in zip(region.forward.inputs, call.args, strict=True):
+                if name in owing and value.type.differentiable:
+                    needs[region.name].add(value.name)
+            live = reached(region.forward, needs[region.name] | trainable[region.name])
+            owing.update(name for name, out in zip(call.results, region.forward.outputs, strict=True) if out in live)
+        if sum(map(len, needs.values())) == before:
+            return {name: frozenset(inputs) for name, inputs in needs.items()}
+
+
+def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
+    """Arguments of calls through which the loss depends on them, as (call, argument, stage): gradients return there.
+
+    Arguments that a call only detaches, directly or in a later call, have none.
+    """
+    regions = {region.name: region for region in program.regions}
+    wanted, found = {program.loss}, set()
+    for call in reversed(program.calls):
+        graph = regions[call.region].forward
+        outputs = {out for out, name in zip(graph.outputs, call.results, strict=False) if name in wanted}
+        for value, name in zip(graph.inputs, call.args, strict=True):
+            if outputs & reached(graph, (value.name,)):
+                found.add((call.name, name, call.stage))
+                wanted.add(name)
+    return frozenset(found)
+
+
+# Operations whose results have no gradient. As in autograd, a gradient that is zero everywhere counts as one.
+_FLAT = frozenset({"detach", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"})
+
+
+def reached(graph: Graph, roots: Iterable[str]) -> set[str]:
+    """The floating-point values whose gradient reaches the roots, the roots included."""
+    live = set(roots)
+    for op in graph.ops:
+        if op.name not in _FLAT and any(name in live for name in op.refs()):
+            live.update(value.name for value in op.results if value.type.differentiable)
+    return live
+
+
+def input_only(program: Program) -> frozenset[str]:
+    """Names of the calls whose results depend on inputs and constants, and on no parameter."""
+    trainable = {parameter.name for parameter in program.parameters if parameter.trainable}
+    pure_values = set(program.inputs)
+    calls = set()
+    for call in program.calls:
+        if not trainable.intersection(call.params) and pure_values.issuperset(call.args):
+            calls.add(call.name)
+            pure_values.update(call.results)
+    return frozenset(calls)

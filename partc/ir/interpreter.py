@@ -1,0 +1,119 @@
+"""A reference interpreter: runs the IR with plain torch, operation by operation, as the oracle of tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from partc.ir.operators import DTYPES
+from partc.ir.program import Arg, DTypeArg, Graph, Op, Program, Ref
+
+
+def evaluate(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The graph's outputs by name. `values` holds its inputs and parameters.
+
+    Layouts are ignored: shapes are global, as before the partition pass.
+    """
+    known = dict(values)
+    for op in graph.ops:
+        known.update(results_of(op, known))
+    return {name: known[name] for name in graph.outputs}
+
+
+def evaluate_program(program: Program, batch: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    """The loss of a whole batch, before the partition pass; parameters go by the names in `program.parameters`."""
+    regions = {region.name: region for region in program.regions}
+    known = dict(batch)
+    for call in program.calls:
+        region = regions[call.region]
+        inputs = {value.name: known[name] for value, name in zip(region.forward.inputs, call.args, strict=True)}
+        params = {value.name: parameters[name] for value, name in zip(region.params, call.params, strict=True)}
+        made = evaluate(region.forward, inputs | params)
+        known.update(zip(call.results, (made[name] for name in region.forward.outputs), strict=True))
+    return known[program.loss]
+
+
+def results_of(op: Op, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The results of one operation, by name."""
+    if op.body:
+        inside = dict(known)
+        for inner in op.body:
+            inside.update(results_of(inner, inside))
+        return {value.name: inside[value.name] for value in op.results}
+    args = [_value(arg, known) for arg in op.args]
+    attrs = {key: _value(arg, known) for key, arg in op.attrs}
+    found = _COMPOSITES[op.name](*args, **attrs) if op.name in _COMPOSITES else _operator(op.name)(*args, **attrs)
+    results = found if isinstance(found, tuple | list) else (found,)
+    return {value.name: result for value, result in zip(op.results, results, strict=True)}
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    namespace, _, rest = name.rpartition("::")
+    return getattr(getattr(torch.ops, namespace or "aten"), rest)  # type: ignore[no-any-return]
+
+
+def _value(arg: Arg, known: Mapping[str, Tensor]) -> Any:
+    match arg:
+        case Ref():
+            return known[arg.name]
+        case DTypeArg():
+            return DTYPES[arg.name]
+        case tuple():
+            return [_value(item, known) for item in arg]
+        case _:
+            return arg
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    """Attention with every step spelled out; each head of k and v serves a group of heads of q."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(dim=-1) @ v
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | None, ignore: int, smoothing: float) -> Tensor:
+    """The loss of each row, over the last dimension."""
+    flat = F.cross_entropy(
+        logits.flatten(0, -2),
+        labels.flatten(),
+        weight,
+        ignore_index=ignore,
+        label_smoothing=smoothing,
+        reduction="none",
+    )
+    return flat.reshape(labels.shape)
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+    dims = tuple(range(-len(shape), 0))
+    small = torch.finfo(x.dtype).eps if eps is None else eps
+    normed = x * torch.rsqrt(x.square().mean(dim=dims, keepdim=True) + small)
+    return normed if weight is None else normed * weight
+
+
+_COMPOSITES: Mapping[str, Callable[..., Any]] = {
+    "linear": lambda x, w, b=None: F.linear(x, w, b),
+    "attention": _attention,
+    "cross_entropy": _cross_entropy,
+    "mask_classes": lambda x, classes: torch.cat([x[..., :classes], torch.full_like(x[..., classes:], -math.inf)], -1),
+    "rms_norm": _rms_norm,
+    "layer_norm": lambda x, shape, w, b, eps: F.layer_norm(x, shape, w, b, eps),
+    "dropout_backward": lambda grad, kept, p: grad * kept / (1 - p),
+    "drop": lambda x, kept, p: x * kept / (1 - p),
+    "reshape": lambda x, sizes: x.reshape(sizes),
+    "split": lambda x, sizes, dim: x.split(sizes, dim),
+    "to": lambda x, dtype: x.to(dtype),
+    "sum": lambda x, dims, keepdim: x.sum(dims, keepdim) if dims else x,
+    "full": lambda sizes, fill, dtype: torch.full(sizes, fill, dtype=dtype),
+    "tensor": lambda values, sizes, dtype: torch.tensor(values, dtype=dtype).reshape(sizes),
+}

@@ -1,0 +1,222 @@
+"""Layouts: the sub-dimensions of a tensor's dimensions, and the mesh axes that shard them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+Sizes = Mapping[str, int]  # axis name -> number of ranks (or of microbatches, for "mb")
+
+
+@dataclass(frozen=True, slots=True)
+class SubDim:
+    """A factor of a dimension: `size` elements (global), sharded over `axes`, major axis first."""
+
+    size: int
+    axes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.size}@{','.join(self.axes)}" if self.axes else str(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A placement on one axis: dimension `dim`, viewed as [outer, rest], is cut along `rest`."""
+
+    dim: int
+    outer: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """Equal on every rank of the axis; so is its gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Varying:
+    """Equal on every rank of the axis, with a gradient that is a sum over these ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The value is the sum over the ranks of the axis."""
+
+
+Placement = Shard | Replicated | Varying | Partial
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The sub-dimensions of each dimension, from major to minor, and the partial and varying axes.
+
+    An axis that appears nowhere is replicated. `[16@dp · 2048@tp, 4096]` is a flattened (batch, sequence) dimension
+    whose two parts are sharded over two axes.
+    """
+
+    dims: tuple[tuple[SubDim, ...], ...]
+    partial: tuple[str, ...] = ()
+    varying: tuple[str, ...] = ()
+
+    @classmethod
+    def replicated(cls, shape: Iterable[int]) -> Layout:
+        return cls(tuple((SubDim(size),) for size in shape))
+
+    @classmethod
+    def build(cls, shape: Sequence[int], placements: Mapping[str, Placement], sizes: Sizes) -> Layout | None:
+        """The layout that has these placements, or None where sizes don't divide.
+
+        Axes that cut the same sub-dimension nest in the order of `placements`, major first.
+        """
+        cuts: list[dict[int, list[str]]] = [{} for _ in shape]
+        for axis, placement in placements.items():
+            if isinstance(placement, Shard):
+                cuts[placement.dim].setdefault(placement.outer, []).append(axis)
+        dims = []
+        for size, cut in zip(shape, cuts, strict=True):
+            bounds = sorted({1, *cut})
+            if any(outer and (size % outer) for outer in bounds):
+                return None
+            subdims = []
+            for outer, end in zip(bounds, [*bounds[1:], size], strict=True):
+                axes = tuple(cut.get(outer, ()))
+                if end % outer or (end // outer) % math.prod(sizes[axis] for axis in axes):
+                    return None
+                subdims.append(SubDim(end // outer, axes))
+            dims.append(tuple(subdims))
+        partial = tuple(axis for axis, placement in placements.items() if isinstance(placement, Partial))
+        varying = tuple(axis for axis, placement in placements.items() if isinstance(placement, Varying))
+        return cls(tuple(dims), partial, varying).normalized(sizes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return tuple(math.prod(sub.size for sub in dim) for dim in self.dims)
+
+    def local_shape(self, sizes: Sizes) -> tuple[int, ...]:
+        """The shape that one rank holds for one microbatch."""
+        return tuple(
+            math.prod(sub.size // math.prod(sizes[axis] for axis in sub.axes) for sub in dim) for dim in self.dims
+        )
+
+    @property
+    def sharded_axes(self) -> tuple[str, ...]:
+        return tuple(axis for dim in self.dims for sub in dim for axis in sub.axes)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes that are not replicated."""
+        return (*self.sharded_axes, *self.partial, *self.varying)
+
+    def placement(self, axis: str) -> Placement:
+        if axis in self.partial:
+            return Partial()
+        if axis in self.varying:
+            return Varying()
+        for index, dim in enumerate(self.dims):
+            outer = 1
+            for sub in dim:
+                if axis in sub.axes:
+                    return Shard(index, outer)
+                outer *= sub.size
+        return Replicated()
+
+    def placements(self, order: Iterable[str]) -> dict[str, Placement]:
+        """Placements by axis, in the given order of axes."""
+        return {axis: self.placement(axis) for axis in order}
+
+    def normalized(self, sizes: Sizes) -> Layout:
+        """The canonical form: equal layouts compare equal once normalized.
+
+        Axes of size 1 shard nothing and are dropped from the dimensions. An unsharded sub-dimension joins the one
+        before it. A sub-dimension that is cut down to single elements joins the next one.
+        """
+        dims = tuple(_normalized_dim(dim, sizes) for dim in self.dims)
+        partial, varying = (
+            tuple(sorted(axis for axis in axes if sizes[axis] > 1)) for axes in (self.partial, self.varying)
+        )
+        return Layout(dims, partial, varying)
+
+    def without(self, *axes: str) -> Layout:
+        """The same layout with these axes replicated (not normalized)."""
+        drop = set(axes)
+        return Layout(
+            tuple(tuple(SubDim(s.size, tuple(a for a in s.axes if a not in drop)) for s in dim) for dim in self.dims),
+            tuple(a for a in self.partial if a not in drop),
+            tuple(a for a in self.varying if a not in drop),
+        )
+
+    def dual(self) -> Layout:
+        """The layout of the gradient: varying axes become partial, partial axes become replicated."""
+        return replace(self, partial=self.varying, varying=())
+
+    def __str__(self) -> str:
+        dims = ", ".join(" · ".join(map(str, dim)) for dim in self.dims)
+        partial = f" partial({','.join(self.partial)})" if self.partial else ""
+        varying = f" vary({','.join(self.varying)})" if self.varying else ""
+        return f"[{dims}]{partial}{varying}"
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Parse the result of `str`; `*` may stand for `·`. Raises ValueError."""
+        match = re.fullmatch(r"\[([^\]]*)\]((?:\s+(?:partial|vary)\([\w,]+\))*)", text.strip())
+        if not match:
+            raise ValueError(f"not a layout: {text!r}")
+        dims = tuple(_parse_dim(part) for part in _split_dims(match.group(1)))
+        marks = {
+            kind: tuple(axes.split(",")) for kind, axes in re.findall(r"(partial|vary)\(([\w,]+)\)", match.group(2))
+        }
+        return cls(dims, marks.get("partial", ()), marks.get("vary", ()))
+
+
+def index_ranges(
+    layout: Layout, coordinate: Mapping[str, int], sizes: Sizes
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For each dimension, the global ranges [start, end) that the rank at a coordinate holds, in local order."""
+    return tuple(_dim_ranges(dim, coordinate, sizes) for dim in layout.dims)
+
+
+def _dim_ranges(dim: tuple[SubDim, ...], coordinate: Mapping[str, int], sizes: Sizes) -> tuple[tuple[int, int], ...]:
+    ranges: tuple[tuple[int, int], ...] = ((0, 1),)
+    below = 1  # elements of the sub-dimensions from here to the minor end, within which `ranges` lie
+    for sub in reversed(dim):
+        place = 0
+        for axis in sub.axes:
+            place = place * sizes[axis] + coordinate.get(axis, 0)
+        inside = sub.size // math.prod(sizes[axis] for axis in sub.axes)
+        first, last = place * inside, (place + 1) * inside
+        if ranges == ((0, below),):
+            ranges = ((first * below, last * below),)
+        else:
+            ranges = tuple((i * below + start, i * below + end) for i in range(first, last) for start, end in ranges)
+        below *= sub.size
+    return ranges
+
+
+def _normalized_dim(dim: tuple[SubDim, ...], sizes: Sizes) -> tuple[SubDim, ...]:
+    result: list[SubDim] = []
+    for sub in dim:
+        axes = tuple(axis for axis in sub.axes if sizes[axis] > 1)
+        last = result[-1] if result else None
+        exhausted = last is not None and last.axes and last.size == math.prod(sizes[axis] for axis in last.axes)
+        if last is not None and (not axes or exhausted or last.size == 1):
+            result[-1] = SubDim(last.size * sub.size, last.axes + axes)
+        else:
+            result.append(SubDim(sub.size, axes))
+    return tuple(result)
+
+
+def _split_dims(text: str) -> list[str]:
+    """Split at the commas between dimensions, not at those between axes (`16@dp,mb, 4`)."""
+    return [part for part in re.split(r",\s+|,(?=\d)", text.strip()) if part]
+
+
+def _parse_dim(text: str) -> tuple[SubDim, ...]:
+    subs = []
+    for part in re.split(r"\s*[·*]\s*", text.strip()):
+        match = re.fullmatch(r"(\d+)(?:@([a-z_][\w]*(?:,[a-z_][\w]*)*))?", part)
+        if not match:
+            raise ValueError(f"not a dimension: {text!r}")
+        subs.append(SubDim(int(match.group(1)), tuple(match.group(2).split(",")) if match.group(2) else ()))
+    return tuple(subs)

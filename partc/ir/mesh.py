@@ -1,0 +1,167 @@
+"""The device mesh: named axes over ranks, slowest axis first."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from partc.errors import PartcError
+
+PIPELINE_AXIS = "pp"
+TENSOR_AXIS = "tp"
+BATCH_AXIS = "dp"
+TIME_AXIS = "mb"  # microbatches: the batch's axis in time, never part of a mesh
+
+_DEFAULT_NAMES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp")}
+_KNOWN = (PIPELINE_AXIS, BATCH_AXIS, TENSOR_AXIS)
+
+MOST_RANKS = 2**20  # every rank has a module of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Axes as (name, size), slowest first: ranks of the last axis are neighbours."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def parse(cls, spec: str) -> Mesh:
+        """Parse `8`, `4x8`, `2x4x8` or `pp=2,dp=4,tp=8`. Raises PartcError P0101 to P0104."""
+        text = spec.strip()
+        if re.fullmatch(r"[0-9]+(x[0-9]+)*", text):
+            sizes = [_size(part, spec) for part in text.split("x")]
+            if len(sizes) not in _DEFAULT_NAMES:
+                raise PartcError(
+                    "P0102",
+                    f"mesh {spec!r} has {len(sizes)} unnamed axes",
+                    help="up to three are named by position (pp x dp x tp); name more of them: pp=2,dp=4,tp=8",
+                )
+            axes = tuple(zip(_DEFAULT_NAMES[len(sizes)], sizes, strict=True))
+        else:
+            axes = tuple(cls._parse_named(part, spec) for part in text.split(","))
+        return cls._checked(axes, spec)
+
+    @staticmethod
+    def _parse_named(part: str, spec: str) -> tuple[str, int]:
+        match = re.fullmatch(r"\s*([a-z_][a-z0-9_]*)\s*=\s*([0-9]+)\s*", part)
+        if not match:
+            raise PartcError(
+                "P0101",
+                f"mesh {spec!r} does not parse at {part.strip()!r}",
+                help="write sizes (8, 4x8, 2x4x8) or names, slowest first: pp=2,dp=4,tp=8",
+            )
+        return match.group(1), _size(match.group(2), spec)
+
+    @classmethod
+    def _checked(cls, axes: tuple[tuple[str, int], ...], spec: str) -> Mesh:
+        names = [name for name, _ in axes]
+        for name, size in axes:
+            if name not in _KNOWN and not re.fullmatch(rf"{BATCH_AXIS}_[a-z0-9]+", name):
+                raise PartcError(
+                    "P0103",
+                    f"mesh {spec!r} names an unknown axis {name!r}",
+                    help=f"the axes are {', '.join(_KNOWN)}, and parts of the batch's: dp_out, dp_in",
+                )
+            if size < 1:
+                raise PartcError(
+                    "P0104", f"mesh {spec!r} gives axis {name!r} size {size}", help="sizes are 1 or larger"
+                )
+        if len(set(names)) != len(names):
+            raise PartcError("P0104", f"mesh {spec!r} names an axis twice", help="give each axis one size")
+        if math.prod(size for _, size in axes) > MOST_RANKS:
+            raise _too_large(spec)
+        return cls(axes)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return dict(self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def size(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def axis(self, name: str) -> int:
+        """The size of an axis; 1 if the mesh lacks it."""
+        return self.sizes.get(name, 1)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """The coordinate of a rank on each axis."""
+        place: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, place[name] = divmod(rank, size)
+        return {name: place[name] for name in self.names}
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at a coordinate; missing axes count as 0."""
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coordinate.get(name, 0)
+        return rank
+
+    def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on these axes only, in mesh order."""
+        members = [self.coordinate(rank)]
+        for name in (name for name in self.names if name in axes):
+            members = [{**place, name: index} for place in members for index in range(self.axis(name))]
+        return tuple(self.rank(place) for place in members)
+
+    def inside(self, count: int) -> tuple[str, ...]:
+        """The axes whose ranks share a node of `count` ranks, without axes of size 1."""
+        found: list[str] = []
+        stride = 1
+        for name, size in reversed(self.axes):
+            stride *= size
+            if size > 1 and stride <= count:
+                found.append(name)
+        return tuple(reversed(found))
+
+    def cut_at(self, count: int) -> Mesh:
+        """The mesh with the batch axis that spans several nodes of `count` ranks cut in two: dp_out and dp_in.
+
+        Raises PartcError P0105 if a node does not hold whole rows of ranks.
+        """
+        if count < 1 or (self.size % count and count % self.size):
+            raise PartcError(
+                "P0105", f"{self.size} ranks do not fill nodes of {count}", help="give a divisor of the mesh's size"
+            )
+        axes: list[tuple[str, int]] = []
+        stride = 1
+        for name, size in reversed(self.axes):
+            here, stride = count // stride, stride * size
+            if not 1 < here < size or not is_batch_axis(name):
+                axes.append((name, size))
+                continue
+            if size % here:
+                raise PartcError(
+                    "P0105",
+                    f"nodes of {count} ranks cut axis {name} of size {size} after {here}, which does not divide it",
+                    help="choose sizes whose products are whole nodes",
+                )
+            part = "_" if name == BATCH_AXIS else ""
+            axes += [(f"{name}{part}in", here), (f"{name}{part}out", size // here)]
+        return Mesh._checked(tuple(reversed(axes)), str(self))
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+
+def is_batch_axis(name: str) -> bool:
+    """Whether the ranks along an axis hold different examples: dp, or a piece of it (dp_in)."""
+    return name == BATCH_AXIS or name.startswith(f"{BATCH_AXIS}_")
+
+
+def _size(text: str, spec: str) -> int:
+    if len(text.lstrip("0")) > len(str(MOST_RANKS)):
+        raise _too_large(spec)
+    return int(text)
+
+
+def _too_large(spec: str) -> PartcError:
+    shown = spec if len(spec) <= 60 else f"{spec[:57]}..."
+    return PartcError("P0104", f"mesh {shown!r} has more than {MOST_RANKS:,} ranks", help="give a smaller one")

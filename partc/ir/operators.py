@@ -1,0 +1,322 @@
+"""torch operators that represent collectives and composites while a region is differentiated.
+
+They carry shapes and derivatives, never values: regions are differentiated on fake tensors, and the emitted code calls
+partc.runtime instead. A tensor operand of a collective is the local shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partc.ir.program import DType
+from partc.runtime.ops.attention import row_dtype
+from partc.torch_private import below_autograd
+
+Shapes = Callable[..., Tensor | tuple[Tensor, ...]]
+Gradients = Callable[..., Sequence[Tensor | None]]  # (grads of results, args, results) -> grads of args
+
+_LIBRARY = torch.library.Library("partc", "DEF")
+_ops = torch.ops.partc
+
+
+def _operator(name: str, schema: str, shapes: Shapes, gradients: Gradients | None = None) -> None:
+    """Define `partc::name` from its schema, its result shapes and its derivative, if it has one."""
+    _LIBRARY.define(name + schema)
+    _LIBRARY.impl(name, shapes, "CompositeExplicitAutograd")
+    if gradients is None:
+        return
+    derivative = gradients
+    call = getattr(_ops, name)
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            ctx.args = args
+            with below_autograd():
+                ctx.results = call(*args)
+            return ctx.results
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            found = tuple(derivative(grads, ctx.args, ctx.results))
+            return found + (None,) * (len(ctx.args) - len(found))
+
+    _LIBRARY.impl(name, lambda *args: Differentiable.apply(*args), "Autograd")
+
+
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _scaled(x: Tensor, dim: int, times: int = 1, over: int = 1) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = shape[dim] * times // over
+    return x.new_empty(shape)
+
+
+def _define_marks() -> None:
+    """`mark` names a forward value in the traced graph; `mark_grad` names its gradient.
+
+    Marked values are dense: derivatives that depend on strides are those for dense operands (rules.demands_dense).
+    """
+    dense = lambda x, name: x.new_empty(x.shape)  # noqa: E731
+    _operator("mark_grad", "(Tensor x, str name) -> Tensor", dense)
+    _operator("mark", "(Tensor x, str name) -> Tensor", dense, lambda g, a, r: [_ops.mark_grad(g[0], a[1])])
+
+
+def _define_collectives() -> None:
+    """Each reshard and its transpose, as partc.sharding.reshard plans them (n is the axis's size)."""
+    one = "(Tensor x, str axis, int n) -> Tensor"
+    cut = "(Tensor x, int dim, int outer, str axis, int n) -> Tensor"
+    grow = lambda x, dim, outer, axis, n: _scaled(x, dim, times=n)  # noqa: E731
+    shrink = lambda x, dim, outer, axis, n: _scaled(x, dim, over=n)  # noqa: E731
+    rest = lambda args: args[1:]  # noqa: E731
+    _operator("vary", one, _like, lambda g, a, r: [_ops.all_reduce(g[0], *rest(a))])
+    _operator("settle", one, _like, lambda g, a, r: [g[0] / a[2]])
+    _operator("spread", one, _like, lambda g, a, r: [g[0]])
+    _operator("all_reduce", one, _like, lambda g, a, r: [g[0]])
+    _operator("all_gather", cut, grow, lambda g, a, r: [_ops.reduce_scatter(g[0], *rest(a))])
+    _operator("reduce_scatter", cut, shrink, lambda g, a, r: [_ops.all_gather(g[0], *rest(a))])
+    _operator("unshard", cut, grow, lambda g, a, r: [_ops.take(g[0], *rest(a))])
+    _operator("shard", cut, shrink, lambda g, a, r: [_ops.all_gather(g[0], *rest(a))])
+    _operator("take", cut, shrink, lambda g, a, r: [_ops.put(g[0], *rest(a))])
+    _operator("put", cut, grow, lambda g, a, r: [_ops.take(g[0], *rest(a))])
+    _operator(
+        "all_to_all",
+        "(Tensor x, int split_dim, int split_outer, int concat_dim, int concat_outer, str axis, int n) -> Tensor",
+        lambda x, sd, so, cd, co, axis, n: _scaled(_scaled(x, sd, over=n), cd, times=n),
+        lambda g, a, r: [_ops.all_to_all(g[0], a[3], a[4], a[1], a[2], a[5], a[6])],
+    )
+
+
+def _define_matmuls() -> None:
+    _operator(
+        "linear_grad_input", "(Tensor g, Tensor w) -> Tensor", lambda g, w: g.new_empty([*g.shape[:-1], w.shape[1]])
+    )
+    _operator(
+        "linear_grad_weight", "(Tensor g, Tensor x) -> Tensor", lambda g, x: g.new_empty([g.shape[-1], x.shape[-1]])
+    )
+    _operator("linear_grad_bias", "(Tensor g) -> Tensor", lambda g: g.new_empty(g.shape[-1:]))
+    _operator(
+        "linear",
+        "(Tensor x, Tensor w, Tensor? b=None) -> Tensor",
+        lambda x, w, b=None: x.new_empty([*x.shape[:-1], w.shape[0]]),
+        lambda g, a, r: [
+            _ops.linear_grad_input(g[0], a[1]),
+            _ops.linear_grad_weight(g[0], a[0]),
+            _ops.linear_grad_bias(g[0]) if len(a) > 2 and a[2] is not None else None,
+        ],
+    )
+    _operator(
+        "matmul_grad_left", "(Tensor g, Tensor b) -> Tensor", lambda g, b: g.new_empty([*g.shape[:-1], b.shape[-2]])
+    )
+    _operator(
+        "matmul_grad_right",
+        "(Tensor g, Tensor a, bool flat) -> Tensor",
+        lambda g, a, flat: g.new_empty([*(() if flat else a.shape[:-2]), a.shape[-1], g.shape[-1]]),
+    )
+    _operator(
+        "matmul",
+        "(Tensor a, Tensor b) -> Tensor",
+        lambda a, b: a.new_empty([*a.shape[:-1], b.shape[-1]]),
+        lambda g, a, r: [_ops.matmul_grad_left(g[0], a[1]), _ops.matmul_grad_right(g[0], a[0], a[1].dim() == 2)],
+    )
+
+
+def _define_experts() -> None:
+    _operator(
+        "expert_matmul_grad_rows",
+        "(Tensor g, Tensor experts, Tensor w) -> Tensor",
+        lambda g, experts, w: g.new_empty([g.shape[0], w.shape[1]]),
+    )
+    _operator(
+        "expert_matmul_grad_weight",
+        "(Tensor g, Tensor experts, Tensor x, int count) -> Tensor",
+        lambda g, experts, x, count: g.new_empty([count, x.shape[1], g.shape[1]]),
+    )
+    _operator(
+        "expert_matmul",
+        "(Tensor x, Tensor experts, Tensor w) -> Tensor",
+        lambda x, experts, w: x.new_empty([x.shape[0], w.shape[2]]),
+        lambda g, a, r: [
+            _ops.expert_matmul_grad_rows(g[0], a[1], a[2]),
+            None,
+            _ops.expert_matmul_grad_weight(g[0], a[1], a[0], a[2].shape[0]),
+        ],
+    )
+
+
+def _define_random() -> None:
+    _operator("dropout_backward", "(Tensor g, Tensor kept, float p) -> Tensor", lambda g, kept, p: _like(g))
+    _operator(
+        "dropout",
+        "(Tensor x, float p, int dims, int number) -> (Tensor, Tensor)",
+        lambda x, p, dims, number: (_like(x), _kept(x, dims)),
+        lambda g, a, r: [_ops.dropout_backward(g[0], r[1], a[1])],
+    )
+    like = "(Tensor x, ScalarType dtype, int number) -> Tensor"
+    for name in ("rand_like", "randn_like"):
+        _operator(name, like, lambda x, dtype, number: x.new_empty(x.shape, dtype=dtype), lambda g, a, r: [None])
+    make = "(int[] size, ScalarType dtype, int number, *, Device? device=None) -> Tensor"
+    new = lambda size, dtype, number, device=None: torch.empty(size, dtype=dtype, device=device)  # noqa: E731
+    _operator("rand", make, new)
+    _operator("randn", make, new)
+
+
+def _kept(x: Tensor, dims: int) -> Tensor:
+    return x.new_empty([*x.shape[:dims], *(1 for _ in x.shape[dims:])], dtype=torch.bool)
+
+
+def _define_composites() -> None:
+    _operator("silu_backward", "(Tensor g, Tensor x) -> Tensor", _like)
+    _operator("silu", "(Tensor x) -> Tensor", _like, lambda g, a, r: [_ops.silu_backward(g[0], a[0])])
+    _operator(
+        "rms_norm_backward",
+        "(Tensor g, Tensor x, int[] shape, Tensor? w, Tensor rstd) -> (Tensor, Tensor)",
+        lambda g, x, shape, w, rstd: (x.new_empty(x.shape), x.new_empty(shape)),
+    )
+    _operator(
+        "rms_norm",
+        "(Tensor x, int[] shape, Tensor? w, float? eps) -> (Tensor, Tensor)",
+        lambda x, shape, w, eps: (x.new_empty(x.shape), _statistics(x, shape)),
+        lambda g, a, r: _norm_gradients(_ops.rms_norm_backward(g[0], a[0], a[1], a[2], r[1]), a),
+    )
+    _operator(
+        "layer_norm_backward",
+        "(Tensor g, Tensor x, int[] shape, Tensor? w, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
+        lambda g, x, shape, w, mean, rstd: (x.new_empty(x.shape), x.new_empty(shape), x.new_empty(shape)),
+    )
+    _operator(
+        "layer_norm",
+        "(Tensor x, int[] shape, Tensor? w, Tensor? b, float eps) -> (Tensor, Tensor, Tensor)",
+        lambda x, shape, w, b, eps: (x.new_empty(x.shape), _statistics(x, shape), _statistics(x, shape)),
+        lambda g, a, r: _norm_gradients(_ops.layer_norm_backward(g[0], a[0], a[1], a[2], r[1], r[2]), a),
+    )
+    _operator(
+        "attention_backward",
+        "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, bool is_causal, float? scale)"
+        " -> (Tensor, Tensor, Tensor)",
+        lambda g, q, k, v, *_: (_like(q), _like(k), _like(v)),
+    )
+    _operator(
+        "attention_bias_backward",
+        "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, bool is_causal, float? scale)"
+        " -> (Tensor, Tensor, Tensor, Tensor)",
+        lambda g, q, k, v, mask, *_: (_like(q), _like(k), _like(v), mask.new_empty(mask.shape)),
+    )
+    _operator(
+        "attention",
+        "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor)",
+        _attention_shapes,
+        lambda g, a, r: (_ops.attention_bias_backward if _is_learned(a[3]) else _ops.attention_backward)(
+            g[0], *a[:4], *r, *a[4:]
+        ),
+    )
+    drops = "bool is_causal, float? scale, float p, int number)"
+    _operator(
+        "attention_dropout_backward",
+        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, {drops}"
+        " -> (Tensor, Tensor, Tensor)",
+        lambda g, q, k, v, *_: (_like(q), _like(k), _like(v)),
+    )
+    _operator(
+        "attention_dropout_bias_backward",
+        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, {drops}"
+        " -> (Tensor, Tensor, Tensor, Tensor)",
+        lambda g, q, k, v, mask, *_: (_like(q), _like(k), _like(v), mask.new_empty(mask.shape)),
+    )
+    _operator(
+        "attention_dropout",
+        f"(Tensor q, Tensor k, Tensor v, Tensor? mask, {drops} -> (Tensor, Tensor)",
+        _attention_shapes,
+        lambda g, a, r: (
+            _ops.attention_dropout_bias_backward if _is_learned(a[3]) else _ops.attention_dropout_backward
+        )(g[0], *a[:4], *r, *a[4:]),
+    )
+    _operator(
+        "embedding_shard_backward",
+        "(Tensor g, Tensor ids, int rows, int padding, str axis) -> Tensor",
+        lambda g, ids, rows, padding, axis: g.new_empty([rows, g.shape[-1]]),
+    )
+    _operator(
+        "embedding_shard",
+        "(Tensor w, Tensor ids, int padding, str axis) -> Tensor",
+        lambda w, ids, padding, axis: w.new_empty([*ids.shape, w.shape[1]]),
+        lambda g, a, r: [_ops.embedding_shard_backward(g[0], a[1], a[0].shape[0], a[2], a[3])],
+    )
+    _operator(  # its gradient is that of a softmax, which is zero where there is no class
+        "mask_classes", "(Tensor x, int classes, str axis) -> Tensor", _like, lambda g, a, r: [g[0]]
+    )
+    _operator(
+        "cross_entropy_backward",
+        "(Tensor g, Tensor x, Tensor labels, Tensor lse, Tensor? w, int ignore, float smoothing, str axis) -> Tensor",
+        lambda g, x, *_: _like(x),
+    )
+    _operator(
+        "cross_entropy",
+        "(Tensor x, Tensor labels, Tensor? w, int ignore, float smoothing, str axis) -> (Tensor, Tensor)",
+        lambda x, *_: (x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1])),
+        lambda g, a, r: [_ops.cross_entropy_backward(g[0], a[0], a[1], r[1], *a[2:])],
+    )
+
+
+def _statistics(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """One number per normalised row, dimensions kept."""
+    return x.new_empty([*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)])
+
+
+def _norm_gradients(found: Sequence[Tensor], args: Sequence[Any]) -> list[Tensor | None]:
+    """Gradients in the order x, normalized_shape, weight, bias; None for absent operands."""
+    weights = [grad if isinstance(arg, Tensor) else None for grad, arg in zip(found[1:], args[2:], strict=False)]
+    return [found[0], None, *weights]
+
+
+def _is_learned(mask: Tensor | None) -> bool:
+    return mask is not None and mask.requires_grad
+
+
+def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    b, h, s = q.shape[:3]
+    # Attention kernels write [b, s, h, e] and return it transposed, so that heads merge without a copy.
+    rows = q.new_empty([b, h, s], dtype=row_dtype(q))
+    return q.new_empty([b, s, h, v.shape[-1]]).transpose(1, 2), rows
+
+
+_define_marks()
+_define_collectives()
+_define_matmuls()
+_define_experts()
+_define_random()
+_define_composites()
+
+# Names of results beyond the first, of operators that return values for their backward.
+EXTRA_RESULTS: dict[str, tuple[str, ...]] = {
+    "rms_norm": ("rstd",),
+    "layer_norm": ("mean", "rstd"),
+    "attention": ("lse",),
+    "cross_entropy": ("lse",),
+    "dropout": ("kept",),
+    "attention_dropout": ("lse",),
+}
+
+
+DTYPES: dict[DType, torch.dtype] = {
+    "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "bool": torch.bool,
+    "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,
+}  # fmt: skip
+DTYPE_NAMES: dict[torch.dtype, DType] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The torch callable for an IR operation's name.
+
+    Raises AttributeError for a name that neither partc nor ATen nor a registered library defines.
+    """
+    namespace, _, rest = name.partition("::")
+    if rest:
+        return getattr(getattr(torch.ops, namespace), rest)  # type: ignore[no-any-return]
+    return getattr(_ops, name) if hasattr(_ops, name) else getattr(torch.ops.aten, name)  # type: ignore[no-any-return]

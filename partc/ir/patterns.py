@@ -1,0 +1,146 @@
+"""Patterns of operations, and rewrites: a named pattern and its replacement.
+
+    Pattern("mul(w, mul(x, rsqrt(add(div(sum(pow(x, 2), dims, True), n), eps))))")
+
+A name matches any argument, and the same argument wherever it occurs; `_` matches any argument each time. A number
+matches an equal number. `(e := exp(x))` also names the value, `(amax | max)(x, d)` matches either operation, and
+`*rest` matches the remaining arguments. Operands of `add` and `mul` match in either order. Inside a pattern only
+operations without attributes match.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from partc import fuel
+from partc.errors import InternalError
+from partc.ir.program import Graph, Op, Ref, Region, TensorType
+
+Bindings = Mapping[str, Any]
+_COMMUTATIVE = frozenset({"add", "mul"})
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A tree of operations above one of them, the root."""
+
+    text: str
+
+    def matches(self, root: Op, makers: Mapping[str, Op]) -> Iterator[Bindings]:
+        """The arguments that each name of the pattern stands for, once for each way to match."""
+        tree = _tree(self.text)
+        if root.name in _names(tree.func):
+            yield from _arguments(tree.args, root, makers, {})
+
+
+@cache
+def _tree(text: str) -> ast.Call:
+    tree = ast.parse(text, mode="eval").body
+    assert isinstance(tree, ast.Call)
+    return tree
+
+
+def _names(node: ast.expr) -> list[str]:
+    """The operations that a call in a pattern accepts."""
+    if isinstance(node, ast.BinOp):
+        return [*_names(node.left), *_names(node.right)]
+    assert isinstance(node, ast.Name)
+    return [node.id]
+
+
+def _arguments(nodes: list[ast.expr], op: Op, makers: Mapping[str, Op], bound: Bindings) -> Iterator[Bindings]:
+    orders = [op.args]
+    if op.name in _COMMUTATIVE and len(op.args) == 2:
+        orders.append(op.args[::-1])
+    for args in orders:
+        yield from _each(nodes, args, makers, bound)
+
+
+def _each(
+    nodes: list[ast.expr], args: tuple[Any, ...], makers: Mapping[str, Op], bound: Bindings
+) -> Iterator[Bindings]:
+    if not nodes:
+        if not args:
+            yield bound
+        return
+    first, *others = nodes
+    if isinstance(first, ast.Starred) and isinstance(first.value, ast.Name):
+        yield {**bound, first.value.id: args}
+    elif args:
+        for found in _argument(first, args[0], makers, bound):
+            yield from _each(others, args[1:], makers, found)
+
+
+def _argument(node: ast.expr, arg: Any, makers: Mapping[str, Op], bound: Bindings) -> Iterator[Bindings]:
+    match node:
+        case ast.Name(id="_"):
+            yield bound
+        case ast.Name(id=name):
+            if bound.get(name, arg) == arg:
+                yield {**bound, name: arg}
+        case ast.Constant(value=bool() as value):
+            if arg is value:
+                yield bound
+        case ast.Constant(value=int() | float() as value):
+            if isinstance(arg, int | float) and not isinstance(arg, bool) and math.isclose(arg, value, rel_tol=1e-9):
+                yield bound
+        case ast.NamedExpr(target=ast.Name(id=name), value=inner):
+            for found in _argument(inner, arg, makers, bound):
+                yield {**found, name: arg}
+        case ast.Call(func=func, args=nodes):
+            op = makers.get(arg.name) if isinstance(arg, Ref) else None
+            if op is not None and not op.attrs and op.name in _names(func):
+                yield from _arguments(nodes, op, makers, bound)
+        case _:
+            raise InternalError(f"{ast.unparse(node)} in a pattern")
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A place where a pattern matches: the root, the arguments by name, and the graph around it."""
+
+    root: Op
+    bound: Bindings
+    types: Mapping[str, TensorType]
+    makers: Mapping[str, Op]
+    readers: Mapping[str, list[Op]]
+    outputs: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.bound[name]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of the value that a name of the pattern stands for; None for any other argument."""
+        arg = self.bound[name]
+        return self.types[arg.name].shape if isinstance(arg, Ref) else None
+
+    def is_read_by(self, name: str, count: int) -> bool:
+        """Whether exactly `count` operations read the value, and the graph does not return it."""
+        value = self.bound[name].name
+        return value not in self.outputs and len(self.readers[value]) == count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewrite:
+    """An optional rewrite, which costs fuel: the root becomes another operation, or stays where that is None."""
+
+    name: str
+    pattern: Pattern
+    instead: Callable[[Match], Op | None]
+
+    def apply(self, region: Region) -> Region:
+        """The forward graph with every match replaced, and without the operations that are dead then."""
+        graph: Graph = region.forward
+        types, makers, readers = region.types(graph), graph.makers(), graph.readers()
+        ops = []
+        for op in graph.ops:
+            bindings = self.pattern.matches(op, makers)
+            found = (self.instead(Match(op, bound, types, makers, readers, graph.outputs)) for bound in bindings)
+            new = next((each for each in found if each is not None), None)
+            ops.append(new if new is not None and fuel.allowed(self.name, op.source) else op)
+        return replace(region, forward=replace(graph, ops=tuple(ops)).without_dead())

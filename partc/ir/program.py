@@ -1,0 +1,512 @@
+"""The IR: a program is a sequence of calls of a few regions; a region holds graphs of typed operations.
+
+All classes here are frozen. Passes return new objects. Besides this module, only the printer and the parser enumerate
+the fields of these classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from partc.errors import InternalError, Source
+from partc.ir.layout import Layout, Sizes
+from partc.ir.mesh import TIME_AXIS, Mesh
+
+DType = Literal["f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "u8", "bool"]
+ITEMSIZE: Mapping[str, int] = {
+    "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
+}  # fmt: skip
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64")  # the types of computation
+# Operations that draw random numbers; the last argument is the operation's number within its call.
+RANDOM = frozenset({"dropout", "attention_dropout", "rand", "randn", "rand_like", "randn_like", "drawn"})
+# Collectives. If a `wait` reads the result, the operation only starts the collective.
+MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+# Operations whose results may alias their first operand.
+VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias", "wait"})
+FLOATING = frozenset({"f64", "f32", "bf16", "f16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The use of a value, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeArg:
+    """A dtype given to an operation as an argument."""
+
+    name: DType
+
+
+Arg = Ref | DTypeArg | int | float | bool | str | None | tuple["Arg", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorType:
+    """Element type and layout; the layout carries the global shape."""
+
+    dtype: DType
+    layout: Layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def differentiable(self) -> bool:
+        return self.dtype in FLOATING
+
+    def local_elements(self, sizes: Sizes) -> int:
+        """The number of elements that one rank holds."""
+        return math.prod(self.layout.local_shape(sizes))
+
+    def local_bytes(self, sizes: Sizes) -> int:
+        """The number of bytes that one rank holds."""
+        return self.local_elements(sizes) * ITEMSIZE[self.dtype]
+
+    def local(self, sizes: Sizes) -> TensorType:
+        """The type of one rank's shard."""
+        return replace(self, layout=Layout.replicated(self.layout.local_shape(sizes)))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{self.layout}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A name and its type. Names are unique within a graph (or, for program values, a program)."""
+
+    name: str
+    type: TensorType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The distribution of one operation over one axis.
+
+    `factor` names a factor of the operation's rule that is cut after `outer` elements (see layout.Shard). None means
+    that every rank of the axis repeats the operation, on operands whose gradients are partial sums. An axis without a
+    choice repeats the operation on replicated operands.
+    """
+
+    axis: str
+    factor: str | None
+    outer: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operation: `results = name(*args, **attrs)`.
+
+    `name` is a key of the rule table: an ATen packet name ("linear", "mul"), a composite ("cross_entropy"), a
+    collective ("all_gather") or a user's "mylib::op". An operation named "fused" brackets the operations in `body`,
+    which one kernel computes: its arguments are the values that the body reads from outside, its results are the body's
+    results that are read outside.
+    """
+
+    name: str
+    args: tuple[Arg, ...] = ()
+    attrs: tuple[tuple[str, Arg], ...] = ()
+    results: tuple[Value, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    source: Source | None = None
+    body: tuple[Op, ...] = ()
+
+    @property
+    def result(self) -> Value:
+        if len(self.results) != 1:
+            raise InternalError(f"{self.name} has {len(self.results)} results, not one")
+        return self.results[0]
+
+    def refs(self) -> Iterator[str]:
+        """Names of the values read, in order, repeats included."""
+        yield from _refs(self.args)
+        yield from _refs(tuple(value for _, value in self.attrs))
+
+    def renamed(self, names: Mapping[str, str]) -> Op:
+        """The same operation reading (and defining) values under other names."""
+        results = tuple(replace(value, name=names.get(value.name, value.name)) for value in self.results)
+        attrs = tuple((key, _renamed(arg, names)) for key, arg in self.attrs)
+        args = tuple(_renamed(arg, names) for arg in self.args)
+        body = tuple(op.renamed(names) for op in self.body)
+        return replace(self, args=args, attrs=attrs, results=results, body=body)
+
+
+def _refs(args: tuple[Arg, ...]) -> Iterator[str]:
+    for arg in args:
+        if isinstance(arg, Ref):
+            yield arg.name
+        elif isinstance(arg, tuple):
+            yield from _refs(arg)
+
+
+def _renamed(arg: Arg, names: Mapping[str, str]) -> Arg:
+    if isinstance(arg, Ref):
+        return Ref(names.get(arg.name, arg.name))
+    if isinstance(arg, tuple):
+        return tuple(_renamed(item, names) for item in arg)
+    return arg
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """Straight-line code: inputs, operations in order, names of the outputs."""
+
+    inputs: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[str, ...]
+
+    def definitions(self) -> dict[str, Value]:
+        """Every value by name, inputs included."""
+        values = {value.name: value for value in self.inputs}
+        for op in self.ops:
+            values.update((value.name, value) for value in op.results)
+        return values
+
+    def makers(self) -> dict[str, Op]:
+        """The operation that makes each value."""
+        return makers(self.ops)
+
+    def readers(self) -> dict[str, list[Op]]:
+        """The operations that read each value, in order, each of them once."""
+        return readers(self.ops)
+
+    def without_dead(self) -> Graph:
+        """The graph without the operations that no output depends on."""
+        return replace(self, ops=needed(self.ops, self.outputs))
+
+
+def makers(ops: Iterable[Op]) -> dict[str, Op]:
+    """The operation that makes each value."""
+    return {value.name: op for op in ops for value in op.results}
+
+
+def readers(ops: Iterable[Op]) -> dict[str, list[Op]]:
+    """The operations that read each value, in order, each of them once."""
+    found: dict[str, list[Op]] = {}
+    for op in ops:
+        for name in dict.fromkeys(op.refs()):
+            found.setdefault(name, []).append(op)
+    return found
+
+
+def needed(
+    ops: Sequence[Op],
+    wanted: Iterable[str],
+    given: Collection[str] = (),
+    removable: Callable[[Op], bool] = lambda op: True,
+) -> tuple[Op, ...]:
+    """The operations, in order, that make `wanted` from `given`; those that are not `removable` stay in any case."""
+    live = {name for name in wanted if name not in given}
+    found: list[Op] = []
+    for op in reversed(ops):
+        if not removable(op) or any(value.name in live for value in op.results):
+            found.append(op)
+            live.update(name for name in op.refs() if name not in given)
+    return tuple(reversed(found))
+
+
+Phase = Literal["setup", "step", "microbatch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A distinct body of the model: traced, sharded, differentiated and printed once.
+
+    `params` are the region's parameters and buffers, named relative to the module ("attn.wq.weight"); graphs read them
+    by these names. `phase` says how often calls run: once ("setup": computed from constants only), once per step on the
+    whole local batch ("step": computed from inputs only and reduced over the batch), or for every microbatch.
+
+    After differentiation `forward` returns its outputs, followed by the values in `saved`. `backward` takes the
+    gradients of the outputs and the saved values. It returns the gradients of the inputs and parameters that need one,
+    named "grad_<input>". After the split pass, `backward` returns the gradients of inputs, followed by the values in
+    `kept`; `weight` takes the latter and returns the gradients of parameters.
+    """
+
+    name: str
+    params: tuple[Value, ...]
+    forward: Graph
+    backward: Graph | None = None
+    saved: tuple[str, ...] = ()
+    weight: Graph | None = None
+    kept: tuple[str, ...] = ()
+    phase: Phase = "microbatch"
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """The graphs that exist: forward, backward, weight."""
+        return tuple(graph for graph in (self.forward, self.backward, self.weight) if graph is not None)
+
+    def mapped(self, change: Callable[[Graph], Graph]) -> Region:
+        """The region with `change` applied to each of its graphs."""
+        return replace(
+            self,
+            forward=change(self.forward),
+            backward=self.backward and change(self.backward),
+            weight=self.weight and change(self.weight),
+        )
+
+    def types(self, graph: Graph) -> dict[str, TensorType]:
+        """The types of all names in a graph: parameters, inputs and results."""
+        found = {value.name: value.type for value in self.params}
+        found.update((name, value.type) for name, value in graph.definitions().items())
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A region applied: its parameters by full name, program values in, program values out.
+
+    `random` is the number of its first random operation; the region counts its own from 0.
+    """
+
+    name: str  # module path or region name: "blocks.3", "embed"
+    region: str
+    params: tuple[str, ...]
+    args: tuple[str, ...]
+    results: tuple[str, ...]
+    stage: int = 0
+    random: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter or buffer of the model, under the name its state dict has."""
+
+    name: str
+    type: TensorType
+    trainable: bool
+    aliases: tuple[str, ...] = ()  # other names of the same tensor (tied weights)
+    reduce: tuple[str, ...] = ()  # mesh axes over which its gradient is summed once per step
+    gather: tuple[str, ...] = ()  # mesh axes over which parts of it are gathered for the calls that read it
+    zero: int = 0  # held in parts: only the optimizer's state (1), the gradient too (2), the parameter too (3)
+    after: str = ""  # the call after whose last backward the sum of its gradient starts; else at the step's end
+    holds: tuple[int, ...] = ()  # the model's own shape, where rows of zeros were added to it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A program value that one stage computes and a later stage reads; `gradient` says that its gradient returns."""
+
+    value: str
+    source: int
+    target: int
+    gradient: bool
+
+
+GraphKind = Literal["F", "B", "I", "W"]  # forward; backward, or its half for inputs; its half for weights
+ActionKind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "REDUCE_GRAD"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """An entry of a rank's schedule, in the grammar of torch's pipeline schedules: 2F0, 0SEND_F1, 1REDUCE_GRAD.
+
+    B is the whole backward pass; I and W are its halves, the gradients of inputs and of weights. SEND_F sends a
+    microbatch's values to every stage that reads them. RECV_F receives all values that the stage reads from other
+    stages. SEND_B and RECV_B do the same for gradients.
+    `ahead` names the actions (0B) whose first gathers this one starts: 0F1>0B. UNSHARD does nothing else.
+    """
+
+    stage: int
+    kind: ActionKind
+    microbatch: int | None = None
+    ahead: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The action without what it gathers ahead: 2F0."""
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+    def __str__(self) -> str:
+        return f"{self.name}{'>' if self.ahead else ''}{','.join(self.ahead)}"
+
+
+Verb = Literal["start", "relay", "wait", "free", "run", "send", "receive"]
+Subject = Literal["gather", "refresh", "scatter", "sums", "shared", "loss", "update", "F", "B", "I", "W", "value"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionStatement:
+    """One line of an action's body.
+
+    run F CALL             the forward graph of a call; B, I and W likewise
+    start gather CALL      the whole parameters that a call reads, which stay until `free`; `refresh` those kept whole
+    start scatter CALL     the gradients that a call has made, to the ranks that hold the parts
+    start sums CALL        the buckets of gradients that are complete after a call's backward
+    relay ... CALL         where ranks share nodes: the second of two collectives, as soon as the first has ended
+    send VALUE -> STAGE    to a later stage, or a gradient to an earlier one; `receive` only says that a rank is ready
+
+    A gather that is started again before it was freed moves nothing. A wait for what has not been started is over at
+    once. `ahead` (1, 2) stands for a call's name: the first or second of what the actions after this one gather.
+    `last` restricts a statement to the stage's last backward before the update.
+    """
+
+    verb: Verb
+    subject: Subject
+    of: str = ""
+    ahead: int = 0
+    peer: int | None = None
+    last: bool = False
+
+    def __str__(self) -> str:
+        """Without the name's quotes, which the printer adds."""
+        return self.text(self.of)
+
+    def text(self, of: str) -> str:
+        name = f"ahead {self.ahead}" if self.ahead else of
+        arrow = {"send": f" -> {self.peer}"}.get(self.verb, f" <- {self.peer}") if self.peer is not None else ""
+        words = (("last",) if self.last else ()) + (self.verb, self.subject, name)
+        return " ".join(filter(None, words)) + arrow
+
+
+BodyKind = Literal[
+    "INIT",
+    "SETUP",
+    "PREPARE",
+    "F",
+    "B",
+    "I",
+    "W",
+    "SEND_F",
+    "RECV_F",
+    "SEND_B",
+    "RECV_B",
+    "REDUCE_GRAD",
+    "END",
+    "REFRESH",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """The statements of an action: of a stage, or (END) of a pipeline coordinate.
+
+    A rank runs INIT of its stages and SETUP of its stages once; then, each step, PREPARE of its stages, its schedule,
+    END, and REFRESH of its stages. UNSHARD at the head of a schedule runs before PREPARE.
+    """
+
+    kind: BodyKind
+    index: int
+    statements: tuple[ActionStatement, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.index}{self.kind}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A whole model on a mesh.
+
+    `values` types everything that passes between calls, the batch's entries (`inputs`) included;
+    `loss` names the program value to minimise, a sum over every axis its layout calls partial.
+    `updates` names the buffers that a microbatch changes, and the values that they take.
+    `repeated` says that each microbatch is a batch of its own, whose loss counts by its share of the
+    step: shapes are then those of one microbatch, and statistics and losses those of accumulated gradients.
+    `near` names the axes whose ranks share a node, if others don't: sums of gradients go over both in turn.
+    `wire` is what they travel in, "" for their own type; `compress` is what crosses nodes (everything, if `near`
+    is empty): bf16 or int8, with error feedback.
+    `compiled` says that torch.compile makes kernels of regions' functions; `fused`, that the package has its own.
+    `draws` counts the random operations of a step, in the order in which one device runs them.
+    `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
+    `schedule` holds one list of actions per coordinate on that axis, `bodies` the statements that actions stand for.
+    """
+
+    name: str
+    mesh: Mesh
+    microbatches: int = 1
+    inputs: tuple[str, ...] = ()
+    values: tuple[Value, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    regions: tuple[Region, ...] = ()
+    calls: tuple[Call, ...] = ()
+    loss: str = "loss"
+    draws: int = 0
+    near: tuple[str, ...] = ()
+    wire: str = ""
+    compress: str = ""
+    compiled: bool = False
+    fused: bool = False
+    updates: tuple[tuple[str, str], ...] = ()
+    repeated: bool = False
+    transfers: tuple[Transfer, ...] = ()
+    places: tuple[int, ...] = ()
+    schedule: tuple[tuple[Action, ...], ...] = ()
+    bodies: tuple[Body, ...] = ()
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes of all axes that a layout may name: the mesh's, and `mb` where microbatches share one batch."""
+        return {**self.mesh.sizes, TIME_AXIS: 1 if self.repeated else self.microbatches}
+
+    @property
+    def batch_entries(self) -> tuple[str, ...]:
+        """The batch entries whose first dimension has the length of the batch."""
+        types = self.value_types()
+        sizes = [types[name].shape[0] for name in self.inputs if types[name].shape]
+        return tuple(name for name in self.inputs if types[name].shape and types[name].shape[0] == sizes[0])
+
+    @property
+    def zero(self) -> int:
+        """The highest ZeRO level of a parameter."""
+        return max((parameter.zero for parameter in self.parameters), default=0)
+
+    @property
+    def stages(self) -> int:
+        return 1 + max((call.stage for call in self.calls), default=0)
+
+    @property
+    def split_stages(self) -> frozenset[int]:
+        """The stages that call a region whose backward pass has two halves."""
+        split = {region.name for region in self.regions if region.weight is not None}
+        return frozenset(call.stage for call in self.calls if call.region in split)
+
+    def place(self, stage: int) -> int:
+        """The coordinate on the pipeline axis where a stage runs."""
+        return self.places[stage] if self.places else stage
+
+    def stages_at(self, place: int) -> tuple[int, ...]:
+        """The stages that run at a coordinate on the pipeline axis, in order."""
+        return tuple(stage for stage in range(self.stages) if self.place(stage) == place)
+
+    def travels(self, transfer: Transfer) -> bool:
+        """Whether a transfer crosses ranks (and not only stages of one rank)."""
+        return self.place(transfer.source) != self.place(transfer.target)
+
+    def region(self, name: str) -> Region:
+        return next(region for region in self.regions if region.name == name)
+
+    def value_types(self) -> dict[str, TensorType]:
+        return {value.name: value.type for value in self.values}
+
+    def body(self, kind: BodyKind, index: int) -> tuple[ActionStatement, ...]:
+        """The statements of an action; none where it has no body."""
+        found = (body.statements for body in self.bodies if (body.kind, body.index) == (kind, index))
+        return next(found, ())
+
+    def parameter(self, name: str) -> Parameter:
+        return next(parameter for parameter in self.parameters if parameter.name == name)
+
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """For each parameter, the stages whose calls read it: a tied or shared weight may have several."""
+        found: dict[str, set[int]] = {}
+        for call in self.calls:
+            for name in call.params:
+                found.setdefault(name, set()).add(call.stage)
+        return {name: tuple(sorted(stages)) for name, stages in found.items()}
+
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """For each parameter, the last stage that reads it at each pipeline coordinate; this stage reduces the
+        gradient.
+        """
+        found = {}
+        for name, stages in self.holders().items():
+            last = {self.place(stage): stage for stage in stages}
+            found[name] = tuple(sorted(last.values()))
+        return found

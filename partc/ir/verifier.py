@@ -1,0 +1,261 @@
+"""Verification of a program's form. It runs after every pass, so that a broken program is caught at its pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from partc.errors import InternalError
+from partc.ir.layout import Layout, Sizes
+from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.program import FLOATING, DType, Graph, Op, Program, Region, TensorType, Value
+
+# Collectives and their local relatives: elements of the result per element of the operand, for n ranks.
+_GROWS = {"all_gather", "unshard", "put"}
+_SHRINKS = {"reduce_scatter", "shard", "take"}
+_KEEPS = {"all_reduce", "all_to_all", "vary", "settle", "spread"}
+
+
+def verify_program(program: Program, facts: Collection[str], after: str) -> None:
+    """Raises InternalError with every fault found, naming the pass."""
+    faults = list(faults_of(program, facts))
+    if faults:
+        shown = "\n  ".join(faults[:10])
+        more = f"\n  and {len(faults) - 10} more" if len(faults) > 10 else ""
+        raise InternalError(f"the program is not well formed after {after}:\n  {shown}{more}")
+
+
+def faults_of(program: Program, facts: Collection[str] = ()) -> Iterator[str]:
+    """The faults of the program, one sentence each. `facts` are those that the passes so far ensure."""
+    yield from _program(program, facts)
+    for region in program.regions:
+        yield from _region(region, program, facts)
+
+
+def _program(program: Program, facts: Collection[str]) -> Iterator[str]:
+    yield from _twice("region", (region.name for region in program.regions))
+    yield from _twice("parameter", (parameter.name for parameter in program.parameters))
+    yield from _twice("program value", (value.name for value in program.values))
+    yield from _twice("call", (f"{call.name} to stage {call.stage}" for call in program.calls))
+    types = program.value_types()
+    for name in program.inputs:
+        if name not in types:
+            yield f"the batch's entry {name} has no type"
+    typed = {**types, **{parameter.name: parameter.type for parameter in program.parameters}}
+    for name, type in typed.items():
+        yield from _layout(name, type.layout, program.sizes)
+    yield from _calls(program)
+    if program.loss not in types:
+        yield f"the loss {program.loss} has no type"
+    elif types[program.loss].shape:
+        yield f"the loss {program.loss} has shape {types[program.loss].shape}"
+    yield from _transfers(program, types)
+    if program.places:
+        ranks = program.mesh.axis(PIPELINE_AXIS)
+        if len(program.places) != program.stages or set(program.places) != set(range(ranks)):
+            yield f"{program.stages} stages have places {program.places} of {ranks}"
+
+
+def _calls(program: Program) -> Iterator[str]:
+    """Calls fit their regions; what one reads its own stage has: made there, sent there, or of the batch.
+
+    Calls on inputs alone stand once in every stage that reads them.
+    """
+    regions = {region.name: region for region in program.regions}
+    parameters = {parameter.name: parameter.type for parameter in program.parameters}
+    types = program.value_types()
+    known = {(stage, name) for name in program.inputs for stage in range(program.stages)}
+    for call in program.calls:
+        region = regions.get(call.region)
+        if region is None:
+            yield f"call {call.name} is of a region {call.region} that doesn't exist"
+            continue
+        place = f"call {call.name} of {region.name}"
+        for name in call.args:
+            if (call.stage, name) not in known:
+                yield f"{place} reads {name} before it is made or received in stage {call.stage}"
+        made = region.forward.definitions() | {value.name: value for value in region.params}
+        outputs = [made[name] for name in region.forward.outputs if name in made]
+        yield from _matched(f"{place}: argument", call.args, types, region.forward.inputs)
+        held = {name: parameters[name].dtype for name in call.params if name in parameters}
+        read = (_read(value, held.get(name)) for name, value in zip(call.params, region.params, strict=False))
+        yield from _matched(f"{place}: parameter", call.params, parameters, [*read, *region.params[len(call.params) :]])
+        # Once differentiated, a region's outputs are followed by what it saves.
+        yield from _matched(f"{place}: result", call.results, types, outputs[: len(call.results)])
+        for name in call.results:
+            if (call.stage, name) in known:
+                yield f"{place} makes {name} a second time"
+            known.add((call.stage, name))
+            known.update((item.target, name) for item in program.transfers if item.value == name)
+    if not any(name == program.loss for _, name in known):
+        yield f"no call makes the loss {program.loss}"
+
+
+def _read(value: Value, held: DType | None) -> Value:
+    """The value as it is held: a parameter may be read in fewer bits."""
+    if held not in FLOATING or value.type.dtype not in FLOATING:
+        return value
+    return replace(value, type=replace(value.type, dtype=held))
+
+
+def _matched(
+    what: str, names: Iterable[str], types: Mapping[str, TensorType], signature: Iterable[Value]
+) -> Iterator[str]:
+    given, wanted = list(names), list(signature)
+    if len(given) != len(wanted):
+        yield f"{what}s are {len(given)}, the region has {len(wanted)}"
+    for name, value in zip(given, wanted, strict=False):
+        if name not in types:
+            yield f"{what} {name} doesn't exist"
+        elif (types[name].dtype, types[name].shape) != (value.type.dtype, value.type.shape):
+            yield f"{what} {name} is {types[name]}, the region's {value.name} is {value.type}"
+
+
+def _transfers(program: Program, types: Mapping[str, TensorType]) -> Iterator[str]:
+    yield from _twice("transfer", (f"{item.value} to stage {item.target}" for item in program.transfers))
+    for item in program.transfers:
+        if item.value not in types:
+            yield f"a transfer sends {item.value}, which doesn't exist"
+        if not 0 <= item.source < item.target < program.stages:
+            yield f"{item.value} is sent from stage {item.source} to {item.target}, of {program.stages}"
+
+
+def _region(region: Region, program: Program, facts: Collection[str]) -> Iterator[str]:
+    params = {value.name: value for value in region.params}
+    yield from _twice(f"parameter of {region.name}", (value.name for value in region.params))
+    yield from _graph(f"{region.name}", region, region.forward, params, program, facts)
+    made = {**params, **region.forward.definitions()}
+    for name in region.saved:
+        if name not in made:
+            yield f"{region.name} saves {name}, which it doesn't make"
+    if region.backward is not None:
+        yield from _graph(f"{region.name}, backward", region, region.backward, params, program, facts)
+        if region.weight is not None:
+            yield from _graph(f"{region.name}, weight", region, region.weight, params, program, facts)
+            if tuple(value.name for value in region.weight.inputs) != region.kept:
+                yield f"the weight graph of {region.name} doesn't take what is kept for it"
+            if region.backward.outputs[len(region.backward.outputs) - len(region.kept) :] != region.kept:
+                yield f"the backward graph of {region.name} doesn't hand on what is kept for its weights"
+        taken = {value.name: value.type for value in region.backward.inputs}
+        for name in region.saved:
+            if name in made and name not in taken:
+                yield f"the backward graph of {region.name} doesn't take {name}, which is saved for it"
+            elif name in made and taken[name].shape != made[name].type.shape:
+                yield f"{region.name} saves {name} as {made[name].type} and takes it back as {taken[name]}"
+
+
+def _graph(
+    place: str, region: Region, graph: Graph, params: Mapping[str, Value], program: Program, facts: Collection[str]
+) -> Iterator[str]:
+    sizes = {**program.sizes, "mb": 1} if region.phase == "step" else program.sizes
+    types = {name: value.type for name, value in params.items()}
+    for value in graph.inputs:
+        if value.name in types:
+            yield f"{place} has two values called {value.name}"
+        types[value.name] = value.type
+    for name, type in types.items():
+        unsound = list(_layout(f"{place}: {name}", type.layout, sizes))
+        yield from unsound
+        if unsound:
+            types[name] = replace(type, layout=_whole(type))
+    for op in graph.ops:
+        where = f"{place}: {op.results[0].name if op.results else op.name} = {op.name}"
+        missing = [name for name in op.refs() if name not in types]
+        for name in missing:
+            yield f"{where} reads {name} before it is made"
+        unsound = [
+            fault for value in op.results for fault in _layout(f"{place}: {value.name}", value.type.layout, sizes)
+        ]
+        yield from unsound
+        if not missing and not unsound:
+            yield from _operation(where, op, types, sizes, facts)
+        if op.body:
+            yield from _body(where, op)
+        for value in op.results:
+            if value.name in types:
+                yield f"{where} makes {value.name} a second time"
+            types[value.name] = value.type if not unsound else replace(value.type, layout=_whole(value.type))
+    for name in graph.outputs:
+        if name not in types:
+            yield f"{place} returns {name}, which it doesn't make"
+
+
+def _body(where: str, op: Op) -> Iterator[str]:
+    """A kernel's body reads only its arguments, and makes all its results."""
+    known: dict[str, TensorType | None] = dict.fromkeys(op.refs())
+    for inner in op.body:
+        for name in inner.refs():
+            if name not in known:
+                yield f"{where} reads {name} inside, which is none of its arguments"
+        known.update((value.name, value.type) for value in inner.results)
+    for value in op.results:
+        if known.get(value.name) != value.type:
+            yield f"{where} makes {value.name}: {value.type}, and inside {known.get(value.name)}"
+
+
+def _operation(
+    where: str, op: Op, types: Mapping[str, TensorType], sizes: Sizes, facts: Collection[str]
+) -> Iterator[str]:
+    """Properties that are cheap to recompute: the change of the number of elements by collectives and views."""
+    axis = dict(op.attrs).get("axis")
+    if axis is not None and (not isinstance(axis, str) or axis not in sizes):
+        yield f"{where} is over an axis {axis!r} that the mesh doesn't have"
+        return
+    for choice in op.choices:
+        if choice.axis not in sizes:
+            yield f"{where} is spread over an axis {choice.axis!r} that the mesh doesn't have"
+    first = next(op.refs(), None)
+    if first is None or len(op.results) != 1:
+        return
+    count = _local_elements if "local" in facts else _elements
+    before, after = count(types[first], sizes), count(op.result.type, sizes)
+    ways = sizes[axis] if isinstance(axis, str) else 1
+    if op.name in _KEEPS or op.name in ("reshape", "permute"):
+        wanted = before
+    elif op.name in _GROWS:
+        wanted = before * ways
+    elif op.name in _SHRINKS:
+        wanted = before // ways
+    else:
+        return
+    if after != wanted:
+        yield f"{where} makes {after} elements of {before}, not {wanted}"
+    if op.result.type.dtype != types[first].dtype:
+        yield f"{where} makes {op.result.type.dtype} of {types[first].dtype}"
+
+
+def _layout(what: str, layout: Layout, sizes: Sizes) -> Iterator[str]:
+    """Every axis is known, used once, and divides the dimension that it cuts."""
+    unknown = [axis for axis in layout.axes if axis not in sizes]
+    if unknown:
+        yield f"{what} has layout {layout}, with an axis {unknown[0]} that the mesh doesn't have"
+        return
+    for axis in {axis for axis in layout.axes if layout.axes.count(axis) > 1}:
+        yield f"{what} has layout {layout}, with {axis} twice"
+    for dim in layout.dims:
+        for sub in dim:
+            ways = math.prod(sizes[axis] for axis in sub.axes)
+            if sub.size % ways:
+                yield f"{what} has layout {layout}: {sub.size} does not divide by {ways}"
+
+
+def _whole(type: TensorType) -> Layout:
+    """A replicated layout in place of an invalid one, so that verification can continue."""
+    return Layout.replicated(type.shape)
+
+
+def _elements(type: TensorType, sizes: Sizes) -> int:
+    return math.prod(type.shape)
+
+
+def _local_elements(type: TensorType, sizes: Sizes) -> int:
+    return math.prod(type.layout.local_shape(sizes))
+
+
+def _twice(what: str, names: Iterable[str]) -> Iterator[str]:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            yield f"there are two {what}s {name}"
+        seen.add(name)

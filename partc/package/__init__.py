@@ -1,0 +1,1 @@
+"""Packages from outside: writing, running, verifying and exporting them."""

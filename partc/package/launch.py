@@ -1,0 +1,172 @@
+"""Running a package on this machine: the torchrun command, and the reports of the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from partc.errors import PartcError
+from partc.frontend.model_file import is_file
+from partc.ir.mesh import Mesh
+from partc.runtime import plan as plans
+from partc.runtime.documents import Malformed
+
+Tell = Callable[[str], None]
+
+
+class RunFailed(Exception):
+    """A package (or its model) stopped with an error: exit code 1, with its output in `output`."""
+
+    def __init__(self, what: str, code: int, output: str) -> None:
+        super().__init__("\n".join([f"{what} stopped with exit code {code}", *output.splitlines()[-30:]]))
+        self.code = code
+        self.output = output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """The document that `partc run --json` prints."""
+
+    losses: tuple[float, ...]
+    step_seconds: tuple[float, ...]
+    step_seconds_median: float
+    tokens_per_second: float
+    peak_bytes: tuple[int, ...]  # by rank
+
+
+def read_plan(directory: Path) -> dict[str, Any]:
+    """The plan of a package. Raises PartcError P0503 if the folder is no package."""
+    path = directory / "plan.json"
+    if not is_file(path):
+        raise PartcError(
+            "P0503",
+            f"{directory} is not a partc package: it has no plan.json",
+            help="name a folder that `partc compile` wrote",
+        )
+    try:
+        plan = plans.read(directory)
+    except Malformed as error:
+        raise PartcError("P0503", f"{path} {error}", help="compile again: the file has been changed") from None
+    Mesh.parse(plan["mesh"])
+    return plan
+
+
+def read_package(directory: Path) -> dict[str, Any]:
+    """The plan of a package whose files are all present. Raises PartcError P0503."""
+    plan = read_plan(directory)
+    ranks = [f"ranks/rank_{rank:03d}.py" for rank in range(Mesh.parse(plan["mesh"]).size)]
+    stages = [f"stages/stage_{stage}.py" for stage in range(plan["stages"])]
+    for name in ("train.py", "model.py", "runtime/train/train.py", *stages, *ranks):
+        if not (directory / name).is_file():
+            raise PartcError("P0503", f"{directory} lacks {name}", help="compile again, or copy the whole package")
+    return plan
+
+
+def torchrun_command(directory: Path, arguments: Sequence[str]) -> list[str]:
+    """The command that trains a package on this machine, one process per rank; on CPUs if there are too few GPUs."""
+    beside = Path(sys.executable).with_name("torchrun")
+    launcher = [str(beside)] if beside.exists() else [sys.executable, "-m", "torch.distributed.run"]
+    ranks = Mesh.parse(read_plan(directory)["mesh"]).size
+    device = ["--device", "cpu"] if 0 < gpus() < ranks and "--device" not in arguments else []
+    return [*launcher, "--standalone", "--nproc-per-node", str(ranks), str(directory / "train.py"), *device, *arguments]
+
+
+def gpus() -> int:
+    """The number of GPUs that this process can see."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run(
+    directory: Path, *, steps: int = 10, arguments: Sequence[str] = (), tell: Tell = lambda line: None
+) -> RunResult:
+    """Train a package for some steps with real processes; `tell` receives the torchrun command first.
+
+    The ranks' output goes to stderr as it comes. Raises RunFailed, and PartcError for arguments that train.py rejects.
+    """
+    from partc.runtime.device.cuda_graphs import need_gpus
+    from partc.runtime.errors import UsageError
+    from partc.runtime.train.job import check_places, parse
+
+    plan = read_package(directory)
+    given = ["--steps", str(steps), *arguments]
+    try:
+        job = parse(given, directory)
+        check_places(job)
+        if job.cuda_graphs:
+            need_gpus(not job.virtual and gpus() >= job.world_size and job.device != "cpu")
+    except UsageError as error:
+        raise PartcError(error.code, error.cause, help=error.help) from error
+    command = (
+        [sys.executable, str(directory / "train.py"), *given] if job.virtual else torchrun_command(directory, given)
+    )
+    tell(shlex.join(command))
+    with tempfile.TemporaryDirectory(prefix="partc-run-") as name:
+        folder = Path(name)
+        code, stopped = _watched([*command, "--report", name])
+        reports = read_reports(folder)
+        if job.report is not None:
+            shutil.copytree(folder, job.report, dirs_exist_ok=True)
+        # torchrun fails when it is stopped, even if its ranks have saved and exited successfully.
+        if code and not (stopped and len(reports) == job.world_size):
+            raise RunFailed("the package", code, "")
+    from partc.runtime.layout import tokens_per_step  # which loads torch
+
+    logging = next(report for report in reports if report["logs"])
+    seconds = tuple(logging["step_seconds"])
+    median = statistics.median(seconds) if seconds else 0.0
+    return RunResult(
+        losses=tuple(logging["losses"]),
+        step_seconds=seconds,
+        step_seconds_median=median,
+        tokens_per_second=tokens_per_step(plan) * logging["batches_per_step"] / median if median else 0.0,
+        peak_bytes=tuple(report["peak_bytes"] for report in reports),
+    )
+
+
+def _watched(command: Sequence[str]) -> tuple[int, bool]:
+    """Run a command to its end and pass signals on; return its exit code, and whether it was asked to stop."""
+    asked: list[int] = []
+    process = subprocess.Popen(command, env=local_environment(), stdout=sys.stderr)
+
+    def pass_on(number: int, frame: object) -> None:
+        asked.append(number)
+        process.send_signal(number)
+
+    main = threading.current_thread() is threading.main_thread()
+    old = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGHUP) if main}
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the terminal has told the command, too
+        process.wait(timeout=60)
+        raise
+    finally:
+        process.kill()
+        process.wait()
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    return code, bool(asked)
+
+
+def read_reports(folder: Path) -> list[dict[str, Any]]:
+    """The final report of each rank, by rank."""
+    reports = [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
+    return sorted(reports, key=lambda report: int(report["rank"]))
+
+
+def local_environment() -> dict[str, str]:
+    """The environment of this process, with one thread per rank unless the user set another number."""
+    return {"OMP_NUM_THREADS": "1", **os.environ}

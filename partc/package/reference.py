@@ -1,0 +1,176 @@
+"""The single-device model, trained plainly: the reference of `partc verify`.
+
+Run as `python -m partc.package.reference PACKAGE FOLDER SETTINGS` in a process of its own. It uses the package's
+model.py and plan.json, autograd, torch's optimizers and the whole batch, and no other emitted file.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from partc.errors import PartcError
+from partc.package.sampling import Sampling
+from partc.runtime.checkpoint.safetensors import save
+from partc.runtime.train.data import call_with_options, global_batch, load_model_file
+from partc.runtime.train.precision import computing_in, held_in
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def main(argv: Sequence[str]) -> int:
+    package, folder, settings = argv
+    train(Path(package), Path(folder), **json.loads(settings))
+    return 0
+
+
+def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) -> None:
+    """Write the initial parameters to `folder` as step 0, then loss, gradients and parameters of every step.
+
+    Gradients are those before clipping, parameters those after the update. A parameter without a gradient has none.
+    """
+    plan: dict[str, Any] = json.loads((package / "plan.json").read_text())
+    module = load_model_file(package / "model.py")
+    torch.manual_seed(seed)
+    model: nn.Module = call_with_options(module.model, plan["options"])
+    model.to(held_in(plan["precision"]))
+    names = list(model.named_parameters(remove_duplicate=False))
+    update = ReferenceUpdate(dict(model.named_parameters()), steps=steps, **recipe)
+    save(folder / "step_0000.safetensors", _state(model), {})
+    for step in range(steps):
+        model.zero_grad(set_to_none=True)
+        numbers = range(step * update.accumulate, (step + 1) * update.accumulate)
+        total = sum(_backward(module, model, plan, seed, number, update.accumulate) for number in numbers)
+        for _, x in names:
+            if x.grad is not None:
+                x.grad = x.grad.clone()  # that of sgn and its like has no memory to write to
+        recorded = {f"gradient/{name}": x.grad.clone() for name, x in names if x.grad is not None}
+        update.step()
+        save(folder / f"step_{step + 1:04d}.safetensors", recorded | _state(model), {"loss": repr(total)})
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    found = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {f"parameter/{name}": x.detach() for name, x in found}
+
+
+class ReferenceUpdate:
+    """torch's own optimizer, clipping and schedule, with the options of train.py. Parameters without `grad` do not
+    change.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        steps: int,
+        optimizer: str,
+        lr: float,
+        weight_decay: float | None = None,
+        no_decay: Sequence[str] = (),
+        clip: float | None = None,
+        accumulate: int = 1,
+        lr_schedule: str = "constant",
+        warmup: int = 0,
+        min_lr: float = 0.0,
+    ) -> None:
+        self.accumulate = accumulate
+        self._clip = clip
+        self._parameters = list(parameters.values())
+        spared = {name for name in parameters if any(fnmatch.fnmatchcase(name, glob) for glob in no_decay)}
+        decay = {} if weight_decay is None else {"weight_decay": weight_decay}
+        groups: list[dict[str, Any]] = [
+            {"params": [x for name, x in parameters.items() if name not in spared], **decay},
+            {"params": [x for name, x in parameters.items() if name in spared], "weight_decay": 0.0},
+        ]
+        kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
+        self._optimizer: torch.optim.Optimizer = kind([group for group in groups if group["params"]], lr=lr)
+        self._schedule = _schedule(self._optimizer, lr_schedule, lr, steps, warmup, min_lr)
+
+    def step(self) -> None:
+        """Clip the gradients and update the parameters."""
+        if self._clip is not None:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        self.passed(updated=True)
+
+    def passed(self, *, updated: bool) -> None:
+        """End a step. A step with overflowing gradients updates nothing, but its learning rate passes."""
+        if updated:
+            self._optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a first step without an update
+            self._schedule.step()
+
+
+def _schedule(
+    optimizer: torch.optim.Optimizer, decline: str, lr: float, steps: int, warmup: int, least: float
+) -> lr_scheduler.LRScheduler:
+    """A linear warm-up to `lr`, and the decline to `least`, the rate of the last step."""
+    peak = max(warmup - 1, 0)
+    down = max(1, steps - 1 - peak)
+    rising = lr_scheduler.LinearLR(optimizer, 1 / max(warmup, 1), 1.0, peak)
+    falling: lr_scheduler.LRScheduler = lr_scheduler.ConstantLR(optimizer, 1.0)
+    if decline == "cosine":
+        falling = lr_scheduler.CosineAnnealingLR(optimizer, down, eta_min=least)
+    elif decline == "linear":
+        falling = lr_scheduler.LinearLR(optimizer, 1.0, least / lr, down)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's SequentialLR uses a deprecated call
+        return lr_scheduler.SequentialLR(optimizer, [rising, falling], [peak])
+
+
+def _backward(module: Any, model: nn.Module, plan: dict[str, Any], seed: int, number: int, accumulate: int) -> float:
+    """Add the gradients of a batch's part of the step's loss, and return that part."""
+    batch = global_batch(module, plan["options"], seed=seed, step=number, dtype=held_in(plan["precision"]))
+    parts = _microbatches(batch, plan)
+    total = 0.0
+    with Sampling(seed, number) as sampling:
+        for part in parts:
+            with computing_in(held_in(plan["precision"])), _mixed(plan["precision"]):
+                loss = loss_of(module, model, part) / (len(parts) * accumulate)
+            loss.backward()
+            total += loss.item()
+    if sampling.drawn != plan["draws"] * len(parts):
+        raise PartcError(
+            "P0207",
+            f"the model drew random numbers {sampling.drawn} times on a device, the package {plan['draws']} times",
+            help="draw with torch's own random functions, the same number of times in every step",
+        )
+    return total
+
+
+def _mixed(precision: str) -> torch.autocast:
+    """torch's own mixed precision, in place of partc's."""
+    return torch.autocast("cpu", AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
+
+
+def _microbatches(batch: dict[str, Tensor], plan: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """The whole batch; or its microbatches, if the plan treats each as a batch of its own."""
+    if not plan["repeated"]:
+        return [batch]
+    count = plan["microbatches"]
+    rows = next(x.shape[0] for x in batch.values() if x.dim())
+    cut = {name: x.chunk(count) for name, x in batch.items() if x.dim() and x.shape[0] == rows}
+    return [{**batch, **{name: pieces[index] for name, pieces in cut.items()}} for index in range(count)]
+
+
+def loss_of(module: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The model file's loss: its own function, or the model's result, or that object's `.loss`."""
+    result = module.loss(model, batch) if hasattr(module, "loss") else model(**batch)
+    if not isinstance(result, Tensor):
+        result = result.loss
+    assert isinstance(result, Tensor)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,202 @@
+"""The single device's random operations, drawn by element as in packages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partc.errors import PartcError
+from partc.runtime.random import Draw, dropout, stream
+from partc.torch_private import TorchDispatchMode
+
+
+class Sampling(TorchDispatchMode):
+    """Replaces torch's generator while a model runs eagerly; random operations are numbered in order.
+
+    The count is kept as the seed of torch's CPU generator: code that runs a part of the model again, such as activation
+    checkpointing in backward, first restores that generator, and so draws the same. Torch sees a dropout as one
+    Bernoulli draw, and so it is here: only its position in the order counts.
+    """
+
+    def __init__(self, seed: int, step: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.step = step
+        self.drawn = 0  # random operations that have run, known at the end; those that ran again are counted once
+        self._before = torch.default_generator.get_state()
+
+    def __enter__(self) -> Sampling:
+        self._before = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(0)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.drawn = torch.default_generator.initial_seed()
+        torch.default_generator.set_state(self._before)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        rule = _RANDOM.get(func._schema.name.removeprefix("aten::"))
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | dict(kwargs or {})
+        if rule is not None:
+            return rule(self, func, given)
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(names, given) and _makes_tensors(func):
+            raise PartcError(
+                "P0207",
+                f"the single device runs {func._schema.name}, which draws in a way that no package can",
+                help="make it of torch.rand, torch.randn and dropouts",
+            )
+        return func(*args, **(kwargs or {}))
+
+    def draw(self, shape: Sequence[int], device: torch.device) -> Draw:
+        """Numbers for the next random operation."""
+        number = torch.default_generator.initial_seed()
+        torch.default_generator.manual_seed(number + 1)
+        return Draw.everything(stream(self.seed, self.step, number), shape, device)
+
+
+Given = dict[str, Any]
+Rule = Callable[[Sampling, Any, Given], Any]
+
+
+def _bernoulli(sampling: Sampling, func: Any, given: Given) -> Tensor:
+    x = given["self"]
+    p = given.get("p", 0.5 if func._schema.name.endswith("_") else None)
+    result = (sampling.draw(x.shape, x.device).uniform(torch.float64) < (x if p is None else p)).to(x.dtype)
+    return _given_back(func, x, result)
+
+
+def _uniform(sampling: Sampling, func: Any, given: Given) -> Tensor:
+    x, low, high = given["self"], given.get("from", 0.0), given.get("to", 1.0)
+    u = sampling.draw(x.shape, x.device).uniform(x.dtype)
+    return _given_back(func, x, u * (high - low) + low)
+
+
+def _normal(sampling: Sampling, func: Any, given: Given) -> Tensor:
+    x, mean, std = given["self"], given.get("mean", 0.0), given.get("std", 1.0)
+    return _given_back(func, x, sampling.draw(x.shape, x.device).normal(x.dtype) * std + mean)
+
+
+def _normal_of(sampling: Sampling, func: Any, given: Given) -> Tensor:
+    """normal(mean, std) of numbers or tensors."""
+    mean, std = given.get("mean", 0.0), given.get("std", 1.0)
+    tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors)) if tensors else given["size"]
+    device = tensors[0].device if tensors else given.get("device") or torch.device("cpu")
+    dtype = tensors[0].dtype if tensors else given.get("dtype") or torch.get_default_dtype()
+    numbers: Tensor = sampling.draw(shape, device).normal(dtype) * std + mean
+    return numbers
+
+
+def _exponential(sampling: Sampling, func: Any, given: Given) -> Tensor:
+    x = given["self"]
+    return _given_back(func, x, (_exponentials(sampling, x.shape, x.device) / given.get("lambd", 1.0)).to(x.dtype))
+
+
+def _exponentials(sampling: Sampling, shape: Sequence[int], device: torch.device) -> Tensor:
+    u = sampling.draw(shape, device).uniform(torch.float64)
+    return (1 - u).log().neg()
+
+
+def _multinomial(sampling: Sampling, func: Any, given: Given) -> Tensor:
+    weights: Tensor = given["self"].double()
+    count: int = given["num_samples"]
+    if given.get("replacement"):
+        waited = _exponentials(sampling, (*weights.shape[:-1], count, weights.shape[-1]), weights.device)
+        return (weights.unsqueeze(-2) / waited).argmax(-1)
+    keys = weights / _exponentials(sampling, weights.shape, weights.device)
+    return keys.argmax(-1, keepdim=True) if count == 1 else keys.topk(count, -1).indices
+
+
+def _rrelu(sampling: Sampling, func: Any, given: Given) -> Tensor:
+    """rrelu; the multiplier of each element is left in `noise`, where backward reads it."""
+    x: Tensor = given["self"]
+    lower, upper = given.get("lower", 1 / 8), given.get("upper", 1 / 3)
+    if not given.get("training", False):
+        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+    slope = sampling.draw(x.shape, x.device).uniform(x.dtype) * (upper - lower) + lower
+    noise: Tensor = given["noise"].copy_(torch.where(x <= 0, slope, 1))
+    return x * noise
+
+
+def _like(kind: str) -> Rule:
+    def rule(sampling: Sampling, func: Any, given: Given) -> Tensor:
+        x = given["self"]
+        draw = sampling.draw(x.shape, x.device)
+        found: Tensor = getattr(draw, kind)(given.get("dtype") or x.dtype)
+        return found
+
+    return rule
+
+
+def _made(kind: str) -> Rule:
+    def rule(sampling: Sampling, func: Any, given: Given) -> Tensor:
+        draw = sampling.draw(given["size"], given.get("device") or torch.device("cpu"))
+        found: Tensor = getattr(draw, kind)(given.get("dtype") or torch.get_default_dtype())
+        return found
+
+    return rule
+
+
+def _randint(sampling: Sampling, func: Any, given: Given) -> Tensor:
+    x = given.get("self")
+    shape, device = (x.shape, x.device) if x is not None else (given["size"], given.get("device"))
+    low, high = given.get("low", 0), given["high"]
+    u = sampling.draw(shape, device or torch.device("cpu")).uniform(torch.float64)
+    whole: Tensor = (u * (high - low)).floor() + low
+    return whole.to(given.get("dtype") or (x.dtype if x is not None else torch.int64))
+
+
+def _randperm(sampling: Sampling, func: Any, given: Given) -> Tensor:
+    device = given.get("device") or torch.device("cpu")
+    return sampling.draw((given["n"],), device).uniform(torch.float64).argsort(0)
+
+
+def _native_dropout(sampling: Sampling, func: Any, given: Given) -> tuple[Tensor, Tensor]:
+    x = given["input"]
+    if given.get("train") is False or not given["p"]:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    return dropout(x, given["p"], sampling.draw(x.shape, x.device))
+
+
+def _draws(names: Sequence[str], given: Given) -> bool:
+    """Whether this call draws: attention does only with dropout."""
+    return "dropout_p" not in names or bool(given.get("dropout_p"))
+
+
+def _makes_tensors(func: Any) -> bool:
+    return any(isinstance(found.type, torch.TensorType) for found in func._schema.returns)
+
+
+def _given_back(func: Any, x: Tensor, result: Tensor) -> Tensor:
+    """Return the result, in place if the operation is in place."""
+    return x.copy_(result) if func._schema.name.endswith("_") else result
+
+
+_RANDOM: Mapping[str, Rule] = {
+    "bernoulli": _bernoulli,
+    "bernoulli_": _bernoulli,
+    "uniform": _uniform,
+    "uniform_": _uniform,
+    "normal_": _normal,
+    "normal": _normal_of,
+    "normal_functional": _normal,
+    "exponential_": _exponential,
+    "multinomial": _multinomial,
+    "rrelu_with_noise": _rrelu,
+    "rand_like": _like("uniform"),
+    "randn_like": _like("normal"),
+    "rand": _made("uniform"),
+    "randn": _made("normal"),
+    "randint": _randint,
+    "randint_like": _randint,
+    "randperm": _randperm,
+    "native_dropout": _native_dropout,
+}

@@ -1,0 +1,325 @@
+"""Verification by training: a package against the single-device model that it was compiled from."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import PartcError
+from partc.ir.mesh import PIPELINE_AXIS, Mesh
+from partc.package.launch import (
+    RunFailed,
+    gpus,
+    local_environment,
+    read_package,
+    read_plan,
+    read_reports,
+    torchrun_command,
+)
+from partc.package.reference import ReferenceUpdate
+from partc.runtime.checkpoint.safetensors import load
+from partc.runtime.errors import UsageError
+from partc.runtime.layout import Shard
+from partc.runtime.train.job import parse
+
+# Tolerances for rounding. fp64 leaves no room for anything else; fp32 sums in another order. Parameters are measured
+# against torch.optim's update from the package's own gradients, which are measured against the model's. Constants are
+# buffers and parameters without gradients.
+TOLERANCES: Mapping[str, Mapping[str, float]] = {
+    "fp64": {"loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10, "constant": 1e-10},
+    # Against torch's autocast, which rounds in other places: activations have 8 (bf16) or 11 (fp16) bits.
+    "bf16": {"loss": 2e-2, "gradient": 1e-1, "parameter": 2e-6, "constant": 1e-2},
+    "fp16": {"loss": 5e-3, "gradient": 5e-2, "parameter": 2e-6, "constant": 1e-2},
+    "fp32": {"loss": 1e-5, "gradient": 2e-4, "parameter": 2e-6, "constant": 2e-4},
+    # Gradients that cross nodes with 255 levels for 256 numbers; the next step corrects a step's error.
+    "int8": {"loss": 2e-2, "gradient": 3e-1, "parameter": 2e-6, "constant": 1e-2},
+}
+# How a run updates its parameters: options of train.py that the single-device model follows too.
+RECIPE = (
+    "optimizer", "lr", "weight_decay", "no_decay", "clip", "accumulate", "lr_schedule", "warmup", "min_lr",
+)  # fmt: skip
+CLIP = 1.0  # where the options have none: clipping is compared as well
+MIXED = ("bf16", "fp16", "int8")
+# Tensors much smaller than the largest of their kind are measured against this part of it: some
+# gradients are zero but for rounding (a key's bias), and have no scale of their own.
+SMALLEST_SCALE: Mapping[str, float] = {"fp64": 1e-3, "fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1, "int8": 1e-1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One comparison: a loss, gradient, parameter or constant, on one rank after one step (counted from 1)."""
+
+    kind: str
+    name: str
+    rel_err: float
+    step: int = 1
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyResult:
+    """The document that `partc verify --json` prints."""
+
+    ok: bool
+    losses: tuple[float, ...]
+    reference_losses: tuple[float, ...]
+    worst: Difference
+    tolerance: float  # of the worst difference's kind
+    compared: int  # how many tensors and losses
+
+
+def verify(
+    directory: Path,
+    *,
+    steps: int = 3,
+    virtual: bool = False,
+    arguments: Sequence[str] = (),
+    reference: Path | None = None,
+) -> VerifyResult:
+    """Train twice from the same seed, and compare every loss, gradient and parameter on every rank.
+
+    `arguments` are training options of train.py; its defaults apply, and gradients are clipped (`CLIP`). With
+    `virtual`, all ranks run in one process. `reference` is a folder for the single-device run: a run that is there is
+    used again, so that packages of one model on many meshes share it. Raises RunFailed if a training stops, and
+    PartcError P0504 and those of train.py for invalid options.
+    """
+    plan = read_package(directory)
+    if steps < 1:
+        raise PartcError("P0504", f"cannot verify {steps} steps", help="--steps is 1 or more")
+    recipe = _recipe(directory, ["--steps", str(steps), *arguments])
+    with tempfile.TemporaryDirectory(prefix="partc-verify-") as name:
+        folder = Path(name)
+        plain = reference or folder / "reference"
+        if plan["repeated"]:  # another run than that of the whole batch
+            plain = plain / f"{plan['microbatches']}_batches"
+        _train_both(directory.resolve(), folder, plain, virtual, recipe)
+        start, *reference_steps = [load(plain / f"step_{step:04d}.safetensors") for step in range(steps + 1)]
+        losses = next(report["losses"] for report in read_reports(folder / "report") if report["logs"])
+        reference_losses = [float(metadata["loss"]) for _, metadata in reference_steps]
+        differences = [
+            Difference(kind="loss", name="loss", rel_err=relative_error(mine, theirs, abs(theirs)), step=step + 1)
+            for step, (mine, theirs) in enumerate(zip(losses, reference_losses, strict=True))
+        ]
+        updates = _Updates(plan, start[0], recipe)
+        for step, (tensors, _) in enumerate(reference_steps):
+            recorded = _recorded(plan, folder / "record", step + 1)
+            differences += _compare_step(plan, recorded, step + 1, updates.after(recorded, tensors))
+    tolerances = TOLERANCES[_rounding(plan)]
+    worst = max(differences, key=lambda difference: difference.rel_err / tolerances[difference.kind])
+    return VerifyResult(
+        ok=all(difference.rel_err <= tolerances[difference.kind] for difference in differences),
+        losses=tuple(losses),
+        reference_losses=tuple(reference_losses),
+        worst=worst,
+        tolerance=tolerances[worst.kind],
+        compared=len(differences),
+    )
+
+
+def _recipe(directory: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """The training options of both runs, as train.py parses them."""
+    try:
+        job = parse(arguments, directory)
+    except UsageError as error:
+        raise PartcError(error.code, error.cause, help=error.help) from error
+    for option in ("save", "resume", "init", "record", "report", "metrics", "tensorboard", "trace"):
+        if getattr(job, option) is not None:
+            raise PartcError(
+                "P0504",
+                f"--{option} has no place in a comparison, which starts from the seed and keeps nothing",
+                help="give options of the optimizer: --optimizer, --lr, --weight-decay, --clip, --warmup",
+            )
+    recipe = {name: getattr(job, name) for name in ("steps", "seed", *RECIPE)}
+    return recipe | {"clip": CLIP if job.clip is None else job.clip}
+
+
+def relative_error(mine: Tensor | float, theirs: Tensor | float, scale: float) -> float:
+    """The largest difference divided by `scale`; infinite if either is not a number."""
+    error = (
+        float((torch.as_tensor(mine) - torch.as_tensor(theirs)).abs().amax()) if torch.as_tensor(mine).numel() else 0.0
+    )
+    if not math.isfinite(error):
+        return math.inf
+    return error / scale if scale > 0 else (0.0 if error == 0 else math.inf)
+
+
+def _train_both(directory: Path, folder: Path, reference: Path, virtual: bool, recipe: Mapping[str, Any]) -> None:
+    """Run the package, and beside it the single-device model unless its run exists."""
+    arguments = list(_options(recipe))
+    arguments += ["--record", str(folder / "record"), "--report", str(folder / "report")]
+    if (directory / "runtime" / "train" / "tuning.py").is_file():
+        arguments.append("--no-tuning")  # a few steps aren't worth the time
+    ranks = Mesh.parse(read_plan(directory)["mesh"]).size
+    if (directory / "runtime" / "device" / "cuda_graphs.py").is_file() and (virtual or gpus() < ranks):
+        arguments.append("--no-cuda-graphs")  # of GPUs
+    package = (
+        [sys.executable, str(directory / "train.py"), "--virtual", *arguments]
+        if virtual
+        else torchrun_command(directory, arguments)
+    )
+    plain = [sys.executable, "-m", "partc.package.reference", str(directory), str(reference), json.dumps(recipe)]
+    root = str(Path(__file__).resolve().parents[2])
+    search = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    runs = {"the package": _start(package, folder / "package.txt", {})}
+    if not (reference / f"step_{recipe['steps']:04d}.safetensors").exists():
+        reference.mkdir(parents=True, exist_ok=True)
+        runs["the single-device model"] = _start(plain, folder / "plain.txt", {"PYTHONPATH": search})
+    outputs = {"the single-device model": folder / "plain.txt", "the package": folder / "package.txt"}
+    try:
+        codes = {what: process.wait() for what, process in runs.items()}
+    finally:
+        for process in runs.values():
+            process.terminate()
+    for what, code in codes.items():
+        if code:
+            raise RunFailed(what, code, outputs[what].read_text(errors="replace"))
+
+
+def _options(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """The training options on train.py's command line."""
+    for name, value in recipe.items():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if each is not None:
+                yield from (f"--{name.replace('_', '-')}", str(each))
+
+
+def _start(command: list[str], output: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with output.open("wb") as file:
+        return subprocess.Popen(command, env={**local_environment(), **variables}, stdout=file, stderr=file)
+
+
+def _rounding(plan: Mapping[str, Any]) -> str:
+    """The precision that determines the tolerance: gradients may travel in fewer bits than they are computed in."""
+    command = plan.get("command", {})
+    fewer = [command[name] for name in ("compress_grads", "grad_reduce") if name in command]
+    return str(fewer[0] if fewer else plan["precision"])
+
+
+Records = Sequence[Mapping[str, Tensor]]  # of a step, by rank: gradients before clipping, parameters after the update
+
+
+def _recorded(plan: Mapping[str, Any], record: Path, step: int) -> Records:
+    ranks = range(Mesh.parse(plan["mesh"]).size)
+    return [load(record / f"step_{step:04d}_rank_{rank:03d}.safetensors")[0] for rank in ranks]
+
+
+def _holders(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, int]]]:
+    """The ranks that hold a parameter, with their coordinates."""
+    mesh = Mesh.parse(plan["mesh"])
+    places = {plan["places"][stage] for stage in entry["stages"]}
+    for rank in range(mesh.size):
+        coordinate = mesh.coordinate(rank)
+        if coordinate.get(PIPELINE_AXIS, 0) in places:
+            yield rank, coordinate
+
+
+class _Updates:
+    """torch's optimizer on the package's own gradients; its result must equal the package's parameters almost exactly.
+
+    Some gradients are rounding errors alone, such as those of a bias before a norm. Adam divides each gradient by its
+    own size, so that the parameters of two correct trainings differ. Updates from equal gradients can be compared.
+    """
+
+    def __init__(self, plan: Mapping[str, Any], start: Mapping[str, Tensor], recipe: Mapping[str, Any]) -> None:
+        self._plan = plan
+        self._entries = {name: entry for name, entry in plan["parameters"].items() if f"parameter/{name}" in start}
+        self._values = {
+            name: nn.Parameter(start[f"parameter/{name}"].clone())
+            for name, entry in self._entries.items()
+            if start[f"parameter/{name}"].is_floating_point()
+        }
+        settings = {name: value for name, value in recipe.items() if name != "seed"}
+        self._update = ReferenceUpdate(self._values, **settings)
+
+    def after(self, records: Records, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The reference's gradients and buffers of a step, and the parameters after the package's gradients."""
+        trained = [name for name in self._values if f"gradient/{name}" in reference]
+        for name in trained:
+            self._values[name].grad = self._gradient(name, records)
+        finite = all(bool(x.grad.isfinite().all()) for x in self._values.values() if x.grad is not None)
+        if self._plan["precision"] == "fp16" and not finite:
+            self._update.passed(updated=False)
+        else:
+            self._update.step()
+        fixed = {f"parameter/{name}" for name in self._plan["parameters"] if f"gradient/{name}" not in reference}
+        found = {f"parameter/{name}": x.detach().clone() for name, x in self._values.items()}
+        return {**reference, **{key: x for key, x in found.items() if key not in fixed}}
+
+    def _gradient(self, name: str, records: Records) -> Tensor:
+        """A whole gradient, assembled from the ranks' shards; zeros if no rank holds it."""
+        entry, whole = self._entries[name], torch.zeros_like(self._values[name])
+        shard = Shard(entry["dtype"] + entry["layout"], holds=tuple(entry["shape"]))
+        places = torch.arange(1, whole.numel() + 1).view(whole.shape)  # 0 is padding
+        for rank, coordinate in _holders(self._plan, entry):
+            mine = records[rank].get(f"gradient/{name}")
+            here = shard.local(places, Mesh.parse(self._plan["mesh"]).sizes, coordinate)
+            if mine is not None and mine.shape == here.shape:
+                whole.view(-1)[here[here > 0] - 1] = mine[here > 0].to(whole.dtype)
+        return whole
+
+
+def _compare_step(
+    plan: Mapping[str, Any], records: Records, step: int, reference: Mapping[str, Tensor]
+) -> Iterator[Difference]:
+    """Compare every rank's gradients and parameters of a step with slices of the reference."""
+    sizes = Mesh.parse(plan["mesh"]).sizes
+    smallest = SMALLEST_SCALE[_rounding(plan)]
+    measure = _root_mean_square if _rounding(plan) in MIXED else _largest
+    floors = {
+        kind: smallest * max((measure(x) for name, x in reference.items() if name.startswith(kind)), default=0.0)
+        for kind in ("gradient", "parameter")
+    }
+    for name, entry in plan["parameters"].items():
+        shard = Shard(entry["dtype"] + entry["layout"], holds=tuple(entry["shape"]))
+        trained = entry["trainable"] or f"gradient/{name}" in reference
+        for rank, coordinate in _holders(plan, entry):
+            for kind in ("gradient", "parameter") if trained else ("parameter",):
+                whole = _whole(reference, kind, name, shard)
+                theirs = shard.local(whole, sizes, coordinate)
+                mine = records[rank].get(f"{kind}/{name}")
+                if mine is None or mine.shape != theirs.shape:
+                    error = math.inf
+                else:
+                    error = relative_error(_apart(mine, theirs, measure), 0.0, max(measure(whole), floors[kind]))
+                told = kind if trained or kind == "gradient" else "constant"
+                yield Difference(kind=told, name=name, rel_err=error, step=step, rank=rank)
+
+
+def _whole(reference: Mapping[str, Tensor], kind: str, name: str, shard: Shard) -> Tensor:
+    """The reference's tensor; a parameter that the loss does not depend on has a gradient of zeros."""
+    if f"parameter/{name}" not in reference:
+        raise PartcError(
+            "P0502",
+            f"model.py makes no parameter {name!r}, which the plan has",
+            help="compile again: model.py or its options have changed since",
+        )
+    if f"{kind}/{name}" not in reference:
+        return torch.zeros(shard.shape, dtype=shard.dtype)
+    return reference[f"{kind}/{name}"]
+
+
+def _apart(mine: Tensor, theirs: Tensor, measure: Callable[[Tensor], float]) -> float:
+    """The measure of a difference; infinite if integers or booleans differ."""
+    if not theirs.is_floating_point():
+        return 0.0 if torch.equal(mine, theirs) else math.inf
+    return measure(mine - theirs)
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().amax()) if x.numel() and x.is_floating_point() else 0.0
+
+
+def _root_mean_square(x: Tensor) -> float:
+    """The effect of rounding on a tensor as a whole; single elements may fall on the other side of a relu."""
+    return float(x.double().square().mean().sqrt()) if x.numel() and x.is_floating_point() else 0.0

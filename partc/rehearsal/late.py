@@ -1,0 +1,51 @@
+"""Late actions: they gather nothing ahead, as a rank's peak of memory would rise.
+
+An action can start the next action's first gather while its last call runs. Then both calls' parameters are there for
+the rest of the action: for calls that read nothing in parts but make large gradients (an embedding's), and for actions
+that gather nothing. A rehearsal says whether that is where a rank holds most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import zip_longest
+
+from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.program import Program
+from partc.passes.prefetch import gathers, prefetch
+from partc.rehearsal.rehearsal import peaks
+
+
+def late(program: Program) -> frozenset[str]:
+    """Names of actions (`0B`) of a program with naive bodies: none if no peak rises, else what is found one by one."""
+    places = [_gathering(program, place) for place in range(program.mesh.axis(PIPELINE_AXIS))]
+    every = frozenset(name for names in places for name in names)
+    if not every:
+        return every
+    limits = _peaks(program, every)
+    found = _peaks(program, frozenset())
+    chosen = [set(names) if peak <= limit else set() for names, peak, limit in zip(places, found, limits, strict=True)]
+    rest = [[] if peak <= limit else names for names, peak, limit in zip(places, found, limits, strict=True)]
+    for candidates in zip_longest(*rest):
+        tried = [here | ({new} if new else set()) for here, new in zip(chosen, candidates, strict=True)]
+        found = _peaks(program, every - _together(tried))
+        chosen = [
+            more if peak <= limit else here
+            for here, more, peak, limit in zip(chosen, tried, found, limits, strict=True)
+        ]
+    return every - _together(chosen)
+
+
+def _together(places: Iterable[set[str]]) -> frozenset[str]:
+    return frozenset(name for names in places for name in names)
+
+
+def _peaks(program: Program, late: frozenset[str]) -> list[int]:
+    return peaks(prefetch(program, late=late))
+
+
+def _gathering(program: Program, place: int) -> list[str]:
+    """The actions of a pipeline coordinate that gather something."""
+    bodies = {body.name for body in program.bodies if gathers(body.statements)}
+    names = dict.fromkeys(f"{action.stage}{action.kind}" for action in program.schedule[place])
+    return [name for name in names if name in bodies]

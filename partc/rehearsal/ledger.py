@@ -1,0 +1,297 @@
+"""A ledger of tensor memory: counts every storage from the operation that makes it to its end.
+
+The tensors are on the device meta. They have shapes and storages, which live as long as someone refers to them, but no
+bytes. Running code on them shows its memory over time, by Python's own reference counting.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from partc.cost.memory import Moment, RankMemory, StepPosition, together
+from partc.runtime.torch_private import storage_key, tree_flatten
+from partc.torch_private import TorchDispatchMode
+
+
+class Block:
+    """The memory of one storage. Its category may become more precise while it lives."""
+
+    __slots__ = ("bytes", "category", "name")
+
+    def __init__(self, bytes: int, category: str, name: str) -> None:
+        self.bytes = bytes
+        self.category = category
+        self.name = name
+
+
+class Owned:
+    """Holds a block without a tensor: the block ends with the last reference to this object."""
+
+    __slots__ = ("__weakref__", "block", "ledger")
+
+    def __init__(self, ledger: Ledger, block: Block) -> None:
+        self.ledger = ledger
+        self.block = block
+
+    def __del__(self) -> None:
+        self.ledger.ends(self.block)
+
+
+Sight = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]  # dtype, shape, stride, offset
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor that is not computed with at present: the owner of its memory, and its view of it."""
+
+    owner: Owned | Tensor
+    sight: Sight
+
+
+def sight(x: Tensor) -> Sight:
+    return x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset())
+
+
+@dataclass(frozen=True, slots=True)
+class Surge:
+    """The temporary memory of code that has run before: its peak, the place of the peak, and its contents."""
+
+    bytes: int
+    line: str
+    op: str
+    alive: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event while a function runs: "+" or "-" and a block, or "drop" and the numbers of arguments."""
+
+    kind: str
+    what: Any
+    line: str = ""
+    op: str = ""
+
+
+Entry = tuple[str, Block | Surge | None]  # "+" block, "-" block, "^" surge, "." at an action's start
+
+
+class Ledger(TorchDispatchMode):
+    """All storages that operations create inside it, by category and name.
+
+    `category` and `name` apply to new storages. `action`, `call` and `line` give the current place in the code.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.category, self.name = "temporaries", ""
+        self.action = self.call = self.line = ""
+        self.now = 0
+        self.peak = -1
+        self.at = StepPosition(action="")
+        self.peaks: dict[tuple[str, str], int] = {}  # the most in every action and call
+        self._found: dict[int, tuple[object, Block]] = {}  # by storage
+        self._tape: list[Entry] = []
+        self._end = 0  # of the tape, at the peak
+        self._actions: list[str] = []
+        self._muted = False
+        self.heard: list[Event] | None = None  # events that are being recorded
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.native_layer_norm.default:
+            # Its kernel for CPUs keeps means and deviations in the bits of its operand, others in 32.
+            result = (result[0], *(x.to(args[0].dtype) for x in result[1:]))
+        if not self._muted:
+            for x in tree_flatten(result)[0]:
+                if isinstance(x, Tensor) and storage_key(x) not in self._found:
+                    self.begins(x, str(func))
+        return result
+
+    def begins(self, x: Tensor, op: str = "") -> None:
+        block = Block(x.untyped_storage().nbytes(), self.category, self.name)
+        self.watch(x, block, lambda: self.ends(block))
+        self.add(block, op)
+
+    def add(self, block: Block, op: str = "") -> None:
+        """Register a new block."""
+        self.now += block.bytes
+        self._tape.append(("+", block))
+        if self.heard is not None:
+            self.heard.append(Event("+", block, self.line, op))
+        self._reaches(self.now, op, self.line)
+
+    def holds(self, bytes: int) -> Owned:
+        """Reserve memory that is not computed with, until the returned object is dropped."""
+        block = Block(bytes, self.category, self.name)
+        self.add(block)
+        return Owned(self, block)
+
+    def ends(self, block: Block) -> None:
+        self.now -= block.bytes
+        self._tape.append(("-", block))
+        if self.heard is not None:
+            self.heard.append(Event("-", block))
+
+    def surges(self, surge: Surge) -> None:
+        """Record a momentary surge."""
+        self._tape.append(("^", surge))
+        self._reaches(self.now + surge.bytes, surge.op, surge.line)
+
+    def _reaches(self, bytes: int, op: str, line: str) -> None:
+        here = self.action, self.call
+        if bytes > self.peaks.get(here, -1):
+            self.peaks[here] = bytes
+        if bytes > self.peak:
+            self.peak, self._end = bytes, len(self._tape)
+            self.at = StepPosition(action=self.action, call=self.call, line=line, op=op)
+
+    def watch(self, x: Tensor, block: Block, ended: Callable[[], None]) -> None:
+        """Associate a storage with its block, and call `ended` when it ends."""
+        key = storage_key(x)
+
+        def last(_: object) -> None:
+            self._found.pop(key, None)
+            ended()
+
+        self._found[key] = (weakref.ref(x.untyped_storage(), last), block)
+
+    def block(self, x: Tensor) -> Block | None:
+        """The block of a tensor's storage, if known."""
+        found = self._found.get(storage_key(x))
+        return None if found is None else found[1]
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """A context whose operations do not count."""
+        before, self._muted = self._muted, True
+        try:
+            yield
+        finally:
+            self._muted = before
+
+    @contextmanager
+    def making(self, category: str, name: str = "") -> Iterator[None]:
+        """A context whose operations create storages of this category and name."""
+        before = self.category, self.name
+        self.category, self.name = category, name
+        try:
+            yield
+        finally:
+            self.category, self.name = before
+
+    def enters(self, action: str) -> None:
+        """Begin the next action of the step."""
+        self._actions.append(action)
+        self._tape.append((".", None))
+        self.action, self.call, self.line = action, "", ""
+
+    def starts(self) -> None:
+        """Begin the step: keep existing blocks, and forget the earlier peak."""
+        self.peak = -1
+        self.peaks.clear()
+        self._reaches(self.now, "", "")
+
+    def rank(self, place: int, stages: tuple[int, ...], host: int) -> RankMemory:
+        """The account since `starts`."""
+        alive, surged = self._alive()
+        return RankMemory(
+            place=place,
+            stages=stages,
+            peak=self.peak,
+            at=self.at,
+            alive=together((block.category, block.name, block.bytes) for block in (*alive, *surged)),
+            timeline=tuple(self._moments()),
+            host=host,
+        )
+
+    def kinds(self) -> Iterator[tuple[str, Mapping[str, int]]]:
+        """For each action, its peak bytes by category."""
+        now: Counter[str] = Counter()
+        total = most = 0
+        found: Mapping[str, int] = {}
+        names = iter(self._actions)
+        action = ""
+        for kind, what in self._tape:
+            if kind == "+" and isinstance(what, Block):
+                now[what.category] += what.bytes
+                total += what.bytes
+            elif kind == "-" and isinstance(what, Block):
+                now[what.category] -= what.bytes
+                total -= what.bytes
+            passing = what.alive if isinstance(what, Surge) else ()
+            here = total + (what.bytes if isinstance(what, Surge) else 0)
+            if kind == ".":
+                if action:
+                    yield action, found
+                action, most = next(names), -1
+            if here > most:
+                most, found = here, now + Counter(_by_category(passing))
+        if action:
+            yield action, found
+
+    def _alive(self) -> tuple[list[Block], tuple[Block, ...]]:
+        alive: dict[Block, None] = {}
+        last: Block | Surge | None = None
+        for kind, what in self._tape[: self._end]:
+            last = what
+            if kind == "+" and isinstance(what, Block):
+                alive[what] = None
+            elif kind == "-" and isinstance(what, Block):
+                alive.pop(what, None)
+        return list(alive), last.alive if isinstance(last, Surge) else ()
+
+    def _moments(self) -> Iterator[Moment]:
+        """The moment of each action that was entered."""
+        now = peak = 0
+        entered = -1
+        for kind, what in self._tape:
+            if kind == ".":
+                if entered >= 0:
+                    yield Moment(action=self._actions[entered], peak=peak, after=now)
+                entered, peak = entered + 1, now
+            elif isinstance(what, Surge):
+                peak = max(peak, now + what.bytes)
+            elif what is not None:
+                now += what.bytes if kind == "+" else -what.bytes
+                peak = max(peak, now)
+        if entered >= 0:
+            yield Moment(action=self._actions[entered], peak=peak, after=now)
+
+
+def _by_category(blocks: Iterable[Block]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for block in blocks:
+        found[block.category] = found.get(block.category, 0) + block.bytes
+    return found
+
+
+class _Even(TorchFunctionMode):
+    """Routing for tensors without values: every expert gets the same number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.searchsorted:
+            self._rows = args[0].numel()
+        if func is Tensor.tolist and args[0].is_meta:
+            count = args[0].numel()
+            return [self._rows * (index + 1) // count for index in range(count)]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting() -> Iterator[Ledger]:
+    """A context that counts operations on tensors of the meta device."""
+    with _Even(), Ledger() as ledger, torch.no_grad():
+        yield ledger

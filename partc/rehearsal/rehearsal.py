@@ -1,0 +1,347 @@
+"""A step of a package on tensors without memory: what every rank holds, and when.
+
+The emitted modules and the runtime run as they are, with a communicator whose peers say nothing; what they do to
+memory is counted (ledger.py). A region's function runs once, however many calls, microbatches and ranks there
+are: then it is known what it does (call_replay.py). Ranks that differ on other axes than the pipeline's are one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partc.codegen.package import Modules, emit
+from partc.cost.memory import Account, RankMemory
+from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.program import Program
+from partc.rehearsal.call_replay import Lessons, region_module, stage_class
+from partc.rehearsal.ledger import Ledger, Owned, counting
+from partc.rehearsal.meta_kernels import META, stand_ins
+from partc.runtime.checkpoint.boxes import pieces, speaks
+from partc.runtime.checkpoint.state import remembering
+from partc.runtime.clock import Clock, Kind
+from partc.runtime.comm.comm import Axis, Link, Pending
+from partc.runtime.comm.distributed import DistributedComm, GlooAxis
+from partc.runtime.execution.executor import Action, Stage, gradient_buffers, parse_schedule, run_step, told_by
+from partc.runtime.execution.parts import Parts
+from partc.runtime.execution.sums import Bucket, Sums
+from partc.runtime.layout import Shard
+from partc.runtime.ops.accumulation import clear
+from partc.runtime.optimizer.optimizer import attach_gradients, make_optimizer
+from partc.runtime.train.data import local_batch
+
+Sizes = Mapping[str, int]
+MOST_COUNTED = 64  # ranks at one place of which each is looked at
+
+
+def rehearse(program: Program, *, optimizer: str = "adamw", modules: Modules | None = None) -> Account:
+    """The account of a scheduled program, in a step after the first. `modules` are the program's, if made already."""
+    return rehearsed(program, optimizer=optimizer, modules=modules)[0]
+
+
+def peaks(program: Program) -> list[int]:
+    """The most that the ranks at each pipeline coordinate hold, and no more of the account than that."""
+    return [rank.peak for rank in _rehearsed(program, "adamw", None, host=False)[0].ranks]
+
+
+def rehearsed(
+    program: Program, *, optimizer: str = "adamw", modules: Modules | None = None
+) -> tuple[Account, tuple[Ledger, ...]]:
+    """And what was counted of each pipeline rank."""
+    return _rehearsed(program, optimizer, modules, host=True)
+
+
+def _rehearsed(
+    program: Program, optimizer: str, modules: Modules | None, *, host: bool
+) -> tuple[Account, tuple[Ledger, ...]]:
+    modules = emit(program) if modules is None else modules
+    lessons = Lessons()
+    kernels = stand_ins(program)
+    given = {"Parts": _NamedParts, "Sums": Sums, "Bucket": Bucket, "kernels": kernels}
+    for module in modules.regions:
+        given |= region_module(module, lessons, kernels)
+    kept = _kept_by(optimizer)
+    schedules = [parse_schedule(" ".join(map(str, actions))) for actions in program.schedule]
+    ranks = [
+        _rank(program, place, modules, lessons, given, kept, schedules, host)
+        for place in range(program.mesh.axis(PIPELINE_AXIS))
+    ]
+    return Account(optimizer=optimizer, ranks=tuple(rank for rank, _ in ranks)), tuple(ledger for _, ledger in ranks)
+
+
+def _rank(
+    program: Program,
+    place: int,
+    modules: Modules,
+    lessons: Lessons,
+    given: Mapping[str, Any],
+    kept: Sequence[_State],
+    schedules: Sequence[Sequence[Action]],
+    host: bool,
+) -> tuple[RankMemory, Ledger]:
+    with counting() as ledger:
+        lessons.ledger = ledger
+        comm = _QuietComm(ledger, program.mesh.sizes, place)
+        classes = {stage: stage_class(modules.stages[stage], given) for stage in program.stages_at(place)}
+        shards: dict[str, Shard] = {
+            name: shard for stage in classes.values() for name, shard in stage.parameters.items()
+        }
+        inputs: dict[str, Shard] = {name: shard for stage in classes.values() for name, shard in stage.inputs.items()}
+        parameters: dict[str, Tensor] = {}
+        for name, shard in shards.items():
+            with ledger.making("parameters", name):
+                parameters[name] = torch.empty(shard.local_shape(program.mesh.sizes), dtype=shard.dtype, device=META)
+        with ledger.making("gradients", "gradients"):
+            gradients, _ = gradient_buffers(shards, parameters)
+        with ledger.making("copies", "copies"):
+            stages: dict[int, Stage] = {
+                number: stage(comm, parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
+                for number, stage in classes.items()
+            }
+        attach_gradients(parameters, gradients)
+        states: list[Owned] = []
+        for name in gradients:
+            with ledger.making("optimizer", name):
+                states.extend(ledger.holds(state.bytes(parameters[name])) for state in kept)
+        with ledger.making("communication", "left out of compressed sums"):
+            for _, compressed in remembering(stages):
+                compressed.restore({kind: torch.empty(n, device=META) for kind, n in compressed.numbers.items()})
+        with ledger.making("constants", "constants"):
+            comm.expect(program.draws, program.microbatches if program.repeated else 1)
+            if any(value.type.dtype == "f16" for region in program.regions for value in region.params):
+                comm.scales(1.0)
+            for stage in stages.values():
+                stage.setup()
+        actions = schedules[place]
+        comm.clock.told = _Turns(program, modules, ledger, lessons).entering
+
+        def cut() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+            with ledger.making("batch", "batch"):
+                whole = {
+                    name: torch.empty(shard.shape, dtype=shard.dtype, device=META) for name, shard in inputs.items()
+                }
+                return local_batch(whole, inputs, program.mesh.sizes, comm.coordinate, program.microbatches, META)
+
+        batch, microbatches = cut()
+        for stage in stages.values():
+            stage.prepare(batch)
+        ledger.starts()
+        comm.clock.entering("data")
+        batch, microbatches = cut()
+        clear(gradients.values())
+        told = {slot: found for each in schedules for slot, found in told_by(each).items()}
+        loss = run_step(stages, comm, actions, batch, microbatches, told=told)
+        comm.clock.entering("the update")
+        for stage in stages.values():
+            stage.refresh()
+        del loss
+        comm.clock.entering("the step's end")
+        copied = _copied(program, place, shards, gradients, kept) if host else 0
+        found = ledger.rank(place, tuple(classes), copied)
+        del states
+        return found, ledger
+
+
+def _copied(
+    program: Program, place: int, shards: Mapping[str, Shard], trained: Collection[str], kept: Sequence[_State]
+) -> int:
+    """The bytes that a rank writes into a checkpoint, of equal copies one: the most of all ranks at this place.
+
+    Of large meshes, no fewer: all that each of them has.
+    """
+    sizes = program.mesh.sizes
+    ranks = [
+        sizes_of
+        for rank in range(program.mesh.size)
+        if (sizes_of := program.mesh.coordinate(rank)).get(PIPELINE_AXIS, 0) == place
+    ]
+    holders = {name: sorted({program.place(stage) for stage in stages}) for name, stages in program.holders().items()}
+    few = len(ranks) <= MOST_COUNTED
+    found = []
+    for coordinate in ranks if few else ranks[:1]:
+        total = 0
+        for name, shard in shards.items():
+            whole = [(name, shard.dims, shard.dtype.itemsize)]
+            for state in kept if name in trained else ():
+                cut = shard.dims if state.like else ()
+                whole.append((f"{state.name}/{name}", cut, shard.dtype.itemsize if state.like else state.size))
+            for tensor, dims, each in whole:
+                if not few or speaks(tensor, dims, sizes, coordinate, holders[name]):
+                    shape = (shard.holds or shard.shape) if dims else ()
+                    total += each * sum(
+                        math.prod(piece.whole.sizes) for piece in pieces(dims, shape, sizes, coordinate)
+                    )
+        found.append(total)
+    return max(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A tensor that an optimizer keeps for each parameter: like it, or of a size of its own."""
+
+    name: str
+    like: bool
+    size: int  # of its own
+
+    def bytes(self, parameter: Tensor) -> int:
+        return parameter.nbytes if self.like else self.size
+
+
+def _kept_by(optimizer: str) -> tuple[_State, ...]:
+    """What a step of it leaves, as seen on a parameter of two numbers."""
+    parameter = torch.zeros(2)
+    parameter.grad = torch.zeros(2)
+    made = make_optimizer(optimizer, {"": parameter}, 0.0)
+    made.step()
+    kept = ((name, x) for name, x in made.state[parameter].items() if isinstance(x, Tensor))
+    return tuple(_State(name, x.shape == parameter.shape, x.nbytes) for name, x in kept)
+
+
+class _Turns:
+    """Tells in which action a rank is, and for which calls the functions of its modules run there."""
+
+    def __init__(self, program: Program, modules: Modules, ledger: Ledger, lessons: Lessons) -> None:
+        self._calls = {
+            stage: [(call.name, call.region) for call in program.calls if call.stage == stage]
+            for stage in range(program.stages)
+        }
+        self._functions = {
+            function.name: module.region for module in modules.regions for function in module.code.functions
+        }
+        self._ledger, self._lessons = ledger, lessons
+
+    def entering(self, what: str) -> None:
+        self._ledger.enters(what)
+        stage, kind = re.match(r"(\d*)([A-Z_]*)", what).groups()  # type: ignore[union-attr]
+        calls = self._calls.get(int(stage or -1), [])
+        if kind in ("B", "I"):
+            calls = calls[::-1]
+        self._lessons.turns = {
+            function: iter([name for name, other in calls if other == region])
+            for function, region in self._functions.items()
+        }
+
+
+# -- a communicator without peers --------------------------------------------------------------
+
+
+class _Quiet:
+    """A process group whose every word is heard at once and answered by nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., _Quiet]:
+        return lambda *args, **kwargs: self
+
+
+class _Clock(Clock):
+    """A clock that passes on what is entered."""
+
+    told: Callable[[str], None] = staticmethod(lambda what: None)
+
+    def entering(self, what: str, kind: Kind = "aside") -> None:
+        self.told(what)
+
+
+class _QuietAxis(GlooAxis):
+    def __init__(self, ledger: Ledger, rank: int, size: int) -> None:
+        super().__init__(_Quiet(), rank, size)
+        self._ledger = ledger
+
+
+def _communicating(name: str) -> Callable[..., Any]:
+    method = getattr(GlooAxis, name)
+
+    def run(self: _QuietAxis, *args: Any, **kwargs: Any) -> Any:
+        with self._ledger.making("communication", name.removeprefix("start_")):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+for _name in ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "all_to_all"):
+    setattr(_QuietAxis, _name, _communicating(_name))
+    setattr(_QuietAxis, f"start_{_name}", _communicating(f"start_{_name}"))
+_QuietAxis.reduce_gradients = _communicating("reduce_gradients")  # type: ignore[method-assign]
+
+
+class _NamedParts(Parts):
+    """Says what it makes: whole parameters and whole gradients."""
+
+    def _gather(self, names: Sequence[str], into: Mapping[str, Tensor]) -> Pending[list[Tensor]]:
+        with self._named("copies", "gathered parameters"):
+            going = super()._gather(names, into)
+
+        def finish() -> list[Tensor]:
+            with self._named("copies", "gathered parameters"):
+                return going.wait()
+
+        def go_on() -> bool:
+            with self._named("copies", "gathered parameters"):
+                return going.go_on()
+
+        return Pending(finish, go_on)
+
+    def scatter(self, gradients: Mapping[str, Tensor]) -> Pending[None]:
+        with self._named("communication", "scattered gradients"):
+            return super().scatter(gradients)
+
+    def _named(self, category: str, name: str) -> AbstractContextManager[None]:
+        assert isinstance(self._comm, _QuietComm)
+        return self._comm.ledger.making(category, name)
+
+
+class _Groups(dict[str, Axis]):
+    """Of any axes, joined by commas; `pp 0,3` are some ranks of a pipeline."""
+
+    def __init__(self, ledger: Ledger, sizes: Sizes) -> None:
+        super().__init__()
+        self._ledger, self._sizes = ledger, sizes
+
+    def __missing__(self, key: str) -> Axis:
+        names = key.removeprefix("pp ").split(",")
+        size = len(names) if key.startswith("pp ") else math.prod(self._sizes[name] for name in names)
+        self[key] = _QuietAxis(self._ledger, 0, size)
+        return self[key]
+
+
+class _QuietComm(DistributedComm):
+    """The first rank at a pipeline coordinate."""
+
+    clock: _Clock
+
+    def __init__(self, ledger: Ledger, sizes: Sizes, place: int) -> None:
+        self.device = META
+        self.coordinate = {name: place if name == PIPELINE_AXIS else 0 for name in sizes}
+        self.ledger = ledger
+        self._posted = {}
+        self._link = _QuietAxis(ledger, 0, 2)
+        axes = {name: _QuietAxis(ledger, self.coordinate[name], size) for name, size in sizes.items()}
+        super(DistributedComm, self).__init__(axes, {}, _Clock())
+        self._groups = _Groups(ledger, sizes)
+        self._links = _Links(self._link)
+
+    def _word(self, number: int, index: int) -> Tensor:
+        return self.words.blocks[0][0, 0]
+
+    def _send(self, x: Tensor, link: Link) -> None:
+        with self.ledger.making("communication", "sent"):
+            super()._send(x, link)
+
+    def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending[Tensor]:
+        with self.ledger.making("communication", "received"):
+            return super()._recv(shape, dtype, link)
+
+
+class _Links(dict[Link, Any]):
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self._axis = axis
+
+    def __missing__(self, link: Link) -> Axis:
+        return self._axis

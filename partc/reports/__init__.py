@@ -1,0 +1,1 @@
+"""Pages, tables, pictures and traces for people."""

@@ -1,0 +1,292 @@
+"""Layouts of an operation's results from those of its operands, for operations as one rank runs them.
+
+    grad = matmul(a, b)   # a: [8@dp, 16@tp], b: [16@tp, 4]   ->   [8@dp, 4] partial(tp)
+
+The operation's rule on local shapes names the factors of every dimension. An operand's layout says how each factor is
+cut, and a result's dimension is made of its factors; a contracted factor that is cut leaves the result partial.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from partc.ir.layout import Layout, Sizes, SubDim
+from partc.ir.program import MOVING, Arg, Op, TensorType
+from partc.rules import resolve_lowered
+from partc.rules.rule import Dims, OpRule, integers
+
+Pieces = tuple[SubDim, ...]
+_SAME = frozenset({"wait", "alias", "clone", "detach", "contiguous", "to", "vary", "settle"})
+_MOVING = MOVING | {"take", "put", "shard", "unshard", "spread"}
+# Of logits whose classes are cut: each rank has its part of a maximum or of a sum over them.
+_OF_CLASSES = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})
+# Derivatives whose first result is laid out like this operand; the first operand is the gradient that comes in.
+_LIKE: Mapping[str, int] = {
+    "cross_entropy_backward": 1, "dropout_backward": 0, "convolution_backward": 1, "native_group_norm_backward": 1,
+    "max_pool2d_with_indices_backward": 1, "avg_pool2d_backward": 1, "native_batch_norm_backward": 1,
+}  # fmt: skip
+_NORMS = frozenset({"rms_norm_backward", "layer_norm_backward"})
+
+
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    """The layout of a result. The operation alone does not say how the `open` dimensions are cut, nor whether the
+    result is partial over the `loose` axes."""
+
+    layout: Layout
+    open: frozenset[int] = frozenset()
+    loose: frozenset[str] = frozenset()
+
+    def allows(self, stated: Layout, sizes: Sizes) -> bool:
+        """Whether a stated layout agrees, up to where values vary."""
+        found, stated = self.layout.normalized(sizes), stated.normalized(sizes)
+        same = all(a == b or dim in self.open for dim, (a, b) in enumerate(zip(found.dims, stated.dims, strict=True)))
+        partial = {*found.partial}
+        return same and partial - self.loose <= {*stated.partial} <= partial | self.loose
+
+
+def inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inferred | None, ...]:
+    """One for each result; None where no rule says anything. Results are read for their local shapes alone."""
+    operands = [types[name] for name in op.refs()]
+    if op.name in _MOVING or op.name in _SAME:
+        return (_moved(op, operands[0].layout, sizes),)
+    if op.body:
+        return _of_body(op, types, sizes)
+    shapes = [value.type.layout.local_shape(sizes) for value in op.results]
+    if op.name == "permute":
+        return (Inferred(replace(operands[0].layout, dims=tuple(operands[0].layout.dims[i] for i in _order(op)))),)
+    if op.name == "reshape":
+        return (_reshaped(operands[0].layout, shapes[0], sizes),)
+    if op.name == "div" and isinstance(op.args[1], int) and op.result.type.layout.partial:
+        return (_spread(operands[0].layout, op.result.type.layout, op.args[1], sizes),)
+    if op.name == "embedding_shard":
+        table, ids = operands[0].layout, operands[1].layout
+        partial = tuple(sorted({str(dict(op.attrs)["axis"]), *table.partial}))
+        return (Inferred(Layout((*ids.dims, *table.dims[1:]), partial)),)
+    if "axis" in dict(op.attrs) and op.name not in _OF_CLASSES:  # the sharded form of an operation
+        return (None,) * len(op.results)
+    if op.name in _OF_CLASSES:
+        *dims, classes = operands[0].layout.dims
+        return (Inferred(Layout(tuple(dims), tuple(sorted({*operands[0].layout.partial, *_axes(classes)})))),)
+    if op.name in _LIKE:
+        x, grad = operands[_LIKE[op.name]].layout, operands[0].layout
+        summed = {axis for axis in grad.sharded_axes if axis not in x.sharded_axes}
+        made = Inferred(replace(x, varying=(), partial=tuple(sorted({*grad.partial, *summed}))))
+        return (made, *(None for _ in op.results[1:]))
+    if op.name in _NORMS:
+        return _of_norm(operands[1].layout, operands[0].layout.partial, shapes)
+    local = replace(op, results=tuple(replace(value, type=value.type.local(sizes)) for value in op.results))
+    rule = resolve_lowered(local, {name: types[name].local(sizes) for name in op.refs()})
+    if rule is None:
+        return tuple(_without_rule(operands, shape, sizes) for shape in shapes)
+    first = _by_rule(op, rule, operands, shapes, sizes)
+    derivative = op.name.endswith("_backward")
+    return (*first, *(None if derivative else _statistic(first[0], shape, sizes) for shape in shapes[len(first) :]))
+
+
+def _of_norm(x: Layout, partial: tuple[str, ...], shapes: Sequence[tuple[int, ...]]) -> tuple[Inferred | None, ...]:
+    """The gradients of a norm's input, and of its weight and bias: sums over the rows."""
+    along = len(shapes[1]) if len(shapes) > 1 else 1
+    rows, kept = x.dims[: len(x.dims) - along], x.dims[len(x.dims) - along :]
+    sums = tuple(sorted({*partial, *(axis for dim in rows for axis in _axes(dim))}))
+    made = [Inferred(Layout(kept, sums)) if shape else None for shape in shapes[1:]]
+    return (Inferred(replace(x, partial=partial, varying=())), *made)
+
+
+def _without_rule(operands: Sequence[TensorType], shape: tuple[int, ...], sizes: Sizes) -> Inferred | None:
+    """Operands that are whole give whole results; those of the result's own shape, a result that is cut like them."""
+    if operands and not any(type.layout.normalized(sizes).axes for type in operands):
+        return Inferred(Layout.replicated(shape))
+    if not operands or any(type.layout.local_shape(sizes) != shape for type in operands):
+        return None
+    dims = [
+        next((dim for dim in each if _axes(dim)), each[0])
+        for each in zip(*(type.layout.dims for type in operands), strict=True)
+    ]
+    return Inferred(Layout(tuple(dims), tuple(sorted({axis for type in operands for axis in type.layout.partial}))))
+
+
+def _by_rule(
+    op: Op, rule: OpRule, operands: Sequence[TensorType], shapes: Sequence[tuple[int, ...]], sizes: Sizes
+) -> tuple[Inferred | None, ...]:
+    pieces: dict[str, Pieces] = {}
+    ones: dict[tuple[int, int], Pieces] = {}  # of dimensions with one local element, by rank and place
+    for type, dims in zip(operands, rule.operands, strict=True):
+        for place, (cut, names) in enumerate(zip(type.layout.dims, dims, strict=True)):
+            if not names and _axes(cut):
+                ones.setdefault((len(dims), place), cut)
+            found = _of_factors(cut, [rule.factor(name).size for name in names], sizes)
+            if found is None:
+                return (None,) * len(rule.results)
+            for name, each in zip(names, found, strict=True):
+                if not _axes(pieces.get(name, ())):
+                    pieces[name] = each
+    partial = {axis for type in operands for axis in type.layout.partial}
+    for factor in rule.factors:
+        if factor.kind == "contracted" and factor.name not in rule.combined:
+            partial |= {*_axes(pieces.get(factor.name, ()))}
+    loose = {axis for cut in ones.values() for axis in _axes(cut)}
+    made: list[Inferred | None] = []
+    for dims, shape in zip(rule.results, shapes, strict=False):
+        # What another result has of a cut factor may be summed here, in one local element of which nothing is left.
+        gone = {*pieces} - {name for dim in dims for name in dim}
+        summed = frozenset(loose | {axis for name in gone for axis in _axes(pieces[name])})
+        made.append(_made(dims, shape, pieces, ones, tuple(sorted(partial)), summed, sizes))
+    return tuple(made)
+
+
+def _made(
+    dims: Dims,
+    shape: tuple[int, ...],
+    pieces: Mapping[str, Pieces],
+    ones: Mapping[tuple[int, int], Pieces],
+    partial: tuple[str, ...],
+    loose: frozenset[str],
+    sizes: Sizes,
+) -> Inferred | None:
+    cut: list[Pieces] = []
+    unsure: set[int] = set()
+    for place, (names, size) in enumerate(zip(dims, shape, strict=True)):
+        if not names:
+            cut.append(ones.get((len(dims), place), (SubDim(size),)))
+            unsure.add(place)
+        elif all(name in pieces for name in names):
+            found = tuple(piece for name in names for piece in pieces[name])
+            whole = math.prod(_local(piece, sizes) for piece in found) == size  # a statistic has one element
+            cut.append(found if whole else (SubDim(size),))
+        else:
+            cut.append((SubDim(size),))
+            unsure.add(place)
+    layout = Layout(tuple(cut), partial)
+    twice = len({*layout.axes}) < len(layout.axes)  # factors of one element have hidden where an axis is
+    return None if twice else Inferred(layout, frozenset(unsure), loose)
+
+
+def _statistic(first: Inferred | None, shape: tuple[int, ...], sizes: Sizes) -> Inferred | None:
+    """Statistics have the leading dimensions of the first result, and one element or nothing for the others."""
+    if first is None:
+        return None
+    local = first.layout.local_shape(sizes)
+    same = [place < len(local) and local[place] == size for place, size in enumerate(shape)]
+    dims = tuple(first.layout.dims[place] if same[place] else (SubDim(size),) for place, size in enumerate(shape))
+    return replace(first, layout=replace(first.layout, dims=dims))
+
+
+def _of_factors(cut: Pieces, factors: Sequence[int], sizes: Sizes) -> list[Pieces] | None:
+    """A dimension's sub-dimensions, dealt to factors of these local sizes, major first."""
+    if len(factors) < 2:
+        return [cut][: len(factors)]
+    left = list(cut)
+    found: list[Pieces] = []
+    for size in factors:
+        taken: list[SubDim] = []
+        while math.prod(_local(sub, sizes) for sub in taken) != size:
+            if not left:
+                return None
+            sub, rest = left.pop(0), size // math.prod(_local(each, sizes) for each in taken)
+            here = _local(sub, sizes)
+            if rest % here:
+                if here % rest:
+                    return None
+                left.insert(0, SubDim(here // rest))
+                sub = SubDim(sub.size // (here // rest), sub.axes)
+            taken.append(sub)
+        found.append(tuple(taken))
+    found[-1] = (*found[-1], *left)
+    return found
+
+
+def reshaped(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> Layout | None:
+    """The layout of the same elements in another local shape; None where no sub-dimensions make it."""
+    found = _reshaped(layout, shape, sizes)
+    return None if found is None else found.layout
+
+
+def _spread(layout: Layout, stated: Layout, number: int, sizes: Sizes) -> Inferred:
+    """Equal values divided by the number of ranks are also parts of a sum."""
+    more = [axis for axis in stated.partial if axis not in layout.partial]
+    ways = math.prod(sizes[axis] for axis in more)
+    return Inferred(replace(layout, partial=stated.partial) if more and ways == number else layout)
+
+
+def _reshaped(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> Inferred | None:
+    """Sub-dimensions of all dimensions in one row, dealt to the new ones."""
+    if not shape or 0 in shape:
+        return Inferred(replace(layout, dims=tuple((SubDim(size),) for size in shape)), frozenset(range(len(shape))))
+    row = tuple(sub for dim in layout.dims for sub in dim if sub.size > 1)
+    found = _of_factors(row, shape, sizes) if len(shape) > 1 else [row]
+    if found is None:
+        return None
+    dims = tuple(pieces or (SubDim(1),) for pieces in found)
+    if 1 in shape or 1 in layout.local_shape(sizes) or any(_local(sub, sizes) == 1 for sub in row):
+        return Inferred(replace(layout, dims=dims), frozenset(range(len(shape))), frozenset(sizes))
+    # A cut at the start of a dimension may also end the one before, which has one element of it then.
+    starts = [dim for dim, pieces in enumerate(dims) if dim and pieces[0].axes]
+    return Inferred(replace(layout, dims=dims), frozenset(starts) | frozenset(dim - 1 for dim in starts))
+
+
+def _of_body(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inferred | None, ...]:
+    known = {name: types[name] for name in op.refs()}
+    found: dict[str, Inferred | None] = {}
+    for step in op.body:
+        for value, made in zip(step.results, inferred(step, known, sizes), strict=False):
+            found[value.name] = made
+            known[value.name] = value.type
+    return tuple(found.get(value.name) for value in op.results)
+
+
+def _moved(op: Op, layout: Layout, sizes: Sizes) -> Inferred | None:
+    """The layout after a collective, or after its local relative."""
+    attrs = dict(op.attrs)
+    axis = str(attrs.get("axis", ""))
+    partial = tuple(name for name in layout.partial if name != axis)
+    match op.name:
+        case "all_reduce":
+            return Inferred(replace(layout, partial=partial))
+        case "spread":
+            return Inferred(replace(layout, partial=(*layout.partial, axis)))
+        case "all_gather" | "unshard":
+            return Inferred(replace(layout.without(axis), partial=layout.partial))
+        case "put":
+            return Inferred(replace(layout.without(axis), partial=(*layout.partial, axis)))
+        case "reduce_scatter" | "take" | "shard":
+            where = _number(attrs["dim"]), _number(attrs.get("outer", 1))
+            return _cut(replace(layout, partial=partial), *where, axis, sizes)
+        case "all_to_all":
+            where = _number(attrs["split_dim"]), _number(attrs.get("split_outer", 1))
+            return _cut(layout.without(axis), *where, axis, sizes) if where[1] == 1 else None
+    return Inferred(layout)
+
+
+def _cut(layout: Layout, dim: int, outer: int, axis: str, sizes: Sizes) -> Inferred | None:
+    """The dimension, seen as [outer, rest] in local elements, cut along `rest`."""
+    here = math.prod(_local(sub, sizes) for sub in layout.dims[dim])
+    parts = _of_factors(layout.dims[dim], [outer, here // outer], sizes) if outer > 1 else [(), layout.dims[dim]]
+    if parts is None or not parts[1]:
+        return None
+    before, (first, *rest) = parts[0], parts[1]
+    ways = sizes[axis]
+    if _local(first, sizes) % ways:
+        return None
+    dims = list(layout.dims)
+    dims[dim] = (*before, SubDim(first.size, (*first.axes, axis)), *rest)
+    return Inferred(replace(layout, dims=tuple(dims)))
+
+
+def _local(sub: SubDim, sizes: Sizes) -> int:
+    return sub.size // math.prod(sizes[axis] for axis in sub.axes)
+
+
+def _axes(cut: Sequence[SubDim]) -> tuple[str, ...]:
+    return tuple(axis for sub in cut for axis in sub.axes)
+
+
+def _order(op: Op) -> tuple[int, ...]:
+    return integers(op.args[1])
+
+
+def _number(arg: Arg) -> int:
+    assert isinstance(arg, int)
+    return arg

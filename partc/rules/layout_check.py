@@ -1,0 +1,57 @@
+"""Holds every pass's program against the verifier, and every layout against the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from partc.errors import InternalError
+from partc.ir.layout import Sizes
+from partc.ir.mesh import TIME_AXIS
+from partc.ir.program import Graph, Op, Program, Region, TensorType
+from partc.ir.verifier import verify_program
+from partc.rules.inference import inferred
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """Verifies the programs of one compilation, pass after pass: an operation that no pass has changed is held once."""
+
+    _held: dict[int, tuple[Op, tuple[TensorType, ...]]] = field(default_factory=dict)
+
+    def __call__(self, program: Program, facts: frozenset[str], after: str) -> None:
+        """Raises InternalError with every fault found, naming the pass."""
+        verify_program(program, facts, after)
+        faults = list(self.untrue(program)) if "local" in facts else []
+        if faults:
+            shown = "\n  ".join(faults[:10])
+            raise InternalError(f"{len(faults)} layouts are not true after {after}:\n  {shown}")
+
+    def untrue(self, program: Program) -> Iterator[str]:
+        """Values whose layouts do not follow from their operands' layouts, one sentence each."""
+        for region in program.regions:
+            sizes = {**program.sizes, TIME_AXIS: 1} if region.phase == "step" else program.sizes
+            for graph in region.graphs:
+                yield from self._graph(region, graph, sizes)
+
+    def _graph(self, region: Region, graph: Graph, sizes: Sizes) -> Iterator[str]:
+        types = region.types(graph)
+        for op in graph.ops:
+            operands = tuple(types[name] for name in op.refs())
+            before, read = self._held.get(id(op), (None, ()))
+            if before is op and len(read) == len(operands) and all(a is b for a, b in zip(read, operands, strict=True)):
+                continue
+            faults = list(_faults(op, types, sizes))
+            yield from (f"{region.name}: {fault}" for fault in faults)
+            if not faults:
+                self._held[id(op)] = (op, operands)
+
+
+def _faults(op: Op, types: dict[str, TensorType], sizes: Sizes) -> Iterator[str]:
+    for value, found in zip(op.results, inferred(op, types, sizes), strict=False):
+        if found is not None and not found.allows(value.type.layout, sizes):
+            yield f"{value.name} = {op.name} is {value.type}, and its operands make {found.layout}"
+    known = dict(types)
+    for step in op.body:
+        yield from _faults(step, known, sizes)
+        known.update((value.name, value.type) for value in step.results)

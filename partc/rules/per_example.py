@@ -1,0 +1,63 @@
+"""Rules of operations of which only the batch may be cut: they treat examples alike, and each one as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from partc.ir.program import Op
+from partc.rules.rule import Dims, OpRule, argument, integers, make
+from partc.rules.shapes import Builder, Types
+
+
+def examples(*slots: int, dims: Sequence[tuple[int, str, int]] = (), least: int = 1) -> Builder:
+    """Operations that treat the examples of their first dimension alike, in the operands at `slots`.
+
+    A first operand of fewer than `least` dimensions is one example.
+
+    `dims` are the arguments that name the dimensions along which they work (position, name, default):
+    none of these may be the first.
+    """
+
+    def build(op: Op, types: Types) -> OpRule | None:
+        first = types[0].shape
+        if len(first) < least:
+            return None
+        for position, name, default in dims:
+            given = argument(op, position, name, default)
+            named = integers(given) if given is not None else (0,)
+            if any(dim % len(first) == 0 for dim in named):
+                return None
+        known: dict[str, int] = {"b": first[0]} if first else {}
+        cut = [
+            index for index, type in enumerate(types) if index in slots and type.shape[:1] == first[:1] and type.shape
+        ]
+        if 0 not in cut or any(not value.type.shape or value.type.shape[0] != first[0] for value in op.results):
+            return None
+
+        def named_from(shape: tuple[int, ...], prefix: str, *, batch: bool) -> Dims:
+            known.update((f"{prefix}{i}", size) for i, size in enumerate(shape) if not (batch and i == 0))
+            return tuple(("b",) if batch and i == 0 else (f"{prefix}{i}",) for i in range(len(shape)))
+
+        operands = [(named_from(t.shape, f"x{i}_", batch=i in cut), t) for i, t in enumerate(types)]
+        results = [named_from(value.type.shape, f"y{i}_", batch=True) for i, value in enumerate(op.results)]
+        return make(operands, results, known, blocked={name for name in known if name != "b"})
+
+    return build
+
+
+def recurrent(op: Op, types: Types) -> OpRule | None:
+    """lstm(x, (h, c), weights, …), gru(x, h, weights, …): only the batch may be cut, of x, of states and of results."""
+    if len(types[0].shape) < 3:  # one example
+        return None
+    first = bool(argument(op, 8, "batch_first", False))
+    states = len(op.args[1]) if isinstance(op.args[1], tuple) else 1
+    known: dict[str, int] = {"b": types[0].shape[0 if first else 1]}
+
+    def named_from(shape: tuple[int, ...], prefix: str, at: int | None) -> Dims:
+        known.update((f"{prefix}{i}", size) for i, size in enumerate(shape) if i != at)
+        return tuple(("b",) if i == at else (f"{prefix}{i}",) for i in range(len(shape)))
+
+    places = [0 if first else 1, *[1] * states, *[None] * (len(types) - 1 - states)]
+    operands = [(named_from(t.shape, f"x{i}_", at), t) for i, (t, at) in enumerate(zip(types, places, strict=True))]
+    results = [named_from(value.type.shape, f"y{i}_", 1 if i or not first else 0) for i, value in enumerate(op.results)]
+    return make(operands, results, known, blocked={name for name in known if name != "b"})

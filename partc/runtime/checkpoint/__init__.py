@@ -1,0 +1,1 @@
+"""Parameters and optimizer states in files."""

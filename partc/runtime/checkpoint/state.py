@@ -1,0 +1,126 @@
+"""A rank's part of a checkpoint: its tensors, and the optimizer's state of those that it trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.compression import Remembers
+from ..layout import Shard, parse_mesh
+from ..optimizer.optimizer import Optimizer
+from ..optimizer.update import LossScale
+from .boxes import PIPELINE
+from .checkpoint import Held
+from .manifest import LEFT_OUT, LOSS_SCALE
+from .restore import Checkpoint
+
+Owned = Mapping[str, tuple[Shard, Tensor]]  # by parameter: how the tensor is cut, and the tensor
+
+
+def state(
+    parameters: Owned,
+    trained: Owned,
+    optimizer: Optimizer | None,
+    plan: Mapping[str, Any],
+    scale: LossScale | None = None,
+) -> dict[str, Held]:
+    """All tensors by name. `trained` are those that the optimizer updates, cut as it holds them.
+
+    The optimizer's tensors are cut in the same way (`exp_avg/NAME`), except those without dimensions (`step/NAME`).
+    """
+    found = {name: Held(shard, tensor, holders(plan, name)) for name, (shard, tensor) in parameters.items()}
+    for name, (shard, tensor) in trained.items() if optimizer is not None else ():
+        assert optimizer is not None
+        for key, value in optimizer.kept(name).items():
+            cut = shard if value.dim() or not tensor.dim() else _SCALAR
+            found[f"{key}/{name}"] = Held(cut, value, holders(plan, name))
+    if scale is not None:
+        found[LOSS_SCALE] = Held(Shard("f64[2]"), scale.state(), tuple(sorted(set(plan["places"]))))
+    return found
+
+
+def restore_scale(scale: LossScale, checkpoint: Checkpoint) -> None:
+    """Restore the loss scale, unless the checkpoint has another precision."""
+    if LOSS_SCALE in checkpoint.tensors:
+        scale.restore(checkpoint.part(LOSS_SCALE, Shard("f64[2]"), {}, {}))
+
+
+def left_out(stages: Mapping[int, Any], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> dict[str, Held]:
+    """The rests of compressed gradient sums: each rank's own, as a row of a tensor."""
+    return {
+        _row_name(first, piece, kind, coordinate): Held(
+            _row(x.numel(), sizes), x.view(1, -1), (coordinate.get(PIPELINE, 0),)
+        )
+        for (first, piece), compressed in remembering(stages)
+        for kind, x in compressed.left_out.items()
+    }
+
+
+def restore_left_out(
+    stages: Mapping[int, Any],
+    checkpoint: Checkpoint,
+    sizes: Mapping[str, int],
+    coordinate: Mapping[str, int],
+    device: torch.device,
+) -> bool:
+    """Restore the rests of compressed sums; False if any is dropped, as on another mesh."""
+    same = parse_mesh(checkpoint.run["mesh"]) == sizes
+    restored = []
+    for (first, piece), compressed in remembering(stages):
+        names = {kind: _row_name(first, piece, kind, coordinate) for kind in compressed.numbers}
+        if not same or not checkpoint.tensors.keys() >= set(names.values()):
+            restored.append(False)
+            continue
+        rows = {name: _row(checkpoint.tensors[name].shape[1], sizes) for name in names.values()}
+        left = {kind: checkpoint.part(name, rows[name], sizes, coordinate).to(device) for kind, name in names.items()}
+        restored.append(compressed.restore(left))
+    here = (name for name in checkpoint.tensors if name.startswith(LEFT_OUT))
+    mine = any(name.endswith(f".{PIPELINE}{coordinate.get(PIPELINE, 0)}") for name in here)
+    return all(restored) and (bool(restored) or not mine)
+
+
+def remembering(stages: Mapping[int, Any]) -> Iterator[tuple[tuple[str, str], Remembers]]:
+    """The compressed sums, by the name of a gradient and the index of its sum."""
+    for number, stage in stages.items():
+        if hasattr(stage, "sums"):
+            yield from (((first, str(piece)), sums) for (first, piece), sums in stage.sums.compressed.items())
+        if hasattr(stage, "parts"):
+            yield from (((name, f"stage{number}"), sums) for name, sums in stage.parts.compressed.items())
+
+
+def _row_name(first: str, piece: str, kind: str, coordinate: Mapping[str, int]) -> str:
+    return f"{LEFT_OUT}{first}/{piece}.{kind}.{PIPELINE}{coordinate.get(PIPELINE, 0)}"
+
+
+def _row(size: int, sizes: Mapping[str, int]) -> Shard:
+    """The shard of a tensor with a row for every rank at one pipeline coordinate."""
+    axes = [name for name, ways in sizes.items() if name != PIPELINE and ways > 1]
+    return Shard(f"f32[{math.prod(sizes[name] for name in axes)}@{','.join(axes)}, {size}]")
+
+
+def restore_optimizer(
+    optimizer: Optimizer,
+    trained: Owned,
+    checkpoint: Checkpoint,
+    sizes: Mapping[str, int],
+    coordinate: Mapping[str, int],
+) -> None:
+    """Restore the optimizer's state of each tensor that it trains."""
+    for name, (shard, tensor) in trained.items():
+        for key in checkpoint.states(name):
+            whole = checkpoint.tensors[f"{key}/{name}"].shape
+            cut = shard if whole or not tensor.dim() else _SCALAR
+            part = checkpoint.part(f"{key}/{name}", cut, sizes, coordinate)
+            optimizer.restore(name, key, part)
+
+
+def holders(plan: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """The pipeline ranks that have a parameter."""
+    return tuple(sorted({plan["places"][stage] for stage in plan["parameters"][name]["stages"]}))
+
+
+_SCALAR = Shard("f32[]")

@@ -1,0 +1,1 @@
+"""Collectives and transfers between ranks."""

@@ -1,0 +1,96 @@
+"""Hierarchical collectives over ranks of which some share a node: inside nodes and between them, in sequence.
+
+A gather crosses nodes first, from each rank to its counterparts on other nodes, and then runs inside nodes: every byte
+enters a node once. A scatter sums inside nodes first, so that only a part crosses nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .comm import Axis, Comm, Pending, split
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """The ranks that differ from this one on some axes: its counterparts on other nodes, and those of its node.
+
+    A rank's index counts nodes first. If all ranks share a node, or none do, one of the two groups is this rank alone.
+    """
+
+    far: Axis
+    near: Axis
+
+    @classmethod
+    def of(cls, comm: Comm, axes: Sequence[str], near: Sequence[str]) -> Levels:
+        """`near` are the axes whose ranks share a node."""
+        inside = tuple(axis for axis in axes if axis in near)
+        outside = tuple(axis for axis in axes if axis not in near)
+        return cls(comm.group(outside) if outside else Axis(), comm.group(inside) if inside else Axis())
+
+    @property
+    def size(self) -> int:
+        return self.far.size * self.near.size
+
+    @property
+    def both(self) -> bool:
+        return min(self.far.size, self.near.size) > 1
+
+    @property
+    def direct(self) -> Axis | None:
+        """The axis for whole tensors without copies, if there is one level and its backend supports it."""
+        axis = self.near if self.far.size == 1 else self.far
+        return axis if axis.moves_many and not self.both else None
+
+    def split(self, x: Tensor, dim: int, outer: int) -> Tensor:
+        """The parts of a tensor for a scatter (see `comm.split`): [near, far, elements of a part]."""
+        return split(x, self.size, dim, outer).reshape(self.far.size, self.near.size, -1).transpose(0, 1)
+
+    def place(self, parts: Tensor, whole: Tensor, dim: int, outer: int) -> None:
+        """Join gathered parts, [near, far, ...], into a whole tensor (see `comm.join`)."""
+        rest = parts.shape[dim + 2] // outer
+        places = whole.unflatten(dim, (outer, self.far.size, self.near.size, rest))
+        places.movedim((dim + 2, dim + 1), (0, 1)).copy_(parts.unflatten(dim + 2, (outer, rest)))
+
+    def start_all_gather(self, part: Tensor) -> Pending[Tensor]:
+        """Start the gather of a flat tensor of every rank: [near, far, elements]."""
+        if self.far.size == 1:
+            whole = self.near.start_all_gather(part, dim=0)
+        elif self.near.size == 1:
+            whole = self.far.start_all_gather(part, dim=0)
+        else:
+            whole = _in_turns(self.far.start_all_gather(part, dim=0), lambda x: self.near.start_all_gather(x, dim=0))
+        return whole.then(lambda x: x.view(self.near.size, self.far.size, -1))
+
+    def start_reduce_scatter(
+        self, rows: Tensor, across: Callable[[Tensor], Pending[Tensor]] | None = None
+    ) -> Pending[Tensor]:
+        """Start the sum of [near, far, elements], of which this rank receives its part.
+
+        `across` is the collective between nodes, of [far * elements].
+        """
+        between = across or (lambda x: self.far.start_reduce_scatter(x, dim=0))
+        if self.near.size == 1:
+            return between(rows.view(-1))
+        inside = self.near.start_reduce_scatter(rows.view(-1), dim=0)
+        return inside if self.far.size == 1 else _in_turns(inside, between)
+
+
+def _in_turns(first: Pending[Tensor], second: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
+    """Two collectives in sequence: the second takes the result of the first."""
+    waiting, going = [first], list[Pending[Tensor]]()
+
+    def go_on() -> bool:
+        if not waiting:
+            return False
+        going.append(second(waiting.pop().wait()))
+        return True
+
+    def finish() -> Tensor:
+        go_on()
+        return going.pop().wait()
+
+    return Pending(finish, go_on)

@@ -1,0 +1,1 @@
+"""The machine below a rank: copies between host and device, host memory, CUDA graphs."""

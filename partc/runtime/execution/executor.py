@@ -1,0 +1,320 @@
+"""One training step on one rank: the actions of its schedule, in order, over its stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.comm import Axis, Comm, Pending
+from ..layout import Received, Shard
+from ..ops.accumulation import Gradient, settled
+from .parts import NOTHING, Unit
+
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|REDUCE_GRAD|F|B|I|W)(\d*)(?:>([\dFBIW,]+))?")
+_AHEAD = re.compile(r"(\d+)([FBIW])")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """An entry of the schedule: 2F0, 0SEND_F1, 1REDUCE_GRAD.
+
+    `ahead` are the actions (stage and kind) whose first gathers this one starts: 0F1>0B.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+    ahead: tuple[tuple[int, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.kind in ('UNSHARD', 'REDUCE_GRAD') else self.microbatch}"
+
+
+def parse_schedule(text: str) -> tuple[Action, ...]:
+    """Read actions separated by spaces."""
+    actions = []
+    for word in text.split():
+        match = _ACTION.fullmatch(word)
+        if not match:
+            raise ValueError(f"not an action: {word!r}")
+        ahead = tuple((int(stage), kind) for stage, kind in _AHEAD.findall(match.group(4) or ""))
+        actions.append(Action(int(match.group(1)), match.group(2), int(match.group(3) or 0), ahead))
+    return tuple(actions)
+
+
+class Stage(Protocol):
+    """An emitted stage module: see any `stages/stage_<i>.py`.
+
+    Where its calls gather parameters, `lookahead` is how many gathers of later actions an action starts, and `opens`
+    has, by kind of action, the first so many units that it gathers.
+    """
+
+    parameters: dict[str, Shard]
+    inputs: dict[str, Shard]
+    sends: dict[str, tuple[int, ...]]  # value -> stages that read it
+    gradients_from: dict[str, tuple[int, ...]]  # value -> stages that send its gradient back
+    receives: dict[str, Received]
+    loss: str | None
+    loss_partial: tuple[str, ...]
+    gradients: dict[str, Tensor]
+    shared: dict[tuple[int, ...], tuple[str, ...]]  # pipeline ranks -> weights that all of them use
+
+    def setup(self) -> None: ...
+    def prepare(self, batch: dict[str, Tensor]) -> None: ...
+    def forward(
+        self, batch: dict[str, Tensor], received: dict[str, Tensor], *ahead: Unit
+    ) -> tuple[dict[str, Tensor], Any]: ...
+    def backward(self, saved: Any, gradients: dict[str, Tensor], last: bool, *ahead: Unit) -> dict[str, Tensor]: ...
+    def reduce_gradients(self) -> None: ...
+    def refresh(self) -> None: ...
+
+
+class SplitStage(Stage, Protocol):
+    """A stage whose schedule runs the halves of its backward pass apart."""
+
+    def backward_input(
+        self, saved: Any, gradients: dict[str, Tensor], *ahead: Unit
+    ) -> tuple[dict[str, Tensor], Any]: ...
+    def backward_weight(self, kept: Any, last: bool, *ahead: Unit) -> None: ...
+
+
+Slot = tuple[int, int]  # stage, microbatch
+Told = Mapping[Slot, Sequence[int]]
+
+
+def told_by(actions: Sequence[Action]) -> dict[Slot, tuple[int, ...]]:
+    """What a rank's values tell of gradients that were sent to it: by stage and microbatch of a value, of which it has
+    come to use them since the value before."""
+    found: dict[Slot, tuple[int, ...]] = {}
+    used: dict[int, list[int]] = {}
+    for action in actions:
+        if action.kind in ("B", "I"):
+            used.setdefault(action.stage, []).append(action.microbatch)
+        elif action.kind == "SEND_F" and action.stage in used:
+            found[action.stage, action.microbatch] = tuple(used.pop(action.stage))
+    return found
+
+
+class Step:
+    """One step over the stages of this rank. Values between two of them are handed over, all others sent."""
+
+    def __init__(
+        self, stages: Mapping[int, Stage], comm: Comm, microbatches: Sequence[dict[str, Tensor]], told: Told
+    ) -> None:
+        self.stages = stages
+        self.told = told
+        self.comm = comm
+        self.microbatches = microbatches
+        self.loss: Tensor | None = None
+        self.arriving: dict[Slot, dict[str, Pending[Tensor]]] = {}  # from RECV_F to F
+        self.received: dict[Slot, dict[str, Tensor]] = {}  # from another stage's F to F
+        self.sent: dict[Slot, dict[str, Tensor]] = {}  # from F to SEND_F
+        self.saved: dict[Slot, Any] = {}  # from F to B or I
+        self.kept: dict[Slot, Any] = {}  # from I to W
+        # Gradients of sent values, from RECV_B to B or I.
+        self.returning: dict[Slot, list[tuple[str, Pending[Tensor]]]] = {}
+        self.incoming: dict[Slot, dict[str, Tensor]] = {}  # those of values handed to a stage here
+        self.outgoing: dict[Slot, dict[str, Tensor]] = {}  # gradients of received values, from B or I to SEND_B
+        self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+
+    def run(self, action: Action, *, last: bool = False) -> None:
+        """`last` says that it is the last backward of its stage before the update."""
+        stage: Any = self.stages[action.stage]
+        slot = action.stage, action.microbatch
+        self.comm.mb = Axis(action.microbatch, len(self.microbatches))
+        ahead = self._ahead(action)
+        match action.kind:
+            case "F":
+                self._f(stage, slot, ahead)
+            case "B":
+                self._hand_back(stage, slot, stage.backward(self.saved.pop(slot), self._returned(slot), last, *ahead))
+            case "I":
+                self._i(stage, slot, ahead)
+            case "W":
+                stage.backward_weight(self.kept.pop(slot), last, *ahead)
+            case "SEND_F":
+                self._send_f(stage, slot)
+            case "RECV_F":
+                self._recv_f(stage, slot)
+            case "SEND_B":
+                self._send_b(stage, slot)
+            case "RECV_B":
+                self._recv_b(stage, slot)
+            case "UNSHARD":
+                for unit in ahead:
+                    unit.gather()
+            case "REDUCE_GRAD":
+                stage.reduce_gradients()
+
+    def _ahead(self, action: Action) -> list[Unit]:
+        """The units that later actions gather first, for this one to start; `NOTHING` in place of missing ones."""
+        stage: Any = self.stages[action.stage]
+        if action.kind != "UNSHARD" and action.kind not in getattr(stage, "opens", ()):
+            return []
+        others: Mapping[int, Any] = self.stages
+        units = [unit for number, kind in action.ahead for unit in others[number].opens[kind]]
+        return [*units, NOTHING, NOTHING][: stage.lookahead]
+
+    def _recv_f(self, stage: Stage, slot: Slot) -> None:
+        self.arriving[slot] = {
+            name: self.comm.recv(origin.shape, origin.torch_dtype, (origin.source, slot[0]))
+            for name, origin in stage.receives.items()
+            if origin.source not in self.stages
+        }
+
+    def _f(self, stage: Stage, slot: Slot, ahead: Sequence[Unit]) -> None:
+        microbatch, received = slot[1], self.received.pop(slot, {})
+        arriving = self.arriving.pop(slot, {})
+        received.update((name, value.wait()) for name, value in arriving.items())
+        for source in {stage.receives[name].source for name in arriving}:
+            for earlier in self.told.get((source, microbatch), ()):
+                self.comm.taken((slot[0], source), earlier)
+        values, self.saved[slot] = stage.forward(self.microbatches[microbatch], received, *ahead)
+        if stage.loss is not None:
+            self.loss = values[stage.loss] if self.loss is None else self.loss + values[stage.loss]
+        leaving: dict[str, Tensor] = {}
+        for name, targets in stage.sends.items():
+            for target in targets:
+                if target in self.stages:
+                    self.received.setdefault((target, microbatch), {})[name] = values[name]
+                else:
+                    leaving[name] = values[name]
+        if leaving:
+            self.sent[slot] = leaving
+
+    def _send_f(self, stage: Stage, slot: Slot) -> None:
+        for name, value in self.sent.pop(slot).items():
+            self.shapes[name] = tuple(value.shape), value.dtype
+            for target in stage.sends[name]:
+                if target not in self.stages:
+                    self.comm.send(value, (slot[0], target))
+
+    def _recv_b(self, stage: Stage, slot: Slot) -> None:
+        self.returning[slot] = [
+            (name, self.comm.recv(*self.shapes[name], (target, slot[0])))
+            for name, targets in stage.gradients_from.items()
+            for target in targets
+            if target not in self.stages
+        ]
+
+    def _i(self, stage: SplitStage, slot: Slot, ahead: Sequence[Unit]) -> None:
+        gradients, self.kept[slot] = stage.backward_input(self.saved.pop(slot), self._returned(slot), *ahead)
+        self._hand_back(stage, slot, gradients)
+
+    def _returned(self, slot: Slot) -> dict[str, Tensor]:
+        returning = self.returning.pop(slot, ())
+        for name, gradient in returning:
+            self._add(slot, name, gradient.wait())
+        # Who returns the gradients of a microbatch has had all that was sent to it for that.
+        for target in {target for name, _ in returning for target in self.stages[slot[0]].gradients_from[name]}:
+            self.comm.taken((slot[0], target), slot[1])
+        return self.incoming.pop(slot, {})
+
+    def _hand_back(self, stage: Stage, slot: Slot, gradients: dict[str, Tensor]) -> None:
+        leaving: dict[str, Tensor] = {}
+        for name, origin in stage.receives.items():
+            if not origin.gradient:
+                continue
+            if origin.source in self.stages:
+                self._add((origin.source, slot[1]), name, gradients[name])
+            else:
+                leaving[name] = gradients[name]
+        if leaving:
+            self.outgoing[slot] = leaving
+
+    def _send_b(self, stage: Stage, slot: Slot) -> None:
+        for name, gradient in self.outgoing.pop(slot).items():
+            self.comm.send(gradient, (slot[0], stage.receives[name].source))
+
+    def _add(self, slot: Slot, name: str, gradient: Tensor) -> None:
+        """A value that several stages read has the sum of what they send back for a gradient."""
+        there = self.incoming.setdefault(slot, {})
+        there[name] = there[name] + gradient if name in there else gradient
+
+
+def run_step(
+    stages: Mapping[int, Stage],
+    comm: Comm,
+    actions: Sequence[Action],
+    batch: dict[str, Tensor],
+    microbatches: Sequence[dict[str, Tensor]],
+    *,
+    last: bool = True,
+    told: Told | None = None,
+) -> Tensor | None:
+    """Run one step; returns the loss (of the whole batch) on ranks of the stage that makes it.
+
+    `stages` are this rank's, by number; `batch` is its part of the step's batch, `microbatches` the
+    same in pieces. Gradients are summed over ranks if this is the `last` batch before the update.
+    `told` is what values of the stages that other ranks have tell (see `told_by`): what was sent is let go of by that.
+    The communicator's clock is told each action before it starts.
+    """
+    entering = comm.clock.entering
+    entering("prepare", "work")
+    step = Step(stages, comm, microbatches, told or {})
+    opening = list(takewhile(lambda action: action.kind == "UNSHARD", actions))
+    for action in opening:
+        step.run(action)
+    for stage in stages.values():
+        stage.prepare(batch)
+    final = {action.stage: action for action in actions if last and action.kind in ("B", "W")}
+    for action in actions[len(opening) :]:
+        if last or action.kind != "REDUCE_GRAD":
+            entering(str(action), "work")
+            step.run(action, last=action == final.get(action.stage))
+    entering("the sum of shared weights' gradients", "work")
+    for ranks, gradients in _shared_gradients(stages).items() if last else ():
+        comm.pipeline(ranks).reduce_gradients(gradients)
+    loss = step.loss
+    if loss is not None:
+        entering("the loss's reduction", "work")
+        for axis in next(stage.loss_partial for stage in stages.values() if stage.loss is not None):
+            loss = comm.group((axis,)).all_reduce(loss)
+    entering("the last transfers of the step", "work")
+    comm.drain()
+    return loss
+
+
+def _shared_gradients(stages: Mapping[int, Stage]) -> dict[tuple[int, ...], list[Tensor]]:
+    """By the pipeline ranks that share them; groups and names in an order that all of those agree on."""
+    found: dict[tuple[int, ...], dict[str, Tensor]] = {}
+    for stage in stages.values():
+        for ranks, names in stage.shared.items():
+            found.setdefault(ranks, {}).update((name, settled(stage.gradients[name])) for name in names)
+    return {ranks: [found[ranks][name] for name in sorted(found[ranks])] for ranks in sorted(found)}
+
+
+def gradient_buffers(
+    shards: Mapping[str, Shard], parameters: Mapping[str, Tensor], *, compiled: bool = False
+) -> tuple[dict[str, Tensor], dict[tuple[str, ...], Tensor]]:
+    """A zeroed gradient for every trainable parameter, and the buffers behind them by whose gradients these hold.
+
+    Gradients that are reduced over the same axes stand in one buffer, so that one collective moves them. Where
+    torch.compile makes the functions that add to them, they are plain tensors: the first addition is one as well.
+    """
+    together: dict[tuple[object, ...], list[str]] = {}
+    for name, shard in shards.items():
+        if shard.trainable:
+            # A shared weight stands alone: the ranks that share it have different neighbours for it.
+            alone = name if shard.shared else None
+            together.setdefault((shard.reduce, parameters[name].dtype, alone), []).append(name)
+    gradients: dict[str, Tensor] = {}
+    buffers = {}
+    for names in together.values():
+        buffer = parameters[names[0]].new_zeros(sum(parameters[name].numel() for name in names))
+        buffers[tuple(names)] = buffer
+        pieces = pieces_of(buffer, names, parameters)
+        gradients |= pieces if compiled else {name: Gradient.of(piece) for name, piece in pieces.items()}
+    return {name: gradients[name] for name in shards if name in gradients}, buffers
+
+
+def pieces_of(buffer: Tensor, names: Sequence[str], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A buffer cut into what has these parameters' shapes, one after the other."""
+    cut = torch.split(buffer, [parameters[name].numel() for name in names])
+    return {name: piece.view(parameters[name].shape) for name, piece in zip(names, cut, strict=True)}

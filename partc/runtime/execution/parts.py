@@ -1,0 +1,318 @@
+"""Parameters that ranks hold in parts (ZeRO): units that gather them for calls and scatter the gradients back.
+
+The stage modules say when a unit gathers, waits and frees; nothing here starts or ends by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.comm import Axis, Comm, Pending, join
+from ..comm.compression import Codec, Scattered
+from ..comm.hierarchical import Levels
+from ..layout import DTYPES, Shard, cutting
+from ..ops.accumulation import Gradient, clear, settled
+
+Fields = Any  # the tuple class of a region's parameters, or one of it
+
+
+class Parts:
+    """The parameters of a stage: this rank's parts of some, the whole of others.
+
+    What one unit gathers or scatters travels in one collective for each dtype; gradients in `wire`, if that is given.
+    Over ranks of which those on the axes `near` share a node, where others don't, it goes inside nodes and between them
+    in turn (see levels). `compress` is the code of gradients between nodes, or everywhere if `near` is empty.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        shards: Mapping[str, Shard],
+        held: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        *,
+        near: tuple[str, ...] = (),
+        wire: str = "",
+        compress: str | Codec = "",
+    ) -> None:
+        self._comm = comm
+        self._near = near
+        self._compress = compress
+        self._wire = DTYPES[wire] if wire else None
+        self._shards = shards
+        self._held = held
+        self._gradients = gradients
+        axes = {axis for shard in shards.values() for axis in cutting(shard.dims)}
+        sizes = {name: comm.group((name,)).size for name in axes}
+        self._seams = {name: shard.seam(sizes) for name, shard in shards.items() if shard.gather}
+        self._kept: dict[str, Tensor] = {}  # whole parameters, up to date after a step's end
+        self._sums: dict[str, Tensor] = {}  # gradients of the whole, until `scatter_sums`
+        self._left: frozenset[str] = frozenset()
+        self._scattering: dict[Unit, Pending[None]] = {}
+        self.compressed = dict(self._compressing()) if compress else {}
+
+    def _compressing(self) -> Iterator[tuple[str, Scattered]]:
+        for name, gradient in self._gradients.items():
+            levels = Levels.of(self._comm, self._shards[name].gather, self._near)
+            if levels.far.size > 1:
+                yield name, Scattered(levels.far.size, gradient.numel())
+
+    def unit(self, kind: Any, *names: str) -> Unit:
+        """Parameters that are whole only between `gather` and `free`."""
+        return Unit(self, kind, names)
+
+    def keep(self, kind: Any, *names: str) -> Unit:
+        """Parameters that stay whole; those that an earlier unit keeps are gathered by that one."""
+        new = tuple(name for name in names if name not in self._kept)
+        self._kept.update(zip(new, self.gather(new).wait(), strict=True))
+        return Kept(self, kind, names, tuple(name for name in new if self._shards[name].gather))
+
+    def gather(self, names: Sequence[str], *, kept: bool = False) -> Pending[list[Tensor]]:
+        """Start to gather whole parameters as calls read them, into the tensors of those that are kept."""
+        return self._gather(names, self._kept if kept else {})
+
+    def _gather(self, names: Sequence[str], into: Mapping[str, Tensor]) -> Pending[list[Tensor]]:
+        """`into` has tensors for the whole that are there already."""
+        whole = {name: self._held[name].to(self._shards[name].read_dtype) for name in names}
+        going = []
+        direct: list[Pending[None]] = []
+        for levels, together in self._together({name: whole[name].dtype for name in names}):
+            if (axis := self._direct(levels, together)) is not None:
+                parts = {name: whole[name] for name in together}
+                for name, x in parts.items():
+                    whole[name] = into[name] if name in into else x.new_empty((levels.size * len(x), *x.shape[1:]))
+                places = [whole[name] for name in together]
+                direct.append(axis.start_all_gather_many(list(parts.values()), places))
+                continue
+            shapes = [whole[name].shape for name in together]
+            flat = _joined([whole.pop(name).reshape(-1) for name in together])
+            going.append((levels, together, shapes, levels.start_all_gather(flat)))
+            del flat
+
+        def finish() -> list[Tensor]:
+            go_on()
+            while direct:
+                direct.pop(0).wait()
+            while going:
+                levels, together, shapes, rows = going.pop(0)
+                columns = rows.wait().split([shape.numel() for shape in shapes], dim=2)
+                for name, shape, column in zip(together, shapes, columns, strict=True):
+                    dim, outer = self._seams[name]
+                    parts = column.view(levels.near.size, levels.far.size, *shape)
+                    if name not in into and len(together) == 1 and not levels.both:
+                        whole[name] = join(parts.flatten(0, 1), dim, outer)
+                        continue
+                    size = [levels.size * n if at == dim else n for at, n in enumerate(shape)]
+                    whole[name] = into[name] if name in into else column.new_empty(size)
+                    levels.place(parts, whole[name], dim, outer)
+            return [whole[name] for name in names]
+
+        def go_on() -> bool:
+            return any([rows.go_on() for _, _, _, rows in going])
+
+        return Pending(finish, go_on)
+
+    def scatter(self, gradients: Mapping[str, Tensor]) -> Pending[None]:
+        """Start to add to each rank's part the sum of what all ranks have for it in these gradients of the whole.
+
+        What a rank holds whole is added to its own at once.
+        """
+        going: list[Pending[None]] = []
+        for name in gradients:
+            if not self._shards[name].gather:
+                self._gradients[name].add_(gradients[name])
+        for levels, together in self._together({name: self._gradients[name].dtype for name in gradients}):
+            dtype = self._wire or self._gradients[together[0]].dtype
+            if not self.compressed and (axis := self._direct(levels, together)) is not None:
+                scattered = axis.start_reduce_scatter_many([gradients[name].to(dtype) for name in together])
+                going.append(scattered.then(partial(self._add_each, together)))
+                continue
+            rows = [levels.split(gradients[name], *self._seams[name]) for name in together]
+            sizes = [row.shape[2] for row in rows]
+            flat = _joined(rows, dtype)
+            del rows
+            across = partial(self._across, levels.far, together) if self.compressed else None
+            going.append(levels.start_reduce_scatter(flat, across).then(partial(self._add, together, sizes)))
+
+        def finish() -> None:
+            while going:
+                going.pop(0).wait()
+
+        return Pending(finish, lambda: any([each.go_on() for each in going]))
+
+    def _across(self, nodes: Axis, names: Sequence[str], x: Tensor) -> Pending[Tensor]:
+        """Scatter between nodes, in few bits."""
+        return Scattered.start(self._compress, nodes, [self.compressed[name] for name in names], x, self._comm.scale)
+
+    def settle(self) -> None:
+        """Wait for all units' scatters."""
+        for going in self._scattering.values():
+            going.go_on()
+        for unit in list(self._scattering):
+            unit.settle()
+
+    def _add(self, names: Sequence[str], sizes: Sequence[int], sums: Tensor) -> None:
+        for name, part in zip(names, sums.split(list(sizes)), strict=True):
+            self._gradients[name].add_(part.view(self._gradients[name].shape))
+
+    def _add_each(self, names: Sequence[str], parts: Sequence[Tensor]) -> None:
+        for name, part in zip(names, parts, strict=True):
+            self._gradients[name].add_(part)
+
+    def _direct(self, levels: Levels, names: Sequence[str]) -> Axis | None:
+        """The axis over which these travel without copies: ranks hold consecutive rows of each of them."""
+        return levels.direct if all(self._seams[name] == (0, 1) for name in names) else None
+
+    def cast(self) -> dict[str, Tensor]:
+        """Low-precision copies of trainable parameters that ranks hold whole; the optimizer refreshes them."""
+        return {
+            name: x
+            for name, x in self._kept.items()
+            if x is not self._held[name] and name in self._gradients and not self._shards[name].gather
+        }
+
+    def leave(self, names: Collection[str]) -> None:
+        """The update itself brings these of `cast` up to date."""
+        self._left = frozenset(names)
+
+    def refresh(self) -> None:
+        """After the optimizer's update: copy parameters that ranks hold whole, in another dtype than calls read."""
+        for name, x in self._kept.items():
+            if not self._shards[name].gather and name not in self._left and x is not self._held[name]:
+                x.copy_(self._held[name])
+
+    def sums(self, *names: str) -> list[Tensor | None]:
+        """Gradients of the whole parameters, which `scatter_sums` scatters and clears."""
+        new = [name for name in names if name not in self._sums and name in self._gradients]
+        self._sums.update((name, self._whole_gradient(name)) for name in new)
+        return [self._sums.get(name) for name in names]
+
+    def scatter_sums(self, *names: str) -> Pending[None]:
+        """After a step's last microbatch: start to scatter these, and clear them once they are there."""
+        going = self.scatter({name: settled(self._sums[name]) for name in names})
+        return going.then(lambda _: self._clear(names))
+
+    def _clear(self, names: Sequence[str]) -> None:
+        clear(self._sums[name] for name in names)
+
+    def _whole_gradient(self, name: str) -> Tensor:
+        gradient, shard = self._gradients[name], self._shards[name]
+        if not shard.gather:
+            return gradient
+        dim, _ = self._seams[name]
+        shape = list(gradient.shape)
+        shape[dim] *= Levels.of(self._comm, shard.gather, self._near).size
+        whole = gradient.new_zeros(shape)
+        return Gradient.of(whole) if isinstance(gradient, Gradient) else whole
+
+    def _together(self, moved: Mapping[str, torch.dtype]) -> Iterator[tuple[Levels, list[str]]]:
+        """Names, of what ranks hold in parts, whose tensors can share a collective."""
+        found: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
+        for name, dtype in moved.items():
+            if self._shards[name].gather:
+                found.setdefault((self._shards[name].gather, dtype), []).append(name)
+        for (axes, _), together in found.items():
+            yield Levels.of(self._comm, axes, self._near), together
+
+
+class Unit:
+    """The parameters of one call."""
+
+    whole: Fields  # from `wait` to `free`
+
+    def __init__(self, parts: Parts, kind: Any, names: tuple[str, ...]) -> None:
+        self._parts = parts
+        self._kind = kind
+        self._names = names
+        self._holds = 0
+        self._coming: Pending[list[Tensor]] | None = None
+
+    def gather(self) -> None:
+        """Start to gather the whole parameters; if they are there, or on their way, they stay for one more `free`."""
+        self._holds += 1
+        if self._holds == 1:
+            self._coming = self._parts.gather(self._names)
+
+    def relay(self) -> None:
+        """Where nodes are crossed: wait for what comes from other nodes, and start to gather inside the node."""
+        if self._coming is not None:
+            self._coming.go_on()
+
+    def wait(self) -> None:
+        """Have the whole parameters."""
+        if self._coming is not None:
+            coming, self._coming = self._coming, None
+            self.whole = self._kind(*coming.wait())
+
+    def free(self) -> None:
+        """The call is over; the memory goes unless the next action reads the same parameters."""
+        self._holds -= 1
+        if not self._holds:
+            del self.whole
+
+    def scatter(self, gradients: Fields) -> None:
+        """Start to sum gradients of the whole parameters over the ranks that hold the parts."""
+        named = zip(self._names, gradients, strict=True)
+        going = self._parts.scatter({name: gradient for name, gradient in named if gradient is not None})
+        self._parts._scattering[self] = going
+
+    def relay_scatter(self) -> None:
+        """Where nodes are crossed: wait for the sum inside the node, and start the one between nodes."""
+        going = self._parts._scattering.get(self)
+        if going is not None:
+            going.go_on()
+
+    def settle(self) -> None:
+        """Add the sum, if one is on its way, to this rank's part."""
+        going = self._parts._scattering.pop(self, None)
+        if going is not None:
+            going.wait()
+
+
+class Kept(Unit):
+    """The parameters of one call, which stay whole and are gathered again after each update."""
+
+    def __init__(self, parts: Parts, kind: Any, names: tuple[str, ...], gathered: tuple[str, ...]) -> None:
+        super().__init__(parts, kind, names)
+        self.whole = kind(*(parts._kept[name] for name in names))
+        self._gathered = gathered
+
+    def gather(self) -> None:
+        self._coming = self._parts.gather(self._gathered, kept=True)
+
+    def wait(self) -> None:
+        if self._coming is not None:
+            coming, self._coming = self._coming, None
+            coming.wait()
+
+
+class Nothing(Unit):
+    """In the place of a unit where no action follows that gathers."""
+
+    def __init__(self) -> None:
+        pass
+
+    def gather(self) -> None:
+        pass
+
+    def relay(self) -> None:
+        pass
+
+
+NOTHING = Nothing()
+
+
+def _joined(rows: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Side by side, and contiguous; of one dtype if none is given."""
+    if len(rows) == 1:
+        return rows[0].contiguous().to(dtype or rows[0].dtype)
+    sizes = [row.shape[-1] for row in rows]
+    joined = rows[0].new_empty((*rows[0].shape[:-1], sum(sizes)), dtype=dtype)
+    for place, row in zip(joined.split(sizes, -1), rows, strict=True):
+        place.copy_(row)
+    return joined

@@ -1,0 +1,1 @@
+"""Computations that emitted functions call, each with its explicit backward."""

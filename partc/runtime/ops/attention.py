@@ -1,0 +1,365 @@
+"""Attention with an explicit backward, by a fused kernel if possible (runtime/ops/attention_kernels.py).
+
+Shapes: b batch, h query heads, g key and value heads (g divides h), s and t positions, k and v head sizes. Forward
+returns the output and the log-sum-exp of each row's scores; the scores are never whole in memory, nor saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..random import Draw, dropout_backward
+from .attention_kernels import AttentionKernel, Case, chosen, on_cpu
+
+MOST = 1 << 22  # scores that a block has, of all heads: they stay in a GPU's cache
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """q[b, h, s, k], k[b, g, t, k], v[b, g, t, v] -> out[b, h, s, v], and the rows' log-sum-exps for backward.
+
+    `mask` broadcasts to [b, h, s, t]: booleans (True: the position is read), or numbers that are added to the scores.
+    """
+    kernel = _kernel(q, k, v, mask, is_causal)
+    if kernel is None:
+        return _blocks(q, k, v, mask, is_causal, _scale(q, scale))
+    given = {"is_causal": is_causal, "scale": _scale(q, scale)}
+    padded, keys, values = _operands(kernel, q, k, v)
+    aten = torch.ops.aten
+    if kernel.name == "cpu":
+        bias = _additive(mask, q)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(padded, keys, values, attn_mask=bias, **given)
+    elif kernel.name == "cudnn":
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(padded, keys, values, None, True, **given)
+    elif kernel.name == "flash":
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(padded, keys, values, **given)
+    else:
+        bias = _aligned_bias(mask, q, k)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(padded, keys, values, bias, True, **given)
+    return out[..., : v.shape[-1]], lse
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v from that of `out`, with the results of `attention`."""
+    kernel = _kernel(q, k, v, mask, is_causal)
+    if kernel is None:
+        return _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale))[:3]
+    given = {"is_causal": is_causal, "scale": _scale(q, scale)}
+    padded, keys, values = _operands(kernel, q, k, v)
+    outward, out = (_rows(_wider(x, values.shape[-1])) for x in (grad, out))
+    whole, aten = (outward, padded, keys, values), torch.ops.aten
+    if kernel.name == "cpu":
+        bias = _additive(mask, q)
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *whole, out, lse, 0.0, attn_mask=bias, **given
+        )
+    else:
+        none = torch.zeros((), dtype=torch.int64, device=q.device)  # the seed, and the offset, of no dropout
+        lengths = (q.shape[2], k.shape[2])
+        if kernel.name == "cudnn":
+            found = aten._scaled_dot_product_cudnn_attention_backward(
+                *whole, out, lse, none, none, None, None, None, *lengths, 0.0, **given
+            )
+        elif kernel.name == "flash":
+            found = aten._scaled_dot_product_flash_attention_backward(
+                *whole, out, lse, None, None, *lengths, 0.0, is_causal, none, none, scale=given["scale"]
+            )
+        else:
+            bias, wanted = _aligned_bias(mask, q, k), [True, True, True, False]
+            found = aten._scaled_dot_product_efficient_attention_backward(
+                *whole, bias, out, lse, none, none, 0.0, wanted, **given
+            )
+    return _gradients(found[:3], q, k, v)
+
+
+def attention_bias_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same with the gradient of `mask`, which is added to the scores."""
+    kernel = _kernel(q, k, v, mask, is_causal)
+    if kernel is None or kernel.name == "cpu":  # the kernel for CPUs has no gradient of its mask
+        found = _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), learned=True)
+        assert found[3] is not None
+        return (*found[:3], found[3])
+    padded, keys, values = _operands(kernel, q, k, v)
+    outward, out = (_rows(_wider(x, values.shape[-1])) for x in (grad, out))
+    bias, none = _aligned_bias(mask, q, k), torch.zeros((), dtype=torch.int64, device=q.device)
+    *found_, grad_bias = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        *(outward, padded, keys, values, bias, out, lse, none, none, 0.0),
+        [True, True, True, True],
+        is_causal,
+        scale=_scale(q, scale),
+    )
+    return (*_gradients(found_, q, k, v), _summed_to(grad_bias, mask))
+
+
+def attention_dropout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    p: float,
+    draw: Draw,
+) -> tuple[Tensor, Tensor]:
+    """Attention with dropout of its weights: out[b, h, s, v], and the log-sum-exps of the score rows before dropout.
+
+    `draw` provides the random numbers of all weights [b, h, s, t]; backward draws them again.
+    """
+    return _blocks(q, k, v, mask, is_causal, _scale(q, scale), p, draw)
+
+
+def attention_dropout_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    p: float,
+    draw: Draw,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of the output."""
+    return _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), p, draw)[:3]
+
+
+def attention_dropout_bias_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    p: float,
+    draw: Draw,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same with the gradient of `mask`, which is added to the scores."""
+    found = _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), p, draw, learned=True)
+    assert found[3] is not None
+    return (*found[:3], found[3])
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> AttentionKernel | None:
+    """The fused kernel; None if attention runs in blocks."""
+    if not (q.dim() == k.dim() == v.dim() == 4):
+        return None
+    (_, heads, s, d), (_, groups, t, e) = q.shape, v.shape
+    case = Case(q.dtype, heads, groups, s, t, d, e, masked=mask is not None, causal=is_causal)
+    if not q.is_cuda:
+        return on_cpu(case)
+    return chosen(case, q.device.index or 0).kernel
+
+
+def _operands(kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands in the kernel's form: heads are padded with zeros, which change no score."""
+    width, value_width = (-(-x.shape[-1] // kernel.multiple) * kernel.multiple for x in (q, v))
+    if kernel.equal:
+        width = value_width = max(width, value_width)
+    if not kernel.grouped:
+        k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
+    return _rows(_wider(q, width)), _rows(_wider(k, width)), _rows(_wider(v, value_width))
+
+
+def _gradients(found: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel's gradients without padding."""
+    grad_q, grad_k, grad_v = (x[..., : like.shape[-1]] for x, like in zip(found, (q, k, v), strict=True))
+    return grad_q, sum_heads(grad_k, k.shape[1]), sum_heads(grad_v, v.shape[1])
+
+
+def _wider(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Make rows contiguous and, on GPUs, aligned to 16 bytes: kernels assume this and do not check."""
+    loose = x.stride(-1) != 1 and x.shape[-1] != 1
+    if x.is_cuda and not loose:
+        places = (x.storage_offset(), *(x.stride(dim) for dim in range(x.dim() - 1) if x.shape[dim] > 1))
+        loose = any(place * x.element_size() % 16 for place in places)
+    return x.contiguous() if loose else x
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[b, g, t, d] -> [b, heads, t, d]: each key or value head serves consecutive query heads."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def sum_heads(grad: Tensor, groups: int) -> Tensor:
+    """[b, heads, t, d] -> [b, g, t, d]: the transpose of `repeat_heads`."""
+    return grad if grad.shape[1] == groups else grad.reshape(grad.shape[0], groups, -1, *grad.shape[2:]).sum(2)
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
+def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """The addend of the scores, in four dimensions that broadcast to theirs."""
+    if mask is None:
+        return None
+    mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+    return mask.to(q.dtype)
+
+
+def _aligned_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The addend for GPUs: in the scores' shape, with rows that start at multiples of 16 elements."""
+    bias = _additive(mask, q)
+    if bias is None:
+        return None
+    t = k.shape[2]
+    rows = bias.new_zeros(*bias.shape[:-1], -(-t // 16) * 16)[..., :t]
+    return rows.copy_(bias).expand(q.shape[0], q.shape[1], q.shape[2], t)
+
+
+def _summed_to(grad: Tensor, mask: Tensor) -> Tensor:
+    """The gradient of a broadcast operand."""
+    spread = [dim for dim in range(grad.dim()) if dim < grad.dim() - mask.dim() or mask.shape[dim - grad.dim()] == 1]
+    whole = grad.sum(spread, keepdim=True, dtype=row_dtype(grad)) if spread else grad
+    return whole.reshape(mask.shape).to(mask.dtype)
+
+
+def _blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    p: float = 0.0,
+    draw: Draw | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention by plain operations, one block of scores at a time."""
+    b, heads, s, _ = q.shape
+    wide, t = row_dtype(q), k.shape[2]
+    out = q.new_empty(b, s, heads, v.shape[-1]).transpose(1, 2)
+    lse = q.new_empty(b, heads, s, dtype=wide)
+    for part, rows in _parts(b, heads, s, t):
+        seen = slice(0, min(t, rows.stop) if is_causal else t)
+        keys, values = (repeat_heads(x[part, :, seen], heads).to(wide) for x in (k, v))
+        scores = _scores(q[part, :, rows], keys, _cut(mask, part, rows, seen), rows.start if is_causal else None, scale)
+        norms = scores.logsumexp(-1)
+        weights = _weights(scores, norms)
+        if draw is not None:
+            weights = dropout_backward(weights, draw.part(part, slice(None), rows, seen).below(1 - p), p)
+        out[part, :, rows] = (weights @ values).to(q.dtype)
+        lse[part, :, rows] = norms
+    return out, lse
+
+
+def _blocks_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    p: float = 0.0,
+    draw: Draw | None = None,
+    learned: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and, if it is learned, of the mask; each block's scores are recomputed."""
+    b, heads, s, _ = q.shape
+    wide, t = row_dtype(q), k.shape[2]
+    grad_q = torch.empty_like(q)
+    grad_k, grad_v = (torch.zeros(b, heads, t, x.shape[-1], dtype=wide, device=q.device) for x in (k, v))
+    grad_mask = torch.zeros(mask.shape, dtype=wide, device=q.device) if learned and mask is not None else None
+    for part, rows in _parts(b, heads, s, t):
+        seen = slice(0, min(t, rows.stop) if is_causal else t)
+        keys, values = (repeat_heads(x[part, :, seen], heads).to(wide) for x in (k, v))
+        queries, outward = q[part, :, rows], grad[part, :, rows].to(wide)
+        scores = _scores(queries, keys, _cut(mask, part, rows, seen), rows.start if is_causal else None, scale)
+        weights = _weights(scores, lse[part, :, rows])
+        grad_weights = outward @ values.mT
+        dropped = weights
+        if draw is not None:
+            kept = draw.part(part, slice(None), rows, seen).below(1 - p)
+            dropped, grad_weights = (dropout_backward(x, kept, p) for x in (weights, grad_weights))
+        grad_v[part, :, seen] += dropped.mT @ outward
+        along = (outward * out[part, :, rows]).sum(-1, keepdim=True)
+        grad_scores = weights * (grad_weights - along)
+        if grad_mask is not None and mask is not None:
+            where = _cut(grad_mask, part, rows, seen)
+            assert where is not None
+            where += _summed_to(grad_scores, where)
+        grad_scores *= scale
+        grad_q[part, :, rows] = (grad_scores @ keys).to(q.dtype)
+        grad_k[part, :, seen] += grad_scores.mT @ queries.to(wide)
+    grad_k, grad_v = sum_heads(grad_k, k.shape[1]).to(k.dtype), sum_heads(grad_v, v.shape[1]).to(v.dtype)
+    return grad_q, grad_k, grad_v, grad_mask if grad_mask is None or mask is None else grad_mask.to(mask.dtype)
+
+
+def _parts(b: int, heads: int, s: int, t: int) -> Iterator[tuple[slice, slice]]:
+    """The blocks, as slices of the batch and of the rows of scores."""
+    each = max(1, heads * s * t)
+    count, length = max(1, MOST // each), s if each <= MOST else max(1, MOST // max(1, heads * t))
+    for first in range(0, b, count):
+        for start in range(0, s, max(1, length)):
+            yield slice(first, min(b, first + count)), slice(start, min(s, start + length))
+
+
+def _cut(mask: Tensor | None, part: slice, rows: slice, seen: slice) -> Tensor | None:
+    """The part of a mask that a block reads, a view."""
+    if mask is None:
+        return None
+    for dim, cut in ((-4, part), (-2, rows), (-1, seen)):
+        if mask.dim() >= -dim and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, cut.start, cut.stop - cut.start)
+    return mask
+
+
+def _scores(q: Tensor, keys: Tensor, mask: Tensor | None, first: int | None, scale: float) -> Tensor:
+    """The scores of some rows, of which the first is row `first` of a causal mask."""
+    scores = (q.to(keys.dtype) @ keys.mT) * scale
+    if first is not None:
+        s, t = scores.shape[-2:]
+        hidden = torch.ones(s, t, dtype=torch.bool, device=q.device).triu_(1 + first)
+        scores.masked_fill_(hidden, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """The softmax from the saved normaliser; rows without positions are zero."""
+    return (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(nan=0.0)
+
+
+def row_dtype(x: Tensor) -> torch.dtype:
+    """The type for sums of rows: at least 32 bits."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,40 @@
+"""Regions' functions through torch.compile, which makes few kernels of the operations between collectives.
+
+Collectives, random numbers (which depend on an element's position) and attention (whose kernel is chosen at the call)
+run as they are: graphs end before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from .. import random
+from ..comm.comm import Axis, Comm, Pending
+from ..torch_private import recompile_limit
+from . import attention, functional
+
+Function = TypeVar("Function", bound=Callable[..., object])
+# One function serves every layer, every rank in one process, and the training step as well as its rehearsal.
+MOST_VARIANTS = 256
+
+
+def compiled(function: Function) -> Function:
+    """The same function, compiled at its first call."""
+    made: Function = torch.compile(function)  # type: ignore[assignment]
+    return made
+
+
+def _as_they_are() -> None:
+    methods = [(Axis, name) for name, held in vars(Axis).items() if callable(held) and not name.startswith("_")]
+    for owner, name in (*methods, (Comm, "draw"), (Pending, "wait"), (Pending, "then")):
+        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
+    for name, function in vars(functional).copy().items():
+        if getattr(function, "__module__", "") in (attention.__name__, random.__name__):
+            setattr(functional, name, torch.compiler.disable(function))
+
+
+recompile_limit(MOST_VARIANTS)
+_as_they_are()

@@ -1,0 +1,1 @@
+"""From gradients to new parameters."""

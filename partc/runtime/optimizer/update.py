@@ -1,0 +1,203 @@
+"""One update of the parameters: unscaled gradients, their norm over all ranks, clipping, the step's learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..comm.comm import Comm
+from ..layout import Shard, cutting
+from .flat import FLAT, Buffers
+from .gradients import Gradients, Scaled
+from .optimizer import Optimizer, TorchOptimizer, attach_gradients, make_optimizer, rate_on, spared
+
+Decline = Literal["constant", "linear", "cosine"]
+
+FIRST_SCALE, GROWTH, BACKOFF, PATIENCE = 2.0**16, 2.0, 0.5, 2000  # torch.amp.GradScaler's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """The learning rate by step: a linear warm-up to `base`, then constant or down to `least`, the last step's rate.
+
+    It is a function of the step alone, so that a continued run needs no state. Cosine: Loshchilov and Hutter 2017,
+    SGDR, equation 5 without restarts.
+    """
+
+    base: float
+    warmup: int = 0
+    decline: Decline = "constant"
+    least: float = 0.0
+    steps: int = 0
+
+    def at(self, step: int) -> float:
+        """The rate of a step, counted from 0."""
+        if step < self.warmup:
+            return self.base * (step + 1) / self.warmup
+        if self.decline == "constant":
+            return self.base
+        peak = max(0, self.warmup - 1)  # the step that has the whole rate
+        done = min(1.0, (step - peak) / max(1, self.steps - 1 - peak))
+        left = 1 - done if self.decline == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.least + (self.base - self.least) * left
+
+
+class LossScale:
+    """The factor of an fp16 model's loss, which keeps small gradients from vanishing.
+
+    It is halved when a gradient overflows, and that update is skipped; it is doubled after 2000 steps without overflow
+    (Micikevicius et al. 2018, Mixed Precision Training, section 3.2; constants of torch.amp.GradScaler).
+    """
+
+    def __init__(self, first: float = FIRST_SCALE) -> None:
+        self.value = first
+        self.good = 0  # updates since it changed
+        self.skipped = 0
+
+    def after(self, finite: bool) -> None:
+        if not finite:
+            self.value, self.good, self.skipped = self.value * BACKOFF, 0, self.skipped + 1
+        else:
+            self.good += 1
+            if self.good == PATIENCE:
+                self.value, self.good = self.value * GROWTH, 0
+
+    def state(self) -> Tensor:
+        return torch.tensor([self.value, self.good], dtype=torch.float64)
+
+    def restore(self, state: Tensor) -> None:
+        self.value, self.good = float(state[0]), int(state[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """The outcome of an update."""
+
+    rate: float
+    norm: float | None  # of all gradients, before clipping; None where the host didn't ask
+    skipped: bool = False
+
+
+class Update:
+    """The optimizer's step on one rank; all ranks take it together."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer | None,
+        gradients: Gradients,
+        shards: Mapping[str, Shard],
+        comm: Comm,
+        sizes: Mapping[str, int],
+        rate: Rate,
+        *,
+        clip: float | None = None,
+        scale: LossScale | None = None,
+        norms: bool = False,
+    ) -> None:
+        self._optimizer = optimizer
+        self._gradients = gradients
+        self._groups = tuple(_by_copies(shards, sizes))
+        self._axes = tuple(axis for axis, size in sizes.items() if size > 1)
+        self._comm = comm
+        self._rate = rate
+        self._clip = clip
+        self._scale = scale
+        self._told = norms or scale is not None  # whether the host wants to know the norm
+
+    def measure(self, batches: int = 1) -> Tensor | None:
+        """Scale gradients that were summed over batches of a scaled loss to those of the mean loss.
+
+        Returns their norm, if it is wanted.
+        """
+        self._gradients.begin(batches if self._scale is None else self._comm.scale_here * batches)
+        return self._norm() if self._told or self._clip is not None else None
+
+    def begin(self, step: int, norm: Tensor | None) -> bool:
+        """On the host: tell the device the step. False if gradients overflow and the update is skipped."""
+        if self._scale is not None and norm is not None:
+            finite = math.isfinite(float(norm))
+            self._scale.after(finite)
+            if not finite:
+                return False
+        if self._optimizer is not None:
+            self._optimizer.begin(self._rate.at(step))
+        return True
+
+    def apply(self, norm: Tensor | None) -> None:
+        """Update the parameters; the gradients have this norm."""
+        if self._clip is not None and norm is not None:
+            self._gradients.clip(norm, self._clip)
+        if self._optimizer is not None:
+            self._optimizer.step()
+
+    def ended(self, step: int, norm: Tensor | None, *, skipped: bool) -> Updated:
+        """The outcome; waits for the device if the host wants the norm."""
+        told = float(norm) if self._told and norm is not None else None
+        return Updated(rate=self._rate.at(step), norm=told, skipped=skipped)
+
+    def _norm(self) -> Tensor:
+        """The norm of the whole model's gradient: every element counts once, however many copies there are."""
+        total = torch.zeros((), dtype=torch.float64, device=self._comm.device)
+        for copies, names in self._groups:
+            total += self._gradients.squares(names) / copies
+        for name in self._axes:
+            total = self._comm.group((name,)).all_reduce(total)
+        return total.sqrt()
+
+
+def updating(
+    name: str,
+    parameters: MutableMapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    buffers: Buffers,
+    kernels: ModuleType | None,
+    *,
+    lr: float,
+    weight_decay: float | None,
+    no_decay: Sequence[str],
+    graphs: bool = False,
+) -> tuple[Optimizer | None, Gradients]:
+    """The optimizer of a rank's parameters, if it trains any, and the scaling of their gradients.
+
+    If the package has a kernel for it, `parameters` move into flat memory. With `graphs` no number of the host may
+    change from step to step; on GPUs none does, so that steps are equal with graphs and without.
+    """
+    if not gradients:
+        return None, Gradients((), {})
+    if hasattr(kernels, name) and kernels is not None:
+        scaled = Scaled(list(buffers.values()), gradients, kernels.squares)
+        free = spared(gradients, no_decay)
+        launch = getattr(kernels, name)
+        return FLAT[name](launch, parameters, buffers, scaled, weight_decay=weight_decay, spared=free), scaled
+    trained = attach_gradients(parameters, gradients)
+    optimizer = make_optimizer(name, trained, lr, weight_decay=weight_decay, no_decay=no_decay)
+    device = next(iter(trained.values())).device
+    rate = rate_on(device) if graphs or device.type == "cuda" else None
+    return TorchOptimizer(optimizer, trained, rate), Gradients(list(buffers.values()), gradients)
+
+
+def write_casts(optimizer: Optimizer, stages: Iterable[object]) -> None:
+    """Make updates write the low-precision copies that stages read, if the optimizer can."""
+    parted = [stage.parts for stage in stages if hasattr(stage, "parts")]
+    read: dict[str, Tensor] = {}
+    for parts in parted:
+        read = parts.cast() | read
+    taken = optimizer.copy_to(read)
+    for parts in parted:
+        parts.leave([name for name, x in parts.cast().items() if name in taken and x is read[name]])
+
+
+def _by_copies(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Iterator[tuple[int, list[str]]]:
+    """Parameters by the number of ranks that hold the same part."""
+    found: dict[int, list[str]] = {}
+    for name, shard in shards.items():
+        cut = cutting(shard.dims)
+        equal = math.prod(size for axis, size in sizes.items() if axis not in cut and axis != "pp")
+        found.setdefault(equal * max(1, len(shard.shared)), []).append(name)
+    yield from found.items()

@@ -1,0 +1,1 @@
+"""The ranks as processes: how they meet, agree, watch each other and stop."""

@@ -1,0 +1,63 @@
+"""The device of each rank, agreed by all: every rank has a GPU of its own, or all use CPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from ..errors import UsageError
+from .agreement import Together
+
+Wanted = Literal["auto", "cpu", "cuda"]
+WANTED: tuple[Wanted, ...] = ("auto", "cpu", "cuda")
+
+
+def own_device(wanted: Wanted, together: Together, environment: Mapping[str, str] | None = None) -> torch.device:
+    """This process's own GPU if all have one, the CPU if none has. Raises UsageError P0540, on all ranks."""
+    environment = os.environ if environment is None else environment
+    count = 0 if wanted == "cpu" else torch.cuda.device_count()
+    place = int(environment.get("LOCAL_RANK", "0"))
+    index = place if place < count else 0 if count == 1 else None  # launchers may show each process its own alone
+    here = "cpu" if count == 0 else "cuda"
+    first = together.told(here)
+    problem = ""
+    if here != first or (wanted == "cuda" and count == 0):
+        sees = f"{count} GPUs" if count else "no GPU"
+        problem = f"rank {together.rank} ({_host()}) sees {sees}" + (f", and rank 0 {_sight(first)}" * (here != first))
+    elif count and index is None:
+        problem = f"rank {together.rank} is process {place} of {_host()}, where it sees {count} GPUs"
+    elif count and index is not None:
+        problem = _taken(index, together)
+    problem = together.first(problem)
+    if problem:
+        raise UsageError(
+            "P0540",
+            f"not every rank has a GPU of its own: {problem}",
+            "start as many processes on each machine as it has GPUs, or train on CPUs with --device cpu",
+            alike=True,
+        )
+    if index is None or count == 0:
+        return torch.device("cpu")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _taken(index: int, together: Together) -> str:
+    """The other rank that uses this GPU; '' if none does."""
+    if together.size == 1:
+        return ""
+    gpu = str(torch.cuda.get_device_properties(index).uuid)
+    other = together.claimed(gpu)
+    return f"ranks {other} and {together.rank} ({_host()}) both see one alone, {gpu}" if other != together.rank else ""
+
+
+def _sight(backend: str) -> str:
+    return "some" if backend == "cuda" else "none"
+
+
+def _host() -> str:
+    return os.uname().nodename

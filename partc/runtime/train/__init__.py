@@ -1,0 +1,1 @@
+"""A whole run: its command line, data, steps, log and traces."""

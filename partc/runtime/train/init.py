@@ -1,0 +1,75 @@
+"""Initial parameters, equal to those of the single-device model after `torch.manual_seed(seed)`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .data import call_with_options
+from .replay import CannotReplay, Recording, named_tensors, record
+
+SMALL = 64 << 20  # bytes: less than torch itself takes, and replaying loads more of torch than that
+
+
+def initialise(
+    module: ModuleType,
+    options: Mapping[str, Any],
+    seed: int,
+    wanted: Collection[str],
+    take: Callable[[str, Tensor], None],
+    *,
+    size: int | None = None,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> None:
+    """Pass the wanted parameters and buffers to `take(name, tensor)`: whole, one after the other, and not kept.
+
+    Memory for one tensor at a time suffices (see replay.py). The whole model is built if `size`, its bytes, is small,
+    or if its constructor cannot be replayed; `say` receives the reason.
+    """
+
+    def build() -> nn.Module:
+        model = call_with_options(module.model, options)
+        assert isinstance(model, nn.Module)
+        return model
+
+    recording = None if size is not None and size <= SMALL else _recorded(build, seed, say)
+    if recording is not None:
+        recording.replay(wanted, take, threads=_threads())
+        return
+    torch.manual_seed(seed)
+    for name, x in named_tensors(build()):
+        if name in wanted:
+            take(name, x)
+
+
+def _threads() -> int:
+    """This process's share of the machine's processors."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def state_shapes(module: ModuleType, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the model's state dict, which omits some buffers; computed without memory if possible."""
+    try:
+        with torch.device("meta"):
+            model = call_with_options(module.model, options)
+    except Exception:  # whatever a constructor can't do without values
+        model = call_with_options(module.model, options)
+    return {name: tuple(x.shape) for name, x in model.state_dict().items()}
+
+
+def _recorded(build: Callable[[], nn.Module], seed: int, say: Callable[[str], None]) -> Recording | None:
+    try:
+        return record(build, seed)
+    except CannotReplay as reason:
+        why = str(reason)
+    except Exception as error:  # whatever it is: the plain constructor has no such limits, or raises it again
+        why = f"{type(error).__name__} on fake tensors: {str(error).partition(chr(10))[0][:120]}"
+    say(f"building the whole model in memory to initialise it: {why}")
+    return None

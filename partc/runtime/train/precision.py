@@ -1,0 +1,91 @@
+"""Double precision for a model's own code: its casts to float32 stay in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def held_in(precision: str) -> torch.dtype:
+    """The dtype of parameters and of the trace; lower precision is chosen later, where it is safe."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+class _Double(TorchFunctionMode):
+    """Replaces float32 arguments of functions by float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        if getattr(func, "__name__", "") == "_grouped_mm":
+            given = dict(zip(("x", "w", "offs"), args, strict=False)) | dict(kwargs or {})
+            return _grouped_mm(given["x"], given["w"], given["offs"])
+        wide = lambda arg: torch.float64 if arg is torch.float32 else arg  # noqa: E731
+        return func(*map(wide, args), **{key: wide(arg) for key, arg in (kwargs or {}).items()})
+
+
+@torch.library.custom_op("partc_double::grouped_mm", mutates_args=())
+def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """The product of each group's rows with its matrix, x[s, i] w[g, i, o] -> [s, o]; torch's own lacks double
+    precision.
+    """
+    parts = [x[start:end] @ w[group] for group, (start, end) in enumerate(_groups(offs))]
+    return torch.cat([*parts, x.new_zeros(x.shape[0] - sum(map(len, parts)), w.shape[2])])
+
+
+@_grouped_mm.register_fake
+def _(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+@torch.library.custom_op("partc_double::grouped_mm_grad_weight", mutates_args=())
+def _grad_weight(grad: Tensor, x: Tensor, offs: Tensor) -> Tensor:
+    return torch.stack([x[start:end].mT @ grad[start:end] for start, end in _groups(offs)])
+
+
+@_grad_weight.register_fake
+def _(grad: Tensor, x: Tensor, offs: Tensor) -> Tensor:
+    return x.new_empty(offs.shape[0], x.shape[1], grad.shape[1])
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, w, offs = ctx.saved_tensors
+    return _grouped_mm(grad, w.mT, offs), _grad_weight(grad, x, offs), None
+
+
+_grouped_mm.register_autograd(_gradients, setup_context=_keep)
+
+
+def _groups(offs: Tensor) -> Iterator[tuple[int, int]]:
+    ends = offs.tolist()
+    return zip([0, *ends[:-1]], ends, strict=True)
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype) -> Iterator[None]:
+    """Make `dtype` the default; for float64, also replace explicit float32.
+
+    A model that computes its norms or its loss in float32 would otherwise round there, and could not be compared to
+    1e-10.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        if dtype == torch.float64:
+            with _Double():
+                yield
+        else:
+            yield
+    finally:
+        torch.set_default_dtype(before)

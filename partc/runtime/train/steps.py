@@ -1,0 +1,160 @@
+"""The steps of a training on one rank: forward and backward of their batches, then an update.
+
+What the device does is in three pieces, which take nothing from the host but what it has written to memory before:
+`_batch` once for each batch, `_measure` and `_update`. With graphs they are recorded, and repeated from then on.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.comm import Comm
+from ..device.cuda_graphs import RecordedGraph, RecordedWork
+from ..device.sending import bring, finish, send
+from ..errors import UsageError
+from ..execution.executor import Action, Stage, Told, run_step
+from ..layout import Shard
+from ..ops.accumulation import clear, complete
+from ..optimizer.gradients import Gradients
+from ..optimizer.update import LossScale, Update, Updated
+from . import nonfinite
+from .data import in_microbatches
+from .job import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What a step has come to."""
+
+    loss: float | None  # of the whole batch, on ranks of the stage that makes it
+    seconds: float  # from its first batch to the end of its update, on the device too where the host knows that
+    data: float  # of them, seconds in which the host makes batches and hands them to the device
+    updated: Updated
+    recorded: dict[str, Tensor]  # gradients, where they are wanted
+
+
+@dataclass(kw_only=True)
+class Steps:
+    """The steps of one rank. `inputs` are the entries of the batch that its stages read."""
+
+    job: Job
+    comm: Comm
+    coordinate: Mapping[str, int]
+    device: torch.device
+    stages: Mapping[int, Stage]
+    actions: Sequence[Action]
+    told: Told  # by values of other ranks
+    inputs: Mapping[str, Shard]
+    parameters: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    scaled: Gradients
+    update: Update
+    scale: LossScale | None
+    part_of: Callable[[int], Mapping[str, Tensor]]  # this rank's part of the batch of a number, on the host
+    settle: Callable[[], None]  # before an error that ends the run
+    graph: Callable[[], RecordedGraph] | None = None  # makes one, if steps are to be recorded
+
+    def __post_init__(self) -> None:
+        self._local: dict[str, Tensor] = {}  # this rank's part of a batch
+        self._norm: Tensor | None = None
+        self._batches: dict[tuple[bool, bool], Callable[[], Tensor | None]] = {}
+        self._measured = self._recorded(self._measure)
+        self._updated = self._recorded(self._update)
+
+    def _recorded(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        return work if self.graph is None else RecordedWork(work, self.graph())
+
+    def run(self, step: int) -> Done:
+        """Take a step, counted from 0. Raises UsageError P0528, on all ranks."""
+        clock = self.comm.clock
+        clock.step = step + 1
+        started = time.perf_counter()
+        if self.scale is not None:
+            self.comm.scales(self.scale.value)
+        data, losses = 0.0, list[Tensor | None]()
+        for index in range(self.job.accumulate):
+            clock.entering("data")
+            number = step * self.job.accumulate + index
+            begun = time.perf_counter()
+            self._take(self.part_of(number))
+            data += time.perf_counter() - begun
+            self.comm.begins(self.job.seed, number)
+            first, last = index == 0, index == self.job.accumulate - 1
+            made = self._run(first, last)
+            losses.append(made if last or made is None else made.clone())
+            if self.job.check_nans:
+                self._check(step, made, partial(self._batch, first, last))
+        clock.entering("the update", "work")
+        self._norm = self._measured()
+        recorded = {f"gradient/{name}": self.scaled.copy(name) for name in self.gradients} if self.job.record else {}
+        goes_on = self.update.begin(step, self._norm)
+        if goes_on:
+            self._updated()
+        known = [loss.item() for loss in losses if loss is not None]
+        updated = self.update.ended(step, self._norm, skipped=not goes_on)
+        self._norm = None
+        if self.job.report is not None:
+            finish(self.device)  # ranks without a loss have only launched their work
+        seconds = time.perf_counter() - started
+        loss = sum(known) / self.job.accumulate if known else None
+        return Done(loss=loss, seconds=seconds, data=data, updated=updated, recorded=recorded)
+
+    def _take(self, part: Mapping[str, Tensor]) -> None:
+        if self.graph is None or not self._local:
+            part = part if self.graph is None else {name: x.clone() for name, x in part.items()}  # written to later
+            self._local = {name: bring(x, self.device) for name, x in part.items()}
+            return
+        for name, x in part.items():
+            there = self._local[name]
+            if x.dtype != there.dtype:
+                raise UsageError(
+                    "P0533",
+                    f"steps cannot be repeated: {name} of the batch is {x.dtype} on this rank, and was {there.dtype}",
+                    "have data(step) of the model file return equal types, or add --no-cuda-graphs",
+                )
+            send(x, there)
+
+    def _run(self, first: bool, last: bool) -> Tensor | None:
+        if (first, last) not in self._batches:
+            self._batches[first, last] = self._recorded(partial(self._batch, first, last))
+        if self.graph is not None:
+            self.comm.clock.entering("forward and backward", "work")
+        return self._batches[first, last]()
+
+    def _batch(self, first: bool, last: bool) -> Tensor | None:
+        """Forward and backward of a batch, the first or last one of a step; returns its loss."""
+        microbatches = in_microbatches(self._local, self.inputs, self.job.sizes, self.job.plan["microbatches"])
+        self.comm.clock.entering("clearing gradients", "work")
+        if first:
+            clear(self.gradients.values())
+        loss = run_step(self.stages, self.comm, self.actions, self._local, microbatches, last=last, told=self.told)
+        for stage in self.stages.values() if not last else ():
+            if hasattr(stage, "parts"):
+                stage.parts.settle()  # what one recording starts, no other can wait for
+        return loss
+
+    def _measure(self) -> Tensor | None:
+        complete(self.gradients.values())
+        return self.update.measure(self.job.accumulate)
+
+    def _update(self) -> None:
+        self.update.apply(self._norm)
+        for stage in self.stages.values():
+            stage.refresh()
+
+    def _check(self, step: int, made: Tensor | None, run: Callable[[], object]) -> None:
+        """Stop all ranks where a loss is not finite, and say what made it so."""
+        self.comm.clock.entering("the check of its loss")
+        loss = None if made is None else made.item()
+        if self.comm.any(loss is not None and not math.isfinite(loss)):
+            self.settle()
+            calls = self.job.plan["calls"]
+            raise nonfinite.explain(self.comm, step, loss, self.stages, self.parameters, self._local, calls, run)

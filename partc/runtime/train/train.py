@@ -1,0 +1,449 @@
+"""The training loop of the package's train.py, on one rank of many or on all of them at once."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from ..checkpoint.checkpoint import Held, RankPosition, Saver
+from ..checkpoint.given_parameters import given
+from ..checkpoint.restore import Say
+from ..checkpoint.safetensors import save
+from ..checkpoint.state import left_out, restore_left_out, restore_optimizer, restore_scale, state
+from ..clock import Clock
+from ..comm.comm import Comm
+from ..device.cuda_graphs import recording
+from ..device.determinism import deterministic, told
+from ..device.garbage_collection import collected
+from ..device.host_memory import keep_freed_memory, peak_bytes
+from ..errors import UsageError, enough_memory, writing
+from ..execution.executor import Action, Slot, Stage, gradient_buffers, parse_schedule, told_by
+from ..layout import DTYPES, Shard, tokens_per_step
+from ..ops import attention_kernels
+from ..optimizer.update import LossScale, Rate, Update, updating, write_casts
+from ..processes.agreement import Together
+from ..processes.devices import own_device
+from ..processes.interruption import Interruption, VirtualInterruption
+from ..processes.ownership import sole
+from ..processes.rendezvous import meet, world, world_size
+from ..processes.signals import Caught, release
+from ..processes.watchdog import Watchdog, breaking_off
+from ..torch_private import lone_store
+from .data import global_batch, load_model_file, own_part
+from .feed import Feed
+from .init import initialise, state_shapes
+from .job import Job, check_places, parse, prepared
+from .log import StepLog
+from .step_times import Times
+from .steps import Steps
+from .tuning import settle
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank: its literals, its stages' classes, and its tensors."""
+
+    number: int
+    module: ModuleType
+    stage_classes: dict[int, type[Any]]
+    actions: tuple[Action, ...]
+    kernels: ModuleType | None = None
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    done: int = 0  # steps, with those before this run
+
+    @property
+    def shards(self) -> dict[str, Shard]:
+        """The parameters of all its stages; if two stages use one, the last sums its gradient."""
+        return {name: shard for stage in self.stage_classes.values() for name, shard in stage.parameters.items()}
+
+    @property
+    def told(self) -> dict[Slot, tuple[int, ...]]:
+        """By stage and microbatch of a value that a peer sends, the microbatches whose gradients the value confirms."""
+        peers = (importlib.import_module(f"ranks.rank_{peer:03d}") for peer in set(self.module.LINKS.values()))
+        return {slot: told for peer in peers for slot, told in told_by(parse_schedule(peer.SCHEDULE)).items()}
+
+    @property
+    def inputs(self) -> dict[str, Shard]:
+        """The batch entries that its stages read."""
+        return {name: shard for stage in self.stage_classes.values() for name, shard in stage.inputs.items()}
+
+    @property
+    def compiled(self) -> bool:
+        """Whether torch.compile makes kernels of the functions that its stages call."""
+        return any(getattr(stage, "compiled", False) for stage in self.stage_classes.values())
+
+    @property
+    def logs(self) -> bool:
+        """Whether this is the single rank that reports the loss."""
+        place = {axis: index for axis, index in self.module.COORDINATE.items() if axis != "pp"}
+        return any(stage.loss is not None for stage in self.stage_classes.values()) and not any(place.values())
+
+
+def main(argv: Sequence[str], root: Path) -> int:
+    """Train the package in `root`. Returns the exit code."""
+    try:
+        job = parse(argv, root)
+        here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")  # all ranks are on this machine
+        if job.virtual or here:
+            check_places(job)
+        keep_freed_memory()
+        with enough_memory("this process", Clock()), deterministic(job.deterministic), ExitStack() as stack:
+            stopped = _train_virtual(job, stack) if job.virtual else _train_this_rank(job)
+    except UsageError as error:
+        if not error.alike or os.environ.get("RANK", "0") == "0":
+            _say(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return job.exit_code if stopped else 0
+
+
+def _load_rank(number: int, device: torch.device, root: Path) -> Rank:
+    if device.type == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # runs kernels, if there are any, without a GPU
+    module = importlib.import_module(f"ranks.rank_{number:03d}")
+    stages = {stage: importlib.import_module(f"stages.stage_{stage}").Stage for stage in module.STAGES}
+    kernels = importlib.import_module("kernels") if (root / "kernels").is_dir() else None
+    return Rank(number, module, stages, parse_schedule(module.SCHEDULE), kernels)
+
+
+def _train_virtual(job: Job, stack: ExitStack) -> bool:
+    from ..comm.virtual import VirtualComm, World
+
+    release()
+    store = lone_store()
+    together = Together(store, 0, 1)
+    if job.save is not None:
+        stack.callback(sole(job.save, together, timeout=job.timeout, say=_say))
+    job = prepared(job, together, _say)
+    _settle_attention(job, torch.device("cpu"), _say)
+    world = World(job.world_size)
+    ranks = [_load_rank(number, torch.device("cpu"), job.root) for number in range(job.world_size)]
+    model_file = load_model_file(job.root / "model.py")
+    _materialise(job, model_file, ranks, torch.device("cpu"), together)
+    batches: dict[int, dict[str, Tensor]] = {}
+
+    def batch_of(step: int) -> dict[str, Tensor]:
+        if step not in batches:
+            batches.pop(step - 2, None)  # no rank is two steps behind another
+            batches[step] = _batch(job, model_file, step)
+        return batches[step]
+
+    def work(number: int) -> None:
+        rank = ranks[number]
+        comm = VirtualComm(
+            world=world,
+            rank=number,
+            coordinate=rank.module.COORDINATE,
+            groups=rank.module.GROUPS,
+            links=rank.module.LINKS,
+        )
+        with enough_memory(f"rank {number}", comm.clock):
+            _train(job, rank, comm, batch_of, torch.device("cpu"), store, interruption)
+
+    interruption = VirtualInterruption()
+    with interruption.on_signals() if job.save is not None else nullcontext():
+        world.run(work)
+    return _stopped(job, ranks[0])
+
+
+def _train_this_rank(job: Job) -> bool:
+    from ..comm.distributed import DistributedComm
+
+    started = world_size()
+    if started != job.world_size:
+        raise UsageError(
+            "P0501",
+            f"this package is for {job.world_size} ranks ({job.plan['mesh']}), and was started on {started}",
+            f"torchrun --standalone --nproc-per-node {job.world_size} train.py, or train.py --virtual for one process",
+            alike=True,
+        )
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    place = world()
+    number = place.rank
+    interruption = None if job.save is None else Interruption(number, place.size)
+    clock = Clock()
+    with (
+        breaking_off() as leaving,
+        Caught(checkpoints=job.save is not None) as caught,
+        Watchdog(meet(place, job.timeout, caught), place, caught, clock, job.timeout, interruption, leaving) as watch,
+        enough_memory(f"rank {number}", clock),
+    ):
+        store = watch.store
+        clock.entering("the choice of its device")
+        together = Together(store, number, place.size)
+        device = own_device(job.device, together)
+        clock.follow(device)
+        rank = _load_rank(number, device, job.root)
+        model_file = load_model_file(job.root / "model.py")
+        clock.entering("the choice of its checkpoint")
+        say = _say if number == 0 else lambda line: None
+        if job.save is not None:  # until this process ends: a checkpoint may be on its way until then
+            sole(job.save, together, timeout=job.timeout, say=say)
+        job = prepared(job, together, say)
+        _settle_attention(job, device, say)
+        if rank.kernels is not None and device.type == "cuda" and job.tuning:
+            clock.entering("the choice of its kernels' configurations")
+            settle(rank.kernels, job.root / "kernels", device, together, file=job.tuned, say=say)
+        clock.entering("the initialisation of its parameters")
+        _materialise(job, model_file, [rank], device, together)
+        clock.entering("connecting to its peers")
+        comm = DistributedComm(
+            rank=number,
+            coordinate=rank.module.COORDINATE,
+            groups=rank.module.GROUPS,
+            links=rank.module.LINKS,
+            stages=rank.module.STAGES,
+            world_size=place.size,
+            store=store,
+            device=device,
+            timeout=datetime.timedelta(seconds=job.timeout),
+            clock=clock,
+        )
+        leaving.append(comm.abort)
+        _train(job, rank, comm, lambda step: _batch(job, model_file, step), device, store, interruption)
+        clock.entering("the end of the run")
+        comm.barrier()
+        comm.disconnect()
+    comm.close()
+    return _stopped(job, rank)
+
+
+def _settle_attention(job: Job, device: torch.device, say: Say) -> None:
+    attention_kernels.settle(job.attention, attention_kernels.cases(job.plan["attention"], DTYPES), device, say)
+
+
+def _batch(job: Job, model_file: ModuleType, step: int) -> dict[str, Tensor]:
+    return global_batch(model_file, job.plan["options"], seed=job.seed, step=step, dtype=job.dtype)
+
+
+def _materialise(
+    job: Job, model_file: ModuleType, ranks: Sequence[Rank], device: torch.device, together: Together
+) -> None:
+    """Give every rank its shards of the initial parameters, or of a checkpoint's."""
+    held = [rank.shards for rank in ranks]
+    options = job.plan["options"]
+    source = job.checkpoint
+    if source is None and job.init is not None:
+        source = given(job.init, job.plan, lru_cache(lambda: state_shapes(model_file, options)), together)
+    if source is not None:
+        for rank, shards in zip(ranks, held, strict=True):
+            for name, shard in shards.items():
+                if name in source.tensors:
+                    part = source.part(name, shard, job.sizes, rank.module.COORDINATE)
+                    rank.parameters[name] = part.to(device=device, dtype=shard.dtype)
+        source.close()
+
+    def take(name: str, whole: Tensor) -> None:
+        for rank, shards in zip(ranks, held, strict=True):
+            shard = shards.get(name)
+            if shard is not None:
+                part = shard.local(whole, job.sizes, rank.module.COORDINATE)
+                rank.parameters[name] = part.to(device=device, dtype=shard.dtype, copy=True).contiguous()
+
+    wanted = {name for rank, shards in zip(ranks, held, strict=True) for name in shards if name not in rank.parameters}
+    if not wanted:
+        return
+    parameters = job.plan["parameters"].values()
+    size = sum(math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize for entry in parameters)
+    say = _say if ranks[0].number == 0 else (lambda line: None)
+    initialise(model_file, options, job.seed, wanted, take, size=size, say=say)
+    for rank, shards in zip(ranks, held, strict=True):
+        missing = [name for name in shards if name not in rank.parameters]
+        if missing:
+            raise UsageError(
+                "P0502",
+                f"model.py makes no parameter {missing[0]!r}, which the plan has",
+                "compile again: model.py or its options have changed since",
+            )
+
+
+def _train(
+    job: Job,
+    rank: Rank,
+    comm: Comm,
+    batch_of: Callable[[int], dict[str, Tensor]],
+    device: torch.device,
+    store: Store,
+    interruption: Interruption | VirtualInterruption | None = None,
+) -> None:
+    tokens = tokens_per_step(job.plan) * job.accumulate
+    times = Times.of(job, comm, rank.number, rank.module.LINKS, rank.module.STAGES)
+    peak = times.peak(job) if job.measures else None
+    log = None
+    if rank.logs:
+        flops = job.plan["flops"] * job.accumulate
+        log = StepLog(
+            job.metrics,
+            job.steps,
+            rank=rank.number,
+            start=job.start,
+            tokens=tokens,
+            flops=flops,
+            peak=peak,
+            board=job.tensorboard,
+        )
+    place = RankPosition(
+        rank=rank.number, world_size=job.world_size, sizes=job.sizes, coordinate=rank.module.COORDINATE
+    )
+    saver = None
+    if job.save is not None:
+        saver = Saver(job.save, keep=job.keep, place=place, store=store, attempt=job.attempt, run=job.run)
+    clock = comm.clock
+    rank.done = job.start
+    with torch.no_grad(), recording(job.cuda_graphs, device) as graph, told(), ExitStack() as stack:
+        gradients, buffers = gradient_buffers(rank.shards, rank.parameters, compiled=rank.compiled)
+        how: dict[str, Any] = {"lr": job.lr, "weight_decay": job.weight_decay, "no_decay": job.no_decay}
+        how["graphs"] = job.cuda_graphs
+        optimizer, scaled = updating(job.optimizer, rank.parameters, gradients, buffers, rank.kernels, **how)
+        stages: dict[int, Stage] = {
+            number: stage(comm, rank.parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
+            for number, stage in rank.stage_classes.items()
+        }
+        if optimizer is not None:
+            write_casts(optimizer, stages.values())
+        scale = LossScale() if job.plan["precision"] == "fp16" else None
+        held = {name: (shard, rank.parameters[name]) for name, shard in rank.shards.items()}
+        optimized = {name: held[name] for name in gradients}
+        if job.checkpoint is not None:
+            if optimizer is not None:
+                restore_optimizer(optimizer, optimized, job.checkpoint, job.sizes, rank.module.COORDINATE)
+            if scale is not None:
+                restore_scale(scale, job.checkpoint)
+            if (
+                not restore_left_out(stages, job.checkpoint, job.sizes, rank.module.COORDINATE, device)
+                and rank.number == 0
+            ):
+                _say(
+                    "what compressed sums of gradients had left out is dropped: it is of another mesh, or of other sums"
+                )
+            job.checkpoint.close()
+
+        def kept() -> dict[str, Held]:
+            saved = state(held, optimized, optimizer, job.plan, scale)
+            return saved | left_out(stages, job.sizes, rank.module.COORDINATE)
+
+        update = Update(
+            optimizer,
+            scaled,
+            {name: rank.shards[name] for name in gradients},
+            comm,
+            job.sizes,
+            Rate(base=job.lr, warmup=job.warmup, decline=job.lr_schedule, least=job.min_lr, steps=job.steps),
+            clip=job.clip,
+            scale=scale,
+            norms=job.measures,
+        )
+        clock.entering("setup")
+        comm.expect(job.plan["draws"], job.plan["microbatches"] if job.plan["repeated"] else 1)
+        for stage in stages.values():
+            stage.setup()
+
+        def part_of(number: int) -> dict[str, Tensor]:
+            return own_part(batch_of(number), rank.inputs, job.sizes, rank.module.COORDINATE)
+
+        ahead = int(device.type == "cuda") if job.prefetch is None else job.prefetch
+        steps = Steps(
+            job=job,
+            comm=comm,
+            coordinate=rank.module.COORDINATE,
+            device=device,
+            stages=stages,
+            actions=rank.actions,
+            told=rank.told,
+            inputs=rank.inputs,
+            parameters=rank.parameters,
+            gradients=gradients,
+            scaled=scaled,
+            update=update,
+            scale=scale,
+            part_of=Feed(part_of, end=job.steps * job.accumulate, ahead=ahead, pin=device.type == "cuda"),
+            settle=saver.wait if saver is not None else lambda: None,
+            graph=graph,
+        )
+        collect = stack.enter_context(collected()) if not job.virtual else lambda done: None
+        times.begin(job.start)
+        measuring = 0.0  # seconds between two steps, which the next one's throughput has to bear
+        for step in range(job.start, job.steps):
+            if interruption is not None and interruption.before(step):
+                break
+            done = steps.run(step)
+            if saver is not None and saver.behind(step + 1, job.save_slack):
+                clock.entering("the writing of a checkpoint")
+                saver.settle(comm.barrier)
+            seconds, aside = done.seconds + measuring, {"data": done.data, "measuring": measuring}
+            rank.seconds.append(seconds)
+            begun = time.perf_counter()
+            split = times.end(step)
+            if log is not None and done.loss is not None:
+                rank.losses.append(done.loss)
+                log.step(step, done.loss, seconds, done.updated, peak_bytes(device), split, aside)
+            collect(step + 1)
+            measuring = time.perf_counter() - begun
+            if job.record:
+                recorded = done.recorded | {f"parameter/{name}": x for name, x in rank.parameters.items()}
+                with writing(job.record, rank.number):
+                    job.record.mkdir(parents=True, exist_ok=True)
+                    save(job.record / f"step_{step + 1:04d}_rank_{rank.number:03d}.safetensors", recorded)
+            rank.done = step + 1
+            if saver is not None and job.saves_after(step + 1):
+                clock.entering("saving")
+                saver.save(step + 1, kept())
+    times.close()
+    if saver is not None and rank.done not in (saver.saved, job.start):
+        saver.save(rank.done, kept())
+    if saver is not None:
+        clock.entering("the writing of the last checkpoint")
+        saver.wait()
+    if log is not None:
+        log.close()
+    if job.report:
+        with writing(job.report, rank.number):
+            _write_report(job, job.report, rank, device)
+
+
+def _stopped(job: Job, rank: Rank) -> bool:
+    """Whether the run was interrupted; reports it once everything is saved."""
+    stopped = rank.done < job.steps and job.start < job.steps
+    if stopped and rank.number == 0:
+        what = f"what was done is saved in {job.save}, and --resume continues" if rank.done else "nothing was done yet"
+        _say(f"interrupted after step {rank.done}: {what}")
+    return stopped
+
+
+def _say(text: str) -> None:
+    """Print text with control characters escaped: names in it may contain any character."""
+    shown = (c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
+    print("".join(shown), file=sys.stderr, flush=True)
+
+
+def _write_report(job: Job, folder: Path, rank: Rank, device: torch.device) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    report = {
+        "rank": rank.number,
+        "peak_bytes": peak_bytes(device),
+        "step_seconds": rank.seconds,
+        "batches_per_step": job.accumulate,
+        "losses": rank.losses,
+        "logs": rank.logs,
+    }
+    (folder / f"rank_{rank.number:03d}.json").write_text(json.dumps(report))

@@ -1,0 +1,218 @@
+"""An exact choice of placements: one integer program over the distinct regions of a model.
+
+Nodes are operations with alternatives. Wires carry values from producers to readers. A change of placement on a wire
+has a price, which all readers of the changed value share. The wires use the local-marginal formulation of weighted
+constraint satisfaction (Cooper et al. 2010, section 4), whose linear relaxation is nearly always integral on the graphs
+of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from partc.errors import InternalError
+
+Price = Mapping[str, float]  # criterion -> amount
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """One way to run an operation: the placements of its operands and results, and its costs."""
+
+    label: Hashable
+    wants: tuple[Hashable, ...] = ()
+    makes: tuple[Hashable, ...] = ()
+    price: Price = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A decision: an operation, or the placement of a value that crosses calls."""
+
+    name: Hashable
+    alternatives: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """The operands (node, index) that read result `output` of node `source`.
+
+    `change` is the price of a change of placement (made, wanted), or None if the change is impossible; equal placements
+    are free.
+    """
+
+    name: Hashable
+    source: Hashable
+    output: int
+    readers: tuple[tuple[Hashable, int], ...]
+    change: Callable[[Hashable, Hashable], Price | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    nodes: tuple[Node, ...]
+    wires: tuple[Wire, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The chosen alternative of each node, by name, and the total of every objective."""
+
+    chosen: Mapping[Hashable, Alternative]
+    totals: Mapping[str, float]
+
+
+def solve(
+    problem: Problem,
+    objectives: Sequence[Mapping[str, float]],
+    *,
+    forbid: frozenset[tuple[Hashable, Hashable]] = frozenset(),
+) -> Solution | None:
+    """Minimise the objectives (criterion -> weight) in order, each without worsening the ones before.
+
+    `forbid` names (node, label) pairs that must not be chosen. Returns None if no choice remains.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    model = _Model(problem, forbid)
+    if not model.feasible:
+        return None
+    kept: list[tuple[np.ndarray, float]] = []  # costs that must not rise, and their values
+    found: np.ndarray | None = None
+
+    def minimised(cost: np.ndarray, slack: float) -> Any:
+        bounds = [
+            LinearConstraint(old[np.newaxis, :], -np.inf, best + slack * max(1.0, abs(best))) for old, best in kept
+        ]
+        return milp(
+            cost,
+            constraints=[model.constraints(), *bounds],
+            integrality=model.integrality,
+            bounds=Bounds(0, model.upper),
+            options={"mip_rel_gap": 1e-9},
+        )
+
+    for weights in objectives:
+        cost = model.cost(weights)
+        scale = float(np.max(np.abs(cost), initial=0.0))
+        if scale == 0.0 and found is not None:
+            continue
+        cost = cost / (scale or 1.0)
+        # Slack for the solver's tolerance, relative to the largest price; the first value nearly always suffices.
+        for slack in (1e-6, 1e-5, 1e-4):
+            result = minimised(cost, slack)
+            if result.status != 2 or found is None:
+                break
+        if result.status == 2 and found is None:
+            return None
+        if result.status == 2:
+            continue
+        if result.x is None:
+            raise InternalError(f"the placement solver stopped: {result.message}")
+        found = result.x
+        kept.append((cost, float(cost @ np.round(found, 9))))
+    if found is None:
+        raise InternalError("no objective to minimise")
+    return model.solution(found)
+
+
+class _Model:
+    """The columns of the program: one per alternative, per (wire reader, made, wanted) and per (wire, change)."""
+
+    def __init__(self, problem: Problem, forbid: frozenset[tuple[Hashable, Hashable]]) -> None:
+        self._problem = problem
+        self._prices: list[Price] = []
+        self._integral: list[int] = []
+        self._upper: list[float] = []
+        self._rows: list[tuple[list[tuple[int, float]], float, float]] = []
+        self._columns: dict[Hashable, list[int]] = {}
+        self._nodes = {node.name: node for node in problem.nodes}
+        self.feasible = True
+        for node in problem.nodes:
+            self._add_node(node, forbid)
+        for wire in problem.wires:
+            self._add_wire(wire)
+
+    def _column(self, price: Price, *, integral: bool, upper: float = 1.0) -> int:
+        self._prices.append(price)
+        self._integral.append(int(integral))
+        self._upper.append(upper)
+        return len(self._prices) - 1
+
+    def _add_node(self, node: Node, forbid: frozenset[tuple[Hashable, Hashable]]) -> None:
+        columns = [
+            self._column(choice.price, integral=True, upper=0.0 if (node.name, choice.label) in forbid else 1.0)
+            for choice in node.alternatives
+        ]
+        self.feasible &= any(self._upper[column] for column in columns)
+        self._columns[node.name] = columns
+        self._rows.append(([(column, 1.0) for column in columns], 1.0, 1.0))
+
+    def _states(self, name: Hashable, pick: str, index: int) -> dict[Hashable, list[int]]:
+        """Columns of a node's alternatives, grouped by the placement of one operand or result."""
+        states: dict[Hashable, list[int]] = {}
+        for column, choice in zip(self._columns[name], self._nodes[name].alternatives, strict=True):
+            states.setdefault(getattr(choice, pick)[index], []).append(column)
+        return states
+
+    def _add_wire(self, wire: Wire) -> None:
+        made = self._states(wire.source, "makes", wire.output)
+        changed: dict[tuple[Hashable, Hashable], int] = {}
+        prices: dict[tuple[Hashable, Hashable], Price] = {}
+        for reader, index in wire.readers:
+            wanted = self._states(reader, "wants", index)
+            joint: dict[tuple[Hashable, Hashable], int] = {}
+            for source in made:
+                for target in wanted:
+                    price = {} if source == target else wire.change(source, target)
+                    if price is not None:
+                        prices[source, target] = price
+                        joint[source, target] = self._column({}, integral=False)
+            for source, columns in made.items():
+                terms = [(joint[key], 1.0) for key in joint if key[0] == source]
+                self._rows.append(([*terms, *((column, -1.0) for column in columns)], 0.0, 0.0))
+            for target, columns in wanted.items():
+                terms = [(joint[key], 1.0) for key in joint if key[1] == target]
+                self._rows.append(([*terms, *((column, -1.0) for column in columns)], 0.0, 0.0))
+            for key, column in joint.items():
+                if not any(prices[key].values()):
+                    continue
+                if key not in changed:
+                    changed[key] = self._column(prices[key], integral=False)
+                self._rows.append(([(changed[key], 1.0), (column, -1.0)], 0.0, np.inf))
+
+    @property
+    def integrality(self) -> np.ndarray:
+        return np.array(self._integral)
+
+    @property
+    def upper(self) -> np.ndarray:
+        return np.array(self._upper)
+
+    def cost(self, weights: Mapping[str, float]) -> np.ndarray:
+        return np.array([sum(weights.get(key, 0.0) * amount for key, amount in p.items()) for p in self._prices])
+
+    def constraints(self) -> Any:
+        """All rows, in scipy's form."""
+        from scipy.optimize import LinearConstraint
+        from scipy.sparse import csr_matrix
+
+        entries = [(row, column, value) for row, (terms, _, _) in enumerate(self._rows) for column, value in terms]
+        rows, columns, values = zip(*entries, strict=True)
+        matrix = csr_matrix((values, (rows, columns)), shape=(len(self._rows), len(self._prices)))
+        return LinearConstraint(matrix, [low for _, low, _ in self._rows], [high for _, _, high in self._rows])
+
+    def solution(self, found: np.ndarray) -> Solution:
+        chosen = {
+            node.name: node.alternatives[int(np.argmax(found[self._columns[node.name]]))]
+            for node in self._problem.nodes
+        }
+        totals: dict[str, float] = {}
+        for price, amount in zip(self._prices, found, strict=True):
+            for key, value in price.items():
+                totals[key] = totals.get(key, 0.0) + value * float(amount)
+        return Solution(chosen=chosen, totals=totals)

@@ -1,0 +1,401 @@
+"""The integer program of the annotate pass: all legal distributions of every operation over one axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from partc.errors import PartcError
+from partc.ir.gradients import gradient_inputs, input_only, reached, trainable_params
+from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
+from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Choice, Op, Program, Region, TensorType
+from partc.rules import Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts, resolve
+from partc.sharding.assignment import Alternative, Node, Price, Problem, Solution, Wire
+from partc.sharding.choices import axis_order, layouts
+from partc.sharding.pins import Pin
+
+Slot = tuple[
+    str, ...
+]  # ("value", name) | ("parameter", name) | ("in" | "out", region, index) | ("weight", region, name)
+_LARGE_TABLE = 0.01  # an embedding smaller than this share of all parameters may be replicated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """The problem, and the node that decides each placement."""
+
+    problem: Problem
+    owners: Mapping[Slot, Hashable]
+
+    inside: Mapping[str, tuple[Hashable, int, TensorType]]  # "region.value" -> node, result, type
+    types: Mapping[str, TensorType]  # of program values and parameters
+
+    def deciders(self, name: str) -> tuple[Hashable, Callable[[Alternative], Placement], TensorType] | None:
+        """The node that decides the placement of a name, the reader of its alternatives, and the type."""
+        for kind in ("parameter", "value"):
+            if (kind, name) in self.owners:
+                return self.owners[kind, name], lambda choice: choice.makes[0], self.types[name]
+        if name in self.inside:
+            node, output, type = self.inside[name]
+            return node, lambda choice: choice.makes[output], type
+        return None
+
+    def placement(self, slot: Slot, solution: Solution) -> Placement:
+        """The placement of a value that crosses calls in the solution."""
+        owner = self.owners[slot]
+        chosen = solution.chosen[owner]
+        label = chosen.label
+        assert isinstance(label, Shard | Replicated | Varying | Partial)
+        return label
+
+
+def build(program: Program, axis: str, pins: Sequence[Pin]) -> Places:
+    """All alternatives of all regions on `axis`, given the choices already made on the batch axes."""
+    return _PlacementProgram(program, axis, pins).build()
+
+
+class _PlacementProgram:
+    def __init__(self, program: Program, axis: str, pins: Sequence[Pin]) -> None:
+        self.program = program
+        self.axis = axis
+        self.pins = [(pin, pin.placement(axis)) for pin in pins]
+        self.sizes: Sizes = program.sizes
+        self.n = self.sizes[axis]
+        self.calls = {r.name: sum(call.region == r.name for call in program.calls) for r in program.regions}
+        self.owners = _merged_slots(program)
+        calls = input_only(program)
+        self.pure = {call.region for call in program.calls if call.name in calls}  # cheap: repeated on every rank
+        self.needs = gradient_inputs(program)
+        self.trainable = trainable_params(program)
+        self.parameter_bytes = sum(math.prod(p.type.shape) * ITEMSIZE[p.type.dtype] for p in program.parameters)
+        self.nodes: list[Node] = []
+        self.wires: list[Wire] = []
+        self.writers: dict[Hashable, int] = {}  # how many regions make each value that crosses calls
+        self.states: dict[Hashable, dict[Placement, None]] = {}
+        self.crossing: dict[Hashable, tuple[TensorType, bool]] = {}
+        self.multiplied: set[Hashable] = set()
+        self.looked_up: set[Hashable] = set()
+        self.pins_met: set[str] = set()
+
+    def build(self) -> Places:
+        for region in self.program.regions:
+            self._add_region(region)
+        self._add_crossing_values()
+        for pin, _ in self.pins:
+            if pin.pattern not in self.pins_met:
+                raise PartcError(
+                    "P0303",
+                    f"--shard {pin.pattern!r} matches no value or parameter",
+                    help="names are those of `partc inspect`: parameters by full name, values as region.value",
+                )
+        types = self.program.value_types() | {p.name: p.type for p in self.program.parameters}
+        inside = {
+            f"{region.name}.{value.name}": (("op", region.name, index), output, value.type)
+            for region in self.program.regions
+            for index, op in enumerate(region.forward.ops)
+            for output, value in enumerate(op.results)
+        }
+        problem = Problem(nodes=tuple(self.nodes), wires=tuple(self.wires))
+        return Places(problem=problem, owners=self.owners, inside=inside, types=types)
+
+    # Regions: one node per operation, one wire per value made inside.
+
+    def _add_region(self, region: Region) -> None:
+        graph = region.forward
+        types = {name: value.type for name, value in graph.definitions().items()}
+        types.update((value.name, value.type) for value in region.params)
+        live = reached(graph, self.needs[region.name] | self.trainable[region.name])
+        cuts = propagate_cuts(graph, types)
+        slots: dict[str, Slot] = {value.name: ("in", region.name, str(i)) for i, value in enumerate(graph.inputs)}
+        slots.update((value.name, ("weight", region.name, value.name)) for value in region.params)
+        owners = {name: self._cross(slot, types[name], name in live) for name, slot in slots.items()}
+        readers: dict[str, list[tuple[Hashable, int]]] = {}
+        made: dict[str, tuple[Node, int]] = {}
+        for index, op in enumerate(graph.ops):
+            node = self._operation(region, index, op, types, live, cuts)
+            self.nodes.append(node)
+            made.update((value.name, (node, output)) for output, value in enumerate(op.results))
+            for position, name in enumerate(op.refs()):
+                readers.setdefault(name, []).append((node.name, position))
+                if name in owners:
+                    self._offer(owners[name], [choice.wants[position] for choice in node.alternatives])  # type: ignore[misc]
+                    if is_matmul(op):
+                        self.multiplied.add(owners[name])
+                    if op.name == "embedding" and position == 0:
+                        self.looked_up.add(owners[name])
+        for index, name in enumerate(graph.outputs):
+            owner = self._cross(("out", region.name, str(index)), types[name], name in live)
+            readers.setdefault(name, []).append((owner, self.writers.get(owner, 0)))
+            self.writers[owner] = self.writers.get(owner, 0) + 1
+            if name in made:
+                node, output = made[name]
+                self._offer(owner, [choice.makes[output] for choice in node.alternatives])  # type: ignore[misc]
+        params = {value.name for value in region.params}
+        for name, found in readers.items():
+            source, output = (made[name][0].name, made[name][1]) if name in made else (owners[name], 0)
+            change = self._change(types[name], name in live, name in params, self.calls[region.name])
+            wire = Wire(name=(region.name, name), source=source, output=output, readers=tuple(found), change=change)
+            self.wires.append(wire)
+
+    def _operation(
+        self,
+        region: Region,
+        index: int,
+        op: Op,
+        types: Mapping[str, TensorType],
+        live: set[str],
+        cuts: Cuts,
+    ) -> Node:
+        rule = resolve(op, types)
+        repeated: list[Choice | None] = [None]
+        if any(name in live for name in op.refs()):
+            repeated.append(Choice(axis=self.axis, factor=None))
+        spread: Sequence[Choice] = ()
+        if rule is not None and region.name not in self.pure:
+            batch = {
+                (choice.factor, choice.outer) for choice in op.choices
+            }  # dimensions that the batch axes cut are excluded
+            every = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
+            spread = [choice for choice in every if (choice.factor, choice.outer) not in batch or choice.factor is None]
+        alternatives: dict[tuple[Hashable, ...], Alternative] = {}
+        for choice in (*repeated, *spread):
+            found = self._alternative(region, op, rule, choice, types, live)
+            if found is not None and (found.wants, found.makes) not in alternatives:
+                alternatives[found.wants, found.makes] = found
+        kept = list(alternatives.values())
+        for position, value in enumerate(op.results):
+            kept = self._pinned(f"{region.name}.{value.name}", value.type, kept, _result(position))
+        return Node(name=("op", region.name, index), alternatives=tuple(kept))
+
+    def _alternative(
+        self,
+        region: Region,
+        op: Op,
+        rule: OpRule | None,
+        choice: Choice | None,
+        types: Mapping[str, TensorType],
+        live: set[str],
+    ) -> Alternative | None:
+        chosen = op if choice is None else replace(op, choices=(*op.choices, choice))
+        found = layouts(chosen, rule, types, self.sizes)
+        if found is None:
+            return None
+        names = [*op.refs()]
+        wants = tuple(self._seen(layout, name in live) for layout, name in zip(found[0], names, strict=True))
+        makes = tuple(self._seen(layout, v.name in live) for layout, v in zip(found[1], op.results, strict=True))
+        label = None if choice is None else (choice.factor, choice.outer)
+        return Alternative(
+            label=label, wants=wants, makes=makes, price=self._price(region, op, rule, choice, found, makes)
+        )
+
+    def _seen(self, layout: Layout, live: bool) -> Placement:
+        """The placement on this axis; Varying counts as Replicated for values without a gradient."""
+        placement = layout.placement(self.axis)
+        return Replicated() if isinstance(placement, Varying) and not live else placement
+
+    def _price(
+        self,
+        region: Region,
+        op: Op,
+        rule: OpRule | None,
+        choice: Choice | None,
+        found: tuple[tuple[Layout, ...], tuple[Layout, ...]],
+        makes: tuple[Placement, ...],
+    ) -> Price:
+        times = self.calls[region.name]
+        spare = 1 - 1 / self.n
+        repeated = choice is None or choice.factor is None or choice.factor.startswith("partial")
+        size = [self._bytes(value.type) for value in op.results]
+        price = {
+            "memory": times * sum(b / (self.n if isinstance(p, Shard) else 1) for b, p in zip(size, makes, strict=True))
+        }
+        if rule is not None and repeated and is_matmul(op):
+            price["repeated_flops"] = times * flops(op, rule) * spare
+        elif repeated and op.name not in VIEWS and op.results:
+            price["repeated_bytes"] = times * sum(size) * spare
+        if op.name == "cross_entropy" and not repeated and not any(isinstance(made, Shard) for made in makes):
+            price["communication"] = times * 3 * 2 * spare * sum(size)  # a maximum, a sum and a pick, all reduced
+        if any(
+            set(sub.axes) > {self.axis} and self.axis in sub.axes
+            for layout in found[1]
+            for dim in layout.dims
+            for sub in dim
+        ):
+            price["nesting"] = times * sum(size)
+        return price
+
+    def _bytes(self, type: TensorType) -> float:
+        """The bytes of a rank's share per microbatch, before this axis cuts it."""
+        return math.prod(type.layout.local_shape(self.sizes)) * ITEMSIZE[type.dtype]
+
+    def _change(
+        self, type: TensorType, live: bool, weight: bool, times: int
+    ) -> Callable[[Hashable, Hashable], Price | None]:
+        """The prices of a value's changes of placement, in bytes sent per microbatch.
+
+        A weight's gradient is reduced once per step; everything else moves for every microbatch.
+        """
+        size = self._bytes(type) * times
+
+        def price(source: Hashable, target: Hashable) -> Price | None:
+            moved = transition(source, target, self.n, type.dtype in FLOATING)  # type: ignore[arg-type]
+            if moved is None:
+                return None
+            forward, backward = moved
+            once = weight and isinstance(source, Replicated) and isinstance(target, Varying)
+            back = backward / self.program.microbatches if once else backward
+            sent = {"communication": size * (forward + (back if live else 0.0))}
+            return sent if once or not weight else sent | {"moved_weights": size}
+
+        return price
+
+    # Values that cross calls, and parameters: one node each, shared by every call that touches them.
+
+    def _offer(self, owner: Hashable, placements: Sequence[Placement]) -> None:
+        for placement in placements:
+            if not isinstance(placement, Varying):
+                self.states[owner][placement] = None
+
+    def _cross(self, slot: Slot, type: TensorType, live: bool) -> Hashable:
+        owner = self.owners[slot]
+        self.states.setdefault(owner, {Replicated(): None})
+        known = self.crossing.get(owner)
+        self.crossing[owner] = (type, live or (known is not None and known[1]))
+        return owner
+
+    def _add_crossing_values(self) -> None:
+        names: dict[Hashable, list[str]] = {}
+        weights: dict[Hashable, int] = {}
+        for value in self.program.values:
+            names.setdefault(self.owners["value", value.name], []).append(value.name)
+        for parameter in self.program.parameters:
+            owner = self.owners["parameter", parameter.name]
+            names.setdefault(owner, []).extend((parameter.name, *parameter.aliases))
+            weights[owner] = weights.get(owner, 0) + 1
+            self._cross(("parameter", parameter.name), parameter.type, parameter.trainable)
+        for name in self.program.inputs:
+            self._cross(("value", name), self.program.value_types()[name], False)
+        for owner, (type, _) in self.crossing.items():
+            allowed = list(self.states[owner])
+            if owner in {self.owners["value", name] for name in (*self.program.inputs, self.program.loss)}:
+                allowed = [Replicated()]
+            elif owner in weights:
+                allowed = [state for state in allowed if not isinstance(state, Partial)]
+            alternatives = [
+                Alternative(
+                    label=state,
+                    wants=(state,) * self.writers.get(owner, 0),
+                    makes=(state,),
+                    price=self._storage_price(owner, type, state, weights.get(owner, 0)),
+                )
+                for state in allowed
+                if self._fits(type, state)
+            ]
+            for name in names.get(owner, ()):
+                alternatives = self._pinned(name, type, alternatives, lambda choice: choice.makes[0])
+            self.nodes.append(Node(name=owner, alternatives=tuple(alternatives)))
+
+    def _storage_price(self, owner: Hashable, type: TensorType, state: Placement, weights: int) -> Price:
+        size = self._bytes(type)
+        price = {"memory": max(weights, 1) * size / (self.n if isinstance(state, Shard) else 1)}
+        large = owner in self.multiplied or weights * size > _LARGE_TABLE * self.parameter_bytes
+        if owner in self.looked_up | self.multiplied and large and not isinstance(state, Shard):
+            price["replicated_weights"] = weights * size
+        if owner in self.looked_up and isinstance(state, Shard) and state.dim != 0:
+            price["table_columns"] = weights * size
+        return price
+
+    def _fits(self, type: TensorType, state: Placement) -> bool:
+        where = {axis: type.layout.placement(axis) for axis in axis_order(self.sizes)}
+        return Layout.build(type.shape, {**where, self.axis: state}, self.sizes) is not None
+
+    def _pinned(
+        self, name: str, type: TensorType, found: list[Alternative], seen: Callable[[Alternative], Hashable]
+    ) -> list[Alternative]:
+        """The alternatives that satisfy the pin on this name."""
+        for pin, placement in self.pins:
+            if pin.matches(name):
+                self.pins_met.add(pin.pattern)
+                left = [choice for choice in found if seen(choice) == placement]
+                if not left:
+                    legal = sorted({spelled(type, seen(choice), self.axis) for choice in found})
+                    raise PartcError(
+                        "P0302",
+                        f"--shard pins {name} {type.shape} to {pin.text}, which no operation or size allows",
+                        help=f"legal layouts: {'; '.join(legal)}",
+                    )
+                found = left
+        return found
+
+
+def _result(position: int) -> Callable[[Alternative], Hashable]:
+    return lambda choice: choice.makes[position]
+
+
+def transition(source: Placement, target: Placement, n: int, floating: bool) -> tuple[float, float] | None:
+    """The bytes sent per rank, forward and backward, per byte of the uncut value; None if the change is impossible.
+
+    Ring algorithms: all-gather and reduce-scatter send (n-1)/n, all-reduce twice that, all-to-all (n-1)/n of a shard
+    (Thakur et al. 2005, sections 4.1 to 4.4).
+    """
+    spare = (n - 1) / n
+    match source, target:
+        case _ if source == target:
+            return 0.0, 0.0
+        case (Shard(), Shard()):
+            return spare / n, spare / n
+        case (Partial(), Shard()) | (Shard(), Varying()):
+            return spare, spare
+        case (Shard(), Replicated()):
+            return spare, 0.0
+        case (Replicated(), Shard()):
+            return 0.0, spare
+        case (Partial(), Replicated()):
+            return 2 * spare, 0.0
+        case (Partial(), Varying()):
+            return 2 * spare, 2 * spare
+        case (Replicated(), Varying()):
+            return 0.0, 2 * spare
+        case (_, Partial()) if not floating:
+            return None
+        case _:
+            return 0.0, 0.0
+
+
+def spelled(type: TensorType, placement: Hashable, axis: str) -> str:
+    """A placement on one axis in the notation of pins."""
+    entries = ["_"] * len(type.shape)
+    if isinstance(placement, Shard):
+        entries[placement.dim] = f"@{axis}" if placement.outer == 1 else f"{placement.outer} * _@{axis}"
+    return f"[{', '.join(entries)}]"
+
+
+def _merged_slots(program: Program) -> dict[Slot, Hashable]:
+    """The slots whose placements must agree: calls pass values and parameters without changing their layouts."""
+    parent: dict[Slot, Slot] = {}
+
+    def find(slot: Slot) -> Slot:
+        parent.setdefault(slot, slot)
+        while parent[slot] != slot:
+            parent[slot] = parent[parent[slot]]
+            slot = parent[slot]
+        return slot
+
+    regions = {region.name: region for region in program.regions}
+    for slot in (*(("value", v.name) for v in program.values), *(("parameter", p.name) for p in program.parameters)):
+        find(slot)
+    for call in program.calls:
+        region = regions[call.region]
+        pairs: list[tuple[Slot, Slot]] = []
+        pairs += ((("value", name), ("in", region.name, str(i))) for i, name in enumerate(call.args))
+        pairs += ((("value", name), ("out", region.name, str(i))) for i, name in enumerate(call.results))
+        pairs += (
+            (("parameter", name), ("weight", region.name, value.name))
+            for name, value in zip(call.params, region.params, strict=True)
+        )
+        for a, b in pairs:
+            parent[find(b)] = find(a)
+    for buffer, next_value in program.updates:
+        parent[find(("value", next_value))] = find(("parameter", buffer))
+    return {slot: find(slot) for slot in list(parent)}

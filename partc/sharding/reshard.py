@@ -1,0 +1,294 @@
+"""The cheapest chain of collectives from one layout of a value to another.
+
+Every step changes the placement on one axis. The backward pass runs its transpose:
+
+    vary  R->V  identity / all_reduce            settle  V->R  identity / divide by n
+    spread R->P divide by n / identity           all_reduce  P->R  sum / identity
+    all_gather S->V  gather / reduce_scatter     unshard  S->R  gather / take
+    shard  R->S  slice / all_gather              take  V->S  slice / put
+    reduce_scatter  P->S  sum, slice / gather    put  S->P  zero-pad / take
+    all_to_all  S->S'  / the reverse
+
+`outer` in a step's attributes counts elements of the local tensor: the dimension is viewed as [outer, rest], and `rest`
+is gathered or cut. For an all_to_all both counts refer to the tensor that is cut and not yet joined, so that the
+reverse step has the same numbers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import count
+
+from partc.errors import InternalError
+from partc.ir.collectives import backward_cost, cost
+from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, SubDim, Varying
+from partc.ir.mesh import TIME_AXIS
+
+# Microbatches run one after the other, so nothing can move between them; only a plan without an alternative does.
+_FORBIDDEN = 1 << 80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardStep:
+    """One reshard on one axis: the operation, its attributes, the layout after it, and the bytes sent by a rank."""
+
+    op: str
+    axis: str
+    attrs: tuple[tuple[str, int], ...]
+    result: Layout
+    forward: int
+    backward: int
+
+
+def transition(source: Placement, target: Placement) -> tuple[str, ...]:
+    """The operations that take one placement to another on the same axis."""
+    if source == target:
+        return ()
+    if isinstance(source, Shard) and isinstance(target, Shard):
+        return ("all_to_all",)
+    return _TRANSITIONS[type(source), type(target)]
+
+
+_TRANSITIONS: Mapping[tuple[type, type], tuple[str, ...]] = {
+    (Replicated, Varying): ("vary",),
+    (Replicated, Partial): ("spread",),
+    (Replicated, Shard): ("shard",),
+    (Varying, Replicated): ("settle",),
+    (Varying, Partial): ("settle", "spread"),
+    (Varying, Shard): ("take",),
+    (Partial, Replicated): ("all_reduce",),
+    (Partial, Varying): ("all_reduce", "vary"),
+    (Partial, Shard): ("reduce_scatter",),
+    (Shard, Replicated): ("unshard",),
+    (Shard, Varying): ("all_gather",),
+    (Shard, Partial): ("put",),
+}
+
+
+def transition_cost(
+    source: Placement, target: Placement, *, n: int, elements: int, itemsize: int, needs_grad: bool
+) -> tuple[int, int]:
+    """The bytes that each rank sends, forward and backward, to change a placement on one axis.
+
+    `elements` is the number of elements that a rank holds before this axis cuts the value.
+    """
+    bytes = elements * itemsize // (n if isinstance(source, Shard) else 1)
+    forward = backward = 0
+    for op in transition(source, target):
+        forward += cost(op, n, bytes)
+        backward += backward_cost(op, n, bytes) if needs_grad else 0
+    return forward, backward
+
+
+def plan(src: Layout, dst: Layout, *, sizes: Sizes, itemsize: int, needs_grad: bool = True) -> tuple[ReshardStep, ...]:
+    """The chain of steps from `src` to `dst` that sends the fewest bytes, forward and backward together.
+
+    Among equally cheap chains, the one with the fewest steps wins. Raises InternalError if the shapes differ, or if the
+    size of an axis does not divide the dimension that it cuts.
+    """
+    used = tuple(sorted({axis: sizes[axis] for axis in (*src.axes, *dst.axes)}.items()))
+    return _plan(src.normalized(sizes), dst.normalized(sizes), used, itemsize, needs_grad)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    src: Layout, dst: Layout, items: tuple[tuple[str, int], ...], itemsize: int, needs_grad: bool
+) -> tuple[ReshardStep, ...]:
+    """Dijkstra's search over layouts."""
+    if src.shape != dst.shape:
+        raise InternalError(f"no reshard from {src} to {dst}: the shapes differ")
+    sizes = dict(items)
+    search = _Search(src, dst, sizes)
+    order = count()
+    queue: list[tuple[int, int, int, Layout, tuple[ReshardStep, ...]]] = [(0, 0, next(order), src, ())]
+    done: set[Layout] = set()
+    while queue:
+        bytes, length, _, layout, steps = heapq.heappop(queue)
+        if layout == dst:
+            return steps
+        if layout in done:
+            continue
+        done.add(layout)
+        local = math.prod(layout.local_shape(sizes)) * itemsize
+        for op, axis, attrs, result in search.moves(layout):
+            if result in done:
+                continue
+            forward = cost(op, sizes[axis], local)
+            backward = backward_cost(op, sizes[axis], local) if needs_grad else 0
+            step = ReshardStep(op=op, axis=axis, attrs=attrs, result=result, forward=forward, backward=backward)
+            moved = bytes + forward + backward
+            if axis == TIME_AXIS and op not in ("vary", "settle", "spread"):
+                moved += _FORBIDDEN
+            heapq.heappush(queue, (moved, length + 1, next(order), result, (*steps, step)))
+    raise InternalError(f"no reshard from {src} to {dst}")
+
+
+Move = tuple[str, str, tuple[tuple[str, int], ...], Layout]
+
+
+class _Search:
+    """The candidate moves: on axes that differ, to positions at which either layout has a boundary."""
+
+    def __init__(self, src: Layout, dst: Layout, sizes: Sizes) -> None:
+        self._dst = dst
+        self._sizes = sizes
+        self._axes = _differing(src, dst)
+        self._marks = tuple(
+            sorted({*_boundaries(a, sizes), *_boundaries(b, sizes)}) for a, b in zip(src.dims, dst.dims, strict=True)
+        )
+
+    def moves(self, layout: Layout) -> Iterator[Move]:
+        for axis in self._axes:
+            if axis in layout.partial:
+                bare = replace(layout, partial=_without(layout.partial, axis))
+                yield "all_reduce", axis, (), bare
+                yield from self._cut("reduce_scatter", bare, axis)
+            elif axis in layout.varying:
+                bare = replace(layout, varying=_without(layout.varying, axis))
+                yield "settle", axis, (), bare
+                yield from self._cut("take", bare, axis)
+            elif axis in layout.sharded_axes:
+                yield from self._joined(layout, axis)
+            else:
+                yield from self._marked("vary", "spread", layout, axis, ())
+                yield from self._cut("shard", layout, axis)
+
+    def _marked(
+        self, vary: str, spread: str, bare: Layout, axis: str, attrs: tuple[tuple[str, int], ...]
+    ) -> Iterator[Move]:
+        """Steps to varying or partial; only the target placement justifies them."""
+        if axis in self._dst.varying:
+            yield vary, axis, attrs, replace(bare, varying=tuple(sorted((*bare.varying, axis))))
+        if axis in self._dst.partial:
+            yield spread, axis, attrs, replace(bare, partial=tuple(sorted((*bare.partial, axis))))
+
+    def _joined(self, layout: Layout, axis: str) -> Iterator[Move]:
+        """Steps from a sharded axis."""
+        n = self._sizes[axis]
+        dim, outer, bare = uncut(layout, axis, self._sizes)
+        attrs = (("dim", dim), ("outer", outer))
+        yield "unshard", axis, attrs, bare
+        yield from self._marked("all_gather", "put", bare, axis, attrs)
+        for _, _, target, result in self._cut("", bare, axis):
+            to_dim, to_outer = target[0][1], target[1][1]
+            concat_outer, split_outer = outer, to_outer
+            if to_dim == dim:  # count without the part that is on the move
+                low, high = sorted((outer, to_outer))
+                if result == layout or high % (low * n):
+                    continue
+                if to_outer < outer:
+                    concat_outer = outer // n
+                else:
+                    split_outer = to_outer // n
+            moved = (
+                ("split_dim", to_dim),
+                ("split_outer", split_outer),
+                ("concat_dim", dim),
+                ("concat_outer", concat_outer),
+            )
+            yield "all_to_all", axis, moved, result
+
+    def _cut(self, op: str, bare: Layout, axis: str) -> Iterator[Move]:
+        """All ways to cut a layout along an axis that it does not use yet."""
+        for dim, marks in enumerate(self._marks):
+            for outer in _positions(bare.dims[dim], marks, self._sizes):
+                result = cut(bare, axis, dim, outer, self._sizes)
+                if result is not None:
+                    yield op, axis, (("dim", dim), ("outer", outer)), result
+
+
+def _differing(src: Layout, dst: Layout) -> tuple[str, ...]:
+    """The axes that must move, and those that share a dimension with one that must."""
+    axes = {*src.partial} ^ {*dst.partial} | {*src.varying} ^ {*dst.varying}
+    for a, b in zip(src.dims, dst.dims, strict=True):
+        if a != b:
+            axes.update(axis for sub in (*a, *b) for axis in sub.axes)
+    return tuple(sorted(axes))
+
+
+def _without(axes: tuple[str, ...], axis: str) -> tuple[str, ...]:
+    return tuple(other for other in axes if other != axis)
+
+
+def _boundaries(dim: tuple[SubDim, ...], sizes: Sizes) -> Iterator[int]:
+    """The global numbers of elements before each sub-dimension, and between the axes that cut it."""
+    before = 1
+    for sub in dim:
+        inside = before
+        yield inside
+        for axis in sub.axes:
+            inside *= sizes[axis]
+            yield inside
+        before *= sub.size
+
+
+def _ways(sub: SubDim, sizes: Sizes) -> int:
+    return math.prod(sizes[axis] for axis in sub.axes)
+
+
+def _positions(dim: tuple[SubDim, ...], marks: list[int], sizes: Sizes) -> list[int]:
+    """The local positions at which a cut may start: at a sub-dimension, or inside one at a global boundary."""
+    found = set()
+    local = whole = 1
+    for sub in dim:
+        ways = _ways(sub, sizes)
+        inside = sub.size // ways
+        found.add(local)
+        for mark in marks:
+            offset, rest = divmod(mark, whole * ways)
+            if not rest and 1 < offset < inside and inside % offset == 0:
+                found.add(local * offset)
+        local *= inside
+        whole *= sub.size
+    return sorted(found)
+
+
+def cut(layout: Layout, axis: str, dim: int, outer: int, sizes: Sizes) -> Layout | None:
+    """The layout after cutting the local tensor's `dim`, viewed as [outer, rest], along `rest`.
+
+    Returns None if the sizes do not divide.
+    """
+    subs = layout.dims[dim]
+    before = 1
+    for index, sub in enumerate(subs):
+        inside = sub.size // _ways(sub, sizes)
+        offset, rest = divmod(outer, before)
+        if not rest and offset < inside:
+            if inside % offset or (inside // offset) % sizes[axis]:
+                return None
+            parts = (
+                (SubDim(sub.size, (*sub.axes, axis)),)
+                if offset == 1
+                else (SubDim(sub.size * offset // inside, sub.axes), SubDim(inside // offset, (axis,)))
+            )
+            dims = (*layout.dims[:dim], (*subs[:index], *parts, *subs[index + 1 :]), *layout.dims[dim + 1 :])
+            return replace(layout, dims=dims).normalized(sizes)
+        before *= inside
+    return None
+
+
+def uncut(layout: Layout, axis: str, sizes: Sizes) -> tuple[int, int, Layout]:
+    """The dim and outer at which a local tensor is joined to undo a cut, and the layout after that.
+
+    Joining an axis that is not the minor one of its sub-dimension leaves a strided cut: 16@dp,tp gathered over dp is 2
+    · 8@tp.
+    """
+    for dim, subs in enumerate(layout.dims):
+        before = 1
+        for index, sub in enumerate(subs):
+            if axis in sub.axes:
+                place = sub.axes.index(axis)
+                major = math.prod(sizes[other] for other in sub.axes[:place])
+                parts = (
+                    SubDim(major, sub.axes[:place]),
+                    SubDim(sizes[axis]),
+                    SubDim(sub.size // (major * sizes[axis]), sub.axes[place + 1 :]),
+                )
+                dims = (*layout.dims[:dim], (*subs[:index], *parts, *subs[index + 1 :]), *layout.dims[dim + 1 :])
+                return dim, before, replace(layout, dims=dims).normalized(sizes)
+            before *= sub.size // _ways(sub, sizes)
+    raise InternalError(f"{layout} is not sharded over {axis}")

@@ -1,0 +1,250 @@
+"""Derive every region's backward graph from its local forward.
+
+    region head phase microbatch:          region head phase microbatch:
+      forward:                               forward:
+        head = linear(x, head.weight)          head = linear(x, head.weight)
+        …                                      …
+        return loss                    ->      return loss
+                                             saved count, head, labels, nll_lse, x
+                                             backward:
+                                               input grad_loss: f32[]
+                                               …
+                                               grad_x           = linear_grad_input(grad_head, head.weight)
+                                               grad_head.weight = linear_grad_weight(grad_head, x)
+                                               return grad_x, grad_head.weight
+
+The local forward, collectives included, runs once through torch's AOT autograd on fake tensors. Marks around every
+value name it, and its gradient, in the traced graph, so that both graphs keep the model's own names and layouts. Values
+that the backward graph reads and that do not depend on an incoming gradient are saved, unless a view or a constant
+recreates them at no cost. A buffer that the model changes is saved with its old value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from partc.cost.saved_tensors import changed_buffers
+from partc.errors import InternalError, PartcError
+from partc.ir import operators
+from partc.ir.gradients import gradient_inputs, reached, trainable_params
+from partc.ir.layout import Sizes, SubDim
+from partc.ir.naming import unique
+from partc.ir.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, Value
+from partc.passes.differentiate import joint
+from partc.rules.rule import integers
+from partc.torch_private import FakeTensorMode, aot_export_joint_simple, without_order
+
+
+def differentiate(program: Program) -> Program:
+    """Give a backward graph to every region that a gradient passes through."""
+    needs = gradient_inputs(program)
+    trainable = trainable_params(program)
+    changed = changed_buffers(program)
+    regions = tuple(
+        _with_copies(
+            _differentiate_region(region, needs[region.name], trainable[region.name], program.sizes),
+            changed.get(region.name, frozenset()),
+        )
+        for region in program.regions
+    )
+    return replace(program, regions=regions)
+
+
+def _differentiate_region(region: Region, inputs: frozenset[str], params: frozenset[str], sizes: Sizes) -> Region:
+    roots = inputs | params
+    live = reached(region.forward, roots)
+    if not live.intersection(region.forward.outputs):
+        return region
+    found = joint.split(_trace_joint(region, roots, live, sizes), region, roots, live, sizes)
+    return replace(found, backward=found.backward and _one_copy(_plain_sums(found.backward, sizes), region, sizes))
+
+
+def _plain_sums(graph: Graph, sizes: Sizes) -> Graph:
+    """reshape(sum(x, dims, True), shape) is sum(x, dims, False) if the reshape drops the kept dimensions.
+
+    This is the traced gradient of a broadcast operand, such as a bias that is added in the product before it.
+    """
+    readers = graph.readers()
+    plain: dict[str, Op] = {}
+    for op in graph.ops:
+        (reader, *more) = readers.get(op.results[0].name, ()) or (op,)
+        if op.name != "sum" or more or reader.name != "reshape" or op.result.name in graph.outputs:
+            continue
+        x, dims, kept = (*op.args, (), False)[:3]
+        shape = op.result.type.layout.local_shape(sizes)
+        summed = {dim % len(shape) for dim in integers(dims)} if shape else set()
+        if kept is True and reader.args[1] == tuple(size for dim, size in enumerate(shape) if dim not in summed):
+            plain[op.result.name] = replace(op, args=(x, dims, False), results=reader.results)
+    dropped = {op.result.name for op in plain.values()}
+    ops = (plain.get(op.results[0].name, op) for op in graph.ops if op.results[0].name not in dropped)
+    return replace(graph, ops=tuple(ops))
+
+
+def _one_copy(graph: Graph, region: Region, sizes: Sizes) -> Graph:
+    """cat((reshape(a, [b, s, h·d]), …), 2) of a[b, s, h, d] is reshape(cat((a, …), 2), [b, s, …]).
+
+    The gradients of the parts of a joint product end in this way. Each part is a view of a result of attention's
+    backward, which its own reshape may have to copy first.
+    """
+    makers = graph.makers()
+    types = {value.name: value.type for value in region.params} | {
+        value.name: value.type for values in (region.forward, graph) for value in values.definitions().values()
+    }
+    reads = Counter(name for op in graph.ops for name in op.refs()) + Counter(graph.outputs)
+    taken = {*types}
+    instead: dict[int, tuple[Op, ...]] = {}
+    for op in graph.ops:
+        parts = [makers.get(name) for name in op.refs()] if op.name == "cat" and not op.attrs else []
+        merged = [
+            each for each in parts if each is not None and each.name == "reshape" and reads[each.result.name] == 1
+        ]
+        if not parts or len(merged) != len(parts):
+            continue
+        shapes = [types[next(each.refs())].layout.local_shape(sizes) for each in merged]
+        joined = op.result.type.layout.local_shape(sizes)
+        last = len(joined) - 1
+        fits = all(
+            len(shape) == last + 2 and shape[:last] == joined[:last] and shape[-1] == shapes[0][-1] for shape in shapes
+        )
+        dim = op.args[1] if len(op.args) > 1 else 0
+        if dim not in (last, -1) or not fits:
+            continue
+        layouts = [types[next(each.refs())].layout for each in merged]
+        split = layouts[0]
+        if any(layout != split for layout in layouts):
+            continue
+        dims = (*split.dims[:last], (SubDim(len(merged)), *split.dims[last]), *split.dims[last + 1 :])
+        whole = Value(
+            name=unique(f"{op.result.name}_heads", taken),
+            type=replace(op.result.type, layout=replace(split, dims=dims)),
+        )
+        instead |= {id(each): () for each in merged}
+        instead[id(op)] = (
+            replace(op, args=(tuple(Ref(next(each.refs())) for each in merged), last), results=(whole,)),
+            Op(name="reshape", args=(Ref(whole.name), joined), results=op.results, source=op.source),
+        )
+    return replace(graph, ops=tuple(step for op in graph.ops for step in instead.get(id(op), (op,))))
+
+
+def _with_copies(region: Region, changed: frozenset[str]) -> Region:
+    """Save copies of buffers that forward changes, in this microbatch or later ones: backward reads the old values."""
+    if region.backward is None:
+        return region
+    read = {name for op in region.backward.ops for name in op.refs()} & changed
+    taken = {*region.forward.definitions(), *region.backward.definitions(), *(value.name for value in region.params)}
+    before = {name: unique(f"{name}_before", taken) for name in sorted(read)}
+    copies = tuple(
+        Op(name="clone", args=(Ref(value.name),), results=(replace(value, name=before[value.name]),))
+        for value in region.params
+        if value.name in before
+    )
+    kept = tuple(op.result for op in copies)
+    forward, backward = region.forward, region.backward
+    return replace(
+        region,
+        forward=replace(forward, ops=(*copies, *forward.ops)),
+        saved=(*region.saved, *(value.name for value in kept)),
+        backward=replace(
+            backward, inputs=(*backward.inputs, *kept), ops=tuple(op.renamed(before) for op in backward.ops)
+        ),
+    )
+
+
+def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: Sizes) -> fx.GraphModule:
+    """The joint graph: (inputs, params, gradients of outputs) -> (outputs, gradients)."""
+    arguments = (*region.forward.inputs, *region.params)
+
+    def local_forward(*tensors: Tensor) -> tuple[Tensor, ...]:
+        values = dict(zip((value.name for value in arguments), tensors, strict=True))
+        for name in values:
+            if name in roots:
+                values[name] = torch.ops.partc.mark(values[name], name)
+        for op in region.forward.ops:
+            _run(op, values, live, sizes)
+        return tuple(torch.ops.partc.mark(values[name], name) for name in region.forward.outputs)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = [
+            torch.empty(
+                value.type.layout.local_shape(sizes),
+                dtype=operators.DTYPES[value.type.dtype],
+                requires_grad=value.name in roots,
+            )
+            for value in arguments
+        ]
+    try:
+        with without_order():
+            return aot_export_joint_simple(local_forward, tuple(tensors), trace_joint=True)  # type: ignore[return-value]
+    except RuntimeError as error:
+        found = re.search(r"derivative for (?:aten::)?(\w+) is not implemented", str(error))
+        if found is None:
+            raise
+        name = found[1]
+        source = next((op.source for op in region.forward.ops if op.name.rpartition("::")[2] == name), None)
+        raise PartcError(
+            "P0222",
+            f"torch has no derivative of {name}, and a gradient must pass through it",
+            help="detach() its operands, or compute it from operations with a derivative",
+            source=source,
+        ) from error
+
+
+def _run(op: Op, values: dict[str, Any], live: set[str], sizes: Sizes) -> None:
+    """Run one IR operation on fake tensors and mark what it defines."""
+    args = [_tensor_arg(arg, values) for arg in op.args]
+    attrs = {key: _tensor_arg(arg, values) for key, arg in op.attrs}
+    results = call_operator(op, args, attrs, live, sizes)
+    for value, result in zip(op.results, results if isinstance(results, tuple | list) else (results,), strict=False):
+        expected = value.type.layout.local_shape(sizes)
+        if tuple(result.shape) != expected:
+            raise InternalError(
+                f"{op.source}: {value.name} = {op.name}(…) has local shape {tuple(result.shape)},"
+                f" its layout says {expected}"
+            )
+        values[value.name] = torch.ops.partc.mark(result, value.name)
+
+
+def call_operator(op: Op, args: list[Any], attrs: dict[str, Any], live: set[str], sizes: Sizes) -> Any:
+    """Call the operator with its arguments in torch's form."""
+    if "axis" in attrs and not op.name.endswith("_shard"):
+        return _collective(op.name, args, attrs, sizes)
+    match op.name:
+        case "cross_entropy":
+            return torch.ops.partc.cross_entropy(*args, "")
+        case "cross_entropy_shard":
+            return torch.ops.partc.cross_entropy(*args, attrs["axis"])
+        case "mask_classes" | "mask_classes_shard":
+            return torch.ops.partc.mask_classes(*args, attrs.get("axis", ""))
+        case "embedding_shard":
+            return torch.ops.partc.embedding_shard(*args[:2], args[2] if len(args) > 2 else -1, attrs["axis"])
+        case "matmul" if not (args[1].dim() == 2 or args[0].shape[:-2] == args[1].shape[:-2]):
+            return torch.matmul(*args)
+    return operators.resolve(op.name)(*args, **attrs)
+
+
+def _collective(name: str, args: list[Any], attrs: dict[str, Any], sizes: Sizes) -> Any:
+    axis = attrs["axis"]
+    operator = getattr(torch.ops.partc, name)
+    where: tuple[Any, ...] = ()
+    if name == "all_to_all":
+        where = (attrs["split_dim"], attrs.get("split_outer", 1), attrs["concat_dim"], attrs.get("concat_outer", 1))
+    elif "dim" in attrs:
+        where = (attrs["dim"], attrs.get("outer", 1))
+    return operator(*args, *where, axis, sizes[axis])
+
+
+def _tensor_arg(arg: Arg, values: Mapping[str, Any]) -> Any:
+    if isinstance(arg, Ref):
+        return values[arg.name]
+    if isinstance(arg, DTypeArg):
+        return operators.DTYPES[arg.name]
+    if isinstance(arg, tuple):
+        return [_tensor_arg(item, values) for item in arg]
+    return arg

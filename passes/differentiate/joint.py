@@ -1,0 +1,452 @@
+"""Split a joint forward and backward fx graph into a region's two IR graphs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from partc.errors import InternalError, Source
+from partc.ir.gradients import reached
+from partc.ir.layout import Layout, Sizes
+from partc.ir.operators import DTYPE_NAMES, EXTRA_RESULTS
+from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
+from partc.rules.inference import Inferred, inferred
+from partc.torch_private import OpOverload
+
+_RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"})
+# Operations that return their operand; among reshards, those of which only the transposes move data.
+_NOTHING = frozenset(
+    {"detach", "alias", "clone", "contiguous", "lift_fresh_copy", "mark", "mark_grad", "vary", "settle"}
+)
+# Operations that fill a tensor like another one, whose elements they do not read; None: with their last argument.
+_FILLED: Mapping[str, int | None] = {
+    "zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "full_like": None, "new_full": None, "fill": None,
+}  # fmt: skip
+_BILINEAR = frozenset(
+    {"mul", "mm", "bmm", "linear_grad_input", "linear_grad_weight", "matmul_grad_left", "matmul_grad_right"}
+)
+_LINEAR = frozenset(
+    {
+        "linear_grad_bias",
+        "reduce_scatter",
+        "all_gather",
+        "take",
+        "put",
+        "neg",
+        "add",
+        "sub",
+        "sum",
+        "expand",
+        "permute",
+        "t",
+        "transpose",
+        "_to_copy",
+        "all_reduce",
+    }
+)
+_IGNORED_ATTRS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"})
+_CUT = ("dim", "outer", "axis")
+_COLLECTIVE_ATTRS: Mapping[str, tuple[str, ...]] = {
+    "all_reduce": ("axis",), "all_gather": _CUT, "reduce_scatter": _CUT, "unshard": _CUT, "shard": _CUT,
+    "take": _CUT, "put": _CUT, "all_to_all": ("split_dim", "split_outer", "concat_dim", "concat_outer", "axis"),
+}  # fmt: skip
+_SAME_MOVEMENT = {"unshard": "all_gather", "shard": "take"}
+_TRAILING_AXIS = frozenset({"cross_entropy", "cross_entropy_backward", "mask_classes"})
+
+
+def split(traced: fx.GraphModule, region: Region, roots: frozenset[str], live: set[str], sizes: Sizes) -> Region:
+    """The region with `forward`, `saved` and `backward` as `traced` computes them.
+
+    `traced` takes the region's inputs, its params and a gradient for each output in `live`. It returns the outputs,
+    then the gradients of inputs and params (None where there is none). Raises InternalError if the gradient of one of
+    `roots` is lost on the way.
+    """
+    nodes = list(traced.graph.nodes)
+    arguments = [value.name for value in (*region.forward.inputs, *region.params)]
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    results = list(next(node for node in nodes if node.op == "output").args[0])
+    outputs, gradients = results[: len(region.forward.outputs)], results[len(region.forward.outputs) :]
+    tangents = placeholders[len(arguments) :]
+    carrying = [name for name in region.forward.outputs if name in live]
+    if len(tangents) != len(carrying):
+        raise InternalError(f"{region.name}: {len(tangents)} incoming gradients for {len(carrying)} outputs")
+    wanted = _wanted(region, dict(zip(arguments, gradients, strict=False)), roots, _dependents(nodes, tangents))
+
+    reader = _Reader(region, sizes)
+    reader.claim_all(zip(placeholders, arguments, strict=False))
+    reader.claim_all(zip(tangents, (f"grad_{name}" for name in carrying), strict=True))
+    reader.claim_all((node, f"grad_{name}") for name, node in wanted.items())
+    reader.name(nodes)
+    incoming = tuple(Value(name=f"grad_{name}", type=_gradient(reader.types[name])) for name in carrying)
+    ops = reader.read(nodes, incoming)
+
+    returned = tuple(reader.name_of(node) for node in outputs)
+    forward = needed(ops, returned)
+    backward, finals = _backward(ops, forward, wanted, reader, given=frozenset(arguments))
+    saved = _saved((*backward, *finals), tuple(f"grad_{name}" for name in wanted), region, incoming)
+    values = {value.name: value for op in ops for value in op.results} | {v.name: v for v in region.forward.inputs}
+    graph = Graph(
+        inputs=(*incoming, *(values[name] for name in saved)),
+        ops=(*backward, *finals),
+        outputs=tuple(f"grad_{name}" for name in wanted),
+    )
+    return replace(
+        region,
+        forward=replace(region.forward, ops=forward, outputs=returned),
+        saved=saved,
+        backward=_following(graph, region.forward.outputs, returned),
+    )
+
+
+def _following(graph: Graph, outputs: tuple[str, ...], returned: tuple[str, ...]) -> Graph:
+    """Name the incoming gradient after the forward pass's output.
+
+    They differ if the last reshard does not move data: `return loss_tp` became `return loss`.
+    """
+    names: dict[str, str] = {}
+    for was, now in zip(outputs, returned, strict=True):
+        old, new = f"grad_{was}", f"grad_{now}"
+        if was != now and old not in names and new not in (*names, *graph.outputs):
+            names |= {old: new, new: old}
+    return Graph(
+        inputs=tuple(replace(value, name=names.get(value.name, value.name)) for value in graph.inputs),
+        ops=tuple(op.renamed(names) for op in graph.ops),
+        outputs=graph.outputs,
+    )
+
+
+def _wanted(
+    region: Region, gradients: Mapping[str, fx.Node | None], roots: frozenset[str], dependents: set[fx.Node]
+) -> dict[str, fx.Node]:
+    """The gradients to return, by the name of their input or parameter.
+
+    An unused parameter has none. A gradient that exists but depends on no incoming one would silently train wrongly
+    (nll_loss on meta tensors loses its gradient in this way), and is refused.
+    """
+    wanted = {name: node for name, node in gradients.items() if name in roots and node is not None}
+    for name, node in wanted.items():
+        if node not in dependents and not _is_zero(node):
+            raise InternalError(f"{region.name}: the gradient of {name} depends on no gradient of an output")
+    lost = [name for name in roots & _carriers(region, roots) if name not in wanted]
+    if lost:
+        raise InternalError(f"{region.name}: {', '.join(sorted(lost))} lost the gradient on the way back")
+    return wanted
+
+
+def _is_zero(node: fx.Node) -> bool:
+    """Whether a gradient consists of zeros only, as that of a piecewise constant operation."""
+    name = _packet(node)
+    if name in _FILLED or name in ("zeros", "full"):
+        number = 0 if name == "zeros" else node.args[-1] if _FILLED.get(name) is None else _FILLED[name]
+        return isinstance(number, int | float) and number == 0
+    if name in _BILINEAR:
+        return any(map(_is_zero, node.all_input_nodes))
+    linear = name in _NOTHING or name in _RESHAPES or name in _LINEAR
+    return linear and bool(node.all_input_nodes) and all(map(_is_zero, node.all_input_nodes))
+
+
+def _carriers(region: Region, roots: frozenset[str]) -> set[str]:
+    """Values that the gradient of an output must pass through or end in."""
+    live = reached(region.forward, roots)
+    found = live.intersection(region.forward.outputs)
+    for op in reversed(region.forward.ops):
+        if any(value.name in found for value in op.results):
+            found.update(name for name in op.refs() if name in live)
+    return found
+
+
+def _dependents(nodes: Iterable[fx.Node], roots: Iterable[fx.Node]) -> set[fx.Node]:
+    found = set(roots)
+    for node in nodes:
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _backward(
+    ops: tuple[Op, ...], forward: tuple[Op, ...], wanted: Mapping[str, fx.Node], reader: _Reader, given: frozenset[str]
+) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """The operations of the backward graph, and the renames that finish it.
+
+    Values that the forward pass computes from constants are computed again, not saved.
+    """
+    made = {value.name for op in forward if any(True for _ in op.refs()) for value in op.results}
+    sources = {name: reader.name_of(node) for name, node in wanted.items()}
+    finals = tuple(
+        Op(name="alias", args=(Ref(source),), results=(Value(name=f"grad_{name}", type=_gradient(reader.types[name])),))
+        for name, source in sources.items()
+        if source != f"grad_{name}"
+    )
+    return needed(ops, sources.values(), given=made | given), finals
+
+
+def _saved(
+    ops: tuple[Op, ...], outputs: tuple[str, ...], region: Region, incoming: tuple[Value, ...]
+) -> tuple[str, ...]:
+    """The values that the backward graph reads but neither computes nor receives, in the order of first use."""
+    known = {value.name for op in ops for value in op.results}
+    known.update(value.name for value in (*region.params, *incoming))
+    read = dict.fromkeys(name for op in ops for name in op.refs())
+    return tuple(name for name in (*read, *outputs) if name not in known)
+
+
+def _gradient(type: TensorType) -> TensorType:
+    return replace(type, layout=type.layout.dual())
+
+
+class _Reader:
+    """Turns fx nodes into IR operations under the names of their marks."""
+
+    def __init__(self, region: Region, sizes: Sizes) -> None:
+        values = {value.name: value for value in region.params} | region.forward.definitions()
+        self.types = {name: value.type for name, value in values.items()}
+        self._sizes = sizes
+        self._sources = {value.name: op.source for op in region.forward.ops for value in op.results}
+        self._names: dict[fx.Node, str] = {}
+        self._holders: dict[str, fx.Node] = {}
+        self._labels: dict[fx.Node, str] = {}
+        # A gradient's name identifies its value: no other value may have it.
+        self._taken: set[str] = {*values, *(f"grad_{name}" for name in values)}
+        self._gradients: dict[str, str] = {}  # gradient's name -> the value it belongs to
+        self._known: set[str] = set()  # values whose layout the forward pass decides
+        self._made = dict(self.types)  # the types of all values that have been read
+
+    def name_of(self, node: fx.Node) -> str:
+        return self._names[_origin(node)]
+
+    def claim_all(self, claims: Iterable[tuple[fx.Node, str]]) -> None:
+        """Give nodes these names, unless the values behind them have names."""
+        for node, name in claims:
+            if _origin(node) not in self._names:
+                self._names[_origin(node)] = name
+                self._holders.setdefault(name, _origin(node))
+                self._taken.add(name)
+
+    def name(self, nodes: list[fx.Node]) -> None:
+        """Name every node: by its mark, else after the named value that it leads to."""
+        for node in nodes:
+            if _packet(node) in ("mark", "mark_grad"):
+                name = str(node.args[1])
+                self.claim_all([(node, self._gradient_name(name, node) if _packet(node) == "mark_grad" else name)])
+        for node in reversed(nodes):
+            heir = next((self._labels[user] for user in node.users if user in self._labels), "value")
+            self._labels[node] = self._names.get(_origin(node), heir)
+        for node in nodes:
+            if node.op == "call_function" and _origin(node) not in self._names and not _is_tuple(node):
+                self._names[_origin(node)] = self._fresh(self._unmarked_name(_origin(node)))
+
+    def _gradient_name(self, name: str, node: fx.Node) -> str:
+        """The gradient of a partial sum is whole on every rank: `grad_y_full` for `y_partial`.
+
+        The gradient of an output that the region also reads is the incoming one plus others: a `_total`.
+        """
+        found = f"grad_{name.removesuffix('_partial')}_full" if name.endswith("_partial") else f"grad_{name}"
+        holder = self._holders.setdefault(found, _origin(node))
+        if holder is not _origin(node) and _origin(node) not in self._names:
+            found = self._fresh(f"{found}_total")
+        self._gradients.setdefault(found, name)
+        return found
+
+    def _unmarked_name(self, node: fx.Node) -> str:
+        if node.target is operator.getitem:
+            call, index = _item(node)
+            first = next((user for user in call.users if user.target is operator.getitem and user.args[1] == 0), None)
+            extras = EXTRA_RESULTS.get(_packet(call), ())
+            if first in self._names and 0 < index <= len(extras):
+                return f"{self._names[first]}_{extras[index - 1]}"
+        return self._labels[node]
+
+    def _fresh(self, stem: str) -> str:
+        name, count = stem, 0
+        while name in self._taken:
+            count += 1
+            name = f"{stem}_{count}"
+        self._taken.add(name)
+        return name
+
+    def read(self, nodes: list[fx.Node], incoming: Iterable[Value]) -> tuple[Op, ...]:
+        """The operations of all nodes; `incoming` are the gradients of the outputs."""
+        self._made.update((value.name, value.type) for value in incoming)
+        return tuple(
+            self._operation(node)
+            for node in nodes
+            if node.op == "call_function" and node.target is not operator.getitem and _origin(node) is node
+            if "val" in node.meta  # an assertion makes nothing
+        )
+
+    def _operation(self, node: fx.Node) -> Op:
+        name, args, attrs = _canonical(node, self._arg)
+        results = self._laid_out(Op(name=name, args=args, attrs=attrs, results=self._results(node)), self._labels[node])
+        if name in EXTRA_RESULTS or len(results) > 1:
+            source = next((self._sources[value.name] for value in results if value.name in self._sources), None)
+        else:
+            source = self._source(results[0].name, node)
+        given = (self._source(self._names[_origin(other)], _origin(other)) for other in node.all_input_nodes)
+        source = source or next(filter(None, given), None)
+        return Op(name=name, args=args, attrs=attrs, results=results, source=source)
+
+    def _laid_out(self, op: Op, heir: str) -> tuple[Value, ...]:
+        """The results with true layouts: their own, or else the one that follows from the operation, or the heir's."""
+        found = inferred(op, self._made, self._sizes)
+        results = tuple(
+            value if value.name in self._known else replace(value, type=self._of(value, made, heir))
+            for value, made in zip(op.results, found, strict=True)
+        )
+        self._made.update((value.name, value.type) for value in results)
+        return results
+
+    def _of(self, value: Value, made: Inferred | None, heir: str) -> TensorType:
+        like = self._gradient_type(heir)
+        same = like is not None and like.layout.local_shape(self._sizes) == value.type.shape
+        if made is not None and same and like is not None and made.allows(like.layout, self._sizes):
+            return replace(value.type, layout=like.layout)
+        if made is not None:
+            return replace(value.type, layout=made.layout.normalized(self._sizes))
+        return replace(value.type, layout=like.layout) if same and like is not None else value.type
+
+    def _source(self, name: str, node: fx.Node) -> Source | None:
+        label = self._labels.get(node, name)
+        belongs = self._gradients.get(label, label.removeprefix("grad_"))
+        return self._sources.get(name) or self._sources.get(belongs)
+
+    def _results(self, node: fx.Node) -> tuple[Value, ...]:
+        if not _is_tuple(node):
+            return (self._value(self._names[node], node.meta["val"]),)
+        items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        label = self._labels[node]
+        known = next(val for val in node.meta["val"] if val is not None)
+        return tuple(
+            self._value(
+                self._names[_origin(items[i])] if i in items else self._fresh(f"{label}_unused"),
+                known.new_empty(()) if val is None else val,  # a gradient that wasn't asked for
+            )
+            for i, val in enumerate(node.meta["val"])
+        )
+
+    def _value(self, name: str, tensor: torch.Tensor) -> Value:
+        shape, dtype = tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]
+        known = self._gradient_type(name)
+        if known is None:
+            return Value(name=name, type=TensorType(dtype=dtype, layout=Layout.replicated(shape)))
+        if known.layout.local_shape(self._sizes) != shape:
+            raise InternalError(f"{name} has local shape {shape}, its layout {known} says otherwise")
+        self._known.add(name)
+        value = Value(name=name, type=replace(known, dtype=dtype))
+        self._made.setdefault(name, value.type)
+        return value
+
+    def _gradient_type(self, name: str) -> TensorType | None:
+        """The type of a value of the forward pass, or of the gradient of one, by name."""
+        if name in self.types:
+            return self.types[name]
+        owner = self._gradients.get(name, name.removeprefix("grad_"))
+        return _gradient(self.types[owner]) if owner in self.types else None
+
+    def _arg(self, arg: Any) -> Arg:
+        if isinstance(arg, fx.Node):
+            return Ref(self.name_of(arg))
+        if isinstance(arg, torch.dtype):
+            return DTypeArg(DTYPE_NAMES[arg])
+        if isinstance(arg, list | tuple):
+            return tuple(self._arg(item) for item in arg)
+        if arg is None or isinstance(arg, bool | int | float | str):
+            return arg
+        raise InternalError(f"an operation's argument has no place in the IR: {arg!r}")
+
+
+def _packet(node: fx.Node) -> str:
+    if isinstance(node.target, OpOverload):
+        namespace, name = node.target._schema.name.split("::")
+        return name if namespace in ("aten", "partc") else f"{namespace}::{name}"
+    return ""
+
+
+def _item(node: fx.Node) -> tuple[fx.Node, int]:
+    """The operand and the operation of a getitem."""
+    call, index = node.args[:2]
+    if not isinstance(call, fx.Node) or not isinstance(index, int):
+        raise InternalError(f"{node.name} takes no numbered result")
+    return call, index
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), tuple | list)
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The node whose value this one passes on."""
+    while _packet(node) in _NOTHING:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    """An operation's name and arguments in the form that normalize produces."""
+    name = _packet(node)
+    args = tuple(read(arg) for arg in node.args)
+    attrs = tuple((key, read(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED_ATTRS and arg is not None)
+    if name == "slice":
+        return name, _bounded(node, args), ()
+    if name == "cat":
+        return name, (args[0], (int(args[1]) if len(args) > 1 else 0) % node.meta["val"].dim()), ()
+    if name in ("unbind", "split", "split_with_sizes") and len(node.meta["val"]) == 1:
+        return "reshape", (args[0], tuple(node.meta["val"][0].shape)), ()
+    if name in _RESHAPES:
+        return "reshape", (args[0], tuple(node.meta["val"].shape)), ()
+    if name in _FILLED:
+        number = args[-1] if _FILLED[name] is None else _FILLED[name]
+        if not isinstance(number, Ref):
+            val = node.meta["val"]
+            return "full", (tuple(val.shape), number), (("dtype", DTypeArg(DTYPE_NAMES[val.dtype])),)
+    if name in ("t", "transpose", "permute"):
+        return "permute", (args[0], _permutation(node)), ()
+    if name in _COLLECTIVE_ATTRS:
+        return _SAME_MOVEMENT.get(name, name), args[:1], tuple(zip(_COLLECTIVE_ATTRS[name], args[1:-1], strict=True))
+    if name == "spread":
+        return "div", (args[0], args[2]), ()
+    if name == "embedding_shard":
+        return name, args[:2], (("axis", args[-1]),)  # padding matters to its gradient alone
+    if name == "embedding_shard_backward":
+        return name, args[:3] if args[3] == -1 else args[:4], (("axis", args[-1]),)
+    if name in _TRAILING_AXIS:
+        return name, args[:-1], (("axis", args[-1]),) if args[-1] else ()
+    if name == "_to_copy":
+        return "to", (args[0], dict(attrs)["dtype"]), ()
+    if name in ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk"):
+        dim = (int(args[2]) if len(args) > 2 else 0) % node.meta["val"][0].dim()
+        return "split", (args[0], tuple(part.shape[dim] for part in node.meta["val"]), dim), ()
+    if name in ("_softmax", "_log_softmax"):
+        return name[1:], (args[0], int(args[1]) % max(node.meta["val"].dim(), 1)), ()
+    return name, args, attrs
+
+
+def _bounded(node: fx.Node, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
+    """The arguments of a slice: a dimension, bounds inside the tensor, and a step."""
+    (source,) = node.all_input_nodes
+    shape = source.meta["val"].shape
+    given = [arg if isinstance(arg, int) else None for arg in args[1:]]
+    dim, start, end, step = (*given, *(0, None, None, 1)[len(given) :])
+    assert dim is not None
+    first, last, stride = slice(start, end, step).indices(shape[dim % len(shape)])
+    return args[0], dim % len(shape), first, max(first, last), stride
+
+
+def _permutation(node: fx.Node) -> tuple[int, ...]:
+    rank = node.meta["val"].dim()
+    order = list(range(rank))
+    match _packet(node):
+        case "permute":
+            given = node.args[1]
+            assert isinstance(given, list | tuple)
+            return tuple(dim % rank for dim in given if isinstance(dim, int))
+        case "transpose":
+            a, b = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[arg-type]
+        case _:
+            a, b = 0, rank - 1
+    order[a], order[b] = order[b], order[a]
+    return tuple(order)

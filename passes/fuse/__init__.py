@@ -1,0 +1,68 @@
+"""Group operations that one kernel computes in one pass over memory.
+
+    grad_bias   = sum(grad_out, (0, 1), False)
+    grad_x_1    = matmul_grad_left(grad_out, weight)
+    grad_weight = matmul_grad_right(grad_out, x, True)
+    grad_x      = add(grad_out, grad_x_1)
+  ->
+    grad_x_1          = matmul_grad_left(grad_out, weight)
+    grad_weight       = matmul_grad_right(grad_out, x, True)
+    grad_bias, grad_x = fused(grad_out, grad_x_1, kernel="sum_add", …)
+    | grad_bias = sum(grad_out, (0, 1), False)
+    | grad_x    = add(grad_out, grad_x_1)
+
+A kernel iterates over the elements of its results, which all have one shape, and computes each from its operands
+(partc.rules.kernels lists the possible operations). Views inside a kernel are index expressions: views of its operands
+belong to it, and so do views that would copy its results. A kernel with norms, softmaxes or sums iterates over rows: it
+may write an element, a number for each row, and sums over all rows (iteration_spaces.py). Of long rows it holds
+few, since it would spill otherwise: the derivative of a norm is two kernels then (norm_halves.py,
+registers.py).
+
+Two groups are joined if that saves time by the roofline: a launch, and the bytes of values that one hands to the other
+or that both read. Values that others read, or that are saved, are still written. Values that backward kernels can
+compute from their other operands are no longer saved (rematerialize.py). An operation with a second result for
+its derivative is replaced by one without it (single_results.py). No group extends across a matrix product,
+attention or a collective: a group never waits for an operation that depends on another part of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from partc.ir.layout import Sizes
+from partc.ir.program import Op, Program, Region
+from partc.passes.fuse.cross_entropy import streamed
+from partc.passes.fuse.dropout import redrawn
+from partc.passes.fuse.groups import fused
+from partc.passes.fuse.in_place import over
+from partc.passes.fuse.names import named
+from partc.passes.fuse.rematerialize import lean
+from partc.passes.fuse.single_results import plain
+from partc.passes.row_losses import totalled
+from partc.rules.kernels import CHUNKED
+
+
+def fuse(program: Program, *, kernels: str = "aten") -> Program:
+    """Fuse the graphs that run for every microbatch if `kernels` is triton; mark them for torch.compile if it is
+    inductor.
+    """
+    if kernels != "triton":
+        return replace(program, compiled=kernels == "inductor")
+    regions = tuple(
+        _grouped(region, program.sizes) if region.phase == "microbatch" else region for region in program.regions
+    )
+    return named(over(replace(program, regions=tuple(map(_chunked, regions)), fused=True)))
+
+
+def _grouped(region: Region, sizes: Sizes) -> Region:
+    region = redrawn(totalled(plain(region, sizes)))
+    return fused(streamed(lean(region, sizes), sizes), sizes)
+
+
+def _chunked(region: Region) -> Region:
+    """The region with chunked losses that process each chunk's logits by kernels."""
+
+    def told(op: Op) -> Op:
+        return replace(op, attrs=(*op.attrs, ("kernels", True))) if op.name in CHUNKED else op
+
+    return region.mapped(lambda graph: replace(graph, ops=tuple(map(told, graph.ops))))

@@ -1,0 +1,355 @@
+"""The choice of fused groups: neighbours are joined while that saves time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+
+from partc import fuel
+from partc.cost.roofline import H100
+from partc.ir.layout import Sizes
+from partc.ir.program import Graph, Op, Ref, Region, Value, needed
+from partc.passes.fuse.composites import in_fp32, spelled_out
+from partc.passes.fuse.iteration_spaces import Form, columns, fits, form
+from partc.passes.fuse.names import stem
+from partc.passes.fuse.norm_halves import HALVES, halved
+from partc.passes.fuse.registers import fits_registers, is_long
+from partc.rules import kernels
+
+MOST_TENSORS = 24  # that one kernel is given and makes
+MOST_ROWS = 14  # and that one is which holds whole rows of them
+MOST_OPS = 64
+_WORTH = frozenset({"cross_entropy_backward", "rms_norm_grad_weight", "layer_norm_grad_weight"})
+
+
+def fused(region: Region, sizes: Sizes) -> Region:
+    """The region with fused operations in place of each group."""
+    region = in_fp32(region)
+    backward, weight = region.backward, region.weight
+    params = {value.name: value for value in region.params}
+    return replace(
+        region,
+        forward=_fused(region.forward, params, region.saved, sizes),
+        backward=backward and _fused(backward, params, (), sizes),
+        weight=weight and _fused(weight, params, (), sizes),
+    )
+
+
+def _fused(graph: Graph, params: Mapping[str, Value], also: Collection[str], sizes: Sizes) -> Graph:
+    """The fused graph; `also` names values that are read besides the graph's outputs."""
+    work = _Work(graph, params, {*graph.outputs, *also}, sizes)
+    work.join()
+    return replace(graph, ops=work.ordered())
+
+
+@dataclass(frozen=True, slots=True)
+class _KernelGroup:
+    """Operations by index, their operands from outside (through views), and their results that others read."""
+
+    members: frozenset[int]
+    reads: frozenset[str]
+    makes: frozenset[str]
+    bytes: int
+    form: Form | None = None
+
+
+class _Work:
+    """The growing groups of one graph."""
+
+    def __init__(self, graph: Graph, params: Mapping[str, Value], kept: Collection[str], sizes: Sizes) -> None:
+        values = {**params, **graph.definitions()}
+        self.shapes = {name: value.type.layout.local_shape(sizes) for name, value in values.items()}
+        self.bytes = {name: value.type.local_bytes(sizes) for name, value in values.items()}
+        self.types = {name: value.type for name, value in values.items()}
+        graph = halved(graph, self.types, self.shapes, kept)
+        self.ops = graph.ops
+        self.sizes = sizes
+        self.kept = kept
+        self.makers = {value.name: index for index, op in enumerate(graph.ops) for value in op.results}
+        self.forms = [self._form(op) for op in graph.ops]
+        self.kinds = [self._kind(op, form) for op, form in zip(graph.ops, self.forms, strict=True)]
+        self.columns = frozenset[str]().union(*map(columns, graph.ops, self.forms))
+        self.roots = [self._seen(op.refs()) for op in graph.ops]
+        self.readers: dict[str, set[int]] = {}
+        for index, kind in enumerate(self.kinds):
+            for name in self.roots[index] if kind not in ("view", "constant") else ():
+                self.readers.setdefault(name, set()).add(index)
+        self.outside = self._read_as_views()
+        done = ("pointwise", "reduction", "composite")
+        self.groups = {index: self._group({index}) for index, kind in enumerate(self.kinds) if kind in done}
+        self.place = {index: index for index in range(len(graph.ops))}  # operation -> its group's key, or its own
+
+    def _form(self, op: Op) -> Form | None:
+        if kernels.kind(op) not in ("reduction", "composite"):
+            return None
+        return form(op, lambda name: self.shapes[name], lambda name: self.types[name].dtype)
+
+    def _kind(self, op: Op, form: Form | None) -> kernels.Kind | None:
+        empty = any(0 in self.shapes[name] for name in (*op.refs(), *(value.name for value in op.results)))
+        kind = None if empty else kernels.kind(op)
+        return None if kind in ("reduction", "composite") and form is None else kind
+
+    def _seen(self, names: Iterable[str]) -> frozenset[str]:
+        """The values behind views; numbers are left out."""
+        found: set[str] = set()
+        todo = list(names)
+        while todo:
+            name = todo.pop()
+            index = self.makers.get(name)
+            kind = None if index is None else self.kinds[index]
+            if kind == "view" and index is not None:
+                todo.extend(self.ops[index].refs())
+            elif kind != "constant":
+                found.add(name)
+        return frozenset(found)
+
+    def _read_as_views(self) -> set[str]:
+        """Values that the graph's own outputs read through views."""
+        found: set[str] = set()
+        for name in self.kept:
+            index = self.makers.get(name)
+            found |= {name} if index is None else {name, *self._through(index)}
+        return found
+
+    def _through(self, index: int) -> frozenset[str]:
+        return self.roots[index] if self.kinds[index] == "view" else frozenset()
+
+    def _group(self, members: Collection[int]) -> _KernelGroup:
+        made = {value.name for index in members for value in self.ops[index].results}
+        reads = frozenset(name for index in members for name in self.roots[index]) - made
+        makes = frozenset(
+            name for name in made if name in self.outside or not self.readers.get(name, set()) <= set(members)
+        )
+        forms = [form for index in members if (form := self.forms[index]) is not None]
+        found = next((form for form in forms if form.whole), forms[0] if forms else None)
+        return _KernelGroup(frozenset(members), reads, makes, sum(self.bytes[name] for name in (*reads, *makes)), found)
+
+    def join(self) -> None:
+        """Repeatedly join the two groups that save the most time."""
+        refused: set[frozenset[int]] = set()
+        while True:
+            best: tuple[float, int, int] | None = None
+            for a, b in self._neighbours():
+                if frozenset((a, b)) in refused:
+                    continue
+                saved = self._saved(a, b)
+                if saved is None:
+                    refused.add(frozenset((a, b)))
+                elif best is None or saved > best[0]:
+                    best = (saved, a, b)
+            if best is None:
+                return
+            _, a, b = best
+            if not self._convex(a, b):
+                refused.add(frozenset((a, b)))
+                continue
+            self.groups[a] = self._group(self.groups[a].members | self.groups[b].members)
+            del self.groups[b]
+            self.place.update(dict.fromkeys(self.groups[a].members, a))
+            refused = {pair for pair in refused if a not in pair and b not in pair}
+
+    def _neighbours(self) -> Iterator[tuple[int, int]]:
+        """Ordered pairs of groups of which one reads the other, or that read a common value."""
+        by_value: dict[str, list[int]] = {}
+        for key in sorted(self.groups):
+            for name in sorted(self.groups[key].reads | self.groups[key].makes):
+                by_value.setdefault(name, []).append(key)
+        pairs = {(a, b) for keys in by_value.values() for i, a in enumerate(keys) for b in keys[i + 1 :]}
+        return iter(sorted(pairs))
+
+    def _saved(self, a: int, b: int) -> float | None:
+        """The seconds that one kernel saves over two; None if one kernel is impossible or slower."""
+        one, two = self.groups[a], self.groups[b]
+        both = self._group(one.members | two.members)
+        most = MOST_ROWS if both.form else MOST_TENSORS
+        if len(both.members) > MOST_OPS or len(both.reads) + len(both.makes) > most or not both.reads:
+            return None
+        if not (self._rows(both, both.form) and self._has_room(both, both.form) if both.form else self._elements(both)):
+            return None
+        saved = H100.start + (one.bytes + two.bytes - both.bytes) / H100.memory
+        return saved if saved > 0 else None
+
+    def _elements(self, group: _KernelGroup) -> bool:
+        """Whether one iteration over elements covers all results of a group."""
+        return len({self.shapes[name] for name in group.makes}) == 1
+
+    def _rows(self, group: _KernelGroup, form: Form) -> bool:
+        """Whether a group with sums can run row by row: all shapes are rows, and no view mixes them."""
+        inside = {value.name for index in group.members for value in self.ops[index].results}
+        for index in group.members:
+            own = self.forms[index]
+            if own is not None and own.with_(form) is None:
+                return False
+            op = self.ops[index]
+            made = [value.name for value in op.results if value.name not in self.columns]
+            if not all(fits(self.shapes[name], form) for name in made):
+                return False
+            if not all(self._of_rows(name, inside, form) for name in op.refs()):
+                return False
+        return True
+
+    def _has_room(self, group: _KernelGroup, form: Form) -> bool:
+        """Whether a program's registers suffice for the long rows that it holds."""
+        if not is_long(form):
+            return True
+        steps = self._spelled(group.members)
+        shapes = {value.name: value.type.layout.local_shape(self.sizes) for step in steps for value in step.results}
+        return fits_registers(steps, group.makes, form, {**self.shapes, **shapes}, self._seen)
+
+    def _of_rows(self, name: str, inside: Set[str], form: Form) -> bool:
+        """Whether an operand lies in the rows that a group iterates over.
+
+        Inside the group, only numbers of rows may be viewed: expanded to elements, or with other dimensions of one.
+        """
+        if name in inside:
+            return name not in self.columns
+        index = self.makers.get(name)
+        if index is None or inside.isdisjoint(self._through(index)):
+            return True
+        op, shape = self.ops[index], self.shapes[name]
+        if op.name == "expand" and shape == form.shape:
+            (name,) = op.refs()
+            shape = self.shapes[name]
+        return shape == form.statistic and self._is_statistic(name, inside, form)
+
+    def _is_statistic(self, name: str, inside: Set[str], form: Form) -> bool:
+        """Whether a value inside the group has one number for each row, in any arrangement of dimensions of one."""
+        if name in inside:
+            return self.shapes[name] == form.statistic and name not in self.columns
+        op = self.ops[self.makers[name]] if name in self.makers else None
+        if op is None or op.name != "reshape" or _long(self.shapes[name]) != _long(form.statistic):
+            return False
+        return self._is_statistic(next(op.refs()), inside, form)
+
+    def _convex(self, a: int, b: int) -> bool:
+        """Whether no outside operation depends on one of two groups while the other depends on it."""
+        return not any(self._reaches(start, goal) for start, goal in ((a, b), (b, a)))
+
+    def _reaches(self, start: int, goal: int) -> bool:
+        """Whether a path leads from `start` to `goal` through at least one other operation or group."""
+        todo = [key for key in self._next(start) if key != goal]
+        seen = set(todo)
+        while todo:
+            for key in self._next(todo.pop()):
+                if key == goal:
+                    return True
+                if key not in seen and key != start:
+                    seen.add(key)
+                    todo.append(key)
+        return False
+
+    def _next(self, key: int) -> set[int]:
+        """The operations and groups that read this one's results."""
+        makes = self.groups[key].makes if key in self.groups else {value.name for value in self.ops[key].results}
+        return {self.place[index] for name in makes for index in self.readers.get(name, ())} - {key}
+
+    def ordered(self) -> tuple[Op, ...]:
+        """The graph's operations with each group of several in a bracket, right after its last operand."""
+        tails = {key: self._tail(group) for key, group in self.groups.items()}
+        several = {key: group for key, group in self.groups.items() if self._is_kernel(group, tails[key])}
+        units: dict[int, Op] = {key: self._bracket(group, tails[key]) for key, group in several.items()}
+        inside = {index for key, group in several.items() for index in (*group.members, *tails[key])}
+        units.update((index, op) for index, op in enumerate(self.ops) if index not in inside)
+        units.update((key, tabled(op, self.shapes)) for key, op in units.items() if op.name in kernels.TABLES)
+        last = {key: max(several[key].members) if key in several else key for key in units}
+        made = {value.name: key for key, op in units.items() for value in op.results}
+        found: list[Op] = []
+        done: set[int] = set()
+
+        def emit(key: int) -> None:
+            if key in done:
+                return
+            done.add(key)
+            for name in units[key].refs():
+                if name in made:
+                    emit(made[name])
+            found.append(units[key])
+
+        for key in sorted(units, key=lambda key: last[key]):
+            emit(key)
+        # Nobody reads the views and constants that kernels contain.
+        return needed(found, self.kept, removable=lambda op: kernels.kind(op) in ("view", "constant"))
+
+    def _is_kernel(self, group: _KernelGroup, tail: Collection[int]) -> bool:
+        """Whether the group becomes a kernel. Halves of a norm's derivative exist in kernels only, without fuel too."""
+        first = self.ops[min(group.members)]
+        if any(self.ops[index].name in HALVES for index in group.members):
+            return True
+        return bool(tail or self._is_worth(group)) and fuel.allowed("kernel", first.source)
+
+    def _is_worth(self, group: _KernelGroup) -> bool:
+        """Whether a kernel pays: several operations, or one that PyTorch computes in several."""
+        if len(group.members) > 1:
+            return True
+        (index,) = group.members
+        made = (self.makers.get(name) for name in self.ops[index].refs())
+        if any(maker is not None and self.ops[maker].name == "drawn" for maker in made):
+            return True
+        alone = group.form is not None and (group.form.whole or self.ops[index].name in _WORTH)
+        return alone and self.kinds[index] == "composite"
+
+    def _tail(self, group: _KernelGroup) -> tuple[int, ...]:
+        """A permutation and a reshape that alone read a group's result: the kernel writes in their order."""
+        name, found = next(iter(group.makes), ""), list[int]()
+        for kind in ("permute", "reshape"):
+            readers = [index for index, op in enumerate(self.ops) if name in op.refs()]
+            only = len(group.makes) == 1 and name not in self.kept and len(readers) == 1 and group.form is None
+            if not only or self.ops[readers[0]].name != kind:
+                return ()
+            found.append(readers[0])
+            name = self.ops[readers[0]].result.name
+        # Another kernel contains these views itself, so their operand must be in memory.
+        return (
+            ()
+            if any(kind for op, kind in zip(self.ops, self.kinds, strict=True) if name in op.refs())
+            else tuple(found)
+        )
+
+    def _bracket(self, group: _KernelGroup, tail: Collection[int] = ()) -> Op:
+        """A group as one operation, with the views of its operands and those at its end."""
+        chosen = {*group.members, *tail}
+        todo = [name for index in group.members for name in self.ops[index].refs()]
+        while todo:
+            index = self.makers.get(todo.pop())
+            if index is not None and index not in chosen and self.kinds[index] in ("view", "constant"):
+                chosen.add(index)
+                todo.extend(self.ops[index].refs())
+        body = self._spelled(chosen)
+        made = {value.name for op in body for value in op.results}
+        reads = dict.fromkeys(name for op in body for name in op.refs() if name not in made)
+        makes = {self.ops[max(tail)].result.name} if tail else group.makes
+        results = tuple(value for index in sorted(chosen) for value in self.ops[index].results if value.name in makes)
+        source = self.ops[max(group.members)].source
+        words = (("kernel", stem([self.ops[index] for index in sorted(group.members)])),)
+        along = (("along", group.form.along),) if group.form else ()
+        return Op(
+            name="fused", args=tuple(map(Ref, reads)), attrs=words + along, results=results, source=source, body=body
+        )
+
+    def _spelled(self, chosen: Collection[int]) -> tuple[Op, ...]:
+        """Operations as kernels spell them."""
+        taken = set(self.shapes)
+        return tuple(
+            step for index in sorted(chosen) for step in spelled_out(self.ops[index], self.types, self.sizes, taken)
+        )
+
+
+def _long(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size > 1)
+
+
+def tabled(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> Op:
+    """The gradient of a table as a kernel of its own, which sorts the indices."""
+    grad, ids, *more = op.args
+    scaled = op.name == "embedding_dense_backward" and len(more) > 2 and more[2]
+    fits = not scaled and all(isinstance(arg, Ref) and 0 not in shapes[arg.name] for arg in (grad, ids))
+    if not fits or not fuel.allowed("kernel", op.source):
+        return op
+    return Op(
+        name="fused",
+        args=(grad, ids),
+        attrs=(("kernel", "embedding_grad"),),
+        results=op.results,
+        source=op.source,
+        body=(op,),
+    )

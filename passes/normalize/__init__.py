@@ -1,0 +1,373 @@
+"""Give every operation one spelling.
+
+    linear  = linear(layer_norm, …up_weight, …up_bias)
+    flatten = flatten(linear_4, 0, 1)
+    cross_entropy_loss = cross_entropy_loss(flatten, flatten_1)
+  ->
+    linear_product     = linear(layer_norm, …up_weight)
+    linear             = add(linear_product, …up_bias)
+    flatten            = reshape(linear_4, (32, 13))
+    nll                = cross_entropy(flatten, flatten_1, None, -100, 0.0)
+    nll_sum            = sum(nll, (0,), False)
+    cross_entropy_loss = div(nll_sum, count)
+
+The rewrites are a table with one entry for each ATen name that has another spelling in the IR. Sizes and dimensions are
+explicit and non-negative, views are reshapes and permutations, a bias is an addition, a mean is a sum, and losses are
+per-row losses and a sum over a count. Operations without effect are dropped, then all dead operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from partc.errors import PartcError
+from partc.ir.naming import identifier, unique
+from partc.ir.program import Arg, DTypeArg, Op, Program, Ref, Region, Value
+from partc.passes.normalize import lookups, losses, views
+from partc.passes.normalize.attention import attention
+from partc.passes.normalize.inplace import without_mutation
+from partc.passes.normalize.norms import plain_norms
+from partc.passes.normalize.random import RANDOM, refuse_unknown
+from partc.passes.normalize.recurrent import recurrent
+from partc.passes.normalize.writer import Rewrite, Writer, argument, number, ref, with_dtypes
+
+
+def normalize(program: Program) -> Program:
+    """Apply the table to every region, then drop dead operations.
+
+    Raises PartcError P0207 (random numbers that cannot be drawn by position), P0212 (an in-place change of a view or an
+    input), P0213.
+    """
+    (main,), (call,) = program.regions, program.calls
+    region, drawn, updated = _normalized(main, program)
+    stored = dict(zip((value.name for value in region.params), call.params, strict=True))
+    if updated and program.microbatches > 1 and not program.repeated:
+        buffer, made = next(iter(updated.items()))
+        raise PartcError(
+            "P0402",
+            f"forward updates {stored[buffer]}, in each microbatch again",
+            help="use --microbatches 1",
+            source=next((op.source for op in region.forward.ops if made in (v.name for v in op.results)), None),
+        )
+    types = {name: value.type for name, value in region.forward.definitions().items()}
+    taken = {value.name for value in program.values}
+    results = tuple(unique(identifier(f"next {stored[buffer]}"), taken) for buffer in updated)
+    return replace(
+        program,
+        regions=(region,),
+        calls=(replace(call, results=(*call.results, *results)),),
+        values=(
+            *program.values,
+            *(Value(name=name, type=types[made]) for name, made in zip(results, updated.values(), strict=True)),
+        ),
+        updates=tuple((stored[buffer], name) for buffer, name in zip(updated, results, strict=True)),
+        draws=drawn,
+    )
+
+
+def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str, str]]:
+    """The normalized region, its number of random operations, and the next values of the buffers that it updates.
+
+    The next values are the region's outputs after the loss.
+    """
+    values = (*region.forward.inputs, *region.params)
+    frozen = {parameter.name for parameter in program.parameters if not parameter.trainable}
+    call = next(call for call in program.calls if call.region == region.name)
+    trained = {value.name for value, name in zip(region.params, call.params, strict=True) if name not in frozen}
+    writer = Writer(types={value.name: value.type for value in values}, trained=trained)
+    types = {value.name: value.type for value in region.params}
+    owned = {value.name: name for value, name in zip(region.params, call.params, strict=True)}
+    buffers = {name: type for name, type in types.items() if owned[name] in frozen}
+    graph, updated = without_mutation(plain_norms(region.forward, types), buffers)
+    for op in graph.ops:
+        op = op.renamed(writer.same)
+        _TABLE.get(op.name, _kept)(writer, op)
+    outputs = tuple(writer.same.get(name, name) for name in graph.outputs)
+    nexts: dict[str, str] = {}
+    for buffer, made in updated.items():
+        nexts[buffer] = _next(writer, buffer, writer.same.get(made, made))
+    forward = replace(graph, ops=tuple(writer.ops), outputs=(*outputs, *nexts.values()))
+    return replace(region, forward=forward.without_dead()), writer.drawn, nexts
+
+
+def _next(w: Writer, buffer: str, made: str) -> str:
+    """A buffer's next value: detached, and of the buffer's own type."""
+    type = w.types[buffer]
+    value = w.value(f"next_{buffer.removeprefix('b_model_')}", type.shape, type.dtype)
+    cast = w.types[made].dtype != type.dtype
+    source = w.made[made].source if made in w.made else None
+    args: tuple[Arg, ...] = (Ref(made), *((DTypeArg(type.dtype),) if cast else ()))
+    w.keep(Op(name="to" if cast else "detach", args=args, results=(value,), source=source))
+    # It belongs to the module that made it, not to whatever comes last.
+    place = next((index + 1 for index, op in enumerate(w.ops) if op is w.made.get(made)), len(w.ops) - 1)
+    w.ops.insert(place, w.ops.pop())
+    return value.name
+
+
+def _kept(w: Writer, op: Op) -> None:
+    refuse_unknown(op)
+    w.keep(with_dtypes(w, op))
+
+
+def _cast(w: Writer, op: Op) -> None:
+    if w.types[ref(op.args[0]).name].dtype == op.result.type.dtype:
+        w.drop(op)
+    else:
+        w.add(op, "to", (op.args[0], DTypeArg(op.result.type.dtype)))
+
+
+def _detach(w: Writer, op: Op) -> None:
+    """Drop a detach where there is no gradient to stop."""
+    if ref(op.args[0]).name in w.trained:
+        w.keep(replace(op, name="detach"))
+    else:
+        w.drop(op)
+
+
+def _linear(w: Writer, op: Op) -> None:
+    """Add the bias separately, so that it is added once however the product is cut."""
+    bias = argument(op, 2, "bias")
+    if bias is None:
+        w.add(op, "linear", op.args[:2])
+        return
+    product = w.value(f"{op.result.name}_product", op.result.type.shape, op.result.type.dtype)
+    w.add(op, "linear", op.args[:2], product)
+    w.add(op, "add", (Ref(product.name), bias))
+
+
+def _addmm(w: Writer, op: Op) -> None:
+    if any(dict(op.attrs).get(key, 1) != 1 for key in ("beta", "alpha")):
+        _baddbmm(w, op)
+        return
+    product = w.value(f"{op.result.name}_product", op.result.type.shape, op.result.type.dtype)
+    w.add(op, "matmul", op.args[1:3], product)
+    w.add(op, "add", (Ref(product.name), op.args[0]))
+
+
+def _baddbmm(w: Writer, op: Op) -> None:
+    """beta * bias + alpha * (x @ y)."""
+    beta, alpha = (dict(op.attrs).get(key, 1) for key in ("beta", "alpha"))
+    shape, dtype = op.result.type.shape, op.result.type.dtype
+    product = w.add(op, "matmul", op.args[1:3], w.value(f"{op.result.name}_matmul", shape, dtype))
+    if alpha != 1:
+        product = w.add(op, "mul", (product, alpha), w.value(f"{op.result.name}_scaled", shape, dtype))
+    bias = op.args[0]
+    if beta == 0:
+        w.alias(op.result.name, product.name)
+        return
+    if beta != 1:
+        bias = w.add(op, "mul", (bias, beta), w.value(f"{op.result.name}_bias", w.shape(bias), dtype))
+    w.add(op, "add", (product, bias))
+
+
+def _matmul(w: Writer, op: Op) -> None:
+    """`x @ w.T` is linear(x, w); a vector beside a matrix becomes a matrix of one row or column."""
+    left, right = op.args[:2]
+    ranks = (len(w.shape(left)), len(w.shape(right)))
+    if ranks == (1, 1):
+        w.add(op, "dot", (left, right))
+        return
+    if 1 in ranks:
+        if ranks[0] == 1:
+            left = w.add(op, "reshape", (left, (1, *w.shape(left))), _row(w, op, left, (1, *w.shape(left))))
+        else:
+            right = w.add(op, "reshape", (right, (*w.shape(right), 1)), _row(w, op, right, (*w.shape(right), 1)))
+        batch = w.shape(left)[:-2] if ranks[1] == 1 else w.shape(right)[:-2]
+        shape = (*batch, w.shape(left)[-2], w.shape(right)[-1])
+        product = w.add(op, "matmul", (left, right), w.value(f"{op.result.name}_product", shape, op.result.type.dtype))
+        w.add(op, "reshape", (product, op.result.type.shape))
+        return
+    made = w.made.get(ref(right).name)
+    if made is not None and made.name == "permute" and made.args[1] == (1, 0) and len(w.shape(left)) > 1:
+        w.add(op, "linear", (left, made.args[0]))
+    else:
+        w.add(op, "matmul", (left, right))
+
+
+def _row(w: Writer, op: Op, vector: Arg, shape: tuple[int, ...]) -> Value:
+    """A vector as a matrix."""
+    return w.value(f"{ref(vector).name}_matrix", shape, w.types[ref(vector).name].dtype)
+
+
+def _reduction(w: Writer, op: Op) -> None:
+    dims, keep = _dims(w, op)
+    w.add(op, "sum" if op.name == "sum" else op.name, (_as_float(w, op), dims, keep))
+
+
+def _as_float(w: Writer, op: Op) -> Arg:
+    """The operand in the dtype of the reduction's result."""
+    dtype = op.result.type.dtype
+    if w.types[ref(op.args[0]).name].dtype == dtype:
+        return op.args[0]
+    value = w.value(f"{ref(op.args[0]).name}_{dtype}", w.shape(op.args[0]), dtype)
+    return w.add(op, "to", (op.args[0], DTypeArg(dtype)), value)
+
+
+def _dims(w: Writer, op: Op) -> tuple[tuple[int, ...], bool]:
+    rank = len(w.shape(op.args[0]))
+    given = argument(op, 1, "dim")
+    dims = (given,) if isinstance(given, int) else given
+    named = [number(dim) % rank for dim in dims] if isinstance(dims, tuple) and rank else []
+    return tuple(sorted(named or range(rank))), bool(argument(op, 2, "keepdim", False))
+
+
+def _mean(w: Writer, op: Op) -> None:
+    dims, keep = _dims(w, op)
+    count = math.prod(w.shape(op.args[0])[dim] for dim in dims)
+    total = w.value(f"{op.result.name}_sum", op.result.type.shape, op.result.type.dtype)
+    w.add(op, "sum", (_as_float(w, op), dims, keep), total)
+    w.add(op, "div", (Ref(total.name), count))
+
+
+def _softmax(w: Writer, op: Op) -> None:
+    rank = len(op.result.type.shape)
+    w.add(op, op.name.removeprefix("_"), (_as_float(w, op), number(op.args[1]) % max(rank, 1)))
+
+
+def _rms_norm(w: Writer, op: Op) -> None:
+    w.add(op, "rms_norm", (op.args[0], op.args[1], argument(op, 2, "weight"), argument(op, 3, "eps")))
+
+
+def _layer_norm(w: Writer, op: Op) -> None:
+    args = (op.args[0], op.args[1], argument(op, 2, "weight"), argument(op, 3, "bias"), argument(op, 4, "eps", 1e-5))
+    w.add(op, "layer_norm", args)
+
+
+def _constant(w: Writer, op: Op) -> None:
+    """new_zeros and the like become zeros: their operand only supplies a dtype."""
+    word = next((word for word in ("zero", "one") if word in op.name), "")
+    position = 2 if op.name == "new_full" else 1
+    fill = {"zero": 0, "one": 1}[word] if word else argument(op, position, "fill_value")
+    if isinstance(fill, Ref):
+        _copy(w, op)
+        return
+    w.add(op, "full", (op.result.type.shape, fill), dtype=DTypeArg(op.result.type.dtype))
+
+
+def _written_out(w: Writer, op: Op) -> None:
+    """A small constant tensor as operations: a repeated number, a range, or a few numbers in a row."""
+    numbers, shape = op.args
+    assert isinstance(numbers, tuple) and isinstance(shape, tuple)
+    dtype = op.result.type.dtype
+    if len(set(numbers)) == 1:
+        w.add(op, "full", (shape, numbers[0]), dtype=DTypeArg(dtype))
+        return
+    flat = w.value(f"{op.result.name}_numbers", (len(numbers),), dtype)
+    if numbers == tuple(range(len(numbers))):
+        w.add(op, "arange", (len(numbers),), flat, dtype=DTypeArg(dtype))
+    else:
+        parts = tuple(
+            w.add(op, "full", ((1,), item), w.value(f"{op.result.name}_number", (1,), dtype), dtype=DTypeArg(dtype))
+            for item in numbers
+        )
+        w.add(op, "cat", (parts, 0), flat)
+    w.add(op, "reshape", (Ref(flat.name), shape))
+
+
+def _copy(w: Writer, op: Op) -> None:
+    """copy(x, src): src in the shape and dtype of x."""
+    source, type = op.args[1], op.result.type
+    if w.types[ref(source).name].dtype != type.dtype:
+        cast = w.value(f"{op.result.name}_cast", w.shape(source), type.dtype)
+        source = w.add(op, "to", (source, DTypeArg(type.dtype)), cast)
+    if w.shape(source) == type.shape:
+        w.alias(op.result.name, ref(source).name)
+    else:
+        w.add(op, "expand", (source, type.shape))
+
+
+def _neutral(number: int) -> Rewrite:
+    """Drop an addition of 0 or a multiplication by 1, unless it casts."""
+
+    def rewrite(w: Writer, op: Op) -> None:
+        same = isinstance(op.args[0], Ref) and op.result.type == w.types[op.args[0].name]
+        if same and not op.attrs and not isinstance(op.args[1], Ref | bool) and op.args[1] == number:
+            w.drop(op)
+        else:
+            _kept(w, op)
+
+    return rewrite
+
+
+def _glu(w: Writer, op: Op) -> None:
+    """One half, multiplied by the sigmoid of the other."""
+    shape, dtype = op.result.type.shape, op.result.type.dtype
+    dim = number(argument(op, 1, "dim", -1)) % len(shape)
+    halves = tuple(w.value(f"{op.result.name}_{word}", shape, dtype) for word in ("half", "gate"))
+    args = (op.args[0], (shape[dim], shape[dim]), dim)
+    w.keep(Op(name="split", args=args, results=halves, source=op.source))
+    open_ = w.add(op, "sigmoid", (Ref(halves[1].name),), w.value(f"{op.result.name}_open", shape, dtype))
+    w.add(op, "mul", (Ref(halves[0].name), open_))
+
+
+def _gelu(w: Writer, op: Op) -> None:
+    approximate = argument(op, 1, "approximate", "none")
+    if approximate == "none":
+        w.add(op, "gelu", op.args[:1])
+    else:
+        w.add(op, "gelu", op.args[:1], approximate=approximate)
+
+
+def _each(names: str, rewrite: Rewrite) -> dict[str, Rewrite]:
+    return dict.fromkeys(names.split(), rewrite)
+
+
+_TABLE: Mapping[str, Rewrite] = {
+    # views
+    **_each("view _unsafe_view reshape flatten unflatten squeeze unsqueeze view_as", views.reshape),
+    "permute": views.permute(lambda op, rank: tuple(number(d) % rank for d in op.args[1])),  # type: ignore[union-attr]
+    **_each("transpose swapaxes t numpy_T", views.permute(views.swapped)),
+    "mT": views.permute(lambda op, rank: (*range(rank - 2), rank - 1, rank - 2)),
+    "movedim": views.permute(views.moved),
+    **_each("expand expand_as", views.expand),
+    "broadcast_tensors": views.broadcast,
+    **_each("split split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk", views.split),
+    "select": views.select,
+    "slice": views.slice_,
+    "slice_scatter": views.slice_scatter,
+    "select_scatter": views.select_scatter,
+    **_each("cat concat", views.cat),
+    "stack": views.stack,
+    # nothing
+    **_each("contiguous alias clone lift_fresh_copy view_of identity", lambda w, op: w.drop(op)),
+    **_each("detach detach_", _detach),
+    **_each("to _to_copy type_as float double", _cast),
+    **_each("add sub", _neutral(0)),
+    **_each("mul div", _neutral(1)),
+    # products
+    "linear": _linear,
+    "addmm": _addmm,
+    "baddbmm": _baddbmm,
+    **_each("matmul mm bmm", _matmul),
+    # reductions
+    "mean": _mean,
+    **_each("sum amax amin", _reduction),
+    **_each("softmax log_softmax _softmax _log_softmax", _softmax),
+    # composites
+    "scaled_dot_product_attention": attention,
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "embedding": lookups.embedding,
+    "embedding_bag": lookups.embedding_bag,
+    "one_hot": lookups.one_hot,
+    "take_along_dim": lookups.take_along,
+    "gelu": _gelu,
+    "glu": _glu,
+    **_each("cross_entropy_loss nll_loss nll_loss_nd", losses.cross_entropy),
+    "mse_loss": losses.mse,
+    "l1_loss": losses.absolute,
+    "smooth_l1_loss": losses.smooth(scaled=True),
+    "huber_loss": losses.smooth(scaled=False),
+    "binary_cross_entropy": losses.binary,
+    "binary_cross_entropy_with_logits": losses.binary_logits,
+    "kl_div": losses.divergence,
+    # tensors from numbers
+    **_each("zeros ones new_zeros new_ones new_full zeros_like ones_like full_like zero fill", _constant),
+    "constant": _written_out,
+    "copy": _copy,
+    # random numbers
+    **RANDOM,
+    **_each("lstm gru rnn_tanh rnn_relu", recurrent),
+}

@@ -1,0 +1,43 @@
+"""Attention as one operation; attention with dropout as another."""
+
+from __future__ import annotations
+
+import math
+
+from partc.ir.program import Arg, Op, Ref
+from partc.passes.normalize.writer import Writer, argument
+
+
+def attention(w: Writer, op: Op) -> None:
+    p = argument(op, 4, "dropout_p", 0.0)
+    mask, causal = argument(op, 3, "attn_mask"), argument(op, 5, "is_causal", False)
+    args = (*op.args[:3], mask, bool(causal), argument(op, 6, "scale"))
+    name, more = ("attention_dropout", (p, w.draw())) if p else ("attention", ())
+    if len(w.shape(op.args[0])) == 4:
+        w.add(op, name, (*args, *more))
+    else:
+        _four_dimensional(w, op, name, args, more)
+
+
+def _four_dimensional(w: Writer, op: Op, name: str, args: tuple[Arg, ...], more: tuple[Arg, ...]) -> None:
+    """Reshape operands with other dimensions than [b, h, s, k]: those before s become b and h."""
+    shape, dtype = op.result.type.shape, op.result.type.dtype
+    before = shape[:-2]
+
+    def turned(arg: Arg) -> Arg:
+        if not isinstance(arg, Ref):
+            return arg
+        last = w.shape(arg)[-2:]
+        if len(w.shape(arg)) > 2 and w.shape(arg)[:-2] != before:
+            value = w.value(f"{arg.name}_each", (*before, *last), w.types[arg.name].dtype)
+            arg = w.add(op, "expand", (arg, value.type.shape), value)
+        elif len(w.shape(arg)) == 2 and before:
+            return arg
+        heads = before[-1] if len(before) > 1 else 1
+        value = w.value(f"{arg.name}_heads", (math.prod(before) // heads, heads, *last), w.types[arg.name].dtype)
+        return w.add(op, "reshape", (arg, value.type.shape), value)
+
+    q, k, v, mask = (turned(arg) for arg in args[:4])
+    heads = w.value(f"{op.result.name}_heads", (*w.shape(q)[:3], shape[-1]), dtype)
+    out = w.add(op, name, (q, k, v, mask, *args[4:], *more), heads)
+    w.add(op, "reshape", (out, shape))

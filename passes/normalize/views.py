@@ -1,0 +1,156 @@
+"""Views, joins and slices with explicit, non-negative sizes and dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from partc.ir.program import Arg, Op, Ref
+from partc.passes.normalize.writer import Rewrite, Writer, argument, number, ref
+
+
+def reshape(w: Writer, op: Op) -> None:
+    if w.shape(op.args[0]) == op.result.type.shape:
+        w.drop(op)
+    else:
+        w.add(op, "reshape", (op.args[0], op.result.type.shape))
+
+
+def permute(order: Callable[[Op, int], tuple[int, ...]]) -> Rewrite:
+    def rewrite(w: Writer, op: Op) -> None:
+        rank = len(op.result.type.shape)
+        dims = order(op, rank)
+        if dims == tuple(range(rank)):
+            w.drop(op)
+        else:
+            w.add(op, "permute", (op.args[0], dims))
+
+    return rewrite
+
+
+def swapped(op: Op, rank: int) -> tuple[int, ...]:
+    order = list(range(rank))
+    a, b = (number(arg) % rank for arg in (op.args[1:3] if len(op.args) > 2 else (0, 1)))
+    order[a], order[b] = order[b], order[a]
+    return tuple(order)
+
+
+def moved(op: Op, rank: int) -> tuple[int, ...]:
+    sources, targets = (
+        tuple(number(dim) % rank for dim in (arg if isinstance(arg, tuple) else (arg,))) for arg in op.args[1:3]
+    )
+    order = [dim for dim in range(rank) if dim not in sources]
+    for target, source in sorted(zip(targets, sources, strict=True)):
+        order.insert(target, source)
+    return tuple(order)
+
+
+def expand(w: Writer, op: Op) -> None:
+    if w.shape(op.args[0]) == op.result.type.shape:
+        w.drop(op)
+    else:
+        w.add(op, "expand", (op.args[0], op.result.type.shape))
+
+
+def broadcast(w: Writer, op: Op) -> None:
+    operands = op.args[0] if isinstance(op.args[0], tuple) else op.args
+    for operand, value in zip(operands, op.results, strict=True):
+        if w.shape(operand) == value.type.shape:
+            w.alias(value.name, ref(operand).name)
+        else:
+            w.add(op, "expand", (operand, value.type.shape), value)
+
+
+def split(w: Writer, op: Op) -> None:
+    dim = argument(op, 1 if op.name == "unbind" else 2, "dim", 0)
+    rank = len(w.shape(op.args[0]))
+    dim = number(dim) % rank
+    if op.name == "unbind":
+        shape = w.shape(op.args[0])
+        parts = tuple(w.value(f"{v.name}_part", (*shape[:dim], 1, *shape[dim + 1 :]), v.type.dtype) for v in op.results)
+        split = replace(op, name="split", args=(op.args[0], (1,) * len(parts), dim), attrs=(), results=parts)
+        w.keep(split)
+        for part, value in zip(parts, op.results, strict=True):
+            w.add(op, "reshape", (Ref(part.name), value.type.shape), value)
+        return
+    sizes = tuple(value.type.shape[dim] for value in op.results)
+    w.keep(replace(op, name="split", args=(op.args[0], sizes, dim), attrs=()))
+
+
+def select(w: Writer, op: Op) -> None:
+    shape = w.shape(op.args[0])
+    dim, index = number(op.args[1]) % len(shape), number(op.args[2])
+    index %= shape[dim]
+    part = w.value(f"{op.result.name}_row", (*shape[:dim], 1, *shape[dim + 1 :]), op.result.type.dtype)
+    w.add(op, "slice", (op.args[0], dim, index, index + 1, 1), part)
+    w.add(op, "reshape", (Ref(part.name), op.result.type.shape))
+
+
+def slice_(w: Writer, op: Op) -> None:
+    shape = w.shape(op.args[0])
+    dim = number(argument(op, 1, "dim", 0)) % len(shape)
+    start, end, step = argument(op, 2, "start") or 0, argument(op, 3, "end"), argument(op, 4, "step", 1)
+    size = shape[dim]
+    first, last, stride = slice(start, end, step).indices(size)
+    if (first, last, stride) == (0, size, 1):
+        w.drop(op)
+    else:
+        w.add(op, "slice", (op.args[0], dim, first, max(first, last), stride))
+
+
+def cat(w: Writer, op: Op) -> None:
+    """Leave out parts without elements (an empty cache)."""
+    dim = number(argument(op, 1, "dim", 0)) % len(op.result.type.shape)
+    assert isinstance(op.args[0], tuple)
+    parts = tuple(part for part in op.args[0] if 0 not in w.shape(part))
+    if len(parts) == 1:
+        w.alias(op.result.name, ref(parts[0]).name)
+    else:
+        w.add(op, "cat", (parts, dim))
+
+
+def stack(w: Writer, op: Op) -> None:
+    shape = op.result.type.shape
+    dim = number(argument(op, 1, "dim", 0)) % len(shape)
+    assert isinstance(op.args[0], tuple)
+    single = (*shape[:dim], 1, *shape[dim + 1 :])
+    parts = []
+    for part in op.args[0]:
+        value = w.value(f"{ref(part).name}_layer", single, op.result.type.dtype)
+        parts.append(w.add(op, "reshape", (part, single), value))
+    w.add(op, "cat", (tuple(parts), dim))
+
+
+def slice_scatter(w: Writer, op: Op) -> None:
+    """A slice put into a tensor: the part before it, the slice, and the part after it."""
+    shape = op.result.type.shape
+    dim = number(argument(op, 2, "dim", 0)) % len(shape)
+    step = argument(op, 5, "step", 1)
+    first, last, _ = slice(argument(op, 3, "start"), argument(op, 4, "end"), step).indices(shape[dim])
+    if step == 1:
+        _put(w, op, op.args[1], dim, first, max(first, last))
+    else:
+        w.keep(op)
+
+
+def select_scatter(w: Writer, op: Op) -> None:
+    shape = op.result.type.shape
+    dim, index = number(op.args[2]) % len(shape), number(op.args[3])
+    index %= shape[dim]
+    row = w.value(f"{op.result.name}_row", (*shape[:dim], 1, *shape[dim + 1 :]), op.result.type.dtype)
+    _put(w, op, w.add(op, "reshape", (op.args[1], row.type.shape), row), dim, index, index + 1)
+
+
+def _put(w: Writer, op: Op, part: Arg, dim: int, first: int, last: int) -> None:
+    shape, dtype = op.result.type.shape, op.result.type.dtype
+    parts = []
+    for start, end in ((0, first), (first, last), (last, shape[dim])):
+        if start == first and end == last:
+            parts.append(part)
+        elif end > start:
+            value = w.value(f"{op.result.name}_kept", (*shape[:dim], end - start, *shape[dim + 1 :]), dtype)
+            parts.append(w.add(op, "slice", (op.args[0], dim, start, end, 1), value))
+    if len(parts) == 1:
+        w.alias(op.result.name, ref(part).name)
+    else:
+        w.add(op, "cat", (tuple(parts), dim))

@@ -1,0 +1,101 @@
+"""The writer of normalize's rewrites, and its readers of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from partc.errors import PartcError
+from partc.ir.layout import Layout
+from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType, Value
+
+Rewrite = Callable[["Writer", Op], None]
+_MAKERS = frozenset({"arange", "linspace", "logspace", "eye", "scalar_tensor", "full"})
+
+
+@dataclass(slots=True)
+class Writer:
+    """The graph under construction; `same` maps results of dropped operations to the equal values."""
+
+    types: dict[str, TensorType]
+    trained: set[str] = field(default_factory=set)  # values that depend on a parameter
+    ops: list[Op] = field(default_factory=list)
+    made: dict[str, Op] = field(default_factory=dict)  # the operation of each value written so far
+    same: dict[str, str] = field(default_factory=dict)
+    drawn: int = 0  # random operations so far
+
+    def keep(self, op: Op) -> None:
+        self.ops.append(op)
+        self.types.update((value.name, value.type) for value in op.results)
+        self.made.update((value.name, op) for value in op.results)
+        if not self.trained.isdisjoint(op.refs()):
+            self.trained.update(value.name for value in op.results)
+
+    def add(self, op: Op, name: str, args: tuple[Arg, ...], result: Value | None = None, **attrs: Arg) -> Ref:
+        """Write an operation in place of `op`; it defines the result of `op` unless another is given."""
+        result = result or op.result
+        self.keep(Op(name=name, args=args, attrs=tuple(attrs.items()), results=(result,), source=op.source))
+        return Ref(result.name)
+
+    def draw(self) -> int:
+        """The number of the next random operation, in the order in which one device runs them."""
+        self.drawn += 1
+        return self.drawn - 1
+
+    def drop(self, op: Op) -> None:
+        """Drop the operation: its result equals its first operand."""
+        self.alias(op.result.name, ref(op.args[0]).name)
+
+    def alias(self, name: str, to: str) -> None:
+        self.same[name] = self.same.get(to, to)
+
+    def value(self, stem: str, shape: tuple[int, ...], dtype: DType) -> Value:
+        name, count = stem, 1
+        while name in self.types:
+            count += 1
+            name = f"{stem}_{count}"
+        return Value(name=name, type=TensorType(dtype=dtype, layout=Layout.replicated(shape)))
+
+    def shape(self, arg: Arg) -> tuple[int, ...]:
+        return self.types[ref(arg).name].shape
+
+
+def ref(arg: Arg) -> Ref:
+    if not isinstance(arg, Ref):
+        raise PartcError("P0213", f"a tensor was expected where {arg!r} stands", help="report this model's operation")
+    return arg
+
+
+def number(arg: Arg) -> int:
+    assert isinstance(arg, int)
+    return arg
+
+
+def argument(op: Op, index: int, name: str, default: Arg = None) -> Arg:
+    return op.args[index] if index < len(op.args) else dict(op.attrs).get(name, default)
+
+
+def with_dtypes(w: Writer, op: Op) -> Op:
+    """Add an explicit dtype where torch's default dtype decides the type of numbers computed from integers."""
+    result = op.results[0].type if op.results else None
+    if result is None or not result.differentiable or any(w.types[name].differentiable for name in op.refs()):
+        return op
+    if not any(True for _ in op.refs()):
+        attrs = tuple(item for item in op.attrs if item[0] != "dtype")
+        return replace(op, attrs=(*attrs, ("dtype", DTypeArg(result.dtype)))) if op.name in _MAKERS else op
+    if op.name == "where":  # of two numbers: its condition stays one
+        return replace(op, args=(op.args[0], *(_number(w, op, arg, result.dtype) for arg in op.args[1:])))
+    cast: dict[str, str] = {}
+    for name in dict.fromkeys(op.refs()):
+        value = w.value(f"{name}_{result.dtype}", w.types[name].shape, result.dtype)
+        w.add(op, "to", (Ref(name), DTypeArg(result.dtype)), value)
+        cast[name] = value.name
+    return replace(op.renamed(cast), results=op.results)
+
+
+def _number(w: Writer, op: Op, arg: Arg, dtype: DType) -> Ref:
+    """A number, or an integer tensor, in a dtype."""
+    if isinstance(arg, Ref):
+        value = w.value(f"{arg.name}_{dtype}", w.types[arg.name].shape, dtype)
+        return w.add(op, "to", (arg, DTypeArg(dtype)), value)
+    return w.add(op, "full", ((), arg), w.value(f"{op.result.name}_number", (), dtype), dtype=DTypeArg(dtype))

@@ -1,0 +1,265 @@
+"""Find the model's repeated bodies: each distinct one becomes a region, each use a call.
+
+    region main phase microbatch:
+      …
+      embedding        = embedding(…embed_weight, ids)
+      …
+      linear_1_product = linear(gelu, …blocks_0_down_weight)
+      …
+      linear_3_product = linear(gelu_1, …blocks_1_down_weight)
+      …
+  ->
+    call embed    = embed(ids; embed.weight) -> embed
+    call blocks.0 = block(embed; blocks.0.…) -> out
+    call blocks.1 = block(out; blocks.1.…) -> out_2
+    call head     = head(out_2, labels, count; head.weight) -> loss
+    region block phase microbatch:
+      …
+      down_product = linear(gelu, down.weight)
+      …
+
+Operations are grouped by the numbered module that ran them; groups that are equal operation by operation share a
+region. If a pipeline has more stages than there are groups, the groups are cut further, at inner modules and finally at
+every weight. Values that depend on no parameter leave the bodies: constants are computed once, in a region of their
+own; a value that depends on inputs only (a mask, a count) has a region of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+
+from partc.ir.gradients import input_only
+from partc.ir.naming import identifier, is_number, name_values, unique, unreserved
+from partc.ir.program import RANDOM, Arg, Call, Graph, Program, Ref, Region, Value
+from partc.passes.outline.segments import ModuleSegment, by_module, by_weight, container, module_path, segments
+
+
+def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
+    """Split the single region of a normalized program into calls, if possible into one per stage in `places`."""
+    main = program.regions[0]
+    changing = {buffer for buffer, _ in program.updates}
+    weights = {v.name: name for v, name in _stored(program) if program.parameter(name).trainable or name in changing}
+    trained = set(weights)
+    deepest = max((module_path(op).count(".") + 1 for op in main.forward.ops), default=0)
+    found = _Linker(program, main, segments(main, trained, by_module(main.forward.ops))).run()
+    finer = (*(by_module(main.forward.ops, inside=n + 1) for n in range(deepest)), by_weight(main, weights))
+    for keys in finer:
+        if _stageable(found) >= len(places):
+            return found
+        found = _Linker(program, main, segments(main, trained, keys)).run()
+    return found
+
+
+def _stageable(program: Program) -> int:
+    return len(program.calls) - len(input_only(program))
+
+
+def _stored(program: Program) -> tuple[tuple[Value, str], ...]:
+    return tuple(zip(program.regions[0].params, program.calls[0].params, strict=True))
+
+
+class _Linker:
+    """Turns segments into regions and calls; equal segments share a region."""
+
+    def __init__(self, program: Program, main: Region, segments: list[ModuleSegment]) -> None:
+        self.program = program
+        self.main = main
+        self.segments = segments
+        self.stored = {value.name: name for value, name in _stored(program)}
+        self.trained = {parameter.name: parameter.trainable for parameter in program.parameters}
+        made = dict(zip(program.calls[0].results, main.forward.outputs, strict=True))
+        params = {name: value for value, name in self.stored.items()}
+        self.written = {made[value]: params[buffer] for buffer, value in program.updates}  # next value -> its buffer
+        self.types = {name: value.type for name, value in main.forward.definitions().items()}
+        self.types.update((value.name, value.type) for value in main.params)
+        self.regions: dict[Hashable, Region] = {}
+        self.region_names: set[str] = set()
+        self.call_names: set[str] = set()
+        given = zip(main.forward.inputs, program.calls[0].args, strict=True)
+        self.values: dict[str, str] = {value.name: name for value, name in given}
+        self.taken = set(program.inputs) | {program.loss}
+        self.calls: list[Call] = []
+
+    def run(self) -> Program:
+        readers = self._readers()
+        for index, segment in enumerate(self.segments):
+            self._link(index, segment, readers)
+        values = [*self.program.inputs, *(name for call in self.calls for name in call.results)]
+        typed = {new: self.types[old] for old, new in self.values.items()}
+        given = dict(zip(self.program.calls[0].results, self.main.forward.outputs, strict=True))
+        updates = tuple((buffer, self.values[given[value]]) for buffer, value in self.program.updates)
+        return replace(
+            self.program,
+            regions=tuple(self.regions.values()),
+            calls=tuple(self.calls),
+            updates=updates,
+            values=tuple(Value(name=name, type=typed[name]) for name in dict.fromkeys(values)),
+        )
+
+    def _readers(self) -> dict[str, set[int]]:
+        """For each value, the segments that read it; the program's result is read after the last."""
+        found: dict[str, set[int]] = {name: {len(self.segments)} for name in self.main.forward.outputs}
+        for index, segment in enumerate(self.segments):
+            made = {value.name for op in segment.ops for value in op.results}
+            for name in {name for op in segment.ops for name in op.refs()} - made:
+                found.setdefault(name, set()).add(index)
+        return found
+
+    def _link(self, index: int, segment: ModuleSegment, readers: Mapping[str, set[int]]) -> None:
+        made = [value.name for op in segment.ops for value in op.results]
+        inside = set(made)
+        read = dict.fromkeys(name for op in segment.ops for name in op.refs() if name not in inside)
+        params = [name for name in read if name in self.stored]
+        params += [buffer for value, buffer in self.written.items() if value in inside and buffer not in params]
+        inputs = [name for name in read if name not in self.stored]
+        outputs = [name for name in made if readers.get(name, set()) - {index}]
+        if segment.gives is not None:
+            outputs = [name for name in outputs if name in segment.gives]
+        elif lifted := set(self.values).intersection(outputs):
+            outputs = [name for name in outputs if name not in lifted]
+        locals_: set[str] = set()
+        relative = {name: unique(_relative(self.stored[name], segment.key), locals_) for name in params}
+        segment, random = _counted(segment)
+        signature = self._signature(segment, inputs, params, relative, outputs)
+        if signature not in self.regions:
+            self.regions[signature] = self._region(index, segment, inputs, params, relative, outputs)
+        region = self.regions[signature]
+        name = unique(segment.key or region.name, self.call_names)
+        for old, local in zip(outputs, region.forward.outputs, strict=True):
+            self.values[old] = self._value_name(old, local, name)
+        order = {value.name: position for position, value in enumerate(region.params)}
+        ordered = sorted(params, key=lambda param: order[relative[param]])
+        self.calls.append(
+            Call(
+                name=name,
+                region=region.name,
+                params=tuple(self.stored[param] for param in ordered),
+                args=tuple(self.values[value] for value in inputs),
+                results=tuple(self.values[value] for value in outputs),
+                random=random,
+            )
+        )
+
+    def _value_name(self, old: str, local: str, call: str) -> str:
+        if old == self.main.forward.outputs[0]:
+            return self.program.loss
+        return unique(identifier(local), self.taken)
+
+    def _signature(
+        self,
+        segment: ModuleSegment,
+        inputs: list[str],
+        params: list[str],
+        relative: Mapping[str, str],
+        outputs: list[str],
+    ) -> Hashable:
+        """A key that is equal for segments that can share a region: everything but the names of values."""
+        names: dict[str, Hashable] = {name: ("in", i) for i, name in enumerate(inputs)}
+        names.update((name, ("param", relative[name])) for name in params)
+        ops = []
+        for op in segment.ops:
+            canonical = (_canonical(op.args, names), tuple((key, _canonical((arg,), names)) for key, arg in op.attrs))
+            ops.append((op.name, canonical, tuple(value.type for value in op.results)))
+            for value in op.results:
+                names[value.name] = len(names)
+        types = tuple((names[name], self.types[name]) for name in (*inputs, *params))
+        trained = tuple(self.trained[self.stored[name]] for name in params)
+        return segment.phase, tuple(ops), types, trained, tuple(names[name] for name in outputs)
+
+    def _region(
+        self,
+        index: int,
+        segment: ModuleSegment,
+        inputs: list[str],
+        params: list[str],
+        relative: Mapping[str, str],
+        outputs: list[str],
+    ) -> Region:
+        taken = set(relative.values())
+        names = {name: relative[name] for name in params}
+        for name in inputs:
+            names[name] = unique(self._input_name(name, inputs), taken)
+        names.update(name_values(segment.ops, segment.key, taken | set(names.values())))
+        if self.main.forward.outputs[0] in outputs:
+            others = {new for old, new in names.items() if old != self.main.forward.outputs[0]}
+            names[self.main.forward.outputs[0]] = unique(self.program.loss, taken | others)
+        return Region(
+            name=unique(
+                self._region_name(index, segment, params, [names[name] for name in outputs]), self.region_names
+            ),
+            params=tuple(Value(name=relative[name], type=self.types[name]) for name in params),
+            forward=Graph(
+                inputs=tuple(Value(name=names[name], type=self.types[name]) for name in inputs),
+                ops=tuple(op.renamed(names) for op in segment.ops),
+                outputs=tuple(names[name] for name in outputs),
+            ),
+            phase=segment.phase,
+        )
+
+    def _input_name(self, name: str, inputs: list[str]) -> str:
+        """Model inputs and lifted values keep their names; a value that flows from body to body is `x`."""
+        local = self.values[name]
+        if local in self.program.inputs:
+            return unreserved(identifier(local))
+        maker = next(call for call in self.calls if local in call.results)
+        region = next(region for region in self.regions.values() if region.name == maker.region)
+        flows = bool(region.params) and region.phase == "microbatch"
+        return "x" if flows else re.sub(r"_\d+$", "", local)
+
+    def _region_name(self, index: int, segment: ModuleSegment, params: list[str], outputs: list[str]) -> str:
+        if segment.phase == "setup":
+            return "rotary" if all(re.search(r"cos|sin|rot", name) for name in outputs) else "constants"
+        if segment.key:
+            own = segment.key.rpartition(".")[2]
+            if not is_number(own):
+                return identifier(own)
+            word = container(segment.key).rpartition(".")[2]
+            return _singular(word) if len(word) > 1 else "block"
+        if not params:
+            names = name_values(segment.ops, "", ())
+            return f"make_{list(names.values())[-1]}"
+        first = min(i for i, s in enumerate(self.segments) if s.phase == "microbatch" and self._has_params(s))
+        last = max(i for i, s in enumerate(self.segments) if s.phase == "microbatch")
+        if first == last:
+            return identifier(self.program.name)
+        return "embed" if index == first else "head" if index == last else "bridge"
+
+    def _has_params(self, segment: ModuleSegment) -> bool:
+        return any(name in self.stored for op in segment.ops for name in op.refs())
+
+
+def _counted(segment: ModuleSegment) -> tuple[ModuleSegment, int | None]:
+    """The segment with its random operations numbered from 0, and the number of its first."""
+    numbers = [op.args[-1] for op in segment.ops if op.name in RANDOM]
+    first = min((number for number in numbers if isinstance(number, int)), default=None)
+    if first is None:
+        return segment, None
+    ops = tuple(
+        replace(op, args=(*op.args[:-1], op.args[-1] - first))  # type: ignore[operator]
+        if op.name in RANDOM
+        else op
+        for op in segment.ops
+    )
+    return replace(segment, ops=ops), first
+
+
+def _relative(name: str, key: str) -> str:
+    return unreserved(name.removeprefix(f"{key}.") if key else name)
+
+
+def _singular(word: str) -> str:
+    word = identifier(word)
+    return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
+
+
+def _canonical(args: tuple[Arg, ...], names: Mapping[str, Hashable]) -> Hashable:
+    return tuple(
+        names[arg.name]
+        if isinstance(arg, Ref)
+        else ("tuple", _canonical(arg, names))
+        if isinstance(arg, tuple)
+        else (type(arg).__name__, arg)
+        for arg in args
+    )

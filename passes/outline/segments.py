@@ -1,0 +1,175 @@
+"""Segments of a program for outline: operations grouped by module, in an executable order."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from partc.ir.naming import is_number
+from partc.ir.program import RANDOM, Op, Phase, Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSegment:
+    """Consecutive operations of one module (`key`, "" between numbered modules) that will be one call."""
+
+    key: str
+    ops: tuple[Op, ...]
+    phase: Phase = "microbatch"
+    gives: tuple[str, ...] | None = None  # its results, unless they are all values that others read
+
+
+def segments(main: Region, trained: set[str], keys: Mapping[int, str]) -> list[ModuleSegment]:
+    """The operations of the region, cut into calls in an executable order."""
+    free, constant = _free_values(main, trained)
+    constant = constant - set(main.forward.outputs)  # a buffer takes them in every microbatch
+    ops = main.forward.ops
+    made = main.forward.makers()
+    still = [op for op in ops if not all(value.name in constant for value in op.results)]
+    lifted = _shared(_runs(still, keys), free - constant, set(main.forward.outputs))
+    bound = [op for op in still if not all(value.name in free for value in op.results)]
+    wanted = [*main.forward.outputs, *(name for op in bound for name in op.refs())]
+    inline = {id(op) for op in _slice(wanted, made, constant | lifted)}
+    bound_ids = {id(op) for op in bound}
+    body = _runs([op for op in still if id(op) in bound_ids or id(op) in inline], keys)
+    body = _joined(body, {value.name for value in main.params}, trained)
+    order = {id(op): index for index, op in enumerate(ops)}
+    return [*_lifted_segments(sorted(lifted, key=lambda n: order[id(made[n])]), made, constant, body, order), *body]
+
+
+def _runs(ops: Sequence[Op], keys: Mapping[int, str]) -> list[ModuleSegment]:
+    """Consecutive operations of one key."""
+    found: list[tuple[str, list[Op]]] = []
+    for op in ops:
+        if found and found[-1][0] == keys[id(op)]:
+            found[-1][1].append(op)
+        else:
+            found.append((keys[id(op)], [op]))
+    return [ModuleSegment(key=key, ops=tuple(run)) for key, run in found]
+
+
+def _shared(segments: list[ModuleSegment], free: set[str], outputs: set[str]) -> set[str]:
+    """Values that depend on inputs only and get a region: read by several bodies, or one number for the batch."""
+    readers: dict[str, set[int]] = {}
+    scalars: set[str] = set()
+    for index, segment in enumerate(segments):
+        for op in segment.ops:
+            if not all(value.name in free for value in op.results):
+                for name in op.refs():
+                    readers.setdefault(name, set()).add(index)
+            scalars.update(value.name for value in op.results if not value.type.shape)
+    return {name for name in free if len(readers.get(name, ())) > 1 or (name in scalars and name in readers)} - outputs
+
+
+def _free_values(main: Region, trained: set[str]) -> tuple[set[str], set[str]]:
+    """Values that do not depend on a trained parameter, and among them those that depend on no input."""
+    bound = set(trained)
+    fed = {value.name for value in main.forward.inputs}
+    for op in main.forward.ops:
+        names = set(op.refs())
+        for value in op.results:
+            if names & bound:
+                bound.add(value.name)
+            if names & fed or op.name in RANDOM:  # drawn anew in every step
+                fed.add(value.name)
+    made = {value.name for op in main.forward.ops for value in op.results}
+    return made - bound, made - bound - fed
+
+
+def _container_depths(ops: Sequence[Op]) -> dict[str, int]:
+    """For each outermost numbered container, the number of numbered levels of a body: the first that repeats."""
+    bodies: dict[str, dict[str, list[Hashable]]] = {}
+    for op in ops:
+        levels = _levels(op)
+        if levels:
+            bodies.setdefault(container(levels[0]), {}).setdefault(levels[0], []).append(_shape_of(op))
+    depths = {}
+    for holder, instances in bodies.items():
+        found = [tuple(body) for body in instances.values()]
+        nested = any(len(_levels(op)) > 1 and container(_levels(op)[0]) == holder for op in ops)
+        depths[holder] = 2 if nested and len(set(found)) == len(found) and len(found) > 1 else 1
+    return depths
+
+
+def module_path(op: Op) -> str:
+    return op.source.module if op.source else ""
+
+
+def _levels(op: Op) -> list[str]:
+    """Prefixes of the module path that end in a number: layers.0, then layers.0.blocks.1."""
+    parts = module_path(op).split(".")
+    return [".".join(parts[: index + 1]) for index, part in enumerate(parts) if is_number(part)]
+
+
+def container(level: str) -> str:
+    return level.rpartition(".")[0]
+
+
+def _shape_of(op: Op) -> Hashable:
+    return op.name, tuple(str(value.type) for value in op.results)
+
+
+def by_module(ops: Sequence[Op], inside: int = 0) -> dict[int, str]:
+    """For each operation the module that groups it: a numbered one, "" between those, or one `inside` levels deeper."""
+    depth = _container_depths(ops)
+    keys = {}
+    for op in ops:
+        levels = _levels(op)
+        key = levels[min(depth[container(levels[0])], len(levels)) - 1] if levels else ""
+        more = module_path(op).removeprefix(key).strip(".").split(".")[:inside]
+        keys[id(op)] = ".".join(part for part in (key, *more) if part)
+    return keys
+
+
+def by_weight(main: Region, weights: Mapping[str, str]) -> dict[int, str]:
+    """For each operation the trained weight that was read last."""
+    keys, key = {}, ""
+    for op in main.forward.ops:
+        key = next((weights[name] for name in op.refs() if name in weights), key)
+        keys[id(op)] = key
+    return keys
+
+
+def _joined(body: list[ModuleSegment], params: set[str], trained: set[str]) -> list[ModuleSegment]:
+    """A segment without parameters, of a module or after an inner one, joins the segment before it.
+
+    Operations after a module may read buffers, as a loss with class weights does.
+    """
+    joined: list[ModuleSegment] = []
+    for segment in body:
+        own = params if segment.key else trained
+        bare = own.isdisjoint(name for op in segment.ops for name in op.refs())
+        inside = joined and (segment.key or not is_number(joined[-1].key.rpartition(".")[2]))
+        if inside and bare and joined[-1].key:
+            joined[-1] = replace(joined[-1], ops=joined[-1].ops + segment.ops)
+        else:
+            joined.append(segment)
+    return joined
+
+
+def _lifted_segments(
+    shared: Sequence[str],
+    made: Mapping[str, Op],
+    constant: set[str],
+    body: list[ModuleSegment],
+    order: Mapping[int, int],
+) -> list[ModuleSegment]:
+    """Regions of values that depend on no parameter: one for all constants, one for each other value."""
+    in_order = lambda ops: tuple(sorted(ops, key=lambda op: order[id(op)]))  # noqa: E731
+    values = [ModuleSegment(key="", ops=in_order(_slice([name], made, constant)), gives=(name,)) for name in shared]
+    used = {name for segment in (*body, *values) for op in segment.ops for name in op.refs()} & constant
+    ops = in_order(_slice(sorted(used), made, set()))
+    gives = tuple(value.name for op in ops for value in op.results if value.name in used)
+    return [*([ModuleSegment(key="", ops=ops, phase="setup", gives=gives)] if ops else []), *values]
+
+
+def _slice(names: Sequence[str], made: Mapping[str, Op], stop: set[str]) -> list[Op]:
+    """The operations that compute these values, except those that `stop` names."""
+    found: dict[int, Op] = {}
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in made and name not in stop and id(made[name]) not in found:
+            found[id(made[name])] = made[name]
+            waiting.extend(made[name].refs())
+    return list(found.values())

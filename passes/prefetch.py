@@ -1,0 +1,178 @@
+"""Start gathers one call ahead and wait for scatters one call late, so that ranks compute meanwhile.
+
+    start gather blocks.0          schedule: 0UNSHARD>0F 0F0>0F …     start gather blocks.0     before 0F
+    wait gather blocks.0                                              wait gather blocks.0
+    run F blocks.0                               ->                   start gather blocks.1
+    free gather blocks.0                                              run F blocks.0
+    start gather blocks.1                                             free gather blocks.0
+    wait gather blocks.1                                              wait gather blocks.1
+    run F blocks.1                                                    start gather ahead 1
+    free gather blocks.1                                              run F blocks.1
+                                                                      free gather blocks.1
+
+The last call of an action starts what the action after it gathers first (`ahead`); the schedule says which action that
+is. Where the rank would then hold more than it does at most, the gather starts between the two (UNSHARD). Where nodes
+are crossed, gathers start two calls ahead, and go around inside nodes one call ahead.
+
+A scatter is waited for when the next one of its stage starts, in the same action or in a later one. Where both halves
+of a backward pass scatter, each first waits for those of the other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from partc import fuel
+from partc.communication.exchanges import Exchanges
+from partc.ir.program import Action, ActionStatement, Body, BodyKind, Program, Verb
+
+_OTHER_HALF: Mapping[BodyKind, BodyKind] = {"I": "W", "W": "I"}
+
+
+def prefetch(program: Program, *, late: frozenset[str] = frozenset()) -> Program:
+    """Put starts and waits apart. Actions named in `late` (0B) gather nothing ahead."""
+    depth = Exchanges(program).levels
+    bodies = {body.name: body for body in program.bodies}
+    stages = [stage for stage in range(program.stages) if fuel.allowed("prefetch", f"stage {stage}")]
+    for stage in stages:
+        computing = [body for kind in ("F", "B", "I", "W") if (body := bodies.get(f"{stage}{kind}")) is not None]
+        for body in computing:
+            other = bodies.get(f"{stage}{_OTHER_HALF[body.kind]}") if body.kind in _OTHER_HALF else None
+            apart = tuple(_apart(body.statements, depth))
+            waits = _waits(_last_scatters(other, depth) if _of(apart, "start", "scatter") else ())
+            bodies[body.name] = replace(body, statements=(*waits, *apart))
+        if f"{stage}B" in bodies and f"{stage}I" in bodies:
+            bodies[f"{stage}B"] = _both(bodies[f"{stage}B"], bodies[f"{stage}I"], bodies[f"{stage}W"])
+        if (body := bodies.get(f"{stage}REFRESH")) is not None:
+            bodies[body.name] = replace(body, statements=tuple(_in_line(body.statements, depth)))
+        left = [name for kind in ("B", "I", "W") for name in _last_scatters(bodies.get(f"{stage}{kind}"), depth)]
+        if left:
+            bodies[f"{stage}REDUCE_GRAD"] = _settled(bodies.get(f"{stage}REDUCE_GRAD"), stage, left)
+    known = {name: body for name, body in bodies.items() if body.index in stages and body.kind != "END"}
+    schedule = tuple(tuple(_ahead(row, known, late, depth)) for row in program.schedule)
+    return replace(program, bodies=tuple(bodies.values()), schedule=schedule)
+
+
+def gathers(statements: Sequence[ActionStatement]) -> tuple[str, ...]:
+    """The calls that an action gathers for, in order."""
+    return tuple(each.of for each in statements if (each.verb, each.subject) == ("wait", "gather"))
+
+
+def _both(body: Body, inputs: Body, weights: Body) -> Body:
+    """A whole backward pass is its two halves, one after the other."""
+    taken = gathers(weights.statements)
+
+    def bound(each: ActionStatement) -> ActionStatement:
+        if not each.ahead:
+            return each
+        later = each.ahead - len(taken)
+        return replace(each, of=taken[each.ahead - 1] if later <= 0 else "", ahead=max(0, later))
+
+    return replace(body, statements=(*map(bound, inputs.statements), *weights.statements))
+
+
+def _apart(statements: Sequence[ActionStatement], depth: int) -> Iterator[ActionStatement]:
+    """The statements of a body with its exchanges `depth` calls apart from their waits."""
+    gathered, scattered = gathers(statements), _of(statements, "start", "scatter")
+    taken = given = 0
+    for each in statements:
+        match each.verb, each.subject:
+            case "wait", "gather":
+                yield each
+                if depth > 1:
+                    yield _coming("relay", gathered, taken + depth - 1)
+                yield _coming("start", gathered, taken + depth)
+                taken += 1
+            case "start", "scatter":
+                yield from _before(scattered, given, depth)
+                yield each
+                given += 1
+            case ("start", "gather") | ("wait", "scatter"):
+                continue
+            case _:
+                yield each
+
+
+def _in_line(statements: Sequence[ActionStatement], depth: int) -> Iterator[ActionStatement]:
+    """Gathers of what is kept whole: each is waited for while the next ones are under way."""
+    names = _of(statements, "wait", "refresh")
+    starts = [ActionStatement(verb="start", subject="refresh", of=name) for name in names]
+    yield from starts[:depth]
+    for index, name in enumerate(names):
+        yield ActionStatement(verb="wait", subject="refresh", of=name)
+        if depth > 1 and index + 1 < len(names):
+            yield ActionStatement(verb="relay", subject="refresh", of=names[index + 1])
+        yield from starts[index + depth : index + depth + 1]
+
+
+def _coming(verb: Verb, names: Sequence[str], index: int) -> ActionStatement:
+    """Of the gather at an index of a body's, or of those after it."""
+    later = index - len(names)
+    return ActionStatement(verb=verb, subject="gather", of="" if later >= 0 else names[index], ahead=max(0, later + 1))
+
+
+def _before(names: Sequence[str], index: int, depth: int) -> Iterator[ActionStatement]:
+    """Waits and relays of earlier scatters before one starts; the body's first follows those of a former action."""
+    if len(names) < depth:
+        yield from _waits([names[index - 1]])
+        return
+    yield from _waits([names[index - depth]])
+    if depth > 1:  # a call has one scatter under way
+        verb: Verb = "wait" if names[index - 1] == names[index] else "relay"
+        yield ActionStatement(verb=verb, subject="scatter", of=names[index - 1])
+
+
+def _waits(names: Iterable[str]) -> tuple[ActionStatement, ...]:
+    return tuple(ActionStatement(verb="wait", subject="scatter", of=name) for name in names)
+
+
+def _last_scatters(body: Body | None, depth: int) -> tuple[str, ...]:
+    """The scatters that may be under way when an action ends."""
+    return _of(body.statements, "start", "scatter")[-depth:] if body is not None else ()
+
+
+def _settled(body: Body | None, stage: int, names: Iterable[str]) -> Body:
+    """The body of REDUCE_GRAD, which waits for scatters first."""
+    unique = tuple(dict.fromkeys(names))
+    old = body.statements if body is not None else ()
+    return Body(kind="REDUCE_GRAD", index=stage, statements=(*_waits(unique), *old))
+
+
+def _of(statements: Sequence[ActionStatement], verb: str, subject: str) -> tuple[str, ...]:
+    return tuple(each.of for each in statements if (each.verb, each.subject) == (verb, subject))
+
+
+def _ahead(row: Sequence[Action], bodies: dict[str, Body], late: frozenset[str], depth: int) -> Iterator[Action]:
+    """The row with what its actions gather ahead, and with what has to be gathered before one of them."""
+    counts = [len(gathers(body.statements)) if (body := bodies.get(_name(action))) else 0 for action in row]
+    places = [index for index, count in enumerate(counts) if count]
+
+    def following(position: int) -> tuple[str, ...]:
+        """The actions, from a place on, that read the next `depth` gathers; none from beyond a late one."""
+        names: list[str] = []
+        found = 0
+        for index in places[position:]:
+            names.append(_name(row[index]))
+            found += counts[index]
+            if found >= depth or names[-1] in late:
+                break
+        return tuple(names)
+
+    if places:
+        yield Action(stage=row[places[0]].stage, kind="UNSHARD", ahead=following(0))
+    opening = False  # whether nobody has gathered ahead for the next action that gathers
+    for index, action in enumerate(row):
+        if not counts[index]:
+            yield action
+            continue
+        position = bisect_left(places, index)
+        if opening:
+            yield Action(stage=action.stage, kind="UNSHARD", ahead=following(position))
+        opening = _name(action) in late
+        yield replace(action, ahead=() if opening else following(position + 1))
+
+
+def _name(action: Action) -> str:
+    return f"{action.stage}{action.kind}"

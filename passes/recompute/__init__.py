@@ -1,0 +1,235 @@
+"""Choose the values that every region saves for its backward pass, and recompute the others there.
+
+    saved gelu, up, norm, x, …                                   saved up, x
+    backward:                                                    backward:
+      input grad_out: …                                            input grad_out: …
+      input gelu: …                                          ->    input up: …
+      input up: …                                                  gelu             = gelu(up)
+      grad_down.weight = linear_grad_weight(grad_out, gelu)        grad_down.weight = linear_grad_weight(grad_out, gelu)
+      grad_up          = gelu_backward(grad_gelu, up)              grad_up          = gelu_backward(grad_gelu, up)
+                                                                   norm, …          = layer_norm(x, …)
+
+`none` saves all values that the backward pass reads. `full` saves only a region's inputs. `selective` recomputes values
+that are large and cheap (Korthikanti et al. 2022, Reducing Activation Recomputation): norms, activations, dropouts, the
+scores of written-out attention; never a product with a weight, a lookup, fused attention or a sum over ranks. It saves
+gathered values as shards and gathers them again (ibid., section 4.2.2), if that is worth the time on the link. The
+saved values are a minimum cut. Operations given by name, such as `softmax,all_gather`, are recomputed wherever that
+saves bytes, and no others but views. A budget, such as `18GB`, is met on every rank with the least time of
+recomputation: see recompute/budget.py.
+
+A recomputed operation stands right before its first reader, so that its results live briefly. Random operations count
+by number and draw the same numbers again. Operations that read a buffer which the forward pass changes are never
+recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from partc.cost.roofline import H100, seconds
+from partc.cost.saved_tensors import Time, changed_buffers, flights, held_inputs, memory_of, parse_bytes
+from partc.ir.layout import Sizes
+from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.program import VIEWS, Graph, Op, Program, Region
+from partc.passes.recompute.budget import check_reach, deal, varied
+from partc.passes.recompute.choice import Point, SavingProblem, frontier, least
+from partc.rules import is_cheap
+from partc.schedules import SCHEDULES, compute_order
+from partc.schedules.table import Table
+
+# A saved byte is worth this many bytes of traffic for recomputation. A norm's one number a row does not justify
+# another norm; a value as large as its operands does.
+WORTH = 16
+
+
+def recompute(
+    program: Program,
+    *,
+    recompute: str = "none",
+    kind: str = "1f1b",
+    table: Table | None = None,
+    times: Sequence[Sequence[Time]] | None = None,
+    frontiers: Mapping[str, Sequence[Point]] | None = None,
+) -> Program:
+    """Rewrite the backward pass of every region whose calls run for each microbatch.
+
+    A budget applies to every pipeline rank, at the `times` of its step; the caller checks whether the closest choice
+    suffices. Without `times` it applies to saved values only, with as many microbatches in flight as the schedule
+    (`kind` or `table`) has; raises PartcError P0415 if it cannot be met. `frontiers` are those of the program, if
+    computed already.
+    """
+    if recompute == "none":
+        return program
+    budget = parse_bytes(recompute)
+    held = held_inputs(program)
+    if budget is None:
+        done = {
+            region.name: remade(region, _kept(region, recompute, held[region.name], fixed, program.sizes))
+            for region, fixed in _chosen(program)
+        }
+        return replace(program, regions=tuple(done.get(region.name, region) for region in program.regions))
+    points = frontiers_of(program) if frontiers is None else frontiers
+    if times is None:
+        ranks = program.mesh.axis(PIPELINE_AXIS)
+        rows = table.rows if table else compute_order(SCHEDULES[kind], ranks, program.microbatches, program.stages)
+        saving = [[Time(flight=flight) for flight in flights(row)] for row in rows]
+        dealt = deal(program, points, saving, budget)
+        check_reach(program, points, dealt, saving, budget)
+    else:
+        dealt = deal(program, points, times, budget)
+
+    def body(region: Region, point: int) -> Region:
+        return remade(region, points[region.name][point].saved | held[region.name])
+
+    return varied(program, dealt, body)
+
+
+def frontiers_of(program: Program) -> dict[str, tuple[Point, ...]]:
+    """For every region whose calls run for each microbatch, the efficient choices of saved values."""
+    held = held_inputs(program)
+    return {
+        region.name: frontier(timed(region, held[region.name], fixed, program.sizes))
+        for region, fixed in _chosen(program)
+    }
+
+
+def _chosen(program: Program) -> Iterator[tuple[Region, frozenset[str]]]:
+    """The regions with a decision to make, and the values that they cannot recompute."""
+    changed = changed_buffers(program)
+    for region in program.regions:
+        if region.backward is not None and region.phase == "microbatch":
+            yield region, _fixed(region, changed.get(region.name, frozenset()))
+
+
+def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> frozenset[str]:
+    """The values that the forward pass hands to the backward pass."""
+    inputs = {value.name for value in region.forward.inputs}
+    if kind == "full":
+        return frozenset(inputs | fixed)
+    if kind != "selective":
+        named = {*kind.split(","), *VIEWS}
+        again = [op for op in _repeatable(region, fixed) if op.name in named]
+        wanted = choice(region, again, lambda op: int(op.name not in VIEWS), held, sizes)
+        return least(wanted, worth=len(again) + 1) | held  # a byte less is worth all of them
+    types = region.types(region.forward)
+    activations = dependents(region.forward.ops, inputs)
+    cheap = [op for op in _repeatable(region, fixed) if op.name == "all_gather" or is_cheap(op, activations)]
+
+    def moved(op: Op) -> int:
+        if op.name == "all_gather":
+            return round(seconds(op, types, sizes) * H100.memory)
+        read = (types[name].local_bytes(sizes) for name in op.refs())
+        return 1 if op.name in VIEWS else sum(read) + sum(value.type.local_bytes(sizes) for value in op.results)
+
+    return least(choice(region, cheap, moved, held, sizes), worth=WORTH) | held
+
+
+def timed(region: Region, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> SavingProblem:
+    """The choice in which every operation may be recomputed, with its time in nanoseconds as effort."""
+    types = region.types(region.forward)
+
+    def nanoseconds(op: Op) -> int:
+        return round(1e9 * seconds(op, types, sizes))
+
+    return choice(region, _repeatable(region, fixed), nanoseconds, held, sizes)
+
+
+def _repeatable(region: Region, fixed: frozenset[str]) -> list[Op]:
+    return [op for op in region.forward.ops if fixed.isdisjoint(value.name for value in op.results)]
+
+
+def choice(
+    region: Region, again: Sequence[Op], effort: Callable[[Op], int], held: frozenset[str], sizes: Sizes
+) -> SavingProblem:
+    """The decision, if only the operations in `again` can be recomputed.
+
+    A value costs the bytes of the memory behind it: all views of a value count as that value. `held` inputs and their
+    views exist anyway.
+    """
+    assert region.backward is not None
+    params = {value.name for value in region.params}
+    values = region.forward.definitions()
+    memory = memory_of(region.forward)
+    size = {name: value.type.local_bytes(sizes) for name, value in values.items()}
+    return SavingProblem(
+        needed=tuple(name for name in region.saved if name not in held),
+        bytes={name: 0 if memory[name] in held | params else size[memory[name]] for name in values},
+        ops=tuple(tuple(value.name for value in op.results) for op in again),
+        reads=tuple(tuple(name for name in dict.fromkeys(op.refs()) if name not in params | held) for op in again),
+        effort=tuple(map(effort, again)),
+    )
+
+
+def remade(region: Region, keep: Collection[str]) -> Region:
+    """The region with a backward graph that recomputes all values that it reads except `keep`.
+
+    A result of an operation that is recomputed anyway is not saved, even if it is in `keep`.
+    """
+    assert region.backward is not None
+    forward, backward = region.forward, region.backward
+    makers = {value.name: index for index, op in enumerate(forward.ops) for value in op.results}
+    incoming = tuple(value for value in backward.inputs if value.name not in region.saved)
+    # Constants are in both graphs, at their first use.
+    twice = set(forward.ops)
+    own = [op for op in backward.ops if op not in twice]
+    given = {value.name for value in (*incoming, *region.params)} | {value.name for op in own for value in op.results}
+    inputs = {value.name for value in forward.inputs}
+    again = _needed(forward.ops, makers, (name for op in own for name in op.refs() if name not in given), keep)
+    saved_anyway = {value.name for index in again for value in forward.ops[index].results}
+    names = _fresh(saved_anyway, {value.name for op in own for value in op.results} | {v.name for v in incoming})
+    ops: list[Op] = []
+    done: set[int] = set()
+    for op in own:
+        wanted = [name for name in op.refs() if name not in given and name in saved_anyway]
+        first = _needed(forward.ops, makers, wanted, {name for name in keep if name not in saved_anyway})
+        ops.extend(forward.ops[index].renamed(names) for index in sorted(first - done))
+        done |= first
+        ops.append(op.renamed({name: names[name] for name in wanted if name in names}))
+    made = {value.name for op in ops for value in op.results} | {value.name for value in (*incoming, *region.params)}
+    saved = tuple(dict.fromkeys(name for op in ops for name in op.refs() if name not in made))
+    values = forward.definitions()
+    assert all(name in inputs or name in keep for name in saved)
+    graph = Graph(inputs=(*incoming, *(values[name] for name in saved)), ops=tuple(ops), outputs=backward.outputs)
+    return replace(region, saved=saved, backward=graph)
+
+
+def _needed(ops: tuple[Op, ...], makers: Mapping[str, int], wanted: Iterable[str], keep: Collection[str]) -> set[int]:
+    """The operations, by index, that compute `wanted` from `keep`, inputs and parameters."""
+    found: set[int] = set()
+    todo = [name for name in wanted if name not in keep]
+    while todo:
+        index = makers.get(todo.pop())
+        if index is not None and index not in found:
+            found.add(index)
+            todo.extend(name for name in ops[index].refs() if name not in keep)
+    return found
+
+
+def _fresh(names: Iterable[str], taken: Collection[str]) -> dict[str, str]:
+    """New names for those that the backward graph already uses."""
+    found: dict[str, str] = {}
+    for name in sorted(set(names).intersection(taken)):
+        count = 1
+        while f"{name}_again_{count}" in taken:
+            count += 1
+        found[name] = f"{name}_again_{count}"
+    return found
+
+
+def dependents(ops: Iterable[Op], roots: Iterable[str]) -> set[str]:
+    """The roots, and all values that depend on them."""
+    found = set(roots)
+    for op in ops:
+        if any(name in found for name in op.refs()):
+            found.update(value.name for value in op.results)
+    return found
+
+
+def _fixed(region: Region, changed: frozenset[str]) -> frozenset[str]:
+    """The results of operations that read a changing buffer, directly or through views."""
+    stale, found = set(changed), set[str]()
+    for op in region.forward.ops:
+        if stale.intersection(op.refs()):
+            (stale if op.name in VIEWS else found).update(value.name for value in op.results)
+    return frozenset(found)

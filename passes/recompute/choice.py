@@ -1,0 +1,168 @@
+"""The choice of saved values: exact trade-offs between memory and recomputation, as integer programs.
+
+Each value has a binary variable for being saved, each recomputable operation one for being recomputed. A value that
+backward or a recomputed operation reads is saved or recomputed. Without a limit on memory this is a minimum cut, and
+the linear relaxation is integral.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from partc.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavingProblem:
+    """The values that backward needs, the cost of saving each value, and the recomputable operations.
+
+    `ops`, `reads` and `effort` are parallel: an operation's results, the values that it reads (without those that exist
+    anyway), and the effort of recomputing it, in any unit.
+    """
+
+    needed: tuple[str, ...]
+    bytes: Mapping[str, int]
+    ops: tuple[tuple[str, ...], ...]
+    reads: tuple[tuple[str, ...], ...]
+    effort: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A choice that no other beats in both criteria: the saved values, their bytes, and the effort of recomputing the
+    others.
+    """
+
+    saved: frozenset[str]
+    bytes: int
+    effort: int
+
+
+def least(choice: SavingProblem, *, worth: int) -> frozenset[str]:
+    """The saved values that minimise `worth` times their bytes plus the effort of recomputing the others."""
+    problem = _Constraints(choice)
+    found = problem.solve(problem.effort + worth * problem.bytes)
+    if found is None:
+        raise InternalError("backward needs a value that is neither saved nor made")
+    return found.saved
+
+
+def frontier(choice: SavingProblem) -> tuple[Point, ...]:
+    """All choices that no other beats, from the one that saves most to the one that saves least."""
+    problem = _Constraints(choice)
+    found: list[Point] = []
+    limit: int | None = None
+    while True:
+        quick = problem.solve(problem.effort, bytes=limit)
+        if quick is None:
+            return tuple(found)
+        smaller = problem.solve(problem.bytes, effort=quick.effort)
+        point = smaller if smaller is not None and smaller.bytes < quick.bytes else quick
+        while found and found[-1].effort >= point.effort:
+            found.pop()
+        found.append(point)
+        limit = point.bytes - 1
+
+
+class _Limit:
+    """A row of coefficients and the upper bound of their sum, in the solver's unit.
+
+    Coefficients above the limit are replaced by one just above it, since the solver's tolerance is relative to the
+    largest.
+    """
+
+    def __init__(self, row: Any, most: int) -> None:
+        self.most = most
+        self.unit = math.gcd(*map(int, row)) or 1
+        self.row = np.minimum(row / self.unit, most // self.unit + 1)
+        self.room = most // self.unit
+
+    def excess(self, number: int) -> int:
+        """The units by which a sum exceeds the limit."""
+        return max(0, -(-(number - self.most) // self.unit))
+
+
+class _Constraints:
+    """The constraints of a choice: columns are recomputed operations, then saved values."""
+
+    def __init__(self, choice: SavingProblem) -> None:
+        self.choice = choice
+        self.makers = {name: index for index, results in enumerate(choice.ops) for name in results}
+        relevant = self._relevant()
+        self.values = [name for name in choice.bytes if name in relevant]
+        count = len(choice.ops)
+        column = {name: count + index for index, name in enumerate(self.values)}
+        pairs: list[tuple[str, int | None]] = [(name, None) for name in choice.needed]
+        again = [index for index, results in enumerate(choice.ops) if not relevant.isdisjoint(results)]
+        pairs += [(name, index) for index in again for name in choice.reads[index]]
+        self.matrix = np.zeros((len(pairs), count + len(self.values)))
+        for row, (name, reader) in zip(self.matrix, pairs, strict=True):
+            row[column[name]] = 1
+            if name in self.makers:
+                row[self.makers[name]] = 1
+            if reader is not None:
+                row[reader] -= 1
+        self.lower = np.array([1.0 if reader is None else 0.0 for _, reader in pairs])
+        self.effort = np.array([*choice.effort, *(0 for _ in self.values)], dtype=float)
+        self.bytes = np.array([*(0 for _ in choice.ops), *(choice.bytes[name] for name in self.values)], dtype=float)
+
+    def solve(self, prices: Any, *, bytes: int | None = None, effort: int | None = None) -> Point | None:
+        """The cheapest choice within these limits; None if there is none.
+
+        Limits are checked in integers: the solver is exact only to its tolerance, so a limit that its answer exceeds is
+        lowered by the excess.
+        """
+        if not self.values:
+            return Point(saved=frozenset(), bytes=0, effort=0) if (bytes or 0) >= 0 else None
+        given = ((self.bytes, bytes), (self.effort, effort))
+        limits = [_Limit(row, most) for row, most in given if most is not None]
+        for attempt in itertools.count():
+            point = self._solved(prices, limits)
+            if point is None:
+                return None
+            numbers = [number for number, most in ((point.bytes, bytes), (point.effort, effort)) if most is not None]
+            excess = [limit.excess(number) for limit, number in zip(limits, numbers, strict=True)]
+            if not any(excess):
+                return point
+            for limit, units in zip(limits, excess, strict=True):
+                limit.room -= units << attempt
+        return None
+
+    def _solved(self, prices: Any, limits: Sequence[_Limit]) -> Point | None:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        constraints = [LinearConstraint(self.matrix, self.lower, np.inf)]
+        constraints += [LinearConstraint(limit.row[None, :], -np.inf, limit.room + 0.5) for limit in limits]
+        unit = math.gcd(*map(int, prices)) or 1
+        found = milp(
+            prices / unit,
+            constraints=constraints,
+            integrality=np.ones(len(prices)),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 0.0},
+        )
+        return None if found.x is None else self._point(found.x > 0.5)
+
+    def _point(self, chosen: Sequence[bool]) -> Point:
+        count = len(self.choice.ops)
+        saved = frozenset(name for name, kept in zip(self.values, chosen[count:], strict=True) if kept)
+        effort = sum(effort for effort, again in zip(self.choice.effort, chosen[:count], strict=True) if again)
+        return Point(saved=saved, bytes=sum(self.choice.bytes[name] for name in saved), effort=effort)
+
+    def _relevant(self) -> set[str]:
+        """The needed values, and those from which they can be recomputed."""
+        found: set[str] = set()
+        todo = list(self.choice.needed)
+        while todo:
+            name = todo.pop()
+            if name not in found:
+                found.add(name)
+                if name in self.makers:
+                    todo.extend(self.choice.reads[self.makers[name]])
+        return found

@@ -1,0 +1,309 @@
+"""Simplify constant expressions, and recognise composites that models spell out.
+
+    tril      = tril(ones)                                      scaled_…  = attention(unsqueeze, …, None, True, None)
+    scaled_…  = attention(unsqueeze, …, tril, False, None)  ->  nll_whole = cross_entropy(linear_4, labels, …)
+    flatten   = reshape(linear_4, (32, 13))
+    flatten_1 = reshape(labels, (32,))
+    nll       = cross_entropy(flatten, flatten_1, …)
+
+A constant that is equal for all examples keeps one row and is broadcast. A mask that consists of constants is
+evaluated: one that hides the future becomes `is_causal`, one that hides nothing is dropped. Keys and values that are
+repeated for groups of query heads are passed unrepeated. Root mean square norms and softmaxes that are written out
+become one operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from partc import fuel
+from partc.ir.layout import Layout
+from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.passes.simplify.idioms import IDIOMS
+from partc.passes.simplify.label_losses import label_losses
+from partc.passes.simplify.masks import known_masks
+from partc.passes.simplify.routing import unsorted_experts
+from partc.passes.simplify.rows import plain_rows
+
+# Operations that treat examples alike along every dimension that they do not name.
+_POINTWISE = frozenset(
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "__and__",
+        "__or__",
+        "__xor__",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_not",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "where",
+        "to",
+        "neg",
+        "cos",
+        "sin",
+        "exp",
+        "remainder",
+        "floor_divide",
+        "masked_fill",
+        "maximum",
+        "minimum",
+        "clamp",
+        "abs",
+    ]
+)
+_ATTENTION = ("attention", "attention_dropout")
+_ALONG = {"slice": 1, "cumsum": 1, "diff": 2, "softmax": 1, "gather": 1}  # position of the dimension they work along
+
+
+def simplify(program: Program) -> Program:
+    """Apply the rewrites to every region and drop dead operations."""
+    return replace(program, regions=tuple(_simplified(region) for region in program.regions))
+
+
+def _simplified(region: Region) -> Region:
+    for rewrite in (
+        _plain_indexing,
+        unsorted_experts,
+        _one_row,
+        known_masks,
+        *(idiom.apply for idiom in IDIOMS),
+        plain_rows,
+        label_losses,
+        _short_chains,
+        _once,
+    ):
+        region = rewrite(region)
+        region = replace(region, forward=region.forward.without_dead())
+    return region
+
+
+def _rebuilt(region: Region, ops: list[Op], same: Mapping[str, str]) -> Region:
+    outputs = tuple(same.get(name, name) for name in region.forward.outputs)
+    return replace(region, forward=Graph(inputs=region.forward.inputs, ops=tuple(ops), outputs=outputs))
+
+
+def _plain_indexing(region: Region) -> Region:
+    """x[arange(n)[:, None], arange(m)[None, :]] is x, with dimensions of one element between."""
+    types = region.types(region.forward)
+    counting: dict[str, int] = {}  # values that count 0, 1, … along one dimension: how far
+    ops = []
+    for op in region.forward.ops:
+        first = op.args[0] if op.args else None
+        picked: list[Op] = []
+        match op.name:
+            case "arange" if len(op.args) == 1 and isinstance(first, int):
+                counting[op.result.name] = first
+            case "add" if isinstance(first, Ref) and first.name in counting and op.args[1] == 0:
+                counting[op.result.name] = counting[first.name]
+            case "reshape" if isinstance(first, Ref) and first.name in counting:
+                if counting[first.name] in op.result.type.shape:
+                    counting[op.result.name] = counting[first.name]
+            case "index" if isinstance(first, Ref):
+                shaped = _as_reshape(op, types[first.name].shape, types, counting)
+                picked = [shaped] if shaped is not None else _as_gather(op, types, counting)
+                picked = picked if picked and fuel.allowed("plain indexing", op.source) else []
+        ops.extend(picked or [op])
+    return _rebuilt(region, ops, {})
+
+
+def _as_reshape(
+    op: Op, shape: tuple[int, ...], types: Mapping[str, TensorType], counting: Mapping[str, int]
+) -> Op | None:
+    """The reshape that an indexing stands for, if every index counts through its whole dimension in order."""
+    indices = op.args[1]
+    if not isinstance(indices, tuple) or len(indices) != len(shape):
+        return None
+    rank, places = len(op.result.type.shape), []
+    for size, index in zip(shape, indices, strict=True):
+        if not isinstance(index, Ref) or counting.get(index.name) != size:
+            return None
+        found = types[index.name].shape
+        place = [dim + rank - len(found) for dim, extent in enumerate(found) if extent != 1]
+        if size != 1 and len(place) != 1:
+            return None
+        places += place
+    if places != sorted(places) or math.prod(op.result.type.shape) != math.prod(shape):
+        return None
+    return replace(op, name="reshape", args=(op.args[0], op.result.type.shape), attrs=())
+
+
+def _as_gather(op: Op, types: Mapping[str, TensorType], counting: Mapping[str, int]) -> list[Op]:
+    """x[arange(b), j]: from each row, one element along the next dimension."""
+    indices = op.args[1]
+    if op.name != "index" or not isinstance(indices, tuple) or len(indices) != 2:
+        return []
+    x, (rows, chosen) = op.args[0], indices
+    if not (isinstance(x, Ref) and isinstance(rows, Ref) and isinstance(chosen, Ref)):
+        return []
+    count, size, *rest = types[x.name].shape
+    if counting.get(rows.name) != count or types[rows.name].shape != (count,) or types[chosen.name].shape != (count,):
+        return []
+    made = op.result.name
+    # A negative index counts from the end for an indexing, not for a gather.
+    steps: tuple[tuple[str, str, tuple[Arg, ...], tuple[int, ...], str], ...] = (
+        ("remainder", f"{made}_index", (chosen, size), (count,), chosen.name),
+        (
+            "reshape",
+            f"{made}_rows",
+            (Ref(f"{made}_index"), (count, 1, *(1 for _ in rest))),
+            (count, 1, *(1 for _ in rest)),
+            chosen.name,
+        ),
+        ("expand", f"{made}_each", (Ref(f"{made}_rows"), (count, 1, *rest)), (count, 1, *rest), chosen.name),
+        ("gather", f"{made}_one", (x, 1, Ref(f"{made}_each")), (count, 1, *rest), x.name),
+        ("reshape", made, (Ref(f"{made}_one"), (count, *rest)), (count, *rest), x.name),
+    )
+    return [
+        Op(name=name, args=args, results=(_whole(result, types[like], shape),), source=op.source)
+        for name, result, args, shape, like in steps
+    ]
+
+
+def _whole(name: str, like: TensorType, shape: tuple[int, ...]) -> Value:
+    return Value(name=name, type=TensorType(dtype=like.dtype, layout=Layout.replicated(shape)))
+
+
+def _one_row(region: Region) -> Region:
+    """Values that are equal along their first dimension keep one row where every reader broadcasts."""
+    types = region.types(region.forward)
+    small: dict[str, str] = {}  # value -> its one row
+    ops: list[Op] = []
+
+    def row(op: Op, args: tuple[Arg, ...]) -> None:
+        shape = (1, *op.result.type.shape[1:])
+        type = TensorType(dtype=op.result.type.dtype, layout=Layout.replicated(shape))
+        value = Value(name=f"{op.result.name}_row", type=type)
+        types[value.name] = type
+        small[op.result.name] = value.name
+        ops.append(replace(op, args=args, results=(value,)))
+
+    for op in region.forward.ops:
+        operands = [name for name in op.refs()]
+        rows = [name for name in operands if name in small]
+        narrow = _narrow(op, types) if op.name == "expand" else None
+        if narrow is not None and fuel.allowed("one row", op.source):
+            row(op, (op.args[0], narrow))
+        elif rows and len(op.results) == 1 and _keeps_rows(op, types, small):
+            row(op.renamed(small), _with_one_row(op, small))
+        elif rows and (op.name in _POINTWISE or op.name in _ATTENTION):
+            op = replace(op.renamed(small), results=op.results)
+            if _broadcasts(op, types):
+                ops.append(op)
+                continue
+        ops.append(op)
+    return _rebuilt(region, _unshadowed(ops), {})
+
+
+def _narrow(op: Op, types: Mapping[str, TensorType]) -> tuple[int, ...] | None:
+    """The sizes of an expand without copies along the first dimension; None if there are no copies."""
+    operand = types[next(op.refs())].shape
+    shape = op.result.type.shape
+    copies = len(shape) > 1 and shape[0] > 1 and (len(operand) < len(shape) or operand[0] == 1)
+    return (1, *shape[1:]) if copies else None
+
+
+def _keeps_rows(op: Op, types: Mapping[str, TensorType], small: Mapping[str, str]) -> bool:
+    """Whether the result is equal along its first dimension because all operands are."""
+    shape = op.result.type.shape
+    for name in op.refs():
+        operand = types[name].shape
+        if name not in small and len(operand) == len(shape) and operand and operand[0] != 1:
+            return False
+    if op.name in _POINTWISE:
+        return True
+    if op.name in _ALONG:
+        dim = op.args[_ALONG[op.name]]
+        return isinstance(dim, int) and dim % len(shape) != 0
+    if op.name == "reshape":
+        return bool(shape) and shape[0] == types[next(op.refs())].shape[0]
+    return op.name == "embedding" and [*op.refs()][1] in small
+
+
+def _with_one_row(op: Op, small: Mapping[str, str]) -> tuple[Arg, ...]:
+    args = op.renamed(small).args
+    if op.name == "reshape":
+        return (args[0], (1, *op.result.type.shape[1:]))
+    return args
+
+
+def _broadcasts(op: Op, types: Mapping[str, TensorType]) -> bool:
+    """Whether the operation yields its whole result although some operands have one row."""
+    shapes = [types[name].shape for name in op.refs()]
+    if op.name in _ATTENTION:
+        return len(shapes) > 3 and shapes[0][0] == op.result.type.shape[0] and shapes[1][0] == shapes[0][0]
+    return tuple(torch.broadcast_shapes(*shapes)) == op.result.type.shape
+
+
+def _unshadowed(ops: list[Op]) -> list[Op]:
+    """Keep one definition of each name: the one-row operation precedes the original."""
+    seen: set[str] = set()
+    kept = []
+    for op in ops:
+        if not any(value.name in seen for value in op.results):
+            kept.append(op)
+            seen.update(value.name for value in op.results)
+    return kept
+
+
+def _short_chains(region: Region) -> Region:
+    """A reshape of a reshape reads the first one's operand; one that restores the original shape is dropped."""
+    types = region.types(region.forward)
+    made: dict[str, Op] = {}
+    same: dict[str, str] = {}
+    ops = []
+    for op in region.forward.ops:
+        op = replace(op.renamed(same), results=op.results)
+        if op.name == "reshape":
+            base = next(op.refs())
+            while base in made and made[base].name == "reshape":
+                base = next(made[base].refs())
+            shorter = types[base].shape == op.result.type.shape or Ref(base) != op.args[0]
+            if shorter and not fuel.allowed("short chain", op.source):
+                base = next(op.refs())
+            elif types[base].shape == op.result.type.shape:
+                same[op.result.name] = base
+                continue
+            op = replace(op, args=(Ref(base), *op.args[1:]))
+        made.update((value.name, op) for value in op.results)
+        ops.append(op)
+    return _rebuilt(region, ops, same)
+
+
+def _once(region: Region) -> Region:
+    """Merge equal operations that depend on no input, so that bodies share the views of one table."""
+    bound = {value.name for value in region.forward.inputs}
+    known: dict[tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]], Op] = {}
+    same: dict[str, str] = {}
+    ops = []
+    for op in region.forward.ops:
+        op = replace(op.renamed(same), results=op.results)
+        if bound.isdisjoint(op.refs()):
+            key = (op.name, op.args, op.attrs)
+            alike = key in known and _key_types(known[key]) == _key_types(op)
+            if alike and fuel.allowed("constant made once", op.source):
+                same.update((new.name, old.name) for new, old in zip(op.results, known[key].results, strict=True))
+                continue
+            known[key] = op
+        else:
+            bound.update(value.name for value in op.results)
+        ops.append(op)
+    return _rebuilt(region, ops, same)
+
+
+def _key_types(op: Op) -> tuple[TensorType, ...]:
+    return tuple(value.type for value in op.results)

@@ -1,0 +1,202 @@
+"""Mixtures of experts that sort their tokens: the same computation on tokens in their original order.
+
+    s, perm = sort(experts)                       r = expand(reshape(x, (t, 1, h)), (t, k, h))
+    g       = index(x, (perm // k,))              y = expert_matmul(reshape(r, (t k, h)), experts, w)
+    y       = grouped_mm(g, w, counts)      ->    z = mul(y, scores)
+    z       = mul(y, index(scores, (perm,)))
+    out     = index(z, (inverse of perm,))        out is z
+
+Sorting by expert is an implementation detail of grouped products. It mixes examples, so that no batch could be cut
+across it. Between the sort and its inverse everything works row by row, in any order of rows. `expert_matmul`
+multiplies each row by the matrix of its expert, and sorts internally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from partc import fuel
+from partc.ir.layout import Layout
+from partc.ir.program import Arg, Graph, Op, Ref, Region, TensorType, Value
+
+_GROUPED = frozenset({"grouped_mm", "_grouped_mm", "partc_double::grouped_mm", "transformers::grouped_mm_fallback"})
+_ELEMENTWISE_NAMES = (
+    "add sub mul div pow neg exp tanh sigmoid relu silu gelu rsqrt sqrt square abs erf to where masked_fill clamp"
+    " maximum minimum clamp_min clamp_max hardswish leaky_relu softplus mish"
+)
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+
+
+def unsorted_experts(region: Region) -> Region:
+    """Rewrite every sort by expert whose whole path to its inverse is understood; leave others unchanged."""
+    types = region.types(region.forward)
+    graph = region.forward
+    for op in region.forward.ops:
+        if op.name == "sort" and len(op.results) == 2 and len(op.results[0].type.shape) == 1:
+            done = _Unsorting(op, types).run(graph)
+            if done is not None and fuel.allowed("unsorted experts", op.source):
+                graph = done
+    return replace(region, forward=graph)
+
+
+class _NotUnderstood(Exception):
+    """An operation reads sorted rows other than row by row."""
+
+
+@dataclass(slots=True)
+class _Unsorting:
+    """One sort, and the facts about the values that depend on it."""
+
+    sort: Op
+    types: Mapping[str, TensorType]
+    rows: dict[str, str] = field(default_factory=dict)  # a value in sorted order -> the same in the original order
+    every: dict[str, int] = field(default_factory=dict)  # perm // k -> k
+    numbers: set[str] = field(default_factory=set)  # the sorted experts, in other types, to count them
+    counts: set[str] = field(default_factory=set)
+    inverse: set[str] = field(default_factory=set)
+    fresh: set[str] = field(default_factory=set)  # tensors that the inverse is written into
+    same: dict[str, str] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+
+    def run(self, graph: Graph) -> Graph | None:
+        """The graph without the sort; None if some reader is not understood."""
+        self.numbers.add(self.sort.results[0].name)
+        met = False
+        try:
+            for op in graph.ops:
+                if op.results == self.sort.results:
+                    met = True
+                elif not met or not self._concerns(op):
+                    self.ops.append(replace(op.renamed(self.same), results=op.results))
+                elif any(name in self.same for name in op.refs()) or not self._taken(op):
+                    return None
+        except _NotUnderstood:
+            return None
+        outputs = tuple(self.same.get(name, name) for name in graph.outputs)
+        inside = {*self.rows, *self.every, *self.numbers, *self.counts, *self.inverse, self._perm}
+        if inside.intersection(outputs):
+            return None
+        return Graph(inputs=graph.inputs, ops=tuple(self.ops), outputs=outputs)
+
+    @property
+    def _perm(self) -> str:
+        return self.sort.results[1].name
+
+    @property
+    def _experts(self) -> Ref:
+        return Ref(next(self.sort.refs()))
+
+    @property
+    def _length(self) -> int:
+        return self.sort.results[0].type.shape[0]
+
+    def _concerns(self, op: Op) -> bool:
+        known = (self.rows, self.every, self.numbers, self.counts, self.inverse, self.fresh, (self._perm,))
+        return any(name in names for name in op.refs() for names in known)
+
+    def _taken(self, op: Op) -> bool:
+        """Rewrite one reader of the sort's results; False if it is not understood."""
+        if len(op.results) == 1 and self._is_bookkeeping(op):
+            return True
+        if op.name == "index":
+            return self._index(op)
+        if op.name in _GROUPED:
+            return self._product(op)
+        return self._row_by_row(op)
+
+    def _is_bookkeeping(self, op: Op) -> bool:
+        """Whether the operation only counts tokens or inverts the order."""
+        names, made = list(op.refs()), op.result.name
+        match op.name:
+            case "floor_divide" if names == [self._perm] and isinstance(op.args[1], int):
+                self.every[made] = op.args[1]
+            case "to" if names[0] in self.numbers:
+                self.numbers.add(made)
+            case "histc" | "bincount" if names == [next(iter(names))] and names[0] in self.numbers:
+                self.counts.add(made)
+            case "cumsum" | "to" if names[0] in self.counts:
+                self.counts.add(made)
+            case "empty_like" | "zeros_like" if names == [self._perm]:
+                self.fresh.add(made)
+            case "argsort" if names == [self._perm]:
+                self.inverse.add(made)
+            case "index_put" if names[0] in self.fresh and names[1:2] == [self._perm]:
+                self.inverse.add(made)
+            case _:
+                return False
+        return True
+
+    def _index(self, op: Op) -> bool:
+        indices = op.args[1]
+        if not isinstance(op.args[0], Ref) or not isinstance(indices, tuple) or len(indices) != 1:
+            return False
+        source, index = op.args[0].name, indices[0]
+        if not isinstance(index, Ref):
+            return False
+        if index.name == self._perm and source not in self.rows:
+            self.rows[op.result.name] = source
+        elif index.name in self.every and source not in self.rows:
+            self.rows[op.result.name] = self._repeated(op, source, self.every[index.name])
+        elif index.name in self.inverse and source in self.rows:
+            self.same[op.result.name] = self.rows[source]
+        else:
+            return False
+        return True
+
+    def _repeated(self, op: Op, source: str, times: int) -> str:
+        """Repeat every row `times` times, consecutively."""
+        count, *rest = self.types[source].shape
+        if count * times != self._length:
+            raise _NotUnderstood
+        dtype = self.types[source].dtype
+        made = op.result.name
+        steps: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+            ("reshape", f"{made}_one", (count, 1, *rest)),
+            ("expand", f"{made}_each", (count, times, *rest)),
+            ("reshape", made, (count * times, *rest)),
+        )
+        for name, result, shape in steps:
+            value = Value(name=result, type=TensorType(dtype=dtype, layout=Layout.replicated(shape)))
+            self.ops.append(Op(name=name, args=(Ref(source), shape), results=(value,), source=op.source))
+            source = result
+        return made
+
+    def _product(self, op: Op) -> bool:
+        given: dict[str, Arg] = dict(zip(("x", "w", "offs", "bias", "dtype"), op.args, strict=False)) | dict(op.attrs)
+        x, w, offsets = given["x"], given["w"], given.get("offs")
+        if given.get("bias") is not None or given.get("dtype") is not None:
+            return False
+        if not (isinstance(x, Ref) and isinstance(w, Ref) and isinstance(offsets, Ref)):
+            return False
+        if x.name not in self.rows or w.name in self.rows or offsets.name not in self.counts:
+            return False
+        args = (Ref(self.rows[x.name]), self._experts, w)
+        self._keep(replace(op, name="expert_matmul", args=args, attrs=()))
+        return True
+
+    def _row_by_row(self, op: Op) -> bool:
+        names = list(op.refs())
+        if any(name not in self.rows and not self._is_spread(name, op) for name in names):
+            return False
+        shape = op.results[0].type.shape
+        match op.name:
+            case "split":
+                fits = isinstance(op.args[2], int) and op.args[2] % len(self.types[names[0]].shape) != 0
+            case "reshape":
+                fits = bool(shape) and shape[0] == self._length
+            case _:
+                fits = op.name in _ELEMENTWISE and shape[0] == self._length
+        if fits:
+            self._keep(replace(op.renamed(self.rows), results=op.results))
+        return fits
+
+    def _is_spread(self, name: str, op: Op) -> bool:
+        """Whether an operand is equal for all rows."""
+        mine, whole = self.types[name].shape, op.results[0].type.shape
+        inside = name in self.every or name in self.numbers or name in self.counts or name in self.inverse
+        return not inside and name != self._perm and (len(mine) < len(whole) or mine[0] == 1)
+
+    def _keep(self, op: Op) -> None:
+        self.ops.append(op)
+        self.rows.update((value.name, value.name) for value in op.results)

@@ -1,0 +1,60 @@
+"""A small stack of blocks between a table and a head: most passes have something to rewrite in it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Turned(nn.Module):
+    """A layer whose weight is stored [in, out]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ self.weight + self.bias)
+
+
+class Stack(nn.Module):
+    def __init__(self, width: int, depth: int, words: int, turned: bool, masked: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Turned(width) if turned else Block(width) for _ in range(depth))
+        self.masked = masked
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.masked:
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+            x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=mask)[:, 0]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def model(width: int = 8, depth: int = 2, words: int = 13, turned: bool = False, masked: bool = False) -> nn.Module:
+    return Stack(width, depth, words, turned, masked)
+
+
+def batch(batch: int = 8, words: int = 13) -> dict[str, Tensor]:
+    return {name: torch.randint(words, (batch, 4)) for name in ("ids", "labels")}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())

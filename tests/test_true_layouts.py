@@ -1,0 +1,184 @@
+"""The layouts in the IR and in the comments of emitted code are those that ranks see."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import partc
+from partc.errors import InternalError
+from partc.ir.layout import Layout
+from partc.ir.mesh import Mesh
+from partc.ir.operators import DTYPES
+from partc.ir.program import Op, Ref, TensorType, Value
+from partc.rules.inference import inferred, reshaped
+from partc.rules.layout_check import Verifier
+from tests.zoo import EXAMPLES, MODELS
+
+SIZES = {"dp": 2, "tp": 4}
+
+
+def typed(layout: str) -> TensorType:
+    return TensorType(dtype="f32", layout=Layout.parse(layout))
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "local", "expected"),
+    [
+        (Op(name="linear", args=(Ref("a"), Ref("b"))), ("[8@dp, 16@tp]", "[6, 16@tp]"), (4, 6), "[8@dp, 6] partial(tp)"),
+        (Op(name="linear_grad_weight", args=(Ref("a"), Ref("b"))), ("[8@dp, 12@tp]", "[8@dp, 6]"), (3, 6), "[12@tp, 6] partial(dp)"),
+        (Op(name="mul", args=(Ref("a"), Ref("b"))), ("[8@dp, 16] partial(tp)", "[16]"), (4, 16), "[8@dp, 16] partial(tp)"),
+        (Op(name="permute", args=(Ref("a"), (1, 0))), ("[8@dp, 16@tp]",), (4, 4), "[16@tp, 8@dp]"),
+        (Op(name="reshape", args=(Ref("a"), (4, 2, 8))), ("[8@dp, 64@tp]",), (4, 2, 8), "[8@dp, 8@tp, 8]"),
+        (Op(name="reduce_scatter", args=(Ref("a"),), attrs=(("dim", 1), ("axis", "tp"))), ("[8@dp, 16] partial(tp)",), (4, 4), "[8@dp, 16@tp]"),
+        (Op(name="all_gather", args=(Ref("a"),), attrs=(("dim", 1), ("axis", "tp"))), ("[8@dp, 16@tp]",), (4, 16), "[8@dp, 16]"),
+        (Op(name="put", args=(Ref("a"),), attrs=(("dim", 1), ("axis", "tp"))), ("[8, 16@tp]",), (8, 16), "[8, 16] partial(tp)"),
+        (Op(name="silu_backward", args=(Ref("a"), Ref("b"))), ("[8@dp, 16@tp]", "[8@dp, 16@tp]"), (4, 4), "[8@dp, 16@tp]"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Op) else "",
+)  # fmt: skip
+def test_results_are_cut_like_the_factors_they_have(
+    op: Op, operands: tuple[str, ...], local: tuple[int, ...], expected: str
+) -> None:
+    types = {name: typed(layout) for name, layout in zip("ab", operands, strict=False)}
+    result = Value(name="y", type=TensorType(dtype="f32", layout=Layout.replicated(local)))
+    (found,) = inferred(replace(op, results=(result,)), types, SIZES)
+    assert found is not None and found.layout.normalized(SIZES) == Layout.parse(expected)
+
+
+def test_elements_keep_their_place_in_another_shape() -> None:
+    assert reshaped(Layout.parse("[8@dp · 64@tp]"), (4, 16), SIZES) == Layout.parse("[8@dp, 64@tp]")
+    assert reshaped(Layout.parse("[8@dp, 6]"), (3, 8), SIZES) is None
+
+
+def test_a_layout_that_its_operands_do_not_make_is_refused() -> None:
+    program = partc.compile(MODELS["gpt"].source(EXAMPLES), mesh="1x2x2", microbatches=2).program
+    Verifier()(program, frozenset({"local"}), "schedule")
+    index = next(i for i, region in enumerate(program.regions) if region.name == "block")
+    backward = program.regions[index].backward
+    assert backward is not None
+    wrong = next(
+        i for i, op in enumerate(backward.ops) if op.name == "linear_grad_input" and op.result.type.layout.axes
+    )
+    op = backward.ops[wrong]
+    local = replace(op, results=(replace(op.result, type=op.result.type.local(program.sizes)),))
+    graph = replace(backward, ops=(*backward.ops[:wrong], local, *backward.ops[wrong + 1 :]))
+    regions = list(program.regions)
+    regions[index] = replace(regions[index], backward=graph)
+    with pytest.raises(InternalError, match=f"{op.result.name} = linear_grad_input is"):
+        Verifier()(replace(program, regions=tuple(regions)), frozenset({"local"}), "schedule")
+
+
+RUN = """
+import runpy, sys, threading
+from pathlib import Path
+import torch
+root, steps = Path(sys.argv[1]), sys.argv[2]
+sys.path.insert(0, str(root))
+from runtime.comm import virtual
+place, seen, counts = threading.local(), {}, {}
+
+def note(line, name, value):
+    if isinstance(value, torch.Tensor):
+        rank = getattr(place, "rank", 0)
+        turn = counts[rank, line] = counts.get((rank, line), 0) + 1
+        seen[line, name, turn, rank] = value.detach().clone()
+
+def run(self, work, before=virtual.World.run):
+    def here(number):
+        place.rank = number
+        work(number)
+    before(self, here)
+
+virtual.World.run = run
+import builtins
+builtins.note_layout = note
+sys.argv = ["train.py", "--virtual", "--steps", steps, "--no-tuning"]
+try:
+    runpy.run_path(str(root / "train.py"), run_name="__main__")
+except SystemExit as done:
+    assert not done.code
+torch.save(seen, root / "seen.pt")
+"""
+TYPE = re.compile(r"# ([a-z]+\d+|bool)(\[.*)$")
+
+
+def noted(path: Path) -> dict[str, tuple[str, str]]:
+    """Have a region's functions tell each value that has a comment; the comments by place in the file."""
+    text = path.read_text()
+    lines = text.split("\n")
+    found: dict[str, tuple[str, str]] = {}
+    after: dict[int, str] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign) and node.end_lineno is not None and node.col_offset == 4:
+            target = node.targets[0].elts[0] if isinstance(node.targets[0], ast.Tuple) else node.targets[0]
+            comment = TYPE.search(lines[node.end_lineno - 1])
+            if isinstance(target, ast.Name) and target.id != "_" and comment:
+                key = f"{path.stem}:{node.end_lineno}"
+                found[key] = comment[1], comment[2]
+                after[node.end_lineno] = f"    note_layout({key!r}, {target.id!r}, {target.id})"
+    path.write_text(
+        "\n".join(
+            text for number, line in enumerate(lines, 1) for text in (line, after.get(number)) if text is not None
+        )
+    )
+    return found
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "pipeline, data and tensors": ("gpt", {"mesh": "2x2x2", "microbatches": 2}),
+    "zero 3, bf16, recomputed": ("gpt", {"mesh": "1x2x2", "zero": 3, "precision": "bf16", "recompute": "selective"}),
+    "kernels": ("gpt", {"mesh": "1x1x2", "kernels": "triton"}),
+    "halves of backward": ("gpt2_dropout", {"mesh": "2x1x2", "microbatches": 2, "schedule": "zero-bubble"}),
+    "experts": ("mixture", {"mesh": "1x2x2"}),
+    "convolutions": ("resnet", {"mesh": "1x2x2"}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name.startswith("zero 3") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_comments_of_emitted_values_are_what_ranks_see(name: str, tmp_path: Path) -> None:
+    """Local shapes follow from them; values are equal on the ranks of axes that they do not name."""
+    model, options = CASES[name]
+    source = MODELS[model]
+    package = partc.compile(source.source(tmp_path), options=source.options, **options)
+    folder = package.write(tmp_path / "build")
+    mesh: Mesh = package.program.mesh
+    comments = {key: found for path in (folder / "regions").glob("*.py") for key, found in noted(path).items()}
+    done = subprocess.run([sys.executable, "-c", RUN, str(folder), "1"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen: dict[tuple[str, str, int, int], Tensor] = torch.load(folder / "seen.pt")
+    assert len({key[0] for key in seen}) > 20
+    once = {region.name for region in package.program.regions if region.phase == "step"}
+    groups: dict[tuple[str, str, int, Any], dict[int, Tensor]] = defaultdict(dict)
+    for (line, value, turn, rank), x in seen.items():
+        dtype, text = comments[line]
+        layout = Layout.parse(text)
+        sizes = {**package.program.sizes, **({"mb": 1} if line.partition(":")[0] in once else {})}
+        assert tuple(x.shape) == layout.local_shape(sizes), f"{line} {value}: {tuple(x.shape)} is not {text}"
+        assert DTYPES[dtype] == x.dtype, f"{line} {value}"
+        place = mesh.coordinate(rank)
+        apart = {
+            axis: index
+            for axis, index in place.items()
+            if axis == "pp" or axis in (*layout.sharded_axes, *layout.partial)
+        }
+        groups[line, value, turn, tuple(apart.items())][rank] = x
+    compared = 0
+    for (line, value, *_), held in groups.items():
+        for (_, a), (_, b) in itertools.pairwise(held.items()):
+            compared += 1
+            assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{line} {value} is not equal on ranks {list(held)}"
+    assert compared > 0

@@ -11,7 +11,7 @@ import torch
 from partc.codegen import losses
 from partc.codegen.operands import Emit, Operands, arguments
 from partc.ir.layout import Layout, SubDim
-from partc.ir.program import Op, Ref, TensorType
+from partc.ir.program import Op, Ref, TensorType, Value
 from partc.rules import kernels
 from partc.rules.rule import integers
 
@@ -58,9 +58,9 @@ def returns_more(name: str) -> bool:
     return name in _RETURN_MORE
 
 
-def result_type(op: Op) -> TensorType:
-    """The type of the first result: tables' gradients are summed in at least fp32."""
-    type = op.results[0].type
+def emitted_type(op: Op, value: Value) -> TensorType:
+    """The type of a result as emitted code has it: tables' gradients are summed in at least fp32."""
+    type = value.type
     wide = op.name in ("embedding_dense_backward", "embedding_shard_backward") and type.dtype in ("bf16", "f16")
     return replace(type, dtype="f32") if wide else type
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from partc.codegen.expressions import (
     accumulates,
     accumulation,
+    emitted_type,
     expression,
     is_atom,
     is_chained,
-    result_type,
     returns_more,
     unsummed,
     with_accumulation,
@@ -80,6 +80,7 @@ def region_code(
         saved=writer.record(called.saved, writer.saved, region.forward, saved),
         kept=writer.record(called.kept, writer.kept, region.backward, region.kept) if region.backward else None,
         compiled=compiled,
+        has_local=any(value.type.layout.local for graph in region.graphs for value in graph.definitions().values()),
         gradient_inputs=tuple(
             index
             for index, value in enumerate(region.forward.inputs)
@@ -337,7 +338,7 @@ class _Writer:
         if single and returns_more(op.name):
             targets.append("*_")
         parts, sums = added(op, apart, buffers, names)
-        layout = str(result_type(op)) if made else ""
+        layout = str(emitted_type(op, made[0])) if made else ""
         read = frozenset(operands.used)
         lines = [Line(code=f"{', '.join((*targets, *parts))} = {code}", layout=layout, notes=notes, uses=read)]
         for value in made:

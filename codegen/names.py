@@ -137,12 +137,15 @@ class RegionNames:
         return (self.stem, self.params, self.saved, self.kept, self.constant, *functions)
 
 
+_LONGEST_STEM = 100  # a stem names a file too, and file systems limit names to 255 bytes
+
+
 def region_names(regions: Iterable[str]) -> dict[str, RegionNames]:
     """Identifiers for the regions of a program, distinct also where file names ignore case."""
     found: dict[str, RegionNames] = {}
     taken = set(_TAKEN)
     for region in regions:
-        stem, number = identifier(region), 1
+        stem, number = identifier(region)[:_LONGEST_STEM], 1
         names = _region_names(stem)
         while not taken.isdisjoint(names.every):
             number += 1

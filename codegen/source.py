@@ -71,6 +71,7 @@ class RegionCode:
     backward: Function | None
     weight: Function | None
     compiled: bool  # whether torch.compile makes kernels of the functions
+    has_local: bool  # whether the layout of some value is known within a rank only
     gradient_inputs: tuple[int, ...]  # positions of the inputs whose gradients backward returns
     gradient_outputs: tuple[int, ...]  # positions of the outputs whose gradients backward takes
 

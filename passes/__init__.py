@@ -174,7 +174,7 @@ PIPELINE: tuple[Pass, ...] = (
         requires=("plain",),
         ensures=("split",),
         after=("recompute",),
-        options=("halves", "zero", "budget"),
+        options=("halves", "zero", "budget", "as_written"),
     ),
     Pass(
         name="bias",

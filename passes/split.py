@@ -22,7 +22,7 @@
       …
 
 Zero-bubble schedules run the second part when a rank would be idle (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
-Under all other schedules, a stage that returns gradients runs it right after it has sent them: the transfer overlaps
+Under all other schedules of partc, a stage that returns gradients runs it right after it has sent them: the transfer overlaps
 with the gradients of weights, and the earlier stage starts sooner. A region that other stages call as well becomes two.
 Operations that the gradients of inputs need, collectives included, run in the first part; gradients of weights that
 these operations yield stay there.
@@ -39,16 +39,18 @@ from partc.ir.printer import COLLECTIVES
 from partc.ir.program import Graph, Program, Region, needed
 
 
-def split(program: Program, *, halves: bool = False, zero: int = 0, budget: int | None = None) -> Program:
+def split(
+    program: Program, *, halves: bool = False, zero: int = 0, budget: int | None = None, as_written: bool = False
+) -> Program:
     """Give regions with trained parameters a weight graph: all regions if the schedule runs the `halves` separately.
 
     Otherwise regions of stages that return gradients, where this costs neither memory nor overlap with collectives.
-    Backward passes stay whole under ZeRO 2 and 3, which scatter all gradients of a call together, and under a memory
-    `budget`, which is met with whole passes.
+    Backward passes stay whole under ZeRO 2 and 3, which scatter all gradients of a call together, under a memory
+    `budget`, which is met with whole passes, and in a user's schedule, which is executed `as_written`.
     """
     if halves:
         return replace(program, regions=tuple(map(_split, program.regions)))
-    return program if zero >= 2 or budget is not None else _sending_first(program)
+    return program if zero >= 2 or budget is not None or as_written else _sending_first(program)
 
 
 def _sending_first(program: Program) -> Program:

@@ -123,7 +123,8 @@ def test_every_mesh_draws_what_one_device_draws(
     assert package.program.draws == 4 + 3 * 5
     blocks = [call for call in package.program.calls if call.name.startswith("blocks.")]
     numbers = [call.random for call in blocks]
-    assert numbers == [4, 9, 14] and len({call.region for call in blocks}) == 1
+    assert numbers == [4, 9, 14]
+    assert len({call.region for call in blocks}) <= 2  # one of them with a split backward pass
 
 
 @pytest.mark.slow

@@ -116,8 +116,8 @@ def bytes_of(values):
     return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors(values)}
 
 run = executor.Step.run
-def measured(self, action):
-    run(self, action)
+def measured(self, action, **options):
+    run(self, action, **options)
     held = bytes_of([self.microbatches, [vars(stage) for stage in self.stages.values()]])
     saved = bytes_of(self.saved)
     size = sum(count for where, count in saved.items() if where not in held)

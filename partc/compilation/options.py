@@ -204,6 +204,7 @@ class Options:
             "casts": dict(map(_cast, self.casts)),
             "halves": self.split_backward,
             "budget": self.budget,
+            "as_written": self.table is not None,
             "zero": self.zero,
             "zero_axes": self.zero_axes,
             "recompute": self.recompute,

@@ -49,15 +49,17 @@ Placement = Shard | Replicated | Varying | Partial
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sub-dimensions of each dimension, from major to minor, and the partial and varying axes.
+    """The sub-dimensions of each dimension, from major to minor, and the partial, varying and local axes.
 
     An axis that appears nowhere is replicated. `[16@dp · 2048@tp, 4096]` is a flattened (batch, sequence) dimension
-    whose two parts are sharded over two axes.
+    whose two parts are sharded over two axes. Over a local axis each rank has a value of its own in the given shape,
+    and no layout says how these values belong together: intermediate results of an operation without a rule.
     """
 
     dims: tuple[tuple[SubDim, ...], ...]
     partial: tuple[str, ...] = ()
     varying: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
 
     @classmethod
     def replicated(cls, shape: Iterable[int]) -> Layout:
@@ -107,7 +109,7 @@ class Layout:
     @property
     def axes(self) -> tuple[str, ...]:
         """All axes that are not replicated."""
-        return (*self.sharded_axes, *self.partial, *self.varying)
+        return (*self.sharded_axes, *self.partial, *self.varying, *self.local)
 
     def placement(self, axis: str) -> Placement:
         if axis in self.partial:
@@ -133,10 +135,10 @@ class Layout:
         before it. A sub-dimension that is cut down to single elements joins the next one.
         """
         dims = tuple(_normalized_dim(dim, sizes) for dim in self.dims)
-        partial, varying = (
-            tuple(sorted(axis for axis in axes if sizes[axis] > 1)) for axes in (self.partial, self.varying)
+        partial, varying, local = (
+            tuple(sorted(axis for axis in axes if sizes[axis] > 1)) for axes in (self.partial, self.varying, self.local)
         )
-        return Layout(dims, partial, varying)
+        return Layout(dims, partial, varying, local)
 
     def without(self, *axes: str) -> Layout:
         """The same layout with these axes replicated (not normalized)."""
@@ -145,6 +147,7 @@ class Layout:
             tuple(tuple(SubDim(s.size, tuple(a for a in s.axes if a not in drop)) for s in dim) for dim in self.dims),
             tuple(a for a in self.partial if a not in drop),
             tuple(a for a in self.varying if a not in drop),
+            tuple(a for a in self.local if a not in drop),
         )
 
     def dual(self) -> Layout:
@@ -153,21 +156,19 @@ class Layout:
 
     def __str__(self) -> str:
         dims = ", ".join(" · ".join(map(str, dim)) for dim in self.dims)
-        partial = f" partial({','.join(self.partial)})" if self.partial else ""
-        varying = f" vary({','.join(self.varying)})" if self.varying else ""
-        return f"[{dims}]{partial}{varying}"
+        marked = (("partial", self.partial), ("vary", self.varying), ("local", self.local))
+        return f"[{dims}]" + "".join(f" {mark}({','.join(axes)})" for mark, axes in marked if axes)
 
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Parse the result of `str`; `*` may stand for `·`. Raises ValueError."""
-        match = re.fullmatch(r"\[([^\]]*)\]((?:\s+(?:partial|vary)\([\w,]+\))*)", text.strip())
+        match = re.fullmatch(r"\[([^\]]*)\]((?:\s+(?:partial|vary|local)\([\w,]+\))*)", text.strip())
         if not match:
             raise ValueError(f"not a layout: {text!r}")
         dims = tuple(_parse_dim(part) for part in _split_dims(match.group(1)))
-        marks = {
-            kind: tuple(axes.split(",")) for kind, axes in re.findall(r"(partial|vary)\(([\w,]+)\)", match.group(2))
-        }
-        return cls(dims, marks.get("partial", ()), marks.get("vary", ()))
+        marked = re.findall(r"(partial|vary|local)\(([\w,]+)\)", match.group(2))
+        marks = {kind: tuple(axes.split(",")) for kind, axes in marked}
+        return cls(dims, *(marks.get(kind, ()) for kind in ("partial", "vary", "local")))
 
 
 def index_ranges(

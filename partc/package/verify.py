@@ -291,9 +291,17 @@ def _compare_step(
                 if mine is None or mine.shape != theirs.shape:
                     error = math.inf
                 else:
-                    error = relative_error(_apart(mine, theirs, measure), 0.0, max(measure(whole), floors[kind]))
+                    scale = max(measure(whole), floors[kind], _spread(reference, kind, name, measure))
+                    error = relative_error(_apart(mine, theirs, measure), 0.0, scale)
                 told = kind if trained or kind == "gradient" else "constant"
                 yield Difference(kind=told, name=name, rel_err=error, step=step, rank=rank)
+
+
+def _spread(reference: Mapping[str, Tensor], kind: str, name: str, measure: Callable[[Tensor], float]) -> float:
+    """The standard deviation of the values whose mean a batch norm keeps: which may be zero but for rounding."""
+    place, found, _ = name.rpartition("running_mean")
+    variance = reference.get(f"{kind}/{place}running_var") if found else None
+    return 0.0 if variance is None else math.sqrt(measure(variance))
 
 
 def _whole(reference: Mapping[str, Tensor], kind: str, name: str, shard: Shard) -> Tensor:

@@ -9,7 +9,7 @@ cut, and a result's dimension is made of its factors; a contracted factor that i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from partc.ir.layout import Layout, Sizes, SubDim
@@ -22,6 +22,8 @@ _SAME = frozenset({"wait", "alias", "clone", "detach", "contiguous", "to", "vary
 _MOVING = MOVING | {"take", "put", "shard", "unshard", "spread"}
 # Of logits whose classes are cut: each rank has its part of a maximum or of a sum over them.
 _OF_CLASSES = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})
+_LOSSES = frozenset({"cross_entropy", "cross_entropy_shard"})
+_MASKS = frozenset({"mask_classes", "mask_classes_shard"})
 # Derivatives whose first result is laid out like this operand; the first operand is the gradient that comes in.
 _LIKE: Mapping[str, int] = {
     "cross_entropy_backward": 1, "dropout_backward": 0, "convolution_backward": 1, "native_group_norm_backward": 1,
@@ -33,28 +35,68 @@ _NORMS = frozenset({"rms_norm_backward", "layer_norm_backward"})
 @dataclass(frozen=True, slots=True)
 class Inferred:
     """The layout of a result. The operation alone does not say how the `open` dimensions are cut, nor whether the
-    result is partial over the `loose` axes."""
+    result is partial over the `loose` axes. Nothing is known about axes over which an operand is local.
+
+    `doubtful` says that the operands' local shapes allow several layouts, of which this one is the most probable.
+    """
 
     layout: Layout
     open: frozenset[int] = frozenset()
     loose: frozenset[str] = frozenset()
+    doubtful: bool = False
 
     def allows(self, stated: Layout, sizes: Sizes) -> bool:
-        """Whether a stated layout agrees, up to where values vary."""
-        found, stated = self.layout.normalized(sizes), stated.normalized(sizes)
-        same = all(a == b or dim in self.open for dim, (a, b) in enumerate(zip(found.dims, stated.dims, strict=True)))
+        """Whether a stated layout agrees."""
+        unknown = frozenset(self.layout.local)
+        found, stated = (_without(layout, unknown, sizes).normalized(sizes) for layout in (self.layout, stated))
+        # One element of a cut dimension is also a contribution to the sum over that dimension.
+        ones = {dim for dim, size in enumerate(found.local_shape(sizes)) if size == 1}
+        loose = self.loose.union(axis for dim in ones for axis in _axes(found.dims[dim]))
+        dims = zip(found.dims, stated.dims, strict=True)
+        same = all(a == b or dim in self.open or dim in ones for dim, (a, b) in enumerate(dims))
         partial = {*found.partial}
-        return same and partial - self.loose <= {*stated.partial} <= partial | self.loose
+        return same and partial - loose <= {*stated.partial} <= partial | loose
+
+
+def _without(layout: Layout, axes: Set[str], sizes: Sizes) -> Layout:
+    """The layout within one rank of these axes."""
+    if axes.isdisjoint(layout.axes):
+        return layout
+    dims = tuple(
+        tuple(SubDim(sub.size // math.prod(sizes[axis] for axis in sub.axes if axis in axes), sub.axes) for sub in dim)
+        for dim in layout.dims
+    )
+    return replace(layout, dims=dims).without(*axes)
+
+
+def local(shape: tuple[int, ...], operands: Iterable[TensorType]) -> Layout:
+    """The layout of a result if its operation has no rule: the local shape is all that is known of it."""
+    layouts = [type.layout for type in operands]
+    axes = {axis for layout in layouts for axis in (*layout.sharded_axes, *layout.partial, *layout.local)}
+    return replace(Layout.replicated(shape), local=tuple(sorted(axes)))
 
 
 def inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inferred | None, ...]:
     """One for each result; None where no rule says anything. Results are read for their local shapes alone."""
+    found = _inferred(op, types, sizes)
+    unknown = {axis for name in op.refs() for axis in types[name].layout.local}
+    if not unknown:
+        return found
+    axes = tuple(sorted(unknown))
+    return tuple(
+        made and replace(made, layout=replace(_without(made.layout, unknown, sizes), local=axes)) for made in found
+    )
+
+
+def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inferred | None, ...]:
     operands = [types[name] for name in op.refs()]
     if op.name in _MOVING or op.name in _SAME:
         return (_moved(op, operands[0].layout, sizes),)
     if op.body:
         return _of_body(op, types, sizes)
     shapes = [value.type.layout.local_shape(sizes) for value in op.results]
+    if op.name == "full" and not operands:
+        return (_filled(shapes[0], op.args[1], sizes),)
     if op.name == "permute":
         return (Inferred(replace(operands[0].layout, dims=tuple(operands[0].layout.dims[i] for i in _order(op)))),)
     if op.name == "reshape":
@@ -65,16 +107,19 @@ def inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inf
         table, ids = operands[0].layout, operands[1].layout
         partial = tuple(sorted({str(dict(op.attrs)["axis"]), *table.partial}))
         return (Inferred(Layout((*ids.dims, *table.dims[1:]), partial)),)
+    if op.name in _LIKE:
+        return _like_operand(operands[_LIKE[op.name]].layout, operands[0].layout, len(op.results))
+    if op.name in _MASKS:
+        return (Inferred(operands[0].layout),)
+    if op.name in _LOSSES and "axis" in dict(op.attrs):
+        *rows, classes = operands[0].layout.dims
+        parts = tuple(axis for axis in operands[0].layout.partial if axis not in _axes(classes))
+        return (Inferred(Layout(tuple(rows), parts)),) * len(op.results)
     if "axis" in dict(op.attrs) and op.name not in _OF_CLASSES:  # the sharded form of an operation
         return (None,) * len(op.results)
     if op.name in _OF_CLASSES:
         *dims, classes = operands[0].layout.dims
         return (Inferred(Layout(tuple(dims), tuple(sorted({*operands[0].layout.partial, *_axes(classes)})))),)
-    if op.name in _LIKE:
-        x, grad = operands[_LIKE[op.name]].layout, operands[0].layout
-        summed = {axis for axis in grad.sharded_axes if axis not in x.sharded_axes}
-        made = Inferred(replace(x, varying=(), partial=tuple(sorted({*grad.partial, *summed}))))
-        return (made, *(None for _ in op.results[1:]))
     if op.name in _NORMS:
         return _of_norm(operands[1].layout, operands[0].layout.partial, shapes)
     local = replace(op, results=tuple(replace(value, type=value.type.local(sizes)) for value in op.results))
@@ -84,6 +129,19 @@ def inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inf
     first = _by_rule(op, rule, operands, shapes, sizes)
     derivative = op.name.endswith("_backward")
     return (*first, *(None if derivative else _statistic(first[0], shape, sizes) for shape in shapes[len(first) :]))
+
+
+def _like_operand(x: Layout, grad: Layout, results: int) -> tuple[Inferred | None, ...]:
+    summed = {axis for axis in grad.sharded_axes if axis not in x.sharded_axes}
+    made = Inferred(replace(x, varying=(), partial=tuple(sorted({*grad.partial, *summed}))))
+    return (made, *(None,) * (results - 1))
+
+
+def _filled(shape: tuple[int, ...], number: Arg, sizes: Sizes) -> Inferred:
+    """One number everywhere: any cut holds, and zeros are also parts of zeros."""
+    zero = isinstance(number, int | float) and number == 0
+    loose = frozenset(sizes) if zero else frozenset()
+    return Inferred(Layout.replicated(shape), frozenset(range(len(shape))), loose)
 
 
 def _of_norm(x: Layout, partial: tuple[str, ...], shapes: Sequence[tuple[int, ...]]) -> tuple[Inferred | None, ...]:
@@ -161,7 +219,7 @@ def _made(
             unsure.add(place)
     layout = Layout(tuple(cut), partial)
     twice = len({*layout.axes}) < len(layout.axes)  # factors of one element have hidden where an axis is
-    return None if twice else Inferred(layout, frozenset(unsure), loose)
+    return None if twice else Inferred(layout, frozenset(unsure), loose, doubtful=bool(loose))
 
 
 def _statistic(first: Inferred | None, shape: tuple[int, ...], sizes: Sizes) -> Inferred | None:
@@ -182,6 +240,8 @@ def _of_factors(cut: Pieces, factors: Sequence[int], sizes: Sizes) -> list[Piece
     found: list[Pieces] = []
     for size in factors:
         taken: list[SubDim] = []
+        if size == 1 and left and left[0].axes and _local(left[0], sizes) == 1:
+            taken.append(left.pop(0))
         while math.prod(_local(sub, sizes) for sub in taken) != size:
             if not left:
                 return None
@@ -221,10 +281,11 @@ def _reshaped(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> Inferred 
         return None
     dims = tuple(pieces or (SubDim(1),) for pieces in found)
     if 1 in shape or 1 in layout.local_shape(sizes) or any(_local(sub, sizes) == 1 for sub in row):
-        return Inferred(replace(layout, dims=dims), frozenset(range(len(shape))), frozenset(sizes))
+        return Inferred(replace(layout, dims=dims), frozenset(range(len(shape))), frozenset(sizes), doubtful=True)
     # A cut at the start of a dimension may also end the one before, which has one element of it then.
     starts = [dim for dim, pieces in enumerate(dims) if dim and pieces[0].axes]
-    return Inferred(replace(layout, dims=dims), frozenset(starts) | frozenset(dim - 1 for dim in starts))
+    unsure = frozenset(starts) | frozenset(dim - 1 for dim in starts)
+    return Inferred(replace(layout, dims=dims), unsure, doubtful=bool(unsure))
 
 
 def _of_body(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inferred | None, ...]:
@@ -248,16 +309,35 @@ def _moved(op: Op, layout: Layout, sizes: Sizes) -> Inferred | None:
         case "spread":
             return Inferred(replace(layout, partial=(*layout.partial, axis)))
         case "all_gather" | "unshard":
-            return Inferred(replace(layout.without(axis), partial=layout.partial))
+            return Inferred(replace(_gathered(layout, axis, sizes), partial=layout.partial))
         case "put":
-            return Inferred(replace(layout.without(axis), partial=(*layout.partial, axis)))
+            return Inferred(replace(_gathered(layout, axis, sizes), partial=(*layout.partial, axis)))
         case "reduce_scatter" | "take" | "shard":
             where = _number(attrs["dim"]), _number(attrs.get("outer", 1))
             return _cut(replace(layout, partial=partial), *where, axis, sizes)
         case "all_to_all":
-            where = _number(attrs["split_dim"]), _number(attrs.get("split_outer", 1))
-            return _cut(layout.without(axis), *where, axis, sizes) if where[1] == 1 else None
+            dim, outer = _number(attrs["split_dim"]), _number(attrs.get("split_outer", 1))
+            whole = outer == 1 and _number(attrs.get("concat_outer", 1)) == 1
+            # Within one dimension, pieces may change places either way.
+            if not whole or dim == _number(attrs["concat_dim"]):
+                return None
+            return _cut(_gathered(layout, axis, sizes), dim, outer, axis, sizes)
     return Inferred(layout)
+
+
+def _gathered(layout: Layout, axis: str, sizes: Sizes) -> Layout:
+    """The layout without an axis. Axes that cut within its parts still do: `[16@dp,tp]` over dp is `[2 · 8@tp]`."""
+
+    def parts(sub: SubDim) -> Iterator[SubDim]:
+        if axis not in sub.axes[:-1]:
+            yield SubDim(sub.size, tuple(other for other in sub.axes if other != axis))
+            return
+        place = sub.axes.index(axis)
+        outer = math.prod(sizes[other] for other in sub.axes[: place + 1])
+        yield SubDim(outer, sub.axes[:place])
+        yield SubDim(sub.size // outer, sub.axes[place + 1 :])
+
+    return replace(layout, dims=tuple(tuple(part for sub in dim for part in parts(sub)) for dim in layout.dims))
 
 
 def _cut(layout: Layout, dim: int, outer: int, axis: str, sizes: Sizes) -> Inferred | None:

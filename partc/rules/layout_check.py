@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from partc.errors import InternalError
 from partc.ir.layout import Sizes
 from partc.ir.mesh import TIME_AXIS
-from partc.ir.program import Graph, Op, Program, Region, TensorType
+from partc.ir.program import Graph, Op, Program, Region, TensorType, Value
 from partc.ir.verifier import verify_program
 from partc.rules.inference import inferred
 
@@ -17,7 +17,7 @@ from partc.rules.inference import inferred
 class Verifier:
     """Verifies the programs of one compilation, pass after pass: an operation that no pass has changed is held once."""
 
-    _held: dict[int, tuple[Op, tuple[TensorType, ...]]] = field(default_factory=dict)
+    _held: dict[int, tuple[Op, tuple[TensorType, ...], Set[str]]] = field(default_factory=dict)
 
     def __call__(self, program: Program, facts: frozenset[str], after: str) -> None:
         """Raises InternalError with every fault found, naming the pass."""
@@ -28,7 +28,11 @@ class Verifier:
             raise InternalError(f"{len(faults)} layouts are not true after {after}:\n  {shown}")
 
     def untrue(self, program: Program) -> Iterator[str]:
-        """Values whose layouts do not follow from their operands' layouts, one sentence each."""
+        """Values whose layouts do not follow from their operands' layouts, one sentence each.
+
+        Layouts of intermediate values can be doubtful: a local shape of one element hides where a cut is. Operations
+        on them are passed over, up to the gradients of values of the forward pass.
+        """
         for region in program.regions:
             sizes = {**program.sizes, TIME_AXIS: 1} if region.phase == "step" else program.sizes
             for graph in region.graphs:
@@ -36,18 +40,34 @@ class Verifier:
 
     def _graph(self, region: Region, graph: Graph, sizes: Sizes) -> Iterator[str]:
         types = region.types(graph)
+        doubtful: set[str] = set()
         for op in graph.ops:
             operands = tuple(types[name] for name in op.refs())
-            before, read = self._held.get(id(op), (None, ()))
+            if not doubtful.isdisjoint(op.refs()):
+                doubtful.update(value.name for value in op.results if not _is_given(value, types))
+                continue
+            before, read, unsure = self._held.get(id(op), (None, (), frozenset()))
             if before is op and len(read) == len(operands) and all(a is b for a, b in zip(read, operands, strict=True)):
+                doubtful |= unsure
                 continue
             faults = list(_faults(op, types, sizes))
             yield from (f"{region.name}: {fault}" for fault in faults)
             if not faults:
-                self._held[id(op)] = (op, operands)
+                made = zip(op.results, inferred(op, types, sizes), strict=True)
+                unsure = {
+                    value.name for value, found in made if found and found.doubtful and not _is_given(value, types)
+                }
+                self._held[id(op)] = (op, operands, unsure)
+                doubtful |= unsure
 
 
-def _faults(op: Op, types: dict[str, TensorType], sizes: Sizes) -> Iterator[str]:
+def _is_given(value: Value, types: Mapping[str, TensorType]) -> bool:
+    """Whether the value is the gradient of a known one, from which it has its layout."""
+    known = types.get(value.name.removeprefix("grad_"))
+    return known is not None and value.type.layout in (known.layout, known.layout.dual())
+
+
+def _faults(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[str]:
     for value, found in zip(op.results, inferred(op, types, sizes), strict=False):
         if found is not None and not found.allows(value.type.layout, sizes):
             yield f"{value.name} = {op.name} is {value.type}, and its operands make {found.layout}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from partc.ir.gradients import reached
 from partc.ir.layout import Layout, Sizes
 from partc.ir.operators import DTYPE_NAMES, EXTRA_RESULTS
 from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
-from partc.rules.inference import Inferred, inferred
+from partc.rules.inference import Inferred, inferred, local
 from partc.torch_private import OpOverload
 
 _RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"})
@@ -291,23 +291,24 @@ class _Reader:
         return Op(name=name, args=args, attrs=attrs, results=results, source=source)
 
     def _laid_out(self, op: Op, heir: str) -> tuple[Value, ...]:
-        """The results with true layouts: their own, or else the one that follows from the operation, or the heir's."""
+        """The results with true layouts: their own, or else the one that follows from the operation."""
         found = inferred(op, self._made, self._sizes)
+        operands = [self._made[name] for name in op.refs()]
         results = tuple(
-            value if value.name in self._known else replace(value, type=self._of(value, made, heir))
+            value if value.name in self._known else replace(value, type=self._of(value, made, heir, operands))
             for value, made in zip(op.results, found, strict=True)
         )
         self._made.update((value.name, value.type) for value in results)
         return results
 
-    def _of(self, value: Value, made: Inferred | None, heir: str) -> TensorType:
+    def _of(self, value: Value, made: Inferred | None, heir: str, operands: Sequence[TensorType]) -> TensorType:
         like = self._gradient_type(heir)
-        same = like is not None and like.layout.local_shape(self._sizes) == value.type.shape
-        if made is not None and same and like is not None and made.allows(like.layout, self._sizes):
-            return replace(value.type, layout=like.layout)
-        if made is not None:
-            return replace(value.type, layout=made.layout.normalized(self._sizes))
-        return replace(value.type, layout=like.layout) if same and like is not None else value.type
+        if made is not None and like is not None and not made.layout.local:
+            same = like.layout.local_shape(self._sizes) == value.type.shape
+            if same and made.allows(like.layout, self._sizes):
+                return replace(value.type, layout=like.layout)
+        found = local(value.type.shape, operands) if made is None else made.layout
+        return replace(value.type, layout=found.normalized(self._sizes))
 
     def _source(self, name: str, node: fx.Node) -> Source | None:
         label = self._labels.get(node, name)

@@ -88,7 +88,7 @@ class Stage:
         blocks_0, saved = block_forward(self.comm, self.block_0, batch["x"])
         return {"blocks_0": blocks_0}, saved
 
-    def backward(self, saved: Saved, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    def backward(self, saved: Saved, gradients: dict[str, Tensor], last: bool) -> dict[str, Tensor]:
         block_backward(self.comm, self.block_0, self.grad_block_0, gradients["blocks_0"], saved)
         return {}
 

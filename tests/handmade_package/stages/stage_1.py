@@ -131,7 +131,7 @@ class Stage:
         loss, saved_head = head_forward(self.comm, self.head, blocks_1, batch["labels"], self.count)
         return {"loss": loss}, [saved_block_1, saved_head]
 
-    def backward(self, saved: list[Saved], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    def backward(self, saved: list[Saved], gradients: dict[str, Tensor], last: bool) -> dict[str, Tensor]:
         grad_blocks_1 = head_backward(self.comm, self.head, self.grad_head, saved.pop())
         grad_blocks_0 = block_backward(self.comm, self.block_1, self.grad_block_1, grad_blocks_1, saved.pop())
         return {"blocks_0": grad_blocks_0}

@@ -22,10 +22,10 @@
       …
 
 Zero-bubble schedules run the second part when a rank would be idle (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
-Under all other schedules of partc, a stage that returns gradients runs it right after it has sent them: the transfer overlaps
-with the gradients of weights, and the earlier stage starts sooner. A region that other stages call as well becomes two.
-Operations that the gradients of inputs need, collectives included, run in the first part; gradients of weights that
-these operations yield stay there.
+Under all other schedules of partc, a stage that returns gradients runs it right after it has sent them: the transfer
+overlaps with the gradients of weights, and the earlier stage starts sooner. A region that other stages call as well
+becomes two. Operations that the gradients of inputs need, collectives included, run in the first part; gradients of
+weights that these operations yield stay there.
 """
 
 from __future__ import annotations

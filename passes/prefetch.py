@@ -43,8 +43,10 @@ def prefetch(program: Program, *, late: frozenset[str] = frozenset()) -> Program
             apart = tuple(_apart(body.statements, depth))
             waits = _waits(_last_scatters(other, depth) if _of(apart, "start", "scatter") else ())
             bodies[body.name] = replace(body, statements=(*waits, *apart))
-        if f"{stage}B" in bodies and f"{stage}I" in bodies:
-            bodies[f"{stage}B"] = _both(bodies[f"{stage}B"], bodies[f"{stage}I"], bodies[f"{stage}W"])
+        halves = [bodies.get(f"{stage}{kind}") for kind in ("I", "W")]  # one without statements has no body
+        if f"{stage}B" in bodies and any(halves):
+            inputs, weights = (() if half is None else half.statements for half in halves)
+            bodies[f"{stage}B"] = replace(bodies[f"{stage}B"], statements=_both(inputs, weights))
         if (body := bodies.get(f"{stage}REFRESH")) is not None:
             bodies[body.name] = replace(body, statements=tuple(_in_line(body.statements, depth)))
         left = [name for kind in ("B", "I", "W") for name in _last_scatters(bodies.get(f"{stage}{kind}"), depth)]
@@ -60,9 +62,9 @@ def gathers(statements: Sequence[ActionStatement]) -> tuple[str, ...]:
     return tuple(each.of for each in statements if (each.verb, each.subject) == ("wait", "gather"))
 
 
-def _both(body: Body, inputs: Body, weights: Body) -> Body:
+def _both(inputs: tuple[ActionStatement, ...], weights: tuple[ActionStatement, ...]) -> tuple[ActionStatement, ...]:
     """A whole backward pass is its two halves, one after the other."""
-    taken = gathers(weights.statements)
+    taken = gathers(weights)
 
     def bound(each: ActionStatement) -> ActionStatement:
         if not each.ahead:
@@ -70,7 +72,7 @@ def _both(body: Body, inputs: Body, weights: Body) -> Body:
         later = each.ahead - len(taken)
         return replace(each, of=taken[each.ahead - 1] if later <= 0 else "", ahead=max(0, later))
 
-    return replace(body, statements=(*map(bound, inputs.statements), *weights.statements))
+    return (*map(bound, inputs), *weights)
 
 
 def _apart(statements: Sequence[ActionStatement], depth: int) -> Iterator[ActionStatement]:

@@ -157,9 +157,15 @@ def bare() -> nn.Module:
     return Bare()
 
 
-@pytest.mark.parametrize("schedule", ["zbv", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["zbv", "zero-bubble", "dualpipe-v"])
 def test_stages_without_weights_run_in_halves(schedule: str) -> None:
     _equal(bare, _batch(), "pp=2", microbatches=4, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipe-v"])
+def test_stages_without_weights_run_beside_parts(schedule: str) -> None:
+    """Whole backward passes and halves in one schedule: the half for weights has no statements."""
+    _equal(bare, _batch(), "pp=2,dp=2", microbatches=4, schedule=schedule, zero=3)
 
 
 class FrozenAttention(nn.Module):

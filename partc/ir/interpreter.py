@@ -101,6 +101,22 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | N
     return normed if weight is None else normed * weight
 
 
+def _rotary(x: Tensor, cos: Tensor, sin: Tensor, rotated: int, interleaved: bool) -> Tensor:
+    half = rotated // 2
+    first = torch.arange(half) * (2 if interleaved else 1)
+    second = first + (1 if interleaved else half)
+    where = (first, second) if cos.shape[-1] == rotated else (torch.arange(half),) * 2
+    out = x.clone()
+    out[..., first] = x[..., first] * cos[..., where[0]] - x[..., second] * sin[..., where[0]]
+    out[..., second] = x[..., second] * cos[..., where[1]] + x[..., first] * sin[..., where[1]]
+    return out
+
+
+def _rotary_backward(grad: Tensor, cos: Tensor, sin: Tensor, rotated: int, interleaved: bool) -> Tensor:
+    x = torch.zeros_like(grad)
+    return torch.func.vjp(lambda x: _rotary(x, cos, sin, rotated, interleaved), x)[1](grad)[0]  # type: ignore[no-any-return]
+
+
 _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "linear": lambda x, w, b=None: F.linear(x, w, b),
     "attention": _attention,
@@ -108,6 +124,8 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "mask_classes": lambda x, classes: torch.cat([x[..., :classes], torch.full_like(x[..., classes:], -math.inf)], -1),
     "rms_norm": _rms_norm,
     "layer_norm": lambda x, shape, w, b, eps: F.layer_norm(x, shape, w, b, eps),
+    "rotary": _rotary,
+    "rotary_backward": _rotary_backward,
     "dropout_backward": lambda grad, kept, p: grad * kept / (1 - p),
     "drop": lambda x, kept, p: x * kept / (1 - p),
     "reshape": lambda x, sizes: x.reshape(sizes),

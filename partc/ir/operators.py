@@ -14,6 +14,7 @@ from torch import Tensor
 
 from partc.ir.program import DType
 from partc.runtime.ops.attention import row_dtype
+from partc.runtime.ops.rotary import joined, pairs
 from partc.torch_private import below_autograd
 
 Shapes = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -174,6 +175,14 @@ def _kept(x: Tensor, dims: int) -> Tensor:
 def _define_composites() -> None:
     _operator("silu_backward", "(Tensor g, Tensor x) -> Tensor", _like)
     _operator("silu", "(Tensor x) -> Tensor", _like, lambda g, a, r: [_ops.silu_backward(g[0], a[0])])
+    angles = "Tensor cos, Tensor sin, int rotated, bool interleaved) -> Tensor"
+    _operator("rotary_backward", f"(Tensor g, {angles}", lambda g, *_: g.new_empty(g.shape))
+    _operator(
+        "rotary",
+        f"(Tensor x, {angles}",
+        lambda x, *_: x.new_empty(x.shape),
+        lambda g, a, r: _rotary_gradients(g[0], *a),
+    )
     _operator(
         "rms_norm_backward",
         "(Tensor g, Tensor x, int[] shape, Tensor? w, Tensor rstd) -> (Tensor, Tensor)",
@@ -273,6 +282,28 @@ def _norm_gradients(found: Sequence[Tensor], args: Sequence[Any]) -> list[Tensor
     """Gradients in the order x, normalized_shape, weight, bias; None for absent operands."""
     weights = [grad if isinstance(arg, Tensor) else None for grad, arg in zip(found[1:], args[2:], strict=False)]
     return [found[0], None, *weights]
+
+
+def _rotary_gradients(
+    grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, rotated: int, interleaved: bool
+) -> list[Tensor | None]:
+    """Gradients of x and of tables that are trained."""
+    found: list[Tensor | None] = [_ops.rotary_backward(grad, cos, sin, rotated, interleaved), None, None]
+    grad, x = grad[..., :rotated], x[..., :rotated]
+    if cos.requires_grad:
+        found[1] = _of_table(grad * x, cos, interleaved)
+    if sin.requires_grad:
+        first, second = pairs(x, interleaved)
+        found[2] = _of_table(grad * joined(-second, first, interleaved), sin, interleaved)
+    return found
+
+
+def _of_table(grad: Tensor, table: Tensor, interleaved: bool) -> Tensor:
+    """The sum over all elements that read one element of the table."""
+    if table.shape[-1] < grad.shape[-1]:
+        first, second = pairs(grad, interleaved)
+        grad = first + second
+    return grad.sum_to_size(table.shape)
 
 
 def _is_learned(mask: Tensor | None) -> bool:

@@ -3,9 +3,9 @@
     Pattern("mul(w, mul(x, rsqrt(add(div(sum(pow(x, 2), dims, True), n), eps))))")
 
 A name matches any argument, and the same argument wherever it occurs; `_` matches any argument each time. A number
-matches an equal number. `(e := exp(x))` also names the value, `(amax | max)(x, d)` matches either operation, and
-`*rest` matches the remaining arguments. Operands of `add` and `mul` match in either order. Inside a pattern only
-operations without attributes match.
+matches an equal number, and a tuple a tuple. `(e := exp(x))` also names the value, `(amax | max)(x, d)` matches either
+operation, and `*rest` matches the remaining arguments. Operands of `add` and `mul` match in either order. Inside a
+pattern only operations without attributes match.
 """
 
 from __future__ import annotations
@@ -92,6 +92,9 @@ def _argument(node: ast.expr, arg: Any, makers: Mapping[str, Op], bound: Binding
         case ast.NamedExpr(target=ast.Name(id=name), value=inner):
             for found in _argument(inner, arg, makers, bound):
                 yield {**found, name: arg}
+        case ast.Tuple(elts=nodes):
+            if isinstance(arg, tuple):
+                yield from _each(nodes, arg, makers, bound)
         case ast.Call(func=func, args=nodes):
             op = makers.get(arg.name) if isinstance(arg, Ref) else None
             if op is not None and not op.attrs and op.name in _names(func):

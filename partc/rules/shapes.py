@@ -184,6 +184,17 @@ def normalized(op: Op, types: Types) -> OpRule:
     return make([(dims, types[0]), *weights], [dims] * len(op.results), sizes, blocked=blocked)
 
 
+def rotary(op: Op, types: Types) -> OpRule:
+    """rotary(x, cos, sin, …): the last dimension must be whole; tables broadcast along the others."""
+    whole = op.results[0].type.shape
+    dims, sizes = named_dims(whole)
+    operands = [(dims, types[0])]
+    for type in types[1:]:
+        sizes["t"] = type.shape[-1]
+        operands.append(((*broadcast_dims(type.shape[:-1], whole[:-1]), ("t",)), type))
+    return make(operands, [dims], sizes, blocked={*dims[-1], "t"}, linear=[(0,)])
+
+
 # Views
 
 

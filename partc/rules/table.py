@@ -240,6 +240,7 @@ rule(
 # Norms, losses, lookups
 build("rms_norm layer_norm", shapes.normalized, precision="low")  # which sum in fp32 inside
 build("group_norm", products.group_norm, precision="high")
+build("rotary rotary_backward", shapes.rotary)
 rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"}, heavy=True)
 rule("mask_classes", "logits[*b v] -> [*b v]", sharded={"v": "mask_classes_shard"})
 rule(

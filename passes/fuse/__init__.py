@@ -37,6 +37,7 @@ from partc.passes.fuse.groups import fused
 from partc.passes.fuse.in_place import over
 from partc.passes.fuse.names import named
 from partc.passes.fuse.rematerialize import lean
+from partc.passes.fuse.rotary import spelled_rotary
 from partc.passes.fuse.single_results import plain
 from partc.passes.row_losses import totalled
 from partc.rules.kernels import CHUNKED
@@ -55,7 +56,7 @@ def fuse(program: Program, *, kernels: str = "aten") -> Program:
 
 
 def _grouped(region: Region, sizes: Sizes) -> Region:
-    region = redrawn(totalled(plain(region, sizes)))
+    region = redrawn(totalled(plain(spelled_rotary(region, sizes), sizes)))
     return fused(streamed(lean(region, sizes), sizes), sizes)
 
 

@@ -7,6 +7,9 @@
     e = exp(sub(x, m))                                                       ->    y = softmax(x, 2)
     y = div(e, sum(e, (2,), True))
 
+    a, b = split(x, (8, 8), 3)     # or slices
+    y = add(mul(x, cos), mul(cat((neg(b), a), 3), sin))                      ->    y = rotary(x, cos, sin, 16, False)
+
 One operation has a derivative of its own and saves its operand alone. The number that a softmax subtracts cancels, and
 so does its gradient, wherever among equal numbers it goes. Without it, large numbers overflow that a softmax holds:
 such a quotient is no softmax.
@@ -17,7 +20,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from partc.ir.patterns import Match, Pattern, Rewrite
-from partc.ir.program import Op, Ref
+from partc.ir.program import Arg, Op, Ref
+from partc.rules.shapes import slice_bounds
 
 
 def _grouped_heads(match: Match) -> Op | None:
@@ -70,6 +74,84 @@ def _is_largest(match: Match, dim: int) -> bool:
     return isinstance(along, int) and along % len(match.root.result.type.shape) == dim and op.args[2] is True
 
 
+def _rotary(match: Match) -> Op | None:
+    return _rotation(match, match["x"], both_angles=True)
+
+
+def _rotary_of_pairs(match: Match) -> Op | None:
+    part = _part(match, match["a"])
+    return None if part is None else _rotation(match, part[0], both_angles=False)
+
+
+def _rotation(match: Match, x: Arg, *, both_angles: bool) -> Op | None:
+    """The rotation of x, if `a` and `b` are the elements of its pairs; `both_angles`: each element has an angle."""
+    root, a, b = match.root, _part(match, match["a"]), _part(match, match["b"])
+    type = root.result.type
+    if root.attrs or not isinstance(x, Ref) or match.types[x.name] != type or not type.shape:
+        return None
+    *rows, size = type.shape
+    half, interleaved = size // 2, "both" in match.bound
+    picked = (range(0, size, 2), range(1, size, 2)) if interleaved else (range(half), range(half, size))
+    if size == 0 or size % 2 or (a, b) != ((x, picked[0]), (x, picked[1])):
+        return None
+    joined = (*rows, half, 2) if interleaved else type.shape
+    if match["dim"] != len(joined) - 1 or (interleaved and match.shape("both") != joined):
+        return None
+    for name in ("cos", "sin"):
+        shape = match.shape(name)
+        if not shape or len(shape) > len(type.shape) or match.types[match[name].name].dtype != type.dtype:
+            return None
+        if shape[-1] != (size if both_angles else half):
+            return None
+    return replace(root, name="rotary", args=(x, match["cos"], match["sin"], size, interleaved))
+
+
+def _partial_rotary(match: Match) -> Op | None:
+    """A rotation of the first elements of each row, with the others unchanged."""
+    type, head, tail = match.root.result.type, _part(match, match["x"]), _part(match, match["rest"])
+    size = type.shape[-1] if type.shape else 0
+    if match.root.attrs or head is None or tail is None or match["dim"] != len(type.shape) - 1:
+        return None
+    rotated = match["rotated"]
+    whole = head[0] == tail[0] and match.types[head[0].name] == type
+    if not whole or head[1] != range(rotated) or tail[1] != range(rotated, size):
+        return None
+    args = (head[0], match["cos"], match["sin"], rotated, match["interleaved"])
+    return replace(match.root, name="rotary", args=args)
+
+
+def _part(match: Match, arg: Arg) -> tuple[Ref, range] | None:
+    """The value that an argument is a part of, and the part's indices along the last dimension."""
+    op = match.makers.get(arg.name) if isinstance(arg, Ref) else None
+    if op is None or op.name not in ("slice", "split", "reshape") or not isinstance(op.args[0], Ref):
+        return None
+    base = op.args[0]
+    shape = match.types[base.name].shape
+    if op.name == "reshape":
+        return _column(match, op, base)
+    if op.name == "slice":
+        dim, start, end, step = slice_bounds(op, shape)
+        return (base, range(start, end, step)) if dim == len(shape) - 1 else None
+    if op.args[2] != len(shape) - 1:
+        return None
+    place = next(place for place, value in enumerate(op.results) if Ref(value.name) == arg)
+    sizes = [value.type.shape[-1] for value in op.results]
+    return base, range(sum(sizes[:place]), sum(sizes[: place + 1]))
+
+
+def _column(match: Match, op: Op, base: Ref) -> tuple[Ref, range] | None:
+    """Every n-th element of rows that have been reshaped to [*rows, columns, n]."""
+    found = _part(match, base)
+    maker = match.makers.get(found[0].name) if found is not None else None
+    if found is None or maker is None or maker.name != "reshape" or not isinstance(maker.args[0], Ref):
+        return None
+    whole, shape, made = match.types[maker.args[0].name].shape, maker.result.type.shape, op.result.type.shape
+    apart = len(found[1]) == 1 and len(shape) > 1 and made == shape[:-1]
+    if not apart or whole != (*shape[:-2], shape[-2] * shape[-1]):
+        return None
+    return maker.args[0], range(found[1].start, whole[-1], shape[-1])
+
+
 IDIOMS = (
     Rewrite(
         name="grouped heads",
@@ -93,5 +175,35 @@ IDIOMS = (
         name="softmax",
         pattern=Pattern("div((e := exp((below := sub(x, most)))), (total := sum(e, dims, True)))"),
         instead=_softmax,
+    ),
+    Rewrite(
+        name="rotary",
+        pattern=Pattern("add(mul(x, cos), mul(cat((neg(b), a), dim), sin))"),
+        instead=_rotary,
+    ),
+    Rewrite(
+        name="interleaved rotary",
+        pattern=Pattern(
+            "add(mul(x, cos), mul(reshape((both := cat((reshape(neg(b), _), reshape(a, _)), dim)), _), sin))"
+        ),
+        instead=_rotary,
+    ),
+    Rewrite(
+        name="rotary of pairs",
+        pattern=Pattern("cat((sub(mul(a, cos), mul(b, sin)), add(mul(b, cos), mul(a, sin))), dim)"),
+        instead=_rotary_of_pairs,
+    ),
+    Rewrite(
+        name="interleaved rotary of pairs",
+        pattern=Pattern(
+            "reshape((both := cat((reshape(sub(mul(a, cos), mul(b, sin)), _),"
+            " reshape(add(mul(b, cos), mul(a, sin)), _)), dim)), _)"
+        ),
+        instead=_rotary_of_pairs,
+    ),
+    Rewrite(
+        name="partial rotary",
+        pattern=Pattern("cat((rotary(x, cos, sin, rotated, interleaved), rest), dim)"),
+        instead=_partial_rotary,
     ),
 )

@@ -36,6 +36,7 @@ from .experts import (
     expert_matmul_grad_rows,
     expert_matmul_grad_weight,
 )
+from .rotary import rotary, rotary_backward
 
 __all__ = [
     "add_product",
@@ -74,6 +75,8 @@ __all__ = [
     "pick",
     "rms_norm",
     "rms_norm_backward",
+    "rotary",
+    "rotary_backward",
     "settled",
     "shard_max",
     "smooth_sum",

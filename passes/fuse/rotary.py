@@ -1,0 +1,113 @@
+"""Rotary embeddings, spelled as slices, products and sums, which kernels compute together with their neighbours.
+
+y = rotary(x, cos, sin, 16, False)   ->   y_second = slice(x, 3, 8, 16, 1)
+                                          y_first  = slice(x, 3, 0, 8, 1)
+                                          y_neg    = neg(y_second)
+                                          y_turned = cat((y_neg, y_first), 3)
+                                          y_mul    = mul(x, cos)
+                                          y_mul_1  = mul(y_turned, sin)
+                                          y        = add(y_mul, y_mul_1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from partc.ir.layout import Sizes, SubDim
+from partc.ir.naming import unique
+from partc.ir.program import Arg, Graph, Op, Ref, Region, TensorType, Value
+
+_ROTARY = frozenset({"rotary", "rotary_backward"})
+
+
+def spelled_rotary(region: Region, sizes: Sizes) -> Region:
+    """The region with plain operations in place of rotary embeddings and their derivatives."""
+    taken = {name for graph in region.graphs for name in graph.definitions()} | {value.name for value in region.params}
+
+    def steps(graph: Graph) -> Iterator[Op]:
+        types = region.types(graph)
+        for op in graph.ops:
+            if op.name in _ROTARY:
+                yield from _Writer(op=op, types=types, sizes=sizes, taken=taken).write()
+            else:
+                yield op
+
+    return region.mapped(lambda graph: replace(graph, ops=tuple(steps(graph))))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Writer:
+    op: Op
+    types: Mapping[str, TensorType]
+    sizes: Sizes
+    taken: set[str]
+    ops: list[Op] = field(default_factory=list)
+
+    def write(self) -> list[Op]:
+        x, cos, sin, rotated, interleaved = self.op.args
+        assert isinstance(x, Ref) and isinstance(sin, Ref) and isinstance(rotated, int)
+        *rows, size = self.types[x.name].layout.local_shape(self.sizes)
+        whole = rotated == size
+        head = x if whole else self._slice(x, "head", 0, rotated, 1)
+        narrow = self.types[sin.name].shape[-1] < rotated
+        forward = self.op.name == "rotary"
+        if narrow:
+            first, second = self._pairs(head, rotated, bool(interleaved))
+            minus, plus = ("sub", "add") if forward else ("add", "sub")
+            left = self._do(minus, self._do("mul", first, cos), self._do("mul", second, sin))
+            right = self._do(plus, self._do("mul", second, cos), self._do("mul", first, sin))
+            made = self._joined(left, right, rotated, bool(interleaved), last=whole)
+        else:
+            first, second = self._pairs(head if forward else self._do("mul", head, sin), rotated, bool(interleaved))
+            parts = (self._do("neg", second), first) if forward else (second, self._do("neg", first))
+            turned = self._joined(*parts, rotated, bool(interleaved))
+            products = self._do("mul", head, cos), self._do("mul", turned, sin) if forward else turned
+            made = self._do("add", *products, last=whole)
+        if not whole:
+            rest = self._slice(x, "rest", rotated, size, 1)
+            self._put("cat", ((made, rest), len(rows)), "", (size,), last=True)
+        return self.ops
+
+    def _pairs(self, x: Ref, size: int, interleaved: bool) -> tuple[Ref, Ref]:
+        if interleaved:
+            return self._slice(x, "first", 0, size, 2), self._slice(x, "second", 1, size, 2)
+        return self._slice(x, "first", 0, size // 2, 1), self._slice(x, "second", size // 2, size, 1)
+
+    def _joined(self, first: Ref, second: Ref, size: int, interleaved: bool, *, last: bool = False) -> Ref:
+        if not interleaved:
+            return self._put("cat", ((first, second), self._dim), "turned", (size,), last=last)
+        half = size // 2
+        columns = tuple(
+            self._put("reshape", (part, (*self._rows, half, 1)), "column", (half, 1)) for part in (first, second)
+        )
+        both = self._put("cat", (columns, self._dim + 1), "both", (half, 2))
+        return self._put("reshape", (both, (*self._rows, size)), "turned", (size,), last=last)
+
+    def _slice(self, x: Ref, word: str, start: int, end: int, step: int) -> Ref:
+        return self._put("slice", (x, self._dim, start, end, step), word, (-((start - end) // step),))
+
+    def _do(self, name: str, *args: Arg, last: bool = False) -> Ref:
+        """Write an elementwise operation, of the first operand's size."""
+        first = args[0]
+        assert isinstance(first, Ref)
+        made = {op.result.name: op.result.type for op in self.ops}
+        size = (made.get(first.name) or self.types[first.name]).shape[-1]
+        return self._put(name, args, name, (size,), last=last)
+
+    @property
+    def _dim(self) -> int:
+        return len(self.op.result.type.shape) - 1
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        return self.op.result.type.layout.local_shape(self.sizes)[:-1]
+
+    def _put(self, name: str, args: tuple[Arg, ...], word: str, tail: tuple[int, ...], *, last: bool = False) -> Ref:
+        """Write an operation; its result has these sizes in place of the last dimension."""
+        type = self.op.result.type
+        dims = (*type.layout.dims[:-1], *((SubDim(size),) for size in tail))
+        made = Value(name="", type=replace(type, layout=replace(type.layout, dims=dims)))
+        result = self.op.result if last else replace(made, name=unique(f"{self.op.result.name}_{word}", self.taken))
+        self.ops.append(Op(name=name, args=args, results=(result,), source=self.op.source))
+        return Ref(result.name)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from partc.ir.layout import Layout
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType, Value
+from partc.runtime.ops.rotary import rotary, rotary_backward
 
 DTYPES: dict[DType, torch.dtype] = {
     "f64": torch.float64,
@@ -123,6 +124,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy": lambda x, w, bias, labels, weight: F.linear(x, w, bias).amax(-1),
     "linear_cross_entropy_backward": _linear_cross_entropy_backward,
     "rms_norm": F.rms_norm,
+    "rotary": rotary,
+    "rotary_backward": rotary_backward,
     "layer_norm": F.layer_norm,
     "group_norm": F.group_norm,
     "softmax": lambda x, dim: x.softmax(dim),
@@ -266,7 +269,10 @@ def product_cases() -> list[Case]:
 
 def norm_and_loss_cases() -> list[Case]:
     x, w, b = normal(2, 3, 6), normal(6), normal(6)
+    heads, rows, columns = normal(2, 4, 6, 8), normal(6, 8), normal(2, 1, 6, 2)
     found = [
+        *(case(f"rotary{way}", heads, rows, rows, 8, False) for way in ("", "_backward")),
+        *(case(f"rotary{way}", heads, columns, columns, 4, True) for way in ("", "_backward")),
         case("rms_norm", x, [6], w, 1e-5),
         case("rms_norm", x, [6], None, 1e-5),
         case("rms_norm", x, [3, 6], normal(3, 6), 1e-5),

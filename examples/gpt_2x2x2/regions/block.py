@@ -46,8 +46,8 @@ class BlockSaved:
     attn_v: Tensor  # f32[16@dp,mb, 2@tp, 32, 16]
     attn_heads: Tensor  # f32[16@dp,mb, 4@tp, 32, 16]
     attn_heads_lse: Tensor  # f32[16@dp,mb, 4@tp, 32]
-    sin: Tensor  # f32[32, 16]
     cos: Tensor  # f32[32, 16]
+    sin: Tensor  # f32[32, 16]
     norm1_full: Tensor  # f32[32, 16@dp,mb, 64] vary(tp)
     x: Tensor  # f32[16@dp,mb, 32@tp, 64]
     norm1_rstd: Tensor  # f32[16@dp,mb, 32@tp, 1]
@@ -75,22 +75,9 @@ def block_forward(
     attn_v = (
         F.linear(norm1_full, p.attn_wv_weight).reshape(32, 2, 1, 16).permute(1, 2, 0, 3)
     )  # f32[16@dp,mb, 2@tp, 32, 16]
-    attn_split_0, attn_split_1 = attn_q.split((8, 8), dim=3)  # f32[16@dp,mb, 4@tp, 32, 8]
-    attn_neg = -attn_split_1  # f32[16@dp,mb, 4@tp, 32, 8]
-    attn_cat = torch.cat((attn_neg, attn_split_0), dim=3)  # f32[16@dp,mb, 4@tp, 32, 16]
-    attn_mul = attn_q * cos  # f32[16@dp,mb, 4@tp, 32, 16]
-    del attn_q, attn_split_0, attn_split_1
-    attn_mul_2 = attn_cat * sin  # f32[16@dp,mb, 4@tp, 32, 16]
-    del attn_cat
-    attn_q_2 = attn_mul + attn_mul_2  # f32[16@dp,mb, 4@tp, 32, 16]
-    del attn_mul, attn_mul_2
-    attn_split_0_2, attn_split_1_2 = attn_k.split((8, 8), dim=3)  # f32[16@dp,mb, 2@tp, 32, 8]
-    attn_neg_2 = -attn_split_1_2  # f32[16@dp,mb, 2@tp, 32, 8]
-    attn_cat_2 = torch.cat((attn_neg_2, attn_split_0_2), dim=3)  # f32[16@dp,mb, 2@tp, 32, 16]
-    attn_mul_3 = attn_k * cos  # f32[16@dp,mb, 2@tp, 32, 16]
-    del attn_k, attn_split_0_2, attn_split_1_2
-    attn_mul_4 = attn_cat_2 * sin  # f32[16@dp,mb, 2@tp, 32, 16]
-    attn_k_2 = attn_mul_3 + attn_mul_4  # f32[16@dp,mb, 2@tp, 32, 16]
+    attn_q_2 = functional.rotary(attn_q, cos, sin)  # f32[16@dp,mb, 4@tp, 32, 16]
+    del attn_q
+    attn_k_2 = functional.rotary(attn_k, cos, sin)  # f32[16@dp,mb, 2@tp, 32, 16]
     attn_heads, attn_heads_lse = functional.attention(
         attn_q_2, attn_k_2, attn_v, is_causal=True
     )  # f32[16@dp,mb, 4@tp, 32, 16]
@@ -106,7 +93,6 @@ def block_forward(
     norm2_turned = norm2.transpose(0, 1)  # f32[32@tp, 16@dp,mb, 64]
     # all-gather 8.0 KiB over tp: mlp.gate and mlp.up need all of dim 0
     norm2_full = comm.tp.all_gather(norm2_turned, dim=0)  # f32[32, 16@dp,mb, 64] vary(tp)
-    del norm2, norm2_turned
     mlp_gate = F.linear(norm2_full, p.mlp_gate_weight)  # f32[32, 16@dp,mb, 176@tp]
     mlp_silu = F.silu(mlp_gate)  # f32[32, 16@dp,mb, 176@tp]
     mlp_up = F.linear(norm2_full, p.mlp_up_weight)  # f32[32, 16@dp,mb, 176@tp]
@@ -131,8 +117,8 @@ def block_forward(
         attn_v,
         attn_heads,
         attn_heads_lse,
-        sin,
         cos,
+        sin,
         norm1_full,
         x,
         norm1_rstd,
@@ -196,27 +182,16 @@ def block_backward(
         lse=saved.attn_heads_lse,
         is_causal=True,
     )  # f32[16@dp,mb, 4@tp, 32, 16]
-    grad_attn_cat_2 = grad_attn_k_2 * saved.sin  # f32[16@dp,mb, 2@tp, 32, 16]
-    grad_attn_k_1 = grad_attn_k_2 * saved.cos  # f32[16@dp,mb, 2@tp, 32, 16]
-    grad_attn_neg_2 = grad_attn_cat_2[:, :, :, :8]  # f32[16@dp,mb, 2@tp, 32, 8]
-    grad_attn_split_0_2 = grad_attn_cat_2[:, :, :, 8:]  # f32[16@dp,mb, 2@tp, 32, 8]
-    grad_attn_split_1_2 = -grad_attn_neg_2  # f32[16@dp,mb, 2@tp, 32, 8]
-    grad_attn_k_3 = torch.cat((grad_attn_split_0_2, grad_attn_split_1_2), dim=3)  # f32[16@dp,mb, 2@tp, 32, 16]
-    grad_attn_k = grad_attn_k_1 + grad_attn_k_3  # f32[16@dp,mb, 2@tp, 32, 16]
-    grad_attn_wk = grad_attn_k.permute(2, 0, 1, 3).reshape(32, 2, 16)  # f32[32, 16@dp,mb, 32@tp]
-    grad_attn_cat = grad_attn_q_2 * saved.sin  # f32[16@dp,mb, 4@tp, 32, 16]
-    grad_attn_q_1 = grad_attn_q_2 * saved.cos  # f32[16@dp,mb, 4@tp, 32, 16]
-    grad_attn_neg = grad_attn_cat[:, :, :, :8]  # f32[16@dp,mb, 4@tp, 32, 8]
-    grad_attn_split_0 = grad_attn_cat[:, :, :, 8:]  # f32[16@dp,mb, 4@tp, 32, 8]
-    grad_attn_split_1 = -grad_attn_neg  # f32[16@dp,mb, 4@tp, 32, 8]
-    grad_attn_q_3 = torch.cat((grad_attn_split_0, grad_attn_split_1), dim=3)  # f32[16@dp,mb, 4@tp, 32, 16]
-    grad_attn_q = grad_attn_q_1 + grad_attn_q_3  # f32[16@dp,mb, 4@tp, 32, 16]
-    grad_attn_wq = grad_attn_q.permute(2, 0, 1, 3).reshape(32, 2, 32)  # f32[32, 16@dp,mb, 64@tp]
+    grad_attn_wk = (
+        functional.rotary_backward(grad_attn_k_2, saved.cos, saved.sin).permute(2, 0, 1, 3).reshape(32, 2, 16)
+    )  # f32[32, 16@dp,mb, 32@tp]
+    grad_attn_wq = (
+        functional.rotary_backward(grad_attn_q_2, saved.cos, saved.sin).permute(2, 0, 1, 3).reshape(32, 2, 32)
+    )  # f32[32, 16@dp,mb, 64@tp]
     grad_attn_wv = grad_attn_v.permute(2, 0, 1, 3).reshape(32, 2, 16)  # f32[32, 16@dp,mb, 32@tp]
     grad_norm1_full_1 = grad_attn_wv @ p.attn_wv_weight  # f32[32, 16@dp,mb, 64] partial(tp)
     grad_norm1_full_2 = grad_attn_wk @ p.attn_wk_weight  # f32[32, 16@dp,mb, 64] partial(tp)
     grad_norm1_full_3 = grad_norm1_full_1 + grad_norm1_full_2  # f32[32, 16@dp,mb, 64] partial(tp)
-    del grad_norm1_full_1, grad_norm1_full_2
     grad_norm1_full_4 = grad_attn_wq @ p.attn_wq_weight  # f32[32, 16@dp,mb, 64] partial(tp)
     grad_norm1_full = grad_norm1_full_3 + grad_norm1_full_4  # f32[32, 16@dp,mb, 64] partial(tp)
     # reduce-scatter 8.0 KiB over tp, while what follows runs: each rank has a part of the sum in attn.wq and keeps its

@@ -1,15 +1,14 @@
 """One pass over memory, emitted by partc for these operations:
 
 grad_attn_k_2 = to(grad_attn_k_2_bf16, <f32>)  # gpt.py:62
-grad_attn_cat_2_wide = mul(grad_attn_k_2, sin)  # gpt.py:62
-grad_attn_cat_2 = to(grad_attn_cat_2_wide, <bf16>)  # gpt.py:62
-grad_attn_k_wide = mul(grad_attn_k_2, cos)  # gpt.py:59
-grad_attn_k_1 = to(grad_attn_k_wide, <bf16>)  # gpt.py:59
-grad_attn_neg_2 = slice(grad_attn_cat_2, 3, 0, 8, 1)  # gpt.py:62
-grad_attn_split_0_2 = slice(grad_attn_cat_2, 3, 8, 16, 1)  # gpt.py:62
-grad_attn_split_1_2 = neg(grad_attn_neg_2)  # gpt.py:62
-grad_attn_k_3 = cat((grad_attn_split_0_2, grad_attn_split_1_2), 3)  # gpt.py:59
-grad_attn_k = add(grad_attn_k_1, grad_attn_k_3)  # gpt.py:59
+grad_attn_k_wide_mul = mul(grad_attn_k_2, sin)  # gpt.py:59
+grad_attn_k_wide_first = slice(grad_attn_k_wide_mul, 3, 0, 8, 1)  # gpt.py:59
+grad_attn_k_wide_second = slice(grad_attn_k_wide_mul, 3, 8, 16, 1)  # gpt.py:59
+grad_attn_k_wide_neg = neg(grad_attn_k_wide_first)  # gpt.py:59
+grad_attn_k_wide_turned = cat((grad_attn_k_wide_second, grad_attn_k_wide_neg), 3)  # gpt.py:59
+grad_attn_k_wide_mul_2 = mul(grad_attn_k_2, cos)  # gpt.py:59
+grad_attn_k_wide = add(grad_attn_k_wide_mul_2, grad_attn_k_wide_turned)  # gpt.py:59
+grad_attn_k = to(grad_attn_k_wide, <bf16>)  # gpt.py:59
 grad_attn_wk_2 = permute(grad_attn_k, (2, 0, 1, 3))  # gpt.py:59
 grad_attn_wk = reshape(grad_attn_wk_2, (32, 8, 16))  # gpt.py:59
 """
@@ -53,7 +52,7 @@ def _mul_neg_add(
     grad_attn_k_2_bf16_place += x2.to(tl.int64) * grad_attn_k_2_bf16_stride_3
     grad_attn_k_2_bf16 = tl.load(grad_attn_k_2_bf16_ptr + grad_attn_k_2_bf16_place).to(tl.float32)
     cos = tl.load(cos_ptr + x0 * 16 + x2)
-    grad_attn_k_wide = grad_attn_k_2_bf16 * cos
+    grad_attn_k_wide_mul_2 = grad_attn_k_2_bf16 * cos
     grad_attn_k_2_bf16_2_place = x1.to(tl.int64) * grad_attn_k_2_bf16_stride_0
     grad_attn_k_2_bf16_2_place += x0.to(tl.int64) * grad_attn_k_2_bf16_stride_2
     grad_attn_k_2_bf16_2_place += (x2 + 8).to(tl.int64) * grad_attn_k_2_bf16_stride_3
@@ -61,7 +60,7 @@ def _mul_neg_add(
         tl.float32
     )
     sin = tl.load(sin_ptr + x0 * 16 + x2 + 8, mask=x2 < 8, other=0)
-    grad_attn_cat_2_wide = grad_attn_k_2_bf16_2 * sin
+    grad_attn_k_wide_mul = grad_attn_k_2_bf16_2 * sin
     grad_attn_k_2_bf16_3_place = x1.to(tl.int64) * grad_attn_k_2_bf16_stride_0
     grad_attn_k_2_bf16_3_place += x0.to(tl.int64) * grad_attn_k_2_bf16_stride_2
     grad_attn_k_2_bf16_3_place += (x2 - 8).to(tl.int64) * grad_attn_k_2_bf16_stride_3
@@ -69,15 +68,15 @@ def _mul_neg_add(
         tl.float32
     )
     sin_2 = tl.load(sin_ptr + x0 * 16 + x2 - 8, mask=x2 >= 8, other=0)
-    grad_attn_cat_2_wide_2 = grad_attn_k_2_bf16_3 * sin_2
-    grad_attn_split_1_2 = -grad_attn_cat_2_wide_2
-    grad_attn_k_3 = tl.where(x2 < 8, grad_attn_cat_2_wide, grad_attn_split_1_2)
-    grad_attn_k = grad_attn_k_wide + grad_attn_k_3
-    tl.store(grad_attn_wk_ptr + index, grad_attn_k.to(tl.bfloat16))
+    grad_attn_k_wide_mul_3 = grad_attn_k_2_bf16_3 * sin_2
+    grad_attn_k_wide_neg = -grad_attn_k_wide_mul_3
+    grad_attn_k_wide_turned = tl.where(x2 < 8, grad_attn_k_wide_mul, grad_attn_k_wide_neg)
+    grad_attn_k_wide = grad_attn_k_wide_mul_2 + grad_attn_k_wide_turned
+    tl.store(grad_attn_wk_ptr + index, grad_attn_k_wide.to(tl.bfloat16))
 
 
 def mul_neg_add(grad_attn_k_2_bf16: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """Moves 20.0 KiB; its operations one by one would move 188.0 KiB."""
+    """Moves 20.0 KiB; its operations one by one would move 212.0 KiB."""
     grad_attn_wk = torch.empty((32, 8, 16), dtype=torch.bfloat16, device=grad_attn_k_2_bf16.device)
     _mul_neg_add[(triton.cdiv(4096, CONFIGURATION["BLOCK"]),)](
         grad_attn_k_2_bf16,

@@ -1,15 +1,14 @@
 """One pass over memory, emitted by partc for these operations:
 
 grad_attn_q_2 = to(grad_attn_q_2_bf16, <f32>)  # gpt.py:61
-grad_attn_cat_wide = mul(grad_attn_q_2, sin)  # gpt.py:61
-grad_attn_cat = to(grad_attn_cat_wide, <bf16>)  # gpt.py:61
-grad_attn_q_wide = mul(grad_attn_q_2, cos)  # gpt.py:58
-grad_attn_q_1 = to(grad_attn_q_wide, <bf16>)  # gpt.py:58
-grad_attn_neg = slice(grad_attn_cat, 3, 0, 8, 1)  # gpt.py:61
-grad_attn_split_0 = slice(grad_attn_cat, 3, 8, 16, 1)  # gpt.py:61
-grad_attn_split_1 = neg(grad_attn_neg)  # gpt.py:61
-grad_attn_q_3 = cat((grad_attn_split_0, grad_attn_split_1), 3)  # gpt.py:58
-grad_attn_q = add(grad_attn_q_1, grad_attn_q_3)  # gpt.py:58
+grad_attn_q_wide_mul = mul(grad_attn_q_2, sin)  # gpt.py:58
+grad_attn_q_wide_first = slice(grad_attn_q_wide_mul, 3, 0, 8, 1)  # gpt.py:58
+grad_attn_q_wide_second = slice(grad_attn_q_wide_mul, 3, 8, 16, 1)  # gpt.py:58
+grad_attn_q_wide_neg = neg(grad_attn_q_wide_first)  # gpt.py:58
+grad_attn_q_wide_turned = cat((grad_attn_q_wide_second, grad_attn_q_wide_neg), 3)  # gpt.py:58
+grad_attn_q_wide_mul_2 = mul(grad_attn_q_2, cos)  # gpt.py:58
+grad_attn_q_wide = add(grad_attn_q_wide_mul_2, grad_attn_q_wide_turned)  # gpt.py:58
+grad_attn_q = to(grad_attn_q_wide, <bf16>)  # gpt.py:58
 grad_attn_wq_2 = permute(grad_attn_q, (2, 0, 1, 3))  # gpt.py:58
 grad_attn_wq = reshape(grad_attn_wq_2, (32, 8, 32))  # gpt.py:58
 """
@@ -56,7 +55,7 @@ def _mul_neg_add_2(
     grad_attn_q_2_bf16_place += x3.to(tl.int64) * grad_attn_q_2_bf16_stride_3
     grad_attn_q_2_bf16 = tl.load(grad_attn_q_2_bf16_ptr + grad_attn_q_2_bf16_place).to(tl.float32)
     cos = tl.load(cos_ptr + x0 * 16 + x3)
-    grad_attn_q_wide = grad_attn_q_2_bf16 * cos
+    grad_attn_q_wide_mul_2 = grad_attn_q_2_bf16 * cos
     grad_attn_q_2_bf16_2_place = x1.to(tl.int64) * grad_attn_q_2_bf16_stride_0
     grad_attn_q_2_bf16_2_place += x2.to(tl.int64) * grad_attn_q_2_bf16_stride_1
     grad_attn_q_2_bf16_2_place += x0.to(tl.int64) * grad_attn_q_2_bf16_stride_2
@@ -65,7 +64,7 @@ def _mul_neg_add_2(
         tl.float32
     )
     sin = tl.load(sin_ptr + x0 * 16 + x3 + 8, mask=x3 < 8, other=0)
-    grad_attn_cat_wide = grad_attn_q_2_bf16_2 * sin
+    grad_attn_q_wide_mul = grad_attn_q_2_bf16_2 * sin
     grad_attn_q_2_bf16_3_place = x1.to(tl.int64) * grad_attn_q_2_bf16_stride_0
     grad_attn_q_2_bf16_3_place += x2.to(tl.int64) * grad_attn_q_2_bf16_stride_1
     grad_attn_q_2_bf16_3_place += x0.to(tl.int64) * grad_attn_q_2_bf16_stride_2
@@ -74,15 +73,15 @@ def _mul_neg_add_2(
         tl.float32
     )
     sin_2 = tl.load(sin_ptr + x0 * 16 + x3 - 8, mask=x3 >= 8, other=0)
-    grad_attn_cat_wide_2 = grad_attn_q_2_bf16_3 * sin_2
-    grad_attn_split_1 = -grad_attn_cat_wide_2
-    grad_attn_q_3 = tl.where(x3 < 8, grad_attn_cat_wide, grad_attn_split_1)
-    grad_attn_q = grad_attn_q_wide + grad_attn_q_3
-    tl.store(grad_attn_wq_ptr + index, grad_attn_q.to(tl.bfloat16))
+    grad_attn_q_wide_mul_3 = grad_attn_q_2_bf16_3 * sin_2
+    grad_attn_q_wide_neg = -grad_attn_q_wide_mul_3
+    grad_attn_q_wide_turned = tl.where(x3 < 8, grad_attn_q_wide_mul, grad_attn_q_wide_neg)
+    grad_attn_q_wide = grad_attn_q_wide_mul_2 + grad_attn_q_wide_turned
+    tl.store(grad_attn_wq_ptr + index, grad_attn_q_wide.to(tl.bfloat16))
 
 
 def mul_neg_add_2(grad_attn_q_2_bf16: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """Moves 36.0 KiB; its operations one by one would move 372.0 KiB."""
+    """Moves 36.0 KiB; its operations one by one would move 420.0 KiB."""
     grad_attn_wq = torch.empty((32, 8, 32), dtype=torch.bfloat16, device=grad_attn_q_2_bf16.device)
     _mul_neg_add_2[(triton.cdiv(8192, CONFIGURATION["BLOCK"]),)](
         grad_attn_q_2_bf16,

@@ -43,8 +43,8 @@ class BlockSaved:
     attn_k_2_bf16: Tensor  # bf16[16@dp, 2@tp, 32, 16]
     attn_v: Tensor  # bf16[16@dp, 2@tp, 32, 16]
     attn_heads_lse: Tensor  # f32[16@dp, 4@tp, 32]
-    sin: Tensor  # f32[32, 16]
     cos: Tensor  # f32[32, 16]
+    sin: Tensor  # f32[32, 16]
     norm1_full: Tensor  # bf16[32, 16@dp, 64] vary(tp)
     x: Tensor  # bf16[16@dp, 32@tp, 64]
     norm1_rstd: Tensor  # f32[16@dp, 32@tp, 1]
@@ -104,8 +104,8 @@ def block_forward(
         attn_k_2_bf16,
         attn_v,
         attn_heads_lse,
-        sin,
         cos,
+        sin,
         norm1_full,
         x,
         norm1_rstd,

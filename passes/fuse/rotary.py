@@ -29,7 +29,7 @@ def spelled_rotary(region: Region, sizes: Sizes) -> Region:
         types = region.types(graph)
         for op in graph.ops:
             if op.name in _ROTARY:
-                yield from _Writer(op=op, types=types, sizes=sizes, taken=taken).write()
+                yield from _RotationWriter(op=op, types=types, sizes=sizes, taken=taken).write()
             else:
                 yield op
 
@@ -37,7 +37,7 @@ def spelled_rotary(region: Region, sizes: Sizes) -> Region:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Writer:
+class _RotationWriter:
     op: Op
     types: Mapping[str, TensorType]
     sizes: Sizes

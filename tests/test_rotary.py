@@ -185,6 +185,6 @@ def test_families(kind: str, config: dict[str, Any], how: str, tmp_path: Path) -
     package.write(tmp_path / "build")
     text = "".join(path.read_text() for path in sorted((tmp_path / "build" / "regions").glob("*.py")))
     for function in ("rotary", "rotary_backward"):
-        assert len(re.findall(rf"functional\.{function}\([^()]*, {how}\)", text)) == 2
+        assert len(re.findall(rf"functional\.{function}\([^()]*, {how}\s*\)", text)) == 2
     result = package.verify(steps=2, virtual=True)
     assert result.ok, result.worst

@@ -17,7 +17,7 @@ from partc.quoting import literal, literal_template
 
 
 class Stage(Protocol):
-    """All that is known of the stage whose methods are written."""
+    """The facts about the stage whose methods are written."""
 
     program: Program
     index: int
@@ -45,9 +45,9 @@ class Stage(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """How a run of calls gets at parameters and gradients: the loop over them, and what stands around each call."""
+    """The code around a run of calls: the loop, and before and after each call its gathers, scatters and sums."""
 
-    head: tuple[Line, ...]  # the loop's first line, where there is a loop
+    head: tuple[Line, ...]  # the loop's first line, if there is a loop
     indent: str
     before: tuple[Line, ...]
     p: str
@@ -55,8 +55,8 @@ class Access:
     after: tuple[Line, ...]
 
 
-Item = str | int  # a call's name, or the first or second gather of later actions
-AHEAD = ("ahead", "beyond")  # parameters of methods, for those
+Item = str | int  # a call's name, or the number of a gather of later actions
+AHEAD = ("ahead", "beyond")  # the method parameters for gathers of later actions
 _VARIABLES: Mapping[tuple[str, str], str] = {
     ("start", "gather"): "following", ("relay", "gather"): "coming",
     ("wait", "scatter"): "former", ("relay", "scatter"): "latest",
@@ -70,15 +70,17 @@ _METHODS: Mapping[tuple[str, str], str] = {
 
 
 def access(builder: Stage, run: Run, function: Function, kind: GraphKind) -> Access:
-    """Of a run of calls, in the order in which its action has them."""
+    """The code around a run of calls, in the order of its action."""
     backwards = kind in ("B", "I")
     calls = run.calls[::-1] if backwards else run.calls
     around = _around(builder, kind)
-    columns = list(zip(*(around[call.name] for call in calls), strict=True))  # by statement, over the calls
+    columns = list(zip(*(around[call.name] for call in calls), strict=True))  # by statement, across the calls
     units = Units(builder)
     names = tuple(call.name for call in calls)
     parted = builder.exchanges.has_unit(calls[0])
-    variables: dict[tuple[Item, ...], str] = {}  # by items over the calls, the loop's variable or the one expression
+    variables: dict[
+        tuple[Item, ...], str
+    ] = {}  # items across the calls -> the loop's variable, or the expression common to all
 
     def unit(column: Sequence[ActionStatement]) -> str:
         items = tuple(each.ahead or each.of for each in column)
@@ -130,7 +132,7 @@ def access(builder: Stage, run: Run, function: Function, kind: GraphKind) -> Acc
 
 
 def _around(builder: Stage, kind: GraphKind) -> dict[str, tuple[ActionStatement, ...]]:
-    """By call, the statements that its action has around the run of its graph."""
+    """The statements around the run of each call's graph."""
     found: dict[str, list[ActionStatement]] = {call.name: [] for call in builder.calls}
     waiting: list[ActionStatement] = []
     call = ""
@@ -154,7 +156,7 @@ def settled(builder: Stage, kind: GraphKind) -> Iterator[Line]:
 
 @dataclass(frozen=True)
 class Units:
-    """How the units of calls are written."""
+    """Expressions for the units of calls."""
 
     builder: Stage
 
@@ -165,7 +167,7 @@ class Units:
         return table if place is None else f"{table}[{place}]"
 
     def several(self, items: Sequence[Item]) -> str:
-        """An expression of them in order."""
+        """An expression for several units, in order."""
         parts: list[str] = []
         at = 0
         while at < len(items):
@@ -213,7 +215,7 @@ class Units:
 def _notes(
     builder: Stage, column: Sequence[ActionStatement], kind: GraphKind, names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The collectives that a statement starts for the calls of these names, as a comment."""
+    """The collectives that a statement starts for these calls, as a comment."""
     calls = {call.name: call for call in builder.calls}
     here = [calls[each.of] for each in column if each.of]
     match column[0].verb, column[0].subject:
@@ -277,7 +279,7 @@ def _name(run: Run) -> str:
 
 
 def _names(run: Run) -> tuple[str, str]:
-    """A variable for it, and the list of its values."""
+    """A variable for the call's name, and the list of its values."""
     return ("i", counted(run.numbers)) if run.numbers else ("name", strings(call.name for call in run.calls))
 
 
@@ -290,7 +292,7 @@ def _loop(lists: Sequence[tuple[str, str]], count: int) -> str:
 
 
 def opens(builder: Stage, kind: BodyKind) -> list[str]:
-    """The units that an action gathers first, as many as others start ahead."""
+    """The units that an action gathers first, as many as earlier actions start ahead."""
     units = Units(builder)
     waits = [
         each for each in builder.program.body(kind, builder.index) if (each.verb, each.subject) == ("wait", "gather")

@@ -1,4 +1,4 @@
-"""One pipeline stage of a program: what its module holds, and the Stage class line by line."""
+"""The module of one pipeline stage: its tables, and the Stage class line by line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from partc.quoting import literal, masked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCode:
-    """All that the template of a stage module lays out."""
+    """The fields of the template of a stage module."""
 
     index: int
     title: str
@@ -41,8 +41,8 @@ class StageCode:
     forward: tuple[Line, ...]
     backward: tuple[Line, ...]
     weight: tuple[Line, ...]
-    split: bool  # backward is of the inputs alone, weight of the weights
-    ahead: Mapping[str, str]  # by method, its parameters for the units that later actions gather
+    split: bool  # whether gradients of weights have a method of their own, `weight`
+    ahead: Mapping[str, str]  # method -> its parameters for the units of later actions
     lookahead: int
     reduce: tuple[Line, ...]
     refresh: tuple[Line, ...]
@@ -145,7 +145,7 @@ class _Builder:
         return any(name in call.results for call in self.calls)
 
     def _input_type(self, name: str) -> str:
-        """The type of a whole step's entry; microbatches that are batches of their own follow each other in it."""
+        """The type of an entry for a whole step; microbatches that are batches of their own follow each other in it."""
         type = self.types[name]
         if self.program.repeated and name in self.program.batch_entries:
             first, *rest = type.layout.dims
@@ -176,7 +176,7 @@ class _Builder:
         return tuple(entries)
 
     def _once(self, phase: Phase) -> list[Line]:
-        """Calls whose results are kept for all that follows."""
+        """Calls of a phase whose results the stage keeps."""
         lines = []
         for run in self.runs[phase]:
             for call in run.calls:
@@ -189,18 +189,18 @@ class _Builder:
         return lines
 
     def arguments(self, function: Function, run: Run, args: Iterable[str], comm: str, p: str = "", g: str = "") -> str:
-        """What a region's function is called with: comm, p, g and number if it takes them, then values."""
+        """The arguments of a region's function: comm, p, g and number if it takes them, then values."""
         given = {"comm": comm, "p": p or self.attribute(run), "g": g or self.attribute(run, "grad ")}
         given["number"] = "number" if run.loop else str(run.calls[0].random)
         common = [given[argument.name] for argument in function.arguments if argument.name in function.passes]
         return ", ".join((*common, *args))
 
     def unit(self, call: str) -> str:
-        """The attribute that has a call's parameters."""
+        """The attribute of a call's unit of parameters."""
         return Units(self).one(call)
 
     def placed(self, names: Iterable[str]) -> list[str]:
-        """Where program values are to be read."""
+        """The expressions of program values."""
         return [self.places[name] for name in names]
 
 

@@ -48,7 +48,7 @@ class Steps:
         self.wanted = self._wanted_names()
 
     def _wanted_names(self) -> dict[str, str]:
-        """A value that a loop hands along is called what the region calls it, before, in and after the loop."""
+        """Names of values that a loop hands along: the region's own, before, in and after the loop."""
         wanted: dict[str, str] = {}
         for run in self.runs:
             if run.loop:
@@ -67,7 +67,7 @@ class Steps:
         return table if rows else []
 
     def ahead(self) -> dict[str, str]:
-        """The parameters of methods, and what `backward` gives to its two halves, where there are two."""
+        """The parameters of methods, and the arguments that `backward` gives to its two halves."""
         parameters = AHEAD[: self.b.exchanges.levels]
         methods: dict[str, BodyKind] = {
             "forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W",
@@ -190,7 +190,7 @@ class Steps:
         return lines
 
     def weight(self) -> list[Line]:
-        """The gradients of weights, from what the backward of the inputs kept: the last kept is the first used."""
+        """The gradients of weights, from the values that the backward of inputs kept; the last kept is used first."""
         lines = list(settled(self.b, "W"))
         for run in self.runs:
             function = self.b.codes[run.region.name].weight
@@ -207,7 +207,7 @@ class Steps:
         return self.b.split
 
     def _owed(self) -> set[str]:
-        """Program values whose gradient someone takes: a call of this stage, or the stage that sent it."""
+        """Program values whose gradient is used: by a call of this stage, or by the stage that sent the value."""
         owed = {t.value for t in self.b.received if t.gradient}
         for run in self.runs:
             code = self.b.codes[run.region.name]
@@ -216,7 +216,7 @@ class Steps:
         return owed
 
     def _incoming(self, name: str, lines: list[Line]) -> str:
-        """The gradient of a call's result; 1 for the loss and 0 for what nobody reads are made in `lines`."""
+        """The gradient of a call's result. `lines` gets the 1 of the loss, and zeros for results without readers."""
         if name in self.grads:
             return self.grads.pop(name)
         dtype = f"dtype=torch.{TORCH_DTYPES[self.b.types[name].dtype]}"
@@ -244,7 +244,7 @@ class Steps:
         return [*lines, *self._backward_statement(run, way, code.backward, incoming, targets), *sums]
 
     def _targets(self, call: Call, code: RegionCode) -> tuple[list[str], list[Line]]:
-        """Variables for the gradients a call returns, and additions to those that are there already."""
+        """Variables for the gradients that a call returns, and additions to gradients that exist already."""
         targets: list[str] = []
         sums: list[Line] = []
         for index in code.gradient_inputs:

@@ -1,4 +1,4 @@
-"""The weights of a pipeline stage: the tables that say what a rank holds, and what is done with it once per step."""
+"""The weights of a pipeline stage: the tables of its shards, and their work once per step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Weights:
-    """Of one stage: its runs of calls, and the code of their regions."""
+    """The weights of one stage, with its runs of calls and the code of their regions."""
 
     program: Program
     index: int
@@ -54,7 +54,7 @@ class Weights:
 
     @cached_property
     def parted(self) -> bool:
-        """Whether some calls read parameters otherwise than ranks hold them."""
+        """Whether some calls read parameters in another form than ranks hold them."""
         return any(run.region.params and self.exchanges.has_unit(run.calls[0]) for run in self.runs)
 
     def init(self) -> list[Line]:
@@ -95,7 +95,7 @@ class Weights:
         return self._tensors(run, cls, "gradients")
 
     def _travel(self) -> Iterator[str]:
-        """How gradients travel: over which axes ranks share a node, in which element type and code."""
+        """The arguments on the travel of gradients: axes inside nodes, element type, compression."""
         if self.program.near:
             yield f"near={strings(self.program.near)}"
         if self.program.wire:
@@ -105,11 +105,11 @@ class Weights:
             yield f"compress=kernels.{compress}" if self.program.fused else f"compress={literal(compress)}"
 
     def started(self, run: Run) -> str:
-        """What starts there, as a comment."""
+        """The sums that start after a run, as a comment."""
         return self._words(call.name for call in run.calls)
 
     def _words(self, after: Iterable[str]) -> str:
-        """`all-reduce 8.0 KiB over dp and reduce-scatter …`: what is summed after these calls."""
+        """`all-reduce 8.0 KiB over dp and reduce-scatter …`: the sums that start after these calls."""
         names = set(after)
         here = [bucket for bucket in self.sums.buckets if bucket.after in names]
         words = []
@@ -127,7 +127,7 @@ class Weights:
         return tuple(tuple(chain.from_iterable(level)) for level in zip_longest(*every, fillvalue=()))
 
     def buckets(self) -> tuple[str, ...]:
-        """The lines of the Stage's table of what is summed, and when."""
+        """The lines of the Stage's table of buckets."""
         entries = [self._bucket(bucket) for bucket in self.sums.buckets]
         if len(entries) == 1 and len(line := f"buckets = ({entries[0]},)") <= 116:
             return (line,)
@@ -147,7 +147,7 @@ class Weights:
         return f"Bucket({after}over={strings(bucket.over)}, {which}{scatter})"
 
     def attribute(self, run: Run, kind: str = "") -> str:
-        """Loops over calls of one list, but of different regions, are numbered."""
+        """The attribute of a run. Loops over one list whose calls are of different regions are numbered."""
         loops = [other for other in self.runs if other.loop and other.prefix == run.prefix]
         number = f"_{loops.index(run) + 1}" if run in loops[1:] else ""
         return "self." + self.attributes[kind + (f"{run.prefix}{number}" if run.loop else run.calls[0].name)]
@@ -249,13 +249,13 @@ class Weights:
         )
 
     def shared_note(self) -> str:
-        """What their sum moves, for a comment."""
+        """The bytes that the sum of shared weights moves, as a comment."""
         weights = [parameter for parameters in self.sums.shared().values() for parameter in parameters]
         return readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in weights))
 
 
 def counted(numbers: tuple[int, ...]) -> str:
-    """What a loop over these goes through."""
+    """The iterable of a loop over these numbers."""
     if numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
         return f"range({numbers[0]}, {numbers[-1] + 1})" if numbers[0] else f"range({numbers[-1] + 1})"
     return str(numbers)

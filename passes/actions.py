@@ -1,4 +1,4 @@
-"""Write down the statements that each action of the schedule stands for.
+"""Write down the statements of each action: calls, gathers, scatters, sums, sends and receives.
 
     schedule 0: 0F0 0B0 0REDUCE_GRAD     ->     action 0F:
                                                   start gather blocks.0
@@ -6,8 +6,9 @@
                                                   run F blocks.0
                                                   free gather blocks.0
 
-Every exchange is waited for where it starts; `prefetch` puts the two apart. Sums of gradients are the exception: they
-start as soon as they are complete, and are waited for in REDUCE_GRAD.
+This pass inserts ZeRO's gathers and scatters, by the `zero` of each parameter. The wait for an exchange follows its
+start directly; `prefetch` puts the two apart. A sum of gradients starts as soon as its bucket is complete, and is
+waited for in REDUCE_GRAD.
 """
 
 from __future__ import annotations

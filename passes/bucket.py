@@ -6,10 +6,10 @@
     parameter head.weight: f32[256, 64] reduce(dp)       parameter head.weight: f32[256, 64] reduce(dp) after(blocks.1)
 
 A gradient is complete when the last microbatch has been through the backward of the last call that uses its
-parameter. Those that are summed over the same axes wait for each other until they make up a bucket, whose sum starts
-right after the call that completes it (Li et al. 2020, PyTorch Distributed, section 3.2.3) and is waited for at the
-step's end. With ZeRO 1 the same is done for what is scattered. What several stages use is summed at the step's end;
-what ZeRO 2 and 3 scatter leaves after every microbatch anyway.
+parameter. Gradients that are summed over the same axes collect in a bucket. Its sum starts right after the call that
+completes it (Li et al. 2020, PyTorch Distributed, section 3.2.3), and is waited for at the step's end. ZeRO 1 scatters
+buckets in the same way; ZeRO 2 and 3 scatter gradients after every microbatch. Gradients of weights that several stages
+share are summed at the step's end.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _of_stage(program: Program, stage: int, bucket: int, halves: bool) -> Iterat
 
 
 def _together(parameter: Parameter, sizes: Sizes) -> tuple[object, ...]:
-    """What is alike of all in one bucket; nothing for a gradient that is not summed over ranks."""
+    """The key of a gradient's bucket; empty for a gradient that is not summed over ranks."""
     over = parameter.gather or tuple(axis for axis in parameter.reduce if sizes[axis] > 1)
     return (bool(parameter.gather), over, parameter.type.dtype) if parameter.trainable and over else ()
 

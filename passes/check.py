@@ -3,16 +3,15 @@
     0: 0F0  0SEND_F0  0RECV_B0  0B0      holds: each receive finds its value at the head of its channel
     1: 1RECV_F0  1F0  1B0  1SEND_B0      ->     and every collective is entered by its whole group
 
-The program is returned as it came. Its communication is played through: sends and receives are posted
-and wait for nothing, the first of a channel's receives getting the first of its sends, one channel for each
-pair of stages and direction; what reads a value waits for it. A collective waits until every rank of its
-group stands at it, where it starts: an end that comes later can only help. Whatever differs, stays unread
-or waits for ever is an internal error that names ranks, actions and lines.
+The pass returns the program unchanged. It plays the communication of all ranks. Every pair of stages has a channel in
+each direction. Sends and receives are posted and wait for nothing; the first receive of a channel gets its first send,
+and the reader of a value waits for it. A collective waits at its start until every rank of its group is there; waiting
+at its end would only be more lenient. An operation that differs between ranks, a value that stays unread or an endless
+wait is an internal error that names ranks, actions and lines.
 
-Ranks of one stage run the same code and differ in no event, so a collective among them alone is
-entered by all of them in the same order. One rank a stage therefore stands for all, which keeps the
-proof as fast for 16,384 ranks as for 16. Ranks with events of their own (`overrides`) take part
-one by one, with all others.
+The ranks of one stage run the same code and have the same events, so they enter their collectives in the same order.
+One rank stands for its stage, and the proof is as fast for 16,384 ranks as for 16. Ranks with events of their own
+(`overrides`) are played one by one, together with all others.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from partc.ir.program import Action, Program
 
 
 def check(program: Program) -> Program:
-    """Raises InternalError if the schedule doesn't fit the program or its communication doesn't match."""
+    """Raises InternalError if the schedule does not fit the program, or if communication does not match."""
     for place, actions in enumerate(program.schedule):
         strays = [action for action in actions if program.place(action.stage) != place]
         if strays:
@@ -41,7 +40,7 @@ def check(program: Program) -> Program:
 
 
 def prove(plan: CommunicationPlan) -> None:
-    """Play the plan through. Raises InternalError where it can't end well."""
+    """Play the plan. Raises InternalError if communication differs, stays unread or never ends."""
     if plan.overrides:
         _Play(plan.mesh, {rank: plan.of(rank) for rank in range(plan.mesh.size)}).run()
         return
@@ -50,7 +49,7 @@ def prove(plan: CommunicationPlan) -> None:
 
 
 def _check_order(program: Program, stage: int, actions: tuple[Action, ...]) -> None:
-    """Every microbatch forward and backward once, in this order, with its transfers around them."""
+    """Check that a stage runs each microbatch forward and backward once, in this order, between its transfers."""
     travelling = [transfer for transfer in program.transfers if program.travels(transfer)]
     into = any(transfer.target == stage for transfer in travelling)
     out = any(transfer.source == stage for transfer in travelling)
@@ -76,7 +75,7 @@ def _check_order(program: Program, stage: int, actions: tuple[Action, ...]) -> N
 
 
 def _check_handed(program: Program, actions: tuple[Action, ...]) -> None:
-    """Between two stages of one rank: forward where a value is made before where it is read, backward the other way."""
+    """Check two stages of one rank: forward the maker of a value runs before its reader, backward after it."""
     forward = {(a.stage, a.microbatch): index for index, a in enumerate(actions) if a.kind == "F"}
     backward = {(a.stage, a.microbatch): index for index, a in enumerate(actions) if a.kind in ("B", "I")}
     for item in program.transfers:
@@ -92,7 +91,7 @@ def _check_handed(program: Program, actions: tuple[Action, ...]) -> None:
 
 
 class _Channel:
-    """What one rank sends another between two stages, and what the other has posted for it."""
+    """The sends between two stages in one direction, and the receives posted for them."""
 
     def __init__(self) -> None:
         self.sent: list[Transfer] = []
@@ -114,11 +113,11 @@ class _Channel:
                 raise InternalError(f"rank {target} in {posted}, but rank {source} sent next, in {sent}")
 
     def arrived(self, rank: int, event: Transfer) -> bool:
-        """Whether what is waited for has been sent; it is read then."""
+        """Whether the awaited value has been sent; if so, it is marked as read."""
         unread = (number for number in range(len(self.posted)) if number not in self.read)
         number = next((number for number in unread if self.posted[number].content == event.content), None)
         if number is None:
-            raise InternalError(f"rank {rank} waits for what it is not ready to receive, in {event}")
+            raise InternalError(f"rank {rank} waits for a value whose receive it has not posted, in {event}")
         if len(self.sent) <= number:
             return False
         self.read.add(number)
@@ -126,7 +125,7 @@ class _Channel:
 
 
 class _Play:
-    """Runs all ranks' events until none can go on."""
+    """Plays the events of all ranks until no rank can go on."""
 
     def __init__(self, mesh: Mesh, sequences: Mapping[int, tuple[Event, ...]]) -> None:
         self.mesh = mesh
@@ -147,16 +146,17 @@ class _Play:
         for (source, target, _), channel in self.channels.items():
             if len(channel.sent) > len(channel.posted):
                 unread = channel.sent[len(channel.posted)]
-                raise InternalError(f"rank {source} sent what rank {target} never receives: {unread}")
+                raise InternalError(f"rank {source} sent a value that rank {target} never receives: {unread}")
             if len(channel.posted) > len(channel.read):
-                raise InternalError(f"rank {target} never waits for what rank {source} sent: {channel.posted[-1]}")
+                unread = channel.posted[-1]
+                raise InternalError(f"rank {target} never waits for a value that rank {source} sent: {unread}")
 
     def _current(self, rank: int) -> Event | None:
         events = self.sequences[rank]
         return events[self.position[rank]] if self.position[rank] < len(events) else None
 
     def _advance(self, rank: int) -> list[int]:
-        """Run a rank until it waits; returns the ranks that can go on because of it."""
+        """Play a rank until it waits; returns the ranks that can now go on."""
         woken: list[int] = []
         while (event := self._current(rank)) is not None:
             if isinstance(event, Transfer):
@@ -181,7 +181,7 @@ class _Play:
         return woken
 
     def _meets(self, rank: int, members: tuple[int, ...], event: Collective) -> bool:
-        """Whether every member stands at this group's next collective, which must then be the same one."""
+        """Whether every member has reached the group's next collective. Raises InternalError if these differ."""
         for member in members:
             other = self._current(member)
             if not isinstance(other, Collective) or self._members(member, other) != members:

@@ -1,4 +1,4 @@
-"""Let operations run while a collective is under way that they have nothing to do with.
+"""Run independent operations while a collective is under way.
 
     x_full = all_gather(x, dim=1, axis="tp")                        x_coming = all_gather(x, dim=1, axis="tp")
     grad_v = linear_grad_weight(grad_y, a)             ->           grad_v = linear_grad_weight(grad_y, a)
@@ -6,10 +6,10 @@
     b = gelu(h)                                                     grad_w = linear_grad_weight(grad_h, x_full)
                                                                     b = gelu(h)
 
-What a `wait` reads is only started where its collective stands. Earlier operations that it doesn't need (gradients of
-weights, mostly) are put behind it, and later ones brought forward, as many as take as long as it does and no more: what
-waits keeps others alive. Times are those of a named machine (cost.roofline). Collectives keep their order; one that
-nothing can run beside stays as it is.
+A collective only starts at its place, and a `wait` ends it. Earlier operations that the collective does not need
+(mostly gradients of weights) move behind its start, and later ones move before its wait. They are no more than take as
+long as the collective, since postponed operations keep their operands in memory. Times are those of a named machine
+(cost.roofline). Collectives keep their order. A collective without independent operations stays as it is.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _graph(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Grap
 
 @dataclass(slots=True)
 class _Line:
-    """The operations in the order that is being made, and how long each takes."""
+    """The operations in their new order, and the time of each."""
 
     ops: list[Op]
     times: Mapping[int, float]
@@ -72,13 +72,13 @@ class _Line:
         return reader if any(map(self._time, self.ops[start + 1 : reader])) else None
 
     def _time(self, op: Op) -> float:
-        """Of computing: collectives, and the waits for them, don't keep anybody busy."""
+        """The time that an operation computes: none for collectives and waits."""
         return 0.0 if op.name in MOVING else self.times.get(id(op), 0.0)
 
     def _delayed(self, op: Op) -> float:
-        """Move earlier operations that a collective doesn't need behind it, until they hide it; returns what is left.
+        """Move earlier operations that a collective does not need behind it, until they hide it.
 
-        Not from beyond another collective, nor from beside it.
+        No operation moves past another collective. Returns the part of the collective's time that is not hidden.
         """
         left, place = self.times[id(op)], self.at(op)
         needed = {*op.refs()}
@@ -106,7 +106,7 @@ class _Line:
         """Move later operations that don't depend on `name` in front of its reader; returns how many."""
         late = {name}
         chosen: list[int] = []
-        needed: list[int] = []  # of those that take no time, such as views, only what a chosen one reads
+        needed: list[int] = []  # operations without time (views); they move if a chosen operation reads them
         for index in range(reader, len(self.ops)):
             op = self.ops[index]
             if op.name in MOVING or op.name == "wait" or not late.isdisjoint(op.refs()):

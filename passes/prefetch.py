@@ -10,12 +10,12 @@
     free gather blocks.1                                              run F blocks.1
                                                                       free gather blocks.1
 
-The last call of an action starts what the action after it gathers first (`ahead`); the schedule says which action that
-is. Where the rank would then hold more than it does at most, the gather starts between the two (UNSHARD). Where nodes
-are crossed, gathers start two calls ahead, and go around inside nodes one call ahead.
+The last call of an action starts the first gather of the next action (`ahead`), which the schedule names. If this would
+raise the rank's peak memory, the gather starts between the two actions (UNSHARD). Gathers that cross nodes start two
+calls ahead, and their second level, inside nodes, one call ahead.
 
-A scatter is waited for when the next one of its stage starts, in the same action or in a later one. Where both halves
-of a backward pass scatter, each first waits for those of the other.
+A scatter is waited for when the next scatter of its stage starts, in the same action or in a later one. If both halves
+of a backward pass scatter, each half first waits for the scatters of the other.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def gathers(statements: Sequence[ActionStatement]) -> tuple[str, ...]:
 
 
 def _both(inputs: tuple[ActionStatement, ...], weights: tuple[ActionStatement, ...]) -> tuple[ActionStatement, ...]:
-    """A whole backward pass is its two halves, one after the other."""
+    """The body of a whole backward pass: its two halves, one after the other."""
     taken = gathers(weights)
 
     def bound(each: ActionStatement) -> ActionStatement:
@@ -98,7 +98,7 @@ def _apart(statements: Sequence[ActionStatement], depth: int) -> Iterator[Action
 
 
 def _in_line(statements: Sequence[ActionStatement], depth: int) -> Iterator[ActionStatement]:
-    """Gathers of what is kept whole: each is waited for while the next ones are under way."""
+    """Gathers of parameters that stay whole: each is waited for while the next ones are under way."""
     names = _of(statements, "wait", "refresh")
     starts = [ActionStatement(verb="start", subject="refresh", of=name) for name in names]
     yield from starts[:depth]
@@ -110,7 +110,7 @@ def _in_line(statements: Sequence[ActionStatement], depth: int) -> Iterator[Acti
 
 
 def _coming(verb: Verb, names: Sequence[str], index: int) -> ActionStatement:
-    """Of the gather at an index of a body's, or of those after it."""
+    """A statement on the gather at an index of a body's gathers, or on a gather of later actions."""
     later = index - len(names)
     return ActionStatement(verb=verb, subject="gather", of="" if later >= 0 else names[index], ahead=max(0, later + 1))
 
@@ -147,12 +147,12 @@ def _of(statements: Sequence[ActionStatement], verb: str, subject: str) -> tuple
 
 
 def _ahead(row: Sequence[Action], bodies: dict[str, Body], late: frozenset[str], depth: int) -> Iterator[Action]:
-    """The row with what its actions gather ahead, and with what has to be gathered before one of them."""
+    """The row with the actions that each action gathers ahead for, and with an UNSHARD where none does."""
     counts = [len(gathers(body.statements)) if (body := bodies.get(_name(action))) else 0 for action in row]
     places = [index for index, count in enumerate(counts) if count]
 
     def following(position: int) -> tuple[str, ...]:
-        """The actions, from a place on, that read the next `depth` gathers; none from beyond a late one."""
+        """The actions, from a place on, that read the next `depth` gathers, up to a late action."""
         names: list[str] = []
         found = 0
         for index in places[position:]:
@@ -164,7 +164,7 @@ def _ahead(row: Sequence[Action], bodies: dict[str, Body], late: frozenset[str],
 
     if places:
         yield Action(stage=row[places[0]].stage, kind="UNSHARD", ahead=following(0))
-    opening = False  # whether nobody has gathered ahead for the next action that gathers
+    opening = False  # whether the next action that gathers has no gather ahead
     for index, action in enumerate(row):
         if not counts[index]:
             yield action

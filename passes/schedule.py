@@ -1,15 +1,15 @@
-"""Decide what every pipeline rank does, in order.
+"""Put the actions of every pipeline rank in order.
 
     2 stages, 3 microbatches, 1f1b:
     0: 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2 0REDUCE_GRAD
     1: 1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1W0 1F1 1RECV_F2 1I1 1SEND_B1 1W1 1F2 1I2 1SEND_B2 1W2 1REDUCE_GRAD
 
-The order of computations is the schedule's own (partc.schedules), or that of a table which the user
-wrote. A stage that `split` has cut sends between the halves of a whole backward pass. Sends come right
-after what they send and wait for nothing. Receives only say that a rank is ready, in the order of the
-sends: what reads them waits. They come one computation ahead, so that what is sent arrives meanwhile; a
-gradient's not before its value was sent. What passes between two stages of one rank is neither sent nor
-received. Gradients are reduced at the end, when nobody waits for a computation any more.
+The order of computations is the schedule's own (partc.schedules), or that of the user's table. If `split` has cut a
+stage's backward pass, the stage sends between the halves. A send comes right after the computation that makes its
+values, and waits for nothing. A receive only posts a buffer, in the order of the sends; the computation that reads the
+values waits. Receives are posted one computation ahead, so that values arrive meanwhile; the receive of a gradient
+comes after the send of its value. Values that pass between two stages of one rank are neither sent nor received.
+Gradients are reduced at the end, when no other rank waits for a computation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from partc.schedules.table import Table
 Way = Literal["F", "B"]  # values, or their gradients
 SEND: Mapping[Way, ActionKind] = {"F": "SEND_F", "B": "SEND_B"}
 RECV: Mapping[Way, ActionKind] = {"F": "RECV_F", "B": "RECV_B"}
-WAYS: Mapping[str, Way] = {"F": "F", "B": "B", "I": "B"}  # which a computation reads and makes
+WAYS: Mapping[str, Way] = {"F": "F", "B": "B", "I": "B"}  # the transfers that a computation reads and makes
 
 
 def schedule(program: Program, *, kind: str = "1f1b", table: Table | None = None) -> Program:
@@ -51,7 +51,7 @@ def schedule(program: Program, *, kind: str = "1f1b", table: Table | None = None
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """What stages receive from other ranks and send to them: values from earlier stages, gradients from later ones."""
+    """The transfers of stages with other ranks: values from earlier stages, gradients from later ones."""
 
     arrivals: Mapping[tuple[int, Way], Sequence[int]]  # microbatches in the order in which they are sent
     senders: frozenset[tuple[int, Way]]
@@ -97,7 +97,7 @@ class _Links:
         for compute, following in zip_longest(row, row[1:]):
             yield from receives(compute)
             ahead = list(receives(following)) if following is not None else []
-            # Among them may be the gradient of what is made only now.
+            # Among them may be the gradient of a value that only this computation makes.
             late = any((each.stage, each.microbatch) == (compute.stage, compute.microbatch) for each in ahead)
             yield from () if late else ahead
             halves = compute.kind == "B" and compute.stage in self.split

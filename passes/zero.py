@@ -1,17 +1,17 @@
-"""Leave each rank a part of every parameter, of its gradient and of what the optimizer keeps for it (ZeRO).
+"""Shard parameters, gradients and optimizer states over dp (ZeRO).
 
     parameter w: f32[64@tp, 64] vary(dp) reduce(dp,tp)  ->  parameter w: f32[64@tp,dp, 64] reduce(tp) gather(dp) zero 3
 
     region block(x; w: f32[64@tp, 64]):                           region block(x; w: f32[64@tp, 64]):
       …                                                             …
 
-Regions stay as they are: they read whole parameters, which are gathered for them, and their gradients
-are reduce-scattered to the ranks that hold the parts (Rajbhandari et al. 2020, ZeRO: Memory Optimizations
-Toward Training Trillion Parameter Models, section 5). The parameter's `zero` says when: with 1 gradients are
-scattered at a step's end and parameters gathered after the update; with 2 gradients are scattered after each backward
-of a call; with 3 parameters are gathered for each call, too, forward and backward.
+Regions stay as they are: they read whole parameters, and their gradients are reduce-scattered to the ranks that hold
+the shards (Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, section 5).
+The parameter's `zero` is its ZeRO stage. Stage 1 scatters gradients at a step's end and gathers parameters after the
+update. Stage 2 scatters gradients after each backward of a call. Stage 3 also gathers parameters for each call, forward
+and backward. The pass `actions` inserts these gathers and scatters, and `prefetch` moves them ahead.
 
-A parameter is cut in its first dimension that the axes divide. One that has none (a scalar) stays whole.
+A parameter is cut in its first dimension that the axes divide; without such a dimension (a scalar) it stays whole.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import partc
+from partc import passes
 from partc.api import compilation
 from partc.compilation.options import Options
 from partc.errors import PartcError, Source
@@ -19,6 +22,7 @@ from partc.ir.mesh import Mesh
 from partc.ir.parser import parse
 from partc.ir.printer import print_program, print_region
 from partc.ir.program import (
+    Action,
     Call,
     Choice,
     DTypeArg,
@@ -32,6 +36,7 @@ from partc.ir.program import (
     Transfer,
     Value,
 )
+from tests.programs import tiny
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}(\.[A-Za-z0-9_]{1,4}){0,2}", fullmatch=True) | st.sampled_from(
@@ -197,3 +202,80 @@ def test_malformed_text_names_its_line(text: str, line: int) -> None:
         parse(text)
     assert error.value.code == "P0221"
     assert error.value.source is not None and error.value.source.line == line
+
+
+def _rows(depth: int) -> st.SearchStrategy[Sequence[Action]]:
+    """Schedule rows in which blocks of actions repeat with later microbatches, and blocks of those."""
+    action = st.builds(
+        Action,
+        stage=st.integers(0, 1),
+        kind=st.sampled_from(["F", "B", "SEND_F"]),
+        microbatch=st.integers(0, 2),
+        ahead=st.sampled_from([(), ("1F",)]),
+    )
+    action = action | st.just(Action(stage=0, kind="UNSHARD"))
+    if depth == 0:
+        return st.lists(action, max_size=4)
+    inner = _rows(depth - 1)
+    return st.lists(st.builds(_repeated, inner, st.integers(1, 6), st.integers(0, 3)), max_size=3).map(_joined)
+
+
+def _repeated(row: Sequence[Action], times: int, by: int) -> Sequence[Action]:
+    return [
+        action if action.microbatch is None else replace(action, microbatch=action.microbatch + turn * by)
+        for turn in range(times)
+        for action in row
+    ]
+
+
+def _joined(rows: Sequence[Sequence[Action]]) -> Sequence[Action]:
+    return [action for row in rows for action in row]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(_rows(2).map(tuple), max_size=2).map(tuple))
+def test_any_schedule_reads_back(schedule: tuple[tuple[Action, ...], ...]) -> None:
+    program = replace(tiny(), schedule=schedule)
+    assert parse(print_program(program)) == program
+
+
+@pytest.mark.parametrize("text", ["3 * (0F0", "3 * 0F0)", "0F0)", "3 * (0F0)0B0", "3 * (2 * (0F0)"])
+def test_loops_of_actions_are_closed(text: str) -> None:
+    with pytest.raises(PartcError, match="P0221"):
+        parse(f"{print_program(tiny())}\nschedule 0: {text}\n")
+
+
+@pytest.fixture(scope="module")
+def traced() -> Mapping[int, Program]:
+    """Traces of the example by depth."""
+    found = {}
+    for depth in (20, 40):
+        options = Options.checked(mesh="2x2x1", microbatches=1, schedule="1f1b", precision="fp32", seed=0, shard=())
+        given = {"depth": str(depth), "batch": "1024"}
+        found[depth] = compilation(EXAMPLES / "gpt.py", None, options, model_options=given, until="trace").traced
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_texts_of_stages_grow_with_neither_microbatches_nor_depth(
+    traced: Mapping[int, Program], schedule: str, zero: int
+) -> None:
+    texts = []
+    for depth, microbatches in ((20, 128), (40, 512)):
+        options = Options.checked(
+            mesh="2x2x1", microbatches=microbatches, schedule=schedule, zero=zero, precision="fp32", seed=0, shard=()
+        )
+        program = replace(traced[depth], microbatches=microbatches)
+        program = passes.run(program, options.for_passes, until="prefetch")[-1].program
+        plain = replace(program, regions=())
+        text = print_program(plain)
+        assert parse(text) == plain
+        texts.append([line for line in text.splitlines() if re.match("action |  |schedule ", line)])
+        assert len(texts[-1]) <= 40 * program.stages
+    few, many = texts
+    assert [len(line.split()) for line in few if line[0] == "s"] == [
+        len(line.split()) for line in many if line[0] == "s"
+    ]
+    assert [line for line in few if line[0] == "a"] == [line for line in many if line[0] == "a"]
+    assert len(few) == len(many)

@@ -1,1 +1,5 @@
-"""Communication around regions: parameters gathered, gradients scattered and summed, values sent."""
+"""Communication around regions: gathers of parameters, scatters and sums of gradients, transfers between stages.
+
+The passes `actions` and `prefetch` insert it; the modules here give its collectives and bytes (exchanges), its order on
+a rank (execution) and its comments in emitted code (descriptions).
+"""

@@ -1,9 +1,9 @@
-"""The collectives behind each statement of an action: which parameters and gradients move, over which axes, how many.
+"""The collectives of each statement in an action: their parameters or gradients, axes and sizes.
 
-ZeRO's gathers and scatters carry all parameters of a call that share an element type and axes in one collective. Sums
-of gradients carry a bucket. Where only some ranks share a node (`Program.near`), an exchange has two levels: what is
-gathered crosses nodes and then goes around inside; what is scattered or summed goes the other way. So each byte
-crosses between two nodes once.
+A gather or scatter of ZeRO carries all parameters of a call that share an element type and axes in one collective. A
+sum of gradients carries a bucket. If only some ranks share a node (`Program.near`), an exchange has two levels: gathers
+cross nodes first and then run inside each node; scatters and sums run inside each node first. Each byte crosses between
+two nodes once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Collective:
 
     @property
     def content(self) -> tuple[object, ...]:
-        """All that the ranks must agree on."""
+        """The facts that the ranks must agree on."""
         return self.op, self.shape, self.dtype, self.attrs
 
     @property
@@ -46,11 +46,11 @@ class Collective:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     def ways(self, sizes: Sizes) -> int:
-        """Ranks of the group."""
+        """The number of ranks in the group."""
         return len(self.places) or math.prod(sizes[axis] for axis in self.axes)
 
     def received(self, sizes: Sizes) -> int:
-        """Bytes that one rank receives, by ring algorithms."""
+        """The bytes that one rank receives, with ring algorithms."""
         ways = self.ways(sizes)
         match self.op:
             case "all_reduce":
@@ -66,7 +66,7 @@ class Collective:
         return f"{self.action}: {self.op} of {self.dtype}{list(self.shape)} over {where}{at}"
 
 
-Levels = tuple[tuple[Collective, ...], ...]  # those that start together, level by level
+Levels = tuple[tuple[Collective, ...], ...]  # level by level, the collectives that start together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Bucket:
 
     after: str
     over: tuple[str, ...]
-    scattered: bool  # each rank keeps the sum of its part
+    scattered: bool  # whether each rank keeps only its part of the sum
     parameters: tuple[Parameter, ...]  # in order of use
 
 
@@ -100,7 +100,7 @@ class Exchanges:
 
     @cached_property
     def parted(self) -> Mapping[str, Parameter]:
-        """Parameters that calls don't read as ranks hold them: in parts, or in another element type."""
+        """Parameters that ranks hold in another form than calls read: in parts, or in another element type."""
         return {
             parameter.name: parameter
             for parameter in self.program.parameters
@@ -108,7 +108,7 @@ class Exchanges:
         }
 
     def has_unit(self, call: Call) -> bool:
-        """Whether a call, or another one of its region, reads such parameters: they are emitted alike."""
+        """Whether a call, or another call of its region, reads `parted` parameters: they are emitted alike."""
         return call.region in self._with_units
 
     @cached_property
@@ -117,12 +117,12 @@ class Exchanges:
         return frozenset(call.region for call in calls if any(name in self.parted for name in call.params))
 
     def gathers(self, call: Call, kind: GraphKind) -> bool:
-        """Whether a call gets whole parameters for one run, and frees them after it."""
+        """Whether a call gathers parameters for one run, and frees them after it."""
         region = self.regions[call.region]
         return self.program.zero == 3 and self.has_unit(call) and _reads(region, graph_of(region, kind))
 
     def scatters(self, call: Call, kind: GraphKind) -> bool:
-        """Whether the gradients that a run makes are scattered right after it."""
+        """Whether the gradients of a run are scattered right after it."""
         return bool(self._scattered(call, kind))
 
     def _scattered(self, call: Call, kind: GraphKind) -> list[str]:
@@ -135,7 +135,7 @@ class Exchanges:
         return [name for value, name in pairs if f"grad_{value.name}" in made]
 
     def kept(self, stage: int) -> dict[str, list[str]]:
-        """By call, the parameters that ranks keep whole besides their parts: each with the first call that reads it."""
+        """Parameters that ranks keep whole besides their parts, by the first call that reads them."""
         found: dict[str, list[str]] = {}
         seen: set[str] = set()
         for call in self.program.calls if self.program.zero in (1, 2) else ():
@@ -149,16 +149,16 @@ class Exchanges:
         return self._levels("all_gather", names)
 
     def scatter(self, call: Call, kind: GraphKind) -> Levels:
-        """The reduce-scatters of the gradients that a run has made."""
+        """The reduce-scatters of the gradients of a run."""
         return self._levels("reduce_scatter", self._scattered(call, kind))
 
     def scattered_bucket(self, bucket: Bucket) -> Levels:
-        """The reduce-scatters of whole gradients that were summed over a step's microbatches."""
+        """The reduce-scatters of a bucket of gradients that were accumulated over a step's microbatches."""
         return self._levels("reduce_scatter", (parameter.name for parameter in bucket.parameters))
 
     @cached_property
     def levels(self) -> int:
-        """Of gathers: 1, or 2 where some of the ranks share a node and others don't."""
+        """The number of levels of gathers: 2 if some of the ranks share a node and others do not, else 1."""
         gathered = {parameter.gather for parameter in self.program.parameters if parameter.gather}
         return max((1 + all(self.near_and_far(axes)) for axes in gathered), default=1)
 
@@ -186,7 +186,7 @@ class Exchanges:
         gathered = op == "all_gather"
         found = []
         if far:
-            share = size // inside  # what crosses nodes to one rank, or from it
+            share = size // inside  # the elements that cross nodes to one rank, or from it
             length = share // across if gathered else share
             found.append(self._coded(Collective(op=op, axes=far, shape=(length,), dtype=dtype), across))
         if near:
@@ -195,7 +195,7 @@ class Exchanges:
         return tuple(found if gathered else found[::-1])
 
     def _coded(self, whole: Collective, ways: int) -> Collective:
-        """A reduce-scatter in fewer bits is an all-to-all of codes, each rank's sum made from them."""
+        """A compressed reduce-scatter: an all-to-all of codes, which each rank decodes and sums."""
         if whole.op != "reduce_scatter" or not self.program.compress:
             return whole
         from partc.runtime.comm.compression import room
@@ -220,9 +220,9 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class GradientSums:
-    """Which gradients a stage sums over ranks once per step, in buckets, and with which other stages.
+    """The gradients that a stage sums over ranks once per step: their buckets, and the stages that share them.
 
-    Of several stages on one rank that use a weight, the last sums its gradient.
+    If several stages of one rank use a weight, the last of them sums its gradient.
     """
 
     exchanges: Exchanges
@@ -245,7 +245,7 @@ class GradientSums:
         return tuple(parameters[name] for name in here if parameters[name].trainable)
 
     def axes(self, parameter: Parameter) -> tuple[str, ...]:
-        """Axes over which this stage sums a gradient."""
+        """The axes over which this stage sums a gradient."""
         if not parameter.trainable or self.stage not in self.owners[parameter.name]:
             return ()
         return tuple(axis for axis in parameter.reduce if self.program.sizes[axis] > 1)
@@ -313,21 +313,23 @@ class GradientSums:
         return math.prod(self.program.sizes[axis] for axis in axes)
 
     def _pieces(self, parameters: Collection[Parameter]) -> list[tuple[str, int]]:
-        """Element type and length of each piece of memory that gradients make up.
+        """The element type and length of each contiguous piece of memory that holds these gradients.
 
-        Gradients that are summed over the same axes lie side by side in order of use; those of weights
-        that several pipeline ranks share lie apart, each by itself.
+        Gradients that are summed over the same axes lie side by side in order of use. Gradients of weights that several
+        pipeline ranks share lie apart, each by itself.
         """
         names = {parameter.name for parameter in parameters}
         holders = self.program.holders()
         place = self.program.place(self.stage)
         found: list[tuple[str, int]] = []
-        beside: dict[tuple[tuple[str, ...], str], bool] = {}  # whether the gradient that lies before is one of these
+        beside: dict[tuple[tuple[str, ...], str], bool] = {}  # whether the preceding gradient is one of these
         for parameter in self.trained:
             here = [stage for stage in holders[parameter.name] if self.program.place(stage) == place]
             chosen = parameter.name in names
             key = (parameter.reduce, parameter.type.dtype)
-            alone = bool(self.sharers(parameter)) or here[0] != self.stage  # it lies where its first stage has it
+            alone = (
+                bool(self.sharers(parameter)) or here[0] != self.stage
+            )  # the first stage that uses a weight has the memory of its gradient
             if chosen and beside.get(key) and not alone:
                 found[-1] = (found[-1][0], found[-1][1] + parameter.type.local_elements(self.program.sizes))
             elif chosen:
@@ -337,7 +339,7 @@ class GradientSums:
         return found
 
     def sharers(self, parameter: Parameter) -> tuple[int, ...]:
-        """Pipeline coordinates whose ranks sum a gradient of theirs; none where one alone has it."""
+        """The pipeline coordinates that sum the gradient of a shared weight; none for other weights."""
         owners = self.owners[parameter.name]
         if not parameter.trainable or self.stage not in owners or len(owners) == 1:
             return ()
@@ -352,7 +354,7 @@ class GradientSums:
         return found
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """Axes whose ranks talk to each other: each that the mesh has, and those summed or gathered over together."""
+        """The groups of axes with communication: each axis of the mesh, and axes summed or gathered over together."""
         single = ((name,) for name, size in self.program.mesh.axes if size > 1)
         summed = [self.axes(parameter) for parameter in self.trained]
         here = {name for call in self.program.calls if call.stage == self.stage for name in call.params}
@@ -362,7 +364,7 @@ class GradientSums:
 
 
 def shared_sums(exchanges: Exchanges, place: int) -> Iterator[Collective]:
-    """An all-reduce for each weight that pipeline coordinates share, in an order that all of them agree on."""
+    """An all-reduce for each weight that pipeline coordinates share, in an order common to them."""
     program = exchanges.program
     together: dict[tuple[tuple[int, ...], str], Collective] = {}
     owners = program.owners()
@@ -378,7 +380,7 @@ def shared_sums(exchanges: Exchanges, place: int) -> Iterator[Collective]:
 
 
 def loss_sums(program: Program) -> Iterator[Collective]:
-    """The reduction of the loss over the axes where ranks have parts of it."""
+    """The reduction of the loss over the axes where it is partial."""
     type = program.value_types()[program.loss]
     for axis in type.layout.partial:
         if axis in program.mesh.names:
@@ -386,7 +388,7 @@ def loss_sums(program: Program) -> Iterator[Collective]:
 
 
 def graph_of(region: Region, kind: GraphKind) -> Graph | None:
-    """The graph that a run of this kind plays: B is the whole backward pass, or its first half."""
+    """The graph of a run of this kind; B is the whole backward pass, or its first half."""
     return {"F": region.forward, "B": region.backward, "I": region.backward, "W": region.weight}[kind]
 
 

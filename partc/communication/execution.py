@@ -1,7 +1,8 @@
-"""The steps of a rank: its schedule's actions with the statements behind them, played in order.
+"""The execution of a rank's step: the actions of its schedule, and their statements, in order.
 
-This is the one reading of a program's actions. The proof, the accounts of bytes and time, and reports fold over it.
-Ranks that differ on other axes than the pipeline's do the same: one stands for all at its pipeline coordinate.
+The proof of communication, the accounts of bytes and time, and the reports all read a program's actions through this
+module. Ranks that differ only on axes other than the pipeline's do the same, so one rank stands for its pipeline
+coordinate.
 """
 
 from __future__ import annotations
@@ -34,10 +35,9 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A send or the post of a receive, neither of which waits; or the wait for what was posted.
+    """A send or the post of a receive, neither of which waits; or the wait for a posted receive.
 
-    Every `link`, from one stage to another, is a channel of its own: what is posted first gets what is
-    sent first.
+    Every `link`, from one stage to another, is a channel of its own: the first receive posted gets the first send.
     """
 
     kind: Literal["send", "recv", "wait"]
@@ -55,7 +55,7 @@ class Transfer:
 
     @property
     def content(self) -> tuple[object, ...]:
-        """All that both ends must agree on."""
+        """The facts that both ends must agree on."""
         return self.value, self.microbatch, self.shape, self.dtype
 
     def __str__(self) -> str:
@@ -74,14 +74,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """A collective that has started is waited for."""
+    """The wait for a collective that has started."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphRun:
-    """A call's graph is computed, with the collectives in it."""
+    """A run of a call's graph, with the collectives inside it."""
 
     call: Call
     kind: GraphKind
@@ -93,21 +93,21 @@ Event = Collective | Transfer
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """The sum of a piece of memory: its collectives one after the other, and how many have started."""
+    """The sum of a piece of memory: its collectives in order, and the number of those that have started."""
 
     key: Key
     chain: tuple[Collective, ...]
     started: int
-    relayed: bool  # whether the second collective follows as soon as the first has ended
+    relayed: bool  # whether the second collective starts as soon as the first has ended
     why: str
 
 
 @dataclass(slots=True)
 class _UnderWay:
-    """What a rank has under way between two actions. Equal states lead to equal steps."""
+    """The exchanges of a rank under way between two actions. Equal states lead to equal steps."""
 
-    holds: dict[tuple[int, str], int] = field(default_factory=dict)  # by stage and call: gathers not freed yet
-    under_way: dict[Key, int] = field(default_factory=dict)  # exchanges -> how many of their levels have started
+    holds: dict[tuple[int, str], int] = field(default_factory=dict)  # (stage, call) -> gathers that are not freed yet
+    under_way: dict[Key, int] = field(default_factory=dict)  # exchange -> number of its levels that have started
     made: dict[tuple[int, str], GraphKind] = field(default_factory=dict)  # the graph that each call ran last
     sums: tuple[_Sum, ...] = ()
 
@@ -119,9 +119,10 @@ class _UnderWay:
 
 
 class Execution:
-    """What the ranks at one pipeline coordinate do.
+    """The execution of the ranks at one pipeline coordinate.
 
-    Raises InternalError where a body waits for, frees or reads something that has not been started or gathered.
+    Raises InternalError if a body waits for an exchange that has not started, or frees or reads parameters that have
+    not been gathered.
     """
 
     def __init__(self, program: Program, place: int, exchanges: Exchanges | None = None) -> None:
@@ -138,15 +139,15 @@ class Execution:
         return self.program.schedule[self.place] if self.program.schedule else ()
 
     def once(self) -> Iterator[tuple[str, tuple[Step, ...]]]:
-        """Before the first step."""
+        """The actions before the first step."""
         yield "start", tuple(self._of_stages("INIT", _UnderWay()))
         yield "setup", tuple(self._of_stages("SETUP", _UnderWay()))
 
     def step(self, *, updates: bool = True) -> Iterator[tuple[Action | str, tuple[Step, ...]]]:
         """One step's actions in order, with the steps of each; `prepare`, `end` and `update` stand around them.
 
-        Without `updates`, it is of a batch whose gradients are only accumulated.
-        Microbatches that do the same have the same tuple of steps, with transfers as of microbatch 0.
+        Without `updates`, the step only accumulates the gradients of a batch. Microbatches with equal steps share one
+        tuple, whose transfers are those of microbatch 0.
         """
         state = _UnderWay()
         opening = 0
@@ -174,7 +175,7 @@ class Execution:
         yield "update", tuple(self._of_stages("REFRESH", state))
 
     def gathered(self, action: Action) -> tuple[tuple[int, str], ...]:
-        """The calls that `ahead` stands for in an action, by stage."""
+        """The calls (with their stages) that `ahead` stands for in an action."""
         return tuple(
             (int(name.rstrip("FBIW")), statement.of)
             for name in action.ahead
@@ -246,7 +247,7 @@ class Execution:
     # -- exchanges of parameters and gradients by call ------------------------------------------
 
     def _levels(self, key: Key) -> tuple[Levels, str]:
-        """The collectives of an exchange, and why they are done."""
+        """The collectives of an exchange, and their purpose."""
         if key not in self._known:
             self._known[key] = self._levels_of(*key)  # type: ignore[arg-type]
         return self._known[key]
@@ -278,7 +279,7 @@ class Execution:
         yield from self._next(key, state)
 
     def _next(self, key: Key, state: _UnderWay) -> Iterator[Step]:
-        """Start an exchange's next level, once the one before has ended."""
+        """Start an exchange's next level, after the end of the level before."""
         levels, why = self._levels(key)
         done = state.under_way[key]
         state.under_way[key] = done + 1
@@ -294,7 +295,7 @@ class Execution:
             yield from self._next(key, state)
 
     def _wait(self, key: Key, state: _UnderWay) -> Iterator[Step]:
-        """Bring an exchange to its end."""
+        """Wait for an exchange, and run its remaining levels."""
         levels, _ = self._levels(key)
         while state.under_way[key] < len(levels):
             yield from self._next(key, state)
@@ -341,7 +342,7 @@ class Execution:
                 state.sums = (*state.sums, _Sum(key, chain, 1, both, why))
 
     def _scatter_bucket(self, key: Key, state: _UnderWay, *, settle: bool) -> Iterator[Step]:
-        """One bucket's scatter is under way at a time, or one at each level."""
+        """Scatter a bucket: one scatter is under way at a time, or one at each level."""
         for other in self._buckets_under_way(key[1], state):
             if state.under_way[other] < len(self._levels(other)[0]):
                 yield from self._relay(other, state)
@@ -418,7 +419,7 @@ def _shown(key: Key) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationPlan:
-    """Every rank's events: those of its pipeline coordinate, unless `overrides` gives the rank its own."""
+    """The events of all ranks: those of the pipeline coordinate, unless `overrides` has events of the rank itself."""
 
     mesh: Mesh
     places: tuple[tuple[Event, ...], ...]
@@ -430,7 +431,7 @@ class CommunicationPlan:
 
 
 def events(program: Program) -> CommunicationPlan:
-    """The communication of one step, in order, with all that comes before the first one."""
+    """The communication of one step and of the actions before the first step, in order."""
     exchanges = Exchanges(program)
     inside = _Collectives(program)
     places = []

@@ -1,4 +1,4 @@
-"""What a finished plan moves and repeats: bytes per axis and step, and operations done more than once."""
+"""The bytes that a step communicates over each axis, and the operations that ranks repeat."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class ReplicatedOp:
     place: str  # region and result: "block.scores"
     axis: str
     flops: int  # repeated per step, by all ranks of one group together
-    rule: bool  # False: it has no rule, so that nothing else is possible
+    rule: bool  # False: it has no rule, so it must be repeated
     source: Source | None = None
 
 
 def communication(program: Program) -> dict[str, int]:
     """Bytes that one rank receives per step over each axis, at the pipeline coordinate that receives most.
 
-    Collectives over several axes at once are counted under their names joined: "dp,tp". The loss doesn't count.
+    Collectives over several axes at once are counted under their names joined: "dp,tp". The loss does not count.
     """
     busiest: dict[str, int] = {name: 0 for name in program.mesh.names}
     exchanges = Exchanges(program)
@@ -58,7 +58,7 @@ def communication(program: Program) -> dict[str, int]:
 
 
 def _inside(program: Program) -> dict[tuple[str, GraphKind], Counter[str]]:
-    """By region and graph, the bytes that a rank receives over each axis."""
+    """The bytes that a rank receives over each axis inside every graph."""
     found: dict[tuple[str, GraphKind], Counter[str]] = {}
     kinds: tuple[GraphKind, ...] = ("F", "B", "I", "W")
     for region in program.regions:
@@ -75,7 +75,7 @@ def _inside(program: Program) -> dict[tuple[str, GraphKind], Counter[str]]:
 def replicated_ops(program: Program) -> tuple[ReplicatedOp, ...]:
     """Operations without a rule and matrix products that an axis repeats, the costliest first.
 
-    `program` is as annotate leaves it: every operation has its choices, and shapes are still global.
+    `program` is the result of annotate: every operation has its choices, and shapes are still global.
     """
     found: list[ReplicatedOp] = []
     for region in program.regions:

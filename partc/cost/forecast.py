@@ -1,4 +1,4 @@
-"""A step as it is predicted: every operation takes what the roofline says, every rank follows its schedule."""
+"""The predicted step: the roofline gives each operation's duration, and every rank follows its schedule."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from partc.ir.collectives import cost
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import MOVING, Action, Call, Graph, Op, Program, TensorType
 
-# Bytes that AdamW reads and writes for each one of a parameter, its gradient and two moments: 4 and 3 times.
+# AdamW's traffic in parameters: it reads parameter, gradient and two moments, and writes all but the gradient.
 _UPDATE = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How many times as long as on the roofline's machine things take."""
+    """Measured durations as multiples of those on the roofline's machine."""
 
     compute: float = 1.0
     communication: float = 1.0
@@ -32,7 +32,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that the ranks at one pipeline coordinate do, in seconds from the step's start."""
+    """An action of the ranks at one pipeline coordinate, in seconds from the step's start."""
 
     name: str
     start: float
@@ -54,7 +54,7 @@ class Forecast:
     def laid(self, stage: int, kind: str, microbatch: int | None = None, *, updates: bool = True) -> Laid:
         """One run of a stage's action: F, B, I, W or REDUCE_GRAD. Without a `microbatch`, the last of the step.
 
-        Without `updates`, it is of a batch whose gradients are only accumulated.
+        Without `updates`, the step only accumulates the gradients of a batch.
         """
         steps = (self._steps if updates else self._accumulating).get((stage, kind, microbatch), ())
         key = id(steps), kind
@@ -63,11 +63,11 @@ class Forecast:
         return self._laid[key]
 
     def _carried(self, stage: int) -> float:
-        """Seconds for which the collectives that a stage's last backward has started go on after it."""
+        """Seconds for which collectives started by a stage's last backward continue after it."""
         return max(self.laid(stage, kind).carried for kind in ("B", "W"))
 
     def transfer(self, stage: int) -> float:
-        """Seconds until what a stage has sent to the next ones has arrived, values or gradients."""
+        """Seconds until the values or gradients that a stage sends have arrived."""
         sizes = [
             self._types[each.value].local_bytes(self.program.sizes)
             for each in self.program.transfers
@@ -96,7 +96,7 @@ class Forecast:
 
     @cached_property
     def places(self) -> tuple[tuple[Span, ...], ...]:
-        """What each coordinate does, in order of time."""
+        """The actions of each coordinate, in order of time."""
         return tuple(tuple(self._place(place)) for place in range(self.program.mesh.axis(PIPELINE_AXIS)))
 
     @property
@@ -104,7 +104,7 @@ class Forecast:
         return max((span.end for place in self.places for span in place), default=0.0)
 
     def _place(self, place: int) -> Iterator[Span]:
-        """Ranks of a pipeline begin together, and wait for nobody after their last action."""
+        """The actions of a coordinate: all begin together, and wait for no other after their last action."""
         each = [self.once(other) for other in range(len(self.timeline.ranks))]
         begin = max(laid.seconds for laid in each)
         if each[place].seconds:
@@ -136,24 +136,24 @@ class Forecast:
 
     @cached_property
     def _executions(self) -> tuple[tuple[tuple[Action | str, tuple[Step, ...]], ...], ...]:
-        """By pipeline coordinate, what its ranks do in a step."""
+        """The execution of a step at each pipeline coordinate."""
         exchanges = Exchanges(self.program)
         places = range(self.program.mesh.axis(PIPELINE_AXIS))
         return tuple(tuple(Execution(self.program, place, exchanges).step()) for place in places)
 
     @cached_property
     def _steps(self) -> dict[tuple[int, str, int | None], tuple[Step, ...]]:
-        """By stage, kind and microbatch; with None the last of a kind."""
+        """Steps by stage, kind and microbatch; None stands for the last microbatch."""
         return _by_action(self._executions)
 
     @cached_property
     def _accumulating(self) -> dict[tuple[int, str, int | None], tuple[Step, ...]]:
-        """The same of a batch that no update follows."""
+        """The same for a batch that is not followed by an update."""
         places = range(self.program.mesh.axis(PIPELINE_AXIS))
         return _by_action([Execution(self.program, place).step(updates=False) for place in places])
 
     def _around(self, place: int, *names: str) -> tuple[Step, ...]:
-        """What a coordinate does outside of the actions of its stages."""
+        """The steps of a coordinate outside the actions of its stages."""
         around = (
             steps
             for action, steps in self._executions[place]
@@ -162,7 +162,7 @@ class Forecast:
         return tuple(chain.from_iterable(around))
 
     def _lay(self, steps: Iterable[Step], begin: float = 0.0) -> Laid:
-        """Steps one after the other; a wait for what an earlier action has started is over at once."""
+        """Lay out steps in order. A wait for a collective that an earlier action has started takes no time."""
         layout = Layout()
         layout.now = begin
         for step in steps:
@@ -178,7 +178,7 @@ class Forecast:
         return layout.laid()
 
     def _run(self, layout: Layout, call: Call, graph: Graph) -> None:
-        """A call's operations; the names of their results are the call's own."""
+        """Lay out a call's operations; the call's name makes the keys of their collectives unique."""
         for name, segment, awaited in self._of_graph(call.region, graph):
             if awaited:
                 layout.wait((call.name, awaited))
@@ -188,7 +188,7 @@ class Forecast:
                 layout.work(segment.seconds)
 
     def _of_graph(self, region: str, graph: Graph) -> tuple[tuple[str, Segment, str], ...]:
-        """Result, segment, and what is waited for instead; computations between two collectives are one segment."""
+        """Yields (started result, segment, awaited result); computations between two collectives are one segment."""
         key = region, id(graph)
         if key not in self._graphs:
             self._graphs[key] = tuple(self._new_graph(region, graph))
@@ -238,7 +238,7 @@ class Forecast:
             yield "", Segment(seconds=self.scale.compute * work), ""
 
     def once(self, place: int) -> Laid:
-        """What the step decides from its whole batch, while what is read first is gathered."""
+        """The calls of phase `step`, while the first parameters are gathered."""
         opening = takewhile(lambda item: item[0] != "prepare", self._executions[place])
         gathers = chain.from_iterable(steps for _, steps in opening)
         return self._lay((*gathers, *self._around(place, "prepare")))
@@ -247,7 +247,7 @@ class Forecast:
         return self._lay(self._around(place, "end"))
 
     def _update(self, place: int) -> Laid:
-        """AdamW is bound by memory; then what every rank keeps whole is gathered."""
+        """AdamW, whose time is that of its memory traffic; then the gathers of parameters that ranks keep whole."""
         size = sum(
             parameter.type.local_bytes(self.program.sizes)
             for parameter in self.program.parameters
@@ -263,7 +263,7 @@ class Forecast:
         return self._moving(collective.op, over, collective.ways(self.program.sizes), collective.bytes, why)
 
     def collective(self, op: str, over: str, size: int) -> float:
-        """Seconds of one, of `size` bytes of each rank, over axes ("dp,tp") or pipeline ranks ("pp 0,2")."""
+        """Seconds of a collective on `size` bytes of each rank, over axes ("dp,tp") or pipeline ranks ("pp 0,2")."""
         axes, _, ranks = over.partition(" ")
         ways = len(ranks.split(",")) if ranks else self._ways(axes.split(","))
         return self._moving(op, over, ways, size, "").seconds
@@ -284,7 +284,7 @@ class Forecast:
         return self.program.holders()
 
     def arrivals(self) -> Iterator[tuple[int, str, str]]:
-        """A stage, a computation of it, and one that reads on another rank what that has made."""
+        """Yields (stage, producer, consumer) for every value that crosses ranks."""
         program = self.program
         done = {(action.stage, action.kind, action.microbatch) for row in program.schedule for action in row}
         travelling = (each for each in program.transfers if program.travels(each))
@@ -297,7 +297,7 @@ class Forecast:
                     yield target, f"{target}{back}{index}", f"{source}{front}{index}"
 
     def split(self) -> tuple[float, float, float]:
-        """Seconds of computation, of waiting for what is on its way, and for a peer: means over the coordinates."""
+        """Seconds of computation, of waits for communication, and of waits for a peer: means over coordinates."""
         transfers: dict[str, float] = {}
         for stage, _, target in self.arrivals():
             transfers[target] = max(transfers.get(target, 0.0), self.transfer(stage))

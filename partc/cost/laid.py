@@ -1,7 +1,7 @@
-"""What an action does, laid out in time: computation one after the other, collectives beside it.
+"""The timeline of an action: computation in order, collectives beside it.
 
-Collectives over the same axes follow each other, those over others go on beside them; what is started goes
-on while the rank computes, up to where it is waited for.
+Collectives over the same axes run one after the other, those over different axes at the same time. A collective runs
+beside computation from its start to its wait.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Computation, or a collective (`op`) over some axes with what it is for."""
+    """Computation, or a collective (`op`) over some axes with its purpose."""
 
     seconds: float
     op: str = ""
@@ -22,7 +22,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A segment and when it goes on, in seconds from its action's start."""
+    """A segment with its start and end, in seconds from its action's start."""
 
     start: float
     end: float
@@ -31,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Laid:
-    """An action in time; what it has started goes on for `carried` seconds after its end."""
+    """The timeline of an action; collectives that it has started continue for `carried` seconds after its end."""
 
     seconds: float = 0.0
     pieces: tuple[Piece, ...] = ()
@@ -43,17 +43,17 @@ class Laid:
 
     @property
     def collectives(self) -> tuple[Segment, ...]:
-        """In the order in which they start."""
+        """The collectives in the order of their starts."""
         return tuple(piece.segment for piece in self.pieces if piece.segment.op)
 
 
 class Layout:
-    """Lays out what an action does, one after the other."""
+    """Builds the timeline of an action."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.pieces: list[Piece] = []
-        self._free: dict[str, float] = {}  # by axes, when the last collective over them ends
+        self._free: dict[str, float] = {}  # axes -> end of the last collective over them
         self._ends: dict[object, float] = {}
 
     def work(self, seconds: float) -> None:

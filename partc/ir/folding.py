@@ -5,8 +5,11 @@
     run F blocks.2
 
     0F3 0B0 0F4 0B1 0F5 0B2     <->           3 * (0F3 0B0)
+    0F0 0F1 0F2 0B0 0B1 0B2
+    0F3 0F4 0F5 0B3 0B4 0B5     <->           3 * (3 * (0F0) 3 * (0B0)) by 3
+    0F6 0F7 0F8 0B6 0B7 0B8
 
-Folding only changes how a list is written: unfolding gives back every statement and every action.
+Folding only changes the notation: unfolding gives back every statement and every action.
 """
 
 from __future__ import annotations
@@ -20,16 +23,16 @@ from partc.ir.program import Action, ActionStatement
 
 T = TypeVar("T")
 _FEWEST = 3  # repetitions that make a loop
-_LONGEST = 64  # statements or actions in one
+_LONGEST = 64  # statements or actions in a loop
 _SHORT = 24  # a row of no more actions is written out
 _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)", re.DOTALL)
 
-Item = str | int  # a call's name, or the first or second call that the actions after this one gather for
+Item = str | int  # a call's name, or the first or second gather of later actions
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Statements over the rows of `slots`: the statement at a position uses the slot of the number that `uses` has."""
+    """Statements that repeat; `slots` are the variables' values, `uses` the variable of each statement."""
 
     slots: tuple[tuple[Item, ...], ...]
     statements: tuple[ActionStatement, ...]
@@ -37,7 +40,7 @@ class Loop:
 
 
 def folded(statements: Sequence[ActionStatement]) -> Iterator[ActionStatement | Loop]:
-    """Statements, with those that repeat for one call after the other as loops."""
+    """Statements, with repetitions over calls as loops."""
     at = 0
     while at < len(statements):
         period, times = _repetition(statements, at, _alike)
@@ -76,7 +79,7 @@ def _alike(a: ActionStatement, b: ActionStatement) -> bool:
 
 
 def _repetition(items: Sequence[T], at: int, alike: Callable[[T, T], bool]) -> tuple[int, int]:
-    """The length of what repeats from a place on, and how often; the one that covers most, then the shortest."""
+    """The length and the number of the repetitions from a place on: those that cover most, then the shortest."""
     best = (1, 1)
     for period in range(1, min(_LONGEST, (len(items) - at) // 2) + 1):
         end = at + period
@@ -112,7 +115,7 @@ def ranged(first: Item, last: Item) -> Iterator[Item]:
 
 
 def _step(a: Item, b: Item) -> int:
-    """1 or -1 where two names differ by that; else 0."""
+    """1 or -1 if the numbers in two names differ by it, else 0."""
     if isinstance(a, int) or isinstance(b, int):
         return 0
     left, right = _NUMBERED.fullmatch(a), _NUMBERED.fullmatch(b)
@@ -124,40 +127,52 @@ def _step(a: Item, b: Item) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Actions done several times, each time with microbatches `by` higher."""
+    """Actions and inner loops, done several times, each time with microbatches `by` higher."""
 
     times: int
     by: int
-    actions: tuple[Action, ...]
+    items: tuple[Action | Repeat, ...]
 
 
-def folded_row(row: Sequence[Action]) -> Iterator[Action | Repeat]:
-    """A long schedule row, with its steady state as repetitions."""
+def folded_row(row: Sequence[Action]) -> Sequence[Action | Repeat]:
+    """A long schedule row, with its steady state as loops; loops of loops where stages take turns."""
+    if len(row) <= _SHORT:
+        return row
+    items: Sequence[Action | Repeat] = row
+    while len(inner := tuple(_folded_once(items))) < len(items):
+        items = inner
+    return items
+
+
+def _folded_once(items: Sequence[Action | Repeat]) -> Iterator[Action | Repeat]:
     at = 0
-    while at < len(row):
-        period, times, by = _steady(row, at) if len(row) > _SHORT else (1, 1, 0)
+    while at < len(items):
+        period, times, by = _steady(items, at)
         if times < _FEWEST:
-            yield row[at]
+            yield items[at]
             at += 1
             continue
-        yield Repeat(times, by, tuple(row[at : at + period]))
+        yield Repeat(times, by, tuple(items[at : at + period]))
         at += period * times
 
 
-def unfolded_row(repeat: Repeat) -> Iterator[Action]:
-    for turn in range(repeat.times):
-        for action in repeat.actions:
-            later = None if action.microbatch is None else action.microbatch + turn * repeat.by
-            yield replace(action, microbatch=later)
+def unfolded_row(item: Action | Repeat, later: int = 0) -> Iterator[Action]:
+    """The actions of every turn, with microbatches `later` than written."""
+    if isinstance(item, Action):
+        yield item if item.microbatch is None else replace(item, microbatch=item.microbatch + later)
+        return
+    for turn in range(item.times):
+        for inner in item.items:
+            yield from unfolded_row(inner, later + turn * item.by)
 
 
-def _steady(row: Sequence[Action], at: int) -> tuple[int, int, int]:
+def _steady(items: Sequence[Action | Repeat], at: int) -> tuple[int, int, int]:
     best = (1, 1, 0)
-    for period in range(1, min(_LONGEST, (len(row) - at) // 2) + 1):
-        a, b = row[at].microbatch, row[at + period].microbatch
+    for period in range(1, min(_LONGEST, (len(items) - at) // 2) + 1):
+        a, b = _first_microbatch(items[at]), _first_microbatch(items[at + period])
         by = 0 if a is None or b is None else b - a
         end = at + period
-        while end < len(row) and _later(row[end - period], row[end], by):
+        while end < len(items) and _later(items[end - period], items[end], by):
             end += 1
         times = (end - at) // period
         if times >= _FEWEST and period * times > best[0] * best[1]:
@@ -165,7 +180,16 @@ def _steady(row: Sequence[Action], at: int) -> tuple[int, int, int]:
     return best
 
 
-def _later(a: Action, b: Action, by: int) -> bool:
+def _first_microbatch(item: Action | Repeat) -> int | None:
+    return item.microbatch if isinstance(item, Action) else _first_microbatch(item.items[0])
+
+
+def _later(a: Action | Repeat, b: Action | Repeat, by: int) -> bool:
+    if isinstance(a, Repeat) and isinstance(b, Repeat):
+        same = (a.times, a.by, len(a.items)) == (b.times, b.by, len(b.items))
+        return same and all(_later(x, y, by) for x, y in zip(a.items, b.items, strict=True))
+    if isinstance(a, Repeat) or isinstance(b, Repeat):
+        return False
     if (a.stage, a.kind, a.ahead) != (b.stage, b.kind, b.ahead) or (a.microbatch is None) != (b.microbatch is None):
         return False
     return a.microbatch is None or b.microbatch is None or b.microbatch - a.microbatch == by

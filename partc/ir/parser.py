@@ -140,6 +140,24 @@ def _action(word: str) -> Action:
     return Action(stage=int(match[1]), kind=kind, microbatch=microbatch, ahead=ahead)
 
 
+def _row(text: str) -> tuple[tuple[Action | Repeat, ...], str]:
+    """The items up to the end of the text or of a loop, and the text from there on."""
+    items: list[Action | Repeat] = []
+    while (text := text.lstrip()) and not text.startswith(")"):
+        if (opening := re.match(r"(\d+) \* \(", text)) is None:
+            word = _matched(r"[^\s()]+", re.split(r"[\s()]", text, maxsplit=1)[0])[0]
+            items.append(_action(word))
+            text = text[len(word) :]
+            continue
+        inner, text = _row(text[opening.end() :])
+        closing = re.match(r"\)(?: by (-?\d+))?(?=[\s)]|$)", text)
+        if closing is None:
+            raise _Malformed("a loop of actions does not end")
+        items.append(Repeat(int(opening[1]), int(closing[1] or 1), inner))
+        text = text[closing.end() :]
+    return tuple(items), text
+
+
 class _TextReader:
     def __init__(self) -> None:
         self._head: Program | None = None
@@ -306,20 +324,10 @@ class _TextReader:
         return self._actions[-1][2]
 
     def _schedule(self, text: str) -> None:
-        actions: list[Action] = []
-        rest = text.split(":", 1)[1]
-        word = rf"\s*(?:(\d+) \* \(([^)]*)\)(?: by (\d+))?|{_ACTION})(?=\s|$)"
-        while rest.strip():
-            match = re.match(word, rest)
-            if match is None:
-                raise _Malformed(f"{rest.split()[0]!r} is no action")
-            if match[1]:
-                inner = tuple(_action(each) for each in match[2].split())
-                actions.extend(unfolded_row(Repeat(int(match[1]), int(match[3] or 1), inner)))
-            else:
-                actions.append(_action(match[0].strip()))
-            rest = rest[match.end() :]
-        self._parts["schedule"].append(tuple(actions))
+        items, rest = _row(text.split(":", 1)[1])
+        if rest:
+            raise _Malformed("a loop of actions ends that did not begin")
+        self._parts["schedule"].append(tuple(action for item in items for action in unfolded_row(item)))
 
     def _region(self, text: str) -> None:
         match = _matched(rf"region {_NAME} phase (setup|step|microbatch):", text)

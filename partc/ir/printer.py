@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from partc.errors import Source
 from partc.ir.collectives import cost
-from partc.ir.folding import Item, folded, folded_row, ranges
+from partc.ir.folding import Item, Repeat, folded, folded_row, ranges
 from partc.ir.layout import Sizes
 from partc.ir.program import (
     ITEMSIZE,
@@ -208,12 +208,14 @@ def _listed(items: Sequence[Item]) -> str:
 
 
 def _row(actions: Sequence[Action]) -> str:
-    return " ".join(
-        str(item)
-        if isinstance(item, Action)
-        else f"{item.times} * ({' '.join(map(str, item.actions))}){f' by {item.by}' if item.by != 1 else ''}"
-        for item in folded_row(actions)
-    )
+    return " ".join(map(_row_item, folded_row(actions)))
+
+
+def _row_item(item: Action | Repeat) -> str:
+    if isinstance(item, Action):
+        return str(item)
+    by = f" by {item.by}" if item.by != 1 else ""
+    return f"{item.times} * ({' '.join(map(_row_item, item.items))}){by}"
 
 
 def _parameter(parameter: Parameter) -> str:

@@ -1,8 +1,8 @@
-"""Late actions: they gather nothing ahead, as a rank's peak of memory would rise.
+"""Late actions: actions that gather nothing ahead, since this would raise their rank's peak memory.
 
-An action can start the next action's first gather while its last call runs. Then both calls' parameters are there for
-the rest of the action: for calls that read nothing in parts but make large gradients (an embedding's), and for actions
-that gather nothing. A rehearsal says whether that is where a rank holds most.
+An action can start the next action's first gather while its last call runs. The parameters of both calls are then in
+memory until the action ends, also beside large gradients (an embedding's). Rehearsals find out whether this raises the
+peak.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from partc.rehearsal.rehearsal import peaks
 
 
 def late(program: Program) -> frozenset[str]:
-    """Names of actions (`0B`) of a program with naive bodies: none if no peak rises, else what is found one by one."""
+    """Names of late actions (`0B`) of a program before `prefetch`: none if no peak rises, else found one by one."""
     places = [_gathering(program, place) for place in range(program.mesh.axis(PIPELINE_AXIS))]
     every = frozenset(name for names in places for name in names)
     if not every:

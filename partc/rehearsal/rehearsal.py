@@ -1,8 +1,8 @@
-"""A step of a package on tensors without memory: what every rank holds, and when.
+"""The memory account of a package: its step runs on tensors without memory, and a ledger counts what they would hold.
 
-The emitted modules and the runtime run as they are, with a communicator whose peers say nothing; what they do to
-memory is counted (ledger.py). A region's function runs once, however many calls, microbatches and ranks there
-are: then it is known what it does (call_replay.py). Ranks that differ on other axes than the pipeline's are one.
+The emitted modules and the runtime run unchanged, with a communicator without peers; ledger.py counts their
+allocations. A region's function runs once, and its effects are replayed for all other calls, microbatches and ranks
+(call_replay.py). One rank stands for all ranks at its pipeline coordinate.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from partc.runtime.optimizer.optimizer import attach_gradients, make_optimizer
 from partc.runtime.train.data import local_batch
 
 Sizes = Mapping[str, int]
-MOST_COUNTED = 64  # ranks at one place of which each is looked at
+MOST_COUNTED = 64  # up to so many ranks of a place are examined one by one
 
 
 def rehearse(program: Program, *, optimizer: str = "adamw", modules: Modules | None = None) -> Account:
-    """The account of a scheduled program, in a step after the first. `modules` are the program's, if made already."""
+    """The account of a scheduled program, in a step after the first. `modules` are its emitted ones, if known."""
     return rehearsed(program, optimizer=optimizer, modules=modules)[0]
 
 
 def peaks(program: Program) -> list[int]:
-    """The most that the ranks at each pipeline coordinate hold, and no more of the account than that."""
+    """The peak of the ranks at each pipeline coordinate, without the rest of the account."""
     return [rank.peak for rank in _rehearsed(program, "adamw", None, host=False)[0].ranks]
 
 
 def rehearsed(
     program: Program, *, optimizer: str = "adamw", modules: Modules | None = None
 ) -> tuple[Account, tuple[Ledger, ...]]:
-    """And what was counted of each pipeline rank."""
+    """The account, and the ledger of each pipeline rank."""
     return _rehearsed(program, optimizer, modules, host=True)
 
 
@@ -152,9 +152,9 @@ def _rank(
 def _copied(
     program: Program, place: int, shards: Mapping[str, Shard], trained: Collection[str], kept: Sequence[_State]
 ) -> int:
-    """The bytes that a rank writes into a checkpoint, of equal copies one: the most of all ranks at this place.
+    """The bytes that a rank writes into a checkpoint: the most of all ranks at this place. Equal copies count once.
 
-    Of large meshes, no fewer: all that each of them has.
+    On large meshes this is an upper bound: all that a rank holds.
     """
     sizes = program.mesh.sizes
     ranks = [
@@ -184,7 +184,7 @@ def _copied(
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A tensor that an optimizer keeps for each parameter: like it, or of a size of its own."""
+    """A tensor that an optimizer keeps for each parameter: of the parameter's shape, or of a size of its own."""
 
     name: str
     like: bool
@@ -195,7 +195,7 @@ class _State:
 
 
 def _kept_by(optimizer: str) -> tuple[_State, ...]:
-    """What a step of it leaves, as seen on a parameter of two numbers."""
+    """The states that a step of the optimizer leaves, observed on a parameter of two numbers."""
     parameter = torch.zeros(2)
     parameter.grad = torch.zeros(2)
     made = make_optimizer(optimizer, {"": parameter}, 0.0)
@@ -205,7 +205,7 @@ def _kept_by(optimizer: str) -> tuple[_State, ...]:
 
 
 class _Turns:
-    """Tells in which action a rank is, and for which calls the functions of its modules run there."""
+    """Tells the ledger the rank's current action, and the calls that its functions run for."""
 
     def __init__(self, program: Program, modules: Modules, ledger: Ledger, lessons: Lessons) -> None:
         self._calls = {
@@ -233,14 +233,14 @@ class _Turns:
 
 
 class _Quiet:
-    """A process group whose every word is heard at once and answered by nothing."""
+    """A process group without peers: every operation ends at once and receives nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., _Quiet]:
         return lambda *args, **kwargs: self
 
 
 class _Clock(Clock):
-    """A clock that passes on what is entered."""
+    """A clock that reports each action to a function."""
 
     told: Callable[[str], None] = staticmethod(lambda what: None)
 
@@ -271,7 +271,7 @@ _QuietAxis.reduce_gradients = _communicating("reduce_gradients")  # type: ignore
 
 
 class _NamedParts(Parts):
-    """Says what it makes: whole parameters and whole gradients."""
+    """Tells the ledger the names of the whole parameters and gradients that it allocates."""
 
     def _gather(self, names: Sequence[str], into: Mapping[str, Tensor]) -> Pending[list[Tensor]]:
         with self._named("copies", "gathered parameters"):
@@ -297,7 +297,7 @@ class _NamedParts(Parts):
 
 
 class _Groups(dict[str, Axis]):
-    """Of any axes, joined by commas; `pp 0,3` are some ranks of a pipeline."""
+    """Groups by name: axes joined by commas, or some ranks of a pipeline (`pp 0,3`)."""
 
     def __init__(self, ledger: Ledger, sizes: Sizes) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ class _Groups(dict[str, Axis]):
 
 
 class _QuietComm(DistributedComm):
-    """The first rank at a pipeline coordinate."""
+    """The communicator of the first rank at a pipeline coordinate."""
 
     clock: _Clock
 

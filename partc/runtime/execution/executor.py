@@ -24,7 +24,7 @@ _AHEAD = re.compile(r"(\d+)([FBIW])")
 class Action:
     """An entry of the schedule: 2F0, 0SEND_F1, 1REDUCE_GRAD.
 
-    `ahead` are the actions (stage and kind) whose first gathers this one starts: 0F1>0B.
+    `ahead` are the actions (stage and kind) whose first gathers this action starts: 0F1>0B.
     """
 
     stage: int
@@ -51,8 +51,8 @@ def parse_schedule(text: str) -> tuple[Action, ...]:
 class Stage(Protocol):
     """An emitted stage module: see any `stages/stage_<i>.py`.
 
-    Where its calls gather parameters, `lookahead` is how many gathers of later actions an action starts, and `opens`
-    has, by kind of action, the first so many units that it gathers.
+    If its calls gather parameters, `lookahead` is the number of gathers of later actions that an action starts, and
+    `opens` has, by kind of action, as many units that this action gathers first.
     """
 
     parameters: dict[str, Shard]
@@ -76,7 +76,7 @@ class Stage(Protocol):
 
 
 class SplitStage(Stage, Protocol):
-    """A stage whose schedule runs the halves of its backward pass apart."""
+    """A stage whose backward pass runs in two halves: gradients of inputs, then of weights."""
 
     def backward_input(
         self, saved: Any, gradients: dict[str, Tensor], *ahead: Unit
@@ -89,8 +89,11 @@ Told = Mapping[Slot, Sequence[int]]
 
 
 def told_by(actions: Sequence[Action]) -> dict[Slot, tuple[int, ...]]:
-    """What a rank's values tell of gradients that were sent to it: by stage and microbatch of a value, of which it has
-    come to use them since the value before."""
+    """Acknowledgements of received gradients: a value that a rank sends implies that it has used some of them.
+
+    Maps the stage and microbatch of each sent value to the microbatches whose gradients the rank has used since the
+    value before.
+    """
     found: dict[Slot, tuple[int, ...]] = {}
     used: dict[int, list[int]] = {}
     for action in actions:
@@ -102,7 +105,7 @@ def told_by(actions: Sequence[Action]) -> dict[Slot, tuple[int, ...]]:
 
 
 class Step:
-    """One step over the stages of this rank. Values between two of them are handed over, all others sent."""
+    """One step over the stages of this rank. Values between two of them are handed over, all others are sent."""
 
     def __init__(
         self, stages: Mapping[int, Stage], comm: Comm, microbatches: Sequence[dict[str, Tensor]], told: Told
@@ -119,12 +122,12 @@ class Step:
         self.kept: dict[Slot, Any] = {}  # from I to W
         # Gradients of sent values, from RECV_B to B or I.
         self.returning: dict[Slot, list[tuple[str, Pending[Tensor]]]] = {}
-        self.incoming: dict[Slot, dict[str, Tensor]] = {}  # those of values handed to a stage here
+        self.incoming: dict[Slot, dict[str, Tensor]] = {}  # gradients of values handed to a stage of this rank
         self.outgoing: dict[Slot, dict[str, Tensor]] = {}  # gradients of received values, from B or I to SEND_B
         self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def run(self, action: Action, *, last: bool = False) -> None:
-        """`last` says that it is the last backward of its stage before the update."""
+        """Run an action; `last` marks the last backward of its stage before the update."""
         stage: Any = self.stages[action.stage]
         slot = action.stage, action.microbatch
         self.comm.mb = Axis(action.microbatch, len(self.microbatches))
@@ -153,7 +156,7 @@ class Step:
                 stage.reduce_gradients()
 
     def _ahead(self, action: Action) -> list[Unit]:
-        """The units that later actions gather first, for this one to start; `NOTHING` in place of missing ones."""
+        """The first units of later actions, whose gathers this action starts; `NOTHING` in place of missing ones."""
         stage: Any = self.stages[action.stage]
         if action.kind != "UNSHARD" and action.kind not in getattr(stage, "opens", ()):
             return []
@@ -211,7 +214,7 @@ class Step:
         returning = self.returning.pop(slot, ())
         for name, gradient in returning:
             self._add(slot, name, gradient.wait())
-        # Who returns the gradients of a microbatch has had all that was sent to it for that.
+        # A rank that returns a microbatch's gradients has received all values sent to it for this microbatch.
         for target in {target for name, _ in returning for target in self.stages[slot[0]].gradients_from[name]}:
             self.comm.taken((slot[0], target), slot[1])
         return self.incoming.pop(slot, {})
@@ -233,7 +236,7 @@ class Step:
             self.comm.send(gradient, (slot[0], stage.receives[name].source))
 
     def _add(self, slot: Slot, name: str, gradient: Tensor) -> None:
-        """A value that several stages read has the sum of what they send back for a gradient."""
+        """Add a gradient that a reader sends back: the gradient of a value is the sum over its readers."""
         there = self.incoming.setdefault(slot, {})
         there[name] = there[name] + gradient if name in there else gradient
 
@@ -252,7 +255,7 @@ def run_step(
 
     `stages` are this rank's, by number; `batch` is its part of the step's batch, `microbatches` the
     same in pieces. Gradients are summed over ranks if this is the `last` batch before the update.
-    `told` is what values of the stages that other ranks have tell (see `told_by`): what was sent is let go of by that.
+    `told` has the acknowledgements in values of other ranks' stages (see `told_by`); they release sent gradients.
     The communicator's clock is told each action before it starts.
     """
     entering = comm.clock.entering
@@ -282,7 +285,7 @@ def run_step(
 
 
 def _shared_gradients(stages: Mapping[int, Stage]) -> dict[tuple[int, ...], list[Tensor]]:
-    """By the pipeline ranks that share them; groups and names in an order that all of those agree on."""
+    """Gradients of shared weights by the pipeline ranks that share them, in an order that these ranks agree on."""
     found: dict[tuple[int, ...], dict[str, Tensor]] = {}
     for stage in stages.values():
         for ranks, names in stage.shared.items():
@@ -293,10 +296,10 @@ def _shared_gradients(stages: Mapping[int, Stage]) -> dict[tuple[int, ...], list
 def gradient_buffers(
     shards: Mapping[str, Shard], parameters: Mapping[str, Tensor], *, compiled: bool = False
 ) -> tuple[dict[str, Tensor], dict[tuple[str, ...], Tensor]]:
-    """A zeroed gradient for every trainable parameter, and the buffers behind them by whose gradients these hold.
+    """A zeroed gradient for every trainable parameter, and the buffers behind them by the parameters of each.
 
-    Gradients that are reduced over the same axes stand in one buffer, so that one collective moves them. Where
-    torch.compile makes the functions that add to them, they are plain tensors: the first addition is one as well.
+    Gradients that are reduced over the same axes share a buffer, so that one collective moves them. They are plain
+    tensors if torch.compile makes the functions that add to them, so that the first addition is one, too.
     """
     together: dict[tuple[object, ...], list[str]] = {}
     for name, shard in shards.items():
@@ -315,6 +318,6 @@ def gradient_buffers(
 
 
 def pieces_of(buffer: Tensor, names: Sequence[str], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A buffer cut into what has these parameters' shapes, one after the other."""
+    """Views of a buffer with the shapes of these parameters, one after the other."""
     cut = torch.split(buffer, [parameters[name].numel() for name in names])
     return {name: piece.view(parameters[name].shape) for name, piece in zip(names, cut, strict=True)}

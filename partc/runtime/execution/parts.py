@@ -1,6 +1,6 @@
-"""Parameters that ranks hold in parts (ZeRO): units that gather them for calls and scatter the gradients back.
+"""Sharded parameters (ZeRO): units gather them for calls and scatter the gradients back.
 
-The stage modules say when a unit gathers, waits and frees; nothing here starts or ends by itself.
+The stage modules decide when a unit gathers, waits and frees.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Fields = Any  # the tuple class of a region's parameters, or one of it
 class Parts:
     """The parameters of a stage: this rank's parts of some, the whole of others.
 
-    What one unit gathers or scatters travels in one collective for each dtype; gradients in `wire`, if that is given.
-    Over ranks of which those on the axes `near` share a node, where others don't, it goes inside nodes and between them
-    in turn (see levels). `compress` is the code of gradients between nodes, or everywhere if `near` is empty.
+    A unit gathers or scatters its tensors in one collective for each dtype; gradients travel in `wire` if it is given.
+    If the ranks on the axes `near` share a node and others do not, an exchange has two levels: inside nodes and between
+    them (see levels). `compress` is the code of gradients between nodes, or everywhere if `near` is empty.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Parts:
         sizes = {name: comm.group((name,)).size for name in axes}
         self._seams = {name: shard.seam(sizes) for name, shard in shards.items() if shard.gather}
         self._kept: dict[str, Tensor] = {}  # whole parameters, up to date after a step's end
-        self._sums: dict[str, Tensor] = {}  # gradients of the whole, until `scatter_sums`
+        self._sums: dict[str, Tensor] = {}  # gradients of whole parameters, until `scatter_sums`
         self._left: frozenset[str] = frozenset()
         self._scattering: dict[Unit, Pending[None]] = {}
         self.compressed = dict(self._compressing()) if compress else {}
@@ -63,21 +63,21 @@ class Parts:
                 yield name, Scattered(levels.far.size, gradient.numel())
 
     def unit(self, kind: Any, *names: str) -> Unit:
-        """Parameters that are whole only between `gather` and `free`."""
+        """A unit of parameters that are whole only between `gather` and `free`."""
         return Unit(self, kind, names)
 
     def keep(self, kind: Any, *names: str) -> Unit:
-        """Parameters that stay whole; those that an earlier unit keeps are gathered by that one."""
+        """A unit of parameters that stay whole; the first unit that keeps a parameter gathers it."""
         new = tuple(name for name in names if name not in self._kept)
         self._kept.update(zip(new, self.gather(new).wait(), strict=True))
         return Kept(self, kind, names, tuple(name for name in new if self._shards[name].gather))
 
     def gather(self, names: Sequence[str], *, kept: bool = False) -> Pending[list[Tensor]]:
-        """Start to gather whole parameters as calls read them, into the tensors of those that are kept."""
+        """Start to gather parameters in the dtype that calls read; `kept` ones into their permanent tensors."""
         return self._gather(names, self._kept if kept else {})
 
     def _gather(self, names: Sequence[str], into: Mapping[str, Tensor]) -> Pending[list[Tensor]]:
-        """`into` has tensors for the whole that are there already."""
+        """Start to gather; `into` has the existing tensors of whole parameters."""
         whole = {name: self._held[name].to(self._shards[name].read_dtype) for name in names}
         going = []
         direct: list[Pending[None]] = []
@@ -118,9 +118,9 @@ class Parts:
         return Pending(finish, go_on)
 
     def scatter(self, gradients: Mapping[str, Tensor]) -> Pending[None]:
-        """Start to add to each rank's part the sum of what all ranks have for it in these gradients of the whole.
+        """Start to reduce-scatter gradients of whole parameters, and to add the results to the ranks' own parts.
 
-        What a rank holds whole is added to its own at once.
+        Gradients of parameters that ranks hold whole are added at once.
         """
         going: list[Pending[None]] = []
         for name in gradients:
@@ -146,7 +146,7 @@ class Parts:
         return Pending(finish, lambda: any([each.go_on() for each in going]))
 
     def _across(self, nodes: Axis, names: Sequence[str], x: Tensor) -> Pending[Tensor]:
-        """Scatter between nodes, in few bits."""
+        """Scatter between nodes, compressed."""
         return Scattered.start(self._compress, nodes, [self.compressed[name] for name in names], x, self._comm.scale)
 
     def settle(self) -> None:
@@ -165,7 +165,7 @@ class Parts:
             self._gradients[name].add_(part)
 
     def _direct(self, levels: Levels, names: Sequence[str]) -> Axis | None:
-        """The axis over which these travel without copies: ranks hold consecutive rows of each of them."""
+        """The axis over which these tensors travel without copies, as ranks hold consecutive rows of each."""
         return levels.direct if all(self._seams[name] == (0, 1) for name in names) else None
 
     def cast(self) -> dict[str, Tensor]:
@@ -177,23 +177,23 @@ class Parts:
         }
 
     def leave(self, names: Collection[str]) -> None:
-        """The update itself brings these of `cast` up to date."""
+        """Leave these copies out of `refresh`: the optimizer's update itself writes them."""
         self._left = frozenset(names)
 
     def refresh(self) -> None:
-        """After the optimizer's update: copy parameters that ranks hold whole, in another dtype than calls read."""
+        """After the optimizer's update: renew the copies of whole parameters in the dtype that calls read."""
         for name, x in self._kept.items():
             if not self._shards[name].gather and name not in self._left and x is not self._held[name]:
                 x.copy_(self._held[name])
 
     def sums(self, *names: str) -> list[Tensor | None]:
-        """Gradients of the whole parameters, which `scatter_sums` scatters and clears."""
+        """Accumulated gradients of whole parameters, which `scatter_sums` scatters and clears."""
         new = [name for name in names if name not in self._sums and name in self._gradients]
         self._sums.update((name, self._whole_gradient(name)) for name in new)
         return [self._sums.get(name) for name in names]
 
     def scatter_sums(self, *names: str) -> Pending[None]:
-        """After a step's last microbatch: start to scatter these, and clear them once they are there."""
+        """After a step's last microbatch: start to scatter these sums; they are cleared when the scatter ends."""
         going = self.scatter({name: settled(self._sums[name]) for name in names})
         return going.then(lambda _: self._clear(names))
 
@@ -211,7 +211,7 @@ class Parts:
         return Gradient.of(whole) if isinstance(gradient, Gradient) else whole
 
     def _together(self, moved: Mapping[str, torch.dtype]) -> Iterator[tuple[Levels, list[str]]]:
-        """Names, of what ranks hold in parts, whose tensors can share a collective."""
+        """Names of sharded parameters whose tensors can share a collective."""
         found: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
         for name, dtype in moved.items():
             if self._shards[name].gather:
@@ -233,42 +233,42 @@ class Unit:
         self._coming: Pending[list[Tensor]] | None = None
 
     def gather(self) -> None:
-        """Start to gather the whole parameters; if they are there, or on their way, they stay for one more `free`."""
+        """Start to gather. Parameters that are already whole, or on their way, stay for one more `free`."""
         self._holds += 1
         if self._holds == 1:
             self._coming = self._parts.gather(self._names)
 
     def relay(self) -> None:
-        """Where nodes are crossed: wait for what comes from other nodes, and start to gather inside the node."""
+        """In a gather of two levels: wait for the level between nodes, and start the one inside the node."""
         if self._coming is not None:
             self._coming.go_on()
 
     def wait(self) -> None:
-        """Have the whole parameters."""
+        """Wait for the gather; `whole` has the parameters then."""
         if self._coming is not None:
             coming, self._coming = self._coming, None
             self.whole = self._kind(*coming.wait())
 
     def free(self) -> None:
-        """The call is over; the memory goes unless the next action reads the same parameters."""
+        """End a use of the parameters; their memory is freed with the last one."""
         self._holds -= 1
         if not self._holds:
             del self.whole
 
     def scatter(self, gradients: Fields) -> None:
-        """Start to sum gradients of the whole parameters over the ranks that hold the parts."""
+        """Start to reduce-scatter gradients of the whole parameters to the ranks that hold the parts."""
         named = zip(self._names, gradients, strict=True)
         going = self._parts.scatter({name: gradient for name, gradient in named if gradient is not None})
         self._parts._scattering[self] = going
 
     def relay_scatter(self) -> None:
-        """Where nodes are crossed: wait for the sum inside the node, and start the one between nodes."""
+        """In a scatter of two levels: wait for the sum inside the node, and start the one between nodes."""
         going = self._parts._scattering.get(self)
         if going is not None:
             going.go_on()
 
     def settle(self) -> None:
-        """Add the sum, if one is on its way, to this rank's part."""
+        """Wait for the scatter under way, if any, and add its sum to this rank's part."""
         going = self._parts._scattering.pop(self, None)
         if going is not None:
             going.wait()
@@ -292,7 +292,7 @@ class Kept(Unit):
 
 
 class Nothing(Unit):
-    """In the place of a unit where no action follows that gathers."""
+    """A unit without parameters: a placeholder if no later action gathers."""
 
     def __init__(self) -> None:
         pass
@@ -308,7 +308,7 @@ NOTHING = Nothing()
 
 
 def _joined(rows: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Side by side, and contiguous; of one dtype if none is given."""
+    """The rows joined in one contiguous tensor. Without a `dtype`, all have the same one."""
     if len(rows) == 1:
         return rows[0].contiguous().to(dtype or rows[0].dtype)
     sizes = [row.shape[-1] for row in rows]

@@ -1,7 +1,7 @@
-"""Sums of gradients over ranks, in buckets; the stage modules say when they start and when they are waited for.
+"""Sums of gradients over ranks, in buckets; the stage modules decide when sums start and are waited for.
 
-Where some ranks share a node and others don't, a sum goes over both in turn: each rank of a node gets a part of the
-node's sum, which is summed with the same parts of other nodes, and put together again. So only a part crosses nodes.
+If some ranks share a node and others do not, a sum is hierarchical: a reduce-scatter inside each node, a sum of equal
+parts between nodes, and an all-gather inside each node. Each rank sends only its part across nodes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Sum = Generator[Pending[Tensor], Tensor, None]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are complete after the last backward of the call `after`, and summed over the same axes.
+    """Gradients that are complete after the last backward of the call `after`, and are summed over the same axes.
 
-    Those of a stage's parameters from `first` to `last`, or those of `names`. With no call to come after,
-    they are summed at the step's end.
+    The parameters are those of the stage from `first` to `last`, or `names`. Without `after`, the bucket is summed at
+    the step's end.
     """
 
     over: tuple[str, ...]
@@ -49,10 +49,10 @@ class Bucket:
 
 
 class Sums:
-    """The buckets of a stage. What is scattered are `parts`' own gradients, of whole parameters.
+    """The sums of a stage's buckets. Scattered buckets are sums of `parts`: gradients of whole parameters.
 
-    `near` are the axes whose ranks share a node, where others don't; `wire` is what sums travel and are made in, if
-    not as gradients are; `compress` what travels between nodes, or everywhere if `near` is empty.
+    `near` are the axes whose ranks share a node, if others do not; `wire` is the dtype of sums, if it is not that of
+    the gradients; `compress` is the code of gradients between nodes, or everywhere if `near` is empty.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Sums:
         self.compressed = dict(self._compressing()) if compress else {}
 
     def _compressing(self) -> Iterator[tuple[tuple[str, int], Compressed]]:
-        """By a bucket's first gradient, and piece of memory."""
+        """Compressed sums, by the first gradient of the bucket and the piece of memory."""
         for bucket, names in (each for found in self._buckets.values() for each in found):
             near, far = self._split(bucket)
             for index, run in enumerate(runs([self._gradients[name] for name in names])):
@@ -89,7 +89,7 @@ class Sums:
                     yield (names[0], index), Compressed(self._compress, group, -(-run.numel() // ways))
 
     def _split(self, bucket: Bucket) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes whose ranks share a node, and the others."""
+        """The axes inside nodes, and those between nodes."""
         near = tuple(axis for axis in bucket.over if axis in self._near)
         return near, tuple(axis for axis in bucket.over if axis not in self._near)
 
@@ -107,7 +107,7 @@ class Sums:
                     else:
                         going.wait()
                 self._scattering.append(self._parts.scatter_sums(*names))
-                if not call:  # what is summed next may be what each rank keeps of these
+                if not call:  # the next sums may be of the parts that each rank keeps of these
                     self._settle()
                 continue
             near, far = self._split(bucket)
@@ -115,7 +115,7 @@ class Sums:
                 self._going.append(_Going(self._sum(run, near, far, (names[0], index)), inside=bool(near and far)))
 
     def relay(self) -> None:
-        """Where nodes are crossed: have what was summed inside the node go on between nodes."""
+        """In hierarchical sums: wait for the sums inside the node, and start those between nodes."""
         for scattered in self._scattering:
             scattered.go_on()
         for going in self._going:
@@ -155,15 +155,15 @@ class Sums:
 
 
 class _Going:
-    """A sum that has been started, and how to go on once its first part is there."""
+    """A sum under way: its pending collective, and the function that starts the next one."""
 
     def __init__(self, sum: Sum, *, inside: bool) -> None:
         self._sum = sum
         self._pending: Pending[Tensor] = next(sum)
-        self.inside = inside  # whether what is waited for stays in a node
+        self.inside = inside  # whether the pending collective stays inside a node
 
     def advance(self) -> bool:
-        """Wait, and start what comes next; whether there is something."""
+        """Wait for the pending collective and start the next one; false if there is none."""
         self.inside = False
         try:
             self._pending = self._sum.send(self._pending.wait())

@@ -1,7 +1,7 @@
-"""The steps of a training on one rank: forward and backward of their batches, then an update.
+"""Training steps on one rank: forward and backward of the step's batches, then an update.
 
-What the device does is in three pieces, which take nothing from the host but what it has written to memory before:
-`_batch` once for each batch, `_measure` and `_update`. With graphs they are recorded, and repeated from then on.
+The device's work is in three functions, which read only memory that the host has written before: `_batch` for each
+batch, `_measure` and `_update`. With CUDA graphs they are recorded once, and replayed from then on.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .job import Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """What a step has come to."""
+    """The results of a step."""
 
     loss: float | None  # of the whole batch, on ranks of the stage that makes it
-    seconds: float  # from its first batch to the end of its update, on the device too where the host knows that
-    data: float  # of them, seconds in which the host makes batches and hands them to the device
+    seconds: float  # from its first batch to the end of its update, on the device too if the host waits for it
+    data: float  # the part of them in which the host makes batches and copies them to the device
     updated: Updated
-    recorded: dict[str, Tensor]  # gradients, where they are wanted
+    recorded: dict[str, Tensor]  # gradients, if the job records them
 
 
 @dataclass(kw_only=True)
@@ -58,9 +58,9 @@ class Steps:
     scaled: Gradients
     update: Update
     scale: LossScale | None
-    part_of: Callable[[int], Mapping[str, Tensor]]  # this rank's part of the batch of a number, on the host
-    settle: Callable[[], None]  # before an error that ends the run
-    graph: Callable[[], RecordedGraph] | None = None  # makes one, if steps are to be recorded
+    part_of: Callable[[int], Mapping[str, Tensor]]  # batch number -> this rank's part, on the host
+    settle: Callable[[], None]  # called before an error that ends the run
+    graph: Callable[[], RecordedGraph] | None = None  # makes a graph, if steps are recorded
 
     def __post_init__(self) -> None:
         self._local: dict[str, Tensor] = {}  # this rank's part of a batch
@@ -102,7 +102,7 @@ class Steps:
         updated = self.update.ended(step, self._norm, skipped=not goes_on)
         self._norm = None
         if self.job.report is not None:
-            finish(self.device)  # ranks without a loss have only launched their work
+            finish(self.device)  # ranks without a loss have launched their work, and not waited for it
         seconds = time.perf_counter() - started
         loss = sum(known) / self.job.accumulate if known else None
         return Done(loss=loss, seconds=seconds, data=data, updated=updated, recorded=recorded)
@@ -138,7 +138,7 @@ class Steps:
         loss = run_step(self.stages, self.comm, self.actions, self._local, microbatches, last=last, told=self.told)
         for stage in self.stages.values() if not last else ():
             if hasattr(stage, "parts"):
-                stage.parts.settle()  # what one recording starts, no other can wait for
+                stage.parts.settle()  # a recording cannot wait for work that another one has started
         return loss
 
     def _measure(self) -> Tensor | None:
@@ -151,7 +151,7 @@ class Steps:
             stage.refresh()
 
     def _check(self, step: int, made: Tensor | None, run: Callable[[], object]) -> None:
-        """Stop all ranks where a loss is not finite, and say what made it so."""
+        """Stop all ranks if a loss is not finite, and name the operation that made it so."""
         self.comm.clock.entering("the check of its loss")
         loss = None if made is None else made.item()
         if self.comm.any(loss is not None and not math.isfinite(loss)):

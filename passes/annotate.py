@@ -41,6 +41,7 @@ OBJECTIVES: Sequence[Mapping[str, float]] = (
     {"replicated_weights": 1.0, "moved_weights": 1.0, "table_columns": 0.5},
     {"communication": 1.0, "repeated_bytes": 0.25, "memory": 1e-3, "nesting": 1e-3},
 )
+_NAMES = "use a parameter's full name, a program value, or region.value"
 
 
 def annotate(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
@@ -157,7 +158,7 @@ def explain(program: Program, name: str, *, pins: Sequence[Pin] = ()) -> tuple[E
             raise PartcError(
                 "P0304",
                 f"nothing is called {name!r}",
-                help="use a parameter's full name, a program value, or region.value",
+                help=f"did you mean {' or '.join(close)}?" if (close := places.close(name)) else _NAMES,
             )
         node, seen, type = deciders
         best = solve(places.problem, OBJECTIVES)

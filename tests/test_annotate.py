@@ -135,8 +135,16 @@ def test_explanations_order_the_alternatives_by_cost() -> None:
     assert rows.communication + rows.repeated_bytes > 0
     costs = [(o.replicated_weights + o.repeated_flops, o.communication, o.repeated_bytes) for o in found.others]
     assert costs == sorted(costs)
-    with pytest.raises(PartcError, match="nothing is called"):
-        explain(done.program, "blocks.1.attn.wz.weight")
+    for unknown, close in (
+        ("blocks.1.attn.wz.weight", "blocks.1.attn.wq.weight"),
+        ("wo.weight", "blocks.0.attn.wo.weight"),
+    ):
+        with pytest.raises(PartcError, match="nothing is called") as raised:
+            explain(done.program, unknown)
+        assert close in str(raised.value.help)
+    with pytest.raises(PartcError, match="nothing is called") as raised:
+        explain(done.program, "zzz")
+    assert "full name" in str(raised.value.help)
 
 
 def test_the_time_does_not_grow_with_depth_or_ranks() -> None:

@@ -395,7 +395,7 @@ _TABLE: Mapping[str, Emit] = {
 _ACCUMULATE_MORE: Mapping[str, Callable[[Sequence[str], Operands], str]] = {
     "linear_cross_entropy_backward": losses.linear_cross_entropy_add_grad
 }
-# What is added to a gradient buffer without a temporary of the buffer's size.
+# Gradients that are added to a buffer without a temporary of the buffer's size.
 _ACCUMULATE: Mapping[str, Callable[[str, Operands], str]] = {
     "linear_grad_weight": lambda g, o: f"{o.named('functional.linear_add_grad_weight')}({g}, {o.args[0]}, {o.args[1]})",
     "expert_matmul_grad_weight": lambda g, o: (

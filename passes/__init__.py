@@ -33,7 +33,7 @@ class Pass:
     requires: tuple[str, ...] = ()
     ensures: tuple[str, ...] = ()
     after: tuple[str, ...] = ()  # passes that run before this one unless they are left out
-    options: tuple[str, ...] = ()  # which of the compile's options it takes
+    options: tuple[str, ...] = ()  # the compile options that it takes
     changes_numerics: bool = False  # beyond the order of a sum
     optional: bool = False  # the program still compiles, and trains the same, without it
 

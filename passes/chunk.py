@@ -80,7 +80,7 @@ class _Head:
     pieces: tuple[Op, ...]
     gradient: Op
     back: tuple[Op, ...]  # backward, from the loss to the product
-    ends: Mapping[int, Op]  # which makes the gradient of the input, the weight, the bias
+    ends: Mapping[int, Op]  # the makers of the gradients of input, weight, bias
 
     @property
     def logits(self) -> str:

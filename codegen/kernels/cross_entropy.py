@@ -35,7 +35,7 @@ class CrossEntropy(Kernel):
     logit: str  # the variable that has one, in `lines`
     label: str  # the label's place among the classes that are here; "" where nothing picks
     picked: str  # the variable that has its logit, in `picking`
-    share: str  # of a logit in the sum that smooths labels; "" where there is none
+    share: str  # a logit's weight in label smoothing; "" without smoothing
     before: tuple[str, ...]
     labels: tuple[str, ...]
     picking: tuple[str, ...]

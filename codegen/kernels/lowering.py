@@ -115,7 +115,7 @@ class Lowering:
                 return self._computed(op, index, guards)
             case "reduction":
                 return self._reduced(op, index)
-            case "streamed":  # which the template makes
+            case "streamed":  # made by the template
                 over = frozenset().union(*(part.free_symbols for part in index))
                 return Found(STREAMS[op.name], computed_in(op.result.type.dtype), over=over)
             case "composite" if op.name == "cross_entropy_backward":

@@ -68,7 +68,7 @@ class Tiling:
     @property
     def reach(self) -> int:
         """The elements of all tiles, masked ones included: their positions are computed before they are masked."""
-        most = 2 * self.high * self.programs if self.steps > 1 else 0  # which a candidate takes in a step
+        most = 2 * self.high * self.programs if self.steps > 1 else 0  # rows of a candidate in one step
         return (max(self.rows, self.high * self.programs) + most) * self.wide * self.across
 
     @property

@@ -31,7 +31,7 @@ class Exported:
     step: int
     tensors: int
     bytes: int
-    untrained: tuple[str, ...]  # which the loss doesn't use: as they were at the beginning
+    untrained: tuple[str, ...]  # tensors that the loss does not use, with their initial values
 
 
 def export(

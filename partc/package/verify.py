@@ -76,7 +76,7 @@ class VerifyResult:
     reference_losses: tuple[float, ...]
     worst: Difference
     tolerance: float  # of the worst difference's kind
-    compared: int  # how many tensors and losses
+    compared: int  # number of tensors and losses
 
 
 def verify(

@@ -41,7 +41,7 @@ __all__ = [
     "resolve_lowered",
 ]
 
-# Which argument says so.
+# The position of the argument `is_causal`.
 _CAUSAL = {
     "attention": 4, "attention_dropout": 4, "attention_backward": 7, "attention_dropout_backward": 7,
     "attention_bias_backward": 7, "attention_dropout_bias_backward": 7,
@@ -119,7 +119,7 @@ def fits(rule: OpRule, chosen: Sequence[Choice], sizes: Sizes) -> bool:
         for choice in chosen:
             if choice.factor == factor.name:
                 ways[choice.outer] = ways.get(choice.outer, 1) * sizes[choice.axis]
-        bounds = sorted({1, *ways, factor.size} - {0})  # of an empty dimension every part is empty
+        bounds = sorted({1, *ways, factor.size} - {0})  # every part of an empty dimension is empty
         if any(end % (start * ways.get(start, 1)) for start, end in pairwise(bounds)):
             return False
     return True

@@ -188,7 +188,7 @@ def _by_rule(
     loose = {axis for cut in ones.values() for axis in _axes(cut)}
     made: list[Inferred | None] = []
     for dims, shape in zip(rule.results, shapes, strict=False):
-        # What another result has of a cut factor may be summed here, in one local element of which nothing is left.
+        # A cut factor of another result may be summed in this one, which then has no dimension for it.
         gone = {*pieces} - {name for dim in dims for name in dim}
         summed = frozenset(loose | {axis for name in gone for axis in _axes(pieces[name])})
         made.append(_made(dims, shape, pieces, ones, tuple(sorted(partial)), summed, sizes))

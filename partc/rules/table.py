@@ -238,7 +238,7 @@ rule(
 )
 
 # Norms, losses, lookups
-build("rms_norm layer_norm", shapes.normalized, precision="low")  # which sum in fp32 inside
+build("rms_norm layer_norm", shapes.normalized, precision="low")  # these sum in fp32 inside
 build("group_norm", products.group_norm, precision="high")
 build("rotary rotary_backward", shapes.rotary)
 rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"}, heavy=True)

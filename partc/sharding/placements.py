@@ -77,7 +77,7 @@ class _PlacementProgram:
         self.parameter_bytes = sum(math.prod(p.type.shape) * ITEMSIZE[p.type.dtype] for p in program.parameters)
         self.nodes: list[Node] = []
         self.wires: list[Wire] = []
-        self.writers: dict[Hashable, int] = {}  # how many regions make each value that crosses calls
+        self.writers: dict[Hashable, int] = {}  # number of regions that make each value that crosses calls
         self.states: dict[Hashable, dict[Placement, None]] = {}
         self.crossing: dict[Hashable, tuple[TensorType, bool]] = {}
         self.multiplied: set[Hashable] = set()

@@ -32,7 +32,7 @@ from partc.passes.row_losses import below_own, in_pieces, log_sum_exp
 from partc.rules import kernels
 from partc.rules.rule import integers
 
-_DIMENSION = {  # which argument it is
+_DIMENSION = {  # the position of the argument `dim`
     "softmax": 1, "log_softmax": 1, "logsumexp": 1, "_softmax_backward_data": 2, "_log_softmax_backward_data": 2,
 }  # fmt: skip
 

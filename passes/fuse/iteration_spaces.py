@@ -10,8 +10,8 @@ from partc.ir.program import FLOATING, Arg, DType, Op, Ref
 from partc.rules.rule import argument
 
 Shape = tuple[int, ...]
-MOST_COLUMNS = 16384  # of a row that one program holds whole
-MOST_SUMMED = 8192  # and that it also sums down: with more, registers spill
+MOST_COLUMNS = 16384  # columns of a row that one program holds whole
+MOST_SUMMED = 8192  # columns of rows that it also sums down: with more, registers spill
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ def _next(w: Writer, buffer: str, made: str) -> str:
     source = w.made[made].source if made in w.made else None
     args: tuple[Arg, ...] = (Ref(made), *((DTypeArg(type.dtype),) if cast else ()))
     w.keep(Op(name="to" if cast else "detach", args=args, results=(value,), source=source))
-    # It belongs to the module that made it, not to whatever comes last.
+    # The copy belongs to the module that made its operand, not to the last one.
     place = next((index + 1 for index, op in enumerate(w.ops) if op is w.made.get(made)), len(w.ops) - 1)
     w.ops.insert(place, w.ops.pop())
     return value.name

@@ -28,7 +28,7 @@ from partc.passes.recompute.choice import Point
 
 MOST_POINTS = 2  # of one region in one stage
 FINEST = 10**8  # numbers up to which the solver is exact
-Dealt = dict[Slot, dict[int, int]]  # how many calls take each point, by its place on the frontier: in order of calls
+Dealt = dict[Slot, dict[int, int]]  # slot -> place on the frontier -> number of calls that take it, in order of calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

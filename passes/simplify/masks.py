@@ -13,7 +13,7 @@ from partc import fuel
 from partc.ir import operators
 from partc.ir.program import RANDOM, Arg, DTypeArg, Op, Ref, Region
 
-_MOST_ELEMENTS = 1 << 27  # of a mask that is evaluated
+_MOST_ELEMENTS = 1 << 27  # the largest mask that is evaluated
 
 
 def known_masks(region: Region) -> Region:

@@ -68,7 +68,7 @@ class RankFormulas:
     parameters: Expr  # as they are kept: in parts, where ZeRO cuts them
     gradients: Expr
     optimizer: Expr
-    saved: Expr  # of all microbatches in flight, when they are most
+    saved: Expr  # of the largest number of microbatches in flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,8 +86,8 @@ class Axis:
 
     name = ""  # the axes it goes over
     moves_many = False  # True if several tensors can travel in one collective without being copied side by side
-    clock: Clock | None = None  # which is told of every collective
-    overlaps = True  # whether what is started goes on beside the rank's own work
+    clock: Clock | None = None  # is told of every collective
+    overlaps = True  # whether collectives run beside the rank's own work
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank

@@ -98,12 +98,12 @@ class FlatSGD:
             for key, buffer in zip(self.moments, each.moments, strict=True):
                 for name, piece in pieces_of(buffer, each.names, parameters).items():
                     self._moments[name][key] = piece
-        # Of every parameter, as checkpoints have them; on the host, which computes with them.
+        # The step count of every parameter, as in checkpoints; on the host, which computes with them.
         self._steps = torch.zeros(len(self._sizes))
         self._step_of = dict(zip(self._sizes, self._steps.unbind(), strict=True))
         self._copies: dict[tuple[str, ...], tuple[Tensor, frozenset[str]]] = {}
         self._segments: list[_Segments] | None = None
-        self._rates: dict[tuple[str, ...], Tensor] = {}  # of this step, by buffer: a row for each segment
+        self._rates: dict[tuple[str, ...], Tensor] = {}  # buffer -> this step's rates, a row for each segment
 
     def copy_to(self, read: Mapping[str, Tensor]) -> frozenset[str]:
         """Move the low-precision copies into flat memory: in each buffer, those of one dtype."""

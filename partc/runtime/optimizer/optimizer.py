@@ -50,7 +50,7 @@ class TorchOptimizer:
         on_gpu = isinstance(self._rate, Tensor) and self._rate.is_cuda
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate
-            if "capturable" in group:  # which torch asks for in a capture, and warns of at other times
+            if "capturable" in group:  # torch requires it in a capture, and warns at other times
                 group["capturable"] = on_gpu and torch.cuda.is_current_stream_capturing()
         self._optimizer.step()
 

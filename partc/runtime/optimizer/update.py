@@ -80,7 +80,7 @@ class Updated:
     """The outcome of an update."""
 
     rate: float
-    norm: float | None  # of all gradients, before clipping; None where the host didn't ask
+    norm: float | None  # of all gradients, before clipping; None if the host did not read it
     skipped: bool = False
 
 

@@ -51,7 +51,7 @@ def condition(place: str) -> Condition:
 def end_stopped(place: str) -> None:
     """Kill a stopped process: a launcher has no gentler way, and the process must not continue later."""
     if condition(place) == "stopped":
-        with suppress(OSError):  # it has ended, or is not ours
+        with suppress(OSError):  # the process has ended, or belongs to another user
             os.kill(int(place.split(":")[-2]), signal.SIGKILL)
 
 

@@ -89,7 +89,7 @@ class _WatchedStore:
         self._caught = caught
         self._began = time.monotonic()
         self._spoken = False
-        self._signals = b""  # which whoever comes next is to answer
+        self._signals = b""  # signals that the next listener has to answer
         self._terminated: float | None = None
         self._known: dict[int, str] = {}  # places of siblings
         self._stopped: dict[int, float] = {}  # by rank, the seconds in which this process ran and that one did not
@@ -223,7 +223,7 @@ class _WatchedStore:
         self._known |= started
         first = self._world.rank - int(os.environ.get("LOCAL_RANK", "0"))
         here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
-        if "TORCHELASTIC_RUN_ID" in os.environ and self._world.rank in started:  # it has started all before it watches
+        if "TORCHELASTIC_RUN_ID" in os.environ and self._world.rank in started:  # torchrun starts all, then watches
             for rank in here:
                 if rank not in self._known:
                     self._leave(f"rank {rank} died before it joined the others", 1)

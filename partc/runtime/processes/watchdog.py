@@ -82,7 +82,7 @@ class Watchdog:
         self._caught = caught
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(clone_store(store),), daemon=True)
-        self._turns = 0  # of that thread
+        self._turns = 0  # turns of the thread's loop
         self._holder = ""  # the place of rank 0, if its process holds the store
         self._here = here()
 
@@ -241,7 +241,7 @@ class Watchdog:
             return ""
         found = condition(_place(seen.sign))
         if found == "gone":
-            return "died" if self._sign(store, rank) else ""  # it may just have left
+            return "died" if self._sign(store, rank) else ""  # a process that has left has no sign
         if found == "stopped":
             patience = self._after(self._patience, hurry, another)
             return "stalls, stopped by a signal" if seen.silent > patience else ""

@@ -78,7 +78,7 @@ class Job:
     attention: str = "auto"
     deterministic: bool = False
     given: frozenset[str] = frozenset()  # the options in `_CONTINUED` that the command line gives
-    checkpoint: Checkpoint | None = None  # which `resume` has found
+    checkpoint: Checkpoint | None = None  # found by `resume`
     attempt: str = ""  # names this run, if it saves
 
     @property

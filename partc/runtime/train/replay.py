@@ -106,8 +106,8 @@ class Recording:
     sizes: dict[int, int] = field(default_factory=dict)  # storage -> bytes
     constants: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     tensors: dict[str, View] = field(default_factory=dict)
-    drawn: int = 0  # how many of the steps have made their draws, while recording
-    state: Tensor = field(default_factory=torch.default_generator.get_state)  # the generator's after those
+    drawn: int = 0  # number of steps that have made their draws, while recording
+    state: Tensor = field(default_factory=torch.default_generator.get_state)  # the generator's state after these draws
 
     def replay(self, wanted: Collection[str], take: Callable[[str, Tensor], None], *, threads: int = 1) -> None:
         """Pass each wanted tensor to `take(name, tensor)`, with the constructor's draws from the generator.

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 import partc
-from partc.ir.program import Op, Program
+from partc.ir.interpreter import evaluate
+from partc.ir.program import Graph, Op, Program, Ref, Region, Value
+from partc.passes.fuse.rotary import spelled_rotary
 from partc.runtime.ops.functional import rotary, rotary_backward
+from tests.op_cases import type_of
 from tests.test_normalize import Function, check, names, ops
 from tests.zoo import SIZES, TOKENS, Model
 
@@ -187,4 +190,31 @@ def test_families(kind: str, config: dict[str, Any], how: str, tmp_path: Path) -
     for function in ("rotary", "rotary_backward"):
         assert len(re.findall(rf"functional\.{function}\([^()]*, {how}\s*\)", text)) == 2
     result = package.verify(steps=2, virtual=True)
+    assert result.ok, result.worst
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_kernels_compute_what_the_operation_does(name: str, backward: bool) -> None:
+    """The operations that Triton kernels are made of, run one by one."""
+    _, width, how = FORMS[name]
+    cos, sin = tables(width)
+    given = {"x": torch.randn(2, 3, 5, 8, dtype=torch.float64), "cos": cos, "sin": sin}
+    values = tuple(Value(name=each, type=type_of(tensor)) for each, tensor in given.items())
+    made = Value(name="y", type=values[0].type)
+    op = Op(name="rotary_backward" if backward else "rotary", args=(*map(Ref, given), *how), results=(made,))
+    graph = Graph(inputs=values, ops=(op,), outputs=("y",))
+    region = Region(name="region", params=(), forward=graph)
+    spelled = spelled_rotary(region, {}).forward
+    assert not {op.name for op in spelled.ops} & {"rotary", "rotary_backward"}
+    found, expected = (evaluate(each, given)["y"] for each in (spelled, graph))
+    torch.testing.assert_close(found, expected, rtol=1e-15, atol=1e-15)
+
+
+def test_packages_with_kernels_equal_the_model(tmp_path: Path) -> None:
+    package = partc.compile(MODEL, mesh="dp=2", kernels="triton", precision="fp64", options={"batch": 2})
+    text = "".join(str(body) for path, body in package.files() if path.startswith("regions/"))
+    assert "functional.rotary" not in text
+    assert "slice_backward" not in text
+    result = package.verify(steps=1)
     assert result.ok, result.worst

@@ -50,39 +50,42 @@ class _RotationWriter:
         *rows, size = self.types[x.name].layout.local_shape(self.sizes)
         whole = rotated == size
         head = x if whole else self._slice(x, "head", 0, rotated, 1)
-        narrow = self.types[sin.name].shape[-1] < rotated
+        cos, sin = (self._wide(table, rotated, bool(interleaved)) for table in (cos, sin))
         forward = self.op.name == "rotary"
-        if narrow:
-            first, second = self._pairs(head, rotated, bool(interleaved))
-            minus, plus = ("sub", "add") if forward else ("add", "sub")
-            left = self._do(minus, self._do("mul", first, cos), self._do("mul", second, sin))
-            right = self._do(plus, self._do("mul", second, cos), self._do("mul", first, sin))
-            made = self._joined(left, right, rotated, bool(interleaved), last=whole)
-        else:
-            first, second = self._pairs(head if forward else self._do("mul", head, sin), rotated, bool(interleaved))
-            parts = (self._do("neg", second), first) if forward else (second, self._do("neg", first))
-            turned = self._joined(*parts, rotated, bool(interleaved))
-            products = self._do("mul", head, cos), self._do("mul", turned, sin) if forward else turned
-            made = self._do("add", *products, last=whole)
+        first, second = self._pairs(head if forward else self._do("mul", head, sin), rotated, bool(interleaved))
+        parts = (self._do("neg", second), first) if forward else (second, self._do("neg", first))
+        turned = self._joined(*parts, rotated, bool(interleaved))
+        products = self._do("mul", head, cos), self._do("mul", turned, sin) if forward else turned
+        made = self._do("add", *products, last=whole)
         if not whole:
             rest = self._slice(x, "rest", rotated, size, 1)
             self._put("cat", ((made, rest), len(rows)), "", (size,), last=True)
         return self.ops
+
+    def _wide(self, table: Arg, size: int, interleaved: bool) -> Ref:
+        """The table with a column for each element."""
+        assert isinstance(table, Ref)
+        type = self.types[table.name]
+        return table if type.shape[-1] == size else self._joined(table, table, size, interleaved, like=type)
 
     def _pairs(self, x: Ref, size: int, interleaved: bool) -> tuple[Ref, Ref]:
         if interleaved:
             return self._slice(x, "first", 0, size, 2), self._slice(x, "second", 1, size, 2)
         return self._slice(x, "first", 0, size // 2, 1), self._slice(x, "second", size // 2, size, 1)
 
-    def _joined(self, first: Ref, second: Ref, size: int, interleaved: bool, *, last: bool = False) -> Ref:
+    def _joined(self, first: Ref, second: Ref, size: int, interleaved: bool, *, like: TensorType | None = None) -> Ref:
+        """The pairs of these elements, in their places; `like` is a type with these rows, if not the result's."""
+        word = "turned" if like is None else "wide"
+        like = like or self.op.result.type
+        *rows, _ = like.layout.local_shape(self.sizes)
         if not interleaved:
-            return self._put("cat", ((first, second), self._dim), "turned", (size,), last=last)
+            return self._put("cat", ((first, second), len(rows)), word, (size,), like=like)
         half = size // 2
         columns = tuple(
-            self._put("reshape", (part, (*self._rows, half, 1)), "column", (half, 1)) for part in (first, second)
+            self._put("reshape", (part, (*rows, half, 1)), "column", (half, 1), like=like) for part in (first, second)
         )
-        both = self._put("cat", (columns, self._dim + 1), "both", (half, 2))
-        return self._put("reshape", (both, (*self._rows, size)), "turned", (size,), last=last)
+        both = self._put("cat", (columns, len(rows) + 1), "both", (half, 2), like=like)
+        return self._put("reshape", (both, (*rows, size)), word, (size,), like=like)
 
     def _slice(self, x: Ref, word: str, start: int, end: int, step: int) -> Ref:
         return self._put("slice", (x, self._dim, start, end, step), word, (-((start - end) // step),))
@@ -99,15 +102,21 @@ class _RotationWriter:
     def _dim(self) -> int:
         return len(self.op.result.type.shape) - 1
 
-    @property
-    def _rows(self) -> tuple[int, ...]:
-        return self.op.result.type.layout.local_shape(self.sizes)[:-1]
-
-    def _put(self, name: str, args: tuple[Arg, ...], word: str, tail: tuple[int, ...], *, last: bool = False) -> Ref:
+    def _put(
+        self,
+        name: str,
+        args: tuple[Arg, ...],
+        word: str,
+        tail: tuple[int, ...],
+        *,
+        last: bool = False,
+        like: TensorType | None = None,
+    ) -> Ref:
         """Write an operation; its result has these sizes in place of the last dimension."""
-        type = self.op.result.type
-        dims = (*type.layout.dims[:-1], *((SubDim(size),) for size in tail))
-        made = Value(name="", type=replace(type, layout=replace(type.layout, dims=dims)))
-        result = self.op.result if last else replace(made, name=unique(f"{self.op.result.name}_{word}", self.taken))
+        type = like or self.op.result.type
+        layout = replace(type.layout, dims=(*type.layout.dims[:-1], *((SubDim(size),) for size in tail)))
+        result = self.op.result
+        if not last:
+            result = Value(name=unique(f"{result.name}_{word}", self.taken), type=replace(type, layout=layout))
         self.ops.append(Op(name=name, args=args, results=(result,), source=self.op.source))
         return Ref(result.name)

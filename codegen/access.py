@@ -224,7 +224,7 @@ def _notes(
             said = "while this call runs" if tuple(each.of for each in column) != names else ""
         case "start", "scatter":
             texts = [_moved(builder, builder.exchanges.scatter(call, kind)) for call in here]
-            said = "until the next one starts: each rank keeps the sum for its part"
+            said = "until the next one starts: each rank keeps its part of the sum"
         case _:
             return ()
     unique = [text for text in dict.fromkeys(texts) if text]

@@ -12,7 +12,7 @@ from partc.codegen.source import Function, Line, RegionCode
 from partc.ir.program import BodyKind, Call, GraphKind
 from partc.quoting import literal
 
-_OPENS = "The units that each action gathers first: the action before it starts them, and is given them as `ahead`."
+_OPENS = "The first units of each action, which the action before it gets as `ahead` and starts to gather."
 _KINDS: tuple[BodyKind, ...] = ("F", "B", "I", "W")
 TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 

@@ -58,7 +58,7 @@ def _program(program: Program, facts: Collection[str]) -> Iterator[str]:
 
 
 def _calls(program: Program) -> Iterator[str]:
-    """Calls fit their regions; what one reads its own stage has: made there, sent there, or of the batch.
+    """Calls fit their regions, and their stage has the values that they read: made or received there, or of the batch.
 
     Calls on inputs alone stand once in every stage that reads them.
     """

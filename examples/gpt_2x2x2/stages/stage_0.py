@@ -49,7 +49,7 @@ class Stage:
 
     loss: str | None = None
     loss_partial: tuple[str, ...] = ()
-    # Gradients that are summed together, each bucket once the last microbatch has been back through `after`.
+    # Buckets of gradients; each is summed when the last microbatch has passed back through the call `after`.
     buckets = (
         Bucket(after="embed", over=("dp",), first="embed.weight", last="blocks.1.mlp.down.weight"),
         Bucket(after="embed", over=("dp", "tp"), first="blocks.0.norm1.weight", last="blocks.1.norm2.weight"),
@@ -95,7 +95,7 @@ class Stage:
         return {}
 
     def reduce_gradients(self) -> None:
-        """After the last microbatch: sum the gradients that several ranks have contributions to."""
+        """After the last microbatch: sum gradients over the ranks that contribute to them."""
         self.sums.wait()
 
     def refresh(self) -> None:

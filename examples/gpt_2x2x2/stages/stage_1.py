@@ -50,7 +50,7 @@ class Stage:
 
     loss: str | None = "loss"
     loss_partial: tuple[str, ...] = ("dp",)
-    # Gradients that are summed together, each bucket once the last microbatch has been back through `after`.
+    # Buckets of gradients; each is summed when the last microbatch has passed back through the call `after`.
     buckets = (
         Bucket(after="blocks.2", over=("dp", "tp"), first="blocks.2.norm1.weight", last="norm.weight"),
         Bucket(after="blocks.2", over=("dp",), first="blocks.2.attn.wq.weight", last="head.weight"),
@@ -98,7 +98,7 @@ class Stage:
         return {"y_2": grad_x}
 
     def reduce_gradients(self) -> None:
-        """After the last microbatch: sum the gradients that several ranks have contributions to."""
+        """After the last microbatch: sum gradients over the ranks that contribute to them."""
         self.sums.wait()
 
     def refresh(self) -> None:

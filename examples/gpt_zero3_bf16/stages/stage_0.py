@@ -52,7 +52,7 @@ class Stage:
 
     loss: str | None = "loss"
     loss_partial: tuple[str, ...] = ("dp",)
-    # Gradients that are summed together, each bucket once the last microbatch has been back through `after`.
+    # Buckets of gradients; each is summed when the last microbatch has passed back through the call `after`.
     buckets = (Bucket(over=("tp",), first="blocks.0.norm1.weight", last="norm.weight"),)
     shared: dict[tuple[int, ...], tuple[str, ...]] = {}
     lookahead = 1
@@ -65,7 +65,7 @@ class Stage:
         self.blocks = [self.parts.unit(BlockParams, *(f"blocks.{i}.{name}" for name in BLOCK)) for i in range(4)]
         self.head = self.parts.unit(HeadParams, "norm.weight", "head.weight")
         self.sums = Sums(comm, self.parameters, gradients, self.buckets, self.parts)
-        # The units that each action gathers first: the action before it starts them, and is given them as `ahead`.
+        # The first units of each action, which the action before it gets as `ahead` and starts to gather.
         self.opens = {
             "F": (self.embed,),
             "B": (self.head,),
@@ -111,7 +111,7 @@ class Stage:
         grad_x, g = head_backward(self.comm, self.head.whole, grad_loss, saved.pop())
         self.head.free()
         self.embed.settle()
-        # reduce-scatter 16.1 KiB over dp, until the next one starts: each rank keeps the sum for its part
+        # reduce-scatter 16.1 KiB over dp, until the next one starts: each rank keeps its part of the sum
         self.head.scatter(g)
         del g
         for unit, following, former in zip(
@@ -126,18 +126,18 @@ class Stage:
             grad_x, g = block_backward(self.comm, unit.whole, grad_x, saved.pop())
             unit.free()
             former.settle()
-            # reduce-scatter 45.2 KiB over dp, until the next one starts: each rank keeps the sum for its part
+            # reduce-scatter 45.2 KiB over dp, until the next one starts: each rank keeps its part of the sum
             unit.scatter(g)
             del g
         g = embed_backward(self.comm, grad_x, saved.pop())
         self.blocks[0].settle()
-        # reduce-scatter 16.0 KiB over dp, until the next one starts: each rank keeps the sum for its part
+        # reduce-scatter 16.0 KiB over dp, until the next one starts: each rank keeps its part of the sum
         self.embed.scatter(g)
         del g
         return {}
 
     def reduce_gradients(self) -> None:
-        """After the last microbatch: sum the gradients that several ranks have contributions to."""
+        """After the last microbatch: sum gradients over the ranks that contribute to them."""
         self.embed.settle()
         # all-reduce 1.1 KiB over tp
         self.sums.start()

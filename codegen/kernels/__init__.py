@@ -1,1 +1,1 @@
-"""Triton kernels: fused operations lowered to statements, and printed."""
+"""Triton kernels of a program: the groups of the pass `fuse`, lowered to statements and printed."""

@@ -1,6 +1,7 @@
 """The memory account of a rank's step: the peak, its contents, and their course over the step.
 
-There is one entry for each coordinate on the pipeline axis: ranks that differ only on other axes hold equal amounts.
+partc/rehearsal/ makes it. There is one entry for each coordinate on the pipeline axis: ranks that differ only on other
+axes hold equal amounts.
 """
 
 from __future__ import annotations

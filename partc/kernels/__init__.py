@@ -1,1 +1,1 @@
-"""Triton source that packages contain unchanged."""
+"""Triton source that packages contain unchanged. The kernels of a program are written by codegen/kernels/."""

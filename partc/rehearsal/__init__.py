@@ -1,1 +1,1 @@
-"""A step of an emitted package on tensors without memory: the bytes that every rank holds, and when."""
+"""The prediction of memory: a step of an emitted package runs on tensors without memory, and a ledger counts them."""

@@ -78,14 +78,20 @@ def local(shape: tuple[int, ...], operands: Iterable[TensorType]) -> Layout:
 
 def inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inferred | None, ...]:
     """One for each result; None where no rule says anything. Results are read for their local shapes alone."""
-    found = _inferred(op, types, sizes)
     unknown = {axis for name in op.refs() for axis in types[name].layout.local}
     if not unknown:
-        return found
+        return _inferred(op, types, sizes)
+    if dict(op.attrs).get("axis") in unknown:
+        return (None,) * len(op.results)
+    known = {name: _within(types[name], unknown, sizes) for name in op.refs()}
     axes = tuple(sorted(unknown))
     return tuple(
-        made and replace(made, layout=replace(_without(made.layout, unknown, sizes), local=axes)) for made in found
+        made and replace(made, layout=replace(made.layout, local=axes)) for made in _inferred(op, known, sizes)
     )
+
+
+def _within(type: TensorType, axes: Set[str], sizes: Sizes) -> TensorType:
+    return replace(type, layout=_without(type.layout, axes, sizes))
 
 
 def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inferred | None, ...]:
@@ -179,6 +185,8 @@ def _by_rule(
             if found is None:
                 return (None,) * len(rule.results)
             for name, each in zip(names, found, strict=True):
+                if name in pieces and _size(pieces[name]) != _size(each):
+                    return (None,) * len(rule.results)  # one of them has a factor of which a rank has one element
                 if not _axes(pieces.get(name, ())):
                     pieces[name] = each
     partial = {axis for type in operands for axis in type.layout.partial}
@@ -357,6 +365,10 @@ def _cut(layout: Layout, dim: int, outer: int, axis: str, sizes: Sizes) -> Infer
 
 def _local(sub: SubDim, sizes: Sizes) -> int:
     return sub.size // math.prod(sizes[axis] for axis in sub.axes)
+
+
+def _size(cut: Sequence[SubDim]) -> int:
+    return math.prod(sub.size for sub in cut)
 
 
 def _axes(cut: Sequence[SubDim]) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ _LIKE: Mapping[str, int] = {
     "cross_entropy_backward": 1, "dropout_backward": 0, "convolution_backward": 1, "native_group_norm_backward": 1,
     "max_pool2d_with_indices_backward": 1, "avg_pool2d_backward": 1, "native_batch_norm_backward": 1,
 }  # fmt: skip
+# Operations along one dimension that ranks hold whole: the position of its number.
+_ALONG: Mapping[str, int] = {"select": 1, "unbind": 1, "stack": 1, "slice_backward": 2, "select_backward": 2}
 _NORMS = frozenset({"rms_norm_backward", "layer_norm_backward"})
 
 
@@ -113,6 +115,10 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
         table, ids = operands[0].layout, operands[1].layout
         partial = tuple(sorted({str(dict(op.attrs)["axis"]), *table.partial}))
         return (Inferred(Layout((*ids.dims, *table.dims[1:]), partial)),)
+    if op.name == "addmm":
+        return (_product(*(type.layout for type in operands)),)
+    if op.name in _ALONG:
+        return tuple(_along(op, operands, shape) for shape in shapes)
     if op.name in _LIKE:
         return _like_operand(operands[_LIKE[op.name]].layout, operands[0].layout, len(op.results))
     if op.name in _MASKS:
@@ -135,6 +141,23 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
     first = _by_rule(op, rule, operands, shapes, sizes)
     derivative = op.name.endswith("_backward")
     return (*first, *(None if derivative else _statistic(first[0], shape, sizes) for shape in shapes[len(first) :]))
+
+
+def _product(bias: Layout, x: Layout, weight: Layout) -> Inferred:
+    rows, within = x.dims
+    partial = {*bias.partial, *x.partial, *weight.partial, *_axes(within)}
+    return Inferred(Layout((rows, weight.dims[1]), tuple(sorted(partial))))
+
+
+def _along(op: Op, operands: Sequence[TensorType], shape: tuple[int, ...]) -> Inferred:
+    """The layout of a result that differs from the operand by one dimension, which each rank has whole."""
+    layout = operands[0].layout
+    dims, place = list(layout.dims), _number(op.args[_ALONG[op.name]]) if len(op.args) > _ALONG[op.name] else 0
+    here = place % max(len(dims), len(shape))
+    whole = [(SubDim(shape[here]),)] if len(shape) >= len(dims) else []
+    dims[here : here + (len(shape) <= len(dims))] = whole
+    partial = tuple(sorted({axis for type in operands for axis in type.layout.partial}))
+    return Inferred(replace(layout, dims=tuple(dims), partial=partial, varying=()))
 
 
 def _like_operand(x: Layout, grad: Layout, results: int) -> tuple[Inferred | None, ...]:

@@ -173,13 +173,6 @@ def _permute(o: Operands) -> str:
     return f"{o.args[0]}.permute({', '.join(map(str, order))})"
 
 
-def _rotary(o: Operands) -> str:
-    whole = int(o.args[3]) == o.shape(0)[-1]
-    args = (*o.args[:3], "None" if whole else o.args[3], o.args[4])
-    names = ("", "", "", "rotated=None", "interleaved=False")
-    return f"{o.named('functional')}.{o.op.name}({arguments(args, names, {})})"
-
-
 def _at_rank(name: str) -> Emit:
     """A function with this rank's position on an axis as an argument."""
     return lambda o: f"{o.named(name)}({', '.join((*o.args, o.rank))})"
@@ -335,8 +328,10 @@ _TABLE: Mapping[str, Emit] = {
     "rms_norm": _function("functional.rms_norm"),
     "rms_norm_backward": _function("functional.rms_norm_backward"),
     "layer_norm": _function("functional.layer_norm"),
-    "rotary": _rotary,
-    "rotary_backward": _rotary,
+    **{
+        name: _function(f"functional.{name}", "", "", "", "rotated=None", "interleaved=False")
+        for name in ["rotary", "rotary_backward"]
+    },
     "layer_norm_backward": _function("functional.layer_norm_backward"),
     "attention": _function("functional.attention", "", "", "", "mask=None", "is_causal=False", "scale=None"),
     "attention_backward": _function(

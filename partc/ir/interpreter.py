@@ -101,7 +101,8 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | N
     return normed if weight is None else normed * weight
 
 
-def _rotary(x: Tensor, cos: Tensor, sin: Tensor, rotated: int, interleaved: bool) -> Tensor:
+def _rotary(x: Tensor, cos: Tensor, sin: Tensor, rotated: int | None, interleaved: bool) -> Tensor:
+    rotated = x.shape[-1] if rotated is None else rotated
     half = rotated // 2
     first = torch.arange(half) * (2 if interleaved else 1)
     second = first + (1 if interleaved else half)
@@ -112,7 +113,7 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, rotated: int, interleaved: bool
     return out
 
 
-def _rotary_backward(grad: Tensor, cos: Tensor, sin: Tensor, rotated: int, interleaved: bool) -> Tensor:
+def _rotary_backward(grad: Tensor, cos: Tensor, sin: Tensor, rotated: int | None, interleaved: bool) -> Tensor:
     x = torch.zeros_like(grad)
     return torch.func.vjp(lambda x: _rotary(x, cos, sin, rotated, interleaved), x)[1](grad)[0]  # type: ignore[no-any-return]
 

@@ -175,7 +175,7 @@ def _kept(x: Tensor, dims: int) -> Tensor:
 def _define_composites() -> None:
     _operator("silu_backward", "(Tensor g, Tensor x) -> Tensor", _like)
     _operator("silu", "(Tensor x) -> Tensor", _like, lambda g, a, r: [_ops.silu_backward(g[0], a[0])])
-    angles = "Tensor cos, Tensor sin, int rotated, bool interleaved) -> Tensor"
+    angles = "Tensor cos, Tensor sin, int? rotated, bool interleaved) -> Tensor"
     _operator("rotary_backward", f"(Tensor g, {angles}", lambda g, *_: g.new_empty(g.shape))
     _operator(
         "rotary",
@@ -285,7 +285,7 @@ def _norm_gradients(found: Sequence[Tensor], args: Sequence[Any]) -> list[Tensor
 
 
 def _rotary_gradients(
-    grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, rotated: int, interleaved: bool
+    grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, rotated: int | None, interleaved: bool
 ) -> list[Tensor | None]:
     """Gradients of x and of tables that are trained."""
     found: list[Tensor | None] = [_ops.rotary_backward(grad, cos, sin, rotated, interleaved), None, None]

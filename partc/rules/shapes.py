@@ -185,14 +185,22 @@ def normalized(op: Op, types: Types) -> OpRule:
 
 
 def rotary(op: Op, types: Types) -> OpRule:
-    """rotary(x, cos, sin, …): the last dimension must be whole; tables broadcast along the others."""
+    """rotary(x, cos, sin, rotated, interleaved): rows may be cut between pairs, unless only a part is rotated."""
     whole = op.results[0].type.shape
     dims, sizes = named_dims(whole)
-    operands = [(dims, types[0])]
-    for type in types[1:]:
-        sizes["t"] = type.shape[-1]
-        operands.append(((*broadcast_dims(type.shape[:-1], whole[:-1]), ("t",)), type))
-    return make(operands, [dims], sizes, blocked={*dims[-1], "t"}, linear=[(0,)])
+    last, pair = dims[-1], ("u",)
+    if op.args[3] is None:
+        sizes |= {"u": whole[-1] // 2, "p": 2}
+        last = ("u", "p") if op.args[4] else ("p", "u")
+    else:
+        sizes["t"] = types[1].shape[-1]
+        pair = ("t",)
+    tables = [
+        ((*broadcast_dims(t.shape[:-1], whole[:-1]), last if t.shape[-1] == whole[-1] else pair), t) for t in types[1:]
+    ]
+    row = (*dims[:-1], last)
+    blocked = {"p", "t", *dims[-1]}
+    return make([(row, types[0]), *tables], [row], sizes, blocked=blocked, linear=[(0,)])
 
 
 # Views

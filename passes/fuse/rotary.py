@@ -1,6 +1,6 @@
 """Rotary embeddings, spelled as slices, products and sums, which kernels compute together with their neighbours.
 
-y = rotary(x, cos, sin, 16, False)   ->   y_second = slice(x, 3, 8, 16, 1)
+y = rotary(x, cos, sin, None, False)   ->   y_second = slice(x, 3, 8, 16, 1)
                                           y_first  = slice(x, 3, 0, 8, 1)
                                           y_neg    = neg(y_second)
                                           y_turned = cat((y_neg, y_first), 3)
@@ -46,9 +46,10 @@ class _RotationWriter:
 
     def write(self) -> list[Op]:
         x, cos, sin, rotated, interleaved = self.op.args
-        assert isinstance(x, Ref) and isinstance(sin, Ref) and isinstance(rotated, int)
+        assert isinstance(x, Ref) and isinstance(sin, Ref)
         *rows, size = self.types[x.name].layout.local_shape(self.sizes)
-        whole = rotated == size
+        whole = not isinstance(rotated, int)
+        rotated = size if whole else rotated
         head = x if whole else self._slice(x, "head", 0, rotated, 1)
         cos, sin = (self._wide(table, rotated, bool(interleaved)) for table in (cos, sin))
         forward = self.op.name == "rotary"

@@ -8,7 +8,7 @@
     y = div(e, sum(e, (2,), True))
 
     a, b = split(x, (8, 8), 3)     # or slices
-    y = add(mul(x, cos), mul(cat((neg(b), a), 3), sin))                      ->    y = rotary(x, cos, sin, 16, False)
+    y = add(mul(x, cos), mul(cat((neg(b), a), 3), sin))                      ->    y = rotary(x, cos, sin, None, False)
 
 One operation has a derivative of its own and saves its operand alone. The number that a softmax subtracts cancels, and
 so does its gradient, wherever among equal numbers it goes. Without it, large numbers overflow that a softmax holds:
@@ -103,7 +103,7 @@ def _rotation(match: Match, x: Arg, *, both_angles: bool) -> Op | None:
             return None
         if shape[-1] != (size if both_angles else half):
             return None
-    return replace(root, name="rotary", args=(x, match["cos"], match["sin"], size, interleaved))
+    return replace(root, name="rotary", args=(x, match["cos"], match["sin"], None, interleaved))
 
 
 def _partial_rotary(match: Match) -> Op | None:
@@ -112,7 +112,7 @@ def _partial_rotary(match: Match) -> Op | None:
     size = type.shape[-1] if type.shape else 0
     if match.root.attrs or head is None or tail is None or match["dim"] != len(type.shape) - 1:
         return None
-    rotated = match["rotated"]
+    rotated = match.shape("x")[-1] if match["rotated"] is None else match["rotated"]
     whole = head[0] == tail[0] and match.types[head[0].name] == type
     if not whole or head[1] != range(rotated) or tail[1] != range(rotated, size):
         return None

@@ -45,11 +45,10 @@ class _RotationWriter:
     ops: list[Op] = field(default_factory=list)
 
     def write(self) -> list[Op]:
-        x, cos, sin, rotated, interleaved = self.op.args
+        x, cos, sin, part, interleaved = self.op.args
         assert isinstance(x, Ref) and isinstance(sin, Ref)
         *rows, size = self.types[x.name].layout.local_shape(self.sizes)
-        whole = not isinstance(rotated, int)
-        rotated = size if whole else rotated
+        whole, rotated = part is None, part if isinstance(part, int) else size
         head = x if whole else self._slice(x, "head", 0, rotated, 1)
         cos, sin = (self._wide(table, rotated, bool(interleaved)) for table in (cos, sin))
         forward = self.op.name == "rotary"

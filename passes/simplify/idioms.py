@@ -112,7 +112,7 @@ def _partial_rotary(match: Match) -> Op | None:
     size = type.shape[-1] if type.shape else 0
     if match.root.attrs or head is None or tail is None or match["dim"] != len(type.shape) - 1:
         return None
-    rotated = match.shape("x")[-1] if match["rotated"] is None else match["rotated"]
+    rotated = match.types[match["x"].name].shape[-1] if match["rotated"] is None else match["rotated"]
     whole = head[0] == tail[0] and match.types[head[0].name] == type
     if not whole or head[1] != range(rotated) or tail[1] != range(rotated, size):
         return None

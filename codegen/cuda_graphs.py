@@ -31,12 +31,12 @@ def obstacle(program: Program) -> Obstacle | None:
             cause="pipeline ranks send to each other when the host says so, in the order of its schedule",
             help="leave out --cuda-graphs, or use a mesh without pp",
         )
-    if program.compiled:
+    if program.kernels == "inductor":
         return Obstacle(
             cause="what torch.compile makes of regions decides on the host when to compile again",
             help="leave out --cuda-graphs, or add --kernels triton or --kernels aten",
         )
-    if program.compress and any(value.type.dtype == "f16" for region in program.regions for value in region.params):
+    if program.compression and any(value.type.dtype == "f16" for region in program.regions for value in region.params):
         return Obstacle(
             cause="what --compress-grads leaves out is scaled as the loss of an fp16 model, by a number of the host's",
             help="leave out --cuda-graphs or --compress-grads, or use --precision bf16",

@@ -161,7 +161,7 @@ def _readme(program: Program, stages: list[StageCode], plan: Mapping[str, Any], 
         stages=[{"title": stage.title, "sends": ", ".join(entry.key for entry in stage.sends)} for stage in stages],
         communication=list(_communication(program, plan)),
         report=report,
-        kernels=program.fused,
+        kernels=program.kernels == "triton",
         graphs=plan["command"].get("cuda_graphs", False),
     )
 
@@ -247,7 +247,7 @@ def kernel_module(kernel: Kernel | FixedKernels) -> str:
 
 def _kernels(program: Program) -> Iterator[tuple[str, str]]:
     """The kernels that stages call, and those that update parameters and compress gradients."""
-    if not program.fused:
+    if program.kernels != "triton":
         return
     from partc.codegen.kernels.fixed import written
     from partc.codegen.kernels.fused import kernels

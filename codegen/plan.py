@@ -44,7 +44,7 @@ def plan(
         "precision": precision,
         "seed": seed,
         "draws": program.draws,
-        "repeated": program.repeated,
+        "repeated": program.separate_batches,
         "flops": flops,
         "zero": program.zero,
         "updates": [buffer for buffer, _ in program.updates],

@@ -43,7 +43,7 @@ def region_codes(program: Program) -> dict[str, RegionCode]:
             _updated(program, region, here[0]),
             gives=program.zero >= 2 and exchanges.has_unit(here[0]),
             dense=contiguous[name],
-            compiled=program.compiled and region.phase == "microbatch",
+            compiled=region.kernels == "inductor",
         )
     return codes
 

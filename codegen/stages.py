@@ -133,7 +133,7 @@ class _Builder:
             buckets=self.weights.buckets(),
             shared=self.weights.shared(),
             shared_note=self.weights.shared_note(),
-            compiled=self.program.compiled,
+            compiled=self.program.kernels == "inductor",
             imports=frozenset(
                 name for name in ("torch", "kernels", "Parts", "Sums") if re.search(rf"(?<![\w.]){name}[.(]", text)
             )
@@ -147,7 +147,7 @@ class _Builder:
     def _input_type(self, name: str) -> str:
         """The type of an entry for a whole step; microbatches that are batches of their own follow each other in it."""
         type = self.types[name]
-        if self.program.repeated and name in self.program.batch_entries:
+        if self.program.separate_batches and name in self.program.batch_entries:
             first, *rest = type.layout.dims
             every = SubDim(self.program.microbatches, (TIME_AXIS,))
             return f"{type.dtype}{replace(type.layout, dims=((every, *first), *rest))}"

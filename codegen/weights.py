@@ -96,13 +96,14 @@ class Weights:
 
     def _travel(self) -> Iterator[str]:
         """The arguments on the travel of gradients: axes inside nodes, element type, compression."""
-        if self.program.near:
-            yield f"near={strings(self.program.near)}"
-        if self.program.wire:
-            yield f"wire={literal(self.program.wire)}"
-        if self.program.compress:
-            compress = self.program.compress
-            yield f"compress=kernels.{compress}" if self.program.fused else f"compress={literal(compress)}"
+        here = list(self.parameters.values())
+        if near := tuple(axis for axis in self.program.mesh.names if any(axis in item.near for item in here)):
+            yield f"near={strings(near)}"
+        if wire := next((item.wire for item in here if item.wire), ""):
+            yield f"wire={literal(wire)}"
+        if compress := self.program.compression:
+            kernel = self.program.kernels == "triton"
+            yield f"compress=kernels.{compress}" if kernel else f"compress={literal(compress)}"
 
     def started(self, run: Run) -> str:
         """The sums that start after a run, as a comment."""

@@ -275,9 +275,9 @@ def compilation(
 
     done(Phase(label="Loaded", seconds=time.perf_counter() - start, note=f"torch {torch.__version__}"))
 
-    def traced(repeated: bool) -> Origin:
+    def traced(separate: bool) -> Origin:
         start = time.perf_counter()
-        batches = Batches(microbatches=options.microbatches, repeated=repeated)
+        batches = Batches(microbatches=options.microbatches, separate=separate)
         found = trace(
             model,
             batch,
@@ -307,7 +307,7 @@ def compilation(
             return passes.run(program, options.for_passes, until=until, verify=Verifier(), observe=stepped)
         return _within_budget(program, options, until, stepped)
 
-    origin = traced(repeated=False)
+    origin = traced(separate=False)
     warnings: tuple[str, ...] = ()
     try:
         steps = lowered(origin.program)
@@ -315,7 +315,7 @@ def compilation(
         if error.code != "P0402":
             raise
         warnings = (coupled(error, options.microbatches),)
-        origin = traced(repeated=True)
+        origin = traced(separate=True)
         steps = lowered(origin.program)
     return Compilation(
         warnings=warnings,

@@ -145,7 +145,7 @@ class _Walk:
             )
             ops.append(replace(op, results=results))
         step = any(name in self.summed for name in call.results) and call.name in self.pure
-        step = step and not self.program.repeated
+        step = step and not self.program.separate_batches
         typed = lambda value: replace(value, type=self._typed(value.type, placed[value.name], value.name, None))  # noqa: E731
         forward = replace(region.forward, inputs=tuple(map(typed, region.forward.inputs)), ops=tuple(ops))
         phase = "step" if step else region.phase

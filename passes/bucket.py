@@ -36,7 +36,8 @@ def bucket(
 
     With `halves` the backward passes of all stages run as two: gradients are complete after the second.
     """
-    program = replace(program, near=near, wire=wire, compress=compress)
+    travelling = (_travelling(parameter, near, wire, compress) for parameter in program.parameters)
+    program = replace(program, parameters=tuple(travelling))
     if program.zero > 1:
         return program
     after = {
@@ -46,6 +47,14 @@ def bucket(
     }
     parameters = (replace(parameter, after=after.get(parameter.name, "")) for parameter in program.parameters)
     return replace(program, parameters=tuple(parameters))
+
+
+def _travelling(parameter: Parameter, near: tuple[str, ...], wire: str, compress: str) -> Parameter:
+    """The parameter with the way in which it is gathered, and in which its gradient is summed."""
+    axes = (*parameter.reduce, *parameter.gather)
+    near = tuple(axis for axis in near if axis in axes)
+    summed = parameter.trainable and axes
+    return replace(parameter, near=near, wire=wire if summed else "", compress=compress if summed else "")
 
 
 def _of_stage(program: Program, stage: int, bucket: int, halves: bool) -> Iterator[tuple[str, str]]:

@@ -30,7 +30,7 @@ def _kept_traces(trace: Callable[..., Traced]) -> Callable[..., Traced]:
     kept: dict[Hashable, Traced] = {}
 
     def found(path: Path, options: Mapping[str, str], *, mesh: Any, batches: Any = ONE_BATCH, precision: str) -> Traced:
-        how = batches if batches.repeated else None
+        how = batches if batches.separate else None
         key = (str(path), _text(path), tuple(sorted(options.items())), how, precision)
         if key[1] is None:
             return trace(path, options, mesh=mesh, batches=batches, precision=precision)

@@ -39,7 +39,7 @@ def test_coupled_models_equal_one_device(name: str, mesh: str, microbatches: int
     package.write(tmp_path / "build")
     result = verify(tmp_path / "build", steps=2, virtual=True, reference=shared / f"{name}_run")
     assert result.ok, result.worst
-    assert package.program.repeated == bool(package.warnings) == (microbatches > 1 and name != "dlrm")
+    assert package.program.separate_batches == bool(package.warnings) == (microbatches > 1 and name != "dlrm")
 
 
 class Counting(nn.Module):

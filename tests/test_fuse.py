@@ -223,7 +223,7 @@ def test_a_gated_layer_reads_as_agreed() -> None:
     assert_expected_inline(
         shown(GATED),
         """\
-region main phase microbatch:
+region main phase microbatch kernels triton:
   param wg: f32[8, 6]
   param wu: f32[8, 6]
   param wd: f32[6, 8]
@@ -246,7 +246,7 @@ def test_a_group_never_waits_for_what_depends_on_it() -> None:
     assert_expected_inline(
         shown(WAITING),
         """\
-region main phase microbatch:
+region main phase microbatch kernels triton:
   forward:
     input x: f32[4, 6]
     a, d = fused(x, kernel="mul_exp", strided=(0,))  # f32[4, 6] ; f32[4, 6]
@@ -267,7 +267,7 @@ def test_what_is_saved_is_still_written_and_views_belong_to_what_reads_them() ->
     assert_expected_inline(
         shown(SAVED),
         """\
-region main phase microbatch:
+region main phase microbatch kernels triton:
   forward:
     input x: f32[4, 6]
     t    = permute(x, (1, 0))                        # f32[6, 4]
@@ -297,7 +297,7 @@ def test_what_backward_kernels_make_again_is_not_saved() -> None:
     assert_expected_inline(
         shown(REMADE),
         """\
-region main phase microbatch:
+region main phase microbatch kernels triton:
   param w: f32[6, 6]
   param n: f32[6]
   forward:
@@ -353,7 +353,7 @@ def test_a_derivative_of_a_norm_of_wide_rows_is_two_kernels() -> None:
     assert_expected_inline(
         shown(WIDE),
         """\
-region main phase microbatch:
+region main phase microbatch kernels triton:
   param w: f32[9000, 6]
   param n: f32[9000]
   forward:
@@ -394,7 +394,7 @@ def test_second_results_that_nobody_reads_are_not_made() -> None:
     assert_expected_inline(
         shown(SECOND),
         """\
-region main phase microbatch:
+region main phase microbatch kernels triton:
   param w: f32[6, 6]
   forward:
     input x: f32[4, 6]
@@ -426,7 +426,7 @@ def test_what_derivatives_make_of_sums_of_rows_stays_in_their_kernel() -> None:
     assert_expected_inline(
         shown(BY_HAND),
         """\
-region main phase microbatch:
+region main phase microbatch kernels triton:
   param w: f32[6, 6]
   forward:
     input x: f32[2, 4, 6]
@@ -476,7 +476,7 @@ def test_what_is_turned_and_merged_is_written_so() -> None:
     assert_expected_inline(
         shown(MERGED),
         """\
-region main phase microbatch:
+region main phase microbatch kernels triton:
   param w: f32[6, 12]
   forward:
     input x: f32[2, 3, 4, 4]

@@ -49,7 +49,7 @@ def test_a_mask_is_drawn_where_it_is_read() -> None:
     assert_expected_inline(
         print_region(after.regions[0]),
         """\
-region main phase microbatch:
+region main phase microbatch kernels triton:
   param w: f32[6, 6]
   forward:
     input x: f32[4, 6]

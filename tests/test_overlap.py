@@ -341,8 +341,8 @@ def test_a_unit_gathers_once_until_it_is_freed() -> None:
 
 
 def test_gathers_cross_nodes_two_calls_ahead_and_go_around_inside_one() -> None:
-    text = _GATHERS.replace("mesh dp=2", "mesh dp_out=2,dp_in=2").replace("loss loss", "loss loss near dp_in", 1)
-    text = text.replace("@dp", "@dp_out,dp_in").replace("(dp", "(dp_out,dp_in")
+    text = _GATHERS.replace("mesh dp=2", "mesh dp_out=2,dp_in=2")
+    text = text.replace("@dp", "@dp_out,dp_in").replace("(dp", "(dp_out,dp_in").replace("zero 3", "zero 3 near(dp_in)")
     steps = Execution(prefetch(actions(parse(text))), 0).step()
     log = [
         f"{each.key[2]} over {each.collective.axes[0]}" if isinstance(each, Start) else f"{each.kind} {each.call.name}"

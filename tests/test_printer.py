@@ -88,12 +88,14 @@ REGIONS = st.builds(
     backward=st.none() | GRAPHS,
     saved=NAME_LISTS,
     phase=st.sampled_from(["setup", "step", "microbatch"]),
+    kernels=st.sampled_from(["aten", "triton", "inductor"]),
 )
 PROGRAMS = st.builds(
     Program,
     name=NAMES,
     mesh=st.sampled_from(["2", "2x2x2", "tp=4"]).map(Mesh.parse),
     microbatches=st.integers(1, 8),
+    separate_batches=st.booleans(),
     inputs=NAME_LISTS,
     values=st.lists(VALUES, max_size=3).map(tuple),
     parameters=st.lists(
@@ -104,6 +106,11 @@ PROGRAMS = st.builds(
             trainable=st.booleans(),
             aliases=NAME_LISTS,
             reduce=st.sampled_from([(), ("dp",), ("dp", "tp")]),
+            gather=st.sampled_from([(), ("dp",)]),
+            near=st.sampled_from([(), ("dp",), ("dp", "tp")]),
+            wire=st.sampled_from(["", "bf16"]),
+            compress=st.sampled_from(["", "int8"]),
+            after=st.just("") | NAMES,
         ),
         max_size=2,
     ).map(tuple),

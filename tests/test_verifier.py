@@ -70,6 +70,24 @@ BROKEN: dict[str, tuple[Callable[[Program], Program], str]] = {
         ),
         "call b of main makes loss a second time",
     ),
+    "exchanges inside nodes over other axes": (
+        lambda p: replace(p, parameters=(replace(p.parameters[0], reduce=("dp_out",), near=("dp_in",)),)),
+        "w travels inside nodes over ['dp_in'], not []",
+    ),
+    "gradients that travel in several ways": (
+        lambda p: replace(
+            p,
+            parameters=(
+                replace(p.parameters[0], reduce=("tp",), wire="bf16", compress="int8"),
+                replace(p.parameters[0], name="v", reduce=("tp",)),
+            ),
+        ),
+        "gradients travel in several ways: bf16 and int8; its own type and no code",
+    ),
+    "kernels of several sources": (
+        lambda p: replace(p, regions=(p.regions[0], replace(p.regions[0], name="other", kernels="triton"))),
+        "regions have kernels of several sources: aten, triton",
+    ),
     "no loss": (lambda p: replace(p, loss="gain"), "the loss gain has no type"),
     "an axis that is nowhere": (
         lambda p: ops(p, op("neg", "y", makes=value("n", layout="[6@ep, 7]"))),

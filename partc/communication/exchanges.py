@@ -1,16 +1,16 @@
 """The collectives of each statement in an action: their parameters or gradients, axes and sizes.
 
 A gather or scatter of ZeRO carries all parameters of a call that share an element type and axes in one collective. A
-sum of gradients carries a bucket. If only some ranks share a node (`Program.near`), an exchange has two levels: gathers
-cross nodes first and then run inside each node; scatters and sums run inside each node first. Each byte crosses between
-two nodes once.
+sum of gradients carries a bucket. If only some ranks share a node (`Parameter.near`), an exchange has two levels:
+gathers cross nodes first and then run inside each node; scatters and sums run inside each node first. Each byte crosses
+between two nodes once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from partc.errors import Source
@@ -67,6 +67,7 @@ class Collective:
 
 
 Levels = tuple[tuple[Collective, ...], ...]  # level by level, the collectives that start together
+NearAndFar = tuple[tuple[str, ...], tuple[str, ...]]  # axes inside nodes and those between them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,11 @@ class Bucket:
     after: str
     over: tuple[str, ...]
     scattered: bool  # whether each rank keeps only its part of the sum
-    parameters: tuple[Parameter, ...]  # in order of use
+    parameters: tuple[Parameter, ...]  # in order of use; they travel in one way
+
+    @property
+    def near_and_far(self) -> NearAndFar:
+        return near_and_far(self.over, self.parameters[0])
 
 
 @dataclass(frozen=True)
@@ -159,50 +164,36 @@ class Exchanges:
     @cached_property
     def levels(self) -> int:
         """The number of levels of gathers: 2 if some of the ranks share a node and others do not, else 1."""
-        gathered = {parameter.gather for parameter in self.program.parameters if parameter.gather}
-        return max((1 + all(self.near_and_far(axes)) for axes in gathered), default=1)
-
-    def near_and_far(self, over: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes inside nodes and those between them."""
-        near = self.program.near
-        return tuple(axis for axis in over if axis in near), tuple(axis for axis in over if axis not in near)
+        return max((1 + all(near_and_far(item.gather, item)) for item in self.program.parameters), default=1)
 
     def _levels(self, op: str, names: Iterable[str]) -> Levels:
-        sizes: dict[tuple[str, tuple[str, ...]], int] = {}
+        sizes: dict[tuple[str, NearAndFar, str], int] = {}
         for parameter in (self.parted[name] for name in names if name in self.parted):
             whole = parameter.type.layout.without(*parameter.gather).local_shape(self.program.sizes)
-            summed = self.program.wire or parameter.type.dtype
-            key = (self.read[parameter.name] if op == "all_gather" else summed, parameter.gather)
-            if parameter.gather and (op == "all_gather" or parameter.trainable):
+            summed = parameter.wire or parameter.type.dtype
+            axes = near_and_far(parameter.gather, parameter)
+            gathered = op == "all_gather"
+            key = (self.read[parameter.name], axes, "") if gathered else (summed, axes, parameter.compress)
+            if parameter.gather and (gathered or parameter.trainable):
                 sizes[key] = sizes.get(key, 0) + math.prod(whole)
-        chains = [self._chain(op, axes, dtype, size) for (dtype, axes), size in sizes.items()]
+        chains = [self._chain(op, *key, size) for key, size in sizes.items()]
         count = max(map(len, chains), default=0)
         return tuple(tuple(chain[level] for chain in chains if level < len(chain)) for level in range(count))
 
-    def _chain(self, op: str, axes: tuple[str, ...], dtype: str, size: int) -> tuple[Collective, ...]:
+    def _chain(self, op: str, dtype: str, axes: NearAndFar, compress: str, size: int) -> tuple[Collective, ...]:
         """One collective, or one between nodes and one inside; `size` elements make up the whole."""
-        near, far = self.near_and_far(axes)
+        near, far = axes
         inside, across = self._ways(near), self._ways(far)
         gathered = op == "all_gather"
         found = []
         if far:
             share = size // inside  # the elements that cross nodes to one rank, or from it
             length = share // across if gathered else share
-            found.append(self._coded(Collective(op=op, axes=far, shape=(length,), dtype=dtype), across))
+            found.append(_coded(Collective(op=op, axes=far, shape=(length,), dtype=dtype), across, compress))
         if near:
             length = size // inside if gathered else size
             found.append(Collective(op=op, axes=near, shape=(length,), dtype=dtype))
         return tuple(found if gathered else found[::-1])
-
-    def _coded(self, whole: Collective, ways: int) -> Collective:
-        """A compressed reduce-scatter: an all-to-all of codes, which each rank decodes and sums."""
-        if whole.op != "reduce_scatter" or not self.program.compress:
-            return whole
-        from partc.runtime.comm.compression import room
-
-        kind = "bf16" if self.program.compress == "bf16" else "u8"
-        length = ways * room(self.program.compress, whole.shape[0] // ways)
-        return Collective(op="all_to_all", axes=whole.axes, shape=(length,), dtype=kind)
 
     def _ways(self, axes: Iterable[str]) -> int:
         return math.prod(self.program.sizes[axis] for axis in axes)
@@ -278,17 +269,17 @@ class GradientSums:
     @cached_property
     def relays(self) -> bool:
         """Whether sums that start while backward goes on have a level inside nodes and one between them."""
-        return any(bucket.after and all(self.exchanges.near_and_far(bucket.over)) for bucket in self.buckets)
+        return any(bucket.after and all(bucket.near_and_far) for bucket in self.buckets)
 
     def chains(self, bucket: Bucket) -> tuple[tuple[Collective, ...], ...]:
         """For each piece of memory of a bucket's gradients, the collectives of its sum in order."""
-        return tuple(self._chain(dtype, size, bucket.over) for dtype, size in self._pieces(bucket.parameters))
+        return tuple(self._chain(dtype, size, bucket) for dtype, size in self._pieces(bucket.parameters))
 
-    def _chain(self, dtype: str, size: int, over: tuple[str, ...]) -> tuple[Collective, ...]:
-        near, far = self.exchanges.near_and_far(over)
-        wire, compress = self.program.wire or dtype, self.program.compress
+    def _chain(self, dtype: str, size: int, bucket: Bucket) -> tuple[Collective, ...]:
+        near, far = bucket.near_and_far
+        wire, compress = bucket.parameters[0].wire or dtype, bucket.parameters[0].compress
         if not far or not (near or compress):
-            return (Collective(op="all_reduce", axes=over, shape=(size,), dtype=wire),)
+            return (Collective(op="all_reduce", axes=bucket.over, shape=(size,), dtype=wire),)
         found: list[Collective] = []
         if near:
             ways = self._ways(near)
@@ -296,13 +287,10 @@ class GradientSums:
             found.append(Collective(op="reduce_scatter", axes=near, shape=(size,), dtype=wire))
             size //= ways
         if compress:
-            from partc.runtime.comm.compression import room
-
             ways = self._ways(far)
-            each = room(compress, -(-size // ways))
-            kind = "bf16" if compress == "bf16" else "u8"
-            found.append(Collective(op="all_to_all", axes=far, shape=(ways * each,), dtype=kind))
-            found.append(Collective(op="all_gather", axes=far, shape=(each,), dtype=kind))
+            codes = _codes(far, ways, -(-size // ways), compress)
+            found.append(codes)
+            found.append(replace(codes, op="all_gather", shape=(codes.shape[0] // ways,)))
         else:
             found.append(Collective(op="all_reduce", axes=far, shape=(size,), dtype=wire))
         if near:
@@ -356,11 +344,32 @@ class GradientSums:
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The groups of axes with communication: each axis of the mesh, and axes summed or gathered over together."""
         single = ((name,) for name, size in self.program.mesh.axes if size > 1)
-        summed = [self.axes(parameter) for parameter in self.trained]
         here = {name for call in self.program.calls if call.stage == self.stage for name in call.params}
-        gathered = [parameter.gather for parameter in self.program.parameters if parameter.name in here]
-        several = (level for axes in (*summed, *gathered) for level in (axes, *self.exchanges.near_and_far(axes)))
+        summed = [(self.axes(parameter), parameter) for parameter in self.trained]
+        gathered = [(parameter.gather, parameter) for parameter in self.program.parameters if parameter.name in here]
+        several = (level for axes, item in (*summed, *gathered) for level in (axes, *near_and_far(axes, item)))
         return tuple(dict.fromkeys((*single, *(axes for axes in several if axes))))
+
+
+def near_and_far(over: tuple[str, ...], parameter: Parameter) -> NearAndFar:
+    """The axes, of those that a parameter or its gradient travels over, inside nodes and between them."""
+    near = parameter.near
+    return tuple(axis for axis in over if axis in near), tuple(axis for axis in over if axis not in near)
+
+
+def _coded(whole: Collective, ways: int, compress: str) -> Collective:
+    """A compressed reduce-scatter: an all-to-all of codes, which each rank decodes and sums."""
+    if whole.op != "reduce_scatter" or not compress:
+        return whole
+    return _codes(whole.axes, ways, whole.shape[0] // ways, compress)
+
+
+def _codes(axes: tuple[str, ...], ways: int, size: int, compress: str) -> Collective:
+    """The all-to-all of codes, of `size` numbers for each rank."""
+    from partc.runtime.comm.compression import room
+
+    kind = "bf16" if compress == "bf16" else "u8"
+    return Collective(op="all_to_all", axes=axes, shape=(ways * room(compress, size),), dtype=kind)
 
 
 def shared_sums(exchanges: Exchanges, place: int) -> Iterator[Collective]:

@@ -335,7 +335,7 @@ class Execution:
             if bucket.scattered:
                 yield from self._scatter_bucket(("bucket", stage, index), state, settle=not call)
                 continue
-            both = all(self.exchanges.near_and_far(bucket.over))
+            both = all(bucket.near_and_far)
             for piece, chain in enumerate(sums.chains(bucket)):
                 key = ("sum", stage, index, piece)
                 yield Start(key=(*key, 0), collective=chain[0], why=why)

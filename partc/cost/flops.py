@@ -28,7 +28,7 @@ def model_flops(program: Program) -> int:
         if key not in found:
             found[key] = _of_region(region, call, trained)
         work, learned = found[key]
-        total += work * (program.microbatches if program.repeated and region.phase == "microbatch" else 1)
+        total += work * (program.microbatches if program.separate_batches and region.phase == "microbatch" else 1)
         trained.update(name for name, learns in zip(call.results, learned, strict=True) if learns)
     return total
 

@@ -54,15 +54,15 @@ class Traced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """The number of microbatches of a step, and whether each is a batch of its own (`repeated`)."""
+    """The number of microbatches of a step, and whether each is a batch of its own (`separate`)."""
 
     microbatches: int = 1
-    repeated: bool = False
+    separate: bool = False
 
     @property
     def parts(self) -> int:
         """The number of parts into which the batch is cut before the model sees one."""
-        return self.microbatches if self.repeated else 1
+        return self.microbatches if self.separate else 1
 
 
 ONE_BATCH = Batches()
@@ -127,7 +127,7 @@ def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -
             help="return its mean or sum",
             source=made.source,
         )
-    if batches.repeated:
+    if batches.separate:
         graph, loss = _share(graph, loss, batches.microbatches)
         region = replace(region, forward=graph)
     call = Call(
@@ -137,7 +137,7 @@ def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -
         name=shown(name),
         mesh=mesh,
         microbatches=batches.microbatches,
-        repeated=batches.repeated,
+        separate_batches=batches.separate,
         inputs=inputs,
         values=(
             *(replace(value, name=name) for name, value in zip(inputs, graph.inputs, strict=True)),

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from partc.errors import PartcError, Source
 from partc.ir.folding import Item, Loop, Repeat, ranged, unfolded, unfolded_row
@@ -25,6 +25,7 @@ from partc.ir.program import (
     DType,
     DTypeArg,
     Graph,
+    Kernels,
     Op,
     Parameter,
     Phase,
@@ -83,6 +84,7 @@ class _Body:
 
     name: str
     phase: Phase
+    kernels: Kernels
     params: list[Value] = field(default_factory=list)
     graphs: dict[str, list[Any]] = field(default_factory=dict)  # title -> inputs, operations, outputs
     saved: tuple[str, ...] = ()
@@ -103,6 +105,7 @@ class _Body:
             weight=graphs.get("weight"),
             kept=self.kept,
             phase=self.phase,
+            kernels=self.kernels,
         )
 
 
@@ -161,7 +164,6 @@ def _row(text: str) -> tuple[tuple[Action | Repeat, ...], str]:
 class _TextReader:
     def __init__(self) -> None:
         self._head: Program | None = None
-        self._repeated = False
         self._parts: dict[str, list[Any]] = {
             key: [] for key in ("inputs", "values", "parameters", "calls", "transfers", "updates", "places", "schedule")
         }
@@ -176,7 +178,6 @@ class _TextReader:
         parts: dict[str, Any] = {key: tuple(items) for key, items in self._parts.items()}
         return replace(
             self._head,
-            repeated=self._repeated,
             regions=tuple(body.region() for body in self._bodies),
             bodies=tuple(
                 Body(kind=kind, index=index, statements=tuple(_flat(items))) for kind, index, items in self._actions
@@ -192,7 +193,7 @@ class _TextReader:
         word = text.split(None, 1)[0].rstrip(":")
         readers: dict[str, Callable[[str], None]] = {
             "program": self._program, "input": self._input, "value": self._value, "parameter": self._parameter,
-            "constant": self._parameter, "repeated": self._repeat, "update": self._update, "call": self._call,
+            "constant": self._parameter, "update": self._update, "call": self._call,
             "transfer": self._transfer, "places": self._places, "schedule": self._schedule, "region": self._region,
             "param": self._param, "forward": self._graph, "backward": self._graph, "weight": self._graph,
             "saved": self._saved, "kept": self._kept, "return": self._return, "action": self._action,
@@ -208,21 +209,16 @@ class _TextReader:
 
     def _program(self, text: str) -> None:
         match = _matched(
-            rf"program {_NAME} mesh (\S+) microbatches (\d+) loss {_NAME}(?: draws (\d+))?"
-            r"(?: near ([\w,]+))?(?: wire (\w+))?(?: compress (\w+))?( compiled)?( fused)?",
+            rf"program {_NAME} mesh (\S+) microbatches (\d+)( separate)? loss {_NAME}(?: draws (\d+))?",
             text,
         )
         self._head = Program(
             name=_name(match[1]),
             mesh=Mesh.parse(match[2]),
             microbatches=int(match[3]),
-            loss=_name(match[4]),
-            draws=int(match[5] or 0),
-            near=tuple(match[6].split(",")) if match[6] else (),
-            wire=match[7] or "",
-            compress=match[8] or "",
-            compiled=bool(match[9]),
-            fused=bool(match[10]),
+            separate_batches=bool(match[4]),
+            loss=_name(match[5]),
+            draws=int(match[6] or 0),
         )
 
     def _input(self, text: str) -> None:
@@ -237,7 +233,9 @@ class _TextReader:
     def _parameter(self, text: str) -> None:
         pattern = (
             rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\({_NAMES}\))?(?: reduce\(([\w,]+)\))?"
-            rf"(?: gather\(([\w,]+)\) zero (\d))?(?: after\({_NAME}\))?(?: holds\(([\d,]+)\))?"
+            rf"(?: gather\(([\w,]+)\) zero (\d))?"
+            r"(?: near\(([\w,]+)\))?(?: wire\((\w+)\))?(?: compress\((\w+)\))?"
+            rf"(?: after\({_NAME}\))?(?: holds\(([\d,]+)\))?"
         )
         match = _matched(pattern, text)
         self._parts["parameters"].append(
@@ -249,8 +247,11 @@ class _TextReader:
                 reduce=tuple(match[5].split(",")) if match[5] else (),
                 gather=tuple(match[6].split(",")) if match[6] else (),
                 zero=int(match[7] or 0),
-                after=_name(match[8]) if match[8] else "",
-                holds=tuple(map(int, match[9].split(","))) if match[9] else (),
+                near=tuple(match[8].split(",")) if match[8] else (),
+                wire=match[9] or "",
+                compress=match[10] or "",
+                after=_name(match[11]) if match[11] else "",
+                holds=tuple(map(int, match[12].split(","))) if match[12] else (),
             )
         )
 
@@ -274,9 +275,6 @@ class _TextReader:
         self._parts["transfers"].append(
             Transfer(value=_name(match[1]), source=int(match[2]), target=int(match[3]), gradient=bool(match[4]))
         )
-
-    def _repeat(self, text: str) -> None:
-        self._repeated = True
 
     def _update(self, text: str) -> None:
         match = _matched(rf"update {_NAME} = {_NAME}", text)
@@ -330,9 +328,11 @@ class _TextReader:
         self._parts["schedule"].append(tuple(action for item in items for action in unfolded_row(item)))
 
     def _region(self, text: str) -> None:
-        match = _matched(rf"region {_NAME} phase (setup|step|microbatch):", text)
-        phase: Any = match[2]
-        self._bodies.append(_Body(_name(match[1]), phase))
+        match = _matched(
+            rf"region {_NAME} phase ({'|'.join(get_args(Phase))})(?: kernels ({'|'.join(get_args(Kernels))}))?:", text
+        )
+        phase, kernels = cast(Phase, match[2]), cast(Kernels, match[3] or "aten")
+        self._bodies.append(_Body(_name(match[1]), phase, kernels))
 
     def _param(self, text: str) -> None:
         self._bodies[-1].params.append(_declared(text.removeprefix("param ")))

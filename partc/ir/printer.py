@@ -50,17 +50,14 @@ COLLECTIVES = ("all_reduce", "all_gather", "unshard", "shard", "take", "put", "r
 
 def print_program(program: Program, *, sources: bool = False) -> str:
     """All of a program. `sources` adds where each operation comes from."""
+    separate = " separate" if program.separate_batches else ""
+    draws = f" draws {program.draws}" if program.draws else ""
     lines = [
-        f"program {written_name(program.name)} mesh {program.mesh} microbatches {program.microbatches}"
-        f" loss {written_name(program.loss)}{f' draws {program.draws}' if program.draws else ''}"
-        f"{' near ' if program.near else ''}{','.join(program.near)}"
-        f"{f' wire {program.wire}' if program.wire else ''}"
-        f"{f' compress {program.compress}' if program.compress else ''}"
-        f"{' compiled' if program.compiled else ''}{' fused' if program.fused else ''}"
+        f"program {written_name(program.name)} mesh {program.mesh} microbatches {program.microbatches}{separate}"
+        f" loss {written_name(program.loss)}{draws}"
     ]
     lines += [f"input {written_name(name)}" for name in program.inputs]
     lines += [f"value {_declared(value)}" for value in program.values]
-    lines += ["repeated"] if program.repeated else []
     lines += [f"update {written_name(buffer)} = {written_name(value)}" for buffer, value in program.updates]
     lines += [_parameter(parameter) for parameter in program.parameters]
     for call in program.calls:
@@ -85,7 +82,8 @@ def print_program(program: Program, *, sources: bool = False) -> str:
 
 def print_region(region: Region, *, sources: bool = False, sizes: Sizes | None = None) -> str:
     """One region. With the axes' `sizes`, collectives say how many bytes a rank sends."""
-    lines = [f"region {written_name(region.name)} phase {region.phase}:"]
+    kernels = f" kernels {region.kernels}" if region.kernels != "aten" else ""
+    lines = [f"region {written_name(region.name)} phase {region.phase}{kernels}:"]
     lines += [f"  param {_declared(value)}" for value in region.params]
     params = {value.name: value.type for value in region.params}
     lines += _graph("forward", region.forward, params, sources, sizes)
@@ -222,10 +220,14 @@ def _parameter(parameter: Parameter) -> str:
     aliases = f" aliases({', '.join(map(written_name, parameter.aliases))})" if parameter.aliases else ""
     reduce = f" reduce({','.join(parameter.reduce)})" if parameter.reduce else ""
     gather = f" gather({','.join(parameter.gather)}) zero {parameter.zero}" if parameter.gather else ""
+    near = f" near({','.join(parameter.near)})" if parameter.near else ""
+    wire = f" wire({parameter.wire})" if parameter.wire else ""
+    compress = f" compress({parameter.compress})" if parameter.compress else ""
     after = f" after({written_name(parameter.after)})" if parameter.after else ""
     holds = f" holds({','.join(map(str, parameter.holds))})" if parameter.holds else ""
     kind = "parameter" if parameter.trainable else "constant"
-    return f"{kind} {written_name(parameter.name)}: {parameter.type}{aliases}{reduce}{gather}{after}{holds}"
+    facts = f"{aliases}{reduce}{gather}{near}{wire}{compress}{after}{holds}"
+    return f"{kind} {written_name(parameter.name)}: {parameter.type}{facts}"
 
 
 def written(arg: Arg) -> str:

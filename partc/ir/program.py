@@ -212,6 +212,7 @@ def needed(
 
 
 Phase = Literal["setup", "step", "microbatch"]
+Kernels = Literal["aten", "triton", "inductor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +227,9 @@ class Region:
     gradients of the outputs and the saved values. It returns the gradients of the inputs and parameters that need one,
     named "grad_<input>". After the split pass, `backward` returns the gradients of inputs, followed by the values in
     `kept`; `weight` takes the latter and returns the gradients of parameters.
+
+    `kernels` names the source of the kernels of its functions: PyTorch, Triton functions in the package, or
+    torch.compile.
     """
 
     name: str
@@ -236,6 +240,7 @@ class Region:
     weight: Graph | None = None
     kept: tuple[str, ...] = ()
     phase: Phase = "microbatch"
+    kernels: Kernels = "aten"
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -285,6 +290,11 @@ class Parameter:
     reduce: tuple[str, ...] = ()  # mesh axes over which its gradient is summed once per step
     gather: tuple[str, ...] = ()  # mesh axes over which parts of it are gathered for the calls that read it
     zero: int = 0  # held in parts: only the optimizer's state (1), the gradient too (2), the parameter too (3)
+    near: tuple[str, ...] = ()  # of these axes, those inside nodes: exchanges over these and over the others go in turn
+    wire: str = ""  # the element type in which its gradient travels; "" for its own
+    compress: str = (
+        ""  # the code in which its gradient crosses nodes (travels, if `near` is empty), with error feedback
+    )
     after: str = ""  # the call after whose last backward the sum of its gradient starts; else at the step's end
     holds: tuple[int, ...] = ()  # the model's own shape, where rows of zeros were added to it
 
@@ -407,12 +417,8 @@ class Program:
     `values` types everything that passes between calls, the batch's entries (`inputs`) included;
     `loss` names the program value to minimise, a sum over every axis its layout calls partial.
     `updates` names the buffers that a microbatch changes, and the values that they take.
-    `repeated` says that each microbatch is a batch of its own, whose loss counts by its share of the
-    step: shapes are then those of one microbatch, and statistics and losses those of accumulated gradients.
-    `near` names the axes whose ranks share a node, if others don't: sums of gradients go over both in turn.
-    `wire` is what they travel in, "" for their own type; `compress` is what crosses nodes (everything, if `near`
-    is empty): bf16 or int8, with error feedback.
-    `compiled` says that torch.compile makes kernels of regions' functions; `fused`, that the package has its own.
+    With `separate_batches` each microbatch is a batch of its own, whose loss counts by its share of the step: shapes
+    are those of one microbatch, statistics and losses those of accumulated gradients.
     `draws` counts the random operations of a step, in the order in which one device runs them.
     `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
     `schedule` holds one list of actions per coordinate on that axis, `bodies` the statements that actions stand for.
@@ -421,6 +427,7 @@ class Program:
     name: str
     mesh: Mesh
     microbatches: int = 1
+    separate_batches: bool = False
     inputs: tuple[str, ...] = ()
     values: tuple[Value, ...] = ()
     parameters: tuple[Parameter, ...] = ()
@@ -428,13 +435,7 @@ class Program:
     calls: tuple[Call, ...] = ()
     loss: str = "loss"
     draws: int = 0
-    near: tuple[str, ...] = ()
-    wire: str = ""
-    compress: str = ""
-    compiled: bool = False
-    fused: bool = False
     updates: tuple[tuple[str, str], ...] = ()
-    repeated: bool = False
     transfers: tuple[Transfer, ...] = ()
     places: tuple[int, ...] = ()
     schedule: tuple[tuple[Action, ...], ...] = ()
@@ -443,7 +444,7 @@ class Program:
     @property
     def sizes(self) -> Mapping[str, int]:
         """The sizes of all axes that a layout may name: the mesh's, and `mb` where microbatches share one batch."""
-        return {**self.mesh.sizes, TIME_AXIS: 1 if self.repeated else self.microbatches}
+        return {**self.mesh.sizes, TIME_AXIS: 1 if self.separate_batches else self.microbatches}
 
     @property
     def batch_entries(self) -> tuple[str, ...]:
@@ -456,6 +457,16 @@ class Program:
     def zero(self) -> int:
         """The highest ZeRO level of a parameter."""
         return max((parameter.zero for parameter in self.parameters), default=0)
+
+    @property
+    def compression(self) -> str:
+        """The code in which gradients cross nodes; "" for none."""
+        return next((parameter.compress for parameter in self.parameters if parameter.compress), "")
+
+    @property
+    def kernels(self) -> Kernels:
+        """The source of kernels: of the regions that run for every microbatch, of updates and of compression."""
+        return next((region.kernels for region in self.regions if region.phase == "microbatch"), "aten")
 
     @property
     def stages(self) -> int:

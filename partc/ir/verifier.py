@@ -46,6 +46,10 @@ def _program(program: Program, facts: Collection[str]) -> Iterator[str]:
     for name, type in typed.items():
         yield from _layout(name, type.layout, program.sizes)
     yield from _calls(program)
+    yield from _exchanges(program)
+    kernels = {region.kernels for region in program.regions if region.phase == "microbatch"}
+    if len(kernels) > 1:
+        yield f"regions have kernels of several sources: {', '.join(sorted(kernels))}"
     if program.loss not in types:
         yield f"the loss {program.loss} has no type"
     elif types[program.loss].shape:
@@ -90,6 +94,19 @@ def _calls(program: Program) -> Iterator[str]:
             known.update((item.target, name) for item in program.transfers if item.value == name)
     if not any(name == program.loss for _, name in known):
         yield f"no call makes the loss {program.loss}"
+
+
+def _exchanges(program: Program) -> Iterator[str]:
+    """Parameters and gradients travel alike, as a stage has one way for all of them."""
+    inside = {axis for parameter in program.parameters for axis in parameter.near}
+    for parameter in program.parameters:
+        over = {*parameter.reduce, *parameter.gather}
+        if set(parameter.near) != inside & over:
+            yield f"{parameter.name} travels inside nodes over {sorted(parameter.near)}, not {sorted(inside & over)}"
+    summed = [item for item in program.parameters if item.trainable and (item.reduce or item.gather)]
+    ways = {f"{item.wire or 'its own type'} and {item.compress or 'no code'}" for item in summed}
+    if len(ways) > 1:
+        yield f"gradients travel in several ways: {'; '.join(sorted(ways))}"
 
 
 def _read(value: Value, held: DType | None) -> Value:

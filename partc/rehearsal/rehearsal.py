@@ -114,7 +114,7 @@ def _rank(
             for _, compressed in remembering(stages):
                 compressed.restore({kind: torch.empty(n, device=META) for kind, n in compressed.numbers.items()})
         with ledger.making("constants", "constants"):
-            comm.expect(program.draws, program.microbatches if program.repeated else 1)
+            comm.expect(program.draws, program.microbatches if program.separate_batches else 1)
             if any(value.type.dtype == "f16" for region in program.regions for value in region.params):
                 comm.scales(1.0)
             for stage in stages.values():

@@ -30,7 +30,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from partc.ir.layout import Sizes
-from partc.ir.program import Op, Program, Region
+from partc.ir.program import Kernels, Op, Program, Region
 from partc.passes.fuse.cross_entropy import streamed
 from partc.passes.fuse.dropout import redrawn
 from partc.passes.fuse.groups import fused
@@ -43,16 +43,15 @@ from partc.passes.row_losses import totalled
 from partc.rules.kernels import CHUNKED
 
 
-def fuse(program: Program, *, kernels: str = "aten") -> Program:
-    """Fuse the graphs that run for every microbatch if `kernels` is triton; mark them for torch.compile if it is
-    inductor.
-    """
-    if kernels != "triton":
-        return replace(program, compiled=kernels == "inductor")
+def fuse(program: Program, *, kernels: Kernels = "aten") -> Program:
+    """Set the source of the kernels of the regions that run for every microbatch; with triton, fuse their graphs."""
     regions = tuple(
-        _grouped(region, program.sizes) if region.phase == "microbatch" else region for region in program.regions
+        replace(region, kernels=kernels) if region.phase == "microbatch" else region for region in program.regions
     )
-    return named(over(replace(program, regions=tuple(map(_chunked, regions)), fused=True)))
+    if kernels != "triton":
+        return replace(program, regions=regions)
+    grouped = (_grouped(region, program.sizes) if region.phase == "microbatch" else region for region in regions)
+    return named(over(replace(program, regions=tuple(map(_chunked, grouped)))))
 
 
 def _grouped(region: Region, sizes: Sizes) -> Region:

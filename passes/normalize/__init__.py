@@ -43,7 +43,7 @@ def normalize(program: Program) -> Program:
     (main,), (call,) = program.regions, program.calls
     region, drawn, updated = _normalized(main, program)
     stored = dict(zip((value.name for value in region.params), call.params, strict=True))
-    if updated and program.microbatches > 1 and not program.repeated:
+    if updated and program.microbatches > 1 and not program.separate_batches:
         buffer, made = next(iter(updated.items()))
         raise PartcError(
             "P0402",

@@ -109,7 +109,7 @@ def row(run: Run, folder: str) -> Row:
         return Row(run=run, error=f"{error.code}: {error.cause}", unruled="", seconds="", moved="", ok=False)
     unruled = sorted({item.op for item in package.replicated_ops if not item.rule})
     moved = ", ".join(f"{readable_bytes(size)} {axis}" for axis, size in package.communication.items() if size)
-    repeated = " (per microbatch)" if package.program.repeated else ""
+    repeated = " (per microbatch)" if package.program.separate_batches else ""
     return Row(
         run=run,
         error=f"{result.worst.rel_err:.0e}{repeated}" if result.ok else f"DIFFERS: {result.worst}",

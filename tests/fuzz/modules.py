@@ -335,7 +335,7 @@ def run(case: Case, server: Server) -> str:
             raise Failed(f"refused {error.code}", str(error)) from None
         except Exception as error:
             raise Failed(_place(error), f"{type(error).__name__}: {error}") from error
-        if package.program.repeated:
+        if package.program.separate_batches:
             try:
                 expected = plain(case, repeated=True)
             except Exception:

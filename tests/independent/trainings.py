@@ -110,7 +110,7 @@ def compared(path: Path, setting: Setting, folder: Path, server: Server | None) 
     spared = tuple(glob for glob in setting.recipe.no_decay if fnmatch.filter(names, glob))  # others are refused
     recipe = replace(setting.recipe, no_decay=spared)
     found = packaged(build, recipe, folder, server)
-    parts = setting.options["microbatches"] if package.program.repeated else 1
+    parts = setting.options["microbatches"] if package.program.separate_batches else 1
     plain = train(path, recipe, microbatches=parts)
     where, error = max(differences(found, plain), key=lambda item: item[1])
     return Outcome(model=path.stem, setting=setting.name, error=error, where=where)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from partc.communication.descriptions import local_bytes
 from partc.ir.layout import Sizes
 from partc.ir.program import VIEWS, Graph, Op, Ref
 
@@ -84,7 +83,7 @@ def _storages(graph: Graph) -> list[_Storage]:
 
 def _sizes(graph: Graph, storages: list[_Storage], sizes: Sizes) -> list[int]:
     values = graph.definitions()
-    return [local_bytes(values[storage.names[0]].type, sizes) for storage in storages]
+    return [values[storage.names[0]].type.local_bytes(sizes) for storage in storages]
 
 
 def _peak(storages: list[_Storage], deleted: list[_Storage], count: int) -> tuple[int, int]:

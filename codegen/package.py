@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -14,10 +15,12 @@ from partc.codegen.ranks import rank_codes
 from partc.codegen.regions import region_codes
 from partc.codegen.source import RegionCode
 from partc.codegen.stages import StageCode, stage_code
-from partc.communication.descriptions import NAMES, local_bytes, readable_bytes
+from partc.communication.descriptions import NAMES
 from partc.communication.exchanges import Collective, Exchanges, graph_of
 from partc.cost.memory import Account
 from partc.cost.saved_tensors import most_saved
+from partc.ir.collectives import cost
+from partc.ir.printer import readable
 from partc.ir.program import GraphKind, Program
 from partc.quoting import environment
 
@@ -147,7 +150,7 @@ def emit(program: Program) -> Modules:
 
 
 def _readme(program: Program, stages: list[StageCode], plan: Mapping[str, Any], report: Sequence[str]) -> str:
-    count = sum(_count(entry["shape"]) for entry in plan["parameters"].values() if entry["trainable"])
+    count = sum(math.prod(entry["shape"]) for entry in plan["parameters"].values() if entry["trainable"])
     return _template("README.md.jinja").render(
         name=program.name,
         mesh=str(program.mesh),
@@ -155,7 +158,7 @@ def _readme(program: Program, stages: list[StageCode], plan: Mapping[str, Any], 
         microbatches=program.microbatches,
         precision=plan["precision"],
         recompute=plan["command"].get("recompute", "none"),
-        saved=readable_bytes(max(most_saved(program), default=0)),
+        saved=readable(max(most_saved(program), default=0)),
         seed=plan["seed"],
         parameters=f"{count:,} trained",
         stages=[{"title": stage.title, "sends": ", ".join(entry.key for entry in stage.sends)} for stage in stages],
@@ -184,15 +187,11 @@ def _communication(program: Program, plan: Mapping[str, Any]) -> Iterator[dict[s
         entry = plan["parameters"][parameter.name]
         for stage in owners.get(parameter.name, ()) if entry["reduce"] and entry["trainable"] else ():
             key = (stage, tuple(entry["reduce"]))
-            reduced[key] = reduced.get(key, 0) + local_bytes(parameter.type, program.sizes)
+            reduced[key] = reduced.get(key, 0) + parameter.type.local_bytes(program.sizes)
     yield from _parts(program)
     for (stage, axes), size in reduced.items():
-        ways = 1
-        for axis in axes:
-            ways *= program.sizes[axis]
-        yield _row(
-            f"each step, stage {stage}", "all-reduce of gradients", ", ".join(axes), 2 * size * (ways - 1) // ways
-        )
+        sent = cost("all_reduce", math.prod(program.sizes[axis] for axis in axes), size)
+        yield _row(f"each step, stage {stage}", "all-reduce of gradients", ", ".join(axes), sent)
 
 
 def _parts(program: Program) -> Iterator[dict[str, str]]:
@@ -230,14 +229,7 @@ def _exchanged(program: Program) -> Iterator[tuple[str, str, Collective]]:
 
 
 def _row(place: str, what: str, axis: str, size: int) -> dict[str, str]:
-    return {"place": place, "what": what, "axis": axis, "size": readable_bytes(size)}
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    return {"place": place, "what": what, "axis": axis, "size": readable(size)}
 
 
 def kernel_module(kernel: Kernel | FixedKernels) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from partc.codegen.cuda_graphs import obstacle
-from partc.communication.descriptions import NAMES, local_bytes, moved_bytes
+from partc.communication.descriptions import NAMES, moved_bytes
 from partc.cost.memory import Account
 from partc.ir.layout import Layout
 from partc.ir.program import Graph, Program, Region, TensorType
@@ -82,7 +82,7 @@ def plan(
                 "source": transfer.source,
                 "target": transfer.target,
                 "gradient": transfer.gradient,
-                "bytes": local_bytes(types[transfer.value], program.sizes) if program.travels(transfer) else 0,
+                "bytes": types[transfer.value].local_bytes(program.sizes) if program.travels(transfer) else 0,
             }
             for transfer in program.transfers
         ],

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from partc.communication.descriptions import readable_bytes
 from partc.cost.saved_tensors import memory_of
 from partc.ir.layout import Sizes
+from partc.ir.printer import readable
 from partc.ir.program import Graph, Op, Region
 
 
@@ -30,7 +30,7 @@ def remarks(graph: Graph, region: Region, sizes: Sizes) -> dict[str, str]:
         wanted = {owner[value.name] for item in stretch for value in item.results if value.name in read} - counted
         if wanted:
             size = sum(values[name].type.local_bytes(sizes) for name in wanted)
-            found[stretch[0].results[0].name] = f"recomputed: {readable_bytes(size)} that forward did not save"
+            found[stretch[0].results[0].name] = f"recomputed: {readable(size)} that forward did not save"
         counted |= wanted
         stretch = []
     return found

@@ -10,8 +10,9 @@ from itertools import chain, zip_longest
 from partc.codegen.calls import Run
 from partc.codegen.names import Names
 from partc.codegen.source import Line, RegionCode
-from partc.communication.descriptions import local_bytes, moved, readable_bytes
+from partc.communication.descriptions import moved
 from partc.communication.exchanges import Bucket, Exchanges, GradientSums, Levels
+from partc.ir.printer import readable
 from partc.ir.program import Parameter, Program
 from partc.quoting import literal, literal_template
 
@@ -119,8 +120,8 @@ class Weights:
             if scattered:
                 words.append(moved(self._levels(alike), self.program.sizes))
                 continue
-            size = sum(local_bytes(item.type, self.program.sizes) for each in alike for item in each.parameters)
-            words.append(f"all-reduce {readable_bytes(size)} over {','.join(over)}")
+            size = sum(item.type.local_bytes(self.program.sizes) for each in alike for item in each.parameters)
+            words.append(f"all-reduce {readable(size)} over {','.join(over)}")
         return " and ".join(words)
 
     def _levels(self, buckets: Iterable[Bucket]) -> Levels:
@@ -252,7 +253,7 @@ class Weights:
     def shared_note(self) -> str:
         """The bytes that the sum of shared weights moves, as a comment."""
         weights = [parameter for parameters in self.sums.shared().values() for parameter in parameters]
-        return readable_bytes(sum(local_bytes(parameter.type, self.program.sizes) for parameter in weights))
+        return readable(sum(parameter.type.local_bytes(self.program.sizes) for parameter in weights))
 
 
 def counted(numbers: tuple[int, ...]) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from partc.codegen.kernels.kernel import Configuration, Draft, Kernel
 from partc.codegen.kernels.statements import TRITON, computed_in
-from partc.communication.descriptions import readable_bytes
 from partc.ir.layout import Sizes
+from partc.ir.printer import readable
 from partc.ir.program import DType, Op, Ref, TensorType
 from partc.rules import kernels
 
@@ -80,7 +80,7 @@ def embedding(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Embeddin
     shape = types[grad.name].layout.local_shape(sizes)
     rows = inner.result.type.layout.local_shape(sizes)[0]
     padding = inner.args[3] if len(inner.args) > 3 else -1
-    told = draft.told() | {"moved": readable_bytes(types[grad.name].local_bytes(sizes))}
+    told = draft.told() | {"moved": readable(types[grad.name].local_bytes(sizes))}
     return Embedding(
         **told,  # type: ignore[arg-type]
         lines=(),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from partc.codegen.kernels.cross_entropy import LOWEST
 from partc.codegen.kernels.kernel import Configuration
-from partc.communication.descriptions import readable_bytes
 from partc.communication.exchanges import Exchanges
+from partc.ir.printer import readable
 from partc.ir.program import ITEMSIZE, DType, Parameter, Program
 from partc.rules.kernels import CHUNKED
 from partc.runtime.comm import compression
@@ -114,7 +114,7 @@ def written(program: Program) -> Iterator[FixedKernels]:
             for names in _places(program)
         )
         each = _each([times * size for size in sizes])
-        yield FixedKernels(name=name, block=GRANULE, each=each, moved=readable_bytes(moved))
+        yield FixedKernels(name=name, block=GRANULE, each=each, moved=readable(moved))
     yield FixedKernels(name="squares", each=_each(sizes))
     if any(op.name in CHUNKED for region in program.regions for graph in region.graphs for op in graph.ops):
         yield LOGITS

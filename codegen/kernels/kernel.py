@@ -23,9 +23,8 @@ from partc.codegen.kernels.statements import (
 )
 from partc.codegen.lifetimes import overwritten
 from partc.codegen.names import Names
-from partc.communication.descriptions import readable_bytes
 from partc.ir.layout import Sizes
-from partc.ir.printer import fused_bytes, print_operation
+from partc.ir.printer import fused_bytes, print_operation, readable
 from partc.ir.program import DType, Op, TensorType
 from partc.rules import kernels
 
@@ -200,8 +199,8 @@ class Draft:
         return {
             "name": kernel_name(self.op),
             "operations": tuple(map(_told, self.op.body)),
-            "moved": readable_bytes(together),
-            "apart": readable_bytes(apart),
+            "moved": readable(together),
+            "apart": readable(apart),
             "arguments": tuple(self.arguments.values()),
             "numbers": tuple(kernels.told(self.op.body)),
             "results": self.results,

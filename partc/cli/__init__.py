@@ -86,14 +86,14 @@ def compile_command(model: str, output: Path, dump_after: tuple[str, ...], as_js
 
 
 def _print_report(report: Mapping[str, Any]) -> None:
-    from partc.communication.descriptions import readable_bytes
     from partc.compilation.phase_notes import counted
+    from partc.ir.printer import readable
 
-    moved = ", ".join(f"{readable_bytes(size)} over {axis}" for axis, size in report["communication"].items() if size)
+    moved = ", ".join(f"{readable(size)} over {axis}" for axis, size in report["communication"].items() if size)
     counts = {"rank": report["ranks"], "stage": report["stages"], "region": len(report["regions"])}
     console.echo("\n" + ", ".join(counted(count, noun) for noun, count in counts.items()))
     console.echo(f"each rank receives a step: {moved or 'nothing'}")
-    console.echo(f"a rank saves for backward passes: {readable_bytes(max(report['saved']))} at most")
+    console.echo(f"a rank saves for backward passes: {readable(max(report['saved']))} at most")
     if report["memory"] is not None:
         console.echo(f"a rank holds at most: {report['memory']['worst']}")
     console.echo(f"rules cover {report['rules']['ops']:.1%} of operations, {report['rules']['flops']:.1%} of flops")
@@ -240,12 +240,12 @@ def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, r
     if not result.losses:
         console.echo("no step was left to do")
         return
-    from partc.communication.descriptions import readable_bytes
+    from partc.ir.printer import readable
 
     console.echo(
         f"loss {result.losses[0]:.6g} to {result.losses[-1]:.6g} in {len(result.losses)} steps; "
         f"median step {result.step_seconds_median:.4f} s, {result.tokens_per_second:,.0f} tokens/s, "
-        f"at most {readable_bytes(max(result.peak_bytes))} a rank"
+        f"at most {readable(max(result.peak_bytes))} a rank"
     )
     console.next_step(f"less {directory}/stages/stage_0.py")
 
@@ -278,9 +278,9 @@ def export_command(directory: Path, checkpoint: Path, target: Path, init: Path |
         document = {"step": done.step, "tensors": done.tensors, "bytes": done.bytes, "untrained": list(done.untrained)}
         print(json.dumps(document))
         return
-    from partc.communication.descriptions import readable_bytes
+    from partc.ir.printer import readable
 
-    console.echo(f"wrote {target}: {done.tensors:,} tensors, {readable_bytes(done.bytes)}, after step {done.step}")
+    console.echo(f"wrote {target}: {done.tensors:,} tensors, {readable(done.bytes)}, after step {done.step}")
     if done.untrained:
         console.echo(f"as at the beginning, for the loss does not use them: {', '.join(done.untrained)}")
 

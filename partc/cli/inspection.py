@@ -86,7 +86,7 @@ def explained(done: Compilation, name: str) -> str:
 
 def _cost(option: object) -> str:
     """The additional cost of a step, in words."""
-    from partc.communication.descriptions import readable_bytes
+    from partc.ir.printer import readable
 
     kinds = (
         ("communication", "sent by each rank"),
@@ -97,7 +97,7 @@ def _cost(option: object) -> str:
     for field, words in kinds:
         more = float(getattr(option, field))
         if abs(more) >= 1:
-            parts.append(f"{readable_bytes(int(abs(more)))} {'more' if more > 0 else 'less'} {words}")
+            parts.append(f"{readable(int(abs(more)))} {'more' if more > 0 else 'less'} {words}")
     repeated = float(getattr(option, "repeated_flops"))  # noqa: B009
     if abs(repeated) >= 1:
         parts.append(f"{abs(repeated):,.0f} {'more' if repeated > 0 else 'fewer'} flops repeated")

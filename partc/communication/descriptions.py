@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from partc.communication.exchanges import Levels
+from partc.ir.collectives import cost
 from partc.ir.layout import Partial, Sizes
+from partc.ir.printer import readable
 from partc.ir.program import VIEWS, Graph, Op, TensorType
 
 NAMES: Mapping[str, str] = {
@@ -20,25 +22,12 @@ _VIEWS = VIEWS | {"to"}
 _TRANSPARENT = _VIEWS | {"add", "sub", "neg", "cat"}
 
 
-def local_bytes(type: TensorType, sizes: Sizes) -> int:
-    return type.local_bytes(sizes)
-
-
 def moved_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> int:
     """The bytes that one rank receives in a collective, with ring algorithms; 0 for any other operation."""
     axis = dict(op.attrs).get("axis")
     if op.name not in NAMES or not isinstance(axis, str):
         return 0
-    operand = local_bytes(types[next(op.refs())], sizes)
-    result = local_bytes(op.result.type, sizes)
-    others = sizes[axis] - 1
-    match op.name:
-        case "all_reduce":
-            return 2 * operand * others // sizes[axis]
-        case "all_gather":
-            return result * others // sizes[axis]
-        case _:
-            return operand * others // sizes[axis]
+    return cost(op.name, sizes[axis], types[next(op.refs())].local_bytes(sizes))
 
 
 def comment(
@@ -58,7 +47,7 @@ def comment(
     axis = attrs.get("axis")
     if op.name not in NAMES or not isinstance(axis, str) or sizes[axis] == 1:
         return ""
-    size = readable_bytes(moved_bytes(op, types, sizes))
+    size = readable(moved_bytes(op, types, sizes))
     head = f"{NAMES[op.name]} {size} over {axis}{', while what follows runs' * apart}"
     makers = _listed(label(maker) for maker in _makers(next(op.refs()), axis, graph, types))
     readers = _listed(label(reader) for reader in _readers(op.result.name, graph))
@@ -89,19 +78,9 @@ def moved(levels: Levels, axes: Sizes) -> str:
         coded = f" in {_CODES[collective.dtype]}" if collective.op == "all_to_all" else ""
         over = f"{','.join(collective.axes)}{coded}"
         sizes[over] = sizes.get(over, 0) + collective.received(axes)
-    words = (f"{readable_bytes(size)} over {over}" for over, size in sizes.items())
+    words = (f"{readable(size)} over {over}" for over, size in sizes.items())
     gathered = levels[0][0].op == "all_gather"
     return f"{NAMES['all_gather' if gathered else 'reduce_scatter']} {', then '.join(words)}"
-
-
-def readable_bytes(count: int) -> str:
-    """`14.7 MiB`, in the unit that leaves one to four digits."""
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def _makers(name: str, axis: str, graph: Graph, types: Mapping[str, TensorType]) -> list[Op]:

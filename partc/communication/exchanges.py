@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from partc.errors import Source
+from partc.ir.collectives import cost
 from partc.ir.layout import Sizes
 from partc.ir.program import ITEMSIZE, Call, DType, Graph, GraphKind, Parameter, Program, Region
 
@@ -51,14 +52,7 @@ class Collective:
 
     def received(self, sizes: Sizes) -> int:
         """The bytes that one rank receives, with ring algorithms."""
-        ways = self.ways(sizes)
-        match self.op:
-            case "all_reduce":
-                return 2 * self.bytes * (ways - 1) // ways
-            case "all_gather":
-                return self.bytes * (ways - 1)
-            case _:
-                return self.bytes * (ways - 1) // ways
+        return cost(self.op, self.ways(sizes), self.bytes)
 
     def __str__(self) -> str:
         where = f"pipeline ranks {self.places}" if self.places else " and ".join(self.axes)
@@ -183,7 +177,7 @@ class Exchanges:
     def _chain(self, op: str, dtype: str, axes: NearAndFar, compress: str, size: int) -> tuple[Collective, ...]:
         """One collective, or one between nodes and one inside; `size` elements make up the whole."""
         near, far = axes
-        inside, across = self._ways(near), self._ways(far)
+        inside, across = self.ways(near), self.ways(far)
         gathered = op == "all_gather"
         found = []
         if far:
@@ -195,7 +189,8 @@ class Exchanges:
             found.append(Collective(op=op, axes=near, shape=(length,), dtype=dtype))
         return tuple(found if gathered else found[::-1])
 
-    def _ways(self, axes: Iterable[str]) -> int:
+    def ways(self, axes: Iterable[str]) -> int:
+        """The ranks that differ on the axes."""
         return math.prod(self.program.sizes[axis] for axis in axes)
 
     def sums(self, stage: int) -> GradientSums:
@@ -282,12 +277,12 @@ class GradientSums:
             return (Collective(op="all_reduce", axes=bucket.over, shape=(size,), dtype=wire),)
         found: list[Collective] = []
         if near:
-            ways = self._ways(near)
+            ways = self.exchanges.ways(near)
             size = -(-size // ways) * ways
             found.append(Collective(op="reduce_scatter", axes=near, shape=(size,), dtype=wire))
             size //= ways
         if compress:
-            ways = self._ways(far)
+            ways = self.exchanges.ways(far)
             codes = _codes(far, ways, -(-size // ways), compress)
             found.append(codes)
             found.append(replace(codes, op="all_gather", shape=(codes.shape[0] // ways,)))
@@ -296,9 +291,6 @@ class GradientSums:
         if near:
             found.append(Collective(op="all_gather", axes=near, shape=(size,), dtype=wire))
         return tuple(found)
-
-    def _ways(self, axes: tuple[str, ...]) -> int:
-        return math.prod(self.program.sizes[axis] for axis in axes)
 
     def _pieces(self, parameters: Collection[Parameter]) -> list[tuple[str, int]]:
         """The element type and length of each contiguous piece of memory that holds these gradients.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ def _repeated(
     op: Op, region: Region, types: dict[str, TensorType], program: Program, calls: int
 ) -> Iterator[ReplicatedOp]:
     rule = resolve(op, types)
-    work = flops(op, rule) if rule is not None else sum(_elements(value.type) for value in op.results)
+    work = flops(op, rule) if rule is not None else sum(math.prod(value.type.shape) for value in op.results)
     if not op.results or not work or region.phase == "setup" or not any(True for _ in op.refs()):
         return
     for axis in axis_order(program.sizes):
@@ -105,10 +106,3 @@ def _repeated(
         repeated = work * calls * (program.sizes[axis] - 1) // shared
         place = f"{region.name}.{op.results[0].name}"
         yield ReplicatedOp(op=op.name, place=place, axis=axis, flops=repeated, rule=rule is not None, source=op.source)
-
-
-def _elements(type: TensorType) -> int:
-    count = 1
-    for size in type.shape:
-        count *= size
-    return count

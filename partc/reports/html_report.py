@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ def page(program: Program) -> str:
 
 def _facts(program: Program) -> list[tuple[str, str]]:
     """The facts at the head of the page."""
-    held = sum(_elements(parameter.type.shape) for parameter in program.parameters if parameter.trainable)
+    held = sum(math.prod(parameter.type.shape) for parameter in program.parameters if parameter.trainable)
     moved = [f"{readable(size)} over {axis}" for axis, size in communication(program).items() if size]
     return [
         ("mesh", f"{program.mesh}: {program.mesh.size:,} ranks"),
@@ -72,13 +73,6 @@ def _facts(program: Program) -> list[tuple[str, str]]:
         ("parameters", f"{held:,}"),
         ("each rank receives a step", ", ".join(moved) or "nothing"),
     ]
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _tree(program: Program) -> Branch:

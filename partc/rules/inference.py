@@ -108,7 +108,7 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
     if op.name == "permute":
         return (Inferred(replace(operands[0].layout, dims=tuple(operands[0].layout.dims[i] for i in _order(op)))),)
     if op.name == "reshape":
-        return (_reshaped(operands[0].layout, shapes[0], sizes),)
+        return (reshaped(operands[0].layout, shapes[0], sizes),)
     if op.name == "div" and isinstance(op.args[1], int) and op.result.type.layout.partial:
         return (_spread(operands[0].layout, op.result.type.layout, op.args[1], sizes),)
     if op.name == "embedding_shard":
@@ -289,12 +289,6 @@ def _of_factors(cut: Pieces, factors: Sequence[int], sizes: Sizes) -> list[Piece
     return found
 
 
-def reshaped(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> Layout | None:
-    """The layout of the same elements in another local shape; None where no sub-dimensions make it."""
-    found = _reshaped(layout, shape, sizes)
-    return None if found is None else found.layout
-
-
 def _spread(layout: Layout, stated: Layout, number: int, sizes: Sizes) -> Inferred:
     """Equal values divided by the number of ranks are also parts of a sum."""
     more = [axis for axis in stated.partial if axis not in layout.partial]
@@ -302,8 +296,8 @@ def _spread(layout: Layout, stated: Layout, number: int, sizes: Sizes) -> Inferr
     return Inferred(replace(layout, partial=stated.partial) if more and ways == number else layout)
 
 
-def _reshaped(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> Inferred | None:
-    """Sub-dimensions of all dimensions in one row, dealt to the new ones."""
+def reshaped(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> Inferred | None:
+    """The layout of the same elements in another local shape; None where no sub-dimensions make it."""
     if not shape or 0 in shape:
         return Inferred(replace(layout, dims=tuple((SubDim(size),) for size in shape)), frozenset(range(len(shape))))
     row = tuple(sub for dim in layout.dims for sub in dim if sub.size > 1)

@@ -69,21 +69,6 @@ _TRANSITIONS: Mapping[tuple[type, type], tuple[str, ...]] = {
 }
 
 
-def transition_cost(
-    source: Placement, target: Placement, *, n: int, elements: int, itemsize: int, needs_grad: bool
-) -> tuple[int, int]:
-    """The bytes that each rank sends, forward and backward, to change a placement on one axis.
-
-    `elements` is the number of elements that a rank holds before this axis cuts the value.
-    """
-    bytes = elements * itemsize // (n if isinstance(source, Shard) else 1)
-    forward = backward = 0
-    for op in transition(source, target):
-        forward += cost(op, n, bytes)
-        backward += backward_cost(op, n, bytes) if needs_grad else 0
-    return forward, backward
-
-
 def plan(src: Layout, dst: Layout, *, sizes: Sizes, itemsize: int, needs_grad: bool = True) -> tuple[ReshardStep, ...]:
     """The chain of steps from `src` to `dst` that sends the fewest bytes, forward and backward together.
 

@@ -86,7 +86,7 @@ def runs(only: str, meshes: tuple[str, ...], quick: bool) -> Iterator[Run]:
 
 def row(run: Run, folder: str) -> Row:
     """Compile, verify in fp64, and read off the plan."""
-    from partc.communication.descriptions import readable_bytes
+    from partc.ir.printer import readable
 
     model, shared = MODELS[run.model], Path(folder)
     try:
@@ -108,7 +108,7 @@ def row(run: Run, folder: str) -> Row:
     except PartcError as error:
         return Row(run=run, error=f"{error.code}: {error.cause}", unruled="", seconds="", moved="", ok=False)
     unruled = sorted({item.op for item in package.replicated_ops if not item.rule})
-    moved = ", ".join(f"{readable_bytes(size)} {axis}" for axis, size in package.communication.items() if size)
+    moved = ", ".join(f"{readable(size)} {axis}" for axis, size in package.communication.items() if size)
     repeated = " (per microbatch)" if package.program.separate_batches else ""
     return Row(
         run=run,

@@ -91,7 +91,7 @@ def files(
     for rank in rank_codes(program):
         yield f"ranks/rank_{rank.rank:03d}.py", rank_template.render(rank=rank, ranks=ranks)
     yield from _kernels(program)
-    yield from _runtime()
+    yield from _runtime(program)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,9 +257,11 @@ def _kernels(program: Program) -> Iterator[tuple[str, str]]:
     yield "kernels/__init__.py", _template("kernels/__init__.py.jinja").render(names=names, modules=modules)
 
 
-def _runtime() -> Iterator[tuple[str, str]]:
-    """The runtime library, copied unchanged."""
-    yield from _sources("runtime", importlib.resources.files("partc.runtime"))
+def _runtime(program: Program) -> Iterator[tuple[str, str]]:
+    """The runtime library, unchanged. All but one of its modules are within reach of train.py."""
+    for path, text in _sources("runtime", importlib.resources.files("partc.runtime")):
+        if path != "runtime/ops/compiled.py" or program.kernels == "inductor":
+            yield path, text
 
 
 def _sources(path: str, folder: Traversable) -> Iterator[tuple[str, str]]:

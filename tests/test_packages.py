@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,43 @@ def test_package_needs_torch_alone(build: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=build.parent, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "step 2/2" in done.stdout + done.stderr
+
+
+def imported(path: str, text: str) -> set[str]:
+    """Every module, and every name that may be one, which a package's file imports anywhere."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = path.split("/")[: -node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found.update((base, *(f"{base}.{alias.name}" for alias in node.names)))
+    return found
+
+
+@pytest.mark.parametrize("kernels", ["aten", "triton", "inductor"])
+def test_every_module_of_a_package_is_imported(kernels: str) -> None:
+    """From train.py and the modules of ranks and stages, which it imports by number; and none of them is missing."""
+    package = partc.compile(EXAMPLES / "gpt.py", mesh="2x2", microbatches=2, kernels=kernels)
+    files = {path: str(text) for path, text in package.files() if path.endswith(".py")}
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files}
+    todo = [name for name in modules if name.partition(".")[0] in ("train", "model", "ranks", "stages")]
+    reached: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name in reached or name not in modules:
+            continue
+        reached.add(name)
+        found = imported(modules[name], files[modules[name]])
+        owners = {
+            ".".join(parts[:count]) for parts in (other.split(".") for other in found) for count in range(len(parts))
+        }
+        todo += [*found, *owners]
+        ours = {other for other in found if other.partition(".")[0] in ("runtime", "stages", "regions", "kernels")}
+        assert all(other in modules or other.rpartition(".")[0] in modules for other in ours), modules[name]
+    assert reached == set(modules)
+    assert ("runtime.ops.compiled" in modules) == (kernels == "inductor")
 
 
 def test_sixty_four_ranks_have_two_stage_modules(tmp_path: Path) -> None:

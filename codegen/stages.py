@@ -10,7 +10,7 @@ from partc.codegen.access import Units
 from partc.codegen.calls import Run, listed, runs
 from partc.codegen.names import Names, identifier
 from partc.codegen.source import Function, Line, RegionCode, imported
-from partc.codegen.steps import Steps
+from partc.codegen.steps import StepWriter
 from partc.codegen.weights import Entry, Repeated, Weights, strings
 from partc.communication.exchanges import Exchanges
 from partc.errors import InternalError
@@ -92,7 +92,7 @@ class _Builder:
         init = self.weights.init()
         setup = self._once("setup")
         prepare = self._once("step")
-        locals_ = Steps(self)
+        locals_ = StepWriter(self)
         forward = locals_.forward()
         backward = locals_.backward()
         weight = locals_.weight()

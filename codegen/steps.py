@@ -17,7 +17,7 @@ _KINDS: tuple[BodyKind, ...] = ("F", "B", "I", "W")
 TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
-class Steps:
+class StepWriter:
     """The forward and backward of one microbatch, with the names of their local variables."""
 
     def __init__(self, builder: Stage) -> None:

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from partc.communication.exchanges import Collective
-from partc.communication.execution import CommunicationPlan, Event, Transfer, events
+from partc.communication.execution import CommunicationPlan, Event, Message, events
 from partc.errors import InternalError
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.program import Action, Program
@@ -94,15 +94,15 @@ class _Channel:
     """The sends between two stages in one direction, and the receives posted for them."""
 
     def __init__(self) -> None:
-        self.sent: list[Transfer] = []
-        self.posted: list[Transfer] = []
+        self.sent: list[Message] = []
+        self.posted: list[Message] = []
         self.read: set[int] = set()
 
-    def send(self, source: int, target: int, event: Transfer) -> None:
+    def send(self, source: int, target: int, event: Message) -> None:
         self.sent.append(event)
         self._match(source, target, len(self.sent) - 1)
 
-    def post(self, source: int, target: int, event: Transfer) -> None:
+    def post(self, source: int, target: int, event: Message) -> None:
         self.posted.append(event)
         self._match(source, target, len(self.posted) - 1)
 
@@ -112,7 +112,7 @@ class _Channel:
             if sent.content != posted.content:
                 raise InternalError(f"rank {target} in {posted}, but rank {source} sent next, in {sent}")
 
-    def arrived(self, rank: int, event: Transfer) -> bool:
+    def arrived(self, rank: int, event: Message) -> bool:
         """Whether the awaited value has been sent; if so, it is marked as read."""
         unread = (number for number in range(len(self.posted)) if number not in self.read)
         number = next((number for number in unread if self.posted[number].content == event.content), None)
@@ -159,7 +159,7 @@ class _Play:
         """Play a rank until it waits; returns the ranks that can now go on."""
         woken: list[int] = []
         while (event := self._current(rank)) is not None:
-            if isinstance(event, Transfer):
+            if isinstance(event, Message):
                 peer = self._peer(rank, event.place)
                 if event.kind == "send":
                     self.channels.setdefault((rank, peer, event.link), _Channel()).send(rank, peer, event)

@@ -13,7 +13,6 @@ import pytest
 
 from partc.frontend.example_files import FILES
 from tests.tree import (
-    AMBIGUOUS,
     LAYERS,
     MODULES,
     ROOT,
@@ -52,7 +51,7 @@ def test_no_import_cycles() -> None:
 
 
 def test_class_names_are_unique() -> None:
-    assert set(repeated_classes()) <= SAME_CONCEPT | AMBIGUOUS
+    assert set(repeated_classes()) <= SAME_CONCEPT
 
 
 def test_the_runtime_needs_torch_alone() -> None:

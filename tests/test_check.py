@@ -11,7 +11,7 @@ import pytest
 
 import partc
 from partc.communication.exchanges import Collective
-from partc.communication.execution import CommunicationPlan, Event, Transfer, events
+from partc.communication.execution import CommunicationPlan, Event, Message, events
 from partc.errors import InternalError
 from partc.ir.mesh import Mesh
 from partc.passes.check import check, prove
@@ -35,7 +35,7 @@ def _mutants(sequence: tuple[Event, ...]) -> Iterator[tuple[str, tuple[Event, ..
         yield f"duplicate {event}", (*before, event, event, *after)
         yield f"reshape {event}", (*before, replace(event, shape=(*event.shape, 3)), *after)
         yield f"retype {event}", (*before, replace(event, dtype="bf16"), *after)
-        if isinstance(event, Transfer):
+        if isinstance(event, Message):
             yield f"retarget {event}", (*before, replace(event, place=1 - event.place), *after)
             yield f"mislabel {event}", (*before, replace(event, microbatch=event.microbatch + 1), *after)
         elif event.axes == ("dp",):
@@ -50,7 +50,7 @@ def _commute(first: Event, second: Event) -> bool:
     Equal communications; a posted send or receive and whatever follows or precedes it, unless that is
     another on the same channel or the wait for it; waits, if nothing is posted between them.
     """
-    if isinstance(first, Transfer) and isinstance(second, Transfer):
+    if isinstance(first, Message) and isinstance(second, Message):
         if first.kind == second.kind != "wait":
             return first.link != second.link or first.content == second.content
         if {first.kind, second.kind} == {"recv", "wait"}:
@@ -90,16 +90,16 @@ def test_errors_name_rank_action_and_line(plan: CommunicationPlan) -> None:
 
 
 def test_two_stages_that_both_receive_first_deadlock() -> None:
-    def wait(place: int) -> Transfer:
+    def wait(place: int) -> Message:
         return replace(post(place), kind="wait")
 
-    def post(place: int) -> Transfer:
+    def post(place: int) -> Message:
         link = (place, 1 - place)
-        return Transfer(kind="recv", value="x", link=link, place=place, microbatch=0, shape=(2,), dtype="f32")
+        return Message(kind="recv", value="x", link=link, place=place, microbatch=0, shape=(2,), dtype="f32")
 
-    def give(place: int) -> Transfer:
+    def give(place: int) -> Message:
         link = (1 - place, place)
-        return Transfer(kind="send", value="x", link=link, place=place, microbatch=0, shape=(2,), dtype="f32")
+        return Message(kind="send", value="x", link=link, place=place, microbatch=0, shape=(2,), dtype="f32")
 
     mesh = Mesh.parse("pp=2")
     prove(CommunicationPlan(mesh=mesh, places=((post(1), give(1), wait(1)), (post(0), give(0), wait(0)))))

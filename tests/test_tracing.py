@@ -136,9 +136,9 @@ def test_the_prediction_is_the_schedule_played(schedule: str) -> None:
     for place, spans in enumerate(forecast.places):
         assert all(a.end <= b.start + 1e-12 for a, b in pairwise(spans))
         for span in spans:
-            work = [piece for piece in span.laid.pieces if not piece.segment.op]
+            work = [piece for piece in span.inside.pieces if not piece.segment.op]
             assert all(one.end <= two.start + 1e-12 for one, two in pairwise(work))
-            assert all(piece.end <= span.laid.seconds + span.laid.carried + 1e-12 for piece in span.laid.pieces)
+            assert all(piece.end <= span.inside.seconds + span.inside.carried + 1e-12 for piece in span.inside.pieces)
         played = [str(span.compute) for span in timeline(program).ranks[place]]
         assert [span.name for span in spans if span.name in played] == played
     assert sum(forecast.split()) == pytest.approx(forecast.seconds)
@@ -241,5 +241,5 @@ def test_each_action_says_what_is_proved_of_it(mesh: str, options: dict[str, Any
                 proved.setdefault(event.action, []).append((event.op, ",".join(event.axes), size))
         for span in forecast.places[place]:
             if span.name[0].isdigit() and not span.name.endswith("REDUCE_GRAD"):
-                planned = [(part.op, part.over, part.bytes) for part in span.laid.collectives]
+                planned = [(part.op, part.over, part.bytes) for part in span.inside.collectives]
                 assert planned == proved.get(span.name, []), span.name

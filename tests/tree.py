@@ -21,8 +21,6 @@ RUNTIME = ("", "device", "processes", "comm", "ops", "execution", "optimizer", "
 
 # Classes of packages that are the runtime side of a noun of the IR, under its name: packages cannot import the IR.
 SAME_CONCEPT = frozenset({"Action", "Bucket", "Parts", "Shard", "Stage"})
-# Two nouns under one name each: these still need names of their own.
-AMBIGUOUS = frozenset({"Layout", "Piece", "Steps", "Transfer", "Unit", "_Links"})
 
 
 def module_name(path: Path) -> str:

@@ -34,7 +34,7 @@ Key = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Message:
     """A send or the post of a receive, neither of which waits; or the wait for a posted receive.
 
     Every `link`, from one stage to another, is a channel of its own: the first receive posted gets the first send.
@@ -87,8 +87,8 @@ class GraphRun:
     kind: GraphKind
 
 
-Step = Start | Wait | GraphRun | Transfer
-Event = Collective | Transfer
+Step = Start | Wait | GraphRun | Message
+Event = Collective | Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,11 +392,11 @@ class Execution:
 
     # -- between stages -------------------------------------------------------------------------
 
-    def _transfer(self, each: ActionStatement, stage: int) -> Transfer:
+    def _transfer(self, each: ActionStatement, stage: int) -> Message:
         assert each.peer is not None
         kind: Literal["send", "recv", "wait"] = {"send": "send", "receive": "recv", "wait": "wait"}[each.verb]  # type: ignore[assignment]
         type = self._types[each.of if each.of in self._types else each.of.removeprefix("grad_")]
-        return Transfer(
+        return Message(
             kind=kind,
             value=each.of,
             link=(stage, each.peer) if kind == "send" else (each.peer, stage),
@@ -464,7 +464,7 @@ class _Collectives:
             match step:
                 case Start():
                     yield replace(step.collective, action=name)
-                case Transfer():
+                case Message():
                     yield replace(step, action=name, microbatch=microbatch)
                 case GraphRun():
                     for collective in self.of(step.call.region, step.kind):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from partc.communication.descriptions import moved_bytes
 from partc.communication.exchanges import Exchanges, graph_of
-from partc.communication.execution import Execution, GraphRun, Start, Transfer
+from partc.communication.execution import Execution, GraphRun, Message, Start
 from partc.errors import Source
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS
 from partc.ir.program import GraphKind, Op, Program, Region, TensorType
@@ -48,7 +48,7 @@ def communication(program: Program) -> dict[str, int]:
                     case Start() if step.collective.shape:
                         axes = ",".join(step.collective.axes) or PIPELINE_AXIS
                         here[axes] += step.collective.received(program.sizes)
-                    case Transfer(kind="recv"):
+                    case Message(kind="recv"):
                         here[PIPELINE_AXIS] += step.bytes
                     case GraphRun():
                         here.update(inside[step.call.region, step.kind])

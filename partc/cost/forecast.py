@@ -11,7 +11,7 @@ from itertools import chain, takewhile
 from partc.communication.descriptions import comment
 from partc.communication.exchanges import Collective, Exchanges, graph_of
 from partc.communication.execution import Execution, GraphRun, Start, Step, Wait
-from partc.cost.laid import Laid, Layout, Segment
+from partc.cost.action_timeline import ActionTimeline, Segment, TimelineBuilder
 from partc.cost.roofline import H100, Machine, seconds
 from partc.cost.simulation import Durations, Timeline, timeline
 from partc.ir.collectives import cost
@@ -36,11 +36,11 @@ class Span:
 
     name: str
     start: float
-    laid: Laid
+    inside: ActionTimeline
 
     @property
     def end(self) -> float:
-        return self.start + self.laid.seconds
+        return self.start + self.inside.seconds
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ class Forecast:
     machine: Machine = H100
     scale: Scale = Scale()
 
-    def laid(self, stage: int, kind: str, microbatch: int | None = None, *, updates: bool = True) -> Laid:
+    def action(self, stage: int, kind: str, microbatch: int | None = None, *, updates: bool = True) -> ActionTimeline:
         """One run of a stage's action: F, B, I, W or REDUCE_GRAD. Without a `microbatch`, the last of the step.
 
         Without `updates`, the step only accumulates the gradients of a batch.
         """
         steps = (self._steps if updates else self._accumulating).get((stage, kind, microbatch), ())
         key = id(steps), kind
-        if key not in self._laid:
-            self._laid[key] = self._lay(steps, self._carried(stage) if kind == "REDUCE_GRAD" else 0.0)
-        return self._laid[key]
+        if key not in self._actions:
+            self._actions[key] = self._played(steps, self._carried(stage) if kind == "REDUCE_GRAD" else 0.0)
+        return self._actions[key]
 
     def _carried(self, stage: int) -> float:
         """Seconds for which collectives started by a stage's last backward continue after it."""
-        return max(self.laid(stage, kind).carried for kind in ("B", "W"))
+        return max(self.action(stage, kind).carried for kind in ("B", "W"))
 
     def transfer(self, stage: int) -> float:
         """Seconds until the values or gradients that a stage sends have arrived."""
@@ -79,7 +79,7 @@ class Forecast:
     @cached_property
     def timeline(self) -> Timeline:
         def total(stage: int, kind: str) -> float:
-            return self.laid(stage, kind).seconds
+            return self.action(stage, kind).seconds
 
         durations = [
             Durations(
@@ -106,32 +106,32 @@ class Forecast:
     def _place(self, place: int) -> Iterator[Span]:
         """The actions of a coordinate: all begin together, and wait for no other after their last action."""
         each = [self.once(other) for other in range(len(self.timeline.ranks))]
-        begin = max(laid.seconds for laid in each)
+        begin = max(inside.seconds for inside in each)
         if each[place].seconds:
-            yield Span(name="prepare", start=0.0, laid=each[place])
+            yield Span(name="prepare", start=0.0, inside=each[place])
         played = self.timeline.ranks[place]
         spans = [
             Span(
                 name=str(span.compute),
                 start=begin + span.start,
-                laid=self.laid(span.compute.stage, span.compute.kind, span.compute.microbatch),
+                inside=self.action(span.compute.stage, span.compute.kind, span.compute.microbatch),
             )
             for span in played
         ]
         spans += [
-            Span(name=f"{stage}REDUCE_GRAD", start=begin + start, laid=self.laid(stage, "REDUCE_GRAD"))
+            Span(name=f"{stage}REDUCE_GRAD", start=begin + start, inside=self.action(stage, "REDUCE_GRAD"))
             for stage, start, end in self.timeline.reductions[place]
             if end > start
         ]
         yield from sorted(spans, key=lambda span: span.start)
         now = max((span.end for span in spans), default=begin)
-        for name, laid in (("the end of the step", self._tail(place)), ("the update", self._update(place))):
-            if laid.seconds:
-                yield Span(name=name, start=now, laid=laid)
-            now += laid.seconds
+        for name, inside in (("the end of the step", self._tail(place)), ("the update", self._update(place))):
+            if inside.seconds:
+                yield Span(name=name, start=now, inside=inside)
+            now += inside.seconds
 
     @cached_property
-    def _laid(self) -> dict[tuple[int, str], Laid]:
+    def _actions(self) -> dict[tuple[int, str], ActionTimeline]:
         return {}
 
     @cached_property
@@ -161,31 +161,31 @@ class Forecast:
         )
         return tuple(chain.from_iterable(around))
 
-    def _lay(self, steps: Iterable[Step], begin: float = 0.0) -> Laid:
+    def _played(self, steps: Iterable[Step], begin: float = 0.0) -> ActionTimeline:
         """Lay out steps in order. A wait for a collective that an earlier action has started takes no time."""
-        layout = Layout()
-        layout.now = begin
+        builder = TimelineBuilder()
+        builder.now = begin
         for step in steps:
             match step:
                 case Start():
-                    layout.start(step.key, self._collective(step.collective, step.why))
+                    builder.start(step.key, self._collective(step.collective, step.why))
                 case Wait():
-                    layout.wait(step.key)
+                    builder.wait(step.key)
                 case GraphRun():
                     graph = graph_of(self.program.region(step.call.region), step.kind)
                     if graph is not None:
-                        self._run(layout, step.call, graph)
-        return layout.laid()
+                        self._run(builder, step.call, graph)
+        return builder.built()
 
-    def _run(self, layout: Layout, call: Call, graph: Graph) -> None:
+    def _run(self, builder: TimelineBuilder, call: Call, graph: Graph) -> None:
         """Lay out a call's operations; the call's name makes the keys of their collectives unique."""
         for name, segment, awaited in self._of_graph(call.region, graph):
             if awaited:
-                layout.wait((call.name, awaited))
+                builder.wait((call.name, awaited))
             elif segment.op:
-                layout.start((call.name, name), replace(segment, why=f"{call.name}: {segment.why}"))
+                builder.start((call.name, name), replace(segment, why=f"{call.name}: {segment.why}"))
             else:
-                layout.work(segment.seconds)
+                builder.work(segment.seconds)
 
     def _of_graph(self, region: str, graph: Graph) -> tuple[tuple[str, Segment, str], ...]:
         """Yields (started result, segment, awaited result); computations between two collectives are one segment."""
@@ -237,26 +237,26 @@ class Forecast:
         if work:
             yield "", Segment(seconds=self.scale.compute * work), ""
 
-    def once(self, place: int) -> Laid:
+    def once(self, place: int) -> ActionTimeline:
         """The calls of phase `step`, while the first parameters are gathered."""
         opening = takewhile(lambda item: item[0] != "prepare", self._executions[place])
         gathers = chain.from_iterable(steps for _, steps in opening)
-        return self._lay((*gathers, *self._around(place, "prepare")))
+        return self._played((*gathers, *self._around(place, "prepare")))
 
-    def _tail(self, place: int) -> Laid:
-        return self._lay(self._around(place, "end"))
+    def _tail(self, place: int) -> ActionTimeline:
+        return self._played(self._around(place, "end"))
 
-    def _update(self, place: int) -> Laid:
+    def _update(self, place: int) -> ActionTimeline:
         """AdamW, whose time is that of its memory traffic; then the gathers of parameters that ranks keep whole."""
         size = sum(
             parameter.type.local_bytes(self.program.sizes)
             for parameter in self.program.parameters
             if parameter.trainable and place in map(self.program.place, self._holders.get(parameter.name, ()))
         )
-        layout = Layout()
-        layout.work(self.scale.compute * (self.machine.start + _UPDATE * size / self.machine.memory))
-        gathers = self._lay(self._around(place, "update"), layout.now)
-        return replace(gathers, pieces=(*layout.pieces, *gathers.pieces))
+        builder = TimelineBuilder()
+        builder.work(self.scale.compute * (self.machine.start + _UPDATE * size / self.machine.memory))
+        gathers = self._played(self._around(place, "update"), builder.now)
+        return replace(gathers, pieces=(*builder.pieces, *gathers.pieces))
 
     def _collective(self, collective: Collective, why: str) -> Segment:
         over = ",".join(collective.axes) or f"pp {','.join(map(str, collective.places))}"
@@ -305,8 +305,8 @@ class Forecast:
         for spans in self.places:
             now = 0.0
             for span in spans:
-                compute += span.laid.compute
-                exposed += span.laid.seconds - span.laid.compute
+                compute += span.inside.compute
+                exposed += span.inside.seconds - span.inside.compute
                 exposed += min(span.start - now, transfers.get(span.name, 0.0))
                 now = span.end
         count = len(self.places)

@@ -324,7 +324,7 @@ class _QuietComm(DistributedComm):
         axes = {name: _QuietAxis(ledger, self.coordinate[name], size) for name, size in sizes.items()}
         super(DistributedComm, self).__init__(axes, {}, _Clock())
         self._groups = _Groups(ledger, sizes)
-        self._links = _Links(self._link)
+        self._links = _Queues(self._link)
 
     def _word(self, number: int, index: int) -> Tensor:
         return self.words.blocks[0][0, 0]
@@ -338,7 +338,7 @@ class _QuietComm(DistributedComm):
             return super()._recv(shape, dtype, link)
 
 
-class _Links(dict[Link, Any]):
+class _Queues(dict[Link, Any]):
     def __init__(self, axis: Axis) -> None:
         super().__init__()
         self._axis = axis

@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from partc.cost.action_timeline import ActionTimeline
 from partc.cost.forecast import Forecast, Scale
-from partc.cost.laid import Laid
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.package.recorded_steps import Measured
 from partc.runtime.clock import Interval
@@ -97,7 +97,7 @@ def calibrated(forecast: Forecast, measured: Measured, mesh: Mesh) -> Forecast:
                 together.setdefault((step, *key, group), []).append(each)
     awaited = [(sent, got) for _, _, sent, got in measured.messages if got.start < sent.start < got.end]
     ranks = mesh.size // len(forecast.places) * len(measured.steps)  # of one pipeline coordinate, in all steps
-    compute = ranks * sum(span.laid.compute for place in forecast.places for span in place)
+    compute = ranks * sum(span.inside.compute for place in forecast.places for span in place)
     moving = sum(got.end - sent.start for sent, got in awaited)
     communication = sum(forecast.transfer(int(sent.over.split()[1])) for sent, _ in awaited)
     for times in together.values():
@@ -183,7 +183,7 @@ def _reasons(intervals: Sequence[Interval], forecast: Forecast, place: int) -> d
         plans = [forecast.once(place)] if name == "prepare" else []
         if match:
             number = int(match[3]) if match[3] else None
-            plans += [forecast.laid(int(match[1]), match[2], number, updates=updates) for updates in (False, True)]
+            plans += [forecast.action(int(match[1]), match[2], number, updates=updates) for updates in (False, True)]
         for planned in (plan.collectives for plan in plans):
             if made == [(part.op, part.over) for part in planned]:
                 found.update((index, part.why) for index, part in zip(indices, planned, strict=True))
@@ -197,9 +197,9 @@ def _predicted(forecast: Forecast, begin: float) -> Iterator[Event]:
         process = _PREDICTED + place
         for span in spans:
             args = {"predicted": True}
-            start, length = begin + span.start * 1e6, span.laid.seconds * 1e6
+            start, length = begin + span.start * 1e6, span.inside.seconds * 1e6
             yield _complete(span.name, "work", process, COMPUTE, start, length, args)
-            yield from _moves(span.laid, span.name, process, start)
+            yield from _moves(span.inside, span.name, process, start)
             drawn[span.name] = process, start, start + length
     for number, (stage, source, target) in enumerate(forecast.arrivals()):
         (process, _, at), (other, arrival, _) = drawn[source], drawn[target]
@@ -208,8 +208,8 @@ def _predicted(forecast: Forecast, begin: float) -> Iterator[Event]:
         yield from _flow(f"predicted {begin:.3f} {number}", (process, COMMUNICATION, at), (other, COMPUTE, arrival))
 
 
-def _moves(laid: Laid, within: str, process: int, start: float) -> Iterator[Event]:
-    for piece in laid.pieces:
+def _moves(inside: ActionTimeline, within: str, process: int, start: float) -> Iterator[Event]:
+    for piece in inside.pieces:
         segment = piece.segment
         if segment.op:
             args = {

@@ -21,7 +21,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TimedSegment:
     """A segment with its start and end, in seconds from its action's start."""
 
     start: float
@@ -30,11 +30,11 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Laid:
+class ActionTimeline:
     """The timeline of an action; collectives that it has started continue for `carried` seconds after its end."""
 
     seconds: float = 0.0
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[TimedSegment, ...] = ()
     carried: float = 0.0
 
     @property
@@ -47,28 +47,28 @@ class Laid:
         return tuple(piece.segment for piece in self.pieces if piece.segment.op)
 
 
-class Layout:
+class TimelineBuilder:
     """Builds the timeline of an action."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.pieces: list[Piece] = []
+        self.pieces: list[TimedSegment] = []
         self._free: dict[str, float] = {}  # axes -> end of the last collective over them
         self._ends: dict[object, float] = {}
 
     def work(self, seconds: float) -> None:
         if seconds:
-            self.pieces.append(Piece(start=self.now, end=self.now + seconds, segment=Segment(seconds=seconds)))
+            self.pieces.append(TimedSegment(start=self.now, end=self.now + seconds, segment=Segment(seconds=seconds)))
             self.now += seconds
 
     def start(self, key: object, segment: Segment) -> None:
         begin = max(self.now, self._free.get(segment.over, 0.0))
         end = self._free[segment.over] = self._ends[key] = begin + segment.seconds
-        self.pieces.append(Piece(start=begin, end=end, segment=segment))
+        self.pieces.append(TimedSegment(start=begin, end=end, segment=segment))
 
     def wait(self, key: object) -> None:
         self.now = max(self.now, self._ends.pop(key, 0.0))
 
-    def laid(self) -> Laid:
+    def built(self) -> ActionTimeline:
         carried = max([0.0, *(end - self.now for end in self._ends.values())])
-        return Laid(seconds=self.now, pieces=tuple(self.pieces), carried=carried)
+        return ActionTimeline(seconds=self.now, pieces=tuple(self.pieces), carried=carried)

@@ -34,7 +34,7 @@ def bucket(
 ) -> Program:
     """Set the call `after` whose backward the sum of each parameter's gradient starts, and how sums are made.
 
-    With `halves` the backward passes of all stages run as two: gradients are complete after the second.
+    With `halves`, every backward pass runs in two parts, and gradients of parameters are complete after the second.
     """
     travelling = (_travelling(parameter, near, wire, compress) for parameter in program.parameters)
     program = replace(program, parameters=tuple(travelling))

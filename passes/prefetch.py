@@ -147,7 +147,10 @@ def _of(statements: Sequence[ActionStatement], verb: str, subject: str) -> tuple
 
 
 def _ahead(row: Sequence[Action], bodies: dict[str, Body], late: frozenset[str], depth: int) -> Iterator[Action]:
-    """The row with the actions that each action gathers ahead for, and with an UNSHARD where none does."""
+    """A row of the schedule in which each action names those that it gathers for in advance.
+
+    An UNSHARD stands before an action whose gather no earlier action starts.
+    """
     counts = [len(gathers(body.statements)) if (body := bodies.get(_name(action))) else 0 for action in row]
     places = [index for index, count in enumerate(counts) if count]
 

@@ -292,9 +292,7 @@ class Parameter:
     zero: int = 0  # held in parts: only the optimizer's state (1), the gradient too (2), the parameter too (3)
     near: tuple[str, ...] = ()  # of these axes, those inside nodes: exchanges over these and over the others go in turn
     wire: str = ""  # the element type in which its gradient travels; "" for its own
-    compress: str = (
-        ""  # the code in which its gradient crosses nodes (travels, if `near` is empty), with error feedback
-    )
+    compress: str = ""  # bf16 or int8, for its gradient between nodes, or everywhere if `near` is empty; "" for none
     after: str = ""  # the call after whose last backward the sum of its gradient starts; else at the step's end
     holds: tuple[int, ...] = ()  # the model's own shape, where rows of zeros were added to it
 

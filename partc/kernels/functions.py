@@ -176,7 +176,7 @@ def kept(counter_ptr, index, below):
     """Whether an element's upper 53 random bits are below `below`; SplitMix64, in signed words, as in
     runtime/random.py.
 
-    `counter_ptr` points to the word of the first element; `index` is the element's distance from it in the whole
+    `counter_ptr` points to the counter of the tensor's first element; `index` is an element's position in the whole
     tensor.
     """
     word = tl.load(counter_ptr) + index.to(tl.int64) * -7046029254386353131

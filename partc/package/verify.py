@@ -298,7 +298,7 @@ def _compare_step(
 
 
 def _spread(reference: Mapping[str, Tensor], kind: str, name: str, measure: Callable[[Tensor], float]) -> float:
-    """The standard deviation of the values whose mean a batch norm keeps: which may be zero but for rounding."""
+    """The scale of a batch norm's running mean, which may be rounding alone: the running standard deviation."""
     place, found, _ = name.rpartition("running_mean")
     variance = reference.get(f"{kind}/{place}running_var") if found else None
     return 0.0 if variance is None else math.sqrt(measure(variance))

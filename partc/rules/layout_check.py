@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from partc.errors import InternalError
@@ -10,7 +10,7 @@ from partc.ir.layout import Sizes
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.program import Graph, Op, Program, Region, TensorType, Value
 from partc.ir.verifier import verify_program
-from partc.rules.inference import inferred
+from partc.rules.inference import Inferred, inferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,14 @@ class Verifier:
             if before is op and len(read) == len(operands) and all(a is b for a, b in zip(read, operands, strict=True)):
                 doubtful |= unsure
                 continue
-            faults = list(_faults(op, types, sizes))
+            found = inferred(op, types, sizes)
+            faults = [*_faults(op, found, sizes), *_faults_within(op, types, sizes)]
             yield from (f"{region.name}: {fault}" for fault in faults)
             if not faults:
-                made = zip(op.results, inferred(op, types, sizes), strict=True)
                 unsure = {
-                    value.name for value, found in made if found and found.doubtful and not _is_given(value, types)
+                    value.name
+                    for value, made in zip(op.results, found, strict=False)
+                    if made is not None and made.doubtful and not _is_given(value, types)
                 }
                 self._held[id(op)] = (op, operands, unsure)
                 doubtful |= unsure
@@ -67,11 +69,15 @@ def _is_given(value: Value, types: Mapping[str, TensorType]) -> bool:
     return known is not None and value.type.layout in (known.layout, known.layout.dual())
 
 
-def _faults(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[str]:
-    for value, found in zip(op.results, inferred(op, types, sizes), strict=False):
-        if found is not None and not found.allows(value.type.layout, sizes):
-            yield f"{value.name} = {op.name} is {value.type}, and its operands make {found.layout}"
-    known = dict(types)
+def _faults(op: Op, found: Sequence[Inferred | None], sizes: Sizes) -> Iterator[str]:
+    for value, made in zip(op.results, found, strict=False):
+        if made is not None and not made.allows(value.type.layout, sizes):
+            yield f"{value.name} = {op.name} is {value.type}, and its operands make {made.layout}"
+
+
+def _faults_within(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[str]:
+    """The faults of the operations that a fused one stands for."""
+    known = {name: types[name] for name in op.refs()}
     for step in op.body:
-        yield from _faults(step, known, sizes)
+        yield from _faults(step, inferred(step, known, sizes), sizes)
         known.update((value.name, value.type) for value in step.results)

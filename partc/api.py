@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,11 @@ from partc.settings import EMITTED, tell
 
 if TYPE_CHECKING:
     from partc.codegen.package import Modules
+    from partc.frontend.origin import Origin
     from partc.package.verify import VerifyResult
 
 PhaseObserver = Callable[["Phase"], None]
+OriginKey = tuple[str, int]  # precision, and the number of parts of the batch of which the model sees one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,8 +261,13 @@ def compilation(
     until: str | None = None,
     observe: passes.Observer = lambda step: None,
     on_phase: PhaseObserver = lambda phase: None,
+    origins: dict[OriginKey, Origin] | None = None,
 ) -> Compilation:
-    """Trace the model and run the passes, up to `until`; `observe` receives every step with its program."""
+    """Trace the model and run the passes, up to `until`; `observe` receives every step with its program.
+
+    `origins` are earlier traces of the model, to which new ones are added.
+    """
+    known = {} if origins is None else origins
     phases: dict[str, float] = {}
 
     def done(phase: Phase) -> None:
@@ -270,7 +277,7 @@ def compilation(
     start = time.perf_counter()
     import torch
 
-    from partc.frontend.origin import Origin, trace
+    from partc.frontend.origin import trace
     from partc.frontend.trace import Batches
 
     done(Phase(label="Loaded", seconds=time.perf_counter() - start, note=f"torch {torch.__version__}"))
@@ -278,15 +285,19 @@ def compilation(
     def traced(separate: bool) -> Origin:
         start = time.perf_counter()
         batches = Batches(microbatches=options.microbatches, separate=separate)
-        found = trace(
-            model,
-            batch,
-            loss,
-            options=model_options,
-            mesh=options.mesh,
-            batches=batches,
-            precision=options.precision,
-        )
+        key = options.precision, batches.parts
+        if key not in known:
+            known[key] = trace(
+                model,
+                batch,
+                loss,
+                options=model_options,
+                mesh=options.mesh,
+                batches=batches,
+                precision=options.precision,
+            )
+        program = replace(known[key].program, mesh=options.mesh, microbatches=options.microbatches)
+        found = replace(known[key], program=program)
         done(Phase(label="Traced", seconds=time.perf_counter() - start, note=size(found.program)))
         observe(passes.PassResult(name=passes.FIRST, label="Traced", program=found.program, seconds=0.0))
         return found
@@ -326,7 +337,9 @@ def compilation(
         options=options,
         phases=phases,
         extra=origin.extra,
-        again=lambda other: compilation(model, batch, other, loss=loss, model_options=model_options).program,
+        again=lambda other: (
+            compilation(model, batch, other, loss=loss, model_options=model_options, origins=known).program
+        ),
     )
 
 

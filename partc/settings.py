@@ -1,4 +1,4 @@
-"""The environment's settings, read once: PARTC_DEBUG, PARTC_FUEL and PARTC_DISABLE."""
+"""The environment's settings, read once: PARTC_DEBUG, PARTC_FUEL, PARTC_DISABLE and PARTC_CACHE."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ PASSES, OP_COUNTS, IR, EMITTED, REWRITES = 1, 2, 3, 4, 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """`fuel` caps the number of optional rewrites of a process; `disabled` names passes to leave out."""
+    """`fuel` caps the number of optional rewrites of a process; `disabled` names passes to leave out.
+
+    `cache` is the folder of traced programs: by default one among the user's caches, "" for none.
+    """
 
     debug: int = 0
     fuel: int | None = None
     disabled: tuple[str, ...] = ()
+    cache: str | None = None
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Settings:
@@ -29,6 +33,7 @@ class Settings:
             debug=_number(environment, "PARTC_DEBUG") or 0,
             fuel=_number(environment, "PARTC_FUEL"),
             disabled=tuple(name.strip() for name in environment.get("PARTC_DISABLE", "").split(",") if name.strip()),
+            cache=environment.get("PARTC_CACHE"),
         )
 
 

@@ -16,6 +16,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Read while Triton is imported: kernels are interpreted, unless tests.gpu runs them. What builds them is another process.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ["PARTC_CACHE"] = ""  # tests of tests.kept keep traces; those of the cache name a folder
 for name in ("PARTC_DEBUG", "PARTC_FUEL", "PARTC_DISABLE"):
     os.environ.pop(name, None)
 

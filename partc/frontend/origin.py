@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError, first_line
 from partc.frontend.huggingface import is_configuration
-from partc.frontend.trace import Batches, trace_file, trace_model
+from partc.frontend.trace import Batches, trace_model
+from partc.frontend.trace_cache import trace_file
 from partc.frontend.user_modules import RESERVED, imported_by, with_imports
 from partc.ir.gradients import trains
 from partc.ir.mesh import Mesh

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import re
 import tempfile
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.export.graph_signature import InputKind
 from partc.errors import InternalError, PartcError, Source
 from partc.frontend.capture import Captured, Loss, capture
 from partc.frontend.huggingface import PREFIX, is_configuration, model_source
-from partc.frontend.model_file import load
+from partc.frontend.model_file import ModelFile, load
 from partc.installed import is_machinery, shortened
 from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
@@ -74,7 +75,11 @@ def trace_file(
     """Trace a model file, or the model of `hf:PATH/config.json`. Raises PartcError P0201 to P0233."""
     if is_configuration(path):
         return _trace_configuration(str(path), options, mesh=mesh, batches=batches, precision=precision)
-    file = load(path, options)
+    return trace_loaded(load(path, options), mesh=mesh, batches=batches, precision=precision)
+
+
+def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: str) -> Traced:
+    """Trace a model file that has been loaded. Raises PartcError P0205 to P0209."""
     captured = capture(file.model, file.batch, file.loss, precision=precision, path=file.path, parts=batches.parts)
     program = program_of(captured, name=file.name, mesh=mesh, batches=batches)
     return Traced(program=program, model_source=file.source, options=file.options)
@@ -84,12 +89,21 @@ def _trace_configuration(
     model: str, options: Mapping[str, str], *, mesh: Mesh, batches: Batches, precision: str
 ) -> Traced:
     """Trace the model file that partc generates for a configuration; the package gets the same file."""
-    source = model_source(model)
+    with generated(model, model_source(model)) as path:
+        return trace_file(path, options, mesh=mesh, batches=batches, precision=precision)
+
+
+@contextmanager
+def generated(model: str, source: str) -> Iterator[Path]:
+    """A context in which the model file of a configuration exists, under the name of the configuration's folder."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{Path(model.removeprefix(PREFIX)).resolve().parent.name or 'model'}.py"
+        path = Path(folder) / f"{configuration_name(model)}.py"
         path.write_text(source, encoding="utf-8")
-        traced = trace_file(path, options, mesh=mesh, batches=batches, precision=precision)
-    return traced
+        yield path
+
+
+def configuration_name(model: str) -> str:
+    return Path(model.removeprefix(PREFIX)).resolve().parent.name or "model"
 
 
 def trace_model(

@@ -8,6 +8,7 @@ from typing import Any
 from partc.errors import Source
 from partc.ir.operators import DTYPES
 from partc.ir.program import Op, Program, Ref, Region
+from partc.rules.rule import integers
 from partc.runtime.ops.attention_kernels import GOOD_CUDNN, Case, Gpu, on_gpu
 
 _BEST = Gpu(capability=(9, 0), cudnn=GOOD_CUDNN)  # the GPU with the most kernels to choose from
@@ -69,4 +70,5 @@ def _case(op: Op, region: Region, sizes: Mapping[str, int]) -> Case:
         learned=any(each.name.endswith("_bias_backward") for each in backward),
         causal=op.args[4] is True,
         drops=op.name == "attention_dropout",
+        window=next(iter(integers(op.args[6])), 0) if len(op.args) > 6 else 0,
     )

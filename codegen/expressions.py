@@ -333,12 +333,34 @@ _TABLE: Mapping[str, Emit] = {
         for name in ["rotary", "rotary_backward"]
     },
     "layer_norm_backward": _function("functional.layer_norm_backward"),
-    "attention": _function("functional.attention", "", "", "", "mask=None", "is_causal=False", "scale=None"),
+    "attention": _function(
+        "functional.attention", "", "", "", "mask=None", "is_causal=False", "scale=None", "window=0"
+    ),
     "attention_backward": _function(
-        "functional.attention_backward", "", "", "", "", "mask=", "out=", "lse=", "is_causal=False", "scale=None"
+        "functional.attention_backward",
+        "",
+        "",
+        "",
+        "",
+        "mask=",
+        "out=",
+        "lse=",
+        "is_causal=False",
+        "scale=None",
+        "window=0",
     ),
     "attention_bias_backward": _function(
-        "functional.attention_bias_backward", "", "", "", "", "", "out=", "lse=", "is_causal=False", "scale=None"
+        "functional.attention_bias_backward",
+        "",
+        "",
+        "",
+        "",
+        "",
+        "out=",
+        "lse=",
+        "is_causal=False",
+        "scale=None",
+        "window=0",
     ),
     "embedding": _function("torch.embedding"),
     "embedding_shard": _at_rank("functional.embedding_shard"),

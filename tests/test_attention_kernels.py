@@ -362,8 +362,8 @@ def test_dropout_equals_that_of_whole_weights(mask: str, most: int, monkeypatch:
         grad = torch.randn_like(expected)
         wanted = torch.autograd.grad(expected, [*inputs, *([bias] if learned else [])], grad)
         with torch.no_grad():
-            out, lse = functional.attention_dropout(q, k, v, given, causal, None, p, draw)
-            rest = (out, lse, causal, None, p, draw)
+            out, lse = functional.attention_dropout(q, k, v, given, causal, None, 0, p, draw)
+            rest = (out, lse, causal, None, 0, p, draw)
             grads: tuple[Tensor, ...] = functional.attention_dropout_backward(grad, q, k, v, given, *rest)
             if learned and given is not None:
                 grads = functional.attention_dropout_bias_backward(grad, q, k, v, given, *rest)
@@ -381,8 +381,8 @@ def test_no_tensor_is_as_large_as_the_scores(drops: bool, monkeypatch: pytest.Mo
     draw = Draw.everything(7, (b, h, s, s), q.device)
     with Largest() as largest, torch.no_grad():
         if drops:
-            out, lse = functional.attention_dropout(q, k, v, mask, False, None, 0.1, draw)
-            functional.attention_dropout_backward(grad, q, k, v, mask, out, lse, False, None, 0.1, draw)
+            out, lse = functional.attention_dropout(q, k, v, mask, False, None, 0, 0.1, draw)
+            functional.attention_dropout_backward(grad, q, k, v, mask, out, lse, False, None, 0, 0.1, draw)
         else:
             out, lse = functional.attention(q, k, v, mask)
             functional.attention_backward(grad, q, k, v, out, lse, mask)

@@ -232,11 +232,11 @@ def test_constant_causal_masks_are_recognised(mode: str) -> None:
     assert [arg.name for arg in attention.args[1:3]] == ["k", "k"]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("mask", ["window", "shifted", "rectangular"])
+@pytest.mark.parametrize("mask", ["dilated", "shifted", "rectangular"])
 def test_other_masks_stay(mask: str) -> None:
     def forward(m: Any, x: Tensor, k: Tensor) -> Tensor:
         rows, columns = torch.arange(5)[:, None], torch.arange(5)[None, :]
-        seen = (columns <= rows) & (columns > rows - 2) if mask == "window" else columns <= rows + 1
+        seen = (columns <= rows) & ((rows - columns) % 2 == 0) if mask == "dilated" else columns <= rows + 1
         if mask == "rectangular":
             seen, k = seen[:, :4] | (columns[:, :4] == 0), k[:, :, :4]
         return F.scaled_dot_product_attention(x * m.v, _repeated(k, 2), _repeated(k, 2), seen).sum()

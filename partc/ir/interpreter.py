@@ -69,13 +69,18 @@ def _value(arg: Arg, known: Mapping[str, Tensor]) -> Any:
             return arg
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, window: int = 0
+) -> Tensor:
     """Attention with every step spelled out; each head of k and v serves a group of heads of q."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if is_causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         scores = scores.masked_fill(~seen, -math.inf)
+    if window:
+        ahead = torch.arange(scores.shape[-2])[:, None] - torch.arange(scores.shape[-1])
+        scores = scores.masked_fill(ahead.abs() >= window, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(dim=-1) @ v

@@ -185,7 +185,13 @@ def _cut(dims: Dims, rule: OpRule, choice: Choice) -> Shard:
 def flops(op: Op, rule: OpRule) -> int:
     """The floating-point operations of the matrix products in the operation, over global shapes; 0 without products."""
     place = _CAUSAL.get(op.name)
-    causal = place is not None and len(op.args) > place and op.args[place] is True
+    if place is None or len(op.args) <= place:
+        return rule.flops
+    causal, window = op.args[place] is True, op.args[place + 2] if len(op.args) > place + 2 else 0
+    if isinstance(window, int) and window:
+        t = rule.factor("t").size
+        ahead = window * t - window * (window - 1) // 2  # scores of a row's own position and of those before
+        return rule.flops * (ahead if causal else 2 * ahead - t) // (t * t)
     return rule.flops // 2 if causal else rule.flops
 
 

@@ -12,7 +12,7 @@ def attention(w: Writer, op: Op) -> None:
     p = argument(op, 4, "dropout_p", 0.0)
     mask, causal = argument(op, 3, "attn_mask"), argument(op, 5, "is_causal", False)
     args = (*op.args[:3], mask, bool(causal), argument(op, 6, "scale"))
-    name, more = ("attention_dropout", (p, w.draw())) if p else ("attention", ())
+    name, more = ("attention_dropout", (0, p, w.draw())) if p else ("attention", ())  # 0: no window
     if len(w.shape(op.args[0])) == 4:
         w.add(op, name, (*args, *more))
     else:

@@ -7,7 +7,8 @@
     nll       = cross_entropy(flatten, flatten_1, …)
 
 A constant that is equal for all examples keeps one row and is broadcast. A mask that consists of constants is
-evaluated: one that hides the future becomes `is_causal`, one that hides nothing is dropped. Keys and values that are
+evaluated: one that hides the future becomes `is_causal`, one that hides distant positions a window, and one that hides
+nothing is dropped. Keys and values that are
 repeated for groups of query heads are passed unrepeated. Root mean square norms and softmaxes that are written out
 become one operation.
 """

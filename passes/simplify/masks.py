@@ -1,82 +1,406 @@
-"""Attention masks that consist of constants, evaluated at compile time."""
+"""Attention masks that consist of constants, evaluated at compile time, at any size.
+
+    hidden = gt(columns, rows)
+    mask   = where(hidden, -inf, 0.0)               ->    y = attention(q, k, v, None, True, None)
+    y      = attention(q, k, v, mask, False, None)
+
+Vectors are evaluated; matrices are kept as functions of their rows and columns (matrices.py). A mask that hides the
+future becomes `is_causal`, one that hides what is far away a window, and one that hides nothing is dropped. Of a
+conjunction, the conditions that depend on the batch stay: padding is a mask with one row.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from partc import fuel
 from partc.ir import operators
-from partc.ir.program import RANDOM, Arg, DTypeArg, Op, Ref, Region
+from partc.ir.layout import Layout
+from partc.ir.naming import unique
+from partc.ir.program import RANDOM, Arg, DTypeArg, Op, Ref, Region, TensorType, Value
+from partc.passes.simplify.matrices import Matrix, Outer, Runs, Two, band, lifted, outer
+from partc.rules.rule import integers
+from partc.rules.shapes import slice_bounds
 
-_MOST_ELEMENTS = 1 << 27  # the largest mask that is evaluated
+_WHOLE = 1 << 12  # the largest matrix that is evaluated element by element
+_MOST_ELEMENTS = 1 << 27  # the same for matrices that have no other form, and for vectors
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_AND = ("__and__", "bitwise_and", "logical_and")
+_OR = ("__or__", "__xor__", "bitwise_or", "bitwise_xor", "logical_or", "logical_xor")
+_POINTWISE = (*_AND, *_OR, "add", "sub", "rsub", "mul", "div", "maximum", "minimum")
+_UNARY = ("bitwise_not", "logical_not", "neg", "to", "abs", "exp", "relu", "log")
+_SAME = ("alias", "clone", "contiguous", "detach")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The positions that attention reads: all, those up to each row's own, those nearer than `window`."""
+
+    causal: bool
+    window: int  # 0: at any distance
 
 
 def known_masks(region: Region) -> Region:
-    """Evaluate attention masks that consist of constants."""
-    made = region.forward.makers()
-    known: dict[str, str] = {}
-    ops = []
-    for op in region.forward.ops:
+    """Tell attention the structure of its mask; what depends on the batch remains a mask."""
+    graph = region.forward
+    constants = Constants(graph.makers())
+    known: dict[str, tuple[Seen, str | None] | None] = {}
+    taken = {*region.types(graph)}
+    ops: list[Op] = []
+    for op in graph.ops:
         if op.name in ("attention", "attention_dropout") and isinstance(op.args[3], Ref) and not op.args[4]:
             mask = op.args[3].name
             if mask not in known:
-                known[mask] = _kind_of_mask(mask, made)
-            if known[mask] != "other" and fuel.allowed("known mask", op.source):
-                op = replace(op, args=(*op.args[:3], None, known[mask] == "causal", *op.args[5:]))
+                known[mask], more = _split(mask, constants, op, taken)
+                ops += more
+            found = known[mask]
+            if found is not None and fuel.allowed("known mask", op.source):
+                seen, rest = found
+                op = _told(op, seen, None if rest is None else Ref(rest))
         ops.append(op)
-    return replace(region, forward=replace(region.forward, ops=tuple(ops)))
+    return replace(region, forward=replace(graph, ops=tuple(ops)))
 
 
-def _kind_of_mask(name: str, made: Mapping[str, Op]) -> str:
-    """`causal`, `open` (hides nothing) or `other`."""
-    if name not in made or math.prod(made[name].result.type.shape) > _MOST_ELEMENTS:
-        return "other"
-    values: dict[str, Tensor] = {}
-    if not _evaluate(name, made, values):
-        return "other"
-    mask = values[name]
-    if mask.dim() < 2 or mask.shape[-1] < 2:
-        return "other"
-    hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
-    if mask.dtype != torch.bool and not bool(((mask == 0) | hidden | (mask <= torch.finfo(mask.dtype).min)).all()):
-        return "other"
-    if mask.dtype != torch.bool:
-        hidden = hidden | (mask <= torch.finfo(mask.dtype).min)
-    if not bool(hidden.any()):
-        return "open"
-    future = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
-    square = mask.shape[-1] == mask.shape[-2]
-    return "causal" if square and bool((hidden == future).all()) else "other"
+def _told(op: Op, seen: Seen, mask: Ref | None) -> Op:
+    window = (seen.window,) if seen.window else ()
+    if op.name == "attention":
+        return replace(op, args=(*op.args[:3], mask, seen.causal, op.args[5], *window))
+    return replace(op, args=(*op.args[:3], mask, seen.causal, op.args[5], seen.window, *op.args[7:]))
 
 
-def _evaluate(name: str, made: Mapping[str, Op], values: dict[str, Tensor]) -> bool:
-    """Compute a value from constants; False if it depends on a parameter, a buffer or an input."""
-    if name in values:
-        return True
-    if name not in made:
-        return False
-    op = made[name]
-    if op.name in RANDOM:
-        return False
-    if len(op.results) != 1 or not all(_evaluate(operand, made, values) for operand in op.refs()):
-        return False
+def _split(
+    name: str, constants: Constants, source: Op, taken: set[str]
+) -> tuple[tuple[Seen, str | None] | None, list[Op]]:
+    """The structure of a mask with the name of the remaining mask, None without one, and the operations for that."""
+    made = constants.made
+    if name not in made or len(made[name].result.type.shape) < 2 or made[name].result.type.shape[-1] < 2:
+        return None, []
+    rest: list[Value] = []
+    known: Runs | None = None
+    for condition in _conditions(name, constants):
+        seen = constants.seen(condition)
+        if seen is not None:
+            known = seen if known is None else known & seen
+            continue
+        row = _one_row(condition, made)
+        if row is None:
+            return None, []
+        rest.append(row)
+    structure = Seen(causal=False, window=0) if known is None else _structure(known)
+    if structure is None or (known is None and [row.name for row in rest] == [name]):
+        return None, []
+    more: list[Op] = []
+    while len(rest) > 1:
+        a, b, *others = rest
+        shape = tuple(torch.broadcast_shapes(a.type.shape, b.type.shape))
+        type = TensorType(dtype="bool", layout=Layout.replicated(shape))
+        both = Value(name=unique(f"{name}_row", taken), type=type)
+        more.append(Op(name="__and__", args=(Ref(a.name), Ref(b.name)), results=(both,), source=source.source))
+        rest = [both, *others]
+    return (structure, rest[0].name if rest else None), more
 
-    def value(arg: Arg) -> object:
-        if isinstance(arg, Ref):
-            return values[arg.name]
-        if isinstance(arg, DTypeArg):
-            return operators.DTYPES[arg.name]
-        return [value(item) for item in arg] if isinstance(arg, tuple) else arg
 
-    if op.name == "constant":
+def _conditions(name: str, constants: Constants) -> Iterator[str]:
+    """The conditions that a mask is a conjunction of; the mask itself if it has no such form."""
+    op = constants.made.get(name)
+    shape = op.result.type.shape if op is not None else ()
+    if op is None or constants.seen(name) is not None or (shape[-2:-1] == (1,) and len(shape) == 4):
+        yield name
+    elif op.name in _AND and op.result.type.dtype == "bool":
+        for operand in op.refs():
+            yield from _conditions(operand, constants)
+    elif op.name in ("expand", "reshape", *_SAME, "to") and op.result.type.dtype == "bool":
+        operand = next(op.refs())
+        before = constants.made[operand].result.type if operand in constants.made else None
+        if before is not None and before.dtype == "bool" and before.shape[-2:] == shape[-2:]:
+            yield from _conditions(operand, constants)
+        else:
+            yield name
+    elif op.name == "where" and _is_number(op.args[1], 0) and _is_number(op.args[2], -math.inf, constants):
+        yield from _conditions(next(op.refs()), constants)
+    else:
+        yield name
+
+
+def _is_number(arg: Arg, number: float, constants: Constants | None = None) -> bool:
+    if isinstance(arg, Ref) and constants is not None:
+        found = constants.value(arg.name)
+        return isinstance(found, Tensor) and found.numel() == 1 and found.item() == number
+    return isinstance(arg, int | float) and arg == number
+
+
+def _one_row(name: str, made: Mapping[str, Op]) -> Value | None:
+    """The one row of a boolean matrix that has equal rows: the value that it is expanded from."""
+    op = made.get(name)
+    while op is not None and len(op.results) == 1 and op.result.type.dtype == "bool":
         shape = op.result.type.shape
-        values[name] = torch.tensor(op.args[0], dtype=operators.DTYPES[op.result.type.dtype]).reshape(shape)
-        return True
-    attrs = {key: value(arg) for key, arg in op.attrs}
-    values[name] = operators.resolve(op.name)(*(value(arg) for arg in op.args), **attrs)
-    return True
+        if len(shape) == 4 and shape[-2] == 1:
+            return op.result
+        if op.name != "expand":
+            return None
+        op = made.get(next(op.refs()))
+    return None
+
+
+def _structure(seen: Runs) -> Seen | None:
+    """The structure of a constant mask that attention knows; None if it has none of these."""
+    s, t = seen.rows, seen.columns
+    if not (~seen).changes.numel():
+        return Seen(causal=False, window=0)
+    if s != t or seen.changes.shape[1] > 2 or not seen.changes.numel():
+        return None
+    if seen.equals(band(s, t, None, 0)):
+        return Seen(causal=True, window=0)
+    last, first = seen.changes[-1], seen.changes[0]
+    before = int(s - last[0])
+    if seen.equals(band(s, t, before - 1, 0)):
+        return Seen(causal=True, window=before)
+    after = int(first[1]) if len(first) > 1 and first[0] == 0 else 0
+    if after and seen.equals(band(s, t, after - 1, after - 1)):
+        return Seen(causal=False, window=after)
+    return None
+
+
+@dataclass(slots=True)
+class Constants:
+    """The values that depend on no parameter, buffer or input: tensors, or matrices of another form."""
+
+    made: Mapping[str, Op]
+    whole: int = _WHOLE
+    values: dict[str, Tensor | Matrix | None] = field(default_factory=dict)
+
+    def seen(self, name: str) -> Runs | None:
+        """The elements of a constant mask that are read; None if the mask is not constant or adds other numbers."""
+        value = self.value(name)
+        if isinstance(value, Tensor):
+            value = lifted(value, *value.shape[-2:]) if value.dim() > 1 else None
+        if not isinstance(value, Two):
+            return None
+        read = [_is_read(x) for x in (value.no, value.yes)]
+        if None in read:
+            return None
+        open = Runs(torch.zeros(value.where.rows, 1, dtype=torch.int64), value.where.columns)
+        if read[0] == read[1]:
+            return open if read[0] else ~open
+        return value.where if read[1] else ~value.where
+
+    def value(self, name: str) -> Tensor | Matrix | None:
+        if name not in self.values:
+            self.values[name] = self._value(name)
+        return self.values[name]
+
+    def _value(self, name: str) -> Tensor | Matrix | None:
+        op = self.made.get(name)
+        if op is None or op.name in RANDOM or len(op.results) != 1:
+            return None
+        operands = [] if op.name in _METADATA else [*op.refs()]
+        if any(self.value(operand) is None for operand in operands):
+            return None
+        shape = op.result.type.shape
+        count, longest = math.prod(shape), max(shape, default=1)
+        plain = all(isinstance(self.value(operand), Tensor) for operand in operands)
+        if plain and count <= (_MOST_ELEMENTS if count == longest else self.whole):
+            return self._evaluated(op)
+        if len(shape) > 1:
+            with_form = self._matrix(op, *shape[-2:])
+            if with_form is not None:
+                return with_form
+        return self._evaluated(op) if count <= _MOST_ELEMENTS else None
+
+    def _evaluated(self, op: Op) -> Tensor | None:
+        """The elements of the result."""
+        shape, dtype = op.result.type.shape, operators.DTYPES[op.result.type.dtype]
+        if op.name in _METADATA and op.args and isinstance(op.args[0], Ref):
+            number = _METADATA[op.name](op)
+            return None if number is None else torch.full(shape, number, dtype=dtype)
+        if op.name == "constant":
+            return torch.tensor(op.args[0], dtype=dtype).reshape(shape)
+
+        def given(arg: Arg) -> Any:
+            if isinstance(arg, Ref):
+                found = self.value(arg.name)
+                return found if isinstance(found, Tensor) else self._elements(arg.name, found)
+            if isinstance(arg, DTypeArg):
+                return operators.DTYPES[arg.name]
+            return [given(item) for item in arg] if isinstance(arg, tuple) else arg
+
+        attrs = {key: given(arg) for key, arg in op.attrs}
+        made = operators.resolve(op.name)(*(given(arg) for arg in op.args), **attrs)
+        return made if isinstance(made, Tensor) else None
+
+    def _elements(self, name: str, matrix: Matrix | None) -> Tensor:
+        assert matrix is not None
+        type = self.made[name].result.type
+        return matrix.dense().to(operators.DTYPES[type.dtype]).expand(type.shape)
+
+    def _matrix(self, op: Op, s: int, t: int) -> Matrix | None:
+        """The result as a matrix; None if it has no other form than its elements."""
+        dtype = operators.DTYPES[op.result.type.dtype]
+        first = op.args[0] if op.args else None
+        if op.name in _METADATA:
+            number = _METADATA[op.name](op)
+            return None if number is None else lifted(torch.full((1, 1), number, dtype=dtype), s, t)
+        if op.name in ("expand", "reshape", "slice", "permute", *_SAME):
+            assert isinstance(first, Ref)
+            return self._view(op, first, s, t)
+        operands = [self._lifted(arg, s, t) for arg in op.args if not isinstance(arg, DTypeArg | tuple | None)]
+        x = operands[0] if operands else None
+        if x is None or any(operand is None for operand in operands):
+            return None
+        if op.name in _COMPARISONS and len(operands) == 2:
+            y = operands[1]
+            assert y is not None
+            if isinstance(x, Two) and isinstance(y, Two):
+                return x.with_(y, getattr(torch, op.name))
+            a, b = outer(x, s), outer(y, s)
+            runs = None if a is None or b is None else a.compared(op.name, b)
+            return None if runs is None else Two(runs, torch.tensor(True), torch.tensor(False))
+        attrs = {key: operators.DTYPES[arg.name] if isinstance(arg, DTypeArg) else arg for key, arg in op.attrs}
+        call = operators.resolve(op.name) if op.name in (*_UNARY, *_POINTWISE, "where") else None
+
+        def cast(value: Tensor) -> Tensor:
+            return value.to(dtype)
+
+        if op.name in _UNARY and len(operands) == 1:
+            if isinstance(x, Outer):
+                return _unary(op.name, x, dtype)
+            return x.map(cast if op.name == "to" else lambda value: cast(call(value)))  # type: ignore[misc]
+        if op.name in ("tril", "triu"):
+            k = next(iter(integers(op.args[1] if len(op.args) > 1 else dict(op.attrs).get("diagonal", 0))), 0)
+            kept = band(s, t, None, k) if op.name == "tril" else band(s, t, -k, None)
+            inside = Two(kept, torch.tensor(True), torch.tensor(False))
+            return x.with_(inside, lambda v, c: v.masked_fill(~c, 0)) if isinstance(x, Two) else None
+        if op.name == "masked_fill" and len(operands) == 3:
+            mask, filled = _two(operands[1]), _constant(operands[2])
+            if mask is None or filled is None or not isinstance(x, Two):
+                return None
+            return x.with_(mask, lambda v, m: v.masked_fill(m, filled.to(v.dtype)))
+        if op.name == "where" and len(operands) == 3:
+            return _chosen(x, operands[1], operands[2], cast)
+        if op.name not in _POINTWISE or len(operands) != 2 or call is None:
+            return None
+        y = operands[1]
+        assert y is not None
+        if isinstance(x, Two) and isinstance(y, Two):
+            return x.with_(y, lambda a, b: cast(call(a, b, **attrs)))
+        if attrs or op.name not in ("add", "sub", "rsub"):
+            return None
+        a, b = outer(x, s), outer(y, s)
+        if a is None or b is None:
+            return None
+        return b.plus(a, -1) if op.name == "rsub" else a.plus(b, 1 if op.name == "add" else -1)
+
+    def _lifted(self, arg: Arg, s: int, t: int) -> Matrix | None:
+        if isinstance(arg, Ref):
+            value = self.value(arg.name)
+            if isinstance(value, Tensor):
+                return lifted(value, s, t)
+            shape = self.made[arg.name].result.type.shape
+            return value if shape[-2:] == (s, t) else None
+        return lifted(torch.tensor(arg).reshape(1, 1), s, t) if isinstance(arg, bool | int | float) else None
+
+    def _view(self, op: Op, operand: Ref, s: int, t: int) -> Matrix | None:
+        x, shape = self.value(operand.name), self.made[operand.name].result.type.shape
+        if isinstance(x, Tensor):
+            if op.name == "expand":
+                return lifted(x, s, t)
+            x = lifted(x, *shape[-2:]) if x.dim() > 1 else None
+        if x is None:
+            return None
+        if op.name == "slice":
+            dim, start, end, step = slice_bounds(op, shape)
+            return _cut(x, dim - len(shape), slice(start, end, step)) if step == 1 or dim == len(shape) - 2 else None
+        if op.name == "permute":
+            return _permuted(x, integers(op.args[1]), len(shape))
+        return x if shape[-2:] == (s, t) else None
+
+
+def _is_read(x: Tensor) -> bool | None:
+    """Whether a mask with this element shows the position; None for other addends."""
+    if x.dtype == torch.bool:
+        return bool(x)
+    if not x.is_floating_point():
+        return None
+    return True if x == 0 else False if x <= torch.finfo(x.dtype).min else None
+
+
+def _unary(name: str, x: Outer, dtype: torch.dtype) -> Outer | None:
+    if name == "abs":
+        return Outer(x.rows, x.columns, absolute=True)
+    if name == "neg" and not x.absolute:
+        return Outer(-x.rows, -x.columns)
+    most = int(x.rows.abs().max() + x.columns.abs().max())
+    exact = most <= (1 / torch.finfo(dtype).eps if dtype.is_floating_point else torch.iinfo(dtype).max)
+    return x if name == "to" and dtype != torch.bool and exact else None
+
+
+def _two(x: Matrix | None) -> Two | None:
+    return x if isinstance(x, Two) else None
+
+
+def _constant(x: Matrix | None) -> Tensor | None:
+    """The one value of a matrix that has no other."""
+    two = _two(x)
+    return two.yes if two is not None and torch.equal(two.yes, two.no) else None
+
+
+def _chosen(
+    condition: Matrix | None, yes: Matrix | None, no: Matrix | None, cast: Callable[[Tensor], Tensor]
+) -> Two | None:
+    """torch.where of matrices with two values, one of which has only one."""
+    where, a, b = _two(condition), _two(yes), _two(no)
+    if where is None or a is None or b is None:
+        return None
+    one, other = _constant(yes), _constant(no)
+    if other is not None:
+        return where.with_(a, lambda c, value: cast(value if c else other))
+    if one is not None:
+        return where.with_(b, lambda c, value: cast(one if c else value))
+    return None
+
+
+def _cut(x: Matrix, dim: int, part: slice) -> Matrix:
+    if dim < -2:
+        return x
+    if isinstance(x, Outer):
+        rows, columns = (x.rows[part], x.columns) if dim == -2 else (x.rows, x.columns[part])
+        return replace(x, rows=rows, columns=columns.contiguous())
+    if dim == -2:
+        return replace(x, where=Runs.settled(x.where.changes[part], x.where.columns))
+    return replace(x, where=Runs.settled((x.where.changes - part.start).clamp(min=0), part.stop - part.start))
+
+
+def _permuted(x: Matrix, order: tuple[int, ...], rank: int) -> Matrix | None:
+    last = tuple(dim % rank for dim in order[-2:])
+    if last == (rank - 2, rank - 1):
+        return x
+    if last != (rank - 1, rank - 2):
+        return None
+    if isinstance(x, Outer):
+        return replace(x, rows=x.columns, columns=x.rows)
+    turned = x.where.transposed()
+    return None if turned is None else replace(x, where=turned)
+
+
+def _fill(place: int) -> Callable[[Op], float | None]:
+    def fill(op: Op) -> float | None:
+        number = op.args[place] if len(op.args) > place else None
+        return number if isinstance(number, int | float) else None
+
+    return fill
+
+
+# Operations that read their operand's metadata only, and the number that they fill their result with.
+_METADATA: Mapping[str, Callable[[Op], float | None]] = {
+    "full": _fill(1),
+    "new_full": _fill(2),
+    "full_like": _fill(1),
+    **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), lambda op: 0),
+    **dict.fromkeys(("ones", "new_ones", "ones_like"), lambda op: 1),
+}

@@ -20,15 +20,22 @@ MOST = 1 << 22  # scores that a block has, of all heads: they stay in a GPU's ca
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """q[b, h, s, k], k[b, g, t, k], v[b, g, t, v] -> out[b, h, s, v], and the rows' log-sum-exps for backward.
 
     `mask` broadcasts to [b, h, s, t]: booleans (True: the position is read), or numbers that are added to the scores.
+    With a window, positions at that distance and beyond are not read.
     """
-    kernel = _kernel(q, k, v, mask, is_causal)
+    kernel = _kernel(q, k, v, mask, is_causal, window)
     if kernel is None:
-        return _blocks(q, k, v, mask, is_causal, _scale(q, scale))
+        return _blocks(q, k, v, mask, is_causal, _scale(q, scale), window)
     given = {"is_causal": is_causal, "scale": _scale(q, scale)}
     padded, keys, values = _operands(kernel, q, k, v)
     aten = torch.ops.aten
@@ -55,11 +62,12 @@ def attention_backward(
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from that of `out`, with the results of `attention`."""
-    kernel = _kernel(q, k, v, mask, is_causal)
+    kernel = _kernel(q, k, v, mask, is_causal, window)
     if kernel is None:
-        return _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale))[:3]
+        return _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window)[:3]
     given = {"is_causal": is_causal, "scale": _scale(q, scale)}
     padded, keys, values = _operands(kernel, q, k, v)
     outward, out = (_rows(_wider(x, values.shape[-1])) for x in (grad, out))
@@ -98,11 +106,12 @@ def attention_bias_backward(
     lse: Tensor,
     is_causal: bool = False,
     scale: float | None = None,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same with the gradient of `mask`, which is added to the scores."""
-    kernel = _kernel(q, k, v, mask, is_causal)
+    kernel = _kernel(q, k, v, mask, is_causal, window)
     if kernel is None or kernel.name == "cpu":  # the kernel for CPUs has no gradient of its mask
-        found = _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), learned=True)
+        found = _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window, learned=True)
         assert found[3] is not None
         return (*found[:3], found[3])
     padded, keys, values = _operands(kernel, q, k, v)
@@ -124,6 +133,7 @@ def attention_dropout(
     mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
+    window: int,
     p: float,
     draw: Draw,
 ) -> tuple[Tensor, Tensor]:
@@ -131,7 +141,7 @@ def attention_dropout(
 
     `draw` provides the random numbers of all weights [b, h, s, t]; backward draws them again.
     """
-    return _blocks(q, k, v, mask, is_causal, _scale(q, scale), p, draw)
+    return _blocks(q, k, v, mask, is_causal, _scale(q, scale), window, p, draw)
 
 
 def attention_dropout_backward(
@@ -144,11 +154,12 @@ def attention_dropout_backward(
     lse: Tensor,
     is_causal: bool,
     scale: float | None,
+    window: int,
     p: float,
     draw: Draw,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output."""
-    return _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), p, draw)[:3]
+    return _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window, p, draw)[:3]
 
 
 def attention_dropout_bias_backward(
@@ -161,21 +172,24 @@ def attention_dropout_bias_backward(
     lse: Tensor,
     is_causal: bool,
     scale: float | None,
+    window: int,
     p: float,
     draw: Draw,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same with the gradient of `mask`, which is added to the scores."""
-    found = _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), p, draw, learned=True)
+    found = _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window, p, draw, learned=True)
     assert found[3] is not None
     return (*found[:3], found[3])
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> AttentionKernel | None:
+def _kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, window: int
+) -> AttentionKernel | None:
     """The fused kernel; None if attention runs in blocks."""
     if not (q.dim() == k.dim() == v.dim() == 4):
         return None
     (_, heads, s, d), (_, groups, t, e) = q.shape, v.shape
-    case = Case(q.dtype, heads, groups, s, t, d, e, masked=mask is not None, causal=is_causal)
+    case = Case(q.dtype, heads, groups, s, t, d, e, masked=mask is not None, causal=is_causal, window=window)
     if not q.is_cuda:
         return on_cpu(case)
     return chosen(case, q.device.index or 0).kernel
@@ -258,6 +272,7 @@ def _blocks(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
+    window: int = 0,
     p: float = 0.0,
     draw: Draw | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -266,10 +281,11 @@ def _blocks(
     wide, t = row_dtype(q), k.shape[2]
     out = q.new_empty(b, s, heads, v.shape[-1]).transpose(1, 2)
     lse = q.new_empty(b, heads, s, dtype=wide)
-    for part, rows in _parts(b, heads, s, t):
-        seen = slice(0, min(t, rows.stop) if is_causal else t)
+    for part, rows in _parts(b, heads, s, t, window):
+        seen = _seen(rows, t, is_causal, window)
         keys, values = (repeat_heads(x[part, :, seen], heads).to(wide) for x in (k, v))
-        scores = _scores(q[part, :, rows], keys, _cut(mask, part, rows, seen), rows.start if is_causal else None, scale)
+        hidden = _hidden(rows, seen, is_causal, window, q.device)
+        scores = _scores(q[part, :, rows], keys, _cut(mask, part, rows, seen), hidden, scale)
         norms = scores.logsumexp(-1)
         weights = _weights(scores, norms)
         if draw is not None:
@@ -289,6 +305,7 @@ def _blocks_backward(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
+    window: int = 0,
     p: float = 0.0,
     draw: Draw | None = None,
     learned: bool = False,
@@ -299,11 +316,12 @@ def _blocks_backward(
     grad_q = torch.empty_like(q)
     grad_k, grad_v = (torch.zeros(b, heads, t, x.shape[-1], dtype=wide, device=q.device) for x in (k, v))
     grad_mask = torch.zeros(mask.shape, dtype=wide, device=q.device) if learned and mask is not None else None
-    for part, rows in _parts(b, heads, s, t):
-        seen = slice(0, min(t, rows.stop) if is_causal else t)
+    for part, rows in _parts(b, heads, s, t, window):
+        seen = _seen(rows, t, is_causal, window)
         keys, values = (repeat_heads(x[part, :, seen], heads).to(wide) for x in (k, v))
         queries, outward = q[part, :, rows], grad[part, :, rows].to(wide)
-        scores = _scores(queries, keys, _cut(mask, part, rows, seen), rows.start if is_causal else None, scale)
+        hidden = _hidden(rows, seen, is_causal, window, q.device)
+        scores = _scores(queries, keys, _cut(mask, part, rows, seen), hidden, scale)
         weights = _weights(scores, lse[part, :, rows])
         grad_weights = outward @ values.mT
         dropped = weights
@@ -324,13 +342,32 @@ def _blocks_backward(
     return grad_q, grad_k, grad_v, grad_mask if grad_mask is None or mask is None else grad_mask.to(mask.dtype)
 
 
-def _parts(b: int, heads: int, s: int, t: int) -> Iterator[tuple[slice, slice]]:
+def _parts(b: int, heads: int, s: int, t: int, window: int = 0) -> Iterator[tuple[slice, slice]]:
     """The blocks, as slices of the batch and of the rows of scores."""
+    t = min(t, 4 * window) if window else t  # columns that a block of at most 2 * window rows reads
     each = max(1, heads * s * t)
     count, length = max(1, MOST // each), s if each <= MOST else max(1, MOST // max(1, heads * t))
+    length = min(length, 2 * window) if window else length
     for first in range(0, b, count):
         for start in range(0, s, max(1, length)):
             yield slice(first, min(b, first + count)), slice(start, min(s, start + length))
+
+
+def _seen(rows: slice, t: int, is_causal: bool, window: int) -> slice:
+    """The columns that some of these rows read."""
+    first = min(t, max(0, rows.start - window + 1)) if window else 0
+    last = rows.stop if is_causal else rows.stop + window - 1 if window else t
+    return slice(first, min(t, last))
+
+
+def _hidden(rows: slice, seen: slice, is_causal: bool, window: int, device: torch.device) -> Tensor | None:
+    """The scores of a block that are not read; None if all are."""
+    if not is_causal and not window:
+        return None
+    own, read = (torch.arange(part.start, part.stop, dtype=torch.int32, device=device) for part in (rows, seen))
+    ahead = own[:, None] - read
+    hidden = ahead < 0 if is_causal else ahead <= -window
+    return hidden | (ahead >= window) if window else hidden
 
 
 def _cut(mask: Tensor | None, part: slice, rows: slice, seen: slice) -> Tensor | None:
@@ -343,12 +380,10 @@ def _cut(mask: Tensor | None, part: slice, rows: slice, seen: slice) -> Tensor |
     return mask
 
 
-def _scores(q: Tensor, keys: Tensor, mask: Tensor | None, first: int | None, scale: float) -> Tensor:
-    """The scores of some rows, of which the first is row `first` of a causal mask."""
+def _scores(q: Tensor, keys: Tensor, mask: Tensor | None, hidden: Tensor | None, scale: float) -> Tensor:
+    """The scores of some rows, without those that are hidden."""
     scores = (q.to(keys.dtype) @ keys.mT) * scale
-    if first is not None:
-        s, t = scores.shape[-2:]
-        hidden = torch.ones(s, t, dtype=torch.bool, device=q.device).triu_(1 + first)
+    if hidden is not None:
         scores.masked_fill_(hidden, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask

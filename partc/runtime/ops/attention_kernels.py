@@ -40,13 +40,15 @@ class Case:
     learned: bool = False  # the mask has a gradient
     causal: bool = False
     drops: bool = False
+    window: int = 0  # positions at this distance and beyond are not read; 0: all are
 
     def __str__(self) -> str:
         kinds = {"causal": self.causal, "masked": self.masked, "learned mask": self.learned, "dropout": self.drops}
         shape = f"{self.heads}{f'/{self.groups}' if self.groups != self.heads else ''} heads of {self.d}"
         size = f"{self.s} x {self.t}" if self.s != self.t else str(self.s)
         dtype = str(self.dtype).removeprefix("torch.")
-        return ", ".join((f"{dtype}, {shape}, length {size}", *(name for name, is_so in kinds.items() if is_so)))
+        near = (f"window {self.window}",) if self.window else ()
+        return ", ".join((f"{dtype}, {shape}, length {size}", *(name for name, is_so in kinds.items() if is_so), *near))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class AttentionKernel:
         """The reason why the kernel cannot compute this case on any device; empty if it can."""
         if case.drops:
             return "it cannot draw the weights to drop by their place in the whole tensor"
+        if case.window:
+            return "no windows"
         if 0 in (case.heads, case.s, case.t, case.d, case.e):
             return "nothing to compute"
         if case.dtype not in self.dtypes:

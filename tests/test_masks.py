@@ -1,0 +1,214 @@
+"""Masks from index arithmetic: the symbolic form of a matrix has the elements that torch computes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import partc
+from partc.api import compilation
+from partc.compilation.options import Options
+from partc.ir import operators
+from partc.ir.layout import Layout
+from partc.ir.program import Arg, DTypeArg, Op, Ref, TensorType, Value
+from partc.passes.simplify.masks import Constants, Seen, _structure
+from partc.passes.simplify.matrices import band
+
+
+@dataclass(slots=True)
+class Graph:
+    """Operations with the results that torch computes."""
+
+    ops: dict[str, Op] = field(default_factory=dict)
+    made: dict[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, name: str, *args: Arg) -> Ref:
+        def value(arg: Arg) -> Any:
+            if isinstance(arg, Ref):
+                return self.made[arg.name]
+            if isinstance(arg, DTypeArg):
+                return operators.DTYPES[arg.name]
+            return [value(item) for item in arg] if isinstance(arg, tuple) else arg
+
+        result = operators.resolve(name)(*map(value, args))
+        type = TensorType(dtype=operators.DTYPE_NAMES[result.dtype], layout=Layout.replicated(result.shape))
+        ref = Ref(f"x{len(self.ops)}")
+        self.ops[ref.name] = Op(name=name, args=args, results=(Value(name=ref.name, type=type),))
+        self.made[ref.name] = result
+        return ref
+
+
+SIZES = st.integers(2, 9)
+COMPARISONS = st.sampled_from(["lt", "le", "gt", "ge", "eq", "ne"])
+
+
+@st.composite
+def positions(draw: st.DrawFn, graph: Graph, s: int, t: int) -> Ref:
+    """Integers of a row or a column: counts, shifted, scaled, divided, reversed."""
+    along = draw(st.booleans())
+    x = graph("arange", s if along else t)
+    for _ in range(draw(st.integers(0, 2))):
+        name = draw(st.sampled_from(["add", "sub", "mul", "floor_divide", "rsub", "neg", "to"]))
+        number = draw(st.integers(1, 4))
+        more = () if name == "neg" else (DTypeArg("f32"),) if name == "to" else (number,)
+        x = graph(name, x, *more)
+    return graph("reshape", x, (1, s, 1) if along else (1, 1, t))
+
+
+@st.composite
+def booleans(draw: st.DrawFn, graph: Graph, s: int, t: int, depth: int) -> Ref:
+    """Booleans [s, t]: comparisons of positions or of distances, triangles, their combinations."""
+    kind = draw(
+        st.sampled_from(["compare", "distance", "triangle", *(["both", "not", "turn", "part"] if depth else [])])
+    )
+    if kind in ("both", "not"):
+        x = draw(booleans(graph, s, t, depth - 1))
+        if kind == "not":
+            return graph("logical_not", x)
+        name = draw(st.sampled_from(["logical_and", "logical_or", "logical_xor", "__and__", "mul", "eq"]))
+        return graph(name, x, draw(booleans(graph, s, t, depth - 1)))
+    if kind == "turn":
+        return graph("permute", draw(booleans(graph, t, s, depth - 1)), (0, 2, 1))
+    if kind == "part":
+        x = draw(booleans(graph, s + 2, t + 3, depth - 1))
+        down, across = draw(st.integers(0, 2)), draw(st.integers(0, 3))
+        return graph("slice", graph("slice", x, 1, down, down + s), 2, across, across + t)
+    if kind == "triangle":
+        whole = graph("full", (1, s, t), draw(st.sampled_from([0.0, 1.0, -math.inf])))
+        part = graph(draw(st.sampled_from(["tril", "triu"])), whole, draw(st.integers(-3, 3)))
+        return graph(draw(COMPARISONS), part, draw(st.sampled_from([0.0, 1.0])))
+    a, b = draw(positions(graph, s, t)), draw(positions(graph, s, t))
+    if kind == "compare":
+        x = graph(draw(COMPARISONS), a, b)
+    else:
+        x = graph(draw(st.sampled_from(["sub", "add"])), a, b)
+        x = graph("abs", x) if draw(st.booleans()) else x
+        x = graph(draw(COMPARISONS), x, draw(st.integers(-3, 6)))
+    return graph("expand", x, (1, s, t))
+
+
+@given(st.data(), SIZES, SIZES)
+@settings(max_examples=400, deadline=None)
+def test_symbolic_matrices_equal_those_that_torch_computes(data: st.DataObject, s: int, t: int) -> None:
+    graph = Graph()
+    mask = data.draw(booleans(graph, s, t, 3))
+    if data.draw(st.booleans()):
+        mask = graph("masked_fill", graph("full", (1, s, t), 0.0), mask, data.draw(st.sampled_from([-math.inf, 1.0])))
+    constants = Constants(graph.ops, whole=0)
+    found = constants.value(mask.name)
+    assert found is not None
+    dense = found if isinstance(found, Tensor) else found.dense()
+    assert torch.equal(dense.expand(1, s, t).to(graph.made[mask.name].dtype), graph.made[mask.name])
+
+
+@given(SIZES, SIZES, st.integers(-2, 10), st.integers(-2, 10), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_structures_are_those_of_the_elements(s: int, t: int, before: int, after: int, mirror: bool) -> None:
+    """Whatever is called causal or a window has those elements."""
+    runs = band(s, t, before, after)
+    runs = runs.mirrored() if mirror else runs
+    seen, rows, columns = runs.dense(), torch.arange(s)[:, None], torch.arange(t)
+    wanted = (columns <= rows + after) & (columns >= rows - before)
+    assert torch.equal(seen, wanted.flip(1) if mirror else wanted)
+    structure = _structure(runs)
+    if structure is None:
+        near = {w for w in range(1, s + 1) if s == t and torch.equal(seen, (rows - columns).abs() < w)}
+        assert not bool(seen.all()) and not near
+        assert s != t or not torch.equal(seen, columns <= rows)
+    else:
+        distance = (rows - columns).abs()
+        read = (columns <= rows) if structure.causal else torch.ones(s, t, dtype=torch.bool)
+        assert torch.equal(seen, read & (distance < structure.window) if structure.window else read)
+
+
+LONG = 1 << 20
+FORMS = {
+    "j <= i": Seen(True, 0),
+    "(j <= i) & (j > i - 4096)": Seen(True, 4096),
+    "(i - j).abs() <= 64": Seen(False, 65),
+    "((i - j) >= 0) & ((i - j) < 1000)": Seen(True, 1000),
+    "torch.ones(s, s, dtype=torch.bool).tril()": Seen(True, 0),
+    "torch.triu(torch.full((s, s), float('-inf')), 1)": Seen(True, 0),
+    "(torch.triu(torch.ones(s, s)) == 1).transpose(0, 1)": Seen(True, 0),
+    "torch.zeros(1, 1, s, s).masked_fill(j > i, torch.finfo(torch.float32).min)": Seen(True, 0),
+}
+
+
+@pytest.mark.parametrize(("form", "wanted"), FORMS.items(), ids=FORMS)
+def test_a_million_positions(form: str, wanted: Seen, tmp_path: Path) -> None:
+    """No matrix of the sequence's square is left in the program."""
+    program = _compiled(tmp_path, form, length=LONG)
+    [attention] = [op for region in program.regions for op in region.forward.ops if op.name == "attention"]
+    assert attention.args[3] is None and attention.args[4] is wanted.causal
+    assert attention.args[6:] == ((wanted.window,) if wanted.window else ())
+    shapes = [v.type.shape for r in program.regions for op in r.forward.ops for v in op.results]
+    assert all(shape.count(LONG) < 2 for shape in shapes)
+
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x, filled=None):
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        i, j = torch.arange(s)[:, None], torch.arange(s)
+        mask = {mask}
+        y = F.scaled_dot_product_attention(q, k, v, mask)
+        return self.out(y.transpose(1, 2).reshape(b, s, 8)).square().sum()
+
+
+def model():
+    return Model()
+
+
+def batch(batch: int = 4, length: int = 12):
+    return {{"x": torch.randn(batch, length, 8){more}}}
+"""
+FILLED = ', "filled": torch.arange(length) < torch.randint(4, length, (batch, 1))'
+
+
+def _written(folder: Path, mask: str, more: str = "") -> Path:
+    file = folder / "masked.py"
+    file.write_text(MODEL.format(mask=mask, more=more))
+    return file
+
+
+def _compiled(folder: Path, mask: str, length: int) -> Any:
+    file = _written(folder, mask)
+    options = {"length": length, "batch": 1}
+    checked = Options.checked(mesh="1", microbatches=1, schedule="1f1b", precision="fp32", seed=0, shard=())
+    return compilation(str(file), None, checked, model_options=options, until="simplify").after("simplify")
+
+
+@pytest.mark.parametrize(
+    ("mask", "more", "told"),
+    [
+        ("(j <= i) & (j > i - 3)", "", "is_causal=True, window=3"),
+        ("(i - j).abs() < 2", "", "window=2"),
+        ("(j <= i) & filled[:, None, None, :]", FILLED, "mask=mask, is_causal=True"),
+        ("(j <= i) & (i - j < 5) & filled[:, None, None, :]", FILLED, "mask=mask, is_causal=True, window=5"),
+    ],
+    ids=["window", "near", "padding", "window and padding"],
+)
+def test_packages_with_masks_equal_their_model(mask: str, more: str, told: str, tmp_path: Path) -> None:
+    file = _written(tmp_path, mask, more)
+    package = partc.compile(str(file), mesh="dp=2,tp=2", microbatches=2)
+    written = "".join(str(text) for path, text in package.files() if path.startswith("regions/"))
+    assert told in " ".join(written.split())
+    assert package.verify(steps=1).ok

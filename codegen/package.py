@@ -69,16 +69,27 @@ def files(
     flops: int = 0,
     modules: Modules | None = None,
     memory: Account | None = None,
+    constants: Mapping[str, str] | None = None,
+    limits: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[str, str]]:
     """The same one by one, so that a package of many ranks is never in memory as a whole.
 
     `report` holds sentences for the README about this plan. `modules` are the program's, if they are made already;
-    `memory` is the account of the ranks' memory.
+    `memory` is the account of the ranks' memory. `constants` are the entries of the batch that are no tensors,
+    `limits` the numbers of values of integer entries.
     """
     modules = emit(program) if modules is None else modules
     stages = [module.code for module in modules.stages]
     plan = plans.plan(
-        program, options=options, seed=seed, precision=precision, command=command, flops=flops, memory=memory
+        program,
+        options=options,
+        seed=seed,
+        precision=precision,
+        command=command,
+        flops=flops,
+        memory=memory,
+        constants=constants,
+        limits=limits,
     )
     ranks = program.mesh.size
     yield "plan.json", plans.written(plan)

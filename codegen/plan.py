@@ -26,6 +26,8 @@ def plan(
     command: Mapping[str, Any] | None = None,
     flops: int = 0,
     memory: Account | None = None,
+    constants: Mapping[str, str] | None = None,
+    limits: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """The document. `flops` are those of a batch on all ranks together.
 
@@ -52,7 +54,14 @@ def plan(
         "command": dict(command or {}),
         "stages": program.stages,
         "places": [program.place(stage) for stage in range(program.stages)],
-        "inputs": {name: _typed(types[name], program) for name in program.inputs},
+        "inputs": {
+            name: {
+                **_typed(program.step_input(name), program),
+                **({"below": limits[name]} if limits and name in limits else {}),
+            }
+            for name in program.inputs
+        },
+        **({"constants": dict(constants)} if constants else {}),
         "parameters": {
             parameter.name: {
                 "shape": list(parameter.holds or parameter.type.shape),

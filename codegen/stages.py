@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from partc.codegen.access import Units
 from partc.codegen.calls import Run, listed, runs
@@ -14,7 +14,6 @@ from partc.codegen.steps import StepWriter
 from partc.codegen.weights import Entry, Repeated, Weights, strings
 from partc.communication.exchanges import Exchanges
 from partc.errors import InternalError
-from partc.ir.layout import SubDim
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.program import Phase, Program
 from partc.quoting import literal, masked
@@ -113,7 +112,10 @@ class _Builder:
             ),
             tables=tables,
             parameters=parameters,
-            inputs=tuple(Entry(key=name, value=f"Shard({literal(self._input_type(name))})") for name in self._inputs()),
+            inputs=tuple(
+                Entry(key=name, value=f"Shard({literal(str(self.program.step_input(name)))})")
+                for name in self._inputs()
+            ),
             sends=self._targets(gradient=False),
             gradients_from=self._targets(gradient=True),
             receives=self._receives(),
@@ -143,15 +145,6 @@ class _Builder:
 
     def makes(self, name: str) -> bool:
         return any(name in call.results for call in self.calls)
-
-    def _input_type(self, name: str) -> str:
-        """The type of an entry for a whole step; microbatches that are batches of their own follow each other in it."""
-        type = self.types[name]
-        if self.program.separate_batches and name in self.program.batch_entries:
-            first, *rest = type.layout.dims
-            every = SubDim(self.program.microbatches, (TIME_AXIS,))
-            return f"{type.dtype}{replace(type.layout, dims=((every, *first), *rest))}"
-        return str(type)
 
     def _inputs(self) -> list[str]:
         """Entries of the batch that this stage reads."""

@@ -55,6 +55,8 @@ class Package:
     replicated_ops: tuple[ReplicatedOp, ...] = ()
     flops: int = 0  # of a batch, forward and backward, without recomputation
     coverage: Coverage = field(default_factory=lambda: Coverage(ops=1.0, flops=1.0))
+    constants: Mapping[str, str] = field(default_factory=dict)  # entries of the batch that are no tensors
+    limits: Mapping[str, int] = field(default_factory=dict)  # numbers of values of integer entries that index tables
     extra: Mapping[str, bytes] = field(default_factory=dict)  # files that model_source reads
     warnings: tuple[str, ...] = ()
     modules: Modules | None = None
@@ -114,6 +116,8 @@ class Package:
             flops=self.flops,
             modules=self.modules,
             memory=self.memory,
+            constants=self.constants,
+            limits=self.limits,
         )
         yield from self.extra.items()
         if self.options.table is not None:
@@ -164,6 +168,7 @@ class Compilation:
     model_options: Mapping[str, Any]
     options: Options
     phases: Mapping[str, float]
+    constants: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # where the package differs from the whole batch on one device
     again: Callable[[Options], Program] | None = None  # the same model with other options
@@ -209,8 +214,8 @@ def compile(
     """Compile a model for a mesh.
 
     `model` is a model file (a path, or `hf:PATH/config.json`) with `options` as `-D` gives them. Or it is an nn.Module
-    or a function that builds one; then `batch` is one global batch as a dict of tensors, and `loss(model, batch)` is
-    optional.
+    or a function that builds one; then `batch` is one global batch (a dict, list, tuple or dataclass, which may nest),
+    and `loss(model, batch)` is optional.
 
     `mesh` is a mesh or its text ("2x2x2"); `microbatches` is the number of microbatches of a global batch. `schedule`
     is a name or the path of a CSV file. `shard` pins layouts ("*.wq.weight=[@tp, _]"). `zero` is the ZeRO stage, 0 to
@@ -336,6 +341,7 @@ def compilation(
         model_options=origin.options,
         options=options,
         phases=phases,
+        constants=origin.constants,
         extra=origin.extra,
         again=lambda other: (
             compilation(model, batch, other, loss=loss, model_options=model_options, origins=known).program
@@ -387,6 +393,7 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
     from partc.codegen.cuda_graphs import obstacle
     from partc.codegen.package import emit
     from partc.compilation.fitting import check_limit
+    from partc.frontend.token_limits import token_limits
     from partc.passes.chunk import left_whole
     from partc.rehearsal.rehearsal import rehearse
 
@@ -417,6 +424,8 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
         replicated_ops=replicated_ops(done.after("annotate")),
         coverage=coverage(done.after("annotate")),
         flops=model_flops(done.after("annotate")),
+        constants=done.constants,
+        limits=token_limits(done.traced),
         extra=done.extra,
         warnings=(
             *done.warnings,

@@ -87,7 +87,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "    def model(**options) -> nn.Module           # the model\n"
         "    def batch(**options) -> dict[str, Tensor]   # one global batch: names, shapes, dtypes\n"
         "    def loss(model, batch) -> Tensor            # optional; else model(**batch), a tensor or .loss\n"
-        "    def data(step) -> dict[str, Tensor]         # optional; the batch of a step; else batch() every time",
+        "    def data(step) -> dict[str, Tensor]         # optional; the batch of a step; else batch() every time\n\n"
+        "A batch may nest dicts, lists, tuples and dataclasses. `data` may be an iterable, such as a DataLoader.",
     ),
     "P0204": CodeExplanation(
         "an option that the model file does not take",
@@ -97,7 +98,9 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0205": CodeExplanation(
         "the model or its batch cannot be built",
         "Models are built on torch's meta device, so that no weight is allocated, whatever their size. A constructor "
-        "that reads a weight's values (`.item()`, `.tolist()`, numpy) cannot run there.",
+        "that reads a weight's values (`.item()`, `.tolist()`, numpy) cannot run there.\n\n"
+        "A batch is made of dicts, lists, tuples and dataclasses, nested to any depth; its entries are dense tensors "
+        "on the CPU, and constants: numbers, text, None, enums. Two entries have two paths (`inputs.ids`, `labels.0`).",
     ),
     "P0206": CodeExplanation(
         "the model does not trace",
@@ -511,6 +514,24 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "FlashAttention 3 and sums inside switches (NVLS) are excluded, the backward pass of flash attention sums in "
         "order, indexed sums sort first. On CPUs, and in kernels of `--kernels triton`, sums always have a fixed "
         "order.",
+    ),
+    "P0543": CodeExplanation(
+        "a batch of another form than the compiled one",
+        "Every batch of data has the entries of batch(), with their shapes. Entries that are no tensors were compiled "
+        "in as constants, so that each batch must have the same. A DataLoader makes batches of one size with "
+        "`drop_last=True`. It gives whole batches: every rank takes its own part of them.",
+    ),
+    "P0544": CodeExplanation(
+        "the data ends before the training",
+        "An iterable that ends is started again, as another epoch, unless --data-end error is given. An iterator can "
+        "be read once only: have data return a new one, or be a generator function.",
+    ),
+    "P0545": CodeExplanation(
+        "a token file that cannot be used",
+        "`train.py --data tokens.bin` reads little-endian numbers without a header, of --data-dtype; `--data "
+        "tokens.npy` one row of integers that numpy.save wrote. They fill a batch of one or two entries of integers, (rows, "
+        "length): the tokens and their labels. Each token must be below the number of rows of the model's embedding, "
+        "and of the classes of its loss, where partc finds these in the model.",
     ),
     "P0601": CodeExplanation(
         "the output folder is not partc's",

@@ -20,16 +20,19 @@ from partc.frontend.own_backward import refuse_hooks, without_own_backward
 from partc.frontend.trace_errors import explained
 from partc.installed import is_machinery
 from partc.quoting import encodable
+from partc.runtime.documents import Malformed
+from partc.runtime.train.entries import constants, entries, of_model, rebuilt
 from partc.runtime.train.precision import computing_in, held_in
 from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase
 
-Loss = Callable[[Any, Mapping[str, Any]], Any]
+Loss = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
     """An exported program, and the module behind it: its names and ties.
 
+    `batch` has the tensors of the batch by path, `constants` the text of its other entries.
     `trained` names the parameters to which autograd gives a gradient, zeros included. The `grad` of the others stays
     None in eager training, and an optimizer skips them: no decay, no moments, no share of the norm.
     """
@@ -37,18 +40,23 @@ class Captured:
     exported: torch.export.ExportedProgram
     model: nn.Module
     batch: Mapping[str, Tensor]
+    constants: Mapping[str, str]
     precision: str
     trained: frozenset[str]
 
 
 class _TracedStep(nn.Module):
-    """The traced module: from one batch, with its entries in the order of `names`, to one loss."""
+    """The traced module: from the tensors of one batch, in the order of `names`, to one loss.
+
+    `form` is a batch with the constants, into which the tensors are put.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         loss: Loss | None,
         path: Path | None,
+        form: Any,
         names: Sequence[str],
         trained: Callable[[frozenset[str]], None],
         watch: StateWatch,
@@ -58,11 +66,12 @@ class _TracedStep(nn.Module):
         self._watch = watch
         self._loss = loss
         self._path = path
+        self._form = form
         self._names = names
         self._trained = trained  # is told, for an export puts attributes back
 
-    def forward(self, *entries: Tensor) -> Tensor:
-        batch = dict(zip(self._names, entries, strict=True))
+    def forward(self, *tensors: Tensor) -> Tensor:
+        batch = rebuilt(self._form, dict(zip(self._names, tensors, strict=True)))
         stores = [module._buffers for module in self.modules()]
         held = [(store, name, buffer) for store in stores for name, buffer in store.items()]
         try:
@@ -82,8 +91,8 @@ class _TracedStep(nn.Module):
                 store[name] = buffer
         return loss
 
-    def _forward(self, batch: Mapping[str, Any]) -> Tensor:
-        out = self.model(**batch) if self._loss is None else self._loss(self.model, batch)
+    def _forward(self, batch: Any) -> Tensor:
+        out = of_model(self.model, batch) if self._loss is None else self._loss(self.model, batch)
         found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
         if not isinstance(found, Tensor):
             given = "the model" if self._loss is None else "loss()"
@@ -97,7 +106,7 @@ class _TracedStep(nn.Module):
 
 def capture(
     build: Callable[[], nn.Module],
-    make_batch: Callable[[], Mapping[str, Any]],
+    make_batch: Callable[[], Any],
     loss: Loss | None,
     *,
     precision: str,
@@ -115,20 +124,30 @@ def capture(
     trained: list[frozenset[str]] = []
     with mode:
         _make_fake(model, dtype)
-        batch = _part(_batch(make_batch, mode, dtype, path), parts)
+        form, found = _batch(make_batch, path)
+        tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
+        batch = _part(_fake_batch(tensors, mode, dtype), parts)
         try:
             with computing_in(dtype), without_own_backward(), stacks_of_losses():
                 watch = StateWatch(model, loss)
-                step = _TracedStep(model, loss, path, tuple(batch), trained.append, watch)
+                step = _TracedStep(model, loss, path, form, tuple(batch), trained.append, watch)
                 trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
-                exported, found = trace(), trained[-1]
+                exported = trace()
+                gained = trained[-1]
                 check(exported, watch, trace)
         except PartcError as error:
             error.source = error.source or blame(error, path)
             raise
         except (Exception, SystemExit) as error:
             raise explained(error, model, path) from error
-    return Captured(exported=exported, model=model, batch=batch, precision=precision, trained=found)
+    return Captured(
+        exported=exported,
+        model=model,
+        batch=batch,
+        constants=constants(found),
+        precision=precision,
+        trained=gained,
+    )
 
 
 def _with_gradient(model: nn.Module, loss: Tensor) -> frozenset[str]:
@@ -224,20 +243,26 @@ def _make_fake(model: nn.Module, dtype: torch.dtype) -> None:
                     store[name] = fake(old)  # type: ignore[assignment]
 
 
-def _batch(
-    make: Callable[[], Mapping[str, Any]], mode: FakeTensorMode, dtype: torch.dtype, path: Path | None
-) -> dict[str, Tensor]:
+def _batch(make: Callable[[], Any], path: Path | None) -> tuple[Any, dict[str, Any]]:
+    """The batch, and its entries by path. Raises PartcError P0205."""
     try:
         batch = make()
     except (Exception, SystemExit) as error:
         raise PartcError(
             "P0205", f"batch() fails: {type(error).__name__}: {first_line(error)}", source=blame(error, path)
         ) from error
-    if not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) for x in batch.values()) or not batch:
-        raise PartcError("P0205", "batch() returns no dict of tensors", help="return {name: tensor}, the whole batch")
-    for name, x in batch.items():
+    try:
+        found = entries(batch)
+    except Malformed as error:
+        help = "return the whole batch: dicts, lists, tuples and dataclasses of tensors, numbers, text and None"
+        raise PartcError("P0205", f"the batch of batch() {error}", help=help) from error
+    for name, x in found.items():
         _check_entry(name, x)
-    cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+    return batch, found
+
+
+def _fake_batch(tensors: Mapping[str, Tensor], mode: FakeTensorMode, dtype: torch.dtype) -> dict[str, Tensor]:
+    cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
     # Entries that share one tensor would be traced as one input.
     return {name: torch.empty_like(mode.from_tensor(x)) if not _is_fake(x) else x.clone() for name, x in cast.items()}
 
@@ -257,10 +282,12 @@ def _part(batch: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
     }
 
 
-def _check_entry(name: object, x: Tensor) -> None:
+def _check_entry(name: str, x: Any) -> None:
     """Check that an entry can be distributed over ranks. Raises PartcError P0205."""
-    if not isinstance(name, str) or not encodable(name):
+    if not encodable(name):
         raise PartcError("P0205", f"batch() names an entry {name!a}, which is no text", help="give it another name")
+    if not isinstance(x, Tensor):
+        return
     wrong = None
     if x.layout is not torch.strided:
         wrong = "is sparse"

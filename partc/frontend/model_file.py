@@ -16,6 +16,7 @@ from typing import Any
 from partc.errors import PartcError, Source, first_line
 from partc.frontend.example_files import hint
 from partc.installed import is_machinery
+from partc.runtime.train.data import takes_step
 
 Option = int | float | bool | str
 
@@ -32,8 +33,8 @@ class ModelFile:
     source: str
     options: Mapping[str, Option]
     model: Callable[[], Any]
-    batch: Callable[[], Mapping[str, Any]]
-    loss: Callable[[Any, Mapping[str, Any]], Any] | None
+    batch: Callable[[], Any]
+    loss: Callable[[Any, Any], Any] | None
 
 
 def load(path: Path, options: Mapping[str, str]) -> ModelFile:
@@ -124,8 +125,8 @@ def blame(error: BaseException, path: Path | None = None) -> Source | None:
 
 def _converted(options: Mapping[str, str], functions: list[Any], data: Any, path: Path) -> dict[str, Option]:
     known = {name: parameter for function in functions for name, parameter in _parameters(function).items()}
-    if callable(data):  # whose first parameter is the step
-        known = dict(list(_parameters(data).items())[1:]) | known
+    if callable(data) and not hasattr(data, "__iter__"):
+        known = dict(list(_parameters(data).items())[takes_step(data) :]) | known
     open_ended = any(_takes_any(function) for function in (*functions, *([data] if callable(data) else [])))
     found: dict[str, Option] = {}
     for name, text in options.items():

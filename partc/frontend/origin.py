@@ -10,6 +10,7 @@ import io
 import keyword
 import logging
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from partc.ir.gradients import trains
 from partc.ir.mesh import Mesh
 from partc.ir.program import Program
 from partc.quoting import environment
+from partc.runtime.documents import Malformed
+from partc.runtime.train.entries import constants, entries, rebuilt, types
 from partc.settings import PASSES, settings
 
 WEIGHTS, BATCH = "model.pt", "batch.pt"
@@ -36,9 +39,13 @@ _RENAMED = "given_model"  # for a function's file whose own name a package has a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """A traced program, the text of its package's model.py with its options, and the files that model.py reads."""
+    """A traced program, the text of its package's model.py with its options, and the files that model.py reads.
+
+    `constants` are the entries of the batch that are no tensors, as text.
+    """
 
     program: Program
+    constants: Mapping[str, str]
     source: str
     options: Mapping[str, Any]
     extra: Mapping[str, bytes] = field(default_factory=dict)
@@ -61,8 +68,14 @@ def trace(
             traced = trace_file(Path(model), text, mesh=mesh, batches=batches, precision=precision)
             _check_trains(traced.program)
             extra = {} if is_configuration(model) else imported_by(Path(model))
-            return Origin(program=traced.program, source=traced.model_source, options=traced.options, extra=extra)
-        given = _batch(batch)
+            return Origin(
+                program=traced.program,
+                constants=traced.constants,
+                source=traced.model_source,
+                options=traced.options,
+                extra=extra,
+            )
+        given, held = _batch(batch)
         if isinstance(model, nn.Module):
             source, extra = _stored(model, given, loss)
             build: Callable[[], nn.Module] = lambda: _without_memory(model)  # noqa: E731
@@ -80,7 +93,7 @@ def trace(
             build, lambda: given, loss, name=name.lower(), mesh=mesh, batches=batches, precision=precision
         )
     _check_trains(program)
-    return Origin(program=program, source=source, options={}, extra=extra)
+    return Origin(program=program, constants=constants(held), source=source, options={}, extra=extra)
 
 
 def _check_trains(program: Program) -> None:
@@ -104,15 +117,19 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _batch(batch: Any) -> dict[str, Tensor]:
-    found = batch() if callable(batch) else batch
-    if not isinstance(found, Mapping) or not found or not all(isinstance(x, Tensor) for x in found.values()):
+def _batch(batch: Any) -> tuple[Any, dict[str, Any]]:
+    """The batch on the CPU, and its entries by path. Raises PartcError P0214."""
+    found = batch() if callable(batch) and not isinstance(batch, Mapping) else batch
+    try:
+        held = entries(found)
+    except Malformed as error:
         raise PartcError(
             "P0214",
-            "a model given as an object needs its batch as a dict of tensors",
+            f"a model given as an object needs its batch, and this one {error}",
             help="partc.compile(model, {'x': tensor, ...}, mesh=...): one global batch, by argument names",
-        )
-    return {name: x.detach().cpu() for name, x in found.items()}
+        ) from error
+    held = {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in held.items()}
+    return rebuilt(found, held), held
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
@@ -124,9 +141,9 @@ def _without_memory(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _stored(model: nn.Module, batch: Mapping[str, Tensor], loss: Any) -> tuple[str, dict[str, bytes]]:
+def _stored(model: nn.Module, batch: Any, loss: Any) -> tuple[str, dict[str, bytes]]:
     """A model file that loads the pickled model, and the code of its classes unless they are installed."""
-    extra = {WEIGHTS: _saved(model), BATCH: _saved(dict(batch))}
+    extra = {WEIGHTS: _saved(model)}
     for kind in {type(module) for module in model.modules()}:
         module = _module_of(kind)
         if module == "__main__" or module.partition(".")[0] in RESERVED or not _is_importable(module):
@@ -137,16 +154,15 @@ def _stored(model: nn.Module, batch: Mapping[str, Tensor], loss: Any) -> tuple[s
             )
         extra |= with_imports(module, module)
     imports = [] if loss is None else [_import(loss, "loss", extra)]
-    digest = hashlib.sha256(extra[WEIGHTS]).hexdigest()
-    return _text(imports=imports, weights=WEIGHTS, digest=digest, batch=BATCH), extra
+    return _text(batch, extra, imports=imports, weights=WEIGHTS), extra
 
 
-def _imported(build: Callable[..., Any], batch: Mapping[str, Tensor], loss: Any) -> tuple[str, dict[str, bytes]]:
+def _imported(build: Callable[..., Any], batch: Any, loss: Any) -> tuple[str, dict[str, bytes]]:
     """A model file that imports the function, and the function's code unless it is installed."""
-    extra = {BATCH: _saved(dict(batch))}
+    extra: dict[str, bytes] = {}
     imports = [_import(build, "model", extra)]
     imports += [] if loss is None else [_import(loss, "loss", extra)]
-    return _text(imports=sorted(imports), weights="", batch=BATCH), extra
+    return _text(batch, extra, imports=sorted(imports), weights=""), extra
 
 
 def _import(function: Any, name: str, extra: dict[str, bytes]) -> str:
@@ -208,5 +224,22 @@ def _saved(item: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _text(**values: Any) -> str:
-    return environment().get_template("object_model.py.jinja").render(**values)
+def _text(batch: Any, extra: dict[str, bytes], *, imports: list[str], weights: str) -> str:
+    """The model file; the batch's file, and the code of its types unless they are installed, are added to `extra`."""
+    extra[BATCH] = _saved(dict(batch) if type(batch) is dict else batch)
+    plain = _is_plain(extra[BATCH])
+    for module in set() if plain else {_module_of(kind) for kind in types(batch)}:
+        if module != "builtins":
+            extra |= with_imports(module, module)
+    digests = {name: hashlib.sha256(extra[name]).hexdigest() for name in (weights, "" if plain else BATCH) if name}
+    template = environment().get_template("object_model.py.jinja")
+    return template.render(imports=imports, weights=weights, batch=BATCH, digests=digests)
+
+
+def _is_plain(saved: bytes) -> bool:
+    """Whether a saved batch can be read without the code of other types."""
+    try:
+        torch.load(io.BytesIO(saved), weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True

@@ -46,9 +46,13 @@ _DROPPED = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scala
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """A traced model: its program, and the means by which a package builds the model again."""
+    """A traced model: its program, and the means by which a package builds the model again.
+
+    `constants` are the entries of the batch that are no tensors, as text.
+    """
 
     program: Program
+    constants: Mapping[str, str]
     model_source: str
     options: Mapping[str, Any]
 
@@ -82,7 +86,7 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
     """Trace a model file that has been loaded. Raises PartcError P0205 to P0209."""
     captured = capture(file.model, file.batch, file.loss, precision=precision, path=file.path, parts=batches.parts)
     program = program_of(captured, name=file.name, mesh=mesh, batches=batches)
-    return Traced(program=program, model_source=file.source, options=file.options)
+    return Traced(program=program, constants=captured.constants, model_source=file.source, options=file.options)
 
 
 def _trace_configuration(
@@ -108,7 +112,7 @@ def configuration_name(model: str) -> str:
 
 def trace_model(
     build: Callable[[], nn.Module],
-    batch: Callable[[], Mapping[str, Any]],
+    batch: Callable[[], Any],
     loss: Loss | None = None,
     *,
     name: str,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from partc.errors import InternalError, Source
-from partc.ir.layout import Layout, Sizes
+from partc.ir.layout import Layout, Sizes, SubDim
 from partc.ir.mesh import TIME_AXIS, Mesh
 
 DType = Literal["f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "u8", "bool"]
@@ -450,6 +450,15 @@ class Program:
         types = self.value_types()
         sizes = [types[name].shape[0] for name in self.inputs if types[name].shape]
         return tuple(name for name in self.inputs if types[name].shape and types[name].shape[0] == sizes[0])
+
+    def step_input(self, name: str) -> TensorType:
+        """The type of an entry for a whole step; microbatches that are batches of their own follow each other in it."""
+        type = self.value_types()[name]
+        if not self.separate_batches or name not in self.batch_entries:
+            return type
+        first, *rest = type.layout.dims
+        every = SubDim(self.microbatches, (TIME_AXIS,))
+        return replace(type, layout=replace(type.layout, dims=((every, *first), *rest)))
 
     @property
     def zero(self) -> int:

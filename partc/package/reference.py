@@ -21,9 +21,11 @@ from torch.optim import lr_scheduler
 from partc.errors import PartcError
 from partc.package.sampling import Sampling
 from partc.runtime.checkpoint.safetensors import save
-from partc.runtime.train.data import call_with_options, global_batch, load_model_file
+from partc.runtime.train.data import BatchSource, Tokens, call_with_options, load_model_file, source
+from partc.runtime.train.entries import entries, of_model, rebuilt
 from partc.runtime.train.precision import computing_in, held_in
 
+DATA = ("data", "data_dtype", "data_labels", "data_end")  # options of train.py that choose the batches
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -44,12 +46,16 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
     model: nn.Module = call_with_options(module.model, plan["options"])
     model.to(held_in(plan["precision"]))
     names = list(model.named_parameters(remove_duplicate=False))
+    given = {name: recipe.pop(name) for name in DATA if name in recipe}
+    tokens = Tokens(given["data"], given["data_dtype"], given["data_labels"]) if given.get("data") else None
     update = ReferenceUpdate(dict(model.named_parameters()), steps=steps, **recipe)
+    again = given.get("data_end") != "error"
+    data = source(module, plan, seed=seed, dtype=held_in(plan["precision"]), again=again, tokens=tokens)
     save(folder / "step_0000.safetensors", _state(model), {})
     for step in range(steps):
         model.zero_grad(set_to_none=True)
         numbers = range(step * update.accumulate, (step + 1) * update.accumulate)
-        total = sum(_backward(module, model, plan, seed, number, update.accumulate) for number in numbers)
+        total = sum(_backward(module, model, plan, data, seed, number, update.accumulate) for number in numbers)
         for _, x in names:
             if x.grad is not None:
                 x.grad = x.grad.clone()  # that of sgn and its like has no memory to write to
@@ -128,10 +134,11 @@ def _schedule(
         return lr_scheduler.SequentialLR(optimizer, [rising, falling], [peak])
 
 
-def _backward(module: Any, model: nn.Module, plan: dict[str, Any], seed: int, number: int, accumulate: int) -> float:
+def _backward(
+    module: Any, model: nn.Module, plan: dict[str, Any], data: BatchSource, seed: int, number: int, accumulate: int
+) -> float:
     """Add the gradients of a batch's part of the step's loss, and return that part."""
-    batch = global_batch(module, plan["options"], seed=seed, step=number, dtype=held_in(plan["precision"]))
-    parts = _microbatches(batch, plan)
+    parts = _microbatches(data.batch(number), plan)
     total = 0.0
     with Sampling(seed, number) as sampling:
         for part in parts:
@@ -153,21 +160,22 @@ def _mixed(precision: str) -> torch.autocast:
     return torch.autocast("cpu", AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
 
 
-def _microbatches(batch: dict[str, Tensor], plan: dict[str, Any]) -> list[dict[str, Tensor]]:
+def _microbatches(batch: Any, plan: dict[str, Any]) -> list[Any]:
     """The whole batch; or its microbatches, if the plan treats each as a batch of its own."""
     if not plan["repeated"]:
         return [batch]
     count = plan["microbatches"]
-    rows = next(x.shape[0] for x in batch.values() if x.dim())
-    cut = {name: x.chunk(count) for name, x in batch.items() if x.dim() and x.shape[0] == rows}
-    return [{**batch, **{name: pieces[index] for name, pieces in cut.items()}} for index in range(count)]
+    tensors = {name: x for name, x in entries(batch).items() if isinstance(x, Tensor) and x.dim()}
+    rows = next(x.shape[0] for x in tensors.values())
+    cut = {name: x.chunk(count) for name, x in tensors.items() if x.shape[0] == rows}
+    return [rebuilt(batch, {name: pieces[index] for name, pieces in cut.items()}) for index in range(count)]
 
 
-def loss_of(module: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def loss_of(module: Any, model: nn.Module, batch: Any) -> Tensor:
     """The model file's loss: its own function, or the model's result, or that object's `.loss`."""
-    result = module.loss(model, batch) if hasattr(module, "loss") else model(**batch)
+    result = module.loss(model, batch) if hasattr(module, "loss") else of_model(model, batch)
     if not isinstance(result, Tensor):
-        result = result.loss
+        result = result["loss"] if isinstance(result, Mapping) else result.loss
     assert isinstance(result, Tensor)
     return result
 

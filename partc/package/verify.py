@@ -27,7 +27,7 @@ from partc.package.launch import (
     read_reports,
     torchrun_command,
 )
-from partc.package.reference import ReferenceUpdate
+from partc.package.reference import DATA, ReferenceUpdate
 from partc.runtime.checkpoint.safetensors import load
 from partc.runtime.errors import UsageError
 from partc.runtime.layout import Shard
@@ -48,6 +48,7 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = {
 # How a run updates its parameters: options of train.py that the single-device model follows too.
 RECIPE = (
     "optimizer", "lr", "weight_decay", "no_decay", "clip", "accumulate", "lr_schedule", "warmup", "min_lr",
+    "data", "data_dtype", "data_labels", "data_end",
 )  # fmt: skip
 CLIP = 1.0  # where the options have none: clipping is compared as well
 MIXED = ("bf16", "fp16", "int8")
@@ -239,7 +240,7 @@ class _Updates:
             for name, entry in self._entries.items()
             if start[f"parameter/{name}"].is_floating_point()
         }
-        settings = {name: value for name, value in recipe.items() if name != "seed"}
+        settings = {name: value for name, value in recipe.items() if name != "seed" and name not in DATA}
         self._update = ReferenceUpdate(self._values, **settings)
 
     def after(self, records: Records, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,8 +48,11 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
+    """`below` is the number of values of an entry that indexes a table or classes."""
+
     dtype: DType
     layout: Layout
+    below: Positive | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +145,7 @@ class Plan:
     regions: dict[str, PlanRegion]
     calls: tuple[PlanCall, ...]
     transfers: tuple[PlanTransfer, ...]
+    constants: dict[str, str] = field(default_factory=dict)
     name: str = ""
     schedule: dict[str, str] | None = None
     uncaptured: str = ""

@@ -68,6 +68,7 @@ class _Note:
     files: dict[str, tuple[int, str]]
     boxes: tuple[tuple[str, str, Numbers, str, Numbers, Numbers], ...]  # name, dtype, shape, file, offsets, sizes
     empty: tuple[tuple[str, str, Numbers], ...]  # name, dtype, shape
+    position: str  # of its data; '' on ranks that read none
 
 
 class Saver:
@@ -92,8 +93,11 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
-    def save(self, step: int, held: Mapping[str, Held]) -> None:
-        """Start writing the state after `step` steps. Raises UsageError P0526 if the previous save failed."""
+    def save(self, step: int, held: Mapping[str, Held], *, position: str = "") -> None:
+        """Start writing the state after `step` steps, and the position of the data.
+
+        Raises UsageError P0526 if the previous save failed.
+        """
         self.wait()
         self.saved = self._begun = step
         mine = {name: self._mine(name, each) for name, each in held.items()}
@@ -107,7 +111,7 @@ class Saver:
         ready = torch.cuda.Event() if any(each.tensor.is_cuda for each in held.values()) else None
         if ready is not None:
             ready.record()
-        self._thread = threading.Thread(target=self._work, args=(step, copies, wholes, ready), daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(step, copies, wholes, ready, position), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -170,13 +174,14 @@ class Saver:
         copies: Mapping[str, list[tuple[Piece, Tensor]]],
         wholes: Mapping[str, tuple[str, tuple[int, ...]]],
         ready: torch.cuda.Event | None,
+        position: str,
     ) -> None:
         try:
             if ready is not None:
                 ready.synchronize()
             part = self.folder / f".{folder_name(step)}.{self._attempt}"
             part.mkdir(parents=True, exist_ok=True)
-            self._write(part, copies, wholes)
+            self._write(part, copies, wholes, position)
             if self._store.add(f"saved/{step}", 1) == self._place.world_size:
                 self._commit(step, part)
         except Exception as error:
@@ -187,6 +192,7 @@ class Saver:
         part: Path,
         copies: Mapping[str, list[tuple[Piece, Tensor]]],
         wholes: Mapping[str, tuple[str, tuple[int, ...]]],
+        position: str,
     ) -> None:
         """Write this rank's files, and their contents to `rank_003.json`. The nth boxes of all tensors share a file."""
         files: dict[str, tuple[int, str]] = {}
@@ -210,7 +216,7 @@ class Saver:
             boxes += [[tensor, *wholes[tensor], name, piece.whole.offsets, x.shape] for tensor, piece, x in here]
         # Tensors without elements have no boxes, and are in no file.
         empty = [[tensor, *whole] for tensor, whole in wholes.items() if 0 in whole[1]]
-        told = {"files": files, "boxes": boxes, "empty": empty}
+        told = {"files": files, "boxes": boxes, "empty": empty, "position": position}
         (part / self._note(self._place.rank)).write_text(json.dumps(told))
 
     def _commit(self, step: int, part: Path) -> None:
@@ -221,7 +227,9 @@ class Saver:
             raise FileNotFoundError(
                 f"{error.filename} of another rank is not there; do all share the folder?"
             ) from None
-        manifest = Manifest(step=step, run=self._run, tensors=_tensors(told), files={})
+        position = next((each.position for each in told if each.position), "")
+        run = self._run | ({"position": position} if position else {})
+        manifest = Manifest(step=step, run=run, tensors=_tensors(told), files={})
         for each in told:
             manifest.files |= each.files
         for note in notes:

@@ -119,6 +119,10 @@ class _Run:
     precision: Precision | None = None
     options: dict[str, Option] | None = None
     init: str | None = None
+    data: str | None = None
+    data_dtype: str | None = None
+    data_labels: Literal["next", "same"] | None = None
+    position: str = ""  # of the data, where its batches' number does not say it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,22 +1,36 @@
-"""The batch of each step: the same on every run, cut to this rank and to microbatches."""
+"""The batches of a training: the same on every run, cut to this rank and to microbatches.
+
+The model file's `data` is a function of the step, an iterable, or a function that makes one. An iterable is read in
+order by every rank that needs its batches; a checkpoint keeps its position. A token file takes the place of `data`.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import random
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..documents import Malformed
 from ..errors import UsageError
 from ..layout import Shard, microbatch_part
+from .entries import constants, entries, rebuilt, short
+from .position import decoded, encoded
+from .tokens import TokenFile, TokenRows, ordered
+
+Say = Callable[[str], None]
+_KEPT = 80  # positions of batches; more than are read ahead
 
 
 def load_model_file(path: Path) -> ModuleType:
@@ -39,31 +53,300 @@ def call_with_options(function: Callable[..., Any], options: Mapping[str, Any]) 
     return function(**{name: value for name, value in options.items() if name in names})
 
 
-def global_batch(
-    module: ModuleType, options: Mapping[str, Any], *, seed: int, step: int, dtype: torch.dtype
-) -> dict[str, Tensor]:
+def global_batch(module: ModuleType, options: Mapping[str, Any], *, seed: int, step: int, dtype: torch.dtype) -> Any:
     """The whole batch of a step: `data(step)` if the model file has it, else `batch()` under the step's own seed.
 
     Both receive the options that they accept. Raises UsageError P0530 if `data` fails.
     """
-    generator = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed * 1_000_003 + step + 1)  # the host's alone: a device may be recording
+    with _seeded(seed, step):
+        batch = (
+            _asked(module, step, lambda: call_with_options(partial(module.data, step), options))
+            if hasattr(module, "data")
+            else call_with_options(module.batch, options)
+        )
+    return _cast(batch, dtype)
+
+
+def takes_step(data: Any) -> bool:
+    """Whether a model file's `data` is a function of the step, and not an iterable or a function that makes one."""
+    if hasattr(data, "__iter__") or not callable(data):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    first = next(iter(inspect.signature(data).parameters.values()), None)
+    if first is None or first.kind not in positional:
+        return False
+    return first.name == "step" or first.default is inspect.Parameter.empty
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A token file, the type of its numbers if it is bare, and whether labels are the `next` tokens or the `same`."""
+
+    path: str
+    dtype: str | None = None
+    labels: str | None = None
+
+
+class BatchSource(Protocol):
+    """The batches of a training by number."""
+
+    def batch(self, number: int) -> Any:
+        """A whole batch, in the user's own form."""
+
+    def part(
+        self, number: int, inputs: Mapping[str, Shard], sizes: Mapping[str, int], coordinate: Mapping[str, int]
+    ) -> dict[str, Tensor]:
+        """A rank's part of the entries that its stages read."""
+
+    def position(self, number: int) -> str:
+        """The position behind a batch, for a checkpoint; '' if its number says all."""
+
+
+class MadeWhole:
+    """Batches that are made whole, by a function of their number; the last `kept` are for other ranks of this process.
+
+    `plan` describes the entries; every batch must have them. Raises UsageError P0543.
+    """
+
+    def __init__(self, make: Callable[[int], Any], plan: Mapping[str, Any], name: str, *, kept: int) -> None:
+        self._make, self._plan, self._name, self._kept = make, plan, name, kept
+        self._held: dict[int, tuple[Any, dict[str, Tensor]]] = {}
+
+    def batch(self, number: int) -> Any:
+        return self._entries(number)[0]
+
+    def part(
+        self, number: int, inputs: Mapping[str, Shard], sizes: Mapping[str, int], coordinate: Mapping[str, int]
+    ) -> dict[str, Tensor]:
+        return own_part(self._entries(number)[1], inputs, sizes, coordinate) if inputs else {}
+
+    def position(self, number: int) -> str:
+        return ""
+
+    def _entries(self, number: int) -> tuple[Any, dict[str, Tensor]]:
+        found = self._held.get(number)
+        if found is None:
+            batch = self._make(number)
+            found = batch, fitting(batch, self._plan, f"batch {number} of {self._name}")
+            self._held[number] = found
+            for old in sorted(self._held)[: len(self._held) - self._kept]:
+                del self._held[old]
+        return found
+
+
+class InOrder(MadeWhole):
+    """The batches of an iterable, in order. Every pass over it is an epoch; `again` says whether another one follows.
+
+    If it has `state_dict` and `load_state_dict` (as torchdata's StatefulDataLoader does), `state` continues it behind
+    the batches before `start`. Any other iterable is read from the beginning, as it was the first time. Raises
+    UsageError P0530 (it fails), P0543 (a batch of another form) and P0544 (it ends).
+    """
+
+    def __init__(
+        self,
+        module: ModuleType,
+        plan: Mapping[str, Any],
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        kept: int,
+        again: bool,
+        start: int,
+        state: str,
+        say: Say,
+    ) -> None:
+        super().__init__(self._read, plan, "data", kept=kept)
+        self._module, self._seed, self._dtype, self._again = module, seed, dtype, again
+        self._say = say
+        make = lambda: call_with_options(module.data, plan["options"])  # noqa: E731
+        given = hasattr(module.data, "__iter__")
+        with _seeded(seed, 0):
+            self._iterable: Any = module.data if given else _asked(module, 0, make)
+        self._renew = make if not given and hasattr(self._iterable, "__next__") else None  # the iterator of an epoch
+        if not hasattr(self._iterable, "__iter__"):
+            kind = type(self._iterable).__name__
+            help = "data is data(step), an iterable of batches, or a function that returns one"
+            raise UsageError("P0543", f"data of the model file gives {kind}, which is no iterable", help, alike=True)
+        self._next, self._epoch, self._since = 0, 0, 0
+        self._iterator: Iterator[Any] | None = None
+        self._positions: dict[int, str] = {}
+        protocol = ("state_dict", "load_state_dict")
+        self._stateful = all(callable(getattr(self._iterable, name, None)) for name in protocol)
+        if start and state and self._stateful:
+            self._next = start
+            self._epoch, self._since, found = _restored(state)
+            with _seeded(seed, start):
+                self._begin(lambda: self._iterable.load_state_dict(found))
+        elif start:
+            say(f"data has no state to restore: its first {start:,} batches are read again and skipped")
+
+    def position(self, number: int) -> str:
+        return self._positions.get(number, "")
+
+    def _read(self, number: int) -> Any:
+        while True:
+            with _seeded(self._seed, self._next):
+                batch = _asked(self._module, self._next, self._one)
+                self._next += 1
+                if self._stateful:
+                    self._keep_position()
+            if self._next > number:
+                return _cast(batch, self._dtype)
+
+    def _one(self) -> Any:
+        if self._iterator is None:
+            self._begin()
+        assert self._iterator is not None
+        for batch in self._iterator:
+            self._since += 1
+            return batch
+        if not self._again or not self._since or (self._renew is None and self._iterator is self._iterable):
+            raise UsageError(
+                "P0544",
+                f"data of the model file ends after {self._next:,} batches",
+                "--data-end repeat starts it again, if it can be read twice; --steps and --accumulate count batches",
+                alike=True,
+            )
+        if self._renew is not None:
+            self._iterable = self._renew()
+        self._epoch, self._since, self._iterator = self._epoch + 1, 0, None
+        return self._one()
+
+    def _begin(self, prepare: Callable[[], object] = lambda: None) -> None:
+        """Start an epoch."""
+        for each in (self._iterable, getattr(self._iterable, "sampler", None)):
+            set_epoch = getattr(each, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self._epoch)
+        prepare()
+        self._iterator = iter(self._iterable)
+
+    def _keep_position(self) -> None:
+        try:
+            self._positions[self._next - 1] = encoded((self._epoch, self._since, self._iterable.state_dict()))
+        except Malformed as error:
+            self._stateful = False
+            self._say(f"data's state {error}, which no checkpoint can hold: --resume will read its batches again")
+        self._positions.pop(self._next - 1 - _KEPT, None)
+
+
+def _restored(position: str) -> tuple[int, int, Any]:
+    """The epoch, the number of its batches before a position, and the iterable's state."""
+    help = "resume from an older one; nothing was changed"
     try:
-        batch = _data(module, options, step) if hasattr(module, "data") else call_with_options(module.batch, options)
+        found = decoded(position)
+    except Malformed as error:
+        raise UsageError("P0524", f"the checkpoint's position {error}", help, alike=True) from None
+    match found:
+        case (int(epoch), int(since), state):
+            return epoch, since, state
+    raise UsageError("P0524", "the checkpoint's position has no epoch", help, alike=True)
+
+
+def source(
+    module: ModuleType,
+    plan: Mapping[str, Any],
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    kept: int = 0,
+    again: bool = True,
+    start: int = 0,
+    state: str = "",
+    say: Say = lambda line: None,
+    tokens: Tokens | None = None,
+) -> BatchSource:
+    """The batches of a token file, of the model file's `data`, or of `batch()`; `start` of them have been read before.
+
+    Raises UsageError P0545 if a token file cannot be used.
+    """
+    if tokens is not None:
+        with _seeded(seed, 0):
+            form = call_with_options(module.batch, plan["options"])
+        names = ordered(plan)
+        shifts = names[-1].split(".")[-1] == "labels" and not hasattr(module, "loss")
+        labels = tokens.labels or ("same" if shifts else "next")
+        rows = TokenRows(TokenFile(Path(tokens.path), tokens.dtype), plan, form, seed=seed, labels=labels, again=again)
+        say(str(rows))
+        return rows
+    if hasattr(module, "data") and not takes_step(module.data):
+        how: dict[str, Any] = {"seed": seed, "dtype": dtype, "kept": kept}
+        return InOrder(module, plan, **how, again=again, start=start, state=state, say=say)
+    make = lambda number: global_batch(module, plan["options"], seed=seed, step=number, dtype=dtype)  # noqa: E731
+    return MadeWhole(make, plan, "data(step)" if hasattr(module, "data") else "batch()", kept=kept)
+
+
+def fitting(batch: Any, plan: Mapping[str, Any], what: str) -> dict[str, Tensor]:
+    """The tensors of a batch by path, if it has the form that was compiled. Raises UsageError P0543."""
+    try:
+        found = entries(batch)
+    except Malformed as error:
+        raise _unfit(f"{what} {error}", "return what batch() returns") from None
+    tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
+    others = constants(found)
+    expected: dict[str, str] = plan.get("constants", {})
+    for name in (*plan["inputs"], *expected):
+        if name not in found:
+            raise _unfit(f"{what} has no entry {name!a}", "return what batch() returns")
+    for name, x in tensors.items():
+        if name not in plan["inputs"]:
+            raise _unfit(f"{what} has the tensor {name!a}, and batch() has none there", "return what batch() returns")
+        shape = Shard(plan["inputs"][name]["dtype"] + plan["inputs"][name]["layout"]).shape
+        if tuple(x.shape) != shape:
+            help = "every batch has the sizes of batch(); a DataLoader leaves a shorter last one out by drop_last=True"
+            raise _unfit(f"{name!a} in {what} has shape {list(x.shape)}, of batch() {list(shape)}", help)
+    for name, text in others.items():
+        if text != expected.get(name):
+            known = f"{short(expected[name])} was compiled" if name in expected else "batch() has none there"
+            help = "an entry that changes is a tensor; one that neither model nor loss reads can be left out"
+            raise _unfit(f"{name!a} in {what} is {short(text)}, and {known}", help)
+    return tensors
+
+
+def _unfit(cause: str, help: str) -> UsageError:
+    return UsageError("P0543", cause, help, alike=True)
+
+
+@contextmanager
+def _seeded(seed: int, number: int) -> Iterator[None]:
+    """A context in which the host's generators are those of a batch, on every rank: torch's, Python's and NumPy's."""
+    numpy: Any = sys.modules.get("numpy")
+    own = seed * 1_000_003 + number + 1
+    held = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    torch.default_generator.manual_seed(own)  # the host's alone: a device may be recording
+    random.seed(own)
+    if numpy:
+        numpy.random.seed(own % 2**32)
+    try:
+        yield
     finally:
-        torch.set_rng_state(generator)
-    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+        torch.set_rng_state(held[0])
+        random.setstate(held[1])
+        if numpy:
+            numpy.random.set_state(held[2])
 
 
-def _data(module: ModuleType, options: Mapping[str, Any], step: int) -> dict[str, Tensor]:
+def _asked(module: ModuleType, number: int, ask: Callable[[], Any]) -> Any:
     try:
-        batch: dict[str, Tensor] = call_with_options(partial(module.data, step), options)
+        return ask()
+    except UsageError:
+        raise
     except Exception as error:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__]
         where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-        cause = f"data({step}) of the model file fails{where}: {type(error).__name__}: {error}"
+        cause = f"data({number}) of the model file fails{where}: {type(error).__name__}: {error}"
         raise UsageError("P0530", cause, "what it reads must be where each rank runs; -D options name it") from error
-    return batch
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating-point tensors in the dtype that the package computes in."""
+    try:
+        found = entries(batch)
+    except Malformed:  # which `fitting` explains
+        return batch
+    return rebuilt(
+        batch, {name: x.to(dtype) for name, x in found.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    )
 
 
 def local_batch(

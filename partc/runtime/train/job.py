@@ -30,6 +30,8 @@ from ..optimizer.update import Decline
 from ..processes.agreement import Together
 from ..processes.devices import WANTED, Wanted
 from .precision import held_in
+from .tokens import DTYPES as TOKENS
+from .tokens import TokenFile, ordered
 from .trace import wanted_steps
 from .tuning import given
 
@@ -70,6 +72,10 @@ class Job:
     keep: int = KEEP
     resume: Path | None = None
     init: Path | None = None
+    data: str | None = None
+    data_dtype: str | None = None
+    data_labels: str | None = None
+    data_end: str = "repeat"
     exit_code: int = 0
     check_nans: bool = False
     tuning: bool = True
@@ -127,7 +133,7 @@ class Job:
 # Decided at the start of a training; a continued one keeps them unless given again.
 _DEFAULTS: dict[str, Any] = {
     "optimizer": "adamw", "lr": 1e-3, "accumulate": 1, "clip": None, "lr_schedule": "constant", "warmup": 0,
-    "min_lr": 0.0, "weight_decay": None, "no_decay": (),
+    "min_lr": 0.0, "weight_decay": None, "no_decay": (), "data": None, "data_dtype": None, "data_labels": None,
 }  # fmt: skip
 _CONTINUED = ("seed", *_DEFAULTS)
 
@@ -189,6 +195,14 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     add("--weight-decay", type=float, metavar="X", help="the weight decay; the optimizer's own default")
     add("--no-decay", action="append", metavar="GLOB", help="parameters without weight decay: '*.bias', '*norm*'")
     add("--accumulate", type=int, metavar="N", help="batches of data for each step of the optimizer; 1")
+    tokens = "a file of token numbers for the batch's entries, in place of the model file's data: .bin or .npy"
+    add("--data", metavar="FILE", help=tokens)
+    add("--data-dtype", choices=tuple(TOKENS), help="the type of a .bin file's numbers; uint16")
+    labels = "labels are the next tokens, or the same ones, which the model shifts itself; "
+    unset = "same for an entry `labels` without a loss function, as in Hugging Face models, else next"
+    add("--data-labels", choices=("next", "same"), help=labels + unset)
+    end = "at the end of a token file or iterable: start it again, or stop with an error; repeat"
+    add("--data-end", choices=("repeat", "error"), default="repeat", help=end)
     prefetch = "batches that a thread prepares in advance; 1 on GPUs and 0 on CPUs"
     add("--prefetch", type=int, metavar="N", help=prefetch)
     add("--seed", type=int, help="seed of the initial parameters and the data; the plan's")
@@ -329,8 +343,14 @@ def parse(argv: Sequence[str], root: Path) -> Job:
 def check_places(job: Job) -> None:
     """Check that a run on this machine can read and write the files in its options.
 
-    Raises UsageError P0523, P0526, P0527 and P0538.
+    Raises UsageError P0523, P0526, P0527, P0538 and P0545.
     """
+    if job.data is not None:
+        ordered(job.plan)
+        try:
+            TokenFile(Path(job.data), job.data_dtype)
+        except UsageError as error:
+            raise UsageError(error.code, error.cause, error.help, alike=True) from error
     resume = job.resume
     if resume is not None and resume != job.save and not (resume.is_dir() if step_of(resume) else checkpoints(resume)):
         cause = f"nothing to resume from in {resume}: {'it has' if resume.is_dir() else 'there are'} no checkpoints"

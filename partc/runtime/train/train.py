@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import Store
 from ..checkpoint.checkpoint import Held, RankPosition, Saver
 from ..checkpoint.given_parameters import given
 from ..checkpoint.restore import Say
-from ..checkpoint.safetensors import save
+from ..checkpoint.safetensors import save as save_tensors
 from ..checkpoint.state import left_out, restore_left_out, restore_optimizer, restore_scale, state
 from ..clock import Clock
 from ..comm.comm import Comm
@@ -45,7 +45,7 @@ from ..processes.rendezvous import meet, world, world_size
 from ..processes.signals import Caught, release
 from ..processes.watchdog import Watchdog, breaking_off
 from ..torch_private import lone_store
-from .data import global_batch, load_model_file, own_part
+from .data import BatchSource, Tokens, load_model_file, source
 from .feed import Feed
 from .init import initialise, state_shapes
 from .job import Job, check_places, parse, prepared
@@ -139,13 +139,7 @@ def _train_virtual(job: Job, stack: ExitStack) -> bool:
     ranks = [_load_rank(number, torch.device("cpu"), job.root) for number in range(job.world_size)]
     model_file = load_model_file(job.root / "model.py")
     _materialise(job, model_file, ranks, torch.device("cpu"), together)
-    batches: dict[int, dict[str, Tensor]] = {}
-
-    def batch_of(step: int) -> dict[str, Tensor]:
-        if step not in batches:
-            batches.pop(step - 2, None)  # no rank is two steps behind another
-            batches[step] = _batch(job, model_file, step)
-        return batches[step]
+    data = _source(job, model_file, _say, kept=2)  # no rank is two batches behind another
 
     def work(number: int) -> None:
         rank = ranks[number]
@@ -157,7 +151,7 @@ def _train_virtual(job: Job, stack: ExitStack) -> bool:
             links=rank.module.LINKS,
         )
         with enough_memory(f"rank {number}", comm.clock):
-            _train(job, rank, comm, batch_of, torch.device("cpu"), store, interruption)
+            _train(job, rank, comm, data, torch.device("cpu"), store, interruption)
 
     interruption = VirtualInterruption()
     with interruption.on_signals() if job.save is not None else nullcontext():
@@ -220,7 +214,7 @@ def _train_this_rank(job: Job) -> bool:
             clock=clock,
         )
         leaving.append(comm.abort)
-        _train(job, rank, comm, lambda step: _batch(job, model_file, step), device, store, interruption)
+        _train(job, rank, comm, _source(job, model_file, say), device, store, interruption)
         clock.entering("the end of the run")
         comm.barrier()
         comm.disconnect()
@@ -232,8 +226,19 @@ def _settle_attention(job: Job, device: torch.device, say: Say) -> None:
     attention_kernels.settle(job.attention, attention_kernels.cases(job.plan["attention"], DTYPES), device, say)
 
 
-def _batch(job: Job, model_file: ModuleType, step: int) -> dict[str, Tensor]:
-    return global_batch(model_file, job.plan["options"], seed=job.seed, step=step, dtype=job.dtype)
+def _source(job: Job, model_file: ModuleType, say: Say, *, kept: int = 0) -> BatchSource:
+    return source(
+        model_file,
+        job.plan,
+        seed=job.seed,
+        dtype=job.dtype,
+        kept=kept,
+        again=job.data_end == "repeat",
+        start=job.start * job.accumulate,
+        state="" if job.checkpoint is None else job.checkpoint.run.get("position", ""),
+        say=say,
+        tokens=None if job.data is None else Tokens(job.data, job.data_dtype, job.data_labels),
+    )
 
 
 def _materialise(
@@ -281,7 +286,7 @@ def _train(
     job: Job,
     rank: Rank,
     comm: Comm,
-    batch_of: Callable[[int], dict[str, Tensor]],
+    data: BatchSource,
     device: torch.device,
     store: Store,
     interruption: Interruption | VirtualInterruption | None = None,
@@ -358,8 +363,12 @@ def _train(
         for stage in stages.values():
             stage.setup()
 
-        def part_of(number: int) -> dict[str, Tensor]:
-            return own_part(batch_of(number), rank.inputs, job.sizes, rank.module.COORDINATE)
+        def part_of(number: int) -> Mapping[str, Tensor]:
+            return data.part(number, rank.inputs, job.sizes, rank.module.COORDINATE)
+
+        def save(done: int) -> None:
+            assert saver is not None
+            saver.save(done, kept(), position=data.position(done * job.accumulate - 1))
 
         ahead = int(device.type == "cuda") if job.prefetch is None else job.prefetch
         steps = Steps(
@@ -403,14 +412,14 @@ def _train(
                 recorded = done.recorded | {f"parameter/{name}": x for name, x in rank.parameters.items()}
                 with writing(job.record, rank.number):
                     job.record.mkdir(parents=True, exist_ok=True)
-                    save(job.record / f"step_{step + 1:04d}_rank_{rank.number:03d}.safetensors", recorded)
+                    save_tensors(job.record / f"step_{step + 1:04d}_rank_{rank.number:03d}.safetensors", recorded)
             rank.done = step + 1
             if saver is not None and job.saves_after(step + 1):
                 clock.entering("saving")
-                saver.save(step + 1, kept())
+                save(step + 1)
     times.close()
     if saver is not None and rank.done not in (saver.saved, job.start):
-        saver.save(rank.done, kept())
+        save(rank.done)
     if saver is not None:
         clock.entering("the writing of the last checkpoint")
         saver.wait()

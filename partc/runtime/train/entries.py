@@ -1,0 +1,119 @@
+"""The entries of a batch: its tensors and constants by path, and the batch again from other ones.
+
+    {"inputs": {"ids": x}, "weights": (y, 0.5)}  ->  inputs.ids: x, weights.0: y, weights.1: 0.5
+
+Mappings, lists, tuples and dataclasses nest to any depth. `rebuilt` makes objects of the user's own types again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..documents import Malformed
+
+Entries = dict[str, Any]
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, slice, range)
+_LONGEST = 200
+
+
+def entries(batch: Any) -> Entries:
+    """The tensors and constants of a batch by path. Raises Malformed."""
+    found: Entries = {}
+
+    def add(path: str, item: Any) -> Any:
+        if path in found:
+            raise Malformed(f"has two entries of the path {path!a}")
+        if not isinstance(item, (Tensor, *_CONSTANTS)):
+            raise Malformed(f"has {path!a}, which is of {type(item).__name__}: neither a tensor nor a constant")
+        found[path] = item
+        return item
+
+    if not (isinstance(batch, Mapping | list | tuple) or _is_dataclass(batch)):
+        kind = "a tensor" if isinstance(batch, Tensor) else f"of {type(batch).__name__}"
+        raise Malformed(f"is {kind}, not a dict, list, tuple or dataclass")
+    if isinstance(batch, Mapping) and not all(isinstance(key, str) for key in batch):
+        raise Malformed(f"has the key {next(key for key in batch if not isinstance(key, str))!a}, which is no text")
+    try:
+        _mapped(batch, "", add)
+    except RecursionError:
+        raise Malformed("is nested deeper than Python's recursion limit") from None
+    if not any(isinstance(item, Tensor) for item in found.values()):
+        raise Malformed("has no tensor")
+    return found
+
+
+def rebuilt(batch: Any, found: Mapping[str, Any]) -> Any:
+    """A batch of the same form and types with these entries in place of its own."""
+    return _mapped(batch, "", lambda path, item: found.get(path, item))
+
+
+def of_model(model: nn.Module, batch: Any) -> Any:
+    """The model's result for a batch if there is no loss function: entries are arguments, by name or by position."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if type(batch) in (list, tuple) else model(batch)
+
+
+def constants(found: Mapping[str, Any]) -> dict[str, str]:
+    """The entries that are no tensors, as text."""
+    return {path: repr(item) for path, item in found.items() if not isinstance(item, Tensor)}
+
+
+def types(batch: Any) -> set[type]:
+    """The types of the batch's containers and constants."""
+    found = {type(batch)}
+    if isinstance(batch, Mapping):
+        below = list(batch.values())
+    elif isinstance(batch, list | tuple):
+        below = list(batch)
+    else:
+        below = [getattr(batch, each.name) for each in dataclasses.fields(batch)] if _is_dataclass(batch) else []
+    return found.union(*map(types, below))
+
+
+def short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _mapped(item: Any, path: str, leaf: Callable[[str, Any], Any]) -> Any:
+    if isinstance(item, Mapping):
+        return _mapping(item, {key: _mapped(x, _joined(path, key), leaf) for key, x in item.items()})
+    if isinstance(item, list | tuple):
+        made = [_mapped(x, _joined(path, index), leaf) for index, x in enumerate(item)]
+        return item._make(made) if hasattr(item, "_make") else type(item)(made)
+    if _is_dataclass(item):
+        made_of = copy.copy(item)
+        for field in dataclasses.fields(item):
+            held = getattr(item, field.name)
+            value = _mapped(held, _joined(path, field.name), leaf)
+            if value is not held:
+                object.__setattr__(made_of, field.name, value)  # of a frozen one too
+        return made_of
+    return leaf(path, item)
+
+
+def _mapping(item: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
+    if type(item) is dict:
+        return made
+    if not hasattr(item, "__setitem__"):
+        return type(item)(made)  # type: ignore[call-arg]
+    found = copy.copy(item)
+    for key, value in made.items():
+        found[key] = value
+    return found
+
+
+def _joined(path: str, key: Any) -> str:
+    key = key.name if isinstance(key, enum.Enum) else key
+    return f"{path}.{key}" if path else str(key)
+
+
+def _is_dataclass(item: Any) -> bool:
+    return dataclasses.is_dataclass(item) and not isinstance(item, type)

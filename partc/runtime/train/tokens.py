@@ -1,0 +1,182 @@
+"""Token files as data: one long row of token numbers on disk, mapped into memory.
+
+A `.bin` file has nothing but little-endian numbers, a `.npy` file one array. An epoch has each row of the length of the
+batch's once, in an order that follows from the seed and the epoch; a rank reads its own rows only.
+"""
+
+from __future__ import annotations
+
+import ast
+import mmap
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from ..layout import Shard, local_part
+from .entries import rebuilt
+
+DTYPES = {
+    "uint8": torch.uint8,
+    "uint16": torch.uint16,
+    "uint32": torch.uint32,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+_NPY = {"|u1": "uint8", "<u2": "uint16", "<u4": "uint32", "<i4": "int32", "<i8": "int64"}
+_LABELS = frozenset({"labels", "label", "targets", "target", "y"})
+_ROUNDS = 4
+
+
+class TokenFile:
+    """The tokens of a file. Raises UsageError P0545."""
+
+    def __init__(self, path: Path, dtype: str | None) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise self._unusable(f"cannot be mapped: {why}", "name a file of tokens that every rank can read") from None
+        start, count = 0, None
+        if path.suffix == ".npy":
+            found, start, count = self._header()
+            if dtype not in (None, found):
+                raise self._unusable(f"holds {found}, not {dtype}", "leave out --data-dtype: the file says its own")
+            dtype = found
+        kind = DTYPES[dtype or "uint16"]
+        size = len(self._memory) - start
+        if size % kind.itemsize or (count is not None and size != count * kind.itemsize):
+            held = f"{size:,} bytes of tokens"
+            wanted = f"{count:,} of {kind.itemsize} bytes" if count is not None else f"tokens of {kind.itemsize} bytes"
+            raise self._unusable(f"is damaged: {held} are not {wanted}", "write it again, or correct --data-dtype")
+        self._tokens = torch.frombuffer(self._memory, dtype=kind, offset=start) if size else torch.empty(0)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def rows(self, starts: Iterable[int], length: int, below: int | None) -> Tensor:
+        """Rows of tokens from these positions. A token of `below` or more is none of the model's."""
+        found = torch.stack([self._tokens[start : start + length].to(torch.int64) for start in starts])
+        least, most = (int(x) for x in found.aminmax())
+        if least < 0 or (below is not None and most >= below):
+            wrong = least if least < 0 else most
+            cause = f"has the token {wrong:,}, and the model {f'{below:,} of them' if below else 'no negative ones'}"
+            raise self._unusable(cause, "was it made for another vocabulary, or of another --data-dtype?")
+        return found
+
+    def _header(self) -> tuple[str, int, int]:
+        """The type, the first byte and the number of elements of a NumPy file."""
+        try:
+            if self._memory[:6] != b"\x93NUMPY":
+                raise ValueError("it does not start as one")
+            wide = self._memory[6] > 1
+            length = struct.unpack("<I" if wide else "<H", self._memory[8 : 12 if wide else 10])[0]
+            start = (12 if wide else 10) + length
+            header = ast.literal_eval(self._memory[start - length : start].decode("latin1").strip())
+            shape, kind = header["shape"], header["descr"]
+        except (ValueError, SyntaxError, KeyError, IndexError, TypeError, struct.error, RecursionError) as error:
+            raise self._unusable(f"is no NumPy file: {error}", "save it with numpy.save") from None
+        if kind not in _NPY or not (isinstance(shape, tuple) and len(shape) == 1 and isinstance(shape[0], int)):
+            help = f"save one row of {', '.join(DTYPES)}"
+            raise self._unusable(f"holds {kind} of shape {shape}, no row of tokens", help)
+        return _NPY[kind], start, shape[0]
+
+    def _unusable(self, why: str, help: str) -> UsageError:
+        return UsageError("P0545", f"{self.path} {why}", help)
+
+
+class TokenRows:
+    """Batches of token rows: the first entry of the batch are tokens, the second those that follow or the same ones.
+
+    `labels` is `next` or `same`. `form` is a batch with the constants. Raises UsageError P0544 and P0545.
+    """
+
+    def __init__(
+        self, file: TokenFile, plan: Mapping[str, Any], form: Any, *, seed: int, labels: str, again: bool
+    ) -> None:
+        self._file, self._form, self._seed, self._again = file, form, seed, again
+        self._shards = {name: Shard(entry["dtype"] + entry["layout"]) for name, entry in plan["inputs"].items()}
+        self._below = {name: entry.get("below") for name, entry in plan["inputs"].items()}
+        self.names = ordered(plan)
+        self._rows, self.length = self._shards[self.names[0]].shape
+        self._behind = labels == "next" and len(self.names) == 2
+        self.count = (len(file) - self._behind) // self.length  # rows of an epoch
+        if not self.count:
+            cause = f"{file.path} has {len(file):,} tokens, and a row of the batch {self.length + self._behind:,}"
+            raise UsageError("P0545", cause, "give a longer file, or compile for shorter rows")
+
+    def __str__(self) -> str:
+        labels = f"{self.names[-1]} are {'the next tokens' if self._behind else 'the same tokens'}, "
+        return f"{self._file.path}: {labels if len(self.names) == 2 else ''}{self.count:,} rows in an epoch"
+
+    def batch(self, number: int) -> Any:
+        return rebuilt(self._form, {name: self._read(number, name, range(self._rows)) for name in self.names})
+
+    def part(
+        self, number: int, inputs: Mapping[str, Shard], sizes: Mapping[str, int], coordinate: Mapping[str, int]
+    ) -> dict[str, Tensor]:
+        found = {}
+        for name, shard in inputs.items():
+            rows, columns = shard.dims
+            mine = local_part(torch.arange(self._rows), (rows,), sizes, coordinate).tolist()
+            whole = self._read(number, name, mine)
+            found[name] = local_part(whole, (((len(mine), ()),), columns), sizes, coordinate).contiguous()
+        return found
+
+    def position(self, number: int) -> str:
+        return ""
+
+    def _read(self, number: int, name: str, rows: Iterable[int]) -> Tensor:
+        shift = int(self._behind and name == self.names[1])
+        starts = [self._row(number * self._rows + row) * self.length + shift for row in rows]
+        return self._file.rows(starts, self.length, self._below[name]).to(self._shards[name].dtype)
+
+    def _row(self, index: int) -> int:
+        """The place in the file of a row in the order of reading."""
+        epoch, index = divmod(index, self.count)
+        if epoch and not self._again:
+            help = "--data-end repeat reads it again in another order"
+            raise UsageError("P0544", f"{self._file.path} ends after {self.count:,} rows", help, alike=True)
+        return shuffled(index, self.count, _mixed(_mixed(self._seed) + epoch))
+
+
+def ordered(plan: Mapping[str, Any]) -> tuple[str, ...]:
+    """The entries that tokens fill: tokens, and labels if there are any. Raises UsageError P0545."""
+    shards = {name: Shard(entry["dtype"] + entry["layout"]) for name, entry in plan["inputs"].items()}
+    shapes = {shard.shape for shard in shards.values()}
+    fits = len(shards) in (1, 2) and len(shapes) == 1 and all(len(shape) == 2 for shape in shapes)
+    if not fits or any(shard.type[0] != "i" for shard in shards.values()):
+        held = ", ".join(
+            f"{name}: {entry['dtype']}{list(shards[name].shape)}" for name, entry in plan["inputs"].items()
+        )
+        cause = f"a token file fills one or two entries of integers, (rows, length), and the batch has {held}"
+        raise UsageError("P0545", cause, "make the other entries in the model, or write data(step)", alike=True)
+    return tuple(sorted(shards, key=lambda name: re.split(r"\W", name.lower())[-1] in _LABELS))
+
+
+def shuffled(index: int, count: int, key: int) -> int:
+    """The place of `index` in a permutation of `count` places: a Feistel network on the numbers below a power of 4."""
+    half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (_mixed(key + (right << 3) + turn) & mask)
+        index = left << half | right
+        if index < count:
+            return index
+
+
+def _mixed(x: int) -> int:
+    """A hash of 64 bits (splitmix64)."""
+    x = (x + 0x9E3779B97F4A7C15) % (1 << 64)
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % (1 << 64)
+    return x ^ x >> 31

@@ -1,0 +1,179 @@
+"""Batches of any form: their entries by path, constants of the trace, and objects of the user's own types."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partc
+from partc.errors import PartcError
+from partc.package.verify import verify
+from partc.runtime.documents import Malformed
+from partc.runtime.train.entries import constants, entries, rebuilt
+from tests.durable import train, trained
+from tests.models import nested
+
+NESTED = Path(nested.__file__)
+HEAD = """
+import torch
+from torch import nn
+
+
+def model():
+    return nn.Linear(4, 3)
+
+
+def batch():
+    return {batch}
+
+
+def loss(model, batch):
+    return model({x}).square().mean()
+"""
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Equality of nested objects, types included."""
+    if isinstance(left, Tensor):
+        return isinstance(right, Tensor) and torch.equal(left, right)
+    if isinstance(left, list | tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(equal, left, right))
+    if isinstance(left, dict | nested.Encoding):
+        return type(left) is type(right) and left.keys() == right.keys() and all(equal(left[k], right[k]) for k in left)
+    if isinstance(left, nested.Targets):
+        return type(left) is type(right) and equal(vars(left), vars(right))
+    return type(left) is type(right) and left == right
+
+
+def test_a_batch_rebuilt_from_its_entries_is_the_same_and_shares_no_container() -> None:
+    batch = nested.batch()
+    found = entries(batch)
+    assert list(found)[:3] == ["inputs.ids", "inputs.mask", "rest.0.0"]
+    assert constants(found)["targets.main.kind"] == "<Kind.MEAN: 'mean'>"
+    again = rebuilt(batch, found)
+    assert equal(again, batch)
+    other = rebuilt(batch, {"inputs.ids": torch.zeros(1), "rest.1.1.1": 7})
+    assert other["inputs"].ids.shape == (1,) and batch["inputs"].ids.shape == (8, 6)
+    assert other["rest"][1] == (0.5, [False, 7]) and batch["rest"][1] == (0.5, [False, True])
+    ordered = OrderedDict(b=torch.ones(1), a=torch.zeros(2))
+    assert type(rebuilt(ordered, {})) is OrderedDict and list(rebuilt(ordered, {})) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"x": {1, 2}}, "'x', which is of set"),
+        ({"a": {"b": torch.ones(1)}, "a.b": 3}, "two entries of the path 'a.b'"),
+        ({3: torch.ones(1)}, "key 3, which is no text"),
+        ({"x": [1.0, 2.0]}, "no tensor"),
+        (torch.ones(2), "is a tensor"),
+    ],
+)
+def test_no_batches(batch: Any, message: str) -> None:
+    with pytest.raises(Malformed, match=message):
+        entries(batch)
+
+
+def test_a_list_within_itself_is_refused() -> None:
+    endless: list[Any] = [torch.ones(1)]
+    endless.append(endless)
+    with pytest.raises(Malformed, match="deeper"):
+        entries({"x": endless})
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,tp=2"])
+def test_nested_batches_train_as_on_one_device(tmp_path: Path, mesh: str) -> None:
+    package = partc.compile(NESTED, mesh=mesh, microbatches=2, precision="fp64").write(tmp_path / "build")
+    assert verify(package, virtual=True).ok
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [torch.randn(8, 4), torch.randn(8, 3)],
+        nested.Pair(torch.randn(8, 4), torch.randn(8, 3)),
+        {"left": torch.randn(8, 4), "right": torch.randn(8, 3)},
+    ],
+    ids=["by position", "a named tuple", "by name"],
+)
+def test_batches_of_objects_are_arguments_or_one_argument(batch: Any) -> None:
+    build = of_pair if isinstance(batch, nested.Pair) else of_two
+    assert partc.compile(build, batch, mesh="dp=2", precision="fp64").verify(steps=2).ok
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 3)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return (self.up(left) - right).square().mean()
+
+
+class OfPair(Two):
+    def forward(self, pair: nested.Pair) -> Tensor:  # type: ignore[override]
+        return super().forward(pair.left, pair.right)
+
+
+def of_two() -> nn.Module:
+    return Two()
+
+
+def of_pair() -> nn.Module:
+    return OfPair()
+
+
+def test_a_shared_microbatch_of_a_nested_batch_is_a_batch_of_its_own(tmp_path: Path) -> None:
+    """An operation that couples examples makes each microbatch a batch of its own, in the reference too."""
+    text = HEAD.format(batch="{'in': [torch.randn(8, 4), 2.0]}", x="batch['in'][0]")
+    text = text.replace(".square().mean()", ".cumsum(0).square().mean() * batch['in'][1]")
+    file = tmp_path / "coupled.py"
+    file.write_text(text)
+    package = partc.compile(file, mesh="tp=1", microbatches=2, precision="fp64")
+    assert package.warnings
+    assert package.verify(steps=2).ok
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{'a': [x, 3]}", "'a.1' in batch 2 of data(step) is 3, and 2 was compiled"),
+        ("{'a': [x, True]}", "'a.1' in batch 2 of data(step) is True, and 2 was compiled"),
+        ("{'a': [x, 2], 'b': x}", "has the tensor 'b', and batch() has none there"),
+        ("{'a': [x]}", "has no entry 'a.1'"),
+        ("{'a': [x[:7], 2]}", "'a.0' in batch 2 of data(step) has shape [7, 4], of batch() [8, 4]"),
+        ("{'a': [x, 2], 'b': {1}}", "'b', which is of set"),
+        ("[x]", "has no entry 'a.0'"),
+    ],
+)
+def test_batches_of_another_form_are_refused(tmp_path: Path, given: str, message: str) -> None:
+    text = HEAD.format(batch="{'a': [torch.randn(8, 4), 2]}", x="batch['a'][0]")
+    text += f"\n\ndef data(step):\n    x = torch.ones(8, 4)\n    return {given} if step == 2 else {{'a': [x, 2]}}\n"
+    file = tmp_path / "form.py"
+    file.write_text(text)
+    package = partc.compile(file, mesh="dp=2").write(tmp_path / "build")
+    trained(package, "--steps", 2)
+    stopped = train(package, "--steps", 3)
+    assert stopped.returncode == 2 and "P0543" in stopped.stderr and message in stopped.stderr, stopped.stderr
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ("{'x': torch.ones(8, 4), 'y': {1}}", "'y', which is of set"),
+        ("{'x': {'y': torch.ones(8, 4)}, 'x.y': None}", "two entries"),
+        ("{'x': {'y': torch.ones(8, 4).to_sparse()}}", "'x.y', which is sparse"),
+        ("torch.ones(8, 4)", "is a tensor"),
+    ],
+)
+def test_batches_that_cannot_be_compiled(tmp_path: Path, batch: str, message: str) -> None:
+    file = tmp_path / "form.py"
+    file.write_text(HEAD.format(batch=batch, x="batch['x']"))
+    with pytest.raises(PartcError, match=message) as refused:
+        partc.compile(file, mesh="dp=2")
+    assert refused.value.code == "P0205"

@@ -529,9 +529,9 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0545": CodeExplanation(
         "a token file that cannot be used",
         "`train.py --data tokens.bin` reads little-endian numbers without a header, of --data-dtype; `--data "
-        "tokens.npy` one row of integers that numpy.save wrote. They fill a batch of one or two entries of integers, (rows, "
-        "length): the tokens and their labels. Each token must be below the number of rows of the model's embedding, "
-        "and of the classes of its loss, where partc finds these in the model.",
+        "tokens.npy` one row of integers that numpy.save wrote. They fill a batch of one or two entries of integers, "
+        "(rows, length): the tokens and their labels. Each token must be below the number of rows of the model's "
+        "embedding, and of the classes of its loss, where partc finds these in the model.",
     ),
     "P0601": CodeExplanation(
         "the output folder is not partc's",

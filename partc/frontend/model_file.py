@@ -16,7 +16,6 @@ from typing import Any
 from partc.errors import PartcError, Source, first_line
 from partc.frontend.example_files import hint
 from partc.installed import is_machinery
-from partc.runtime.train.data import takes_step
 
 Option = int | float | bool | str
 
@@ -124,6 +123,8 @@ def blame(error: BaseException, path: Path | None = None) -> Source | None:
 
 
 def _converted(options: Mapping[str, str], functions: list[Any], data: Any, path: Path) -> dict[str, Option]:
+    from partc.runtime.train.data import takes_step  # which loads torch
+
     known = {name: parameter for function in functions for name, parameter in _parameters(function).items()}
     if callable(data) and not hasattr(data, "__iter__"):
         known = dict(list(_parameters(data).items())[takes_step(data) :]) | known

@@ -196,7 +196,7 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     add("--no-decay", action="append", metavar="GLOB", help="parameters without weight decay: '*.bias', '*norm*'")
     add("--accumulate", type=int, metavar="N", help="batches of data for each step of the optimizer; 1")
     tokens = "a file of token numbers for the batch's entries, in place of the model file's data: .bin or .npy"
-    add("--data", metavar="FILE", help=tokens)
+    add("--data", type=_path, metavar="FILE", help=tokens)
     add("--data-dtype", choices=tuple(TOKENS), help="the type of a .bin file's numbers; uint16")
     labels = "labels are the next tokens, or the same ones, which the model shifts itself; "
     unset = "same for an entry `labels` without a loss function, as in Hugging Face models, else next"
@@ -332,6 +332,8 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         arguments["cuda_graphs"] = plan.get("command", {}).get("cuda_graphs", False)
     if arguments["cuda_graphs"]:
         _check_graphs(arguments, plan)
+    if arguments["data"] is not None:
+        arguments["data"] = str(arguments["data"].resolve())
     named = frozenset(name for name in _CONTINUED if arguments[name] is not None)
     for name, value in {"seed": plan["seed"], **_DEFAULTS}.items():
         if name not in named:

@@ -18,16 +18,10 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from ..layout import Shard, local_part
+from ..layout import Shard, local_part, short_name
 from .entries import rebuilt
 
-DTYPES = {
-    "uint8": torch.uint8,
-    "uint16": torch.uint16,
-    "uint32": torch.uint32,
-    "int32": torch.int32,
-    "int64": torch.int64,
-}
+DTYPES = {name: getattr(torch, name) for name in ("uint8", "uint16", "uint32", "int32", "int64")}
 _NPY = {"|u1": "uint8", "<u2": "uint16", "<u4": "uint32", "<i4": "int32", "<i8": "int64"}
 _LABELS = frozenset({"labels", "label", "targets", "target", "y"})
 _ROUNDS = 4
@@ -153,9 +147,7 @@ def ordered(plan: Mapping[str, Any]) -> tuple[str, ...]:
     shapes = {shard.shape for shard in shards.values()}
     fits = len(shards) in (1, 2) and len(shapes) == 1 and all(len(shape) == 2 for shape in shapes)
     if not fits or any(shard.type[0] != "i" for shard in shards.values()):
-        held = ", ".join(
-            f"{name}: {entry['dtype']}{list(shards[name].shape)}" for name, entry in plan["inputs"].items()
-        )
+        held = ", ".join(f"{name}: {short_name(shard.dtype)}{list(shard.shape)}" for name, shard in shards.items())
         cause = f"a token file fills one or two entries of integers, (rows, length), and the batch has {held}"
         raise UsageError("P0545", cause, "make the other entries in the model, or write data(step)", alike=True)
     return tuple(sorted(shards, key=lambda name: re.split(r"\W", name.lower())[-1] in _LABELS))

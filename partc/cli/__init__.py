@@ -122,7 +122,7 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
     """Train a package and its single-device model from one seed; compare loss, gradients and parameters.
 
     Other options go to train.py and to torch's own optimizer alike: --optimizer, --lr, --weight-decay, --no-decay,
-    --clip, --accumulate, --lr-schedule, --warmup, --min-lr, --seed. The defaults are train.py's, with --clip 1.
+    --clip, --accumulate, --lr-schedule, --warmup, --min-lr, --seed, --data. The defaults are train.py's, with --clip 1.
     """
     from partc.package.launch import read_package
 

@@ -152,6 +152,7 @@ def _read(entry: Path, name: str, path: str, *, mesh: Mesh, batches: Batches) ->
     program = _placed(program, _MODEL, path)
     return Traced(
         program=replace(program, name=shown(name), mesh=mesh, microbatches=batches.microbatches),
+        constants=found["constants"],
         model_source="",
         options=found["options"],
     )
@@ -164,6 +165,7 @@ def _write(entry: Path, traced: Traced, path: Path, read: Iterable[str]) -> None
     document = {
         "files": {file: state for file, state in files.items() if state},
         "options": dict(traced.options),
+        "constants": dict(traced.constants),
         "program": print_program(_placed(traced.program, str(path.absolute()), _MODEL), sources=True),
     }
     try:

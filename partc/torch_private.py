@@ -10,23 +10,30 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.proxy import TracerBase
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 # Where modules and weights keep the hooks that see gradients.
 GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # The filter for the frames that a tracer records with an operation; by default it keeps those of modules only.
 STACK_FILTER = "_filter_traceback_frames"
+# The method of modules that runs hooks and forward, inside the wrapper by which tracers follow modules.
+MODULE_CALL = "_call_impl"
 
 __all__ = [
     "GRADIENT_HOOKS",
+    "MODULE_CALL",
     "STACK_FILTER",
     "TENSOR_HOOKS",
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
     "TracerBase",
+    "TreeSpec",
     "aot_export_joint_simple",
     "below_autograd",
+    "tree_flatten",
+    "tree_unflatten",
     "without_order",
 ]
 

@@ -17,6 +17,7 @@ from partc.errors import PartcError, first_line
 from partc.frontend.frozen_state import StateWatch, check
 from partc.frontend.model_file import blame
 from partc.frontend.own_backward import refuse_hooks, without_own_backward
+from partc.frontend.repeats import CallMark, Modules, Repeats
 from partc.frontend.trace_errors import explained
 from partc.installed import is_machinery
 from partc.quoting import encodable
@@ -26,6 +27,7 @@ from partc.runtime.train.precision import computing_in, held_in
 from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase
 
 Loss = Callable[[Any, Any], Any]
+Groups = frozenset[int]  # numbers of groups of equal modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ class Captured:
     constants: Mapping[str, str]
     precision: str
     trained: frozenset[str]
+    calls: Mapping[int, CallMark]  # the marks in the exported graph
 
 
 class _TracedStep(nn.Module):
@@ -58,12 +61,14 @@ class _TracedStep(nn.Module):
         path: Path | None,
         form: Any,
         names: Sequence[str],
-        trained: Callable[[frozenset[str]], None],
+        trained: Callable[[frozenset[str], Repeats], None],
         watch: StateWatch,
+        repeats: Callable[[], Repeats],
     ) -> None:
         super().__init__()
         self.model = model
         self._watch = watch
+        self._repeats = repeats
         self._loss = loss
         self._path = path
         self._form = form
@@ -75,13 +80,14 @@ class _TracedStep(nn.Module):
         stores = [module._buffers for module in self.modules()]
         held = [(store, name, buffer) for store in stores for name, buffer in store.items()]
         try:
-            with self._watch.watching():
+            repeats = self._repeats()
+            with self._watch.watching(), repeats.marking():
                 loss = self._forward(batch)
         except PartcError:
             raise
         except Exception as error:  # torch.export would print the graph so far beside it, or its whole message
             raise explained(error, self.model, self._path) from error
-        self._trained(_with_gradient(self.model, loss))
+        self._trained(_with_gradient(self.model, loss, repeats), repeats)
         for store, name, buffer in held:
             now = store[name]
             if buffer is not None and now is not None and now is not buffer:
@@ -112,8 +118,11 @@ def capture(
     precision: str,
     path: Path | None = None,
     parts: int = 1,
+    excluded: Groups | None = None,
 ) -> Captured:
     """Build the model under fake tensors and export it, for one of `parts` equal parts of the batch.
+
+    Equal modules are traced once, except those of the groups `excluded`; None traces all calls.
 
     Raises PartcError P0205 (the model or the batch cannot be built), P0206 (it does not trace), P0208 (the loss is no
     scalar), P0225 (it depends on state that packages do not have), P0401 (the batch does not divide).
@@ -121,7 +130,7 @@ def capture(
     dtype = held_in(precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = _built(build, path)
-    trained: list[frozenset[str]] = []
+    trained: list[tuple[frozenset[str], Repeats]] = []
     with mode:
         _make_fake(model, dtype)
         form, found = _batch(make_batch, path)
@@ -130,10 +139,13 @@ def capture(
         try:
             with computing_in(dtype), without_own_backward(), stacks_of_losses():
                 watch = StateWatch(model, loss)
-                step = _TracedStep(model, loss, path, form, tuple(batch), trained.append, watch)
+                told = lambda names, repeats: trained.append((names, repeats))  # noqa: E731
+                modules = Modules(model)
+                repeats = lambda: Repeats(modules, excluded)  # noqa: E731
+                step = _TracedStep(model, loss, path, form, tuple(batch), told, watch, repeats)
                 trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
                 exported = trace()
-                gained = trained[-1]
+                gained, marked = trained[-1]
                 check(exported, watch, trace)
         except PartcError as error:
             error.source = error.source or blame(error, path)
@@ -147,23 +159,17 @@ def capture(
         constants=constants(found),
         precision=precision,
         trained=gained,
+        calls=marked.calls,
     )
 
 
-def _with_gradient(model: nn.Module, loss: Tensor) -> frozenset[str]:
+def _with_gradient(model: nn.Module, loss: Tensor, repeats: Repeats) -> frozenset[str]:
     """The parameters at the leaves of the loss's autograd graph, under all of their names.
 
     This is torch's own definition of differentiability: `round(w)` has a gradient of zeros; `argmax(w)` and values that
     are detached or computed under no_grad have none.
     """
-    leaves, seen, left = set(), set(), [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaves.add(id(getattr(node, "variable", None)))
-        left.extend(before for before, _ in node.next_functions)
+    leaves = repeats.leaves(loss)
     return frozenset(name for name, x in model.named_parameters(remove_duplicate=False) if id(x) in leaves)
 
 

@@ -104,7 +104,7 @@ class State:
         return state
 
     def _add(self, key: tuple[str, str], value: Any, owner: Any) -> None:
-        self.values[key] = _frozen(value, self.kept, DEPTH, self.known)
+        self.values[key] = frozen(value, self.kept, DEPTH, self.known)
         self.owners[key] = owner
 
     def changes(self, now: State) -> list[Change]:
@@ -143,7 +143,7 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _frozen(value: Any, kept: list[Any], depth: int, known: dict[int, Any]) -> Any:
+def frozen(value: Any, kept: list[Any], depth: int, known: dict[int, Any]) -> Any:
     """A copy of the value that can be compared later."""
     if value is None or isinstance(value, bool | int | float | str | bytes | complex | torch.dtype | torch.device):
         return (type(value).__name__, repr(value))
@@ -151,17 +151,17 @@ def _frozen(value: Any, kept: list[Any], depth: int, known: dict[int, Any]) -> A
         kept.append(value)
         return ("tensor", id(value))
     if depth and isinstance(value, Mapping) and len(value) <= ITEMS:
-        items = ((repr(key)[:200], _frozen(item, kept, depth - 1, known)) for key, item in value.items())
+        items = ((repr(key)[:200], frozen(item, kept, depth - 1, known)) for key, item in value.items())
         return ("mapping", tuple(items))
     if depth and isinstance(value, list | tuple | deque) and len(value) <= ITEMS:
-        return ("items", tuple(_frozen(item, kept, depth - 1, known) for item in value))
+        return ("items", tuple(frozen(item, kept, depth - 1, known) for item in value))
     if isinstance(value, set | frozenset) and len(value) <= ITEMS:
         return ("set", tuple(sorted(repr(item)[:200] for item in value)))
     if id(value) not in known:
         kept.append(value)
         known[id(value)] = ("object", id(value))
         if depth and not isinstance(value, nn.Module) and not callable(value) and hasattr(value, "__dict__"):
-            inside = ((n, _frozen(x, kept, depth - 1, known)) for n, x in vars(value).items() if n[:2] != "__")
+            inside = ((n, frozen(x, kept, depth - 1, known)) for n, x in vars(value).items() if n[:2] != "__")
             known[id(value)] = ("object", id(value), tuple(inside))
     return known[id(value)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import tempfile
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +16,11 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from partc.errors import InternalError, PartcError, Source
-from partc.frontend.capture import Captured, Loss, capture
+from partc.frontend.capture import Captured, Groups, Loss, capture
 from partc.frontend.huggingface import PREFIX, is_configuration, model_source
 from partc.frontend.model_file import ModelFile, load
+from partc.frontend.repeated_ops import RepeatedOps
+from partc.frontend.repeats import MARK, UnequalError
 from partc.installed import is_machinery, shortened
 from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
@@ -26,9 +28,11 @@ from partc.ir.naming import identifier, unique, unreserved
 from partc.ir.operators import DTYPE_NAMES
 from partc.ir.program import Arg, Call, DTypeArg, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
 from partc.quoting import shown
+from partc.settings import PASSES, tell
 from partc.torch_private import OpOverload
 
 MAIN = "main"
+TRIES = 4  # traces that leave out groups of modules
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 _INLINED = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
 _AUTOCAST = {
@@ -84,8 +88,18 @@ def trace_file(
 
 def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: str) -> Traced:
     """Trace a model file that has been loaded. Raises PartcError P0205 to P0209."""
-    captured = capture(file.model, file.batch, file.loss, precision=precision, path=file.path, parts=batches.parts)
-    program = program_of(captured, name=file.name, mesh=mesh, batches=batches)
+    captured, program = _traced(
+        lambda excluded: capture(
+            file.model,
+            file.batch,
+            file.loss,
+            precision=precision,
+            path=file.path,
+            parts=batches.parts,
+            excluded=excluded,
+        ),
+        lambda captured: program_of(captured, name=file.name, mesh=mesh, batches=batches),
+    )
     return Traced(program=program, constants=captured.constants, model_source=file.source, options=file.options)
 
 
@@ -121,8 +135,29 @@ def trace_model(
     precision: str = "fp32",
 ) -> Program:
     """Trace a model given as functions. Raises PartcError P0205 to P0209."""
-    captured = capture(build, batch, loss, precision=precision, parts=batches.parts)
-    return program_of(captured, name=name, mesh=mesh, batches=batches)
+    return _traced(
+        lambda excluded: capture(build, batch, loss, precision=precision, parts=batches.parts, excluded=excluded),
+        lambda captured: program_of(captured, name=name, mesh=mesh, batches=batches),
+    )[1]
+
+
+def _traced(
+    capture: Callable[[Groups | None], Captured], read: Callable[[Captured], Program]
+) -> tuple[Captured, Program]:
+    """Trace equal modules once; without a group of modules that are not equal, and as a whole if that fails."""
+    excluded: Groups = frozenset()
+    for _ in range(TRIES):
+        try:
+            captured = capture(excluded)
+            return captured, read(captured)
+        except UnequalError as error:
+            tell(PASSES, f"modules of group {error.group} differ in their calls: each is traced")
+            excluded |= {error.group}
+        except Exception as error:
+            tell(PASSES, f"the model is traced as a whole: {type(error).__name__}")
+            break
+    captured = capture(None)
+    return captured, read(captured)
 
 
 def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -> Program:
@@ -212,12 +247,14 @@ class _GraphReader:
         self._exported = captured.exported
         self._constants = {name: tensor for name, tensor in captured.exported.constants.items()}
         self._entries = tuple(captured.batch)
+        self._calls = captured.calls
         self._names: dict[fx.Node, str] = {}
         self._ops: list[Op] = []
         self.params: list[Value] = []
         self.inputs: list[Value] = []
         self.states: dict[str, str] = {}  # parameter, by its first name -> its value
         self._owners = owners
+        self._repeated: RepeatedOps | None = None
         self._low = _AUTOCAST.get(captured.precision)
 
     def read(self) -> Graph:
@@ -231,7 +268,11 @@ class _GraphReader:
             self._names[node] = unique(unreserved(identifier(entry)), taken)
         for node in places:
             self._placeholder(node, specs[node.name])
+        names = {node.name for part in self._exported.graph_module.modules() for node in _nodes(part)}
+        self._repeated = RepeatedOps(self._calls, self._ops, names)
+        self._weights = {name: self.states[owner] for name, owner in self._owners.items() if owner in self.states}
         outputs = self._body(module)
+        self._repeated.check_leaks()
         return Graph(inputs=tuple(self.inputs), ops=tuple(self._ops), outputs=(outputs[0],))
 
     def _placeholder(self, node: fx.Node, spec: Any) -> None:
@@ -283,6 +324,9 @@ class _GraphReader:
         name = _name(node)
         if name in _DROPPED:
             return
+        if name == MARK:
+            self._mark(node)
+            return
         if name in _INLINED:
             self._inline(node, module)
             return
@@ -301,6 +345,16 @@ class _GraphReader:
         made = replace(results[0], name=f"{results[0].name}_made")
         self._add(name, args, tuple(attrs.items()), (made,), source_of(node))
         self._add("copy_", (out, Ref(made.name)), (), results, source_of(node))
+
+    def _mark(self, node: fx.Node) -> None:
+        """Put the operations of a call that was not traced in place of its empty outputs."""
+        tensors: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+        number: int = node.args[1]  # type: ignore[assignment]
+        assert self._repeated is not None
+        names = tuple(self._names[tensor] for tensor in tensors)
+        found = self._repeated.mark(number, _module(node), names, self._weights)
+        for tensor in tensors:
+            self._names[tensor] = found.get(self._names[tensor], self._names[tensor])
 
     def _check(self, node: fx.Node, name: str) -> None:
         """Refuse higher-order functions, and products of different dtypes, which fail once there are values.
@@ -416,6 +470,10 @@ class _GraphReader:
         raise InternalError(f"an operation's argument has no place in the IR: {arg!r}")
 
 
+def _nodes(module: nn.Module) -> Iterable[fx.Node]:
+    return module.graph.nodes if isinstance(module, fx.GraphModule) else ()
+
+
 def _name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, OpOverload):
@@ -424,11 +482,16 @@ def _name(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def _module(node: fx.Node) -> str:
+    """The path of the module that ran a node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed([path for path, _ in stack.values()]), "").removeprefix("model").removeprefix(".")
+    return re.sub(r"@\d+$", "", path)
+
+
 def source_of(node: fx.Node) -> Source | None:
     """The innermost line of model code that made a node, and the module that ran it."""
-    stack = node.meta.get("nn_module_stack") or {}
-    module = next(reversed([path for path, _ in stack.values()]), "").removeprefix("model").removeprefix(".")
-    module = re.sub(r"@\d+$", "", module)
+    module = _module(node)
     frames = re.findall(r'(?m)^\s*File "(.+)", line (\d+), in ', node.meta.get("stack_trace") or "")
     chosen = next(((f, n) for f, n in reversed(frames) if not is_machinery(f)), None)
     if chosen is None:

@@ -1,0 +1,527 @@
+"""Equal modules are traced once: the third and later calls of equal modules become marks that the reader expands.
+
+    layers.0(x, cos)  -> traced between two marks: a record
+    layers.1(y, cos)  -> equal to the record; traced as well, and compared with it when the graph is read
+    layers.2(z, cos)  -> equal to the record; empty tensors and one mark
+
+A call is equal to a record if the modules have equal trees of classes and weights, inputs and modes have equal types
+and values, and every attribute that the recorded call read has an equal value. A call is recorded if it changes no
+attribute and returns tensors and plain values. The time of a trace then depends on the number of distinct modules.
+
+Assumptions that only the graph shows are checked there: the second call of each kind computes the same, and no value
+inside a record is read outside it. If one fails, the model is traced again without the group of modules concerned.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.frontend.frozen_state import frozen
+from partc.installed import is_machinery
+from partc.torch_private import MODULE_CALL, TreeSpec, tree_flatten, tree_unflatten
+
+MARK = "partc::module_call"
+RECORDS = 8  # different records of one group; further calls are traced
+DEPTH = 6  # of values of attributes that are compared
+_PLAIN = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+_KEPT_APART = ("_parameters", "_buffers", "_modules")
+_library = torch.library.Library("partc", "FRAGMENT")
+_library.define("module_call(Tensor[] tensors, int call) -> ()")
+_library.impl("module_call", lambda tensors, call: None, "CompositeExplicitAutograd")
+for _key in ("Autograd", "ADInplaceOrView"):
+    _library.impl("module_call", torch.library.fallthrough_kernel, _key)
+torch.fx.node.has_side_effect(torch.ops.partc.module_call.default)
+
+Edge = tuple[torch.autograd.graph.Node, int]  # an output of a node of the autograd graph
+
+
+class UnequalError(Exception):
+    """The modules of `group` are not what their record says; the model has to be traced without it."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__(group)
+        self.group = group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallMark:
+    """A marked call of a module: the call that recorded it, and whether its operations are traced.
+
+    The first mark of a traced call stands before its operations and lists the input tensors, the second one stands
+    behind them and lists the output tensors. The mark of a call that is not traced lists its inputs and then empty
+    tensors in place of its outputs; `outputs` are their places among the output tensors of the record. `weights` maps
+    names of parameters and buffers of the recorded call to those of this call.
+    """
+
+    group: int
+    record: int
+    traced: bool
+    inputs: int
+    outputs: tuple[int, ...]
+    weights: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorKind:
+    """What an equal call shares with a tensor of the record."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    trained: bool
+    parameter: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> _TensorKind:
+        return cls(x.dtype, tuple(x.shape), x.stride(), x.requires_grad, isinstance(x, nn.Parameter))
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The inputs of a call: their tree, and its leaves as kinds of tensors, earlier equal leaves, and plain values."""
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    modes: tuple[Any, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Record:
+    """A traced call that later calls are compared with."""
+
+    number: int
+    module: nn.Module
+    path: str
+    given: _Given
+    reads: set[tuple[int, str]] = field(default_factory=set)
+    values: dict[tuple[str, str], Any] = field(default_factory=dict)  # (path below the module, attribute) -> value
+    spec: TreeSpec | None = None
+    results: tuple[Any, ...] = ()  # an index of an input, the name of a weight, a kind of tensor, or a plain value
+    reach: tuple[tuple[Any, ...], ...] = ()  # for each result: inputs, weights and other leaves with gradients
+    usable: bool = False
+    calls: int = 1
+
+
+class Modules:
+    """The modules of a model by the identity of their attributes, which tracing's proxies of modules share."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = {id(vars(module)): module for module in model.modules()}
+        self.paths = {id(vars(module)): path for path, module in model.named_modules()}
+        self.groups = dict(_grouped(model))
+        self.weights = _weights(model)
+
+
+class Repeats:
+    """The calls of one trace of a model. `excluded` are groups of modules whose calls are all traced; None is all."""
+
+    def __init__(self, modules: Modules, excluded: frozenset[int] | None) -> None:
+        self.calls: dict[int, CallMark] = {}
+        self._excluded = excluded
+        self._groups = modules.groups
+        self._paths = modules.paths
+        self._modules = modules.modules
+        self._weights = modules.weights
+        self._records: dict[int, list[_Record]] = {}
+        self._active: list[_Record] = []
+        self._made: dict[int, tuple[Tensor, _Record, Sequence[Any], nn.Module, int]] = {}
+        self._numbers = 0
+
+    @contextmanager
+    def marking(self) -> Iterator[None]:
+        """A context in which calls of modules are marked."""
+        if self._excluded is None:
+            yield
+            return
+        call = getattr(nn.Module, MODULE_CALL)
+
+        def marked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._called(module, args, kwargs, lambda: call(module, *args, **kwargs))
+
+        setattr(nn.Module, MODULE_CALL, marked)
+        try:
+            yield
+        finally:
+            setattr(nn.Module, MODULE_CALL, call)
+
+    def _called(self, seen: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        group = self._groups.get(id(vars(seen)))
+        if group is None or group in (self._excluded or ()):
+            return run()
+        module = self._modules[id(vars(seen))]  # tracing hands out proxies of modules
+        leaves, spec = tree_flatten((args, kwargs))
+        given = _given(spec, leaves)
+        if given is None or _hooked(module):
+            return run()
+        records = self._records.setdefault(group, [])
+        record = next((found for found in records if self._equal(found, module, given)), None)
+        if record is None and len(records) == RECORDS:
+            return run()
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if record is None:
+            return self._recorded(module, group, given, tensors, run)
+        record.calls += 1
+        if record.calls == 2:
+            return self._marked(record, module, group, tensors, run)
+        return self._repeated(record, module, group, tensors)
+
+    def _recorded(
+        self, module: nn.Module, group: int, given: _Given, tensors: list[Tensor], run: Callable[[], Any]
+    ) -> Any:
+        path = self._paths[id(vars(module))]
+        record = _Record(number=self._numbers, module=module, path=path, given=given)
+        before = _attributes(module)
+        edges = [_edge(x) for x in tensors]
+        state, kept = _state(module)
+        self._active.append(record)
+        try:
+            with _reads(self._active):
+                result = self._marked(record, module, group, tensors, run)
+        finally:
+            self._active.pop()
+        after, _ = _state(module)
+        weights = {id(x): name for name, x in _named_weights(module)}
+        leaves, record.spec = tree_flatten(result)
+        found = [_result(leaf, tensors, weights) for leaf in leaves]
+        del kept
+        if state == after and all(item is not _UNKNOWN for item in found):
+            record.results = tuple(found)
+            record.values = _read(module, before, record.reads)
+            stops = {edge: index for index, edge in enumerate(edges) if edge is not None}
+            leaf_inputs = {id(x): i for i, x in enumerate(tensors) if x.requires_grad and x.grad_fn is None}
+            record.reach = tuple(
+                self._reached(leaf, stops, leaf_inputs, weights) if isinstance(leaf, Tensor) else () for leaf in leaves
+            )
+            record.usable = True
+        self._records[group].append(record)
+        return result
+
+    def _marked(
+        self, record: _Record, module: nn.Module, group: int, tensors: list[Tensor], run: Callable[[], Any]
+    ) -> Any:
+        """A traced call between its two marks."""
+        number = self._mark(record, module, group, len(tensors))
+        torch.ops.partc.module_call(tensors, number)
+        result = run()
+        torch.ops.partc.module_call([x for x in tree_flatten(result)[0] if isinstance(x, Tensor)], number)
+        return result
+
+    def _repeated(self, record: _Record, module: nn.Module, group: int, tensors: list[Tensor]) -> Any:
+        """The results of an equal call: new tensors behind one mark, and inputs and weights that the record returns."""
+        returned = [result for result in record.results if isinstance(result, _TensorKind) or result[0] != "plain"]
+        outputs = tuple(index for index, result in enumerate(returned) if isinstance(result, _TensorKind))
+        number = self._mark(record, module, group, len(tensors), outputs)
+        weights = dict(_named_weights(module))
+        leaves: list[Any] = []
+        made: list[Tensor] = []
+        for index, result in enumerate(record.results):
+            match result:
+                case _TensorKind():
+                    leaf = torch.empty_strided(result.shape, result.stride, dtype=result.dtype)
+                    if result.trained:
+                        leaf.requires_grad = True
+                        self._made[id(leaf)] = (leaf, record, tensors, module, index)
+                    leaves.append(leaf)
+                    made.append(leaf)
+                case ("input", index):
+                    leaves.append(tensors[index])
+                case ("weight", name):
+                    leaves.append(weights[name])
+                case (_, value):
+                    leaves.append(value)
+        torch.ops.partc.module_call([*tensors, *made], number)
+        assert record.spec is not None
+        return tree_unflatten(leaves, record.spec)
+
+    def _mark(
+        self, record: _Record, module: nn.Module, group: int, inputs: int, outputs: tuple[int, ...] | None = None
+    ) -> int:
+        number, self._numbers = self._numbers, self._numbers + 1
+        path = self._paths[id(vars(module))]
+        self.calls[number] = CallMark(
+            group=group,
+            record=record.number,
+            traced=outputs is None,
+            inputs=inputs,
+            outputs=outputs or (),
+            weights=self._matched(record.path, path) or {},
+        )
+        return number
+
+    def _matched(self, one: str, other: str) -> dict[str, str] | None:
+        """The first names of the weights of one module -> those of the other; None if ties differ."""
+        pairs: dict[str, str] = {}
+        for below, name in self._weights.get(one, {}).items():
+            if pairs.setdefault(name, self._weights[other][below]) != self._weights[other][below]:
+                return None
+        return pairs if len({*pairs.values()}) == len(pairs) else None
+
+    def _equal(self, record: _Record, module: nn.Module, given: _Given) -> bool:
+        if not record.usable or record.given != given:
+            return False
+        path = self._paths[id(vars(module))]
+        if self._matched(record.path, path) is None:
+            return False
+        now = _attributes(module)
+        missing = object()
+        pair = _Pair(self._paths, record.path, path)
+        return all(
+            pair.equal(value, now[below].get(name, missing), DEPTH) for (below, name), value in record.values.items()
+        )
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def leaves(self, loss: Tensor) -> frozenset[int]:
+        """The identities of the leaves of the loss's autograd graph, through calls that were not traced."""
+        found = self._reached(loss, {}, {}, {})
+        return frozenset(id(leaf) for _, leaf in found)
+
+    def _reached(
+        self,
+        result: Tensor,
+        stops: Mapping[Edge, int],
+        inputs: Mapping[int, int],
+        weights: Mapping[int, str],
+    ) -> tuple[Any, ...]:
+        """The leaves behind a tensor: ("input", index), ("weight", name) or ("leaf", tensor)."""
+        found: dict[tuple[str, Any], tuple[str, Any]] = {}
+        seen: set[Edge] = set()
+        waiting: list[Edge] = []
+
+        def add(x: Tensor) -> None:
+            edge = _edge(x)
+            if edge is not None:
+                waiting.append(edge)
+            elif x.requires_grad:
+                leaf(x)
+
+        def leaf(x: Tensor) -> None:
+            if id(x) in inputs:
+                found["input", inputs[id(x)]] = ("input", inputs[id(x)])
+            elif id(x) in self._made:
+                _, record, tensors, module, index = self._made[id(x)]
+                own = dict(_named_weights(module))
+                for kind, key in record.reach[index]:
+                    add(tensors[key] if kind == "input" else own[key] if kind == "weight" else key)
+            elif id(x) in weights:
+                found["weight", weights[id(x)]] = ("weight", weights[id(x)])
+            else:
+                found["leaf", id(x)] = ("leaf", x)
+
+        add(result)
+        while waiting:
+            edge = waiting.pop()
+            if edge in seen:
+                continue
+            seen.add(edge)
+            if edge in stops:
+                found["input", stops[edge]] = ("input", stops[edge])
+                continue
+            node = edge[0]
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                leaf(variable)
+            waiting.extend((before, index) for before, index in node.next_functions if before is not None)
+        return tuple(found.values())
+
+
+def _edge(x: Tensor) -> Edge | None:
+    return None if x.grad_fn is None else (x.grad_fn, x.output_nr)
+
+
+# -- equal modules -------------------------------------------------------------------------------
+
+
+def _grouped(model: nn.Module) -> Iterator[tuple[int, int]]:
+    """The modules that have parts, by the identity of their attributes, with the number of their group."""
+    numbers: dict[Any, int] = {}
+    known: dict[int, int] = {}
+
+    def number(module: nn.Module) -> int:
+        if id(module) not in known:
+            kinds = [
+                tuple((name, None if x is None else _TensorKind.of(x)) for name, x in store.items())
+                for store in (module._parameters, module._buffers)
+            ]
+            parts = tuple((name, part is not None and number(part)) for name, part in module._modules.items())
+            key = (type(module), *kinds, parts)
+            known[id(module)] = numbers.setdefault(key, len(numbers))
+        return known[id(module)]
+
+    for module in model.modules():
+        found = number(module)
+        if module is not model and any(module.children()):
+            yield id(vars(module)), found
+
+
+def _weights(model: nn.Module) -> dict[str, dict[str, str]]:
+    """For every module: the names of parameters and buffers below it -> their first names in the model."""
+    first: dict[int, str] = {}
+    found: dict[str, dict[str, str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for store in (module._parameters, module._buffers):
+            for name, x in store.items():
+                if x is None:
+                    continue
+                whole = f"{path}.{name}" if path else name
+                first.setdefault(id(x), whole)
+                parts = whole.split(".")
+                for cut in range(len(parts)):
+                    found.setdefault(".".join(parts[:cut]), {})[".".join(parts[cut:])] = first[id(x)]
+    return found
+
+
+def _named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether code beside the classes' runs in the module's calls."""
+    return any("forward" in vars(part) or any(vars(part).get(hooks) for hooks in _HOOKS) for part in module.modules())
+
+
+def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """For each module below, by its path: its attributes, without weights and parts."""
+    return {
+        path: {name: value for name, value in vars(part).items() if name not in _KEPT_APART}
+        for path, part in module.named_modules(remove_duplicate=False)
+    }
+
+
+def _read(
+    module: nn.Module, attributes: Mapping[str, Mapping[str, Any]], reads: Iterable[tuple[int, str]]
+) -> dict[tuple[str, str], Any]:
+    """The values of the attributes of the module, and of those below it, that were read."""
+    below = {id(vars(part)): path for path, part in module.named_modules(remove_duplicate=False)}
+    found: dict[tuple[str, str], Any] = {}
+    for key, name in reads:
+        held = attributes[below[key]] if key in below else {}
+        found |= {(below[key], each): held[each] for each in (held if name == "__dict__" else (name,)) if each in held}
+    return found
+
+
+def _state(module: nn.Module) -> tuple[Any, list[Any]]:
+    """A snapshot of the attributes and members of a module, with the objects that it must keep alive."""
+    kept: list[Any] = []
+    known: dict[int, Any] = {}
+    found = [
+        (path, name, frozen(value, kept, DEPTH, known))
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name, value in vars(part).items()
+    ]
+    return found, kept
+
+
+def _below(path: str | None, top: str) -> str | None:
+    """The path below the module `top`; None outside it."""
+    if path is None or not (path == top or path.startswith(f"{top}.")):
+        return None
+    return path[len(top) + 1 :]
+
+
+@contextmanager
+def _reads(active: list[_Record]) -> Iterator[None]:
+    """Note the attributes of modules that are read, in every record that is being made."""
+    if len(active) > 1:
+        yield
+        return
+
+    def noting(module: nn.Module, name: str) -> Any:
+        attributes = object.__getattribute__(module, "__dict__")
+        # torch itself looks up weights and parts in `__dict__`.
+        if name != "__dict__" or not is_machinery(sys._getframe(1).f_code.co_filename):
+            for record in active:
+                record.reads.add((id(attributes), name))
+        return object.__getattribute__(module, name)
+
+    nn.Module.__getattribute__ = noting  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Comparison of values that two modules hold; a part of one equals the part of the other at its place."""
+
+    paths: Mapping[int, str]
+    one: str
+    other: str
+
+    def equal(self, a: Any, b: Any, depth: int) -> bool:
+        if a is b:
+            return True
+        if depth == 0 or type(a) is not type(b):
+            return False
+        if isinstance(a, _PLAIN):
+            return bool(a == b)
+        if isinstance(a, nn.Module):
+            places = _below(self.paths.get(id(vars(a))), self.one), _below(self.paths.get(id(vars(b))), self.other)
+            return places[0] is not None and places[0] == places[1]
+        if isinstance(a, list | tuple | deque):
+            return len(a) == len(b) and all(self.equal(x, y, depth - 1) for x, y in zip(a, b, strict=True))
+        if isinstance(a, dict):
+            return [*a] == [*b] and all(self.equal(x, b[key], depth - 1) for key, x in a.items())
+        if isinstance(a, set | frozenset):
+            return bool(a == b) and all(isinstance(x, _PLAIN) for x in a)
+        if isinstance(a, types.MethodType):
+            return a.__func__ is b.__func__ and self.equal(a.__self__, b.__self__, depth - 1)
+        if isinstance(a, partial):
+            return a.func is b.func and self.equal([*a.args, a.keywords], [*b.args, b.keywords], depth - 1)
+        if isinstance(a, Tensor) or callable(a) or not hasattr(a, "__dict__"):
+            return False
+        return self.equal(vars(a), vars(b), depth - 1)
+
+
+# -- inputs and results --------------------------------------------------------------------------
+
+
+class _Unknown:
+    """A result that an equal call could not return."""
+
+
+_UNKNOWN = _Unknown()
+
+
+def _given(spec: TreeSpec, leaves: Iterable[Any]) -> _Given | None:
+    """The inputs of a call as they are compared; None if they have objects whose state cannot be compared."""
+    places: dict[int, int] = {}
+    found: list[Any] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            found.append(("same", places[id(leaf)]) if id(leaf) in places else _TensorKind.of(leaf))
+            places.setdefault(id(leaf), index)
+        elif isinstance(leaf, _PLAIN):
+            found.append((type(leaf).__name__, leaf))
+        else:
+            return None
+    modes = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+    )
+    return _Given(spec, tuple(found), modes)
+
+
+def _result(leaf: Any, inputs: Sequence[Tensor], weights: Mapping[int, str]) -> Any:
+    if isinstance(leaf, Tensor):
+        given = next((index for index, x in enumerate(inputs) if x is leaf), None)
+        if given is not None:
+            return ("input", given)
+        return ("weight", weights[id(leaf)]) if id(leaf) in weights else _TensorKind.of(leaf)
+    return ("plain", leaf) if isinstance(leaf, _PLAIN) else _UNKNOWN

@@ -17,7 +17,7 @@ from partc.errors import PartcError, first_line
 from partc.frontend.frozen_state import StateWatch, check
 from partc.frontend.model_file import blame
 from partc.frontend.own_backward import refuse_hooks, without_own_backward
-from partc.frontend.repeats import CallMark, Modules, Repeats
+from partc.frontend.repeats import CallMark, ModuleTree, Repeats
 from partc.frontend.trace_errors import explained
 from partc.installed import is_machinery
 from partc.quoting import encodable
@@ -140,7 +140,7 @@ def capture(
             with computing_in(dtype), without_own_backward(), stacks_of_losses():
                 watch = StateWatch(model, loss)
                 told = lambda names, repeats: trained.append((names, repeats))  # noqa: E731
-                modules = Modules(model)
+                modules = ModuleTree(model)
                 repeats = lambda: Repeats(modules, excluded)  # noqa: E731
                 step = _TracedStep(model, loss, path, form, tuple(batch), told, watch, repeats)
                 trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731

@@ -74,7 +74,7 @@ class CallMark:
 
 @dataclass(frozen=True, slots=True)
 class _TensorKind:
-    """What an equal call shares with a tensor of the record."""
+    """The properties of a tensor in which equal calls agree."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -113,7 +113,7 @@ class _Record:
     calls: int = 1
 
 
-class Modules:
+class ModuleTree:
     """The modules of a model by the identity of their attributes, which tracing's proxies of modules share."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -126,7 +126,7 @@ class Modules:
 class Repeats:
     """The calls of one trace of a model. `excluded` are groups of modules whose calls are all traced; None is all."""
 
-    def __init__(self, modules: Modules, excluded: frozenset[int] | None) -> None:
+    def __init__(self, modules: ModuleTree, excluded: frozenset[int] | None) -> None:
         self.calls: dict[int, CallMark] = {}
         self._excluded = excluded
         self._groups = modules.groups

@@ -142,13 +142,13 @@ def trace_model(
 
 
 def _traced(
-    capture: Callable[[Groups | None], Captured], read: Callable[[Captured], Program]
+    captured_without: Callable[[Groups | None], Captured], read: Callable[[Captured], Program]
 ) -> tuple[Captured, Program]:
     """Trace equal modules once; without a group of modules that are not equal, and as a whole if that fails."""
     excluded: Groups = frozenset()
     for _ in range(TRIES):
         try:
-            captured = capture(excluded)
+            captured = captured_without(excluded)
             return captured, read(captured)
         except UnequalError as error:
             tell(PASSES, f"modules of group {error.group} differ in their calls: each is traced")
@@ -156,7 +156,7 @@ def _traced(
         except Exception as error:
             tell(PASSES, f"the model is traced as a whole: {type(error).__name__}")
             break
-    captured = capture(None)
+    captured = captured_without(None)
     return captured, read(captured)
 
 

@@ -332,6 +332,7 @@ _TABLE: Mapping[str, Emit] = {
         name: _function(f"functional.{name}", "", "", "", "rotated=None", "interleaved=False")
         for name in ["rotary", "rotary_backward"]
     },
+    "fourier": _function("functional.fourier"),
     "layer_norm_backward": _function("functional.layer_norm_backward"),
     "attention": _function(
         "functional.attention", "", "", "", "mask=None", "is_causal=False", "scale=None", "window=0"

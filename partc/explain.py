@@ -118,8 +118,9 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0209": CodeExplanation(
         "a dtype that is not supported",
-        "Tensors hold floating-point numbers (64, 32 or 16 bits), integers or booleans; complex ones are written "
-        "as pairs of real ones.",
+        "Tensors hold floating-point numbers (64, 32 or 16 bits), integers, booleans, or complex numbers of 128 or 64 "
+        "bits. partc rewrites an operation on complex numbers to operations on pairs of real ones; the one named here "
+        "has no such rewrite. torch.view_as_real gives the pairs, for which you can write it yourself.",
     ),
     "P0211": CodeExplanation(
         "forward uses a tensor that no module owns",

@@ -124,6 +124,11 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy": lambda x, w, bias, labels, weight: F.linear(x, w, bias).amax(-1),
     "linear_cross_entropy_backward": _linear_cross_entropy_backward,
     "rms_norm": F.rms_norm,
+    "fourier": lambda x, dims, inverse: torch.view_as_real(
+        torch.fft.fftn(torch.view_as_complex(x), dim=dims)
+        if not inverse
+        else torch.fft.ifftn(torch.view_as_complex(x), dim=dims, norm="forward")
+    ),
     "rotary": rotary,
     "rotary_backward": rotary_backward,
     "layer_norm": F.layer_norm,
@@ -271,6 +276,10 @@ def norm_and_loss_cases() -> list[Case]:
     x, w, b = normal(2, 3, 6), normal(6), normal(6)
     heads, rows, columns = normal(2, 4, 6, 8), normal(6, 8), normal(2, 1, 6, 2)
     found = [
+        *(
+            case("fourier", torch.randn(4, 6, 8, 2, dtype=torch.float64), dims, back)
+            for dims, back in (((2,), False), ((0, 1), True))
+        ),
         *(case(f"rotary{way}", heads, rows, rows, None, False) for way in ("", "_backward")),
         *(case(f"rotary{way}", heads, columns, columns, 4, True) for way in ("", "_backward")),
         case("rms_norm", x, [6], w, 1e-5),

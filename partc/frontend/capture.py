@@ -23,7 +23,7 @@ from partc.installed import is_machinery
 from partc.quoting import encodable
 from partc.runtime.documents import Malformed
 from partc.runtime.train.entries import constants, entries, of_model, rebuilt
-from partc.runtime.train.precision import computing_in, held_in
+from partc.runtime.train.precision import computing_in, dtype_held, held_in
 from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase
 
 Loss = Callable[[Any, Any], Any]
@@ -107,6 +107,8 @@ class _TracedStep(nn.Module):
                 f"{given} returns {type(found).__name__} where the loss is expected",
                 help="return a tensor or an object with .loss from the model, or define loss(model, batch)",
             )
+        if found.is_complex():
+            raise PartcError("P0208", "the loss is complex: it must be a real number", help="return its real part")
         return found
 
 
@@ -238,7 +240,7 @@ def _make_fake(model: nn.Module, dtype: torch.dtype) -> None:
 
     def fake(old: Tensor) -> Tensor:
         if id(old) not in made:
-            empty = torch.empty(old.shape, dtype=dtype if old.is_floating_point() else old.dtype, device="cpu")
+            empty = torch.empty(old.shape, dtype=dtype_held(old.dtype, dtype), device="cpu")
             made[id(old)] = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
         return made[id(old)]
 
@@ -268,7 +270,7 @@ def _batch(make: Callable[[], Any], path: Path | None) -> tuple[Any, dict[str, A
 
 
 def _fake_batch(tensors: Mapping[str, Tensor], mode: FakeTensorMode, dtype: torch.dtype) -> dict[str, Tensor]:
-    cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+    cast = {name: x.to(dtype_held(x.dtype, dtype)) for name, x in tensors.items()}
     # Entries that share one tensor would be traced as one input.
     return {name: torch.empty_like(mode.from_tensor(x)) if not _is_fake(x) else x.clone() for name, x in cast.items()}
 

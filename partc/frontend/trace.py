@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind
 
 from partc.errors import InternalError, PartcError, Source
 from partc.frontend.capture import Captured, Groups, Loss, capture
+from partc.frontend.complex_numbers import is_complex, rewritten
 from partc.frontend.huggingface import PREFIX, is_configuration, model_source
 from partc.frontend.model_file import ModelFile, load
 from partc.frontend.repeated_ops import RepeatedOps
@@ -230,14 +231,20 @@ def _parameters(model: nn.Module, trained: Container[str]) -> tuple[Parameter, .
 
 
 def tensor_type(tensor: Tensor, name: str) -> TensorType:
-    """The type of a dense tensor that no axis cuts yet. Raises PartcError P0209 for other tensors."""
+    """The type of a dense tensor that no axis cuts yet; a complex tensor has that of its pairs.
+
+    Raises PartcError P0209 for other tensors.
+    """
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise PartcError("P0209", f"{name} is a {kind} tensor", help="use dense tensors")
-    if tensor.dtype not in DTYPE_NAMES:
+    dtype, shape = tensor.dtype, tuple(tensor.shape)
+    if tensor.is_complex():
+        dtype, shape = dtype.to_real(), (*shape, 2)
+    if dtype not in DTYPE_NAMES:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
         raise PartcError("P0209", f"{name} is of {tensor.dtype}", help=f"the dtypes of tensors are {dtypes}")
-    return TensorType(dtype=DTYPE_NAMES[tensor.dtype], layout=Layout.replicated(tensor.shape))
+    return TensorType(dtype=DTYPE_NAMES[dtype], layout=Layout.replicated(shape))
 
 
 class _GraphReader:
@@ -256,6 +263,7 @@ class _GraphReader:
         self._owners = owners
         self._repeated: RepeatedOps | None = None
         self._low = _AUTOCAST.get(captured.precision)
+        self._taken = {node.name for node in captured.exported.graph_module.graph.nodes}
 
     def read(self) -> Graph:
         signature = self._exported.graph_signature
@@ -329,6 +337,9 @@ class _GraphReader:
             return
         if name in _INLINED:
             self._inline(node, module)
+            return
+        if is_complex(node):
+            self._of_pairs(node, name)
             return
         try:
             self._check(node, name)
@@ -431,6 +442,26 @@ class _GraphReader:
                 made = outputs[user.args[1]]  # type: ignore[index]
                 self._names[user] = made if node.args[0] is not False else self._stopped(user, made)
 
+    def _of_pairs(self, node: fx.Node, name: str) -> None:
+        """Replace an operation on complex numbers by operations on pairs of real ones."""
+        try:
+            body = rewritten(node, name)
+        except PartcError as error:
+            error.source = error.source or source_of(node)
+            raise
+        places = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        for inner, outer in zip(places, node.all_input_nodes, strict=True):
+            self._names[inner] = self._names[outer]
+        for inner in body.graph.nodes:
+            if inner.op == "call_function":
+                inner.name = unique(f"{node.name}_{inner.name}", self._taken)
+        made = self._body(body)
+        if not isinstance(node.meta["val"], tuple | list):
+            self._names[node] = made[0]
+            return
+        for user in node.users:
+            self._names[user] = made[user.args[1]]  # type: ignore[index]
+
     def _stopped(self, user: fx.Node, made: str) -> str:
         """Detach a value that was computed under no_grad."""
         value = Value(name=f"{user.name}_stopped", type=tensor_type(user.meta["val"], user.name))
@@ -478,7 +509,7 @@ def _name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, OpOverload):
         namespace, name = target._schema.name.split("::")
-        return name if namespace == "aten" else f"{namespace}::{name}"
+        return name if namespace in ("aten", "partc") else f"{namespace}::{name}"
     return getattr(target, "__name__", str(target))
 
 

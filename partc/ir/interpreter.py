@@ -99,6 +99,15 @@ def _cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | None, ignore
     return flat.reshape(labels.shape)
 
 
+def _fourier(x: Tensor, dims: list[int], inverse: bool) -> Tensor:
+    for dim in dims:
+        turns = torch.outer(*(torch.arange(x.shape[dim], dtype=x.dtype),) * 2) * (2 * math.pi / x.shape[dim])
+        cos, sin = turns.cos(), turns.sin() if inverse else -turns.sin()
+        real, imag = x.movedim(dim, -2).unbind(-1)
+        x = torch.stack((real @ cos - imag @ sin, real @ sin + imag @ cos), -1).movedim(-2, dim)
+    return x
+
+
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
     dims = tuple(range(-len(shape), 0))
     small = torch.finfo(x.dtype).eps if eps is None else eps
@@ -128,6 +137,7 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "attention": _attention,
     "cross_entropy": _cross_entropy,
     "mask_classes": lambda x, classes: torch.cat([x[..., :classes], torch.full_like(x[..., classes:], -math.inf)], -1),
+    "fourier": _fourier,
     "rms_norm": _rms_norm,
     "layer_norm": lambda x, shape, w, b, eps: F.layer_norm(x, shape, w, b, eps),
     "rotary": _rotary,

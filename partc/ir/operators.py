@@ -173,6 +173,12 @@ def _kept(x: Tensor, dims: int) -> Tensor:
 
 
 def _define_composites() -> None:
+    _operator(  # of complex numbers as pairs in the last dimension, without a scale
+        "fourier",
+        "(Tensor x, int[] dims, bool inverse) -> Tensor",
+        lambda x, dims, inverse: x.new_empty(x.shape),
+        lambda g, a, r: [_ops.fourier(g[0], a[1], not a[2])],
+    )
     _operator("silu_backward", "(Tensor g, Tensor x) -> Tensor", _like)
     _operator("silu", "(Tensor x) -> Tensor", _like, lambda g, a, r: [_ops.silu_backward(g[0], a[0])])
     angles = "Tensor cos, Tensor sin, int? rotated, bool interleaved) -> Tensor"

@@ -21,7 +21,7 @@ from partc.runtime.layout import DTYPES
 from partc.runtime.processes.agreement import Together
 from partc.runtime.torch_private import lone_store
 from partc.runtime.train.data import load_model_file
-from partc.runtime.train.init import initialise, state_shapes
+from partc.runtime.train.init import initialise, state_dtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,10 @@ def export(
     """Write the state dict of a package's checkpoint, with one tensor at a time in memory.
 
     The file contains all names of the model's own `state_dict()`, tied weights under each of their names, so that
-    `load_state_dict` accepts it. `checkpoint` is a checkpoint, or a folder of them; then the newest complete one is
-    used. `init` is the file that the training started from, if any: it supplies parameters that the loss does not use.
-    Raises PartcError P0503, P0523 to P0525, P0527, P0601 and P0602.
+    `load_state_dict` accepts it. The format has no name for complex numbers in fp64: these are written as pairs of real
+    ones, which torch.view_as_complex turns back. `checkpoint` is a checkpoint, or a folder of them; then the newest
+    complete one is used. `init` is the file that the training started from, if any: it supplies parameters that the
+    loss does not use. Raises PartcError P0503, P0523 to P0525, P0527, P0601 and P0602.
     """
     plan = read_package(directory)
     if target.exists():
@@ -63,7 +64,7 @@ def export(
 
 def _write(directory: Path, plan: Mapping[str, Any], source: Checkpoint, target: Path, init: Path | None) -> Exported:
     module = load_model_file((directory / "model.py").resolve())
-    state = state_shapes(module, plan["options"])
+    state = state_dtypes(module, plan["options"])
     first = {alias: name for name, entry in plan["parameters"].items() for alias in (name, *entry["aliases"])}
     untrained = tuple(name for name in state if first.get(name) not in source.tensors)
     values = _initial(module, plan, source, untrained, init)
@@ -74,12 +75,15 @@ def _write(directory: Path, plan: Mapping[str, Any], source: Checkpoint, target:
             described[name] = values[name].dtype, tuple(values[name].shape)
         elif saved is not None:
             described[name] = getattr(torch, saved.dtype), saved.shape
+        if state[name].is_complex and described[name][0] == torch.float32:  # the format has no larger complex numbers
+            described[name] = torch.complex64, described[name][1][:-1]
     # Wide elements first, so that each tensor is aligned to its element's size.
     described = dict(sorted(described.items(), key=lambda item: -item[1][0].itemsize))
 
     def tensors() -> Iterator[Tensor]:
         for name in described:
-            yield values[name] if name in values else source.whole(first[name])
+            x = values[name] if name in values else source.whole(first[name])
+            yield torch.view_as_complex(x) if described[name][0].is_complex else x
 
     unfinished = target.with_name(target.name + ".part")
     try:
@@ -110,7 +114,7 @@ def _initial(
             help="add --init with that file",
         )
     if init is not None:
-        state = state_shapes(module, plan["options"])
+        state = state_dtypes(module, plan["options"])
         file = fitting(init, plan, lambda: state)
         first = {alias: name for name, entry in plan["parameters"].items() for alias in (name, *entry["aliases"])}
         found = {name: file.whole(first[name]) for name in names if first.get(name) in file.tensors}

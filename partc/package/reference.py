@@ -23,7 +23,7 @@ from partc.package.sampling import Sampling
 from partc.runtime.checkpoint.safetensors import save
 from partc.runtime.train.data import BatchSource, Tokens, call_with_options, load_model_file, source
 from partc.runtime.train.entries import entries, of_model, rebuilt
-from partc.runtime.train.precision import computing_in, held_in
+from partc.runtime.train.precision import as_real, computing_in, dtype_held, held_in
 
 DATA = ("data", "data_dtype", "data_labels", "data_end")  # options of train.py that choose the batches
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,7 +44,7 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
     module = load_model_file(package / "model.py")
     torch.manual_seed(seed)
     model: nn.Module = call_with_options(module.model, plan["options"])
-    model.to(held_in(plan["precision"]))
+    _hold(model, held_in(plan["precision"]))
     names = list(model.named_parameters(remove_duplicate=False))
     given = {name: recipe.pop(name) for name in DATA if name in recipe}
     tokens = Tokens(given["data"], given["data_dtype"], given["data_labels"]) if given.get("data") else None
@@ -59,14 +59,20 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
         for _, x in names:
             if x.grad is not None:
                 x.grad = x.grad.clone()  # that of sgn and its like has no memory to write to
-        recorded = {f"gradient/{name}": x.grad.clone() for name, x in names if x.grad is not None}
+        recorded = {f"gradient/{name}": as_real(x.grad).clone() for name, x in names if x.grad is not None}
         update.step()
         save(folder / f"step_{step + 1:04d}.safetensors", recorded | _state(model), {"loss": repr(total)})
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     found = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {f"parameter/{name}": x.detach() for name, x in found}
+    return {f"parameter/{name}": as_real(x.detach()) for name, x in found}
+
+
+def _hold(model: nn.Module, dtype: torch.dtype) -> None:
+    """Hold parameters and buffers in `dtype`; `Module.to` would drop the imaginary parts of complex ones."""
+    for x in (*model.parameters(), *model.buffers()):
+        x.data = x.data.to(dtype_held(x.dtype, dtype))
 
 
 class ReferenceUpdate:

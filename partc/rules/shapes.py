@@ -203,6 +203,13 @@ def rotary(op: Op, types: Types) -> OpRule:
     return make([(row, types[0]), *tables], [row], sizes, blocked=blocked, linear=[(0,)])
 
 
+def fourier(op: Op, types: Types) -> OpRule:
+    """fourier(x, dims, inverse): the transformed dimensions, and the pairs in the last, must be whole."""
+    dims, sizes = named_dims(types[0].shape)
+    blocked = {f"d{dim}" for dim in (*integers(op.args[1]), len(dims) - 1)}
+    return make([(dims, types[0])], [dims], sizes, blocked=blocked, linear=[(0,)])
+
+
 # Views
 
 

@@ -66,6 +66,8 @@ def train(path: Path, recipe: Recipe, *, microbatches: int = 1, seed: int = 0) -
     module = load(path)
     torch.manual_seed(seed)
     model: nn.Module = module.model().double()
+    for x in (*model.parameters(), *model.buffers()):
+        x.data = double(x.data)  # complex ones, which `double` leaves as they are
     optimizer = _optimizer(model, recipe)
     losses = []
     for step in range(recipe.steps):
@@ -74,7 +76,7 @@ def train(path: Path, recipe: Recipe, *, microbatches: int = 1, seed: int = 0) -
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for number in range(step * recipe.accumulate, (step + 1) * recipe.accumulate):
-            batch = {name: x.double() if x.is_floating_point() else x for name, x in module.data(number).items()}
+            batch = {name: double(x) for name, x in module.data(number).items()}
             parts = _parts(batch, microbatches)
             with doubles(), _drawing(module, seed, number):
                 for part in parts:
@@ -86,8 +88,17 @@ def train(path: Path, recipe: Recipe, *, microbatches: int = 1, seed: int = 0) -
         optimizer.step()
         losses.append(total)
     without = frozenset(name for name, x in model.named_parameters() if x.grad is None)
-    state = {name: x.detach().clone() for name, x in model.state_dict().items()}
+    state = {
+        name: torch.view_as_real(x.detach()).clone() if x.is_complex() else x.detach().clone()
+        for name, x in model.state_dict().items()
+    }
     return Trained(state=state, losses=tuple(losses), gone_without=without)
+
+
+def double(x: Tensor) -> Tensor:
+    if x.is_complex():
+        return x.cdouble()
+    return x.double() if x.is_floating_point() else x
 
 
 def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class _Index:
     weight_map: dict[str, FileName]  # by tensor
 
 
-State = Callable[[], Mapping[str, Sequence[int]]]
+State = Callable[[], Mapping[str, torch.dtype]]
 
 
 def given(path: Path, plan: Mapping[str, Any], state: State, together: Together) -> Checkpoint:
@@ -50,7 +50,7 @@ def fitting(path: Path, plan: Mapping[str, Any], state: State) -> Checkpoint:
 
     `path` is a file, an index of files, or a folder with either under its usual name. Tied weights may appear under any
     of their names. Buffers that a state dict leaves out may be missing, according to `state`, the model's own names and
-    shapes. Raises UsageError P0527.
+    dtypes. Raises UsageError P0527.
     """
     places = _places(path)
     tensors: dict[str, Saved] = {}

@@ -10,7 +10,7 @@ import os
 import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -24,6 +24,7 @@ _NAMES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_PAIRS = {"C64": "F32"}  # complex numbers, read as pairs in a new last dimension
 
 # Python names it from 3.13 on; the number is Linux's.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -63,7 +64,8 @@ def write(
     offset = 0
     for name, (dtype, shape) in described.items():
         size = math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        kind = "C64" if dtype == torch.complex64 else _NAMES[dtype]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -83,7 +85,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _known(dtype: str) -> str:
-    return "" if dtype in _DTYPES else f"none of {', '.join(_DTYPES)}"
+    return "" if dtype in {*_DTYPES, *_PAIRS} else f"none of {', '.join((*_DTYPES, *_PAIRS))}"
 
 
 def allocatable(value: tuple[int, ...]) -> str:
@@ -187,6 +189,8 @@ def _entry(path: Path, name: str, found: object) -> _Entry:
         entry = decoded(_Entry, found)
     except Malformed as error:
         raise BadTensorFile(f"{path}: {name!r} is described wrongly: {error}") from None
+    if entry.dtype in _PAIRS:
+        entry = replace(entry, dtype=_PAIRS[entry.dtype], shape=(*entry.shape, 2))
     begin, end = entry.data_offsets
     if end - begin != math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize:
         raise BadTensorFile(

@@ -62,6 +62,7 @@ __all__ = [
     "expert_matmul_add_grad_weight",
     "expert_matmul_grad_rows",
     "expert_matmul_grad_weight",
+    "fourier",
     "layer_norm",
     "layer_norm_backward",
     "linear_add_grad_weight",
@@ -99,6 +100,20 @@ def linear_add_grad_weight(into: Tensor, grad: Tensor, x: Tensor) -> None:
 def linear_grad_bias(grad: Tensor) -> Tensor:
     """Gradient of b[o] in y[*rows, o] = ... + b."""
     return in_rows(grad).sum(0)
+
+
+# -- Fourier transforms ------------------------------------------------------------------------
+
+
+def fourier(x: Tensor, dims: tuple[int, ...], inverse: bool) -> Tensor:
+    """The transform over `dims`, without a scale, of complex numbers as pairs in the last dimension.
+
+    Its transpose, hence its gradient, is the transform of the other direction.
+    """
+    numbers = torch.view_as_complex(x.contiguous())
+    if inverse:
+        return torch.view_as_real(torch.fft.ifftn(numbers, dim=dims, norm="forward"))
+    return torch.view_as_real(torch.fft.fftn(numbers, dim=dims))
 
 
 # -- norms -------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from ..errors import UsageError
 from ..layout import Shard, microbatch_part
 from .entries import constants, entries, rebuilt, short
 from .position import decoded, encoded
+from .precision import as_real, dtype_held
 from .tokens import TokenFile, TokenRows, ordered
 
 Say = Callable[[str], None]
@@ -282,7 +283,7 @@ def fitting(batch: Any, plan: Mapping[str, Any], what: str) -> dict[str, Tensor]
         found = entries(batch)
     except Malformed as error:
         raise _unfit(f"{what} {error}", "return what batch() returns") from None
-    tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
+    tensors = {name: as_real(x) for name, x in found.items() if isinstance(x, Tensor)}
     others = constants(found)
     expected: dict[str, str] = plan.get("constants", {})
     for name in (*plan["inputs"], *expected):
@@ -344,9 +345,8 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
         found = entries(batch)
     except Malformed:  # which `fitting` explains
         return batch
-    return rebuilt(
-        batch, {name: x.to(dtype) for name, x in found.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    )
+    held = {name: x.to(dtype_held(x.dtype, dtype)) for name, x in found.items() if isinstance(x, Tensor)}
+    return rebuilt(batch, {name: x for name, x in held.items() if x is not found[name]})
 
 
 def local_batch(

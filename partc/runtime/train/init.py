@@ -54,14 +54,14 @@ def _threads() -> int:
     return max(1, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def state_shapes(module: ModuleType, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the model's state dict, which omits some buffers; computed without memory if possible."""
+def state_dtypes(module: ModuleType, options: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """The names and dtypes of the model's state dict, which omits some buffers; computed without memory if possible."""
     try:
         with torch.device("meta"):
             model = call_with_options(module.model, options)
     except Exception:  # whatever a constructor can't do without values
         model = call_with_options(module.model, options)
-    return {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    return {name: x.dtype for name, x in model.state_dict().items()}
 
 
 def _recorded(build: Callable[[], nn.Module], seed: int, say: Callable[[str], None]) -> Recording | None:

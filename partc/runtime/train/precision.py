@@ -16,18 +16,35 @@ def held_in(precision: str) -> torch.dtype:
     return torch.float64 if precision == "fp64" else torch.float32
 
 
+def dtype_held(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """`dtype` for floating-point tensors, the complex one of such parts for complex tensors; the given one else."""
+    if given.is_complex:
+        return dtype.to_complex()
+    return dtype if given.is_floating_point else given
+
+
+def as_real(x: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones in a new last dimension, as packages hold them."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
 class _Double(TorchFunctionMode):
-    """Replaces float32 arguments of functions by float64."""
+    """Replaces float32 arguments of functions by float64, and complex numbers of such parts likewise."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
+        if getattr(func, "__name__", "") == "cfloat":
+            return args[0].cdouble()
         if getattr(func, "__name__", "") == "_grouped_mm":
             given = dict(zip(("x", "w", "offs"), args, strict=False)) | dict(kwargs or {})
             return _grouped_mm(given["x"], given["w"], given["offs"])
-        wide = lambda arg: torch.float64 if arg is torch.float32 else arg  # noqa: E731
+        wide = lambda arg: _WIDE.get(arg, arg) if isinstance(arg, torch.dtype) else arg  # noqa: E731
         return func(*map(wide, args), **{key: wide(arg) for key, arg in (kwargs or {}).items()})
 
 

@@ -32,6 +32,7 @@ from ..torch_private import (
     tree_map_only,
     without_modes,
 )
+from .precision import as_real
 
 # Operations that overwrite their first argument without reading it.
 _FILLS = frozenset(
@@ -406,10 +407,11 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recording:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, under each of their names."""
+    """All parameters and buffers, under each of their names, complex ones as pairs of real numbers."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield name, parameter.detach() if not isinstance(parameter, FakeTensor) else parameter
-    yield from model.named_buffers(remove_duplicate=False)
+        yield name, as_real(parameter.detach() if not isinstance(parameter, FakeTensor) else parameter)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield name, as_real(buffer)
 
 
 class _Surroundings:

@@ -47,7 +47,7 @@ from ..processes.watchdog import Watchdog, breaking_off
 from ..torch_private import lone_store
 from .data import BatchSource, Tokens, load_model_file, source
 from .feed import Feed
-from .init import initialise, state_shapes
+from .init import initialise, state_dtypes
 from .job import Job, check_places, parse, prepared
 from .log import StepLog
 from .step_times import Times
@@ -249,7 +249,7 @@ def _materialise(
     options = job.plan["options"]
     source = job.checkpoint
     if source is None and job.init is not None:
-        source = given(job.init, job.plan, lru_cache(lambda: state_shapes(model_file, options)), together)
+        source = given(job.init, job.plan, lru_cache(lambda: state_dtypes(model_file, options)), together)
     if source is not None:
         for rank, shards in zip(ranks, held, strict=True):
             for name, shard in shards.items():

@@ -1,0 +1,474 @@
+"""Complex tensors of a traced model as pairs of real numbers: `x[..., 0]` is the real part, `x[..., 1]` the imaginary.
+
+    mul = mul(view_as_complex, freqs)     # complex64[16, 32, 4, 8], complex64[32, 1, 8]
+  ->
+    mul = stack((sub(mul(a, c), mul(b, d)), add(mul(b, c), mul(a, d))), -1)  # f32[16, 32, 4, 8, 2]
+
+`view_as_complex` and `view_as_real` are then no operations. Real arithmetic has the derivatives of torch's complex
+autograd, whose gradient of a complex tensor is the gradient of its pair.
+
+`REWRITES` has one function for each operation. Its complex operands are `Pair`s, its result is the pair of the
+operation's own, and the trace has the operations that the function runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from partc.errors import PartcError
+from partc.ir.operators import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A complex tensor: its parts in the last dimension."""
+
+    parts: Tensor
+
+    @property
+    def real(self) -> Tensor:
+        return self.parts.select(-1, 0)
+
+    @property
+    def imag(self) -> Tensor:
+        return self.parts.select(-1, 1)
+
+    @property
+    def rank(self) -> int:
+        return self.parts.dim() - 1
+
+    @property
+    def conjugate(self) -> Pair:
+        return pair(self.real, -self.imag)
+
+
+Operand = Pair | Tensor | complex | float | int
+Rewritten = Pair | Tensor | list[Pair]
+Rewrite = Callable[..., Rewritten]
+
+
+def is_complex(node: fx.Node) -> bool:
+    """Whether an operation has a complex operand or result."""
+    found = [node.meta.get("val"), *(other.meta.get("val") for other in node.all_input_nodes)]
+    flat = [item for value in found for item in (value if isinstance(value, tuple | list) else (value,))]
+    return any(isinstance(item, Tensor) and item.is_complex() for item in flat)
+
+
+def rewritten(node: fx.Node, name: str) -> fx.GraphModule:
+    """The real operations in place of a complex one: a graph with its tensor operands as inputs, in order.
+
+    Raises PartcError P0209 for an operation that has no rewrite.
+    """
+    rewrite = REWRITES.get(name)
+    if rewrite is None:
+        raise PartcError(
+            "P0209",
+            f"{name} of complex tensors is not supported",
+            help="write it with real tensors: torch.view_as_real gives the real and imaginary parts",
+        )
+    operands = node.all_input_nodes
+    like = node.meta["val"]
+
+    def run(*tensors: Tensor) -> Any:
+        known = dict(zip(operands, tensors, strict=True))
+
+        def given(arg: Any) -> Any:
+            if isinstance(arg, fx.Node):
+                return Pair(known[arg]) if arg.meta["val"].is_complex() else known[arg]
+            if isinstance(arg, list | tuple):
+                return [given(item) for item in arg]
+            return arg
+
+        kwargs = {key: given(arg) for key, arg in node.kwargs.items() if arg is not None}
+        for key in ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy", "implicit"):
+            kwargs.pop(key, None)
+        try:
+            found = rewrite(like, *map(given, node.args), **kwargs)
+        except TypeError as error:
+            raise PartcError(
+                "P0209",
+                f"{name} of complex tensors is not supported with these arguments",
+                help="write it with real tensors: torch.view_as_real gives the real and imaginary parts",
+            ) from error
+        return [
+            each.parts if isinstance(each, Pair) else each for each in (found if isinstance(found, list) else [found])
+        ]
+
+    modes = (getattr(other.meta["val"], "fake_mode", None) for other in operands)
+    mode = next(filter(None, modes), None) or like.fake_mode
+    with mode:
+        fakes = [_of_parts(other.meta["val"]) for other in operands]
+    body: fx.GraphModule = make_fx(run, pre_dispatch=True)(*fakes)
+    for inner in body.graph.nodes:
+        for key in ("stack_trace", "nn_module_stack"):
+            if key in node.meta:
+                inner.meta[key] = node.meta[key]
+    return body
+
+
+def _of_parts(value: Tensor) -> Tensor:
+    shape, dtype = value.shape, value.dtype
+    return torch.empty((*shape, 2), dtype=dtype.to_real()) if value.is_complex() else torch.empty(shape, dtype=dtype)
+
+
+def pair(real: Tensor, imag: Tensor) -> Pair:
+    return Pair(torch.stack((real, imag), -1))
+
+
+def _as_pair(x: Operand, like: Tensor) -> Pair:
+    """An operand as complex numbers of the result's precision."""
+    if isinstance(x, Pair):
+        return x
+    if isinstance(x, Tensor):
+        real = x.to(like.dtype.to_real())
+        return pair(real, torch.zeros_like(real))
+    number = complex(x)
+    return pair(*(torch.full((), part, dtype=like.dtype.to_real()) for part in (number.real, number.imag)))
+
+
+def _is_real(x: Operand) -> bool:
+    return not isinstance(x, Pair) and not isinstance(x, complex)
+
+
+def _factor(x: Operand) -> Any:
+    """A real operand as a factor of both parts."""
+    return x.unsqueeze(-1) if isinstance(x, Tensor) else x
+
+
+def _mul(like: Tensor, x: Operand, y: Operand) -> Pair:
+    for one, other in ((x, y), (y, x)):
+        if isinstance(one, Pair) and _is_real(other):
+            return Pair(one.parts * _factor(other))
+    a, b = _parts(x)
+    c, d = _parts(y)
+    if b is None or d is None:  # a real tensor and a complex number
+        return pair(a * c, b * c if d is None else a * d)
+    return pair(a * c - b * d, b * c + a * d)
+
+
+def _parts(x: Operand) -> tuple[Any, Any]:
+    """The real and the imaginary part; None for that of a real tensor."""
+    if isinstance(x, Pair):
+        return x.real, x.imag
+    if isinstance(x, Tensor):
+        return x, None
+    number = complex(x)
+    return number.real, number.imag
+
+
+def _div(like: Tensor, x: Operand, y: Operand) -> Pair:
+    if isinstance(x, Pair) and _is_real(y):
+        return Pair(x.parts / _factor(y))
+    below = _as_pair(y, like)
+    over = _mul(like, x, below.conjugate)
+    return Pair(over.parts / below.parts.square().sum(-1, keepdim=True))
+
+
+def _sum_of(sign: int) -> Rewrite:
+    def rewrite(like: Tensor, x: Operand, y: Operand, alpha: Operand = 1) -> Pair:
+        more = y if alpha == 1 else _mul(like, _as_pair(y, like), alpha)
+        left, right = _as_pair(x, like).parts, _as_pair(more, like).parts
+        return Pair(left + right if sign > 0 else left - right)
+
+    return rewrite
+
+
+def _both(change: Callable[..., Tensor]) -> Rewrite:
+    """The same operation on both parts."""
+    return lambda like, x, *args, **kwargs: Pair(change(x.parts, *args, **kwargs))
+
+
+def _reshape(like: Tensor, x: Pair, *_: Any, **__: Any) -> Pair:
+    return Pair(x.parts.reshape(*like.shape, 2))
+
+
+def _dim(x: Pair, dim: int) -> int:
+    return dim % max(x.rank, 1)
+
+
+def _permute(like: Tensor, x: Pair, dims: Sequence[int]) -> Pair:
+    return Pair(x.parts.permute(*(_dim(x, dim) for dim in dims), x.rank))
+
+
+def _transpose(like: Tensor, x: Pair, a: int = 0, b: int = 1) -> Pair:
+    return Pair(x.parts.transpose(_dim(x, a), _dim(x, b)) if x.rank > 1 else x.parts)
+
+
+def _along(call: Callable[..., Any], position: int = 0, default: int = 0) -> Rewrite:
+    """An operation along one dimension, whose number is this argument after the tensor."""
+
+    def rewrite(like: Any, x: Pair, *args: Any, dim: int | None = None, **kwargs: Any) -> Rewritten:
+        given = [*args]
+        if dim is not None or len(given) <= position:
+            given.insert(position, default if dim is None else dim)
+        given[position] = _dim(x, given[position])
+        found = call(x.parts, *given, **kwargs)
+        return [Pair(part) for part in found] if isinstance(found, tuple | list) else Pair(found)
+
+    return rewrite
+
+
+def _joined(call: Callable[[list[Tensor], int], Tensor], more: int) -> Rewrite:
+    def rewrite(like: Tensor, tensors: Sequence[Operand], dim: int = 0) -> Pair:
+        found = [_as_pair(x, like) for x in tensors]
+        return Pair(call([x.parts for x in found], dim % (found[0].rank + more)))
+
+    return rewrite
+
+
+def _reduced(call: Callable[[Tensor, list[int], bool], Tensor]) -> Rewrite:
+    def rewrite(
+        like: Tensor, x: Pair, dim: Sequence[int] | int | None = None, keepdim: bool = False, dtype: Any = None
+    ) -> Pair:
+        dims = [dim] if isinstance(dim, int) else [*(dim or range(x.rank))]
+        return Pair(call(x.parts, [_dim(x, each) for each in dims], keepdim))
+
+    return rewrite
+
+
+def _bilinear(call: Callable[[Any, Any], Tensor]) -> Rewrite:
+    """A product: four real ones."""
+
+    def rewrite(like: Tensor, x: Operand, y: Operand) -> Pair:
+        (a, b), (c, d) = _parts(x), _parts(y)
+        if b is None:
+            return pair(call(a, c), call(a, d))
+        if d is None:
+            return pair(call(a, c), call(b, c))
+        return pair(call(a, c) - call(b, d), call(b, c) + call(a, d))
+
+    return rewrite
+
+
+def _linear(like: Tensor, x: Pair, weight: Pair, bias: Pair | None = None) -> Rewritten:
+    product = _bilinear(torch.nn.functional.linear)(like, x, weight)
+    return product if bias is None else _sum_of(1)(like, product, bias)
+
+
+def _einsum(like: Tensor, equation: str, tensors: Sequence[Operand], path: Any = None) -> Rewritten:
+    if len(tensors) != 2:
+        raise PartcError(
+            "P0209", "einsum of other than two complex tensors is not supported", help="multiply two at a time"
+        )
+    return _bilinear(lambda a, b: torch.einsum(equation, a, b))(like, *tensors)
+
+
+def _addmm(like: Tensor, bias: Pair, x: Pair, y: Pair) -> Rewritten:
+    return _sum_of(1)(like, bias, _bilinear(torch.matmul)(like, x, y))
+
+
+def _abs(like: Tensor, x: Pair) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(x.parts, 2, -1)
+    return found
+
+
+def _angle(like: Tensor, x: Pair) -> Tensor:
+    return torch.atan2(x.imag, x.real)
+
+
+def _polar(like: Tensor, radius: Tensor, angle: Tensor) -> Pair:
+    return pair(radius * angle.cos(), radius * angle.sin())
+
+
+def _exp(like: Tensor, x: Pair) -> Pair:
+    return _polar(like, x.real.exp(), x.imag)
+
+
+def _log(like: Tensor, x: Pair) -> Pair:
+    return pair(_abs(like, x).log(), _angle(like, x))
+
+
+def _pow(like: Tensor, x: Pair, exponent: Operand) -> Pair:
+    if isinstance(exponent, int) and 0 < exponent <= 8:
+        found = x
+        for _ in range(exponent - 1):
+            found = _mul(like, found, x)
+        return found
+    raise PartcError(
+        "P0209", "pow of complex tensors is supported for the exponents 1 to 8", help="write exp(log(x) * exponent)"
+    )
+
+
+def _cast(like: Tensor, x: Operand, *_: Any, **__: Any) -> Rewritten:
+    if like.is_complex():
+        return Pair(_as_pair(x, like).parts.to(like.dtype.to_real()))
+    assert isinstance(x, Pair)
+    return x.real.to(like.dtype)
+
+
+def _where(like: Tensor, condition: Tensor, x: Operand, y: Operand) -> Pair:
+    return Pair(torch.where(condition.unsqueeze(-1), _as_pair(x, like).parts, _as_pair(y, like).parts))
+
+
+def _masked_fill(like: Tensor, x: Pair, mask: Tensor, number: Operand) -> Pair:
+    return _where(like, mask, number, x)
+
+
+def _filled(number: int | None) -> Rewrite:
+    """zeros, ones, full, and their kin with a tensor whose shape they take."""
+
+    def rewrite(like: Tensor, *args: Any, **_: Any) -> Pair:
+        value = number if number is not None else args[1]
+        filled = _as_pair(value, like).parts
+        return Pair(filled.expand(*like.shape, 2))
+
+    return rewrite
+
+
+def _index(like: Tensor, x: Pair, indices: Sequence[Tensor | None]) -> Pair:
+    return Pair(torch.ops.aten.index(x.parts, list(indices)))
+
+
+def _padded(like: Tensor, x: Pair, pads: Sequence[int], *mode: Any) -> Pair:
+    return Pair(torch.nn.functional.pad(x.parts, [0, 0, *pads], *mode))
+
+
+def _real(like: Tensor, x: Operand) -> Tensor:
+    return x.real if isinstance(x, Pair) else x  # type: ignore[return-value]
+
+
+def _fourier(dims: int | None, *, inverse: bool, real: bool = False) -> Rewrite:
+    """torch.fft's transforms over one, two or all dimensions; `real`: to or from half of a symmetric spectrum."""
+
+    def rewrite(like: Tensor, x: Operand, size: Any = None, dim: Any = None, norm: str | None = None) -> Rewritten:
+        value = _as_pair(x, like)
+        rank = value.rank
+        sizes = [size] if isinstance(size, int) else size
+        over = [dim] if isinstance(dim, int) else dim
+        if over is None:
+            count = dims or (len(sizes) if sizes is not None else rank)
+            over = list(range(rank - count, rank))
+        over = [each % rank for each in over]
+        whole = [value.parts.shape[each] for each in over] if sizes is None else list(sizes)
+        last = over[-1]
+        if real and inverse:
+            whole[-1] = like.shape[last]
+            given = whole[-1] // 2 + 1
+            value = _resized(value, over, [*whole[:-1], given])
+            # The other half is the conjugate of this one: a real result has twice the real part of one.
+            once = _span(value.parts, last, 0, 1)
+            twice = _span(value.parts, last, 1, (whole[-1] + 1) // 2) * 2
+            middle = [_span(value.parts, last, given - 1, given)] if whole[-1] % 2 == 0 else []
+            value = Pair(torch.cat([once, twice, *middle], last))
+        value = _resized(value, over, whole)
+        scale = {"forward": 0 if inverse else 1, "ortho": 2, "backward": 1 if inverse else 0}[norm or "backward"]
+        count = math.prod(whole)
+        found = Pair(resolve("fourier")(value.parts, over, inverse))
+        if scale:
+            found = Pair(found.parts / (count if scale == 1 else math.sqrt(count)))
+        if real and inverse:
+            return found.real
+        if real:
+            return Pair(_span(found.parts, last, 0, whole[-1] // 2 + 1))
+        return found
+
+    return rewrite
+
+
+def _resized(x: Pair, dims: Sequence[int], sizes: Sequence[int]) -> Pair:
+    """Each dimension cut, or filled up with zeros, to its size."""
+    parts = x.parts
+    for dim, size in zip(dims, sizes, strict=True):
+        size = parts.shape[dim] if size == -1 else size
+        if size < parts.shape[dim]:
+            parts = _span(parts, dim, 0, size)
+        elif size > parts.shape[dim]:
+            more = [0] * (2 * (parts.dim() - dim))
+            more[-1] = size - parts.shape[dim]
+            parts = torch.nn.functional.pad(parts, more)
+    return Pair(parts)
+
+
+def _span(x: Tensor, dim: int, start: int, end: int) -> Tensor:
+    found: Tensor = torch.ops.aten.slice(x, dim, start, end)
+    return found
+
+
+def _same(like: Tensor, x: Operand, *_: Any, **__: Any) -> Rewritten:
+    return x  # type: ignore[return-value]
+
+
+def _each(names: str, rewrite: Rewrite) -> dict[str, Rewrite]:
+    return dict.fromkeys(names.split(), rewrite)
+
+
+REWRITES: Mapping[str, Rewrite] = {
+    # Between real and complex tensors
+    "view_as_real": lambda like, x: x.parts,
+    "view_as_complex": lambda like, x: Pair(x),
+    "complex": lambda like, real, imag: pair(real, imag),
+    "polar": _polar,
+    "real": _real,
+    "imag": lambda like, x: x.imag,
+    "abs": _abs,
+    "angle": _angle,
+    **_each("to _to_copy type_as", _cast),
+    # Arithmetic
+    "add": _sum_of(1),
+    "sub": _sum_of(-1),
+    "rsub": lambda like, x, y, alpha=1: _sum_of(-1)(like, y, x, alpha),
+    "mul": _mul,
+    "div": _div,
+    "neg": _both(torch.neg),
+    **_each("conj _conj conj_physical", lambda like, x: x.conjugate if isinstance(x, Pair) else x),
+    **_each("resolve_conj resolve_neg contiguous clone alias detach lift_fresh_copy", _same),
+    "detach": _both(torch.detach),
+    "exp": _exp,
+    "log": _log,
+    "pow": _pow,
+    "square": lambda like, x: _mul(like, x, x),
+    "reciprocal": lambda like, x: _div(like, 1.0, x),
+    "where": _where,
+    "masked_fill": _masked_fill,
+    # Products and sums
+    **_each("matmul mm bmm mv dot", _bilinear(torch.matmul)),
+    "outer": _bilinear(torch.outer),
+    "linear": _linear,
+    "addmm": _addmm,
+    "einsum": _einsum,
+    "sum": _reduced(torch.sum),
+    "mean": _reduced(torch.mean),
+    "cumsum": _along(torch.cumsum),
+    # Views
+    **_each("view reshape _unsafe_view view_as reshape_as flatten unflatten unsqueeze squeeze", _reshape),
+    "permute": _permute,
+    **_each("transpose swapaxes t numpy_T", _transpose),
+    "mT": lambda like, x: _transpose(like, x, -2, -1),
+    **_each("expand expand_as", lambda like, x, *_, **__: Pair(x.parts.expand(*like.shape, 2))),
+    "slice": _along(torch.ops.aten.slice),
+    "select": _along(torch.select),
+    "narrow": _along(lambda x, dim, start, length: _span(x, dim, start, start + length)),
+    "unbind": _along(torch.unbind),
+    **_each("split split_with_sizes", _along(torch.split, 1)),
+    "chunk": _along(torch.chunk, 1),
+    **_each("cat concat concatenate", _joined(torch.cat, 0)),
+    "stack": _joined(torch.stack, 1),
+    "flip": lambda like, x, dims: Pair(x.parts.flip([_dim(x, dim) for dim in dims])),
+    "index_select": _along(torch.index_select),
+    "index": _index,
+    "repeat": lambda like, x, times: Pair(x.parts.repeat([*times, 1])),
+    **_each("pad constant_pad_nd", _padded),
+    **_each("zeros new_zeros zeros_like", _filled(0)),
+    **_each("ones new_ones ones_like", _filled(1)),
+    **_each("full new_full full_like", _filled(None)),
+    # Fourier transforms
+    "fft_fft": _fourier(1, inverse=False),
+    "fft_ifft": _fourier(1, inverse=True),
+    "fft_rfft": _fourier(1, inverse=False, real=True),
+    "fft_irfft": _fourier(1, inverse=True, real=True),
+    "fft_fft2": _fourier(2, inverse=False),
+    "fft_ifft2": _fourier(2, inverse=True),
+    "fft_rfft2": _fourier(2, inverse=False, real=True),
+    "fft_irfft2": _fourier(2, inverse=True, real=True),
+    "fft_fftn": _fourier(None, inverse=False),
+    "fft_ifftn": _fourier(None, inverse=True),
+    "fft_rfftn": _fourier(None, inverse=False, real=True),
+    "fft_irfftn": _fourier(None, inverse=True, real=True),
+}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -133,6 +133,8 @@ class Repeats:
         self._paths = modules.paths
         self._modules = modules.modules
         self._weights = modules.weights
+        # A module without an equal one is recorded in its second call, if there is one.
+        self._met = {group for group, count in Counter(modules.groups.values()).items() if count > 1}
         self._records: dict[int, list[_Record]] = {}
         self._active: list[_Record] = []
         self._made: dict[int, tuple[Tensor, _Record, Sequence[Any], nn.Module, int]] = {}
@@ -158,6 +160,9 @@ class Repeats:
     def _called(self, seen: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         group = self._groups.get(id(vars(seen)))
         if group is None or group in (self._excluded or ()):
+            return run()
+        if group not in self._met:
+            self._met.add(group)
             return run()
         module = self._modules[id(vars(seen))]  # tracing hands out proxies of modules
         leaves, spec = tree_flatten((args, kwargs))

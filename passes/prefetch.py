@@ -179,5 +179,16 @@ def _ahead(row: Sequence[Action], bodies: dict[str, Body], late: frozenset[str],
         yield replace(action, ahead=() if opening else following(position + 1))
 
 
+def gathering_ahead(program: Program, row: Sequence[Action], some: Sequence[Action]) -> Iterator[Action]:
+    """Some actions of a row that this pass has made, with gathers ahead as if they were all; late ones stay late."""
+    if not any(action.ahead for action in row):
+        yield from some
+        return
+    bodies = {body.name: body for body in program.bodies if body.kind != "END"}
+    reads = [action for action in row if (body := bodies.get(_name(action))) and gathers(body.statements)]
+    late = frozenset(_name(action) for action in reads[:-1] if not action.ahead)
+    yield from _ahead(some, bodies, late, Exchanges(program).levels)
+
+
 def _name(action: Action) -> str:
     return f"{action.stage}{action.kind}"

@@ -87,7 +87,15 @@ class GraphRun:
     kind: GraphKind
 
 
-Step = Start | Wait | GraphRun | Message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    """The last use of a call's whole parameters ends."""
+
+    stage: int
+    call: str
+
+
+Step = Start | Wait | GraphRun | Message | Free
 Event = Collective | Message
 
 
@@ -224,7 +232,7 @@ class Execution:
                 for key in [key for key in state.under_way if key[:3] == (each.subject, stage, call)]:
                     yield from going(key, state)
             case "free", "gather":
-                self._free(stage, call, state)
+                yield from self._free(stage, call, state)
             case "start", "sums":
                 yield from self._start_sums(stage, call, state)
             case "relay", "sums":
@@ -309,12 +317,14 @@ class Execution:
         if not holds:
             yield from self._start(("gather", stage, call), state)
 
-    def _free(self, stage: int, call: str, state: _UnderWay) -> None:
+    def _free(self, stage: int, call: str, state: _UnderWay) -> Iterator[Step]:
         holds = state.holds.pop((stage, call), 0)
         if not holds or ("gather", stage, call) in state.under_way:
             raise InternalError(f"the parameters of {call} are freed before they are there")
         if holds > 1:
             state.holds[stage, call] = holds - 1
+        else:
+            yield Free(stage=stage, call=call)
 
     def _run(self, stage: int, name: str, kind: GraphKind, state: _UnderWay) -> GraphRun:
         call = self._calls[stage, name]

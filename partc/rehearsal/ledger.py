@@ -81,7 +81,10 @@ class Event:
     op: str = ""
 
 
-Entry = tuple[str, Block | Surge | None]  # "+" block, "-" block, "^" surge, "." at an action's start
+Place = tuple[str, str, str]  # call, line, operation
+# "+" block, "-" block, "^" surge, "." at an action's start; and the place where memory grows
+Entry = tuple[str, Block | Surge | None, Place]
+_NOWHERE: Place = ("", "", "")
 
 
 class Ledger(TorchDispatchMode):
@@ -99,10 +102,11 @@ class Ledger(TorchDispatchMode):
         self.at = StepPosition(action="")
         self.peaks: dict[tuple[str, str], int] = {}  # the most in every action and call
         self._found: dict[int, tuple[object, Block]] = {}  # by storage
-        self._tape: list[Entry] = []
+        self.tape: list[Entry] = []
+        self.begin = 0  # of the step on the tape
         self._end = 0  # of the tape, at the peak
-        self._actions: list[str] = []
-        self._muted = False
+        self.actions: list[str] = []
+        self._muted = self._stopped = False
         self.heard: list[Event] | None = None  # events that are being recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,7 +128,7 @@ class Ledger(TorchDispatchMode):
     def add(self, block: Block, op: str = "") -> None:
         """Register a new block."""
         self.now += block.bytes
-        self._tape.append(("+", block))
+        self.tape.append(("+", block, (self.call, self.line, op)))
         if self.heard is not None:
             self.heard.append(Event("+", block, self.line, op))
         self._reaches(self.now, op, self.line)
@@ -136,14 +140,16 @@ class Ledger(TorchDispatchMode):
         return Owned(self, block)
 
     def ends(self, block: Block) -> None:
+        if self._stopped:
+            return
         self.now -= block.bytes
-        self._tape.append(("-", block))
+        self.tape.append(("-", block, _NOWHERE))
         if self.heard is not None:
             self.heard.append(Event("-", block))
 
     def surges(self, surge: Surge) -> None:
         """Record a momentary surge."""
-        self._tape.append(("^", surge))
+        self.tape.append(("^", surge, (self.call, surge.line, surge.op)))
         self._reaches(self.now + surge.bytes, surge.op, surge.line)
 
     def _reaches(self, bytes: int, op: str, line: str) -> None:
@@ -151,7 +157,7 @@ class Ledger(TorchDispatchMode):
         if bytes > self.peaks.get(here, -1):
             self.peaks[here] = bytes
         if bytes > self.peak:
-            self.peak, self._end = bytes, len(self._tape)
+            self.peak, self._end = bytes, len(self.tape)
             self.at = StepPosition(action=self.action, call=self.call, line=line, op=op)
 
     def watch(self, x: Tensor, block: Block, ended: Callable[[], None]) -> None:
@@ -190,15 +196,20 @@ class Ledger(TorchDispatchMode):
 
     def enters(self, action: str) -> None:
         """Begin the next action of the step."""
-        self._actions.append(action)
-        self._tape.append((".", None))
+        self.actions.append(action)
+        self.tape.append((".", None, _NOWHERE))
         self.action, self.call, self.line = action, "", ""
 
     def starts(self) -> None:
         """Begin the step: keep existing blocks, and forget the earlier peak."""
         self.peak = -1
+        self.begin = len(self.tape)
         self.peaks.clear()
         self._reaches(self.now, "", "")
+
+    def stops(self) -> None:
+        """End the step: what ends from here on is not of it."""
+        self._stopped = True
 
     def rank(self, place: int, stages: tuple[int, ...], host: int) -> RankMemory:
         """The account since `starts`."""
@@ -218,9 +229,9 @@ class Ledger(TorchDispatchMode):
         now: Counter[str] = Counter()
         total = most = 0
         found: Mapping[str, int] = {}
-        names = iter(self._actions)
+        names = iter(self.actions)
         action = ""
-        for kind, what in self._tape:
+        for kind, what, _ in self.tape:
             if kind == "+" and isinstance(what, Block):
                 now[what.category] += what.bytes
                 total += what.bytes
@@ -241,7 +252,7 @@ class Ledger(TorchDispatchMode):
     def _alive(self) -> tuple[list[Block], tuple[Block, ...]]:
         alive: dict[Block, None] = {}
         last: Block | Surge | None = None
-        for kind, what in self._tape[: self._end]:
+        for kind, what, _ in self.tape[: self._end]:
             last = what
             if kind == "+" and isinstance(what, Block):
                 alive[what] = None
@@ -253,10 +264,10 @@ class Ledger(TorchDispatchMode):
         """The moment of each action that was entered."""
         now = peak = 0
         entered = -1
-        for kind, what in self._tape:
+        for kind, what, _ in self.tape:
             if kind == ".":
                 if entered >= 0:
-                    yield Moment(action=self._actions[entered], peak=peak, after=now)
+                    yield Moment(action=self.actions[entered], peak=peak, after=now)
                 entered, peak = entered + 1, now
             elif isinstance(what, Surge):
                 peak = max(peak, now + what.bytes)
@@ -264,7 +275,7 @@ class Ledger(TorchDispatchMode):
                 now += what.bytes if kind == "+" else -what.bytes
                 peak = max(peak, now)
         if entered >= 0:
-            yield Moment(action=self._actions[entered], peak=peak, after=now)
+            yield Moment(action=self.actions[entered], peak=peak, after=now)
 
 
 def _by_category(blocks: Iterable[Block]) -> dict[str, int]:

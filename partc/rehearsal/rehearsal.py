@@ -1,27 +1,31 @@
 """The memory account of a package: its step runs on tensors without memory, and a ledger counts what they would hold.
 
 The emitted modules and the runtime run unchanged, with a communicator without peers; ledger.py counts their
-allocations. A region's function runs once, and its effects are replayed for all other calls, microbatches and ranks
-(call_replay.py). One rank stands for all ranks at its pipeline coordinate.
+allocations. A region's function runs once, and its effects are replayed for all other calls (call_replay.py). An
+action runs once in each of its circumstances, and its effects are composed for all other microbatches and equal stages
+(composition.py). One rank stands for all ranks at its pipeline coordinate.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from partc.codegen.package import Modules, emit
-from partc.cost.memory import Account, RankMemory
+from partc.cost.memory import Account
 from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.program import Action as ScheduledAction
 from partc.ir.program import Program
 from partc.rehearsal.call_replay import Lessons, region_module, stage_class
+from partc.rehearsal.composition import Composer, Course, Told
 from partc.rehearsal.ledger import Ledger, Owned, counting
 from partc.rehearsal.meta_kernels import META, stand_ins
 from partc.runtime.checkpoint.boxes import pieces, speaks
@@ -29,7 +33,7 @@ from partc.runtime.checkpoint.state import remembering
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm.comm import Axis, Link, Pending
 from partc.runtime.comm.distributed import DistributedComm, GlooAxis
-from partc.runtime.execution.executor import Action, Stage, gradient_buffers, parse_schedule, run_step, told_by
+from partc.runtime.execution.executor import Stage, gradient_buffers, parse_schedule, run_step, told_by
 from partc.runtime.execution.parts import Parts
 from partc.runtime.execution.sums import Bucket, Sums
 from partc.runtime.layout import Shard
@@ -48,105 +52,133 @@ def rehearse(program: Program, *, optimizer: str = "adamw", modules: Modules | N
 
 def peaks(program: Program) -> list[int]:
     """The peak of the ranks at each pipeline coordinate, without the rest of the account."""
-    return [rank.peak for rank in _rehearsed(program, "adamw", None, host=False)[0].ranks]
+    return [course.peak for course in _Rehearsal(program, "adamw", None).courses()]
 
 
 def rehearsed(
-    program: Program, *, optimizer: str = "adamw", modules: Modules | None = None
-) -> tuple[Account, tuple[Ledger, ...]]:
-    """The account, and the ledger of each pipeline rank."""
-    return _rehearsed(program, optimizer, modules, host=True)
+    program: Program, *, optimizer: str = "adamw", modules: Modules | None = None, whole: bool = False
+) -> tuple[Account, tuple[Course | Ledger, ...]]:
+    """The account, and the step of each pipeline rank. With `whole`, all ranks play all their actions."""
+    rehearsal = _Rehearsal(program, optimizer, modules)
+    courses = rehearsal.courses(whole=whole)
+    ranks = tuple(
+        course.rank(place, program.stages_at(place), rehearsal.copied(place)) for place, course in enumerate(courses)
+    )
+    return Account(optimizer=optimizer, ranks=ranks), courses
 
 
-def _rehearsed(
-    program: Program, optimizer: str, modules: Modules | None, *, host: bool
-) -> tuple[Account, tuple[Ledger, ...]]:
-    modules = emit(program) if modules is None else modules
-    lessons = Lessons()
-    kernels = stand_ins(program)
-    given = {"Parts": _NamedParts, "Sums": Sums, "Bucket": Bucket, "kernels": kernels}
-    for module in modules.regions:
-        given |= region_module(module, lessons, kernels)
-    kept = _kept_by(optimizer)
-    schedules = [parse_schedule(" ".join(map(str, actions))) for actions in program.schedule]
-    ranks = [
-        _rank(program, place, modules, lessons, given, kept, schedules, host)
-        for place in range(program.mesh.axis(PIPELINE_AXIS))
-    ]
-    return Account(optimizer=optimizer, ranks=tuple(rank for rank, _ in ranks)), tuple(ledger for _, ledger in ranks)
+class _Rehearsal:
+    """The rehearsal of one program."""
 
+    def __init__(self, program: Program, optimizer: str, modules: Modules | None) -> None:
+        self._program = program
+        self._modules = emit(program) if modules is None else modules
+        self._lessons = Lessons()
+        kernels = stand_ins(program)
+        self._given = {"Parts": _NamedParts, "Sums": Sums, "Bucket": Bucket, "kernels": kernels}
+        for module in self._modules.regions:
+            self._given |= region_module(module, self._lessons, kernels)
+        self._kept = _kept_by(optimizer)
+        self._composer = Composer(program, self._told, self._played)
+        self._classes: dict[int, Any] = {}
+        self._hosts: dict[object, int] = {}
 
-def _rank(
-    program: Program,
-    place: int,
-    modules: Modules,
-    lessons: Lessons,
-    given: Mapping[str, Any],
-    kept: Sequence[_State],
-    schedules: Sequence[Sequence[Action]],
-    host: bool,
-) -> tuple[RankMemory, Ledger]:
-    with counting() as ledger:
-        lessons.ledger = ledger
-        comm = _QuietComm(ledger, program.mesh.sizes, place)
-        classes = {stage: stage_class(modules.stages[stage], given) for stage in program.stages_at(place)}
-        shards: dict[str, Shard] = {
-            name: shard for stage in classes.values() for name, shard in stage.parameters.items()
-        }
-        inputs: dict[str, Shard] = {name: shard for stage in classes.values() for name, shard in stage.inputs.items()}
-        parameters: dict[str, Tensor] = {}
-        for name, shard in shards.items():
-            with ledger.making("parameters", name):
-                parameters[name] = torch.empty(shard.local_shape(program.mesh.sizes), dtype=shard.dtype, device=META)
-        with ledger.making("gradients", "gradients"):
-            gradients, _ = gradient_buffers(shards, parameters)
-        with ledger.making("copies", "copies"):
-            stages: dict[int, Stage] = {
-                number: stage(comm, parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
-                for number, stage in classes.items()
+    def courses(self, *, whole: bool = False) -> tuple[Course | Ledger, ...]:
+        rows = self._program.schedule
+        return tuple(
+            self._played(place, row, self._told) if whole else self._composer.course(place)
+            for place, row in enumerate(rows)
+        )
+
+    @cached_property
+    def _told(self) -> Told:
+        rows: Iterable[Any] = self._program.schedule
+        return {slot: found for row in rows for slot, found in told_by(row).items()}
+
+    def _class(self, stage: int) -> Any:
+        if stage not in self._classes:
+            self._classes[stage] = stage_class(self._modules.stages[stage], self._given)
+        return self._classes[stage]
+
+    def _played(self, place: int, row: Sequence[ScheduledAction], told: Told) -> Ledger:
+        """The ledger of the ranks at a pipeline coordinate, after a step of these actions."""
+        program, lessons, kept = self._program, self._lessons, self._kept
+        with counting() as ledger:
+            lessons.ledger = ledger
+            comm = _QuietComm(ledger, program.mesh.sizes, place)
+            classes = {stage: self._class(stage) for stage in program.stages_at(place)}
+            shards = self._shards(place)
+            inputs: dict[str, Shard] = {
+                name: shard for stage in classes.values() for name, shard in stage.inputs.items()
             }
-        attach_gradients(parameters, gradients)
-        states: list[Owned] = []
-        for name in gradients:
-            with ledger.making("optimizer", name):
-                states.extend(ledger.holds(state.bytes(parameters[name])) for state in kept)
-        with ledger.making("communication", "left out of compressed sums"):
-            for _, compressed in remembering(stages):
-                compressed.restore({kind: torch.empty(n, device=META) for kind, n in compressed.numbers.items()})
-        with ledger.making("constants", "constants"):
-            comm.expect(program.draws, program.microbatches if program.separate_batches else 1)
-            if any(value.type.dtype == "f16" for region in program.regions for value in region.params):
-                comm.scales(1.0)
-            for stage in stages.values():
-                stage.setup()
-        actions = schedules[place]
-        comm.clock.told = _Turns(program, modules, ledger, lessons).entering
-
-        def cut() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-            with ledger.making("batch", "batch"):
-                whole = {
-                    name: torch.empty(shard.shape, dtype=shard.dtype, device=META) for name, shard in inputs.items()
+            parameters: dict[str, Tensor] = {}
+            for name, shard in shards.items():
+                with ledger.making("parameters", name):
+                    parameters[name] = torch.empty(
+                        shard.local_shape(program.mesh.sizes), dtype=shard.dtype, device=META
+                    )
+            with ledger.making("gradients", "gradients"):
+                gradients, _ = gradient_buffers(shards, parameters)
+            with ledger.making("copies", "copies"):
+                stages: dict[int, Stage] = {
+                    number: stage(comm, parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
+                    for number, stage in classes.items()
                 }
-                return local_batch(whole, inputs, program.mesh.sizes, comm.coordinate, program.microbatches, META)
+            attach_gradients(parameters, gradients)
+            states: list[Owned] = []
+            for name in gradients:
+                with ledger.making("optimizer", name):
+                    states.extend(ledger.holds(state.bytes(parameters[name])) for state in kept)
+            with ledger.making("communication", "left out of compressed sums"):
+                for _, compressed in remembering(stages):
+                    compressed.restore({kind: torch.empty(n, device=META) for kind, n in compressed.numbers.items()})
+            with ledger.making("constants", "constants"):
+                comm.expect(program.draws, program.microbatches if program.separate_batches else 1)
+                if any(value.type.dtype == "f16" for region in program.regions for value in region.params):
+                    comm.scales(1.0)
+                for stage in stages.values():
+                    stage.setup()
+            actions = parse_schedule(" ".join(map(str, row)))
+            comm.clock.told = _Turns(program, self._modules, ledger, lessons).entering
 
-        batch, microbatches = cut()
-        for stage in stages.values():
-            stage.prepare(batch)
-        ledger.starts()
-        comm.clock.entering("data")
-        batch, microbatches = cut()
-        clear(gradients.values())
-        told = {slot: found for each in schedules for slot, found in told_by(each).items()}
-        loss = run_step(stages, comm, actions, batch, microbatches, told=told)
-        comm.clock.entering("the update")
-        for stage in stages.values():
-            stage.refresh()
-        del loss
-        comm.clock.entering("the step's end")
-        copied = _copied(program, place, shards, gradients, kept) if host else 0
-        found = ledger.rank(place, tuple(classes), copied)
-        del states
-        return found, ledger
+            def cut() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+                with ledger.making("batch", "batch"):
+                    whole = {
+                        name: torch.empty(shard.shape, dtype=shard.dtype, device=META) for name, shard in inputs.items()
+                    }
+                    return local_batch(whole, inputs, program.mesh.sizes, comm.coordinate, program.microbatches, META)
+
+            batch, microbatches = cut()
+            for stage in stages.values():
+                stage.prepare(batch)
+            ledger.starts()
+            comm.clock.entering("data")
+            batch, microbatches = cut()
+            clear(gradients.values())
+            loss = run_step(stages, comm, actions, batch, microbatches, told=told)
+            comm.clock.entering("the update")
+            for stage in stages.values():
+                stage.refresh()
+            del loss
+            comm.clock.entering("the step's end")
+            ledger.stops()
+            del states
+            return ledger
+
+    def _shards(self, place: int) -> dict[str, Shard]:
+        classes = map(self._class, self._program.stages_at(place))
+        return {name: shard for stage in classes for name, shard in stage.parameters.items()}
+
+    def copied(self, place: int) -> int:
+        """The bytes that a rank at a place writes into a checkpoint; on large meshes, equal ranks write as many."""
+        program, sizes = self._program, self._program.mesh.sizes
+        few = program.mesh.size // sizes.get(PIPELINE_AXIS, 1) <= MOST_COUNTED
+        key = place if few else self._composer.signature(place)
+        if key not in self._hosts:
+            shards = self._shards(place)
+            trained = [name for name, shard in shards.items() if shard.trainable]
+            self._hosts[key] = _copied(program, place, shards, trained, self._kept)
+        return self._hosts[key]
 
 
 def _copied(

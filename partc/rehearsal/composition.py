@@ -1,0 +1,540 @@
+"""A rank's step, composed of the effects of its actions on memory.
+
+    played:     0F0 0B0 0F1 0B1                       what each action allocates and frees, in which circumstances
+    composed:   0F0 0F1 0F2 0B0 0F3 0B1 … 0B511       the same effects, in the order of the whole schedule
+
+Actions of one kind in equal circumstances have equal effects, whatever the microbatch and whichever of several equal
+stages they are of. Circumstances are the earlier actions of the microbatch, the exchanges that the action starts and
+waits for, the sent gradients that it releases, and whether it is among the first or the last of its kind. So a rank
+plays only microbatches that show all circumstances of its schedule, and equal ranks play them once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from partc.communication.exchanges import Exchanges
+from partc.communication.execution import Execution, Free, GraphRun, Message, Start, Step, Wait
+from partc.cost.memory import Moment, RankMemory, StepPosition, together
+from partc.ir.naming import is_number
+from partc.ir.program import Action, Program
+from partc.passes.prefetch import gathering_ahead
+from partc.rehearsal.ledger import Block, Entry, Ledger, Surge
+
+Key = tuple[object, ...]
+Label = tuple[str, str, int]  # category, name, bytes
+_ATTEMPTS = 4  # to find the microbatches that show all circumstances
+_UNLIKE = 2  # first actions of a kind that differ from later ones: the second replaces what the first has made
+_NEIGHBOURS = 2  # actions before and after one, whose microbatches are played with it
+_DRAINED = "the last transfers of the step"
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """The effect of an action on memory; bytes count from its start, calls are numbers among those of its stage."""
+
+    entries: tuple[tuple[str, Label | Key, int, str, str], ...]  # sign, what, call, line, operation
+    change: int
+    high: int
+    reach: int | None  # the most bytes that it allocates, and its entry
+    at: int
+    calls: tuple[tuple[int, int], ...]  # the same for each call
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry], calls: Mapping[str, int]) -> Effect:
+        now = high = at = 0
+        reach: int | None = None
+        most: dict[int, int] = {}
+        found = []
+        for index, (sign, what, (call, line, op)) in enumerate(entries):
+            number = calls.get(call, -1)
+            found.append((sign, _label(what), number, line, op))
+            if isinstance(what, Block):
+                now += what.bytes if sign == "+" else -what.bytes
+            here = now + (what.bytes if isinstance(what, Surge) else 0)
+            high = max(high, here)
+            if sign in "+^":
+                most[number] = max(here, most.get(number, here))
+                if reach is None or here > reach:
+                    reach, at = here, index
+        return cls(tuple(found), now, high, reach, at, tuple(most.items()))
+
+    def counted(self, end: int | None = None) -> Counter[Label]:
+        """What the entries before `end` allocate, less what they free; a last surge is alive."""
+        found: Counter[Label] = Counter()
+        for sign, what, *_ in self.entries[:end]:
+            if sign != "^":
+                found[what] += 1 if sign == "+" else -1  # type: ignore[index]
+        if end is not None and self.entries[end - 1][0] == "^":
+            found.update(self.entries[end - 1][1][1:])  # type: ignore[arg-type]
+        return found
+
+
+def _label(what: Block | Surge | None) -> Label | Key:
+    if isinstance(what, Surge):
+        return (what.bytes, *((block.category, _starred(block.name), block.bytes) for block in what.alive))
+    assert what is not None
+    return what.category, _starred(what.name), what.bytes
+
+
+def _starred(name: str) -> str:
+    return ".".join("*" if is_number(part) else part for part in name.split("."))
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What surrounds the actions of a schedule: memory at the step's start, and effects before and after them.
+
+    `rest` are the effects after all transfers have ended, when memory is `left`.
+    """
+
+    base: Counter[Label]
+    before: tuple[tuple[str, Effect], ...]
+    after: tuple[tuple[str, Effect], ...]
+    left: Counter[Label]
+    rest: tuple[tuple[str, Effect], ...]
+
+
+@dataclass(frozen=True)
+class Course:
+    """The composed step of a rank. It answers as a ledger does that has played all of it."""
+
+    frame: Frame
+    row: tuple[tuple[Action, Effect], ...]
+    calls: Mapping[int, Sequence[str]]  # of stages
+
+    def _actions(self) -> Iterator[tuple[str, int, Effect]]:
+        yield from ((name, -1, effect) for name, effect in self.frame.before)
+        yield from ((action.name, action.stage, effect) for action, effect in self.row)
+        yield from ((name, -1, effect) for name, effect in self.frame.after)
+
+    def _rest(self) -> Iterator[tuple[str, int, Effect]]:
+        yield from ((name, -1, effect) for name, effect in self.frame.rest)
+
+    def _call(self, stage: int, number: int) -> str:
+        return self.calls[stage][number] if number >= 0 else ""
+
+    @cached_property
+    def _begins(self) -> tuple[tuple[str, int, Effect, int], ...]:
+        """Every action with the bytes at its start."""
+        now, found = _bytes(self.frame.base), []
+        for name, stage, effect in self._actions():
+            found.append((name, stage, effect, now))
+            now += effect.change
+        drained = Effect((), _bytes(self.frame.left) - now, 0, None, 0, ())
+        found.append((_DRAINED, -1, drained, now))
+        now = _bytes(self.frame.left)
+        for name, stage, effect in self._rest():
+            found.append((name, stage, effect, now))
+            now += effect.change
+        return tuple(found)
+
+    @property
+    def peaks(self) -> dict[tuple[str, str], int]:
+        """The most bytes in every action and call."""
+        found = {("", ""): _bytes(self.frame.base)}
+        for name, stage, effect, now in self._begins:
+            for number, most in effect.calls:
+                key = name, self._call(stage, number)
+                found[key] = max(now + most, found.get(key, now + most))
+        return found
+
+    @property
+    def peak(self) -> int:
+        reached = (now + effect.reach for _, _, effect, now in self._begins if effect.reach is not None)
+        return max((_bytes(self.frame.base), *reached))
+
+    def rank(self, place: int, stages: tuple[int, ...], host: int) -> RankMemory:
+        peak, at = _bytes(self.frame.base), -1
+        for index, (_, _, effect, now) in enumerate(self._begins):
+            if effect.reach is not None and now + effect.reach > peak:
+                peak, at = now + effect.reach, index
+        position = StepPosition(action="")
+        if at >= 0:
+            name, stage, effect, _ = self._begins[at]
+            _, _, number, line, op = effect.entries[effect.at]
+            position = StepPosition(action=name, call=self._call(stage, number), line=line, op=op)
+        return RankMemory(
+            place=place,
+            stages=stages,
+            peak=peak,
+            at=position,
+            alive=together(self._alive(at).elements()),
+            timeline=tuple(
+                Moment(action=name, peak=now + effect.high, after=now + effect.change)
+                for name, _, effect, now in self._begins
+            ),
+            host=host,
+        )
+
+    def _alive(self, at: int) -> Counter[Label]:
+        """What is alive where an action reaches its peak."""
+        if at < 0:
+            return self.frame.base
+        drained = next(index for index, (name, *_) in enumerate(self._begins) if name == _DRAINED)
+        start = 0 if at <= drained else drained + 1
+        found = Counter(self.frame.base if at <= drained else self.frame.left)
+        times: dict[int, int] = {}
+        effects: dict[int, Effect] = {}
+        for _, _, effect, _ in self._begins[start:at]:
+            effects[id(effect)] = effect
+            times[id(effect)] = times.get(id(effect), 0) + 1
+        for key, effect in effects.items():
+            for label, count in effect.counted().items():
+                found[label] += count * times[key]
+        _, _, effect, _ = self._begins[at]
+        found.update(effect.counted(effect.at + 1))
+        return found
+
+    def kinds(self) -> Iterator[tuple[str, Mapping[str, int]]]:
+        """For each action, its peak bytes by category."""
+        now = _by_category(self.frame.base)
+        known: dict[int, tuple[Counter[str], Counter[str]]] = {}
+        for name, _, effect, _ in self._begins:
+            if name == _DRAINED:
+                yield name, +now
+                now = _by_category(self.frame.left)
+                continue
+            if id(effect) not in known:
+                known[id(effect)] = _at_height(effect), _by_category(effect.counted())
+            height, change = known[id(effect)]
+            most = Counter(now)
+            most.update(height)
+            yield name, +most
+            now.update(change)
+
+
+def _bytes(labels: Counter[Label]) -> int:
+    return sum(size * count for (_, _, size), count in labels.items())
+
+
+def _by_category(labels: Counter[Label]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for (category, _, size), count in labels.items():
+        found[category] += size * count
+    return found
+
+
+def _at_height(effect: Effect) -> Counter[str]:
+    """By category, the bytes beyond those at the action's start where it holds the most."""
+    now = 0
+    for index, (sign, what, *_) in enumerate(effect.entries):
+        size: Any = what[0] if sign == "^" else what[2]
+        here = now + (size if sign in "+^" else -size)
+        if here == effect.high and effect.high:
+            return _by_category(effect.counted(index + 1))
+        now = now if sign == "^" else here
+    return Counter()
+
+
+# -- circumstances -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Equal:
+    """What is known of ranks that are equal but for names."""
+
+    frames: dict[Key, Frame] = field(default_factory=dict)  # by the circumstances of the step's beginning
+    effects: dict[Key, Effect] = field(default_factory=dict)
+    doubtful: bool = False  # two effects were found for one circumstance: such ranks play whole steps
+    histories: dict[Key, int] = field(default_factory=dict)  # interned
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The numbers by which a rank's stages, calls and values are known among equal ranks."""
+
+    program: Program
+    place: int
+
+    @cached_property
+    def stages(self) -> Mapping[int, int]:
+        return {stage: number for number, stage in enumerate(self.program.stages_at(self.place))}
+
+    @cached_property
+    def calls(self) -> Mapping[int, Mapping[str, int]]:
+        found: dict[int, dict[str, int]] = {stage: {} for stage in self.stages}
+        for call in self.program.calls:
+            if call.stage in found:
+                found[call.stage][call.name] = len(found[call.stage])
+        return found
+
+    @cached_property
+    def values(self) -> dict[str, int]:
+        return {}
+
+    def value(self, name: str) -> Key:
+        if name in self.program.inputs:
+            return ("input", name)
+        bare = name.removeprefix("grad_")
+        gradient = bare != name and bare in self._types
+        plain = bare if gradient else name
+        return self.values.setdefault(plain, len(self.values)), gradient, str(self._types.get(plain))
+
+    @cached_property
+    def _types(self) -> Mapping[str, object]:
+        return self.program.value_types()
+
+    @cached_property
+    def _first(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def path(self, name: str) -> Key:
+        """The name of a module or parameter, with its numbers counted from those of the first name like it."""
+        numbers = tuple(int(part) for part in name.split(".") if is_number(part))
+        first = self._first.setdefault(_starred(name), numbers)
+        return _starred(name), *(a - b for a, b in zip(numbers, first, strict=True))
+
+    def peer(self, stage: int | None) -> object:
+        return stage if stage is None else self.stages.get(stage, "elsewhere")
+
+    def signature(self) -> Key:
+        """Everything about the rank that its memory follows from, but for its schedule."""
+        program = self.program
+        holders, parameters = _holders(program), {each.name: each for each in program.parameters}
+        calls = [
+            (
+                self.stages[call.stage],
+                call.region,
+                self.path(call.name),
+                tuple(self.path(name) for name in call.params),
+                tuple(self.value(name) for name in call.args),
+                tuple(self.value(name) for name in call.results),
+                call.random is not None,
+            )
+            for call in program.calls
+            if call.stage in self.stages
+        ]
+        read = dict.fromkeys(name for call in program.calls if call.stage in self.stages for name in call.params)
+        held = [
+            (
+                self.path(name),
+                replace(parameters[name], name="", aliases=(), after=""),
+                self.path(parameters[name].after),
+                len(holders[name]),
+            )
+            for name in read
+        ]
+        transfers = [
+            (self.value(each.value), self.peer(each.source), self.peer(each.target), each.gradient)
+            for each in program.transfers
+            if {each.source, each.target} & self.stages.keys()
+        ]
+        bodies = [
+            (
+                body.kind,
+                self.stages.get(body.index) if body.kind != "END" else None,
+                tuple(
+                    (
+                        each.verb,
+                        each.subject,
+                        self.value(each.of) if each.subject == "value" else self.path(each.of),
+                        each.ahead,
+                        self.peer(each.peer),
+                        each.last,
+                    )
+                    for each in body.statements
+                ),
+            )
+            for body in program.bodies
+            if (body.index == self.place if body.kind == "END" else body.index in self.stages)
+        ]
+        updates = [(self.path(buffer), self.value(value)) for buffer, value in program.updates if buffer in read]
+        loss = self.value(program.loss) if any(program.loss in c.results for c in program.calls) else ()
+        return tuple(calls), tuple(held), tuple(transfers), tuple(bodies), tuple(updates), loss
+
+    def steps(self, steps: Iterable[Step]) -> Key:
+        return tuple(map(self._step, steps))
+
+    def _step(self, step: Step) -> Key:
+        match step:
+            case Start():
+                of = step.collective
+                same = (of.op, of.axes, of.shape, of.dtype, of.attrs, len(of.places))
+                return "start", self._key(step.key), same
+            case Wait():
+                return "wait", self._key(step.key)
+            case GraphRun():
+                call = step.call
+                return "run", self.stages[call.stage], self.calls[call.stage][call.name], step.kind
+            case Free():
+                return "free", self.stages[step.stage], self.calls[step.stage][step.call]
+            case Message():
+                ends = tuple(map(self.peer, step.link))
+                return step.kind, self.value(step.value), ends, step.shape, step.dtype
+
+    def _key(self, key: Key) -> Key:
+        if len(key) < 3 or not isinstance(key[1], int):
+            return key
+        name = self.calls[key[1]][key[2]] if isinstance(key[2], str) else ("number", key[2])
+        return key[0], self.stages[key[1]], name, *key[3:]
+
+
+def _holders(program: Program) -> Mapping[str, frozenset[int]]:
+    found: dict[str, set[int]] = {}
+    for call in program.calls:
+        for name in call.params:
+            found.setdefault(name, set()).add(program.place(call.stage))
+    return {name: frozenset(places) for name, places in found.items()}
+
+
+Told = Mapping[tuple[int, int], Sequence[int]]
+Played = Callable[[int, Sequence[Action], Told], Ledger]
+
+
+class Composer:
+    """The steps of a program's ranks. `played(place, row, told)` plays a row of actions on the ranks at a place."""
+
+    def __init__(self, program: Program, told: Told, played: Played) -> None:
+        self._program, self._told, self._played = program, told, played
+        self._exchanges = Exchanges(program)
+        self._equal: dict[Key, _Equal] = {}
+        self._signatures: dict[int, Key] = {}
+
+    def course(self, place: int) -> Course | Ledger:
+        """The step of the ranks at a place, played as a whole if it cannot be composed."""
+        row = self._program.schedule[place]
+        names = _Names(self._program, place)
+        self._signatures[place] = names.signature()
+        equal = self._equal.setdefault(self._signatures[place], _Equal())
+        chosen: set[int] = set()
+        start, *keys = self._circumstances(place, row, names, equal)
+        opening = _opening(row)
+        for _ in range(_ATTEMPTS):
+            unknown = [index for index, key in enumerate(keys) if key not in equal.effects]
+            missing = {keys[index]: index + opening for index in reversed(unknown)}
+            if equal.doubtful or (start in equal.frames and not missing):
+                break
+            more = chosen.union(*(self._showing(row, index) for index in (opening, *missing.values())))
+            if more == chosen:
+                break
+            chosen = more
+            some = self._only(row, chosen)
+            if 2 * len(some) > len(row):
+                break
+            told = {slot: tuple(chosen.intersection(found)) for slot, found in self._told.items() if slot[1] in chosen}
+            self._learn(self._played(place, some, told), place, some, told, names, equal)
+        if equal.doubtful or start not in equal.frames or any(key not in equal.effects for key in keys):
+            return self._played(place, row, self._told)
+        effects = zip(row[opening:], (equal.effects[key] for key in keys), strict=True)
+        calls = {stage: tuple(numbers) for stage, numbers in names.calls.items()}
+        return Course(equal.frames[start], tuple(effects), calls)
+
+    def signature(self, place: int) -> Key:
+        """Equal for ranks that are equal but for names and schedules."""
+        if place not in self._signatures:
+            self._signatures[place] = _Names(self._program, place).signature()
+        return self._signatures[place]
+
+    def _showing(self, row: Sequence[Action], index: int) -> Iterator[int]:
+        """The microbatches that an action is played with: of its neighbours, and of gradients that it releases."""
+        for action in row[max(0, index - _NEIGHBOURS) : index + _NEIGHBOURS + 1]:
+            if action.microbatch is not None:
+                yield action.microbatch
+        if row[index].kind == "F":
+            for source in self._sources(row[index].stage):
+                yield from self._told.get((source, row[index].microbatch or 0), ())
+
+    def _sources(self, stage: int) -> list[int]:
+        found = (each.source for each in self._program.transfers if each.target == stage)
+        return sorted({source for source in found if self._program.place(source) != self._program.place(stage)})
+
+    def _only(self, row: Sequence[Action], microbatches: set[int]) -> tuple[Action, ...]:
+        """The row's actions on some microbatches, with gathers ahead between them."""
+        left = [
+            replace(action, ahead=())
+            for action in row
+            if action.kind != "UNSHARD" and (action.microbatch is None or action.microbatch in microbatches)
+        ]
+        return tuple(gathering_ahead(self._program, row, left))
+
+    def _circumstances(
+        self, place: int, row: Sequence[Action], names: _Names, equal: _Equal, told: Told | None = None
+    ) -> list[Key]:
+        """The circumstances of the row's beginning, and of each of its actions."""
+        rows = list(self._program.schedule)
+        rows[place] = tuple(row)
+        execution = Execution(replace(self._program, schedule=tuple(rows)), place, self._exchanges)
+        return list(self._keys(execution, names, equal, self._told if told is None else told))
+
+    def _keys(self, execution: Execution, names: _Names, equal: _Equal, told: Told) -> Iterator[Key]:
+        row = execution.row
+        opening = _opening(row)
+        start: list[Key] = []
+        done = 0
+        steps_of: dict[int, tuple[object, Key]] = {}
+        histories: dict[int, int] = {}
+        seen: Counter[tuple[int, str]] = Counter()
+        sources = {stage: self._sources(stage) for stage in names.stages}
+        final = {action.stage: index for index, action in enumerate(row) if action.kind in ("B", "W")}
+        for action, steps in execution.step():
+            if not isinstance(action, Action) or done < opening:
+                start.append(names.steps(steps))
+                done += isinstance(action, Action)
+                if action == "prepare":
+                    yield ("start", *start)
+                continue
+            if id(steps) not in steps_of:
+                steps_of[id(steps)] = steps, names.steps(steps)
+            stage, kind = names.stages[action.stage], action.kind
+            history = released = -1
+            if action.microbatch is not None:
+                before = histories.get(action.microbatch, 0)
+                history = equal.histories.setdefault((before, stage, kind), len(equal.histories) + 1)
+                histories[action.microbatch] = history
+                if kind == "F":
+                    slots = ((source, action.microbatch) for source in sources[action.stage])
+                    released = sum(len(told.get(slot, ())) for slot in slots)
+            earlier = min(seen[stage, kind], _UNLIKE)
+            seen[stage, kind] += 1
+            yield stage, kind, history, released, earlier, final.get(action.stage) == done, steps_of[id(steps)][1]
+            done += 1
+
+    def _learn(
+        self, ledger: Ledger, place: int, row: Sequence[Action], told: Told, names: _Names, equal: _Equal
+    ) -> None:
+        start, *keys = self._circumstances(place, row, names, equal, told)
+        actions = row[_opening(row) :]
+        parts = _parts(ledger)
+        calls: list[Mapping[str, int]] = [{}] * len(ledger.actions)
+        begin = next(index for index, name in enumerate(ledger.actions) if name == actions[0].name)
+        calls[begin : begin + len(actions)] = [names.calls[action.stage] for action in actions]
+        effects = [Effect.of(part, numbers) for part, numbers in zip(parts, calls, strict=True)]
+        named = tuple(zip(ledger.actions, effects, strict=True))
+        drained = ledger.actions.index(_DRAINED)
+        base = _alive(ledger.tape[: ledger.begin])
+        left = Counter(base)
+        for effect in effects[: drained + 1]:
+            left.update(effect.counted())
+        frame = Frame(base, named[:begin], named[begin + len(actions) : drained], +left, named[drained + 1 :])
+        equal.doubtful |= any(sign != "-" for sign, *_ in effects[drained].entries) or min(left.values()) < 0
+        equal.doubtful |= equal.frames.setdefault(start, frame) != frame
+        for key, effect in zip(keys, effects[begin : begin + len(actions)], strict=True):
+            equal.doubtful |= equal.effects.setdefault(key, effect) != effect
+
+
+def _opening(row: Sequence[Action]) -> int:
+    return next((index for index, action in enumerate(row) if action.kind != "UNSHARD"), len(row))
+
+
+def _alive(tape: Iterable[Entry]) -> Counter[Label]:
+    found: Counter[Label] = Counter()
+    for sign, what, _ in tape:
+        if isinstance(what, Block):
+            found[_label(what)] += 1 if sign == "+" else -1  # type: ignore[index]
+    return +found
+
+
+def _parts(ledger: Ledger) -> list[list[Entry]]:
+    """The tape of each action of the step."""
+    found: list[list[Entry]] = []
+    for entry in ledger.tape[ledger.begin :]:
+        if entry[0] == ".":
+            found.append([])
+        else:
+            found[-1].append(entry)
+    return found

@@ -20,6 +20,7 @@ from partc.runtime.execution.executor import gradient_buffers
 from partc.runtime.execution.parts import Parts
 from partc.runtime.layout import Shard
 from partc.runtime.optimizer.optimizer import TorchOptimizer
+from partc.runtime.optimizer.recipe import Recipe
 from partc.runtime.optimizer.update import LossScale, Rate, Update, updating
 from tests.durable import build, losses, same_records, trained
 from tests.triton_runs import Kernels, interpreted, there
@@ -49,12 +50,14 @@ class Trained:
         if wide:
             self.parameters = {name: x.double() for name, x in self.parameters.items()}
         self.gradients, self.buffers = gradient_buffers(shards, self.parameters)
-        settings = {"lr": 0.1, "weight_decay": None, "no_decay": ()} | {
-            key: how.pop(key) for key in ("weight_decay", "no_decay") if key in how
-        }
-        self.optimizer, scaled = updating(optimizer, self.parameters, self.gradients, self.buffers, kernels, **settings)
+        options = {key: how.pop(key) for key in ("weight_decay", "no_decay", "groups") if key in how}
+        recipe = Recipe.of(optimizer, **options)
+        settings = recipe.all_settings({name: len(shard.shape) for name, shard in shards.items()})
         comm = Comm({}, {})
         comm.device = there(torch.zeros(1)).device
+        self.optimizer, scaled = updating(
+            settings, self.parameters, self.gradients, self.buffers, kernels, shards=shards, comm=comm, sizes={}, lr=0.1
+        )
         rate = Rate(base=0.1, warmup=2)
         self.update = Update(
             self.optimizer, scaled, {name: shards[name] for name in self.gradients}, comm, {}, rate, **how
@@ -106,8 +109,9 @@ def same(mine: Trained, theirs: Trained, tolerance: float) -> None:
         {"clip": 0.5, "norms": True},
         {"clip": 1e4, "weight_decay": 0.3, "no_decay": ("*.bias", "norm*")},
         {"weight_decay": 0.3, "no_decay": ("*",), "clip": 0.1},
+        {"groups": ("*.bias:lr_scale=0.1", "norm*:weight_decay=0.2,lr_scale=3")},
     ],
-    ids=["plain", "clipped", "groups", "none decays"],
+    ids=["plain", "clipped", "groups", "none decays", "other rates"],
 )
 def test_steps_are_torchs(
     kernels: SimpleNamespace, dtype: str, tolerance: float, how: dict[str, Any], optimizer: str

@@ -82,21 +82,21 @@ TRAINED = ["--weight-decay", "0.1", "--clip", "0.01", "--warmup", "2", "--lr-sch
 # What an update could get wrong, as text in the package's runtime: (file, right, wrong, options that show it).
 UPDATES = {
     "decay by half": (
-        "optimizer/optimizer.py",
-        '{"weight_decay": decay}',
-        '{"weight_decay": decay / 2}',
+        "optimizer/recipe.py",
+        "{_DECAY: weight_decay}",
+        "{_DECAY: weight_decay / 2}",
         ["--weight-decay", "0.1"],
     ),
     "decay by default off": (
-        "optimizer/optimizer.py",
-        "{} if decay is None",
-        '{"weight_decay": 0.0} if decay is None',
+        "optimizer/recipe.py",
+        "{} if weight_decay is None",
+        "{_DECAY: 0.0} if weight_decay is None",
         [],
     ),
     "decay of what is spared": (
-        "optimizer/optimizer.py",
-        '"weight_decay": 0.0',
-        '"weight_decay": 0.1',
+        "optimizer/recipe.py",
+        '{_DECAY: "0"}',
+        '{_DECAY: "0.1"}',
         ["--no-decay", "*bias"],
     ),
     "no clipping": (
@@ -118,8 +118,16 @@ UPDATES = {
         ["--clip", "0.01"],
     ),
     "no bias correction": ("optimizer/optimizer.py", "self._optimizer.step()", LATER, []),
-    "other betas": ("optimizer/optimizer.py", "lr=lr, fused=True", "lr=lr, fused=True, betas=(0.9, 0.99)", []),
-    "another epsilon": ("optimizer/optimizer.py", "lr=lr, fused=True", "lr=lr, fused=True, eps=1e-6", []),
+    "other betas": ("optimizer/optimizer.py", "lr=lr,", "lr=lr, betas=(0.9, 0.99),", []),
+    "another epsilon": ("optimizer/optimizer.py", "lr=lr,", "lr=lr, eps=1e-6,", []),
+    "rates of groups not scaled": ("optimizer/optimizer.py", "rate * scale", "rate", ["--group", "*bias:lr_scale=0.1"]),
+    "options of groups lost": ("optimizer/recipe.py", "mine |= group.options", "pass", ["--group", "*bias:eps=0.1"]),
+    "matrices not gathered": (
+        "optimizer/whole.py",
+        "whole = self._comm.group((axis,)).all_gather(whole, dim=position)",
+        "whole = torch.cat([whole] * self._sizes[axis], position)",
+        ["--optimizer", "muon"],
+    ),
     "batches summed, not averaged": (
         "train/steps.py",
         "measure(self.job.accumulate)",

@@ -6,7 +6,6 @@ model.py and plan.json, autograd, torch's optimizers and the whole batch, and no
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import sys
 import warnings
@@ -21,6 +20,8 @@ from torch.optim import lr_scheduler
 from partc.errors import PartcError
 from partc.package.sampling import Sampling
 from partc.runtime.checkpoint.safetensors import save
+from partc.runtime.optimizer.kinds import kind_of, options_of
+from partc.runtime.optimizer.recipe import Group, parsed
 from partc.runtime.train.data import BatchSource, Tokens, call_with_options, load_model_file, source
 from partc.runtime.train.entries import entries, of_model, rebuilt
 from partc.runtime.train.precision import as_real, computing_in, dtype_held, held_in
@@ -75,6 +76,36 @@ def _hold(model: nn.Module, dtype: torch.dtype) -> None:
         x.data = x.data.to(dtype_held(x.dtype, dtype))
 
 
+class _Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, algorithm 2, line by line."""
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr})
+        self._betas, self._decay, self._sign = betas, weight_decay, -1.0 if maximize else 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (first, second), rate = self._betas, self.param_groups[0]["lr"]
+        for x in self.param_groups[0]["params"]:
+            if x.grad is not None:
+                g, m = self._sign * x.grad, self.state[x].get("m", torch.zeros_like(x))
+                update = torch.sign(first * m + (1 - first) * g)
+                x.copy_(x - rate * (update + self._decay * x))
+                self.state[x]["m"] = second * m + (1 - second) * g
+
+
+_CLASSES: Mapping[str, Any] = {
+    "lion": _Lion, **{name.lower(): found for name, found in vars(torch.optim).items() if isinstance(found, type)},
+}  # fmt: skip
+
+
 class ReferenceUpdate:
     """torch's own optimizer, clipping and schedule, with the options of train.py. Parameters without `grad` do not
     change.
@@ -89,6 +120,7 @@ class ReferenceUpdate:
         lr: float,
         weight_decay: float | None = None,
         no_decay: Sequence[str] = (),
+        group: Sequence[str] = (),
         clip: float | None = None,
         accumulate: int = 1,
         lr_schedule: str = "constant",
@@ -98,15 +130,20 @@ class ReferenceUpdate:
         self.accumulate = accumulate
         self._clip = clip
         self._parameters = list(parameters.values())
-        spared = {name for name in parameters if any(fnmatch.fnmatchcase(name, glob) for glob in no_decay)}
-        decay = {} if weight_decay is None else {"weight_decay": weight_decay}
-        groups: list[dict[str, Any]] = [
-            {"params": [x for name, x in parameters.items() if name not in spared], **decay},
-            {"params": [x for name, x in parameters.items() if name in spared], "weight_decay": 0.0},
-        ]
-        kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
-        self._optimizer: torch.optim.Optimizer = kind([group for group in groups if group["params"]], lr=lr)
-        self._schedule = _schedule(self._optimizer, lr_schedule, lr, steps, warmup, min_lr)
+        name, base = parsed(optimizer)
+        common = {} if weight_decay is None else {"weight_decay": str(weight_decay)}
+        groups = [*map(Group.parse, group), *(Group(globs=(glob,), options={"weight_decay": "0"}) for glob in no_decay)]
+        self._optimizers: list[tuple[float, torch.optim.Optimizer]] = []  # one for each parameter
+        for path, x in parameters.items():
+            mine = {key: value for each in groups if each.has(path) for key, value in each.options.items()}
+            scale, own = float(mine.pop("lr_scale", "1")), mine.pop("optimizer", name)
+            options = {**base, **common, **mine} if own == name else mine
+            if own == "muon" and x.dim() != 2:
+                own, options = "adamw", {key: value for key, value in options.items() if key == "weight_decay"}
+            made = _CLASSES[own]([x], lr=lr, **options_of(kind_of(own), options))
+            self._optimizers.append((scale, made))
+        self._clocked = torch.optim.SGD([torch.zeros(())], lr=lr)
+        self._schedule = _schedule(self._clocked, lr_schedule, lr, steps, warmup, min_lr)
 
     def step(self) -> None:
         """Clip the gradients and update the parameters."""
@@ -116,8 +153,9 @@ class ReferenceUpdate:
 
     def passed(self, *, updated: bool) -> None:
         """End a step. A step with overflowing gradients updates nothing, but its learning rate passes."""
-        if updated:
-            self._optimizer.step()
+        for scale, optimizer in self._optimizers if updated else ():
+            optimizer.param_groups[0]["lr"] = self._clocked.param_groups[0]["lr"] * scale
+            optimizer.step()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a first step without an update
             self._schedule.step()

@@ -47,7 +47,7 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = {
 }
 # How a run updates its parameters: options of train.py that the single-device model follows too.
 RECIPE = (
-    "optimizer", "lr", "weight_decay", "no_decay", "clip", "accumulate", "lr_schedule", "warmup", "min_lr",
+    "optimizer", "lr", "weight_decay", "no_decay", "group", "clip", "accumulate", "lr_schedule", "warmup", "min_lr",
     "data", "data_dtype", "data_labels", "data_end",
 )  # fmt: skip
 CLIP = 1.0  # where the options have none: clipping is compared as well

@@ -47,7 +47,7 @@ FORMAT = 1
 NAME = "manifest.json"
 LOSS_SCALE = "loss_scale"  # a tensor that is of no parameter: its value, and the updates since it changed
 LEFT_OUT = "left_out/"  # prefix of the names of each rank's compression errors
-STATES: Mapping[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq", "step"), "sgd": ()}  # by optimizer
+_ADAMW = (("exp_avg", "exp_avg_sq", "step"),)  # the states in checkpoints of a first version
 _PREFIX = "step_"
 _LONG = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -95,6 +95,10 @@ def _dtype(name: str) -> str:
     return "" if name in _LONG else f"none of {', '.join(_LONG)}"
 
 
+def _word(name: str) -> str:
+    return "" if name.isidentifier() else "no name of a state"
+
+
 def _hex(digest: str) -> str:
     return "" if re.fullmatch("[0-9a-f]{64}", digest) else "no sha256 digest"
 
@@ -104,7 +108,8 @@ class _Run:
     """The fields of `Manifest.run`; older packages wrote fewer."""
 
     seed: int
-    optimizer: Literal["adamw", "sgd"]
+    optimizer: str
+    states: tuple[tuple[Annotated[str, _word], ...], ...] | None = None
     mesh: Mesh
     accumulate: Positive = 1
     lr: Annotated[float, at_least(0)] = 0.0
@@ -114,6 +119,7 @@ class _Run:
     min_lr: Annotated[float, at_least(0)] = 0.0
     weight_decay: Annotated[float, at_least(0)] | None = None
     no_decay: tuple[str, ...] = ()
+    group: tuple[str, ...] = ()
     name: str | None = None
     microbatches: Positive | None = None
     precision: Precision | None = None
@@ -140,6 +146,14 @@ class _Content:
     run: _Run
     files: dict[str, tuple[Natural, Annotated[str, _hex]]]
     tensors: dict[str, _Tensor]
+
+
+def states_in(run: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """The sets of states that the optimizer keeps: a parameter has the tensors of one set, or none yet."""
+    found = run.get("states")
+    if found is None:
+        return _ADAMW if run["optimizer"] == "adamw" else ()
+    return tuple(map(tuple, found))
 
 
 def folder_name(step: int) -> str:
@@ -234,8 +248,9 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _lonely_states(manifest: Manifest) -> Iterator[str]:
-    """Violations of: a parameter has all of its optimizer states or none, and each has its size or is a number."""
-    tensors, states = manifest.tensors, STATES[manifest.run["optimizer"]]
+    """Violations of: a parameter has all states of a set or none, and each has its shape, or 1 for some sizes."""
+    tensors, sets = manifest.tensors, states_in(manifest.run)
+    states = sorted({state for each in sets for state in each})
     for state in states:
         prefix = f"{state}/"
         for name in tensors:
@@ -243,11 +258,11 @@ def _lonely_states(manifest: Manifest) -> Iterator[str]:
                 yield f"it has {name!r} and no {name.removeprefix(prefix)!r}"
     for name in tensors:
         found = [state for state in states if f"{state}/{name}" in tensors]
-        if found and len(found) < len(states):
-            yield f"{name!r} has {' and '.join(found)}, of {', '.join(states)}"
+        if found and all(set(found) != set(each) for each in sets):
+            yield f"{name!r} has {' and '.join(found)}, of {' or '.join(', '.join(each) for each in sets)}"
         for state in found:
             saved = tensors[f"{state}/{name}"]
-            if saved.shape != (() if state == "step" else tensors[name].shape):
+            if saved.shape != () and (state == "step" or not _reduced(saved.shape, tensors[name].shape)):
                 yield f"'{state}/{name}' has shape {list(saved.shape)}, {name!r} {list(tensors[name].shape)}"
             if not _LONG[saved.dtype].is_floating_point:
                 yield f"'{state}/{name}' has {saved.dtype}"
@@ -261,6 +276,10 @@ def _lonely_states(manifest: Manifest) -> Iterator[str]:
     for name, saved in tensors.items():
         if name.startswith(LEFT_OUT) and (saved.dtype != "float32" or len(saved.shape) != 2):
             yield f"{name!r} is {saved.dtype}{list(saved.shape)}"
+
+
+def _reduced(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    return len(shape) == len(whole) and all(size in (1, full) for size, full in zip(shape, whole, strict=True))
 
 
 def changed_file(path: Path, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> str:

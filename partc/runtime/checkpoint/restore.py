@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..layout import Shard, short_name
 from ..processes.agreement import Together
 from .boxes import Box, pieces
-from .manifest import LEFT_OUT, LOSS_SCALE, STATES, Manifest, changed_file, checkpoints, damaged, read, step_of
+from .manifest import LEFT_OUT, LOSS_SCALE, Manifest, changed_file, checkpoints, damaged, read, states_in, step_of
 from .safetensors import BadTensorFile, TensorFile
 
 Say = Callable[[str], None]
@@ -43,7 +43,7 @@ class Checkpoint:
             found = f"{short_name(getattr(torch, saved.dtype))}{list(saved.shape)}"
             if found != wanted:
                 raise self._foreign(f"its {name!r} is {found}, here it is {wanted}")
-        states = STATES[self.run["optimizer"]]
+        states = {state for each in states_in(self.run) for state in each}
         known = {n for parameter in plan["parameters"] for n in (parameter, *(f"{s}/{parameter}" for s in states))}
         for name in self.tensors:
             if name not in known and name != LOSS_SCALE and not name.startswith(LEFT_OUT):
@@ -51,7 +51,8 @@ class Checkpoint:
 
     def states(self, name: str) -> list[str]:
         """The optimizer's states of a parameter: `exp_avg`, ..."""
-        return [state for state in STATES[self.run["optimizer"]] if f"{state}/{name}" in self.tensors]
+        states = sorted({state for each in states_in(self.run) for state in each})
+        return [state for state in states if f"{state}/{name}" in self.tensors]
 
     def part(self, name: str, shard: Shard, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
         """A rank's part of a tensor under any layout; padded rows are zeros."""

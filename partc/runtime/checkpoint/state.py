@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +30,14 @@ def state(
 ) -> dict[str, Held]:
     """All tensors by name. `trained` are those that the optimizer updates, cut as it holds them.
 
-    The optimizer's tensors are cut in the same way (`exp_avg/NAME`), except those without dimensions (`step/NAME`).
+    The optimizer's tensors are cut in the same way (`exp_avg/NAME`), except those of other shapes (`step/NAME`).
     """
     found = {name: Held(shard, tensor, holders(plan, name)) for name, (shard, tensor) in parameters.items()}
-    for name, (shard, tensor) in trained.items() if optimizer is not None else ():
+    for name, (shard, _) in trained.items() if optimizer is not None else ():
         assert optimizer is not None
+        uncut = optimizer.uncut(name)
         for key, value in optimizer.kept(name).items():
-            cut = shard if value.dim() or not tensor.dim() else _SCALAR
+            cut = _uncut(value.shape) if key in uncut else shard
             found[f"{key}/{name}"] = Held(cut, value, holders(plan, name))
     if scale is not None:
         found[LOSS_SCALE] = Held(Shard("f64[2]"), scale.state(), tuple(sorted(set(plan["places"]))))
@@ -110,10 +111,12 @@ def restore_optimizer(
     coordinate: Mapping[str, int],
 ) -> None:
     """Restore the optimizer's state of each tensor that it trains."""
-    for name, (shard, tensor) in trained.items():
+    for name, (shard, _) in trained.items():
+        uncut = optimizer.uncut(name)
         for key in checkpoint.states(name):
             whole = checkpoint.tensors[f"{key}/{name}"].shape
-            cut = shard if whole or not tensor.dim() else _SCALAR
+            alike = key not in uncut and whole == checkpoint.tensors[name].shape
+            cut = shard if alike else _uncut(whole)
             part = checkpoint.part(f"{key}/{name}", cut, sizes, coordinate)
             optimizer.restore(name, key, part)
 
@@ -123,4 +126,6 @@ def holders(plan: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(sorted({plan["places"][stage] for stage in plan["parameters"][name]["stages"]}))
 
 
-_SCALAR = Shard("f32[]")
+def _uncut(shape: Sequence[int]) -> Shard:
+    """A tensor that every rank has whole."""
+    return Shard(f"f32{list(shape)}")

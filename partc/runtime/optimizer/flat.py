@@ -6,7 +6,7 @@ Parameters and moments are laid out like the gradients (executor.gradient_buffer
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from ..device.sending import send
 from ..execution.executor import pieces_of
 from .gradients import Scaled
+from .recipe import Settings
 
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01  # torch.optim.AdamW's
 EVEN = 8  # numbers of 16 bits that are written at once
@@ -48,13 +49,14 @@ class _Flat:
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """Stretches of a buffer whose parameters share weight decay, number of steps, and copying.
+    """Stretches of a buffer whose parameters share weight decay, learning rate, number of steps, and copying.
 
     `first` holds the number of the stretch in which each granule of the buffer begins, and at its end the last one's.
     `first` and `starts` are None if there is only one stretch; `shifts` is None if nothing is copied.
     """
 
     decays: tuple[float, ...]
+    scales: tuple[float, ...]  # of the learning rate
     ages: tuple[float, ...]  # number of steps, relative to the buffer's first parameter
     starts: Tensor | None
     first: Tensor | None
@@ -65,8 +67,7 @@ class _Segments:
 class FlatSGD:
     """torch.optim.SGD's step with its defaults, by `launch`: the package's kernel, `kernels.sgd`.
 
-    Trains the parameters of the gradient `buffers`, and moves them into memory of the same layout. Parameters in
-    `spared` have no weight decay.
+    Trains the parameters of the gradient `buffers`, and moves them into memory of the same layout.
     """
 
     moments: tuple[str, ...] = ()
@@ -78,14 +79,12 @@ class FlatSGD:
         parameters: MutableMapping[str, Tensor],
         buffers: Buffers,
         gradients: Scaled,
-        *,
-        weight_decay: float | None = None,
-        spared: Collection[str] = (),
+        settings: Mapping[str, Settings],
     ) -> None:
         self._launch = launch
         self._gradients = gradients
-        self._decay = self.decay if weight_decay is None else weight_decay
-        self._spared = frozenset(spared)
+        self._decays = {name: _decay(each, self.decay) for name, each in settings.items()}
+        self._scales = {name: each.lr_scale for name, each in settings.items()}
         self._sizes = {name: parameters[name].numel() for names in buffers for name in names}
         self._flats = [
             _Flat(
@@ -127,6 +126,10 @@ class FlatSGD:
         """The optimizer's state of a parameter, under torch's names."""
         return self._moments[name]
 
+    def uncut(self, name: str) -> Collection[str]:
+        """The states of other shapes."""
+        return [key for key in self.kept(name) if key not in self.moments]
+
     def restore(self, name: str, key: str, value: Tensor) -> None:
         """Restore one entry of the state."""
         self.kept(name)[key].copy_(value)
@@ -148,7 +151,7 @@ class FlatSGD:
 
     def _rows(self, rate: float, each: _Flat, segments: _Segments) -> list[tuple[float, ...]]:
         """The kernel's arguments for each segment."""
-        return [(decay, rate) for decay in segments.decays]
+        return [(decay, rate * scale) for decay, scale in zip(segments.decays, segments.scales, strict=True)]
 
     def step(self) -> None:
         """Update every parameter."""
@@ -174,28 +177,28 @@ class FlatSGD:
         """The segments of a buffer, by the properties of its parameters."""
         begun = float(self._step_of[each.names[0]])
         _, copied = self._copies.get(each.names, (None, frozenset[str]()))
-        kinds: list[tuple[float, float]] = []
+        kinds: list[tuple[float, float, float]] = []
         starts, shifts, at, there = [], [], 0, 0
-        kind = lambda name: (name in copied, self._decayed(name), float(self._step_of[name]) - begun)  # noqa: E731
-        for (copies, decay, age), names in itertools.groupby(each.names, kind):
+
+        def kind(name: str) -> tuple[bool, float, float, float]:
+            return name in copied, self._decays[name], self._scales[name], float(self._step_of[name]) - begun
+
+        for (copies, decay, scale, age), names in itertools.groupby(each.names, kind):
             size = sum(self._sizes[name] for name in names)
-            kinds.append((decay, age))
+            kinds.append((decay, scale, age))
             starts.append(at)
             shifts.append(there - at if copies else UNCOPIED)
             at, there = at + size, there + size * copies
-        decays, ages = zip(*kinds, strict=True)
+        decays, scales, ages = zip(*kinds, strict=True)
         device = each.parameter.device
         moved = torch.tensor(shifts).to(device) if copied else None
         even = all(shift % EVEN == 0 for shift in shifts)
         if len(kinds) == 1:
-            return _Segments(decays, ages, None, None, moved, even)
+            return _Segments(decays, scales, ages, None, None, moved, even)
         bounds = torch.tensor(starts)
         granules = torch.arange(-(-at // GRANULE) + 1) * GRANULE
         first = torch.searchsorted(bounds, granules.clamp(max=at - 1), right=True, out_int32=True) - 1
-        return _Segments(decays, ages, bounds.to(device), first.to(device), moved, even)
-
-    def _decayed(self, name: str) -> float:
-        return 0.0 if name in self._spared else self._decay
+        return _Segments(decays, scales, ages, bounds.to(device), first.to(device), moved, even)
 
 
 class FlatAdamW(FlatSGD):
@@ -210,9 +213,31 @@ class FlatAdamW(FlatSGD):
     def _rows(self, rate: float, each: _Flat, segments: _Segments) -> list[tuple[float, ...]]:
         first = float(self._step_of[each.names[0]])
         return [
-            (1 - rate * decay, rate / (1 - BETAS[0] ** (first + age)), (1 - BETAS[1] ** (first + age)) ** 0.5)
-            for decay, age in zip(segments.decays, segments.ages, strict=True)
+            (
+                1 - rate * scale * decay,
+                rate * scale / (1 - BETAS[0] ** (first + age)),
+                (1 - BETAS[1] ** (first + age)) ** 0.5,
+            )
+            for decay, scale, age in zip(segments.decays, segments.scales, segments.ages, strict=True)
         ]
 
 
 FLAT: Mapping[str, type[FlatSGD]] = {"adamw": FlatAdamW, "sgd": FlatSGD}  # by the name of the kernel too
+
+
+def flat(settings: Iterable[Settings]) -> str | None:
+    """The name of the kernel that makes these updates; None if there is none, as for other betas."""
+    names = {each.name for each in settings}
+    plain = all(
+        key == "weight_decay" or value == each.kind.parameters[key].default
+        for each in settings
+        for key, value in each.options
+    )
+    name = next(iter(names))
+    return name if len(names) == 1 and name in FLAT and plain else None
+
+
+def _decay(settings: Settings, default: float) -> float:
+    decay = dict(settings.options).get("weight_decay", default)
+    assert isinstance(decay, int | float)
+    return float(decay)

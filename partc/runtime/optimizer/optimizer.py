@@ -1,14 +1,17 @@
-"""Optimizers on this rank's shards; all are elementwise, so shards need no communication."""
+"""Optimizers on this rank's shards. Most are elementwise, so that shards need no communication (see whole.py)."""
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from .kinds import Kind
+from .recipe import Settings
 
 
 class Optimizer(Protocol):
@@ -23,6 +26,9 @@ class Optimizer(Protocol):
     def kept(self, name: str) -> Mapping[str, Tensor]:
         """The state of a parameter, under torch's names."""
 
+    def uncut(self, name: str) -> Collection[str]:
+        """The entries of a parameter's state that are not cut as the parameter is: every rank has them whole."""
+
     def restore(self, name: str, key: str, value: Tensor) -> None:
         """Restore one entry of the state."""
 
@@ -31,74 +37,100 @@ class Optimizer(Protocol):
 
 
 class TorchOptimizer:
-    """One of torch's optimizers; it reads `.grad` of parameters, and the learning rate at `rate` if given."""
+    """One of torch's optimizers; it reads `.grad` of parameters.
+
+    The learning rate is on `device` if given. Groups scale it by their `lr_scale`.
+    """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], rate: Tensor | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, Tensor],
+        device: torch.device | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._parameters = parameters
-        self._rate: Tensor | float = 0.0 if rate is None else rate
+        scales = {group.get("lr_scale", 1.0) for group in optimizer.param_groups}
+        self._rates: dict[float, Tensor | float] = {
+            scale: 0.0 if device is None else rate_on(device) for scale in scales
+        }
 
     def begin(self, rate: float) -> None:
-        if isinstance(self._rate, Tensor):
-            self._rate.fill_(rate)
-        else:
-            self._rate = rate
+        for scale, there in self._rates.items():
+            if isinstance(there, Tensor):
+                there.fill_(rate * scale)
+            else:
+                self._rates[scale] = rate * scale
 
     def step(self) -> None:
-        on_gpu = isinstance(self._rate, Tensor) and self._rate.is_cuda
         for group in self._optimizer.param_groups:
-            group["lr"] = self._rate
-            if "capturable" in group:  # torch requires it in a capture, and warns at other times
-                group["capturable"] = on_gpu and torch.cuda.is_current_stream_capturing()
+            group["lr"] = rate = self._rates[group.get("lr_scale", 1.0)]
+            if isinstance(rate, Tensor) and "capturable" in group:  # torch requires it in a capture, and warns else
+                group["capturable"] = rate.is_cuda and torch.cuda.is_current_stream_capturing()
         self._optimizer.step()
 
     def kept(self, name: str) -> Mapping[str, Tensor]:
-        found: Mapping[str, Tensor] = self._optimizer.state.get(self._parameters[name], {})
-        return found
+        found = self._optimizer.state.get(self._parameters[name], {})
+        return {key: value for key, value in found.items() if isinstance(value, Tensor)}
+
+    def uncut(self, name: str) -> Collection[str]:
+        shape = self._parameters[name].shape
+        return [key for key, value in self.kept(name).items() if value.shape != shape]
 
     def restore(self, name: str, key: str, value: Tensor) -> None:
         parameter = self._parameters[name]
-        self._optimizer.state[parameter][key] = value.to(parameter.device)
+        there = self.kept(name).get(key)
+        device = parameter.device if there is None else there.device
+        self._optimizer.state[parameter][key] = value.to(device)
 
     def copy_to(self, read: Mapping[str, Tensor]) -> frozenset[str]:
         return frozenset()
 
 
-def make_optimizer(
-    name: str,
-    parameters: Mapping[str, Tensor],
-    lr: float,
-    *,
-    weight_decay: float | None = None,
-    no_decay: Sequence[str] = (),
-) -> torch.optim.Optimizer:
-    """`adamw` or `sgd` with torch's defaults; fused, so that a step reads and writes each tensor once.
+class Several:
+    """Optimizers of disjoint parameters, as one."""
 
-    Parameters whose names match a pattern of `no_decay` have no weight decay.
-    """
-    kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    if name not in kinds:
-        raise ValueError(f"no optimizer {name!r}: there are {', '.join(kinds)}")
-    optimizer: torch.optim.Optimizer = _undecorated(kinds[name])(
-        list(_groups(parameters, weight_decay, no_decay)), lr=lr, fused=True
-    )
-    return optimizer
+    def __init__(self, parts: Sequence[tuple[Optimizer, Collection[str]]]) -> None:
+        self._parts = [part for part, _ in parts]
+        self._of = {name: part for part, names in parts for name in names}
+
+    def begin(self, rate: float) -> None:
+        for part in self._parts:
+            part.begin(rate)
+
+    def step(self) -> None:
+        for part in self._parts:
+            part.step()
+
+    def kept(self, name: str) -> Mapping[str, Tensor]:
+        return self._of[name].kept(name)
+
+    def uncut(self, name: str) -> Collection[str]:
+        return self._of[name].uncut(name)
+
+    def restore(self, name: str, key: str, value: Tensor) -> None:
+        self._of[name].restore(name, key, value)
+
+    def copy_to(self, read: Mapping[str, Tensor]) -> frozenset[str]:
+        return frozenset()
 
 
-def spared(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
-    """The names that match one of the patterns."""
-    return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
-
-
-def _groups(parameters: Mapping[str, Tensor], decay: float | None, no_decay: Sequence[str]) -> Iterator[dict[str, Any]]:
-    free = spared(parameters, no_decay)
-    kept = [x for name, x in parameters.items() if name not in free]
-    if kept:
-        yield {"params": kept} | ({} if decay is None else {"weight_decay": decay})
-    if free:
-        yield {"params": [parameters[name] for name in parameters if name in free], "weight_decay": 0.0}
+def make_optimizers(
+    settings: Mapping[str, Settings], parameters: Mapping[str, Tensor], lr: float
+) -> Iterator[tuple[Kind, torch.optim.Optimizer, dict[str, Tensor]]]:
+    """One of torch's optimizers for each choice of options, and its parameters; equal learning rates form a group."""
+    found: dict[Settings, dict[float, dict[str, Tensor]]] = {}
+    for name, x in parameters.items():
+        mine = settings[name]
+        found.setdefault(replace(mine, lr_scale=1.0), {}).setdefault(mine.lr_scale, {})[name] = x
+    for options, scales in found.items():
+        groups = [{"params": list(some.values()), "lr_scale": scale} for scale, some in scales.items()]
+        given = {**options.kind.implementation, **dict(options.options)}
+        yield (
+            options.kind,
+            _undecorated(options.kind.cls)(groups, lr=lr, **given),
+            {name: x for some in scales.values() for name, x in some.items()},
+        )
 
 
 def rate_on(device: torch.device) -> Tensor:

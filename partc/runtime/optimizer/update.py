@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from ..comm.comm import Comm
 from ..layout import Shard, cutting
-from .flat import FLAT, Buffers
+from .flat import FLAT, Buffers, flat
 from .gradients import Gradients, Scaled
-from .optimizer import Optimizer, TorchOptimizer, attach_gradients, make_optimizer, rate_on, spared
+from .optimizer import Optimizer, Several, TorchOptimizer, attach_gradients, make_optimizers
+from .recipe import Settings
+from .whole import WholeOptimizer
 
 Decline = Literal["constant", "linear", "cosine"]
 
@@ -152,34 +154,43 @@ class Update:
 
 
 def updating(
-    name: str,
+    settings: Mapping[str, Settings],
     parameters: MutableMapping[str, Tensor],
     gradients: Mapping[str, Tensor],
     buffers: Buffers,
     kernels: ModuleType | None,
     *,
+    shards: Mapping[str, Shard],
+    comm: Comm,
+    sizes: Mapping[str, int],
     lr: float,
-    weight_decay: float | None,
-    no_decay: Sequence[str],
     graphs: bool = False,
 ) -> tuple[Optimizer | None, Gradients]:
     """The optimizer of a rank's parameters, if it trains any, and the scaling of their gradients.
 
     If the package has a kernel for it, `parameters` move into flat memory. With `graphs` no number of the host may
-    change from step to step; on GPUs none does, so that steps are equal with graphs and without.
+    change from step to step; in fused updates on GPUs none does, so that steps are equal with graphs and
+    without.
     """
     if not gradients:
         return None, Gradients((), {})
-    if hasattr(kernels, name) and kernels is not None:
+    mine = {name: settings[name] for name in gradients}
+    name = flat(mine.values())
+    if kernels is not None and name is not None and hasattr(kernels, name):
         scaled = Scaled(list(buffers.values()), gradients, kernels.squares)
-        free = spared(gradients, no_decay)
-        launch = getattr(kernels, name)
-        return FLAT[name](launch, parameters, buffers, scaled, weight_decay=weight_decay, spared=free), scaled
+        return FLAT[name](getattr(kernels, name), parameters, buffers, scaled, mine), scaled
     trained = attach_gradients(parameters, gradients)
-    optimizer = make_optimizer(name, trained, lr, weight_decay=weight_decay, no_decay=no_decay)
-    device = next(iter(trained.values())).device
-    rate = rate_on(device) if graphs or device.type == "cuda" else None
-    return TorchOptimizer(optimizer, trained, rate), Gradients(list(buffers.values()), gradients)
+    parts: list[tuple[Optimizer, Mapping[str, Tensor]]] = []
+    for kind, made, some in make_optimizers(mine, trained, lr):
+        if kind.whole:
+            uncut = {name: mine[name].uncut(len(shards[name].dims)) for name in some}
+            parts.append((WholeOptimizer(made, some, shards, uncut, comm, sizes), some))
+        else:
+            device = next(iter(some.values())).device
+            on_device = kind.fused and (graphs or device.type == "cuda")
+            parts.append((TorchOptimizer(made, some, device if on_device else None), some))
+    optimizer = parts[0][0] if len(parts) == 1 else Several(parts)
+    return optimizer, Gradients(list(buffers.values()), gradients)
 
 
 def write_casts(optimizer: Optimizer, stages: Iterable[object]) -> None:

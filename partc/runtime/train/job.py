@@ -9,9 +9,9 @@ import math
 import os
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,13 +19,15 @@ import torch
 
 from .. import plan as plans
 from ..checkpoint.given_parameters import fitting
-from ..checkpoint.manifest import checkpoints, read, step_of
+from ..checkpoint.manifest import checkpoints, read, states_in, step_of
 from ..checkpoint.restore import Checkpoint, Say, newest
 from ..documents import Malformed
 from ..errors import UsageError
 from ..layout import parse_mesh
 from ..ops import attention_kernels
-from ..optimizer.optimizer import spared
+from ..optimizer import recipe as recipes
+from ..optimizer.kinds import KINDS
+from ..optimizer.recipe import Recipe, spared
 from ..optimizer.update import Decline
 from ..processes.agreement import Together
 from ..processes.devices import WANTED, Wanted
@@ -36,6 +38,7 @@ from .trace import wanted_steps
 from .tuning import given
 
 SAVE_EVERY, KEEP = 100, 3
+_OPTION = "option_"  # prefix of arguments that are options of an optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,8 @@ class Job:
     min_lr: float = 0.0
     weight_decay: float | None = None
     no_decay: tuple[str, ...] = ()
+    group: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)  # the optimizer's, as the command line gives them
     save: Path | None = None
     save_every: int = SAVE_EVERY
     save_slack: int = 0
@@ -104,6 +109,16 @@ class Job:
         return held_in(self.plan["precision"])
 
     @property
+    def recipe(self) -> Recipe:
+        """The updates of all parameters. Raises UsageError P0551."""
+        return Recipe.of(self.optimizer, weight_decay=self.weight_decay, groups=self.group, no_decay=self.no_decay)
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The numbers of dimensions of trained parameters."""
+        return {name: len(entry["shape"]) for name, entry in self.plan["parameters"].items() if entry["trainable"]}
+
+    @property
     def measures(self) -> bool:
         """Whether the times of a step's parts are needed."""
         return self.metrics is not None or self.tensorboard is not None
@@ -117,7 +132,8 @@ class Job:
     def run(self) -> dict[str, Any]:
         """The training's description in a checkpoint; a continuation inherits the entries in `_CONTINUED`."""
         kept = {name: self.plan.get(name) for name in ("name", "mesh", "microbatches", "precision", "options")}
-        return kept | {"init": self._origin} | {name: getattr(self, name) for name in _CONTINUED}
+        kept |= {"init": self._origin, "states": self.recipe.states(self.dims)}
+        return kept | {name: getattr(self, name) for name in _CONTINUED}
 
     @property
     def _origin(self) -> str | None:
@@ -133,7 +149,7 @@ class Job:
 # Decided at the start of a training; a continued one keeps them unless given again.
 _DEFAULTS: dict[str, Any] = {
     "optimizer": "adamw", "lr": 1e-3, "accumulate": 1, "clip": None, "lr_schedule": "constant", "warmup": 0,
-    "min_lr": 0.0, "weight_decay": None, "no_decay": (), "data": None, "data_dtype": None, "data_labels": None,
+    "min_lr": 0.0, "weight_decay": None, "no_decay": (), "group": (), "data": None, "data_dtype": None, "data_labels": None,
 }  # fmt: skip
 _CONTINUED = ("seed", *_DEFAULTS)
 
@@ -186,7 +202,11 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     parser = _Parser(prog="train.py", description="Train this package; one process per rank, under torchrun.")
     add = parser.add_argument
     add("--steps", type=int, default=10, help="steps of the whole training, those before --resume included; 10")
-    add("--optimizer", choices=("adamw", "sgd"), help="the optimizer; adamw, or the checkpoint's")
+    add(
+        "--optimizer",
+        metavar="NAME",
+        help=f"the optimizer: {', '.join(sorted(KINDS))}; the compile's (adamw), or the checkpoint's",
+    )
     add("--lr", type=float, help="the learning rate; 1e-3, or the checkpoint's")
     add("--lr-schedule", choices=("constant", "linear", "cosine"), help="the learning rate after the warm-up; constant")
     add("--warmup", type=int, metavar="N", help="steps in which the learning rate rises to --lr; 0")
@@ -194,6 +214,13 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     add("--clip", type=float, metavar="NORM", help="scale gradients down to this norm over the whole model")
     add("--weight-decay", type=float, metavar="X", help="the weight decay; the optimizer's own default")
     add("--no-decay", action="append", metavar="GLOB", help="parameters without weight decay: '*.bias', '*norm*'")
+    add(
+        "--group",
+        action="append",
+        metavar="GLOB,..:OPTION=VALUE,..",
+        help="options of the optimizer for some parameters: '*.bias:weight_decay=0', 'embed*:lr_scale=0.1', "
+        "'head*:optimizer=adamw'; later groups override earlier ones",
+    )
     add("--accumulate", type=int, metavar="N", help="batches of data for each step of the optimizer; 1")
     tokens = "a file of token numbers for the batch's entries, in place of the model file's data: .bin or .npy"
     add("--data", type=_path, metavar="FILE", help=tokens)
@@ -291,7 +318,15 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         help="the preferred attention kernel on GPUs; attentions that it cannot compute use the next; auto: the first",
     )
     add("--no-tuning", dest="tuning", action="store_false", help="use the package's own kernel configurations")
+    own = parser.add_argument_group("options of optimizers", "for the classes in brackets; the defaults are theirs")
+    for name, kinds in _optimizer_options().items():
+        switch = all(isinstance(KINDS[kind].parameters[name].default, bool) for kind in kinds)
+        how: dict[str, Any] = {"nargs": "?", "const": "true"} if switch else {}
+        option = f"--{name.replace('_', '-')}"
+        own.add_argument(option, dest=f"{_OPTION}{name}", metavar="X", help=f"[{', '.join(kinds)}]", **how)
     arguments = vars(parser.parse_args(argv))
+    options = {name: arguments.pop(f"{_OPTION}{name}") for name in _optimizer_options()}
+    arguments["options"] = {name: value for name, value in options.items() if value is not None}
     plan_file = root / "plan.json"
     if not plan_file.is_file():
         raise UsageError("P0503", f"{root} has no plan.json", "run train.py from the folder that partc compile wrote")
@@ -324,22 +359,53 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         raise UsageError(
             "P0503", f"{plan_file} {error}", "compile again: the file has been changed", alike=True
         ) from None
+    command = plan.get("command", {})
     for pattern in arguments["no_decay"] or ():
         if not spared(plan["parameters"], (pattern,)):
             help = "plan.json lists the parameters' names; quote patterns, so that the shell leaves them as they are"
             raise UsageError("P0521", f"--no-decay {pattern!r} is the name of no parameter", help, alike=True)
     if arguments["cuda_graphs"] is None:
-        arguments["cuda_graphs"] = plan.get("command", {}).get("cuda_graphs", False)
+        arguments["cuda_graphs"] = command.get("cuda_graphs", False)
     if arguments["cuda_graphs"]:
         _check_graphs(arguments, plan)
     if arguments["data"] is not None:
         arguments["data"] = str(arguments["data"].resolve())
     named = frozenset(name for name in _CONTINUED if arguments[name] is not None)
-    for name, value in {"seed": plan["seed"], **_DEFAULTS}.items():
+    compiled = {name: command[name] for name in ("optimizer", "group") if name in command}
+    for name, value in {"seed": plan["seed"], **_DEFAULTS, **compiled}.items():
         if name not in named:
             arguments[name] = value
     folder = resume or (None if resume is None else arguments["save"])
-    return Job(root=root, plan=plan, resume=folder, given=named, **arguments)
+    job = Job(root=root, plan=plan, resume=folder, given=named, **arguments)
+    return job if folder is not None and "optimizer" not in named else _with_options(job)
+
+
+def _optimizer_options() -> dict[str, list[str]]:
+    """The options that have no flag of their own, and the optimizers that take them."""
+    found: dict[str, list[str]] = {}
+    for kind in KINDS.values():
+        for name in kind.parameters:
+            if name != "weight_decay":
+                found.setdefault(name, []).append(kind.name)
+    return dict(sorted(found.items()))
+
+
+def _with_options(job: Job, before: str = "") -> Job:
+    """The job with the options of its optimizer checked; `before` is the optimizer of the checkpoint.
+
+    Raises UsageError P0533 and P0551.
+    """
+    text = job.optimizer
+    if before and recipes.parsed(before)[0] == recipes.parsed(text)[0]:
+        text = recipes.merged(before, recipes.parsed(text)[1])
+    job = dataclasses.replace(job, optimizer=recipes.merged(text, job.options), options={})
+    shapes = {name: len(entry["shape"]) for name, entry in job.plan["parameters"].items()}
+    job.recipe.check(shapes)
+    for name, settings in job.recipe.all_settings(job.dims).items():
+        if job.cuda_graphs and not settings.kind.fused:
+            why = f"the update of {name} by {settings.name} takes numbers from the host"
+            raise _uncaptured(why, "add --no-cuda-graphs, or choose adam, adamw or sgd")
+    return job
 
 
 def check_places(job: Job) -> None:
@@ -435,10 +501,13 @@ def prepared(job: Job, together: Together, say: Say) -> Job:
         checkpoint = newest(job.resume, together, needed=job.resume != job.save, say=say)
         if checkpoint is None:
             say(f"{job.resume} has no checkpoint yet: starting at the beginning")
+            job = _with_options(job)
         else:
             checkpoint.check_fits(job.plan)
             say(f"continuing from {checkpoint.path}, after step {checkpoint.step}")
             job = dataclasses.replace(job, checkpoint=checkpoint, **_continued(job, checkpoint))
+            job = _with_options(job, checkpoint.run["optimizer"])
+            _check_states(job, checkpoint)
             if checkpoint.step >= job.steps:
                 say(f"nothing is left to do: --steps {job.steps} counts those that were done before")
     if job.save is not None:
@@ -451,7 +520,7 @@ def prepared(job: Job, together: Together, say: Say) -> Job:
 
 def _continued(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
     """The checkpoint's settings for options that the command line omits; the learning rate may change."""
-    for name in ("seed", "optimizer", "accumulate"):  # a step's batches follow from its number and theirs
+    for name in ("seed", "accumulate"):  # a step's batches follow from its number and theirs
         if name in job.given and getattr(job, name) != checkpoint.run[name]:
             raise UsageError(
                 "P0521",
@@ -460,6 +529,18 @@ def _continued(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
                 alike=True,
             )
     return {name: checkpoint.run.get(name, _DEFAULTS.get(name)) for name in _CONTINUED if name not in job.given}
+
+
+def _check_states(job: Job, checkpoint: Checkpoint) -> None:
+    """Raise UsageError P0521 if the optimizer keeps other tensors than the checkpoint has."""
+    mine, theirs = job.recipe.states(job.dims), sorted(map(list, states_in(checkpoint.run)))
+    if recipes.parsed(job.optimizer)[0] != recipes.parsed(checkpoint.run["optimizer"])[0] or mine != theirs:
+        raise UsageError(
+            "P0521",
+            f"the optimizer is {job.optimizer}, the checkpoint was made with {checkpoint.run['optimizer']}",
+            "leave out --optimizer, and options that change which tensors it keeps",
+            alike=True,
+        )
 
 
 def _occupied(job: Job, folder: Path) -> str:

@@ -317,9 +317,18 @@ def _train(
     rank.done = job.start
     with torch.no_grad(), recording(job.cuda_graphs, device) as graph, told(), ExitStack() as stack:
         gradients, buffers = gradient_buffers(rank.shards, rank.parameters, compiled=rank.compiled)
-        how: dict[str, Any] = {"lr": job.lr, "weight_decay": job.weight_decay, "no_decay": job.no_decay}
-        how["graphs"] = job.cuda_graphs
-        optimizer, scaled = updating(job.optimizer, rank.parameters, gradients, buffers, rank.kernels, **how)
+        optimizer, scaled = updating(
+            job.recipe.all_settings(job.dims),
+            rank.parameters,
+            gradients,
+            buffers,
+            rank.kernels,
+            shards=rank.shards,
+            comm=comm,
+            sizes=job.sizes,
+            lr=job.lr,
+            graphs=job.cuda_graphs,
+        )
         stages: dict[int, Stage] = {
             number: stage(comm, rank.parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
             for number, stage in rank.stage_classes.items()

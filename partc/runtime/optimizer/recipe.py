@@ -1,0 +1,176 @@
+"""The update of each parameter as the user's options describe it: `sgd:momentum=0.9`, and groups of parameters.
+
+`*.bias,*norm*:weight_decay=0` is a group: patterns of names, and options of the optimizer for these parameters. Besides
+the options of its class a group can have `lr_scale`, a factor of the learning rate, and `optimizer`, another class.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .kinds import KINDS, Kind, Value, kind_of, options_of, refusal, shown, states_of
+
+DEFAULT = "adamw"
+_DECAY = "weight_decay"
+_FORM = "for example --group '*.bias,*norm*:weight_decay=0' or --group 'embed*:lr_scale=0.1'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The update of one parameter: an optimizer, its options, and a factor of the learning rate."""
+
+    name: str
+    options: tuple[tuple[str, Value], ...] = ()
+    lr_scale: float = 1.0
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.name]
+
+    def states(self, dims: int) -> Mapping[str, bool]:
+        """The tensors that the optimizer keeps of a parameter, and whether each has the parameter's shape."""
+        return states_of(self.name, self.options, dims)
+
+    def uncut(self, dims: int) -> list[str]:
+        """The states that have another shape than the parameter."""
+        return [key for key, like in self.states(dims).items() if not like]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Parameters whose names match one of the patterns, and their options as text."""
+
+    globs: tuple[str, ...]
+    options: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> Group:
+        globs, found, options = text.rpartition(":")
+        if not found or not all(globs.split(",")):
+            raise refusal(f"--group {text!r} is not GLOB,...:OPTION=VALUE,...", _FORM)
+        return cls(globs=tuple(globs.split(",")), options=_pairs(options))
+
+    def has(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, glob) for glob in self.globs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """The optimizer of all parameters, and groups with options of their own: later ones override earlier ones."""
+
+    name: str
+    options: Mapping[str, Value]
+    groups: tuple[Group, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: str,
+        *,
+        weight_decay: float | None = None,
+        groups: Sequence[str] = (),
+        no_decay: Sequence[str] = (),
+    ) -> Recipe:
+        """Read the options of train.py. Raises UsageError P0551."""
+        name, options = parsed(optimizer)
+        decay: dict[str, Value] = {} if weight_decay is None else {_DECAY: weight_decay}
+        spared = [Group(globs=(glob,), options={_DECAY: "0"}) for glob in no_decay]
+        return cls(
+            name=name,
+            options=options_of(kind_of(name), {**options, **decay}),
+            groups=(*map(Group.parse, groups), *spared),
+        )
+
+    def settings(self, name: str, dims: int) -> Settings:
+        """The update of a parameter. Muon is for matrices: AdamW updates others, with the same weight decay.
+
+        Raises UsageError P0551.
+        """
+        mine: dict[str, str] = {}
+        for group in self.groups:
+            if group.has(name):
+                mine |= group.options
+        scale = _factor(mine.pop("lr_scale", "1"))
+        kind = kind_of(mine.pop("optimizer", self.name))
+        options: dict[str, Value] = {**(self.options if kind.name == self.name else {}), **mine}
+        if kind.name == "muon" and dims != 2:
+            options = {key: value for key, value in options_of(kind, options).items() if key == _DECAY}
+            kind = kind_of(DEFAULT)
+        return _settings(kind.name, tuple(sorted(options.items())), scale)
+
+    def all_settings(self, dims: Mapping[str, int]) -> dict[str, Settings]:
+        """The update of each parameter, by their numbers of dimensions. Raises UsageError P0551."""
+        return {name: self.settings(name, count) for name, count in dims.items()}
+
+    def check(self, dims: Mapping[str, int]) -> None:
+        """Raise UsageError P0551 if a group has no parameter, or options that the optimizer of one lacks."""
+        for group in self.groups:
+            for glob in group.globs:
+                if not spared(dims, (glob,)):
+                    help = "plan.json lists the parameters' names; quote patterns, so that the shell keeps them"
+                    raise refusal(f"{glob!r} is the name of no parameter", help)
+        self.all_settings(dims)
+
+    def states(self, dims: Mapping[str, int]) -> list[list[str]]:
+        """The sets of states that the parameters have."""
+        sets = {tuple(settings.states(dims[name])) for name, settings in self.all_settings(dims).items()}
+        return [list(states) for states in sorted(sets) if states]
+
+
+def parsed(text: str) -> tuple[str, dict[str, str]]:
+    """Parse `adamw:betas=0.9,0.95,eps=1e-8`: the name and the options. Raises UsageError P0551."""
+    name, found, options = text.partition(":")
+    return name, _pairs(options) if found else {}
+
+
+def written(name: str, options: Mapping[str, Value]) -> str:
+    """The text that `parsed` reads."""
+    pairs = ",".join(f"{key}={shown(value)}" for key, value in sorted(options.items()))
+    return f"{name}:{pairs}" if pairs else name
+
+
+def merged(text: str, given: Mapping[str, str]) -> str:
+    """The optimizer's text with further options. Raises UsageError P0551."""
+    name, options = parsed(text)
+    return written(name, options_of(kind_of(name), {**options, **given}))
+
+
+def spared(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """The names that match one of the patterns."""
+    return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+@lru_cache
+def _settings(name: str, options: tuple[tuple[str, Value], ...], lr_scale: float) -> Settings:
+    checked = options_of(kind_of(name), dict(options))
+    return Settings(name=name, options=tuple(sorted(checked.items())), lr_scale=lr_scale)
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """Parse `betas=0.9,0.95,eps=1e-8`: a part without `=` belongs to the value before it."""
+    found: dict[str, str] = {}
+    last = ""
+    for part in text.split(","):
+        key, assigned, value = part.partition("=")
+        if assigned and key:
+            last = key.strip().replace("-", "_")
+            found[last] = value
+        elif last:
+            found[last] += f",{part}"
+        else:
+            raise refusal(f"{part!r} is not OPTION=VALUE", _FORM)
+    return found
+
+
+def _factor(text: str) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = math.nan
+    if not 0 <= factor < math.inf:
+        raise refusal(f"lr_scale={text} is no factor of the learning rate", "give a number of 0 or more")
+    return factor

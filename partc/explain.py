@@ -508,13 +508,6 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "compute capability 9.0), flash, efficient, or blocks, which is plain operations. By default the first of "
         "these that the GPU and torch support is used; train.py prints it with the reasons against those before it.",
     ),
-    "P0551": CodeExplanation(
-        "an optimizer, or an option of one, that packages do not have",
-        "train.py --optimizer takes torch.optim's classes by their names in small letters, and lion. Options are those "
-        "of the class (`--betas 0.9,0.95`, or `--optimizer adamw:betas=0.9,0.95`); the message lists them. --group "
-        "'GLOB,...:OPTION=VALUE,...' gives parameters options of their own. LBFGS evaluates the loss several times in "
-        "a step, SparseAdam needs sparse gradients, and moments of 8 bits have blocks that shards would cut elsewhere.",
-    ),
     "P0542": CodeExplanation(
         "an operation has no deterministic algorithm",
         "`train.py --deterministic` makes torch use algorithms that give the same bits in every run on the same GPUs, "
@@ -540,6 +533,13 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "tokens.npy` one row of integers that numpy.save wrote. They fill a batch of one or two entries of integers, "
         "(rows, length): the tokens and their labels. Each token must be below the number of rows of the model's "
         "embedding, and of the classes of its loss, where partc finds these in the model.",
+    ),
+    "P0551": CodeExplanation(
+        "an optimizer, or an option of one, that packages do not have",
+        "train.py --optimizer takes torch.optim's classes by their names in small letters, and lion. Options are those "
+        "of the class (`--betas 0.9,0.95`, or `--optimizer adamw:betas=0.9,0.95`); the message lists them. --group "
+        "'GLOB,...:OPTION=VALUE,...' gives parameters options of their own. LBFGS evaluates the loss several times in "
+        "a step, SparseAdam needs sparse gradients, and moments of 8 bits have blocks that shards would cut elsewhere.",
     ),
     "P0601": CodeExplanation(
         "the output folder is not partc's",

@@ -11,7 +11,7 @@ import torch
 
 from partc.runtime.errors import UsageError
 from partc.runtime.optimizer.optimizer import attach_gradients, make_optimizers
-from partc.runtime.optimizer.recipe import Recipe, Settings
+from partc.runtime.optimizer.recipe import Recipe, UpdateRule
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
@@ -24,7 +24,7 @@ def test_same_steps_as_torch(name: str, dtype: torch.dtype) -> None:
     theirs = kind(plain, lr=0.1)
     gradients = {key: torch.zeros_like(values[key]) for key in ("a", "b")}
     trained = attach_gradients(values, gradients)
-    ((_, mine, _),) = make_optimizers(dict.fromkeys(trained, Settings(name=name)), trained, 0.1)
+    ((_, mine, _),) = make_optimizers(dict.fromkeys(trained, UpdateRule(name=name)), trained, 0.1)
     assert len(trained) == 2
     for _ in range(4):
         for gradient, parameter in zip(gradients.values(), plain, strict=True):
@@ -40,9 +40,9 @@ def test_same_steps_as_torch(name: str, dtype: torch.dtype) -> None:
 def test_the_compiler_is_not_imported() -> None:
     program = (
         "import sys, torch; from partc.runtime.optimizer.optimizer import make_optimizers\n"
-        "from partc.runtime.optimizer.recipe import Settings\n"
+        "from partc.runtime.optimizer.recipe import UpdateRule\n"
         "x = torch.ones(3); x.grad = torch.ones(3)\n"
-        "with torch.no_grad(): next(make_optimizers({'x': Settings(name='adamw')}, {'x': x}, 0.1))[1].step()\n"
+        "with torch.no_grad(): next(make_optimizers({'x': UpdateRule(name='adamw')}, {'x': x}, 0.1))[1].step()\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)

@@ -13,7 +13,8 @@ from torch import nn
 import partc
 from partc.package.verify import verify
 from partc.runtime.checkpoint.safetensors import load
-from partc.runtime.optimizer.optimizer import make_optimizer
+from partc.runtime.optimizer.optimizer import make_optimizers
+from partc.runtime.optimizer.recipe import Recipe
 from partc.runtime.optimizer.update import BACKOFF, FIRST_SCALE, GROWTH, PATIENCE, Decline, LossScale, Rate
 from tests import prefork
 from tests.test_zero import tied
@@ -85,7 +86,9 @@ def test_weights_without_decay() -> None:
     values = {name: torch.ones(2) for name in ("up.weight", "up.bias", "norm.weight")}
     for x in values.values():
         x.grad = torch.zeros(2)
-    make_optimizer("adamw", values, 0.1, weight_decay=0.5, no_decay=("*.bias", "norm*")).step()
+    recipe = Recipe.of("adamw", weight_decay=0.5, no_decay=("*.bias", "norm*"))
+    for _, optimizer, _ in make_optimizers(recipe.all_settings(dict.fromkeys(values, 1)), values, 0.1):
+        optimizer.step()
     assert {name: float(x[0]) for name, x in values.items()} == pytest.approx(
         {"up.weight": 0.95, "up.bias": 1.0, "norm.weight": 1.0}
     )

@@ -134,7 +134,9 @@ class ReferenceUpdate:
         common = {} if weight_decay is None else {"weight_decay": str(weight_decay)}
         groups = [*map(Group.parse, group), *(Group(globs=(glob,), options={"weight_decay": "0"}) for glob in no_decay)]
         self._optimizers: list[tuple[float, torch.optim.Optimizer]] = []  # one for each parameter
-        for path, x in parameters.items():
+        self._pairs = {x: nn.Parameter(as_real(x.detach())) for x in parameters.values() if x.is_complex()}
+        for path, given in parameters.items():
+            x = self._pairs.get(given, given)
             mine = {key: value for each in groups if each.has(path) for key, value in each.options.items()}
             scale, own = float(mine.pop("lr_scale", "1")), mine.pop("optimizer", name)
             options = {**base, **common, **mine} if own == name else mine
@@ -153,6 +155,8 @@ class ReferenceUpdate:
 
     def passed(self, *, updated: bool) -> None:
         """End a step. A step with overflowing gradients updates nothing, but its learning rate passes."""
+        for x, pair in self._pairs.items():
+            pair.grad = None if x.grad is None else as_real(x.grad)
         for scale, optimizer in self._optimizers if updated else ():
             optimizer.param_groups[0]["lr"] = self._clocked.param_groups[0]["lr"] * scale
             optimizer.step()

@@ -39,7 +39,7 @@ from partc.runtime.execution.sums import Bucket, Sums
 from partc.runtime.layout import Shard
 from partc.runtime.ops.accumulation import clear
 from partc.runtime.optimizer.optimizer import attach_gradients, make_optimizers
-from partc.runtime.optimizer.recipe import Settings
+from partc.runtime.optimizer.recipe import UpdateRule
 from partc.runtime.train.data import local_batch
 
 Sizes = Mapping[str, int]
@@ -231,7 +231,7 @@ def _kept_by(optimizer: str) -> tuple[_State, ...]:
     """The states that a step of the optimizer leaves, observed on a parameter of two numbers."""
     parameter = torch.zeros(2)
     parameter.grad = torch.zeros(2)
-    (_, made, _), *_ = make_optimizers({"": Settings(name=optimizer)}, {"": parameter}, 0.0)
+    (_, made, _), *_ = make_optimizers({"": UpdateRule(name=optimizer)}, {"": parameter}, 0.0)
     made.step()
     kept = ((name, x) for name, x in made.state[parameter].items() if isinstance(x, Tensor))
     return tuple(_State(name, x.shape == parameter.shape, x.nbytes) for name, x in kept)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..device.sending import send
 from ..execution.executor import pieces_of
 from .gradients import Scaled
-from .recipe import Settings
+from .recipe import UpdateRule
 
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01  # torch.optim.AdamW's
 EVEN = 8  # numbers of 16 bits that are written at once
@@ -79,7 +79,7 @@ class FlatSGD:
         parameters: MutableMapping[str, Tensor],
         buffers: Buffers,
         gradients: Scaled,
-        settings: Mapping[str, Settings],
+        settings: Mapping[str, UpdateRule],
     ) -> None:
         self._launch = launch
         self._gradients = gradients
@@ -225,7 +225,7 @@ class FlatAdamW(FlatSGD):
 FLAT: Mapping[str, type[FlatSGD]] = {"adamw": FlatAdamW, "sgd": FlatSGD}  # by the name of the kernel too
 
 
-def flat(settings: Iterable[Settings]) -> str | None:
+def flat(settings: Iterable[UpdateRule]) -> str | None:
     """The name of the kernel that makes these updates; None if there is none, as for other betas."""
     names = {each.name for each in settings}
     plain = all(
@@ -237,7 +237,7 @@ def flat(settings: Iterable[Settings]) -> str | None:
     return name if len(names) == 1 and name in FLAT and plain else None
 
 
-def _decay(settings: Settings, default: float) -> float:
+def _decay(settings: UpdateRule, default: float) -> float:
     decay = dict(settings.options).get("weight_decay", default)
     assert isinstance(decay, int | float)
     return float(decay)

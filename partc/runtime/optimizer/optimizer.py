@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .kinds import Kind
-from .recipe import Settings
+from .recipe import UpdateRule
 
 
 class Optimizer(Protocol):
@@ -116,10 +116,10 @@ class Several:
 
 
 def make_optimizers(
-    settings: Mapping[str, Settings], parameters: Mapping[str, Tensor], lr: float
+    settings: Mapping[str, UpdateRule], parameters: Mapping[str, Tensor], lr: float
 ) -> Iterator[tuple[Kind, torch.optim.Optimizer, dict[str, Tensor]]]:
     """One of torch's optimizers for each choice of options, and its parameters; equal learning rates form a group."""
-    found: dict[Settings, dict[float, dict[str, Tensor]]] = {}
+    found: dict[UpdateRule, dict[float, dict[str, Tensor]]] = {}
     for name, x in parameters.items():
         mine = settings[name]
         found.setdefault(replace(mine, lr_scale=1.0), {}).setdefault(mine.lr_scale, {})[name] = x

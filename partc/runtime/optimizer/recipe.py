@@ -20,7 +20,7 @@ _FORM = "for example --group '*.bias,*norm*:weight_decay=0' or --group 'embed*:l
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class UpdateRule:
     """The update of one parameter: an optimizer, its options, and a factor of the learning rate."""
 
     name: str
@@ -85,7 +85,7 @@ class Recipe:
             groups=(*map(Group.parse, groups), *spared),
         )
 
-    def settings(self, name: str, dims: int) -> Settings:
+    def settings(self, name: str, dims: int) -> UpdateRule:
         """The update of a parameter. Muon is for matrices: AdamW updates others, with the same weight decay.
 
         Raises UsageError P0551.
@@ -102,7 +102,7 @@ class Recipe:
             kind = kind_of(DEFAULT)
         return _settings(kind.name, tuple(sorted(options.items())), scale)
 
-    def all_settings(self, dims: Mapping[str, int]) -> dict[str, Settings]:
+    def all_settings(self, dims: Mapping[str, int]) -> dict[str, UpdateRule]:
         """The update of each parameter, by their numbers of dimensions. Raises UsageError P0551."""
         return {name: self.settings(name, count) for name, count in dims.items()}
 
@@ -145,9 +145,9 @@ def spared(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
 
 
 @lru_cache
-def _settings(name: str, options: tuple[tuple[str, Value], ...], lr_scale: float) -> Settings:
+def _settings(name: str, options: tuple[tuple[str, Value], ...], lr_scale: float) -> UpdateRule:
     checked = options_of(kind_of(name), dict(options))
-    return Settings(name=name, options=tuple(sorted(checked.items())), lr_scale=lr_scale)
+    return UpdateRule(name=name, options=tuple(sorted(checked.items())), lr_scale=lr_scale)
 
 
 def _pairs(text: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from ..layout import Shard, cutting
 from .flat import FLAT, Buffers, flat
 from .gradients import Gradients, Scaled
 from .optimizer import Optimizer, Several, TorchOptimizer, attach_gradients, make_optimizers
-from .recipe import Settings
+from .recipe import UpdateRule
 from .whole import WholeOptimizer
 
 Decline = Literal["constant", "linear", "cosine"]
@@ -154,7 +154,7 @@ class Update:
 
 
 def updating(
-    settings: Mapping[str, Settings],
+    settings: Mapping[str, UpdateRule],
     parameters: MutableMapping[str, Tensor],
     gradients: Mapping[str, Tensor],
     buffers: Buffers,

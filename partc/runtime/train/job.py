@@ -149,7 +149,8 @@ class Job:
 # Decided at the start of a training; a continued one keeps them unless given again.
 _DEFAULTS: dict[str, Any] = {
     "optimizer": "adamw", "lr": 1e-3, "accumulate": 1, "clip": None, "lr_schedule": "constant", "warmup": 0,
-    "min_lr": 0.0, "weight_decay": None, "no_decay": (), "group": (), "data": None, "data_dtype": None, "data_labels": None,
+    "min_lr": 0.0, "weight_decay": None, "no_decay": (), "group": (), "data": None,
+    "data_dtype": None, "data_labels": None,
 }  # fmt: skip
 _CONTINUED = ("seed", *_DEFAULTS)
 

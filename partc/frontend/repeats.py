@@ -30,7 +30,7 @@ from partc.frontend.frozen_state import frozen
 from partc.installed import is_machinery
 from partc.torch_private import MODULE_CALL, TreeSpec, tree_flatten, tree_unflatten
 
-MARK = "partc::module_call"
+MARK = "module_call"
 RECORDS = 8  # different records of one group; further calls are traced
 DEPTH = 6  # of values of attributes that are compared
 _PLAIN = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size, type(None))
@@ -217,9 +217,9 @@ class Repeats:
     ) -> Any:
         """A traced call between its two marks."""
         number = self._mark(record, module, group, len(tensors))
-        torch.ops.partc.module_call(tensors, number)
+        torch.ops.partc.module_call.default(tensors, number)
         result = run()
-        torch.ops.partc.module_call([x for x in tree_flatten(result)[0] if isinstance(x, Tensor)], number)
+        torch.ops.partc.module_call.default([x for x in tree_flatten(result)[0] if isinstance(x, Tensor)], number)
         return result
 
     def _repeated(self, record: _Record, module: nn.Module, group: int, tensors: list[Tensor]) -> Any:
@@ -245,7 +245,7 @@ class Repeats:
                     leaves.append(weights[name])
                 case (_, value):
                     leaves.append(value)
-        torch.ops.partc.module_call([*tensors, *made], number)
+        torch.ops.partc.module_call.default([*tensors, *made], number)
         assert record.spec is not None
         return tree_unflatten(leaves, record.spec)
 

@@ -2,6 +2,7 @@
 # make test    the tests that take a contributor some minutes: all but the slow ones
 # make test-all  every test; CI runs these (PROCESSOR_TIMES=FILE writes what each one costs)
 # make models  a table: every model on every mesh, verified in fp64 (ARGS="--quick --only 'gpt*'")
+# make zoo     a table: architectures of Hugging Face, torchvision, timm and diffusers, compiled and verified in fp64
 # make strategies  ZeRO x recomputation x schedules x meshes on three models, verified in fp64
 # make independent  a table: models unlike the others, trained by packages and by plain loops, ends compared in fp64
 # make fuzz    random programs, meshes and schedules for 10 minutes (MINUTES=2 SEED=7)
@@ -18,7 +19,7 @@ MESH ?= 2x2x2
 BUILD ?= build
 WORKERS ?= 2
 
-.PHONY: demo test test-all models strategies independent fuzz check bench docs refresh clean
+.PHONY: demo test test-all models zoo strategies independent fuzz check bench docs refresh clean
 
 demo: $(VENV)/.partc
 	$(BIN)/partc compile examples/gpt.py --mesh $(MESH) --microbatches 4 -o "$(BUILD)"
@@ -33,6 +34,9 @@ test-all: $(VENV)/.dev
 
 models: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python tests/benchmarks/models.py --workers $(WORKERS) $(ARGS)
+
+zoo: $(VENV)/.zoo
+	PYTHONPATH=$(CURDIR)/$(VENV)/zoo OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python tests/benchmarks/zoo.py $(ARGS)
 
 strategies: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python tests/benchmarks/strategies.py --workers $(WORKERS) $(ARGS)
@@ -72,6 +76,12 @@ $(VENV)/.partc: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
 	@touch $@ $(VENV)/.partc
+
+# The libraries have a folder of their own: torchvision's wheel would bring another torch, and transformers would use it.
+$(VENV)/.zoo: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/zoo \
+	  torchvision==0.28.0 timm diffusers requests regex httpx importlib_metadata pillow
+	@touch $@
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

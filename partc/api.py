@@ -334,7 +334,7 @@ def compilation(
         origin = traced(separate=True)
         steps = lowered(origin.program)
     return Compilation(
-        warnings=warnings,
+        warnings=(*warnings, *origin.assumed),
         traced=origin.program,
         steps=steps,
         model_source=origin.source,

@@ -105,7 +105,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0206": CodeExplanation(
         "the model does not trace",
         "torch.export runs forward() once on tensors without values and records the operations. A branch or a "
-        "size that depends on a tensor's value stops it: use torch.where, or sizes known from shapes and options.",
+        "size that depends on a tensor's value stops it: use torch.where, or sizes known from shapes and options. "
+        "Values of constants are known, and a test whose one outcome only raises or warns is assumed to pass.",
     ),
     "P0207": CodeExplanation(
         "random numbers that cannot be drawn by position",

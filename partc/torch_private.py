@@ -8,8 +8,10 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._library import simple_registry
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnValues
 from torch.fx.proxy import TracerBase
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 # Where modules and weights keep the hooks that see gradients.
@@ -26,6 +28,7 @@ __all__ = [
     "STACK_FILTER",
     "TENSOR_HOOKS",
     "FakeTensorMode",
+    "GuardOnValues",
     "OpOverload",
     "TorchDispatchMode",
     "TracerBase",
@@ -34,6 +37,7 @@ __all__ = [
     "below_autograd",
     "tree_flatten",
     "tree_unflatten",
+    "without_modes",
     "without_order",
 ]
 

@@ -96,7 +96,7 @@ def test_pairs_compute_what_torch_does(name: str) -> None:
         expected.backward()
     program = trace_model(
         lambda: copy.deepcopy(model).to("meta"), lambda: {"x": x}, name="m", mesh=Mesh.parse("1"), precision="fp64"
-    )
+    ).program
     pairs = {name: as_real(value.detach()).clone().requires_grad_() for name, value in model.named_parameters()}
     found = evaluate_program(normalize(program), {"x": x}, pairs)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

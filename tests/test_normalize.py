@@ -51,7 +51,7 @@ def check(model: nn.Module, batch: Mapping[str, Tensor], loss: Any = None) -> Pr
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     program = trace_model(
         lambda: copy.deepcopy(model).to("meta"), lambda: batch, loss, name="m", mesh=Mesh.parse("1"), precision="fp64"
-    )
+    ).program
     for step in (normalize, simplify):
         program = step(program)
         torch.testing.assert_close(evaluate_program(program, doubles, tensors), expected, rtol=1e-12, atol=0)
@@ -277,7 +277,7 @@ def test_rows_of_constants_are_broadcast() -> None:
 )
 def test_what_cannot_be_normalized_is_refused(forward: Forward, code: str) -> None:
     with pytest.raises(PartcError) as failure:
-        normalize(trace_model(lambda: Function(forward), lambda: X, name="m", mesh=Mesh.parse("1")))
+        normalize(trace_model(lambda: Function(forward), lambda: X, name="m", mesh=Mesh.parse("1")).program)
     assert failure.value.code == code
     assert failure.value.source is not None
     assert failure.value.source.file.endswith("test_normalize.py")

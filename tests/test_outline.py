@@ -34,7 +34,7 @@ def outlined(build: Callable[[], nn.Module], batch: Batch, stages: int = 1) -> P
     with computing_in(torch.float64):
         out = model(**doubles)
     expected = out if isinstance(out, Tensor) else out.loss
-    traced = trace_model(build, lambda: batch, name="net", mesh=Mesh.parse("1"), precision="fp64")
+    traced = trace_model(build, lambda: batch, name="net", mesh=Mesh.parse("1"), precision="fp64").program
     program = outline(simplify(normalize(traced)), places=tuple(range(stages)))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     torch.testing.assert_close(evaluate_program(program, doubles, tensors), expected, rtol=1e-12, atol=0)

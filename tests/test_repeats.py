@@ -229,7 +229,7 @@ def noting(monkeypatch: pytest.MonkeyPatch, once: bool) -> Iterator[list[int]]:
 
 def traced(build: Callable[[], nn.Module]) -> tuple[Program, str]:
     COUNT["calls"] = 0
-    program = trace.trace_model(build, lambda: {"x": torch.zeros(4, 8)}, name="m", mesh=Mesh.parse("1"))
+    program = trace.trace_model(build, lambda: {"x": torch.zeros(4, 8)}, name="m", mesh=Mesh.parse("1")).program
     return program, print_program(passes.run(program, {}, until="outline")[-1].program)
 
 

@@ -49,7 +49,7 @@ def traced(name: str) -> tuple[tuple[Op, ...], dict[str, TensorType], Mapping[st
     model, options, batch = MODELS[name]
     config = getattr(transformers, f"{name}Config")(**options)
     build = lambda: getattr(transformers, model)(config)  # noqa: E731
-    [region] = normalize(trace_model(build, batch, name=name, mesh=Mesh.parse("2"))).regions
+    [region] = normalize(trace_model(build, batch, name=name, mesh=Mesh.parse("2")).program).regions
     types = {key: value.type for key, value in region.forward.definitions().items()}
     types.update((value.name, value.type) for value in region.params)
     return region.forward.ops, types, propagate_cuts(region.forward, types)

@@ -139,7 +139,7 @@ def tokens() -> Mapping[str, Tensor]:
 
 
 def tied(precision: str = "fp32") -> Program:
-    return trace_model(Tied, tokens, name="tied", mesh=ONE, precision=precision)
+    return trace_model(Tied, tokens, name="tied", mesh=ONE, precision=precision).program
 
 
 def test_parameters_keep_names_ties_and_what_is_trained() -> None:
@@ -169,7 +169,7 @@ def test_fp64_is_fp64_throughout() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x.float().softmax(-1, dtype=torch.float32).to(torch.float32) * torch.arange(3)).sum()
 
-    program = trace_model(Careful, lambda: {"x": torch.zeros(2, 3)}, name="m", mesh=ONE, precision="fp64")
+    program = trace_model(Careful, lambda: {"x": torch.zeros(2, 3)}, name="m", mesh=ONE, precision="fp64").program
     found = {value.type.dtype for op in program.regions[0].forward.ops for value in op.results}
     assert found == {"f64", "i64"}
 

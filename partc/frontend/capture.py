@@ -19,6 +19,7 @@ from partc.frontend.model_file import blame
 from partc.frontend.own_backward import refuse_hooks, without_own_backward
 from partc.frontend.repeats import CallMark, ModuleTree, Repeats
 from partc.frontend.trace_errors import explained
+from partc.frontend.value_branches import ValueWatch
 from partc.installed import is_machinery
 from partc.quoting import encodable
 from partc.runtime.documents import Malformed
@@ -46,6 +47,7 @@ class Captured:
     precision: str
     trained: frozenset[str]
     calls: Mapping[int, CallMark]  # the marks in the exported graph
+    assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
 
 
 class _TracedStep(nn.Module):
@@ -62,6 +64,7 @@ class _TracedStep(nn.Module):
         form: Any,
         names: Sequence[str],
         trained: Callable[[frozenset[str], Repeats], None],
+        assumed: dict[str, None],
         watch: StateWatch,
         repeats: Callable[[], Repeats],
     ) -> None:
@@ -73,6 +76,7 @@ class _TracedStep(nn.Module):
         self._path = path
         self._form = form
         self._names = names
+        self._assumed = assumed
         self._trained = trained  # is told, for an export puts attributes back
 
     def forward(self, *tensors: Tensor) -> Tensor:
@@ -81,8 +85,10 @@ class _TracedStep(nn.Module):
         held = [(store, name, buffer) for store in stores for name, buffer in store.items()]
         try:
             repeats = self._repeats()
-            with self._watch.watching(), repeats.marking():
+            values = ValueWatch()
+            with self._watch.watching(), values.watching(), repeats.marking():
                 loss = self._forward(batch)
+            self._assumed.update(dict.fromkeys(values.sentences))
         except PartcError:
             raise
         except Exception as error:  # torch.export would print the graph so far beside it, or its whole message
@@ -133,6 +139,7 @@ def capture(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = _built(build, path)
     trained: list[tuple[frozenset[str], Repeats]] = []
+    assumed: dict[str, None] = {}
     with mode:
         _make_fake(model, dtype)
         form, found = _batch(make_batch, path)
@@ -144,7 +151,7 @@ def capture(
                 told = lambda names, repeats: trained.append((names, repeats))  # noqa: E731
                 modules = ModuleTree(model)
                 repeats = lambda: Repeats(modules, excluded)  # noqa: E731
-                step = _TracedStep(model, loss, path, form, tuple(batch), told, watch, repeats)
+                step = _TracedStep(model, loss, path, form, tuple(batch), told, assumed, watch, repeats)
                 trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
                 exported = trace()
                 gained, marked = trained[-1]
@@ -162,6 +169,7 @@ def capture(
         precision=precision,
         trained=gained,
         calls=marked.calls,
+        assumed=tuple(assumed),
     )
 
 

@@ -49,6 +49,7 @@ class Origin:
     source: str
     options: Mapping[str, Any]
     extra: Mapping[str, bytes] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
 
 
 def trace(
@@ -74,6 +75,7 @@ def trace(
                 source=traced.model_source,
                 options=traced.options,
                 extra=extra,
+                assumed=traced.assumed,
             )
         given, held = _batch(batch)
         if isinstance(model, nn.Module):
@@ -89,11 +91,18 @@ def trace(
                 f"a {type(model).__name__} is no model",
                 help="give a path, a module or a function that builds one",
             )
-        program = trace_model(
+        traced = trace_model(
             build, lambda: given, loss, name=name.lower(), mesh=mesh, batches=batches, precision=precision
         )
-    _check_trains(program)
-    return Origin(program=program, constants=constants(held), source=source, options={}, extra=extra)
+    _check_trains(traced.program)
+    return Origin(
+        program=traced.program,
+        constants=constants(held),
+        source=source,
+        options={},
+        extra=extra,
+        assumed=traced.assumed,
+    )
 
 
 def _check_trains(program: Program) -> None:

@@ -60,6 +60,7 @@ class Traced:
     constants: Mapping[str, str]
     model_source: str
     options: Mapping[str, Any]
+    assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,13 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
         ),
         lambda captured: program_of(captured, name=file.name, mesh=mesh, batches=batches),
     )
-    return Traced(program=program, constants=captured.constants, model_source=file.source, options=file.options)
+    return Traced(
+        program=program,
+        constants=captured.constants,
+        model_source=file.source,
+        options=file.options,
+        assumed=captured.assumed,
+    )
 
 
 def _trace_configuration(
@@ -134,12 +141,13 @@ def trace_model(
     mesh: Mesh,
     batches: Batches = ONE_BATCH,
     precision: str = "fp32",
-) -> Program:
+) -> Traced:
     """Trace a model given as functions. Raises PartcError P0205 to P0209."""
-    return _traced(
+    captured, program = _traced(
         lambda excluded: capture(build, batch, loss, precision=precision, parts=batches.parts, excluded=excluded),
         lambda captured: program_of(captured, name=name, mesh=mesh, batches=batches),
-    )[1]
+    )
+    return Traced(program=program, constants=captured.constants, model_source="", options={}, assumed=captured.assumed)
 
 
 def _traced(

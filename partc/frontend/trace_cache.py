@@ -155,6 +155,7 @@ def _read(entry: Path, name: str, path: str, *, mesh: Mesh, batches: Batches) ->
         constants=found["constants"],
         model_source="",
         options=found["options"],
+        assumed=tuple(found["assumed"]),
     )
 
 
@@ -166,6 +167,7 @@ def _write(entry: Path, traced: Traced, path: Path, read: Iterable[str]) -> None
         "files": {file: state for file, state in files.items() if state},
         "options": dict(traced.options),
         "constants": dict(traced.constants),
+        "assumed": traced.assumed,
         "program": print_program(_placed(traced.program, str(path.absolute()), _MODEL), sources=True),
     }
     try:

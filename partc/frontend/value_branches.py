@@ -1,0 +1,309 @@
+"""Python branches on the values of tensors, which a trace does not have.
+
+    if torch.ones(4).any():                          constants: computed beside the trace
+    if torch.rand(()) < 0.0:                         draws from [0, 1) against numbers outside: always or never
+    if labels.max() >= words: raise ValueError(...)  guards: assumed not to raise or warn, and listed in `assumed`
+    if x.mean() > 0:                                 everything else: refused by the trace
+
+Packages do not run guards. A guard is a test whose one outcome only raises or warns; asserts are guards.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import linecache
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from partc.errors import Source
+from partc.installed import shortened
+from partc.torch_private import GuardOnValues, without_modes
+
+LARGEST = 1 << 16  # elements of a constant whose values are computed
+CALLS = 4  # between a value and the statement that tests it
+_TESTS = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
+_READS = frozenset({*_TESTS, "item", "tolist", "__int__", "__float__", "__index__", "__contains__"})
+_DRAWS = frozenset({
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson",
+    "multinomial", "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d",
+    "dropout3d", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "rrelu", "gumbel_softmax",
+    "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_",
+})  # fmt: skip
+# Factories whose operand gives a shape and a dtype only.
+_SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"})
+_UNKNOWN = object()
+_UNIFORM = frozenset({"rand", "rand_like"})
+_ORDERS: Mapping[str, tuple[bool, bool]] = {  # the outcome for draws from [0, 1) against x <= 0, and against x >= 1
+    "lt": (False, True), "__lt__": (False, True), "ge": (True, False), "__ge__": (True, False),
+}  # fmt: skip
+_SPOKEN = frozenset({"warn", "warning", "warning_once", "warn_once", "info", "debug", "error", "print"})
+
+
+class ValueWatch(TorchFunctionMode):
+    """A mode that knows the values of constants while a model is traced, and collects the guards that it passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.assumed: dict[Source, str] = {}  # the text of each guard
+        self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._uniform: dict[int, weakref.ref[Tensor]] = {}
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The guards, for the user."""
+        return tuple(f"Packages do not run the guard `{text}` ({source})." for source, text in self.assumed.items())
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which this mode is active, and tests of symbolic numbers are guards too."""
+        test: Callable[[Any], bool] = torch.SymBool.__bool__
+
+        def tested(number: Any) -> bool:
+            try:
+                return test(number)
+            except GuardOnValues:
+                passed = self._passed(sys._getframe(1))
+                if passed is None:
+                    raise
+                return passed
+
+        torch.SymBool.__bool__ = tested  # type: ignore[method-assign]
+        try:
+            with self:
+                yield
+        finally:
+            torch.SymBool.__bool__ = test  # type: ignore[method-assign]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _READS:
+            real = self._computed(func, name, args, kwargs)
+            if real is not _UNKNOWN:
+                return real
+            passed = self._passed(sys._getframe(1)) if name in _TESTS else None
+            return func(*args, **kwargs) if passed is None else passed
+        made = func(*args, **kwargs)
+        self._follow(func, name, args, kwargs, made)
+        return made
+
+    # -- known values --------------------------------------------------------------------------
+
+    def _value(self, x: Tensor) -> Tensor | None:
+        held = self._known.get(id(x))
+        return held[1] if held is not None and held[0]() is x else None
+
+    def _know(self, x: Any, real: Any) -> None:
+        if isinstance(x, Tensor) and isinstance(real, Tensor):
+            if x.shape == real.shape and x.dtype == real.dtype and real.device.type == "cpu":
+                self._known[id(x)] = weakref.ref(x), real
+        elif isinstance(x, tuple | list) and isinstance(real, tuple | list):
+            for one, other in zip(x, real, strict=False):
+                self._know(one, other)
+
+    def _follow(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any
+    ) -> None:
+        if name in _UNIFORM and isinstance(made, Tensor):
+            self._uniform[id(made)] = weakref.ref(made)
+        if (outcome := self._ordered(name, args)) is not None:
+            with without_modes():
+                self._know(made, torch.full(made.shape, outcome, dtype=torch.bool))
+            return
+        written = kwargs.get("out")
+        if written is None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+            written = args[0] if args else None
+        elif not isinstance(made, Tensor | tuple | list):
+            return
+        real = self._computed(func, name, args, kwargs)
+        if real is not _UNKNOWN:
+            self._know(made, real)
+        elif isinstance(written, Tensor):
+            self._forget(written)
+
+    def _ordered(self, name: str, args: tuple[Any, ...]) -> bool | None:
+        """The outcome of comparing a uniform draw with a number outside [0, 1)."""
+        if name not in _ORDERS or len(args) != 2 or not isinstance(args[1], int | float):
+            return None
+        drawn = self._uniform.get(id(args[0]))
+        if drawn is None or drawn() is not args[0] or 0 < args[1] < 1:
+            return None
+        return _ORDERS[name][args[1] >= 1]
+
+    def _forget(self, written: Tensor) -> None:
+        """Forget a tensor that gets unknown values, and all views of its memory."""
+        held = self._value(written)
+        if held is None:
+            return
+        memory = held.untyped_storage().data_ptr()
+        self._known = {key: own for key, own in self._known.items() if own[1].untyped_storage().data_ptr() != memory}
+
+    def _computed(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result on known values; _UNKNOWN if an operand's values are, or if the result is random."""
+        if name in _DRAWS or kwargs.get("training"):
+            return _UNKNOWN
+        try:
+            given = self._real((args, dict(kwargs)), shaped=name in _SHAPED)
+        except _UnknownError:
+            return _UNKNOWN
+        with without_modes(), torch.no_grad():
+            try:
+                return func(*given[0], **given[1])
+            except Exception:  # the traced call has succeeded, or will raise this itself
+                return _UNKNOWN
+
+    def _real(self, item: Any, *, shaped: bool) -> Any:
+        if isinstance(item, Tensor):
+            found = self._value(item)
+            if found is None and shaped and not isinstance(item, torch.nn.Parameter):
+                with without_modes():
+                    found = torch.empty(1, dtype=item.dtype).expand(tuple(map(int, item.shape)))
+            if found is None or found.numel() > LARGEST:
+                raise _UnknownError
+            return found
+        if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise _UnknownError
+        if isinstance(item, dict):
+            return {key: self._real(one, shaped=shaped) for key, one in item.items()}
+        if isinstance(item, tuple | list):
+            made = [self._real(one, shaped=shaped) for one in item]
+            return made if isinstance(item, list) else tuple(made)
+        return item
+
+    # -- guards --------------------------------------------------------------------------------
+
+    def _passed(self, frame: FrameType | None) -> bool | None:
+        """The outcome under which a guard neither raises nor warns; None if the tested value is no guard's."""
+        guard = _guard(frame, CALLS)
+        if guard is None:
+            return None
+        source, text, outcome = guard
+        self.assumed[source] = text
+        return outcome
+
+
+class _UnknownError(Exception):
+    pass
+
+
+def _guard(frame: FrameType | None, calls: int) -> tuple[Source, str, bool] | None:
+    """The guard that tests the value which this frame computes, with the value that passes it."""
+    if frame is None or not calls:
+        return None
+    span = _span(frame)
+    tree = _tree(frame.f_code.co_filename)
+    if span is None or tree is None:
+        return None
+    path = _path(tree, span)
+    statement = next((node for node in reversed(path) if isinstance(node, ast.stmt)), None)
+    if statement is None:
+        return None
+    inside = [node for node in path[path.index(statement) + 1 :] if isinstance(node, ast.expr)]
+    if isinstance(statement, ast.If | ast.Assert) and inside[:1] == [statement.test]:
+        wanted = _quiet_outcome(statement)
+        source = Source(file=shortened(frame.f_code.co_filename), line=statement.lineno)
+        found = None if wanted is None else (source, ast.unparse(statement.test), wanted)
+        expression: ast.expr | None = statement.test
+    elif isinstance(statement, ast.Return):
+        found, expression = _guard(frame.f_back, calls - 1), statement.value
+    else:
+        return None
+    if found is None or expression is None:
+        return None
+    flips = next((flipped for leaf, flipped in _tested(expression) if leaf in inside), None)
+    return None if flips is None else (found[0], found[1], found[2] ^ flips)
+
+
+def _tested(expression: ast.expr, flipped: bool = False) -> Iterator[tuple[ast.expr, bool]]:
+    """The values that `not`, `and` and `or` combine, and whether the expression has the opposite truth."""
+    if isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.Not):
+        yield from _tested(expression.operand, not flipped)
+    elif isinstance(expression, ast.BoolOp):
+        for value in expression.values:
+            yield from _tested(value, flipped)
+    else:
+        yield expression, flipped
+
+
+def _quiet_outcome(statement: ast.If | ast.Assert) -> bool | None:
+    """The outcome of a test whose other outcome only raises or warns."""
+    if isinstance(statement, ast.Assert):
+        return True
+    if _speaks(statement.body):
+        return False
+    return True if statement.orelse and _speaks(statement.orelse) else None
+
+
+def _speaks(body: list[ast.stmt]) -> bool:
+    """Whether statements only raise or warn."""
+    return all(map(_is_speech, body)) and not all(isinstance(one, ast.Assign | ast.Pass) for one in body)
+
+
+def _is_speech(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Raise | ast.Pass):
+        return True
+    if isinstance(statement, ast.Assign):  # of a message
+        return isinstance(statement.value, ast.Constant | ast.JoinedStr)
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        called = statement.value.func
+        return getattr(called, "attr", getattr(called, "id", "")) in _SPOKEN
+    return False
+
+
+Span = tuple[int, int, int, int]  # first line and column, last line and column
+
+
+def _span(frame: FrameType) -> Span | None:
+    """The place in the source of the value that a frame tests or computes; None before Python 3.11."""
+    positions = getattr(frame.f_code, "co_positions", None)
+    if positions is None:
+        return None
+    before = [each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti]
+    tests = "JUMP" in before[-1].opname or before[-1].opname == "UNARY_NOT"  # of the value that was made just before
+    line, last, column, end = list(positions())[before[-2 if tests else -1].offset // 2]
+    return None if None in (line, last, column, end) else (line, column, last, end)
+
+
+@functools.lru_cache(maxsize=64)
+def _tree(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)).encode())
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _path(tree: ast.AST, span: Span) -> list[ast.AST]:
+    """The nodes around a span, outermost first."""
+    found: list[ast.AST] = []
+    node: ast.AST | None = tree
+    while node is not None:
+        found.append(node)
+        node = next((child for child in _children(node) if _covers(child, span)), None)
+    return found
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if hasattr(child, "lineno"):
+            yield child
+        else:
+            yield from _children(child)
+
+
+def _covers(node: ast.AST, span: Span) -> bool:
+    start, end = (getattr(node, "lineno"), getattr(node, "col_offset")), (  # noqa: B009
+        getattr(node, "end_lineno"), getattr(node, "end_col_offset"),  # noqa: B009
+    )  # fmt: skip
+    return start <= span[:2] and span[2:] <= end

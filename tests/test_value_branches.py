@@ -1,0 +1,136 @@
+"""Branches on values: constants are known, guards are assumed, everything else is refused at its line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partc
+from partc.errors import PartcError
+from partc.frontend.trace import Traced, trace_model
+from partc.ir.mesh import Mesh
+from tests.guards import asserting, by_number, elsewhere, raising
+
+GUARDS = pytest.mark.skipif(sys.version_info < (3, 11), reason="guards are found by the columns of instructions")
+Step = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.layer, self.words, self.step = nn.Linear(8, 8), nn.Embedding(10, 8), step
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.step(self, x, y)
+
+
+def batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(8, 8), "y": torch.randint(8, (8,))}
+
+
+def traced(step: Step) -> Traced:
+    return trace_model(lambda: Net(step), batch, name="net", mesh=Mesh.parse("1"), precision="fp64")
+
+
+@GUARDS
+@pytest.mark.parametrize("step", [raising, asserting, elsewhere, by_number])
+def test_a_test_that_only_raises_is_assumed_and_listed(step: Step) -> None:
+    found = traced(step)
+    assert len(found.assumed) == 1
+    line = step.__code__.co_firstlineno + 1
+    assert f"guards.py:{line})" in found.assumed[0]
+
+
+def chosen(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    y = net.layer(x)
+    if x.mean() > 0:
+        y = y * 2
+    return y.sum()
+
+
+def half_raising(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    y = net.layer(x)
+    if (x > 0).any():
+        y = y * 2
+    elif (x < -1).any():
+        raise ValueError
+    return y.sum()
+
+
+def returning(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return net.layer(x).sum() if x.mean() > 0 else net.layer(x).mean()
+
+
+def sometimes_drawn(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    y = net.layer(x)
+    if torch.rand(()) < 0.5:
+        y = y * 2
+    return y.sum()
+
+
+@pytest.mark.parametrize(("step", "line"), [(chosen, 2), (half_raising, 2), (returning, 1), (sometimes_drawn, 2)])
+def test_a_choice_by_values_is_refused_at_its_line(step: Step, line: int) -> None:
+    with pytest.raises(PartcError) as error:
+        traced(step)
+    assert error.value.code == "P0206"
+    assert error.value.source is not None and error.value.source.line == step.__code__.co_firstlineno + line
+
+
+def constant(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    mask = torch.ones(4, 4).tril()
+    mask[3:, 0] = 0
+    views = mask.view(-1)
+    if mask.all() or torch.zeros_like(y).any().item() or views[0] != 1 or int(mask.sum()) != 9:
+        return x.sum()
+    return net.layer(x).sum() * float(mask.sum())
+
+
+def drawn(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    skipped = net.training and torch.rand(()) < 0.0
+    return x.sum() if skipped else net.layer(x).sum()
+
+
+def overwritten(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    kept = torch.zeros(8)
+    kept.view(2, 4).copy_(x[0].view(2, 4))
+    if kept.any():
+        return x.sum()
+    return net.layer(x).sum()
+
+
+@pytest.mark.parametrize("step", [constant, drawn])
+def test_constants_have_values_while_a_model_is_traced(step: Step) -> None:
+    found = traced(step)
+    assert not found.assumed
+    assert any(op.name == "linear" for op in found.program.regions[0].forward.ops)
+
+
+def test_a_constant_that_takes_values_of_the_batch_is_none() -> None:
+    with pytest.raises(PartcError, match="values of a tensor"):
+        traced(overwritten)
+
+
+class Distributions(nn.Module):
+    """Arguments of torch.distributions are validated by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        normal = torch.distributions.Normal(self.layer(x), F.softplus(self.layer(x)))
+        words = torch.distributions.Categorical(logits=self.layer(x))
+        return -normal.log_prob(x).mean() - words.log_prob(y).mean() - words.entropy().mean()
+
+
+@GUARDS
+def test_validated_distributions_equal_the_single_device(tmp_path: Path) -> None:
+    package = partc.compile(Distributions, batch(), mesh="dp=2,tp=2", precision="fp64")
+    assert any("torch/distributions/distribution.py" in warning for warning in package.warnings)
+    assert package.verify(steps=2).ok

@@ -102,4 +102,4 @@ class Stage:
         self.sums.wait()
 
     def refresh(self) -> None:
-        """After the optimizer's update: gather the parameters that every rank keeps whole."""
+        """Nothing: no parameter is gathered after the optimizer's update."""

@@ -39,6 +39,15 @@ class Kind:
         return {each.name: each for each in every if each.name not in ("lr", *_MEANS)}
 
     @property
+    def undecorated(self) -> Any:
+        """The class without the guards of its methods against torch.compile.
+
+        The guards import the compiler at their first call: nearly a second, on every rank.
+        """
+        methods = {name: inspect.unwrap(getattr(self.cls, name)) for name in ("step", "add_param_group")}
+        return type(self.cls.__name__, (self.cls,), methods)
+
+    @property
     def implementation(self) -> dict[str, bool]:
         """The arguments that choose an implementation: one with the fewest temporary tensors."""
         if self.fused:
@@ -87,7 +96,7 @@ def options_of(kind: Kind, given: Mapping[str, Value]) -> dict[str, Value]:
         found[key] = _read(kind, known[key], value) if isinstance(value, str) else value
     try:
         dimensions = 2 if kind.whole else 1
-        kind.cls([torch.zeros((2,) * dimensions)], **found)
+        kind.undecorated([torch.zeros((2,) * dimensions)], **found)
     except (ValueError, TypeError, RuntimeError) as error:
         raise refusal(f"the optimizer {kind.name}: {error}", f"it takes {described(kind)}") from None
     return found
@@ -141,7 +150,7 @@ def states_of(name: str, options: tuple[tuple[str, Value], ...], dims: int) -> M
     """The states that a step leaves for a parameter with so many dimensions: whether each has the parameter's shape."""
     kind, parameter = KINDS[name], torch.ones(_SHAPE[:dims])
     parameter.grad = torch.ones_like(parameter)
-    made: Any = kind.cls([parameter], lr=0.0, **dict(options))
+    made = kind.undecorated([parameter], lr=0.0, **dict(options))
     with torch.no_grad():
         made.step()
     return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -128,7 +127,7 @@ def make_optimizers(
         given = {**options.kind.implementation, **dict(options.options)}
         yield (
             options.kind,
-            _undecorated(options.kind.cls)(groups, lr=lr, **given),
+            options.kind.undecorated(groups, lr=lr, **given),
             {name: x for some in scales.values() for name, x in some.items()},
         )
 
@@ -143,12 +142,3 @@ def attach_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, T
     for name, gradient in gradients.items():
         parameters[name].grad = gradient
     return {name: parameters[name] for name in gradients}
-
-
-def _undecorated(kind: type[Any]) -> type[Any]:
-    """The class without the guards of its methods against torch.compile.
-
-    The guards import the compiler at their first call: nearly a second, on every rank.
-    """
-    methods = {name: inspect.unwrap(getattr(kind, name)) for name in ("step", "add_param_group")}
-    return type(kind.__name__, (kind,), methods)

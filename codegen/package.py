@@ -143,7 +143,8 @@ def emit(program: Program) -> Modules:
     """The modules of all regions and stages."""
     codes = region_codes(program)
     of_region, of_stage = _template("region.py.jinja"), _template("stage.py.jinja")
-    stages = [stage_code(program, index, codes) for index in range(program.stages)]
+    exchanges = Exchanges(program)
+    stages = [stage_code(exchanges, index, codes) for index in range(program.stages)]
     return Modules(
         regions=tuple(
             RegionModule(region=name, code=code, text=formatted(of_region.render(region=code, mesh=str(program.mesh))))

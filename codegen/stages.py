@@ -15,7 +15,7 @@ from partc.codegen.weights import Entry, Repeated, Weights, strings
 from partc.communication.exchanges import Exchanges
 from partc.errors import InternalError
 from partc.ir.mesh import TIME_AXIS
-from partc.ir.program import Phase, Program
+from partc.ir.program import Phase
 from partc.quoting import literal, masked
 
 
@@ -52,15 +52,16 @@ class StageCode:
     compiled: bool
 
 
-def stage_code(program: Program, index: int, regions: Mapping[str, RegionCode]) -> StageCode:
+def stage_code(exchanges: Exchanges, index: int, regions: Mapping[str, RegionCode]) -> StageCode:
     """`regions` has the code of every region of the program."""
-    return _Builder(program, index, regions).build()
+    return _Builder(exchanges, index, regions).build()
 
 
 class _Builder:
     """Names and places of everything in one stage."""
 
-    def __init__(self, program: Program, index: int, codes: Mapping[str, RegionCode]) -> None:
+    def __init__(self, exchanges: Exchanges, index: int, codes: Mapping[str, RegionCode]) -> None:
+        program = exchanges.program
         if not program.bodies:
             raise InternalError("a stage is emitted from the statements of its actions, which pass `actions` writes")
         self.program = program
@@ -72,7 +73,7 @@ class _Builder:
             for phase in ("setup", "step", "microbatch")
         }
         self.types = program.value_types()
-        self.exchanges = Exchanges(program)
+        self.exchanges = exchanges
         self.codes = {name: codes[name] for name in dict.fromkeys(call.region for call in self.calls)}
         self.attributes = Names(_STAGE_ATTRIBUTES)
         every = [run for phase in self.runs.values() for run in phase]
@@ -81,8 +82,7 @@ class _Builder:
         self.started, self.late, self.refreshed = self.weights.started, self.weights.late, self.weights.refreshed
         self.places = {name: f"batch[{literal(name)}]" for name in program.inputs}
         # A schedule may ask for the halves of a stage that has no weights.
-        halves = any(a.stage == index and a.kind == "I" for actions in program.schedule for a in actions)
-        self.split = halves or any(code.weight for code in self.codes.values())
+        self.split = "I" in program.kinds(index) or any(code.weight for code in self.codes.values())
         self.sent = [t for t in program.transfers if t.source == index]
         self.received = [t for t in program.transfers if t.target == index]
         self.places.update((t.value, f"received[{literal(t.value)}]") for t in self.received)

@@ -20,20 +20,22 @@ from typing import Literal
 
 from partc.communication.exchanges import Exchanges, graph_of
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import ActionStatement, Body, BodyKind, Call, GraphKind, Phase, Program, Verb
+from partc.ir.program import ActionKind, ActionStatement, Body, BodyKind, Call, GraphKind, Phase, Program, Verb
 
 
 def actions(program: Program) -> Program:
     """Set the bodies of a scheduled program."""
-    bodies = [body for stage in range(program.stages) for body in _BodyWriter(Exchanges(program), stage).bodies()]
-    ends = [_end(program, place) for place in range(program.mesh.axis(PIPELINE_AXIS))]
+    exchanges = Exchanges(program)
+    bodies = [body for stage in range(program.stages) for body in _BodyWriter(exchanges, stage).bodies()]
+    ends = [_end(exchanges, place) for place in range(program.mesh.axis(PIPELINE_AXIS))]
     return replace(program, bodies=tuple(body for body in (*bodies, *ends) if body.statements))
 
 
-def _end(program: Program, place: int) -> Body:
+def _end(exchanges: Exchanges, place: int) -> Body:
     """The statements of a rank after its last action."""
+    program = exchanges.program
     stages = program.stages_at(place)
-    shared = any(Exchanges(program).sums(stage).shared() for stage in stages)
+    shared = any(exchanges.sums(stage).shared() for stage in stages)
     loss = any(program.loss in call.results and call.stage in stages for call in program.calls)
     statements = [ActionStatement(verb="start", subject="shared")] if shared else []
     statements += [ActionStatement(verb="start", subject="loss")] if loss else []
@@ -50,7 +52,7 @@ class _BodyWriter:
         return self.exchanges.program
 
     def bodies(self) -> Iterator[Body]:
-        kinds = {action.kind for row in self.program.schedule for action in row if action.stage == self.index}
+        kinds = {*self._kinds}
         if self._split and "B" in kinds:
             kinds |= {"I", "W"}  # whose code a whole backward pass runs
         written: Mapping[BodyKind, Iterator[ActionStatement]] = {
@@ -64,6 +66,10 @@ class _BodyWriter:
         for kind, statements in written.items():
             if kind in kinds or kind in always:
                 yield Body(kind=kind, index=self.index, statements=tuple(statements))
+
+    @cached_property
+    def _kinds(self) -> frozenset[ActionKind]:
+        return self.program.kinds(self.index)
 
     @cached_property
     def _calls(self) -> list[Call]:
@@ -120,8 +126,7 @@ class _BodyWriter:
     @cached_property
     def _split(self) -> bool:
         """Whether the stage's backward passes have two halves, the second of which completes gradients."""
-        apart = any(a.kind == "I" and a.stage == self.index for row in self.program.schedule for a in row)
-        return apart or self.index in self.program.split_stages
+        return "I" in self._kinds or self.index in self.program.split_stages
 
     @cached_property
     def _summed(self) -> frozenset[str]:

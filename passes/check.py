@@ -35,7 +35,7 @@ def check(program: Program) -> Program:
         for stage in program.stages_at(place):
             _check_order(program, stage, tuple(action for action in actions if action.stage == stage))
         _check_handed(program, actions)
-    prove(events(program))
+    prove(events(program, crossing=True))
     return program
 
 
@@ -79,9 +79,9 @@ def _check_handed(program: Program, actions: tuple[Action, ...]) -> None:
     forward = {(a.stage, a.microbatch): index for index, a in enumerate(actions) if a.kind == "F"}
     backward = {(a.stage, a.microbatch): index for index, a in enumerate(actions) if a.kind in ("B", "I")}
     for item in program.transfers:
-        for index in range(program.microbatches):
+        for index in () if program.travels(item) else range(program.microbatches):
             source, target = (item.source, index), (item.target, index)
-            if program.travels(item) or source not in forward:
+            if source not in forward:
                 continue
             late = forward[source] > forward[target] or (item.gradient and backward[source] < backward[target])
             if late:
@@ -96,13 +96,15 @@ class _Channel:
     def __init__(self) -> None:
         self.sent: list[Message] = []
         self.posted: list[Message] = []
-        self.read: set[int] = set()
+        self.unread: dict[tuple[object, ...], deque[int]] = {}  # numbers of posted receives, by content
+        self.read = 0
 
     def send(self, source: int, target: int, event: Message) -> None:
         self.sent.append(event)
         self._match(source, target, len(self.sent) - 1)
 
     def post(self, source: int, target: int, event: Message) -> None:
+        self.unread.setdefault(event.content, deque()).append(len(self.posted))
         self.posted.append(event)
         self._match(source, target, len(self.posted) - 1)
 
@@ -114,13 +116,13 @@ class _Channel:
 
     def arrived(self, rank: int, event: Message) -> bool:
         """Whether the awaited value has been sent; if so, it is marked as read."""
-        unread = (number for number in range(len(self.posted)) if number not in self.read)
-        number = next((number for number in unread if self.posted[number].content == event.content), None)
-        if number is None:
+        unread = self.unread.get(event.content)
+        if not unread:
             raise InternalError(f"rank {rank} waits for a value whose receive it has not posted, in {event}")
-        if len(self.sent) <= number:
+        if len(self.sent) <= unread[0]:
             return False
-        self.read.add(number)
+        unread.popleft()
+        self.read += 1
         return True
 
 
@@ -147,7 +149,7 @@ class _Play:
             if len(channel.sent) > len(channel.posted):
                 unread = channel.sent[len(channel.posted)]
                 raise InternalError(f"rank {source} sent a value that rank {target} never receives: {unread}")
-            if len(channel.posted) > len(channel.read):
+            if len(channel.posted) > channel.read:
                 unread = channel.posted[-1]
                 raise InternalError(f"rank {target} never waits for a value that rank {source} sent: {unread}")
 

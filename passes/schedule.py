@@ -83,16 +83,16 @@ class _Links:
 
     def around(self, row: Sequence[Compute]) -> Iterator[Action]:
         """The row's computations with the receives before and the sends after them."""
-        received: set[tuple[int, Way, int]] = set()
+        received: dict[tuple[int, Way], int] = {}  # the number of receives so far
+        numbers = {key: {index: number for number, index in enumerate(order)} for key, order in self.arrivals.items()}
 
         def receives(compute: Compute) -> Iterator[Action]:
             stage, way = compute.stage, WAYS.get(compute.kind)
             if way is not None and (stage, way) in self.arrivals:
-                order = self.arrivals[stage, way]
-                for index in order[: order.index(compute.microbatch) + 1]:
-                    if (stage, way, index) not in received:
-                        received.add((stage, way, index))
-                        yield Action(stage=stage, kind=RECV[way], microbatch=index)
+                done, until = received.get((stage, way), 0), numbers[stage, way][compute.microbatch] + 1
+                for index in self.arrivals[stage, way][done:until]:
+                    yield Action(stage=stage, kind=RECV[way], microbatch=index)
+                received[stage, way] = max(done, until)
 
         for compute, following in zip_longest(row, row[1:]):
             yield from receives(compute)

@@ -440,10 +440,14 @@ class CommunicationPlan:
         return self.places[self.mesh.coordinate(rank).get(PIPELINE_AXIS, 0)] if found is None else found
 
 
-def events(program: Program) -> CommunicationPlan:
-    """The communication of one step and of the actions before the first step, in order."""
+def events(program: Program, *, crossing: bool = False) -> CommunicationPlan:
+    """The communication of one step and of the actions before the first step, in order.
+
+    With `crossing`, only that between pipeline coordinates: without overrides, all ranks at a coordinate have the same
+    events, so that they enter their other collectives alike.
+    """
     exchanges = Exchanges(program)
-    inside = _Collectives(program)
+    inside = _Collectives(program, crossing)
     places = []
     for place in range(program.mesh.axis(PIPELINE_AXIS)):
         execution = Execution(program, place, exchanges)
@@ -454,11 +458,16 @@ def events(program: Program) -> CommunicationPlan:
     return CommunicationPlan(mesh=program.mesh, places=tuple(places))
 
 
+def _crosses(event: Event) -> bool:
+    return isinstance(event, Message) or bool(event.places) or PIPELINE_AXIS in event.axes
+
+
 @dataclass(frozen=True)
 class _Collectives:
-    """The collectives inside regions' graphs."""
+    """The collectives of steps, and of regions' graphs inside them."""
 
     program: Program
+    crossing: bool = False  # only between pipeline coordinates
 
     @cached_property
     def _regions(self) -> Mapping[str, Region]:
@@ -470,15 +479,31 @@ class _Collectives:
 
     def events(self, steps: Iterable[Step], action: Action | str) -> Iterator[Event]:
         name, microbatch = (action.name, action.microbatch or 0) if isinstance(action, Action) else (action, 0)
+        if id(steps) not in self._templates:
+            self._templates[id(steps)] = steps, tuple(self._template(steps))
+        for event in self._templates[id(steps)][1]:
+            if isinstance(event, Message):
+                yield replace(event, action=name, microbatch=microbatch)
+            else:
+                yield replace(event, action=name)
+
+    @cached_property
+    def _templates(self) -> dict[int, tuple[object, tuple[Event, ...]]]:
+        return {}
+
+    def _template(self, steps: Iterable[Step]) -> Iterator[Event]:
+        """The events of equal actions, without the action's name."""
         for step in steps:
             match step:
                 case Start():
-                    yield replace(step.collective, action=name)
+                    found: Iterable[Event] = (step.collective,)
                 case Message():
-                    yield replace(step, action=name, microbatch=microbatch)
+                    found = (step,)
                 case GraphRun():
-                    for collective in self.of(step.call.region, step.kind):
-                        yield replace(collective, action=name)
+                    found = self.of(step.call.region, step.kind)
+                case _:
+                    found = ()
+            yield from (event for event in found if not self.crossing or _crosses(event))
 
     def of(self, name: str, kind: GraphKind) -> tuple[Collective, ...]:
         if (name, kind) not in self._found:

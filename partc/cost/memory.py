@@ -7,7 +7,7 @@ axes hold equal amounts.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from partc.errors import PartcError
@@ -110,7 +110,12 @@ class Account:
 
     def document(self) -> dict[str, Any]:
         """The account as a JSON document."""
-        return asdict(self)
+        ranks = [
+            {**_fields(rank), "at": _fields(rank.at), "alive": [*map(_fields, rank.alive)],
+             "timeline": [*map(_fields, rank.timeline)]}
+            for rank in self.ranks
+        ]  # fmt: skip
+        return {"optimizer": self.optimizer, "ranks": ranks}
 
     @classmethod
     def of(cls, document: Any) -> Account:
@@ -126,6 +131,10 @@ class Account:
                 "P0506", f"the account of memory cannot be read: {error}", help="compile the model again"
             ) from None
         return account
+
+
+def _fields(item: Any) -> dict[str, Any]:
+    return {name: getattr(item, name) for name in item.__slots__}
 
 
 def consists(rank: RankMemory) -> str:

@@ -493,6 +493,11 @@ class Program:
         """The stages that run at a coordinate on the pipeline axis, in order."""
         return tuple(stage for stage in range(self.stages) if self.place(stage) == place)
 
+    def kinds(self, stage: int) -> frozenset[ActionKind]:
+        """The kinds of actions that the schedule has of a stage."""
+        row = self.schedule[self.place(stage)] if self.schedule else ()
+        return frozenset(action.kind for action in row if action.stage == stage)
+
     def travels(self, transfer: Transfer) -> bool:
         """Whether a transfer crosses ranks (and not only stages of one rank)."""
         return self.place(transfer.source) != self.place(transfer.target)

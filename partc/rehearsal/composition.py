@@ -64,7 +64,7 @@ class Effect:
         return cls(tuple(found), now, high, reach, at, tuple(most.items()))
 
     def counted(self, end: int | None = None) -> Counter[Label]:
-        """What the entries before `end` allocate, less what they free; a last surge is alive."""
+        """The bytes that the entries before `end` allocate, less those that they free; a last surge is alive."""
         found: Counter[Label] = Counter()
         for sign, what, *_ in self.entries[:end]:
             if sign != "^":
@@ -87,7 +87,7 @@ def _starred(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What surrounds the actions of a schedule: memory at the step's start, and effects before and after them.
+    """The surroundings of a schedule's actions: memory at the step's start, and effects before and after them.
 
     `rest` are the effects after all transfers have ended, when memory is `left`.
     """
@@ -172,7 +172,7 @@ class Course:
         )
 
     def _alive(self, at: int) -> Counter[Label]:
-        """What is alive where an action reaches its peak."""
+        """The bytes that are alive where an action reaches its peak."""
         if at < 0:
             return self.frame.base
         drained = next(index for index, (name, *_) in enumerate(self._begins) if name == _DRAINED)
@@ -236,7 +236,7 @@ def _at_height(effect: Effect) -> Counter[str]:
 
 @dataclass(slots=True)
 class _Equal:
-    """What is known of ranks that are equal but for names."""
+    """The account of ranks that are equal but for names."""
 
     frames: dict[Key, Frame] = field(default_factory=dict)  # by the circumstances of the step's beginning
     effects: dict[Key, Effect] = field(default_factory=dict)

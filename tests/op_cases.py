@@ -148,6 +148,15 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "max_pool1d": F.max_pool1d,
     "max_pool2d": F.max_pool2d,
     "adaptive_max_pool2d": F.adaptive_max_pool2d,
+    "matrix_exp": torch.matrix_exp,
+    "linalg_svdvals": torch.linalg.svdvals,
+    "linalg_eigvalsh": torch.linalg.eigvalsh,
+    "linalg_inv": torch.linalg.inv,
+    "linalg_det": torch.linalg.det,
+    "max_pool3d": F.max_pool3d,
+    "adaptive_max_pool3d": F.adaptive_max_pool3d,
+    "avg_pool3d": F.avg_pool3d,
+    "adaptive_avg_pool3d": F.adaptive_avg_pool3d,
     "avg_pool1d": F.avg_pool1d,
     "avg_pool2d": F.avg_pool2d,
     "adaptive_avg_pool1d": F.adaptive_avg_pool1d,
@@ -403,6 +412,15 @@ def pooling_cases() -> list[Case]:
     found = [case(name, normal(2, 6, 8), 2) for name in ("max_pool1d", "avg_pool1d", "adaptive_avg_pool1d")]
     found += [
         case(name, image, [2, 3]) for name in ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d")
+    ]
+    matrices = normal(4, 3, 3)
+    found += [
+        case(name, matrices) for name in ("matrix_exp", "linalg_svdvals", "linalg_eigvalsh", "linalg_inv", "linalg_det")
+    ]
+    film = normal(2, 6, 4, 6, 2)
+    found += [
+        case(name, film, [2, 3, 2])
+        for name in ("max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d")
     ]
     return found + [
         case(name, image, [8, 9]) for name in ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")

@@ -34,6 +34,7 @@ TABLE: dict[str, OperationRow] = {}
 # Operations that differentiation and expansion introduce, with the row whose rule they use.
 LOWERED: Mapping[str, str] = {
     "convolution": "conv2d", "native_group_norm": "group_norm", "max_pool2d_with_indices": "max_pool2d",
+    "max_pool3d_with_indices": "max_pool3d",
     "_unsafe_index": "index", "log_sigmoid_forward": "log_sigmoid", "embedding_shard": "embedding",
     "shard_max": "amax", "sum_exp": "sum", "smooth_sum": "sum", "pick": "gather", "log_sum_exp": "logsumexp",
     "cross_entropy_rows": "cross_entropy", "take": "slice", "put": "pad",
@@ -270,6 +271,8 @@ build("max_pool1d", last_dims(1))
 build("avg_pool1d adaptive_avg_pool1d", last_dims(1, linear=True))
 build("max_pool2d adaptive_max_pool2d", last_dims(2))
 build("avg_pool2d adaptive_avg_pool2d", last_dims(2, linear=True))
+build("max_pool3d adaptive_max_pool3d", last_dims(3))
+build("avg_pool3d adaptive_avg_pool3d", last_dims(3, linear=True))
 build("upsample_bilinear2d upsample_bicubic2d upsample_nearest2d", last_dims(2, linear=True))
 build("constant_pad_nd pad", shapes.pad)
 build("diff", shapes.diff)
@@ -295,6 +298,13 @@ for _dims in (1, 2, 3):
 build("pixel_shuffle pixel_unshuffle", examples(0, least=4))
 build("prelu", examples(0))
 build("upsample_nearest1d upsample_linear1d upsample_nearest3d upsample_trilinear3d", examples(0))
+build(
+    "matrix_exp linalg_matrix_exp linalg_svdvals linalg_svd linalg_qr linalg_eigh linalg_eigvalsh linalg_cholesky "
+    "linalg_inv inverse linalg_det det linalg_slogdet slogdet logdet linalg_pinv",
+    examples(0, least=3),
+    heavy=True,
+    precision="high",
+)
 build("cdist", products.distances, heavy=True, precision="high")
 build("bilinear", examples(0, 1, least=2), heavy=True, precision="high")
 build("pairwise_distance", examples(0, 1), precision="high")

@@ -302,6 +302,18 @@ def _glu(w: Writer, op: Op) -> None:
     w.add(op, "mul", (Ref(halves[0].name), open_))
 
 
+def _weight_norm(w: Writer, op: Op) -> None:
+    """Directions, divided by their lengths along all dimensions but one, times lengths."""
+    v, g = op.args[:2]
+    shape, dtype = op.result.type.shape, op.result.type.dtype
+    dim = number(argument(op, 2, "dim", 0))
+    others = tuple(range(len(shape))) if dim == -1 else tuple(i for i in range(len(shape)) if i != dim % len(shape))
+    kept = tuple(1 if i in others else size for i, size in enumerate(shape))
+    length = w.add(op, "linalg_vector_norm", (v, 2, others, True), w.value(f"{op.result.name}_length", kept, dtype))
+    scale = w.add(op, "div", (g, length), w.value(f"{op.result.name}_scale", kept, dtype))
+    w.add(op, "mul", (v, scale))
+
+
 def _gelu(w: Writer, op: Op) -> None:
     approximate = argument(op, 1, "approximate", "none")
     if approximate == "none":
@@ -316,10 +328,11 @@ def _each(names: str, rewrite: Rewrite) -> dict[str, Rewrite]:
 
 _TABLE: Mapping[str, Rewrite] = {
     # views
-    **_each("view _unsafe_view reshape flatten unflatten squeeze unsqueeze view_as", views.reshape),
+    **_each("view _unsafe_view reshape flatten unflatten squeeze unsqueeze view_as reshape_as", views.reshape),
     "permute": views.permute(lambda op, rank: tuple(number(d) % rank for d in op.args[1])),  # type: ignore[union-attr]
     **_each("transpose swapaxes t numpy_T", views.permute(views.swapped)),
-    "mT": views.permute(lambda op, rank: (*range(rank - 2), rank - 1, rank - 2)),
+    "vdot": lambda w, op: w.keep(replace(op, name="dot")),
+    **_each("mT matrix_H mH adjoint", views.permute(lambda op, rank: (*range(rank - 2), rank - 1, rank - 2))),
     "movedim": views.permute(views.moved),
     **_each("expand expand_as", views.expand),
     "broadcast_tensors": views.broadcast,
@@ -328,7 +341,7 @@ _TABLE: Mapping[str, Rewrite] = {
     "slice": views.slice_,
     "slice_scatter": views.slice_scatter,
     "select_scatter": views.select_scatter,
-    **_each("cat concat", views.cat),
+    **_each("cat concat concatenate", views.cat),
     "stack": views.stack,
     # nothing
     **_each("contiguous alias clone lift_fresh_copy view_of identity", lambda w, op: w.drop(op)),
@@ -349,6 +362,7 @@ _TABLE: Mapping[str, Rewrite] = {
     "scaled_dot_product_attention": attention,
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
+    "_weight_norm": _weight_norm,
     "embedding": lookups.embedding,
     "embedding_bag": lookups.embedding_bag,
     "one_hot": lookups.one_hot,

@@ -110,11 +110,15 @@ class Account:
 
     def document(self) -> dict[str, Any]:
         """The account as a JSON document."""
-        ranks = [
-            {**_fields(rank), "at": _fields(rank.at), "alive": [*map(_fields, rank.alive)],
-             "timeline": [*map(_fields, rank.timeline)]}
+        ranks = tuple(
+            {
+                **_fields(rank),
+                "at": _fields(rank.at),
+                "alive": tuple(map(_fields, rank.alive)),
+                "timeline": tuple(map(_fields, rank.timeline)),
+            }
             for rank in self.ranks
-        ]  # fmt: skip
+        )
         return {"optimizer": self.optimizer, "ranks": ranks}
 
     @classmethod

@@ -53,7 +53,7 @@ check: $(VENV)/.dev
 	$(BIN)/mypy partc
 
 bench: $(VENV)/.dev
-	for benchmark in tests/benchmarks/compile_time.py tests/benchmarks/step_time.py; do $(BIN)/python $$benchmark || exit 1; done
+	for benchmark in "tests/benchmarks/compile_time.py --growth" tests/benchmarks/step_time.py; do $(BIN)/python $$benchmark || exit 1; done
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict --quiet

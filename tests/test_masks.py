@@ -19,7 +19,7 @@ from partc.compilation.options import Options
 from partc.ir import operators
 from partc.ir.layout import Layout
 from partc.ir.program import Arg, DTypeArg, Op, Ref, TensorType, Value
-from partc.passes.simplify.masks import Constants, Seen, _structure
+from partc.passes.simplify.masks import Constants, Seen, structure
 from partc.passes.simplify.matrices import band
 
 
@@ -118,15 +118,15 @@ def test_structures_are_those_of_the_elements(s: int, t: int, before: int, after
     seen, rows, columns = runs.dense(), torch.arange(s)[:, None], torch.arange(t)
     wanted = (columns <= rows + after) & (columns >= rows - before)
     assert torch.equal(seen, wanted.flip(1) if mirror else wanted)
-    structure = _structure(runs)
-    if structure is None:
+    found = structure(runs)
+    if found is None:
         near = {w for w in range(1, s + 1) if s == t and torch.equal(seen, (rows - columns).abs() < w)}
         assert not bool(seen.all()) and not near
         assert s != t or not torch.equal(seen, columns <= rows)
     else:
         distance = (rows - columns).abs()
-        read = (columns <= rows) if structure.causal else torch.ones(s, t, dtype=torch.bool)
-        assert torch.equal(seen, read & (distance < structure.window) if structure.window else read)
+        read = (columns <= rows) if found.causal else torch.ones(s, t, dtype=torch.bool)
+        assert torch.equal(seen, read & (distance < found.window) if found.window else read)
 
 
 LONG = 1 << 20
@@ -169,7 +169,7 @@ class Model(nn.Module):
         q, k, v = self.qkv(x).view(b, s, 3, 2, 4).permute(2, 0, 3, 1, 4)
         i, j = torch.arange(s)[:, None], torch.arange(s)
         mask = {mask}
-        y = F.scaled_dot_product_attention(q, k, v, mask)
+        y = {attend}
         return self.out(y.transpose(1, 2).reshape(b, s, 8)).square().sum()
 
 
@@ -183,9 +183,11 @@ def batch(batch: int = 4, length: int = 12):
 FILLED = ', "filled": torch.arange(length) < torch.randint(4, length, (batch, 1))'
 
 
-def _written(folder: Path, mask: str, more: str = "") -> Path:
+def _written(
+    folder: Path, mask: str, more: str = "", attend: str = "F.scaled_dot_product_attention(q, k, v, mask)"
+) -> Path:
     file = folder / "masked.py"
-    file.write_text(MODEL.format(mask=mask, more=more))
+    file.write_text(MODEL.format(mask=mask, more=more, attend=attend))
     return file
 
 
@@ -211,4 +213,40 @@ def test_packages_with_masks_equal_their_model(mask: str, more: str, told: str, 
     package = partc.compile(str(file), mesh="dp=2,tp=2", microbatches=2)
     written = "".join(str(text) for path, text in package.files() if path.startswith("regions/"))
     assert told in " ".join(written.split())
+    assert package.verify(steps=1).ok
+
+
+@pytest.mark.parametrize(
+    ("mask", "attend"),
+    [
+        ("torch.where(j <= i, 0.0, -torch.inf)", "((q / 2) @ k.mT * 0.3 + mask).softmax(-1) @ v"),
+        ("(j > i) | (j < i - 4)", "(q @ k.mT / 2).masked_fill(mask, -torch.inf).softmax(-1) @ v"),
+        ("j <= i", "F.dropout(torch.where(mask, q @ k.mT, -torch.inf).softmax(-1), 0.3) @ v"),
+        ("None", "(q @ k.mT).softmax(-1) @ v"),
+    ],
+    ids=["added", "filled", "chosen and dropped", "open"],
+)
+def test_attention_that_is_written_out_makes_no_scores(mask: str, attend: str, tmp_path: Path) -> None:
+    package = partc.compile(str(_written(tmp_path, mask, attend=attend)), mesh="dp=2,tp=2", microbatches=2)
+    assert "functional.attention" in "".join(str(text) for path, text in package.files() if path.startswith("regions/"))
+    assert package.verify(steps=1).ok
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        "(w := (q @ k.mT + mask).softmax(-1)) @ v + w.sum()",  # the weights are read
+        "(q @ k.mT + mask * 0.5).softmax(-1) @ v",  # no mask
+        "(q @ k.mT + torch.arange(s)).softmax(-1) @ v",
+        "(q @ k.mT).masked_fill(j > i, -3.0).softmax(-1) @ v",
+        "(q @ k.mT + mask).softmax(-2) @ v",
+        "(q @ k.mT).masked_fill((i - j) % 2 == 0, -torch.inf).softmax(-1) @ v",
+    ],
+)
+def test_other_products_with_weights_stay(attend: str, tmp_path: Path) -> None:
+    file = _written(tmp_path, "torch.where(j <= i, 0.0, -1.0)", attend=attend)
+    package = partc.compile(str(file), mesh="tp=2")
+    assert "functional.attention" not in "".join(
+        str(text) for path, text in package.files() if path.startswith("regions/")
+    )
     assert package.verify(steps=1).ok

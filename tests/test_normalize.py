@@ -120,6 +120,12 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
         lambda m, x: (lambda y: [y[:, 1:].mul_(3), y[..., 0].fill_(2.0), y][-1].cumsum(0).sum())(x.sin()),
         ["sin", "slice", "mul", "slice", "cat", "full", "reshape", "slice", "cat", "cumsum"],
     ),
+    "filled in parts": (
+        lambda m, x: (lambda y: [y[:2].copy_(x[:2].sin()), y[2:].copy_(x[2:]), y][-1].cumsum(0).sum())(
+            x.new_empty(x.shape)
+        ),
+        ["slice", "sin", "slice", "cat", "cumsum"],
+    ),
     "filled": (lambda m, x: (x.sin().fill_(2.0) * x).sum(), ["full", "mul"]),
     "written out": (
         lambda m, x: (x * torch.tensor([1.0, 2.0, 4.0, 0.5, 0.25, 3.0])).sum(),

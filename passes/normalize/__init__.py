@@ -236,10 +236,10 @@ def _layer_norm(w: Writer, op: Op) -> None:
 
 
 def _constant(w: Writer, op: Op) -> None:
-    """new_zeros and the like become zeros: their operand only supplies a dtype."""
-    word = next((word for word in ("zero", "one") if word in op.name), "")
+    """new_zeros and the like become zeros: their operand only supplies a dtype. Memory that isn't set is zero too."""
+    word = next((word for word in ("zero", "one", "empty") if word in op.name), "")
     position = 2 if op.name == "new_full" else 1
-    fill = {"zero": 0, "one": 1}[word] if word else argument(op, position, "fill_value")
+    fill = {"zero": 0, "one": 1, "empty": 0}[word] if word else argument(op, position, "fill_value")
     if isinstance(fill, Ref):
         _copy(w, op)
         return
@@ -378,7 +378,9 @@ _TABLE: Mapping[str, Rewrite] = {
     "binary_cross_entropy_with_logits": losses.binary_logits,
     "kl_div": losses.divergence,
     # tensors from numbers
-    **_each("zeros ones new_zeros new_ones new_full zeros_like ones_like full_like zero fill", _constant),
+    **_each(
+        "empty new_empty zeros ones new_zeros new_ones new_full zeros_like ones_like full_like zero fill", _constant
+    ),
     "constant": _written_out,
     "copy": _copy,
     # random numbers

@@ -8,9 +8,8 @@
 
 A constant that is equal for all examples keeps one row and is broadcast. A mask that consists of constants is
 evaluated: one that hides the future becomes `is_causal`, one that hides distant positions a window, and one that hides
-nothing is dropped. Keys and values that are
-repeated for groups of query heads are passed unrepeated. Root mean square norms and softmaxes that are written out
-become one operation.
+nothing is dropped. Keys and values that are repeated for groups of query heads are passed unrepeated. Attention, root
+mean square norms and softmaxes that are written out become one operation.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from partc.passes.simplify.label_losses import label_losses
 from partc.passes.simplify.masks import known_masks
 from partc.passes.simplify.routing import unsorted_experts
 from partc.passes.simplify.rows import plain_rows
+from partc.passes.simplify.written_attention import written_attention
 
 # Operations that treat examples alike along every dimension that they do not name.
 _POINTWISE = frozenset(
@@ -81,6 +81,7 @@ def _simplified(region: Region) -> Region:
         _plain_indexing,
         unsorted_experts,
         _one_row,
+        written_attention,
         known_masks,
         *(idiom.apply for idiom in IDIOMS),
         plain_rows,

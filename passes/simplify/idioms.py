@@ -10,6 +10,9 @@
     a, b = split(x, (8, 8), 3)     # or slices
     y = add(mul(x, cos), mul(cat((neg(b), a), 3), sin))                      ->    y = rotary(x, cos, sin, None, False)
 
+    t = cat((a, b), 0)
+    y = slice(t, 0, 0, 2)          # within a                                    ->    y = slice(a, 0, 0, 2)
+
 One operation has a derivative of its own and saves its operand alone. The number that a softmax subtracts cancels, and
 so does its gradient, wherever among equal numbers it goes. Without it, large numbers overflow that a softmax holds:
 such a quotient is no softmax.
@@ -106,6 +109,23 @@ def _rotation(match: Match, x: Arg, *, both_angles: bool) -> Op | None:
     return replace(root, name="rotary", args=(x, match["cos"], match["sin"], None, interleaved))
 
 
+def _part_of_whole(match: Match) -> Op | None:
+    """A slice of a concatenation that one of the parts contains; a tensor that is filled part by part ends in these."""
+    shape, dim, parts = match.shape("whole"), match["dim"], match["parts"]
+    if match.root.attrs or shape is None or not isinstance(dim, int) or not isinstance(parts, tuple):
+        return None
+    along, start, end, step = slice_bounds(match.root, shape)
+    first = 0
+    for part in parts if along == dim % len(shape) else ():
+        size = match.types[part.name].shape[along]
+        if first <= start and end <= first + size:
+            if end - start == size and step == 1:
+                return replace(match.root, name="reshape", args=(part, match.root.result.type.shape))
+            return replace(match.root, args=(part, along, start - first, end - first, step))
+        first += size
+    return None
+
+
 def _partial_rotary(match: Match) -> Op | None:
     """A rotation of the first elements of each row, with the others unchanged."""
     type, head, tail = match.root.result.type, _part(match, match["x"]), _part(match, match["rest"])
@@ -153,6 +173,7 @@ def _column(match: Match, op: Op, base: Ref) -> tuple[Ref, range] | None:
 
 
 IDIOMS = (
+    Rewrite(name="part", pattern=Pattern("slice((whole := cat(parts, dim)), *cut)"), instead=_part_of_whole),
     Rewrite(
         name="grouped heads",
         pattern=Pattern(

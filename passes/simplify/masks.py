@@ -92,8 +92,8 @@ def _split(
         if row is None:
             return None, []
         rest.append(row)
-    structure = Seen(causal=False, window=0) if known is None else _structure(known)
-    if structure is None or (known is None and [row.name for row in rest] == [name]):
+    found = Seen(causal=False, window=0) if known is None else structure(known)
+    if found is None or (known is None and [row.name for row in rest] == [name]):
         return None, []
     more: list[Op] = []
     while len(rest) > 1:
@@ -103,7 +103,7 @@ def _split(
         both = Value(name=unique(f"{name}_row", taken), type=type)
         more.append(Op(name="__and__", args=(Ref(a.name), Ref(b.name)), results=(both,), source=source.source))
         rest = [both, *others]
-    return (structure, rest[0].name if rest else None), more
+    return (found, rest[0].name if rest else None), more
 
 
 def _conditions(name: str, constants: Constants) -> Iterator[str]:
@@ -130,8 +130,7 @@ def _conditions(name: str, constants: Constants) -> Iterator[str]:
 
 def _is_number(arg: Arg, number: float, constants: Constants | None = None) -> bool:
     if isinstance(arg, Ref) and constants is not None:
-        found = constants.value(arg.name)
-        return isinstance(found, Tensor) and found.numel() == 1 and found.item() == number
+        return constants.number(arg.name) == number
     return isinstance(arg, int | float) and arg == number
 
 
@@ -148,7 +147,7 @@ def _one_row(name: str, made: Mapping[str, Op]) -> Value | None:
     return None
 
 
-def _structure(seen: Runs) -> Seen | None:
+def structure(seen: Runs) -> Seen | None:
     """The structure of a constant mask that attention knows; None if it has none of these."""
     s, t = seen.rows, seen.columns
     if not (~seen).changes.numel():
@@ -194,6 +193,11 @@ class Constants:
         if name not in self.values:
             self.values[name] = self._value(name)
         return self.values[name]
+
+    def number(self, name: str) -> float | None:
+        """The one number of a constant of one element."""
+        value = self.value(name)
+        return float(value) if isinstance(value, Tensor) and value.numel() == 1 else None
 
     def _value(self, name: str) -> Tensor | Matrix | None:
         op = self.made.get(name)

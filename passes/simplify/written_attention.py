@@ -1,0 +1,133 @@
+"""Attention that models write out, where its mask has a structure that kernels know.
+
+    s = matmul(q, permute(k, (0, 1, 3, 2)))
+    s = add(div(s, 8.0), mask)             # hides the future
+    y = matmul(softmax(s, 3), v)                            ->    y = attention(q, k, v, None, True, 0.125)
+
+The scores are as large as the sequence's square; attention computes them in blocks. With dropout of the softmax it is
+`attention_dropout`, which draws the same numbers. Scores that are read elsewhere stay written out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from partc import fuel
+from partc.ir.naming import unique
+from partc.ir.program import Arg, Op, Ref, Region, TensorType, Value
+from partc.passes.simplify.masks import Constants, Seen, structure
+from partc.rules.rule import integers
+
+
+def written_attention(region: Region) -> Region:
+    """Replace products with the softmax of scores by attention."""
+    graph = region.forward
+    types, made, readers = region.types(graph), graph.makers(), graph.readers()
+    once = {name for name, ops in readers.items() if len(ops) == 1 and name not in graph.outputs}
+    constants, taken = Constants(made), {*types}
+    ops: list[Op] = []
+    for op in graph.ops:
+        found = _Reading(made, types, once, constants).attention(op, taken)
+        ops += found if found and fuel.allowed("written attention", op.source) else [op]
+    return replace(region, forward=replace(graph, ops=tuple(ops)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    made: Mapping[str, Op]
+    types: Mapping[str, TensorType]
+    once: set[str]  # values with one reader
+    constants: Constants
+
+    def attention(self, op: Op, taken: set[str]) -> list[Op]:
+        """The operations instead of a product with weights; none if it is no attention."""
+        if op.name != "matmul" or op.attrs or len(op.result.type.shape) != 4 or not isinstance(op.args[1], Ref):
+            return []
+        weights, dropped = self._maker(op.args[0]), None
+        if weights is not None and weights.name == "dropout":
+            if weights.args[2] != 4:
+                return []
+            dropped, weights = weights, self._maker(weights.args[0])
+        if weights is None or weights.name != "softmax" or weights.args[1:] != (3,) or weights.attrs:
+            return []
+        scores, seen, scale = self._maker(weights.args[0]), Seen(causal=False, window=0), 1.0
+        if scores is not None and scores.name in ("add", "masked_fill", "where"):
+            masked = self._masked(scores)
+            if masked is None:
+                return []
+            scores, seen = masked
+        if scores is not None and scores.name in ("mul", "div") and isinstance(scores.args[1], int | float):
+            number = scores.args[1]
+            scale = float(number) if scores.name == "mul" else 1 / number if number else math.nan
+            scores = self._maker(scores.args[0])
+        if scores is None or scores.name != "matmul" or not math.isfinite(scale):
+            return []
+        q, turned = scores.args[:2]
+        if not isinstance(q, Ref) or not isinstance(turned, Ref) or not self._fits(q, turned, op.args[1]):
+            return []
+        k, more = self._keys(op, turned, taken)
+        drops: tuple[Arg, ...] = () if seen.window == 0 else (seen.window,)
+        if dropped is not None:
+            drops = (seen.window, dropped.args[1], dropped.args[3])
+        name = "attention" if dropped is None else "attention_dropout"
+        return [*more, replace(op, name=name, args=(q, k, op.args[1], None, seen.causal, scale, *drops))]
+
+    def _maker(self, arg: Arg) -> Op | None:
+        """The operation that makes a value for this reader alone."""
+        op = self.made.get(arg.name) if isinstance(arg, Ref) and arg.name in self.once else None
+        return op if op is not None and len(op.results) == 1 else None
+
+    def _masked(self, op: Op) -> tuple[Op | None, Seen] | None:
+        """The scores below a mask, and its structure; None for a mask without a known one."""
+        order: Sequence[int] = (0, 1) if op.name != "where" else (1, 0)
+        for first, second in (order, order[::-1]) if op.name == "add" else (order,):
+            scores, mask = op.args[first], op.args[second]
+            if not isinstance(scores, Ref) or not isinstance(mask, Ref):
+                continue
+            if self.types[scores.name].shape != op.result.type.shape:
+                continue
+            runs = self.constants.seen(mask.name)
+            if runs is None:
+                continue
+            if op.name != "add" and not _hides(op.args[2], self.constants):
+                return None
+            found = structure(~runs if op.name == "masked_fill" else runs)
+            if found is not None:
+                return self._maker(scores), found
+        return None
+
+    def _fits(self, q: Ref, turned: Ref, v: Ref) -> bool:
+        """Whether the shapes are those of attention with as many heads of keys as of queries."""
+        queries, keys, values = (self.types[each.name].shape for each in (q, turned, v))
+        return (
+            len(queries) == len(keys) == len(values) == 4
+            and queries[:2] == keys[:2] == values[:2]
+            and queries[3] == keys[2]
+            and keys[3] == values[2]
+        )
+
+    def _keys(self, op: Op, turned: Ref, taken: set[str]) -> tuple[Ref, list[Op]]:
+        """Keys [b, h, t, d] from their transpose."""
+        made = self.made.get(turned.name)
+        base, order = turned, (0, 1, 3, 2)
+        if made is not None and made.name == "permute" and isinstance(made.args[0], Ref):
+            before = integers(made.args[1])
+            base, order = made.args[0], (before[0], before[1], before[3], before[2])
+        if order == (0, 1, 2, 3):
+            return base, []
+        b, h, d, t = self.types[turned.name].shape
+        type = self.types[turned.name]
+        value = Value(
+            name=unique(f"{turned.name}_keys", taken), type=replace(type, layout=type.layout.replicated((b, h, t, d)))
+        )
+        return Ref(value.name), [Op(name="permute", args=(base, order), results=(value,), source=op.source)]
+
+
+def _hides(arg: Arg, constants: Constants) -> bool:
+    """Whether scores of this number get no weight beside others: no finite score is less in single precision."""
+    number = constants.number(arg.name) if isinstance(arg, Ref) else arg
+    return isinstance(number, int | float) and number <= torch.finfo(torch.float32).min

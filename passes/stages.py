@@ -103,10 +103,7 @@ def balanced(loads: Sequence[CallLoad], count: int, microbatches: int = 1) -> tu
     In order: the least maximum of seconds, the least maximum of bytes, the least sum of squared seconds. Exact, by
     dynamic programming over (first load, runs left), once for each objective.
     """
-    time, weights, kept = (
-        [0.0, *itertools.accumulate(getattr(load, name) for load in loads)]
-        for name in ("seconds", "weights", "activations")
-    )
+    time, weights, kept = (list(itertools.accumulate(each, initial=0.0)) for each in _columns(loads))
 
     def spent(start: int, end: int, runs: int) -> float:
         return time[end] - time[start]
@@ -117,9 +114,16 @@ def balanced(loads: Sequence[CallLoad], count: int, microbatches: int = 1) -> tu
     slowest = _least(len(loads), count, spent, max, ())[0]
     limits = [(spent, slowest)]
     limits.append((held, _least(len(loads), count, held, max, limits)[0]))
-    squares = lambda start, end, runs: spent(start, end, runs) ** 2  # noqa: E731
+
+    def squares(start: int, end: int, runs: int) -> float:
+        return spent(start, end, runs) * spent(start, end, runs)
+
     ends = _least(len(loads), count, squares, operator.add, limits)[1]
     return tuple(zip((0, *ends[:-1]), ends, strict=True))
+
+
+def _columns(loads: Sequence[CallLoad]) -> tuple[list[float], list[float], list[float]]:
+    return [x.seconds for x in loads], [x.weights for x in loads], [x.activations for x in loads]
 
 
 Measure = Callable[[int, int, int], float]

@@ -23,6 +23,7 @@ from partc.ir.collectives import cost
 from partc.ir.printer import readable
 from partc.ir.program import GraphKind, Program
 from partc.quoting import environment
+from partc.runtime.plan import launches
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -94,7 +95,7 @@ def files(
     ranks = program.mesh.size
     yield "plan.json", plans.written(plan)
     yield "README.md", _readme(program, stages, plan, report)
-    yield "train.py", _template("train.py.jinja").render(ranks=ranks)
+    yield "train.py", _template("train.py.jinja").render(launch=launches(ranks, plan["command"].get("nodes"))[0])
     yield "model.py", model_source
     yield from ((module.path, module.text) for module in modules.regions)
     yield from ((module.path, module.text) for module in modules.stages)
@@ -167,6 +168,7 @@ def _readme(program: Program, stages: list[StageCode], plan: Mapping[str, Any], 
         name=program.name,
         mesh=str(program.mesh),
         ranks=program.mesh.size,
+        launches=launches(program.mesh.size, plan["command"].get("nodes")),
         microbatches=program.microbatches,
         precision=plan["precision"],
         recompute=plan["command"].get("recompute", "none"),

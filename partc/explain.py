@@ -535,6 +535,11 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "(rows, length): the tokens and their labels. Each token must be below the number of rows of the model's "
         "embedding, and of the classes of its loss, where partc finds these in the model.",
     ),
+    "P0549": CodeExplanation(
+        "a package for several nodes cannot run on one machine",
+        "`partc run` starts all ranks on this machine, at most 64. For more, start one command on each node: `partc "
+        "run` and the package's README print them. A node has 8 ranks, or as many as `partc compile --nodes` gave.",
+    ),
     "P0551": CodeExplanation(
         "an optimizer, or an option of one, that packages do not have",
         "train.py --optimizer takes torch.optim's classes by their names in small letters, and lion. Options are those "

@@ -110,6 +110,16 @@ def run(
             need_gpus(not job.virtual and gpus() >= job.world_size and job.device != "cpu")
     except UsageError as error:
         raise PartcError(error.code, error.cause, help=error.help) from error
+    lines = plans.launches(job.world_size, plan["command"].get("nodes"))
+    if len(lines) > 1 and not job.virtual:
+        for line in [*lines[:2], *(["..."] if len(lines) > 3 else []), *lines[2:][-1:]]:
+            tell(f"{line} {shlex.join(given)}" if line != "..." else line)
+        if job.world_size > plans.ONE_MACHINE:
+            raise PartcError(
+                "P0549",
+                f"{job.world_size:,} ranks do not run on this machine: each of {len(lines):,} nodes runs its line",
+                help="start the lines above on the nodes, or add --virtual to run all ranks in one process",
+            )
     command = (
         [sys.executable, str(directory / "train.py"), *given] if job.virtual else torchrun_command(directory, given)
     )

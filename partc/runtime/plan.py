@@ -14,6 +14,8 @@ from .documents import Malformed, Natural, Positive, contents, decoded, parsed
 FORMAT = 1  # of plan.json; readers refuse others
 NAME = "plan.json"
 MOST_RANKS = 1 << 20
+ONE_MACHINE = 64  # processes that one machine may be expected to run, on CPUs too
+NODE = 8  # GPUs of a node, unless --nodes was given
 _AXIS = re.compile(r"([a-z][a-z0-9_]*)=([1-9][0-9]{0,6})")
 _LAYOUT = re.compile(r"\[([^\[\]]*)\](?: (?:partial|vary)\([a-z0-9_,]+\))*")
 _FACTOR = re.compile(r"([0-9]{1,18})(?:@([a-z][a-z0-9_]*(?:,[a-z][a-z0-9_]*)*))?")
@@ -150,6 +152,20 @@ class Plan:
     schedule: dict[str, str] | None = None
     uncaptured: str = ""
     memory: Any = None
+
+
+def launches(ranks: int, node: int | None) -> tuple[str, ...]:
+    """The commands that start all ranks, one for each node; `node` is the number of ranks that --nodes gave."""
+    if node is None:
+        node = NODE if ranks > ONE_MACHINE and ranks % NODE == 0 else ranks
+    if node == ranks:
+        return (f"torchrun --standalone --nproc-per-node {ranks} train.py",)
+    where = "--master-addr FIRST_NODE --master-port 29500"
+    nodes = ranks // node
+    return tuple(
+        f"torchrun --nnodes {nodes} --node-rank {index} --nproc-per-node {node} {where} train.py"
+        for index in range(nodes)
+    )
 
 
 def read(root: Path) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from ..execution.executor import Action, Slot, Stage, gradient_buffers, parse_sc
 from ..layout import DTYPES, Shard, tokens_per_step
 from ..ops import attention_kernels
 from ..optimizer.update import LossScale, Rate, Update, updating, write_casts
+from ..plan import launches
 from ..processes.agreement import Together
 from ..processes.devices import own_device
 from ..processes.interruption import Interruption, VirtualInterruption
@@ -159,6 +160,12 @@ def _train_virtual(job: Job, stack: ExitStack) -> bool:
     return _stopped(job, ranks[0])
 
 
+def _launch(job: Job) -> str:
+    """The command of the first node, or of all."""
+    commands = launches(job.world_size, job.plan["command"].get("nodes"))
+    return commands[0] if len(commands) == 1 else f"on {len(commands):,} nodes, {commands[0]} and so on"
+
+
 def _train_this_rank(job: Job) -> bool:
     from ..comm.distributed import DistributedComm
 
@@ -167,7 +174,7 @@ def _train_this_rank(job: Job) -> bool:
         raise UsageError(
             "P0501",
             f"this package is for {job.world_size} ranks ({job.plan['mesh']}), and was started on {started}",
-            f"torchrun --standalone --nproc-per-node {job.world_size} train.py, or train.py --virtual for one process",
+            f"{_launch(job)}, or train.py --virtual for one process",
             alike=True,
         )
     if "OMP_NUM_THREADS" not in os.environ:

@@ -6,28 +6,23 @@
     call head     = head(out_2, …) -> loss      call head     = head(out_2, …) -> loss stage 1
                                                 transfer out 0 -> 1 gradient
 
-Stages are runs of consecutive calls. The slowest stage is as fast as possible, by predicted seconds of one rank,
-embedding and head included. Among equally fast ones the stage that holds most bytes holds as few as possible: its
-weights and, as 1F1B keeps them, the activations of as many microbatches as stages follow.
-
-Values that depend on inputs or constants only are computed in every stage that reads them. A value that a later stage
-reads is sent there directly from the stage that computes it.
+Stages are runs of consecutive calls that minimise the largest number of floating-point operations of a stage. Values
+that depend on inputs or constants only are computed in every stage that reads them. A value that a later stage reads is
+sent there directly from the stage that computes it.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
-from partc.cost.roofline import seconds
 from partc.errors import PartcError
 from partc.ir.gradients import arriving, gradient_inputs, input_only
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import VIEWS, Call, Program, Region, Transfer
+from partc.ir.program import Call, Program, Region, Transfer
+from partc.rules import flops, resolve
 
 
 def stages(program: Program, *, places: tuple[int, ...] = ()) -> Program:
@@ -47,112 +42,50 @@ def stages(program: Program, *, places: tuple[int, ...] = ()) -> Program:
             help=f"use {'fewer stages' if own else f'pp={len(main)} or less'};"
             f" the calls are {', '.join(call.name for call in main[:8])}",
         )
-    regions = {region.name: region for region in program.regions}
-    work = {name: _seconds(region, program) for name, region in regions.items()}
-    saved = {name: _activations(region, program) for name, region in regions.items()}
-    stored = _stored(program)
-    loads = [
-        CallLoad(
-            seconds=work[call.region],
-            weights=sum(stored[name] for name in call.params),
-            activations=saved[call.region],
-        )
-        for call in main
-    ]
-    cuts = balanced(loads, count, program.microbatches)
+    work = {region.name: _work(region) for region in program.regions}
+    cuts = balanced([work[call.region] for call in main], count)
     stage_of = {call.name: stage for stage, (start, end) in enumerate(cuts) for call in main[start:end]}
     calls = _placed(program, stage_of)
     return replace(program, calls=calls, transfers=_transfers(program, calls, pure), places=own)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallLoad:
-    """The load of a call on one rank: seconds for a microbatch, bytes of weights, bytes kept for a microbatch."""
-
-    seconds: float
-    weights: float = 0.0
-    activations: float = 0.0
-
-
-def _seconds(region: Region, program: Program) -> float:
-    """The predicted seconds of a microbatch's forward pass; backward takes twice as many wherever it is long."""
-    types = region.types(region.forward)
-    return 1e-9 + sum(seconds(op, types, program.sizes) for op in region.forward.ops)
-
-
-def _activations(region: Region, program: Program) -> float:
-    """The bytes that the forward pass makes, of which backward needs a like share in every stage."""
-    made = (value for op in region.forward.ops if op.name not in VIEWS for value in op.results)
-    return float(sum(value.type.local_bytes(program.sizes) for value in made))
-
-
-def _stored(program: Program) -> dict[str, float]:
-    """By parameter: the bytes that a rank holds of its weight, gradient and two moments."""
-    found = {}
-    for parameter in program.parameters:
-        part = parameter.type.local_bytes(program.sizes)
-        whole = part * math.prod(program.sizes[axis] for axis in parameter.gather)
-        zero = parameter.zero
-        found[parameter.name] = float((part if zero > 2 else whole) + (part if zero > 1 else whole) + 2 * part)
-    return found
-
-
-def balanced(loads: Sequence[CallLoad], count: int, microbatches: int = 1) -> tuple[tuple[int, int], ...]:
-    """Cut a sequence of loads into `count` non-empty runs.
-
-    In order: the least maximum of seconds, the least maximum of bytes, the least sum of squared seconds. Exact, by
-    dynamic programming over (first load, runs left), once for each objective.
+def _work(region: Region) -> float:
+    """The floating-point operations of a call's forward pass, with a small cost for other operations, so that none is
+    free.
     """
-    time, weights, kept = (list(itertools.accumulate(each, initial=0.0)) for each in _columns(loads))
-
-    def spent(start: int, end: int, runs: int) -> float:
-        return time[end] - time[start]
-
-    def held(start: int, end: int, runs: int) -> float:
-        return weights[end] - weights[start] + (kept[end] - kept[start]) * min(runs, microbatches)
-
-    slowest = _least(len(loads), count, spent, max, ())[0]
-    limits = [(spent, slowest)]
-    limits.append((held, _least(len(loads), count, held, max, limits)[0]))
-
-    def squares(start: int, end: int, runs: int) -> float:
-        return spent(start, end, runs) * spent(start, end, runs)
-
-    ends = _least(len(loads), count, squares, operator.add, limits)[1]
-    return tuple(zip((0, *ends[:-1]), ends, strict=True))
+    types = region.types(region.forward)
+    total = 1.0
+    for op in region.forward.ops:
+        rule = resolve(op, types) if all(name in types for name in op.refs()) else None
+        if rule is not None:
+            total += flops(op, rule)
+        total += 1e-3 * sum(math.prod(value.type.shape) for value in op.results)
+    return total
 
 
-def _columns(loads: Sequence[CallLoad]) -> tuple[list[float], list[float], list[float]]:
-    return [x.seconds for x in loads], [x.weights for x in loads], [x.activations for x in loads]
+def balanced(work: Sequence[float], count: int) -> tuple[tuple[int, int], ...]:
+    """Cut a sequence of work into `count` non-empty runs: the least maximum, then the least sum of squares.
 
-
-Measure = Callable[[int, int, int], float]
-
-
-def _least(
-    length: int,
-    count: int,
-    measure: Measure,
-    joined: Callable[[float, float], float],
-    limits: Sequence[tuple[Measure, float]],
-) -> tuple[float, tuple[int, ...]]:
-    """The least joined measure of `count` runs, with their ends; no run exceeds a limit by more than rounding."""
-
-    def allowed(start: int, end: int, runs: int) -> bool:
-        return all(limit(start, end, runs) <= most * (1 + 1e-9) for limit, most in limits)
+    Exact, by dynamic programming over (items left, runs left).
+    """
+    sums = [0.0]
+    for item in work:
+        sums.append(sums[-1] + item)
 
     @cache
-    def best(start: int, runs: int) -> tuple[float, tuple[int, ...]]:
+    def best(start: int, runs: int) -> tuple[float, float, tuple[int, ...]]:
         if runs == 1:
-            return (measure(start, length, 1) if allowed(start, length, 1) else math.inf), (length,)
-        options = [(math.inf, (*range(start + 1, start + runs), length))]
-        for end in range(start + 1, length - runs + 2):
-            if allowed(start, end, runs):
-                more, ends = best(end, runs - 1)
-                options.append((joined(measure(start, end, runs), more), (end, *ends)))
+            size = sums[-1] - sums[start]
+            return size, size * size, (len(work),)
+        options = []
+        for end in range(start + 1, len(work) - runs + 2):
+            size = sums[end] - sums[start]
+            most, squares, ends = best(end, runs - 1)
+            options.append((max(size, most), size * size + squares, (end, *ends)))
         return min(options)
 
-    return best(0, count)
+    ends = best(0, count)[2]
+    return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
 
 def _placed(program: Program, stage_of: dict[str, int]) -> tuple[Call, ...]:

@@ -13,6 +13,7 @@ from partc.compilation.options import Options
 from partc.errors import PartcError
 from partc.ir.program import Program, Region
 from partc.passes.annotate import explain
+from partc.sharding import placements
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -151,3 +152,47 @@ def test_the_time_does_not_grow_with_depth_or_ranks() -> None:
     small = _compiled("mlp", "1x2x2", depth=2)
     large = _compiled("mlp", "4x64x8", depth=48, batch=512)
     assert [r.name for r in small.regions] == [r.name for r in large.regions]
+
+
+TABLES = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, rows, width):
+        super().__init__()
+        self.table, self.small = nn.Embedding(rows, 64), nn.Embedding(1000, 64)
+        self.norm = nn.RMSNorm(64)
+        self.up, self.middle, self.down = nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 64)
+
+    def forward(self, ids, few):
+        x = self.table(ids) + self.small(few)
+        return (x + self.down(self.middle(self.up(self.norm(x)).relu()).relu())).square().mean()
+
+
+def model(rows: int = 1, width: int = 1):
+    return Model(rows, width)
+
+
+def batch():
+    return {"ids": torch.zeros(64, 4096, dtype=torch.int64), "few": torch.zeros(64, 4096, dtype=torch.int64)}
+"""
+
+
+def test_a_large_table_is_cut_whatever_share_of_the_parameters_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 MiB beside 6.7 billion parameters; by its share alone every rank would hold it."""
+    file = tmp_path / "tables.py"
+    file.write_text(TABLES)
+    options = Options.checked(mesh="tp=4", microbatches=1, schedule="1f1b", precision="fp32", seed=0, shard=())
+
+    def layout() -> str:
+        given = {"rows": 1 << 20, "width": 81_920}
+        program = compilation(file, None, options, model_options=given, until="annotate").program
+        return str({parameter.name: parameter.type.layout for parameter in program.parameters}["table.weight"])
+
+    assert layout() == f"[{1 << 20}@tp, 64]"
+    monkeypatch.setattr(placements, "_LARGE_BYTES", math.inf)
+    assert layout() == f"[{1 << 20}, 64]"

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from partc.errors import PartcError
 from partc.ir.gradients import gradient_inputs, input_only, reached, trainable_params
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
+from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Choice, Op, Program, Region, TensorType
 from partc.rules import Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts, resolve
 from partc.sharding.assignment import Alternative, Node, Price, Problem, Solution, Wire
@@ -19,7 +20,8 @@ from partc.sharding.pins import Pin
 Slot = tuple[
     str, ...
 ]  # ("value", name) | ("parameter", name) | ("in" | "out", region, index) | ("weight", region, name)
-_LARGE_TABLE = 0.01  # an embedding smaller than this share of all parameters may be replicated
+# An embedding may be replicated if it is smaller than this share of a pipeline stage, and than these bytes.
+_LARGE_TABLE, _LARGE_BYTES = 0.01, 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,8 @@ class _PlacementProgram:
         self.pure = {call.region for call in program.calls if call.name in calls}  # cheap: repeated on every rank
         self.needs = gradient_inputs(program)
         self.trainable = trainable_params(program)
-        self.parameter_bytes = sum(math.prod(p.type.shape) * ITEMSIZE[p.type.dtype] for p in program.parameters)
+        stored = sum(math.prod(p.type.shape) * ITEMSIZE[p.type.dtype] for p in program.parameters)
+        self.small = min(_LARGE_TABLE * stored / program.mesh.axis(PIPELINE_AXIS), _LARGE_BYTES)
         self.nodes: list[Node] = []
         self.wires: list[Wire] = []
         self.writers: dict[Hashable, int] = {}  # number of regions that make each value that crosses calls
@@ -305,7 +308,7 @@ class _PlacementProgram:
     def _storage_price(self, owner: Hashable, type: TensorType, state: Placement, weights: int) -> Price:
         size = self._bytes(type)
         price = {"memory": max(weights, 1) * size / (self.n if isinstance(state, Shard) else 1)}
-        large = owner in self.multiplied or weights * size > _LARGE_TABLE * self.parameter_bytes
+        large = owner in self.multiplied or weights * size > self.small
         if owner in self.looked_up | self.multiplied and large and not isinstance(state, Shard):
             price["replicated_weights"] = weights * size
         if owner in self.looked_up and isinstance(state, Shard) and state.dim != 0:

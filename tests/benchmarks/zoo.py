@@ -44,7 +44,7 @@ from partc.errors import PartcError  # noqa: E402
 from partc.ir.program import Program  # noqa: E402
 from partc.package.launch import local_environment  # noqa: E402
 from partc.package.verify import verify  # noqa: E402
-from partc.rules import flops, resolve  # noqa: E402
+from partc.rules import PARTIAL, flops, resolve  # noqa: E402
 from tests.prefork import _run as run_command  # noqa: E402
 
 MESHES: Mapping[str, int] = {"dp=2,tp=2": 1, "pp=2,tp=2": 2}  # with their microbatches
@@ -79,7 +79,7 @@ def cut_share(program: Program) -> float:
             rule = resolve(op, types) if op.results and region.phase != "setup" else None
             work = calls * flops(op, rule) if rule is not None else 0
             whole += work
-            if any(choice.axis == "tp" and choice.factor is not None for choice in op.choices):
+            if any(c.axis == "tp" and c.factor and not c.factor.startswith(PARTIAL) for c in op.choices):
                 cut += work
     return cut / whole if whole else 0.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partc import passes
-from partc.compilation.options import BUCKET, TABLE, Options
+from partc.compilation.options import BUCKET, TABLE, Options, refused
 from partc.compilation.phase_notes import counted, coupled, note, sentence, size
 from partc.cost.accounting import ReplicatedOp, communication, replicated_ops
 from partc.cost.flops import model_flops
@@ -23,6 +23,7 @@ from partc.ir.program import Program
 from partc.package.output import write
 from partc.rules.coverage import Coverage, coverage
 from partc.rules.layout_check import Verifier
+from partc.runtime.optimizer.recipe import Recipe
 from partc.settings import EMITTED, tell
 
 if TYPE_CHECKING:
@@ -204,6 +205,8 @@ def compile(
     compress_grads: str = "none",
     loss_chunks: int = 1,
     cuda_graphs: bool = False,
+    optimizer: str = "adamw",
+    group: Sequence[str] = (),
     casts: Sequence[str] = (),
     kernels: str = "auto",
     loss: Callable[..., Any] | None = None,
@@ -228,7 +231,8 @@ def compile(
     nodes first. `grad_reduce` is the precision of these sums, fp32 or bf16. `compress_grads` is the format of gradients
     that cross nodes: none, bf16 or int8, with error feedback. `loss_chunks` is the number of chunks of logits, of which
     one is in memory at a time. `kernels` is auto, triton, aten, or inductor. `cuda_graphs` makes the package record its
-    steps on GPUs.
+    steps on GPUs. `optimizer` ("sgd:momentum=0.9") and `group` ("*.bias:weight_decay=0") are the defaults of train.py,
+    for which memory is accounted.
 
     Raises PartcError for invalid arguments.
     """
@@ -248,6 +252,8 @@ def compile(
         compress_grads=compress_grads,
         loss_chunks=loss_chunks,
         cuda_graphs=cuda_graphs,
+        optimizer=optimizer,
+        group=group,
         casts=casts,
         kernels=kernels,
         memory_limit=memory_limit,
@@ -377,7 +383,7 @@ def _within_budget(
         return passes.run(start, options.for_passes | known, behind=last, verify=Verifier())
 
     assert options.budget is not None
-    rest = within(options.budget, start, choose)
+    rest = within(options.budget, start, choose, optimizer=options.optimizer, groups=options.group)
     wanted = rest if until is None else rest[: 1 + [step.name for step in rest].index(until)]
     for step in wanted:
         observe(step)
@@ -409,7 +415,10 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
     modules = emit(done.program)
     ended("Emitted", start, counted(len(modules.stages), "stage module"))
     start = time.perf_counter()
-    memory = rehearse(done.program, modules=modules)
+    with refused():
+        recipe = Recipe.of(done.options.optimizer, groups=done.options.group)
+        recipe.check({item.name: len(item.type.shape) for item in done.program.parameters})
+    memory = rehearse(done.program, optimizer=done.options.optimizer, groups=done.options.group, modules=modules)
     ended("Rehearsed", start, f"a rank holds {readable(memory.worst.peak)} at most")
     if done.options.memory_limit is not None and done.again is not None:
         check_limit(memory, done.options.memory_limit, done.options, done.again)

@@ -545,7 +545,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "train.py --optimizer takes torch.optim's classes by their names in small letters, and lion. Options are those "
         "of the class (`--betas 0.9,0.95`, or `--optimizer adamw:betas=0.9,0.95`); the message lists them. --group "
         "'GLOB,...:OPTION=VALUE,...' gives parameters options of their own. LBFGS evaluates the loss several times in "
-        "a step, SparseAdam needs sparse gradients, and moments of 8 bits have blocks that shards would cut elsewhere.",
+        "a step, SparseAdam needs sparse gradients, and moments of 8 bits have blocks that shards would cut elsewhere. "
+        "Model files cannot define optimizer() yet.",
     ),
     "P0601": CodeExplanation(
         "the output folder is not partc's",

@@ -91,17 +91,20 @@ def metered(train: Any, meter: Meter) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         _interpreted_where_they_are()
 
-    def run(job: Any, rank: Any, comm: Any, batch_of: Any, *rest: Any) -> None:
-        def batch(step: int) -> Any:
+    def run(job: Any, rank: Any, comm: Any, data: Any, *rest: Any) -> None:
+        part = data.part
+
+        def counted(*given: Any) -> Any:
             meter.next_step()
             with meter.paused():
-                made = batch_of(step)
+                made = part(*given)
             meter.take(made)
             return made
 
+        data.part = counted
         meter.take(rank.parameters)
         with meter:
-            plain(job, rank, comm, batch, *rest)
+            plain(job, rank, comm, data, *rest)
         meter.next_step()
 
     train._train = run

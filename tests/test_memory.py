@@ -45,6 +45,9 @@ def alone(package: Path, *arguments: str) -> int:
     return later(meter.peaks, arguments)
 
 
+TINY = {"batch": 2, "seq": 8, "depth": 1}  # so that a large part of the peak is the update's
+
+
 @pytest.mark.parametrize(
     ("model", "arguments", "options"),
     [
@@ -53,7 +56,12 @@ def alone(package: Path, *arguments: str) -> int:
         (GPT, (), {"precision": "bf16", "recompute": "full"}),
         (FILES / "resnet.py", ("--optimizer", "sgd"), {"microbatches": 2}),
         (FILES / "noisy.py", (), {"precision": "fp16", "microbatches": 2}),
-        (GPT, (), {"kernels": "triton", "recompute": "selective", "options": {"batch": 2, "seq": 8, "depth": 1}}),
+        (GPT, ("--optimizer", "sgd:momentum=0.9"), {"options": TINY}),
+        (GPT, ("--optimizer", "rmsprop:centered=true"), {"options": TINY}),
+        (GPT, ("--optimizer", "lion"), {"options": TINY}),
+        (GPT, ("--optimizer", "muon"), {"options": TINY}),
+        (GPT, ("--optimizer", "adafactor"), {"options": TINY}),
+        (GPT, (), {"kernels": "triton", "recompute": "selective", "options": TINY}),
         (FILES / "noisy.py", (), {"kernels": "triton", "precision": "bf16"}),
     ],
 )
@@ -61,7 +69,7 @@ def test_one_rank_holds_what_is_predicted(
     model: Path, arguments: tuple[str, ...], options: dict[str, Any], tmp_path: Path
 ) -> None:
     package = partc.compile(model, mesh="1", **options)
-    optimizer = "sgd" if "sgd" in arguments else "adamw"
+    optimizer = arguments[1] if "--optimizer" in arguments else "adamw"
     predicted = rehearse(package.program, optimizer=optimizer).worst.peak
     found = alone(package.write(tmp_path / "b"), *arguments)
     assert found - predicted in (TOLD if package.program.kernels == "triton" else [0])

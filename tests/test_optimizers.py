@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import partc
+from partc.errors import PartcError
+from partc.runtime.checkpoint.manifest import read
 from partc.runtime.errors import UsageError
 from partc.runtime.execution.executor import gradient_buffers
 from partc.runtime.layout import Shard
 from partc.runtime.optimizer.kinds import KINDS
 from partc.runtime.optimizer.recipe import Recipe
 from partc.runtime.optimizer.update import updating
-from tests.durable import build, train, trained, whole
+from tests.durable import TIED, build, train, trained, whole
 from tests.test_levels import on_ranks
 
 SIZES = {"dp": 2, "tp": 2}
@@ -280,3 +283,38 @@ def test_refusals_name_the_cause(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why) as refused:
         Recipe.of(text)
     assert refused.value.code == "P0551" and refused.value.exit_code == 2
+
+
+def test_compiles_account_for_their_optimizer(tmp_path: Path) -> None:
+    """States of trained parameters by hand: a moment for momentum, none for plain descent."""
+    how: dict[str, Any] = {"mesh": "dp=2", "precision": "fp64", "zero": 1}
+    kept = {}
+    for text in ("sgd", "sgd:momentum=0.9", "adamw"):
+        package = partc.compile(TIED, optimizer=text, **how)
+        account = package.memory
+        assert account is not None and account.optimizer == text
+        kept[text] = account.worst.categories.get("optimizer", 0)
+        parts = {item.name: item.type.local_bytes({"dp": 2}) for item in package.program.parameters if item.trainable}
+    assert kept["sgd"] == 0 and kept["sgd:momentum=0.9"] == sum(parts.values())
+    assert kept["adamw"] == 2 * sum(parts.values()) + 4 * len(parts)
+    group = ("embed*:momentum=0",)
+    grouped = partc.compile(TIED, optimizer="sgd:momentum=0.9", group=group, **how)
+    assert grouped.memory is not None
+    assert grouped.memory.worst.categories["optimizer"] == sum(parts.values()) - parts["embed.weight"]
+    build = grouped.write(tmp_path / "build")
+    save = tmp_path / "save"
+    assert "memory account" not in trained(build, "--steps", 1, "--save", save)
+    run = read(save / "step_00000001").run
+    assert run["optimizer"] == "sgd:momentum=0.9" and run["group"] == list(group)
+    said = trained(build, "--steps", 1, "--optimizer", "rmsprop")
+    assert "the memory account in plan.json is for sgd:momentum=0.9: this run's optimizer is rmsprop" in said
+
+
+def test_a_compile_refuses_what_packages_cannot_run(tmp_path: Path) -> None:
+    for given in ({"optimizer": "lbfgs"}, {"optimizer": "sgd:betas=1,2"}, {"group": ("zzz*:eps=1",)}):
+        with pytest.raises(PartcError, match="P0551"):
+            partc.compile(TIED, mesh="dp=2", **given)
+    file = tmp_path / "own.py"
+    file.write_text(TIED.read_text() + "\n\ndef optimizer(model):\n    return None\n")
+    with pytest.raises(PartcError, match=r"P0551.*optimizer\(\)"):
+        partc.compile(file, mesh="dp=2")

@@ -121,8 +121,9 @@ def _print_report(report: Mapping[str, Any]) -> None:
 def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, rest: tuple[str, ...]) -> None:
     """Train a package and its single-device model from one seed; compare loss, gradients and parameters.
 
-    Other options go to train.py and to torch's own optimizer alike: --optimizer, --lr, --weight-decay, --no-decay,
-    --clip, --accumulate, --lr-schedule, --warmup, --min-lr, --seed, --data. The defaults are train.py's, with --clip 1.
+    Other options go to train.py and to torch's own optimizer alike: --optimizer, --lr, --weight-decay, --group,
+    --no-decay, --clip, --accumulate, --lr-schedule, --warmup, --min-lr, --seed, --data. The defaults are train.py's,
+    with --clip 1.
     """
     from partc.package.launch import read_package
 
@@ -163,16 +164,12 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
 @click.argument("target", metavar="MODEL|DIR")
 @compile_options.compile_options(required=False)
 @click.option("--rank", type=int, metavar="N", help="the rank to show [default: the rank with the highest peak]")
-@click.option(
-    "--optimizer", type=click.Choice(("adamw", "sgd")), help="the optimizer of a model; a package's account uses adamw"
-)
 @click.option("--symbolic", is_flag=True, help="print formulas in batch, sequence, widths and axes for each region")
 @click.option("--region", metavar="NAME", help="with --symbolic, only this region")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 def memory_command(
     target: str,
     rank: int | None,
-    optimizer: str | None,
     symbolic: bool,
     region: str | None,
     as_json: bool,
@@ -186,7 +183,7 @@ def memory_command(
     if symbolic:
         from partc.reports import formula_table
 
-        if rank is not None or optimizer is not None:
+        if rank is not None or given["optimizer"] is not None:
             raise PartcError("P0004", "--symbolic covers regions and all ranks", help="leave out --rank, --optimizer")
         found = compile_options.formulas(target, given)
         if as_json:
@@ -199,7 +196,7 @@ def memory_command(
     from partc.cost.memory import RESERVE
     from partc.reports.memory_table import page
 
-    account, mesh = compile_options.memory(target, given, optimizer)
+    account, mesh = compile_options.memory(target, given)
     if as_json:
         print(json.dumps(account.document() | {"reserve": RESERVE}))
         return
@@ -368,7 +365,8 @@ def _write_page(done: Compilation, path: Path) -> None:
     from partc.package.output import write_page
     from partc.reports.html_report import page
 
-    write_page(page(done.program), path)
+    options = done.options
+    write_page(page(done.program, optimizer=options.optimizer, groups=options.group), path)
     console.echo(f"wrote {path}")
     console.next_step(f"open {path} in a browser")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _KEPT = (
     "mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute", "casts",
     "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks",
-    "cuda_graphs",
+    "cuda_graphs", "optimizer", "group",
 )  # fmt: skip
 
 
@@ -30,7 +30,7 @@ _KEPT = (
 _DEFAULTS = {
     "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten", "bucket": "25MB",
     "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
-    "loss_chunks": 1, "cuda_graphs": False,
+    "loss_chunks": 1, "cuda_graphs": False, "optimizer": "adamw", "group": (),
 }  # fmt: skip
 
 
@@ -50,7 +50,8 @@ def options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
                 raise PartcError("P0004", f"--{name} {given[name]} is out of range", help="give 1 or more")
             _define(definitions, name, str(given[name]))
     limit = given.get("memory_limit")
-    return Options.checked(memory_limit=limit, **{name: given[name] for name in _KEPT}), definitions
+    kept = {name: given[name] for name in _KEPT if name != "optimizer" or given[name]}
+    return Options.checked(memory_limit=limit, **kept), definitions
 
 
 def _define(definitions: dict[str, str], name: str, value: str) -> None:
@@ -75,7 +76,8 @@ def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str,
         if command["schedule"] == TABLE:
             command["schedule"] = str(Path(name) / TABLE)
         definitions = [f"{name}={value}" for name, value in plan["options"].items()]
-        wanted, found = options({**given, **kept, **command, "definitions": definitions})
+        update = {name: given[name] for name in ("optimizer", "group") if given[name]}
+        wanted, found = options({**given, **kept, **command, **update, "definitions": definitions})
         return str(Path(name) / "model.py"), wanted, found
     if given["mesh"] is None:
         raise PartcError("P0603", "inspecting a model needs a mesh", help="add --mesh SPEC, for example --mesh 2x2x2")
@@ -178,6 +180,17 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             is_flag=True,
             help="make train.py record a step as CUDA graphs and replay it; an error if impossible",
         ),
+        click.option(
+            "--optimizer",
+            metavar="NAME[:OPTION=VALUE,..]",
+            help="train.py's default, which the memory account is for: sgd:momentum=0.9, muon, ... [default: adamw]",
+        ),
+        click.option(
+            "--group",
+            metavar="GLOB,..:OPTION=VALUE,..",
+            multiple=True,
+            help="options of the optimizer for some parameters: 'embed*:optimizer=adamw,lr_scale=0.1'",
+        ),
         click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
     ]
 
@@ -189,11 +202,11 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
     return decorate
 
 
-def memory(name: str, given: Mapping[str, Any], optimizer: str | None) -> tuple[Account, Mesh]:
+def memory(name: str, given: Mapping[str, Any]) -> tuple[Account, Mesh]:
     """The memory account from a package's plan or of a compiled model, and the mesh."""
     from partc.ir.mesh import Mesh
 
-    if Path(name).is_dir() and optimizer in (None, "adamw"):
+    if Path(name).is_dir() and not given["optimizer"] and not given["group"]:
         from partc.cost.memory import Account
         from partc.package.launch import read_plan
 
@@ -208,7 +221,7 @@ def memory(name: str, given: Mapping[str, Any], optimizer: str | None) -> tuple[
     from partc.rehearsal.rehearsal import rehearse
 
     program = compilation(model, None, wanted, model_options=definitions).program
-    return rehearse(program, optimizer=optimizer or "adamw"), wanted.mesh
+    return rehearse(program, optimizer=wanted.optimizer, groups=wanted.group), wanted.mesh
 
 
 def formulas(name: str, given: Mapping[str, Any]) -> Formulas:

@@ -22,6 +22,7 @@ from partc.ir.program import Program
 from partc.passes import PassResult
 from partc.rehearsal.held_times import observed
 from partc.rehearsal.rehearsal import rehearse, rehearsed
+from partc.runtime.optimizer.recipe import DEFAULT
 
 ATTEMPTS, FURTHER = 12, 4  # programs that are tried until one fits, and then to find a quicker one
 Chosen = Callable[
@@ -29,7 +30,15 @@ Chosen = Callable[
 ]  # times of each pipeline rank -> the passes' steps
 
 
-def within(budget: int, start: Program, choose: Chosen, *, further: int = FURTHER) -> tuple[PassResult, ...]:
+def within(
+    budget: int,
+    start: Program,
+    choose: Chosen,
+    *,
+    further: int = FURTHER,
+    optimizer: str = DEFAULT,
+    groups: Sequence[str] = (),
+) -> tuple[PassResult, ...]:
     """The steps with the least recomputation under which no pipeline rank holds more than `budget` bytes.
 
     `start` is the program before the saved values are decided. The first two attempts save everything and as little as
@@ -37,7 +46,7 @@ def within(budget: int, start: Program, choose: Chosen, *, further: int = FURTHE
     faster choice, under the assumption that no more memory is held than was ever found; if none is left, there is none.
     Raises PartcError P0415 if no attempt fits.
     """
-    tries = _Tries(budget, start, choose)
+    tries = _Tries(budget, start, choose, {"optimizer": optimizer, "groups": groups})
     fits = tries.next(lambda time: time)
     if fits is not None:
         return fits
@@ -60,7 +69,8 @@ def within(budget: int, start: Program, choose: Chosen, *, further: int = FURTHE
 class _Tries:
     """The rehearsed programs, and the moments that were found."""
 
-    def __init__(self, budget: int, start: Program, choose: Chosen) -> None:
+    def __init__(self, budget: int, start: Program, choose: Chosen, how: Mapping[str, Any]) -> None:
+        self._how = how  # of the update, for rehearsals
         self._budget, self._start, self._choose = budget, start, choose
         self._times: list[tuple[Time, ...]] = [()] * start.mesh.axis(PIPELINE_AXIS)
         self._seen: list[Program] = []
@@ -74,7 +84,7 @@ class _Tries:
         self.ended = any(chosen.regions == other.regions and chosen.calls == other.calls for other in self._seen)
         if self.ended:
             return None
-        account, ledgers = rehearsed(program)
+        account, ledgers = rehearsed(program, **self._how)
         self._seen.append(chosen)
         self.accounts.append(account)
         self._times = [
@@ -157,7 +167,7 @@ def _peak(options: Options, compiled: Compiled) -> int | None:
     """The peak under these options; None if they do not suit the model."""
     try:
         _ = options.places
-        return rehearse(compiled(options)).worst.peak
+        return rehearse(compiled(options), optimizer=options.optimizer, groups=options.group).worst.peak
     except PartcError:
         return None
 

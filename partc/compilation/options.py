@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from partc.errors import PartcError
 from partc.ir.mesh import PIPELINE_AXIS, Mesh, is_batch_axis
 from partc.ir.program import MOVING, PRECISIONS, DType
 from partc.rules import LOWERED, Precision, operations
+from partc.runtime.errors import UsageError
+from partc.runtime.optimizer.recipe import DEFAULT, Recipe
 from partc.schedules import SCHEDULES, stage_ranks
 from partc.schedules.table import Table, read
 from partc.sharding.pins import Pin
@@ -50,6 +53,8 @@ class Options:
     compress_grads: str = "none"
     loss_chunks: int = 1
     cuda_graphs: bool = False
+    optimizer: str = DEFAULT  # with options, as in `sgd:momentum=0.9`: train.py's default
+    group: tuple[str, ...] = ()  # options of the optimizer for some parameters
 
     @classmethod
     def checked(
@@ -73,10 +78,12 @@ class Options:
         compress_grads: str = "none",
         loss_chunks: int = 1,
         cuda_graphs: bool = False,
+        optimizer: str = DEFAULT,
+        group: Sequence[str] = (),
     ) -> Options:
         """Check raw values and build the options.
 
-        Raises PartcError P0004, P0101 to P0105, P0301, P0404 to P0414 and P0418.
+        Raises PartcError P0004, P0101 to P0105, P0301, P0404 to P0414, P0418 and P0551.
         """
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
         if nodes is not None:
@@ -117,6 +124,8 @@ class Options:
             raise _unknown("type for sums of gradients", grad_reduce, SUMS)
         if compress_grads not in COMPRESSIONS:
             raise _unknown("compression", compress_grads, COMPRESSIONS)
+        with refused():
+            recipe = Recipe.of(optimizer, groups=group)
         level, axes = _zero(str(zero), parsed)
         options = cls(
             mesh=parsed,
@@ -139,6 +148,8 @@ class Options:
             compress_grads=compress_grads,
             loss_chunks=loss_chunks,
             cuda_graphs=cuda_graphs,
+            optimizer=str(recipe),
+            group=tuple(group),
         )
         _ = options.places  # raises if the number of stages is invalid
         return options
@@ -188,6 +199,10 @@ class Options:
             found["loss_chunks"] = self.loss_chunks
         if self.cuda_graphs:
             found["cuda_graphs"] = True
+        if self.optimizer != DEFAULT:
+            found["optimizer"] = self.optimizer
+        if self.group:
+            found["group"] = list(self.group)
         return found if self.virtual_stages is None else found | {"virtual_stages": self.virtual_stages}
 
     @property
@@ -216,6 +231,15 @@ class Options:
             "compress": "" if self.compress_grads == "none" else self.compress_grads,
             **({"kind": self.schedule} if self.table is None else {"table": self.table}),
         }
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """Errors of the runtime, as those of a compile."""
+    try:
+        yield
+    except UsageError as error:
+        raise PartcError(error.code, error.cause, help=error.help) from None
 
 
 def _settled(kernels: str) -> str:

@@ -40,7 +40,7 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
     """Import a model file and apply `-D` options to its functions.
 
     Raises PartcError P0201 (no such file), P0202 (the import fails), P0203 (a function is missing), P0204 (an unknown
-    option, or a wrong type).
+    option, or a wrong type), P0551 (an optimizer of its own).
     """
     if not is_file(path):
         raise PartcError("P0201", f"there is no model file {path}", help=hint(path))
@@ -55,6 +55,13 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
                 help="a model file has model(**options) and batch(**options); partc explain P0203 shows one",
                 source=Source(file=str(path), line=1),
             )
+    if callable(getattr(module, "optimizer", None)):
+        raise PartcError(
+            "P0551",
+            f"{path} defines a function optimizer(), and packages do not run optimizers of model files",
+            help="choose one with --optimizer and --group, or give the function another name",
+            source=Source(file=str(path), line=1),
+        )
     converted = _converted(options, [functions["model"], functions["batch"]], functions["data"], path)
     model, batch = (_applied(functions[name], converted, path) for name in ("model", "batch"))
     loss = functions["loss"] if callable(functions["loss"]) else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +26,7 @@ from partc.ir.program import Action as ScheduledAction
 from partc.ir.program import Program
 from partc.rehearsal.call_replay import Lessons, region_module, stage_class
 from partc.rehearsal.composition import Composer, Course, Told
-from partc.rehearsal.ledger import Ledger, Owned, counting
+from partc.rehearsal.ledger import Block, Ledger, Owned, counting
 from partc.rehearsal.meta_kernels import META, stand_ins
 from partc.runtime.checkpoint.boxes import pieces, speaks
 from partc.runtime.checkpoint.state import remembering
@@ -38,30 +38,45 @@ from partc.runtime.execution.parts import Parts
 from partc.runtime.execution.sums import Bucket, Sums
 from partc.runtime.layout import Shard
 from partc.runtime.ops.accumulation import clear
-from partc.runtime.optimizer.optimizer import attach_gradients, make_optimizers
-from partc.runtime.optimizer.recipe import UpdateRule
+from partc.runtime.optimizer.optimizer import attach_gradients
+from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule
+from partc.runtime.optimizer.update import updating
 from partc.runtime.train.data import local_batch
+from partc.torch_private import TorchDispatchMode
 
 Sizes = Mapping[str, int]
 MOST_COUNTED = 64  # up to so many ranks of a place are examined one by one
 
 
-def rehearse(program: Program, *, optimizer: str = "adamw", modules: Modules | None = None) -> Account:
-    """The account of a scheduled program, in a step after the first. `modules` are its emitted ones, if known."""
-    return rehearsed(program, optimizer=optimizer, modules=modules)[0]
+def rehearse(
+    program: Program, *, optimizer: str = DEFAULT, groups: Sequence[str] = (), modules: Modules | None = None
+) -> Account:
+    """The account of a scheduled program, in a step after the first. `modules` are its emitted ones, if known.
+
+    `optimizer` and `groups` are texts of train.py's options.
+    """
+    return rehearsed(program, optimizer=optimizer, groups=groups, modules=modules)[0]
 
 
 def peaks(program: Program) -> list[int]:
     """The peak of the ranks at each pipeline coordinate, without the rest of the account."""
-    return [course.peak for course in _Rehearsal(program, "adamw", None).courses()]
+    return [course.peak for course in _Rehearsal(program, Recipe.of(DEFAULT), None).courses()]
 
 
 def rehearsed(
-    program: Program, *, optimizer: str = "adamw", modules: Modules | None = None, whole: bool = False
+    program: Program,
+    *,
+    optimizer: str = DEFAULT,
+    groups: Sequence[str] = (),
+    modules: Modules | None = None,
+    whole: bool = False,
 ) -> tuple[Account, tuple[Course | Ledger, ...]]:
-    """The account, and the step of each pipeline rank. With `whole`, all ranks play all their actions."""
-    rehearsal = _Rehearsal(program, optimizer, modules)
-    courses = rehearsal.courses(whole=whole)
+    """The account, and the step of each pipeline rank. With `whole`, all ranks play all their actions.
+
+    They do so too with groups, since equal stages may have parameters with different states.
+    """
+    rehearsal = _Rehearsal(program, Recipe.of(optimizer, groups=groups), modules)
+    courses = rehearsal.courses(whole=whole or bool(groups))
     ranks = tuple(
         course.rank(place, program.stages_at(place), rehearsal.copied(place)) for place, course in enumerate(courses)
     )
@@ -71,7 +86,7 @@ def rehearsed(
 class _Rehearsal:
     """The rehearsal of one program."""
 
-    def __init__(self, program: Program, optimizer: str, modules: Modules | None) -> None:
+    def __init__(self, program: Program, recipe: Recipe, modules: Modules | None) -> None:
         self._program = program
         self._modules = emit(program) if modules is None else modules
         self._lessons = Lessons()
@@ -79,7 +94,7 @@ class _Rehearsal:
         self._given = {"Parts": _NamedParts, "Sums": Sums, "Bucket": Bucket, "kernels": kernels}
         for module in self._modules.regions:
             self._given |= region_module(module, self._lessons, kernels)
-        self._kept = _kept_by(optimizer)
+        self._recipe = recipe
         self._composer = Composer(program, self._told, self._played)
         self._classes: dict[int, Any] = {}
         self._hosts: dict[object, int] = {}
@@ -103,7 +118,7 @@ class _Rehearsal:
 
     def _played(self, place: int, row: Sequence[ScheduledAction], told: Told) -> Ledger:
         """The ledger of the ranks at a pipeline coordinate, after a step of these actions."""
-        program, lessons, kept = self._program, self._lessons, self._kept
+        program, lessons = self._program, self._lessons
         with counting() as ledger:
             lessons.ledger = ledger
             comm = _QuietComm(ledger, program.mesh.sizes, place)
@@ -129,6 +144,7 @@ class _Rehearsal:
             states: list[Owned] = []
             for name in gradients:
                 with ledger.making("optimizer", name):
+                    kept = self._states(name, shards[name])
                     states.extend(ledger.holds(state.bytes(parameters[name])) for state in kept)
             with ledger.making("communication", "left out of compressed sums"):
                 for _, compressed in remembering(stages):
@@ -158,6 +174,7 @@ class _Rehearsal:
             clear(gradients.values())
             loss = run_step(stages, comm, actions, batch, microbatches, told=told)
             comm.clock.entering("the update")
+            self._update(ledger, comm, {name: parameters[name] for name in gradients}, shards)
             for stage in stages.values():
                 stage.refresh()
             del loss
@@ -170,6 +187,38 @@ class _Rehearsal:
         classes = map(self._class, self._program.stages_at(place))
         return {name: shard for stage in classes for name, shard in stage.parameters.items()}
 
+    def _rule(self, name: str, shard: Shard) -> UpdateRule:
+        return self._recipe.settings(name, len(shard.dims))
+
+    def _states(self, name: str, shard: Shard) -> list[_State]:
+        """The tensors that the optimizer keeps of a parameter."""
+        rule = self._rule(name, shard)
+        uncut = rule.uncut(shard.holds or shard.shape)
+        return [_State(key, uncut.get(key), shard.dtype.itemsize) for key in rule.states(len(shard.dims))]
+
+    def _update(
+        self, ledger: Ledger, comm: _QuietComm, parameters: Mapping[str, Tensor], shards: Mapping[str, Shard]
+    ) -> None:
+        """The temporary memory of the update: of the largest parameter of each optimizer without a fused kernel."""
+        sizes, largest = self._program.mesh.sizes, dict[UpdateRule, str]()
+        for name in sorted(parameters, key=lambda name: math.prod(shards[name].shape)):
+            largest[self._rule(name, shards[name])] = name
+        for rule, name in largest.items():
+            if rule.kind.fused:
+                continue
+            with ledger.muted(), _Numbers():
+                mine = {name: torch.empty_like(parameters[name])}
+                gradients = {name: torch.empty_like(mine[name])}
+                how: dict[str, Any] = {"shards": shards, "comm": comm, "sizes": sizes, "lr": 1.0}
+                optimizer, _ = updating({name: rule}, mine, gradients, {}, None, **how)
+                assert optimizer is not None
+                optimizer.begin(1.0)
+                optimizer.step()
+            for x in (*mine.values(), *gradients.values(), *optimizer.kept(name).values()):
+                ledger.watch(x, Block(0, "optimizer", name), lambda: None)  # the account has them already
+            with ledger.making("temporaries", "update"), _Numbers():
+                optimizer.step()
+
     def copied(self, place: int) -> int:
         """The bytes that a rank at a place writes into a checkpoint; on large meshes, equal ranks write as many."""
         program, sizes = self._program, self._program.mesh.sizes
@@ -178,13 +227,13 @@ class _Rehearsal:
         if key not in self._hosts:
             shards = self._shards(place)
             trained = [name for name, shard in shards.items() if shard.trainable]
-            self._hosts[key] = _copied(program, place, shards, trained, self._kept)
+            self._hosts[key] = _copied(
+                program, place, shards, {name: self._states(name, shards[name]) for name in trained}
+            )
         return self._hosts[key]
 
 
-def _copied(
-    program: Program, place: int, shards: Mapping[str, Shard], trained: Collection[str], kept: Sequence[_State]
-) -> int:
+def _copied(program: Program, place: int, shards: Mapping[str, Shard], kept: Mapping[str, Sequence[_State]]) -> int:
     """The bytes that a rank writes into a checkpoint: the most of all ranks at this place. Equal copies count once.
 
     On large meshes this is an upper bound: all that a rank holds.
@@ -202,9 +251,9 @@ def _copied(
         total = 0
         for name, shard in shards.items():
             whole = [(name, shard.dims, shard.dtype.itemsize)]
-            for state in kept if name in trained else ():
-                cut = shard.dims if state.like else ()
-                whole.append((f"{state.name}/{name}", cut, shard.dtype.itemsize if state.like else state.size))
+            for state in kept.get(name, ()):
+                cut = shard.dims if state.shape is None else ()
+                whole.append((f"{state.name}/{name}", cut, shard.dtype.itemsize if cut else state.size))
             for tensor, dims, each in whole:
                 if not few or speaks(tensor, dims, sizes, coordinate, holders[name]):
                     shape = (shard.holds or shard.shape) if dims else ()
@@ -217,24 +266,28 @@ def _copied(
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A tensor that an optimizer keeps for each parameter: of the parameter's shape, or of a size of its own."""
+    """A tensor that an optimizer keeps of a parameter: cut as the parameter is, or of a shape of its own."""
 
     name: str
-    like: bool
-    size: int  # of its own
+    shape: tuple[int, ...] | None
+    itemsize: int
+
+    @property
+    def size(self) -> int:
+        """The bytes of a shape of its own; numbers are in fp32."""
+        return math.prod(self.shape) * self.itemsize if self.shape else torch.float32.itemsize
 
     def bytes(self, parameter: Tensor) -> int:
-        return parameter.nbytes if self.like else self.size
+        return parameter.nbytes if self.shape is None else self.size
 
 
-def _kept_by(optimizer: str) -> tuple[_State, ...]:
-    """The states that a step of the optimizer leaves, observed on a parameter of two numbers."""
-    parameter = torch.zeros(2)
-    parameter.grad = torch.zeros(2)
-    (_, made, _), *_ = make_optimizers({"": UpdateRule(name=optimizer)}, {"": parameter}, 0.0)
-    made.step()
-    kept = ((name, x) for name, x in made.state[parameter].items() if isinstance(x, Tensor))
-    return tuple(_State(name, x.shape == parameter.shape, x.nbytes) for name, x in kept)
+class _Numbers(TorchDispatchMode):
+    """Gives tensors without memory a number where an optimizer asks for one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device == META:
+            return 1.0
+        return func(*args, **(kwargs or {}))
 
 
 class _Turns:

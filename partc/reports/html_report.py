@@ -19,6 +19,7 @@ from partc.rehearsal.rehearsal import rehearsed
 from partc.reports.drawing import bars, draw
 from partc.reports.memory_chart import stacked
 from partc.reports.schedule_comparison import candidates, figures
+from partc.runtime.optimizer.recipe import DEFAULT
 
 MOST_RANKS = 512  # that are drawn; a larger mesh says how many are not
 MOST_MICROBATCHES = 64
@@ -39,7 +40,7 @@ def write_html(program: Program, path: Path) -> None:
     path.write_text(page(program), encoding="utf-8")
 
 
-def page(program: Program) -> str:
+def page(program: Program, *, optimizer: str = DEFAULT, groups: Sequence[str] = ()) -> str:
     """The page's text. Names from the model are escaped."""
     step = timeline(program)
     return (
@@ -56,7 +57,7 @@ def page(program: Program) -> str:
             bubble=f"{step.bubble:.0%}",
             most_microbatches=MOST_MICROBATCHES,
             schedules=_schedules(program),
-            memory=stacked(*_memory(program)),
+            memory=stacked(*_memory(program, optimizer, groups)),
         )
     )
 
@@ -126,9 +127,11 @@ def _schedules(program: Program) -> list[Mapping[str, Any]]:
     ]
 
 
-def _memory(program: Program) -> tuple[Account, Sequence[tuple[str, Mapping[str, int]]]]:
+def _memory(
+    program: Program, optimizer: str, groups: Sequence[str]
+) -> tuple[Account, Sequence[tuple[str, Mapping[str, int]]]]:
     """The memory account, and the categories of each action of the rank with the highest peak."""
-    account, ledgers = rehearsed(program)
+    account, ledgers = rehearsed(program, optimizer=optimizer, groups=groups)
     return account, list(ledgers[account.worst.place].kinds())
 
 

@@ -88,6 +88,8 @@ class Command:
     compress_grads: Literal["", "none", "bf16", "int8"] = ""
     loss_chunks: Positive = 1
     cuda_graphs: bool = False
+    optimizer: str = ""
+    group: Names = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

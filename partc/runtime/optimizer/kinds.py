@@ -55,7 +55,7 @@ class Kind:
         return {"foreach": False} if "foreach" in inspect.signature(self.cls).parameters else {}
 
 
-_SHAPE = (2, 3, 5, 7, 1, 1, 1)  # of a parameter for trials; no sum over a dimension has its shape
+TRIED = (2, 3, 5, 7, 11, 13)  # the shape of a parameter for trials: means over dimensions have others
 _MEANS = ("foreach", "fused", "capturable", "differentiable")
 _ELEMENTWISE = (
     Kind(name="adadelta", cls=optim.Adadelta), Kind(name="adagrad", cls=optim.Adagrad),
@@ -146,13 +146,11 @@ def _finite(text: str) -> float:
 
 
 @lru_cache
-def states_of(name: str, options: tuple[tuple[str, Value], ...], dims: int) -> Mapping[str, bool]:
-    """The states that a step leaves for a parameter with so many dimensions: whether each has the parameter's shape."""
-    kind, parameter = KINDS[name], torch.ones(_SHAPE[:dims])
+def states_of(name: str, options: tuple[tuple[str, Value], ...], dims: int) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of the states that a step leaves for a parameter of `TRIED` with so many dimensions."""
+    kind, parameter = KINDS[name], torch.ones(TRIED[:dims])
     parameter.grad = torch.ones_like(parameter)
     made = kind.undecorated([parameter], lr=0.0, **dict(options))
     with torch.no_grad():
         made.step()
-    return {
-        key: x.shape == parameter.shape for key, x in sorted(made.state[parameter].items()) if isinstance(x, Tensor)
-    }
+    return {key: tuple(x.shape) for key, x in sorted(made.state[parameter].items()) if isinstance(x, Tensor)}

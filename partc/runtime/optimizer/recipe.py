@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .kinds import KINDS, Kind, Value, kind_of, options_of, refusal, shown, states_of
+from .kinds import KINDS, TRIED, Kind, Value, kind_of, options_of, refusal, shown, states_of
 
 DEFAULT = "adamw"
 _DECAY = "weight_decay"
@@ -31,13 +31,18 @@ class UpdateRule:
     def kind(self) -> Kind:
         return KINDS[self.name]
 
-    def states(self, dims: int) -> Mapping[str, bool]:
-        """The tensors that the optimizer keeps of a parameter, and whether each has the parameter's shape."""
-        return states_of(self.name, self.options, dims)
+    def states(self, dims: int) -> list[str]:
+        """The names of the tensors that the optimizer keeps of a parameter with so many dimensions."""
+        return list(states_of(self.name, self.options, dims))
 
-    def uncut(self, dims: int) -> list[str]:
-        """The states that have another shape than the parameter."""
-        return [key for key, like in self.states(dims).items() if not like]
+    def uncut(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """The states that have other shapes than the parameter, with their shapes: numbers, and means over dims."""
+        tried = TRIED[: len(shape)]
+        return {
+            key: tuple(size if mean != 1 else 1 for mean, size in zip(found, shape, strict=False))
+            for key, found in states_of(self.name, self.options, len(shape)).items()
+            if found != tried
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +89,10 @@ class Recipe:
             options=options_of(kind_of(name), {**options, **decay}),
             groups=(*map(Group.parse, groups), *spared),
         )
+
+    def __str__(self) -> str:
+        """The optimizer without the groups, as `of` reads it."""
+        return written(self.name, self.options)
 
     def settings(self, name: str, dims: int) -> UpdateRule:
         """The update of a parameter. Muon is for matrices: AdamW updates others, with the same weight decay.

@@ -183,7 +183,7 @@ def updating(
     parts: list[tuple[Optimizer, Mapping[str, Tensor]]] = []
     for kind, made, some in make_optimizers(mine, trained, lr):
         if kind.whole:
-            uncut = {name: mine[name].uncut(len(shards[name].dims)) for name in some}
+            uncut = {name: mine[name].uncut(shards[name].shape) for name in some}
             parts.append((WholeOptimizer(made, some, shards, uncut, comm, sizes), some))
         else:
             device = next(iter(some.values())).device

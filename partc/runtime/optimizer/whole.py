@@ -64,7 +64,11 @@ class WholeOptimizer:
         self._optimizer.param_groups[:] = [{**group, "params": [whole]}]
         self._optimizer.step()
         for key, x in self._optimizer.state.pop(whole).items():
-            states[key] = x if key in uncut else self._part(name, x)
+            if key in states and key not in uncut:
+                states[key].copy_(self._part(name, x))
+            else:
+                states[key] = x if key in uncut else self._part(name, x)
+        self._optimizer.param_groups.clear()  # lets go of the whole parameter
         mine.copy_(self._part(name, whole))
 
     def kept(self, name: str) -> Mapping[str, Tensor]:

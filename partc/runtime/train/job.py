@@ -391,6 +391,15 @@ def _optimizer_options() -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
+def told_of_memory(job: Job) -> str:
+    """A line for a run whose optimizer keeps other tensors than that of the memory account; '' if it does not."""
+    command = job.plan.get("command", {})
+    compiled = Recipe.of(command.get("optimizer", recipes.DEFAULT), groups=command.get("group", ()))
+    if compiled.states(job.dims) == job.recipe.states(job.dims):
+        return ""
+    return f"the memory account in plan.json is for {compiled}: this run's optimizer is {job.optimizer}"
+
+
 def _with_options(job: Job, before: str = "") -> Job:
     """The job with the options of its optimizer checked; `before` is the optimizer of the checkpoint.
 

@@ -49,7 +49,7 @@ from ..torch_private import lone_store
 from .data import BatchSource, Tokens, load_model_file, source
 from .feed import Feed
 from .init import initialise, state_dtypes
-from .job import Job, check_places, parse, prepared
+from .job import Job, check_places, parse, prepared, told_of_memory
 from .log import StepLog
 from .step_times import Times
 from .steps import Steps
@@ -135,6 +135,8 @@ def _train_virtual(job: Job, stack: ExitStack) -> bool:
     if job.save is not None:
         stack.callback(sole(job.save, together, timeout=job.timeout, say=_say))
     job = prepared(job, together, _say)
+    if memory := told_of_memory(job):
+        _say(memory)
     _settle_attention(job, torch.device("cpu"), _say)
     world = World(job.world_size)
     ranks = [_load_rank(number, torch.device("cpu"), job.root) for number in range(job.world_size)]
@@ -201,6 +203,8 @@ def _train_this_rank(job: Job) -> bool:
         if job.save is not None:  # until this process ends: a checkpoint may be on its way until then
             sole(job.save, together, timeout=job.timeout, say=say)
         job = prepared(job, together, say)
+        if memory := told_of_memory(job):
+            say(memory)
         _settle_attention(job, device, say)
         if rank.kernels is not None and device.type == "cuda" and job.tuning:
             clock.entering("the choice of its kernels' configurations")

@@ -23,7 +23,6 @@ from partc.ir.program import Program
 from partc.package.output import write
 from partc.rules.coverage import Coverage, coverage
 from partc.rules.layout_check import Verifier
-from partc.runtime.optimizer.recipe import Recipe
 from partc.settings import EMITTED, tell
 
 if TYPE_CHECKING:
@@ -402,6 +401,7 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
     from partc.frontend.token_limits import token_limits
     from partc.passes.chunk import left_whole
     from partc.rehearsal.rehearsal import rehearse
+    from partc.runtime.optimizer.recipe import Recipe
 
     phases = dict(done.phases)
 

@@ -14,8 +14,6 @@ from partc.errors import PartcError
 from partc.ir.mesh import PIPELINE_AXIS, Mesh, is_batch_axis
 from partc.ir.program import MOVING, PRECISIONS, DType
 from partc.rules import LOWERED, Precision, operations
-from partc.runtime.errors import UsageError
-from partc.runtime.optimizer.recipe import DEFAULT, Recipe
 from partc.schedules import SCHEDULES, stage_ranks
 from partc.schedules.table import Table, read
 from partc.sharding.pins import Pin
@@ -26,6 +24,7 @@ LOW: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16"}
 SUMS = ("fp32", "bf16")
 COMPRESSIONS = ("none", "bf16", "int8")
 BUCKET = "25MB"  # of gradients that are summed together
+DEFAULT = "adamw"  # train.py's own optimizer; importing it from there would import torch
 TABLE = "schedule.csv"  # the file of a package that has the user's table
 
 
@@ -124,8 +123,8 @@ class Options:
             raise _unknown("type for sums of gradients", grad_reduce, SUMS)
         if compress_grads not in COMPRESSIONS:
             raise _unknown("compression", compress_grads, COMPRESSIONS)
-        with refused():
-            recipe = Recipe.of(optimizer, groups=group)
+        if optimizer != DEFAULT or group:
+            optimizer = _optimizer(optimizer, group)
         level, axes = _zero(str(zero), parsed)
         options = cls(
             mesh=parsed,
@@ -148,7 +147,7 @@ class Options:
             compress_grads=compress_grads,
             loss_chunks=loss_chunks,
             cuda_graphs=cuda_graphs,
-            optimizer=str(recipe),
+            optimizer=optimizer,
             group=tuple(group),
         )
         _ = options.places  # raises if the number of stages is invalid
@@ -236,10 +235,20 @@ class Options:
 @contextmanager
 def refused() -> Iterator[None]:
     """Errors of the runtime, as those of a compile."""
+    from partc.runtime.errors import UsageError
+
     try:
         yield
     except UsageError as error:
         raise PartcError(error.code, error.cause, help=error.help) from None
+
+
+def _optimizer(text: str, group: Sequence[str]) -> str:
+    """The optimizer's text with all options checked."""
+    from partc.runtime.optimizer.recipe import Recipe
+
+    with refused():
+        return str(Recipe.of(text, groups=group))
 
 
 def _settled(kernels: str) -> str:

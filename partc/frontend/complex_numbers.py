@@ -311,6 +311,10 @@ def _masked_fill(like: Tensor, x: Pair, mask: Tensor, number: Operand) -> Pair:
     return _where(like, mask, number, x)
 
 
+def _empty(like: Tensor, *_: Any, **__: Any) -> Pair:
+    return Pair(torch.empty((*like.shape, 2), dtype=like.dtype.to_real()))
+
+
 def _filled(number: int | None) -> Rewrite:
     """zeros, ones, full, and their kin with a tensor whose shape they take."""
 
@@ -455,6 +459,7 @@ REWRITES: Mapping[str, Rewrite] = {
     "index": _index,
     "repeat": lambda like, x, times: Pair(x.parts.repeat([*times, 1])),
     **_each("pad constant_pad_nd", _padded),
+    **_each("empty empty_like empty_strided new_empty", _empty),
     **_each("zeros new_zeros zeros_like", _filled(0)),
     **_each("ones new_ones ones_like", _filled(1)),
     **_each("full new_full full_like", _filled(None)),

@@ -127,7 +127,7 @@ class ValueWatch(TorchFunctionMode):
             written = args[0] if args else None
         elif not isinstance(made, Tensor | tuple | list):
             return
-        real = self._computed(func, name, args, kwargs)
+        real = self._computed(func, name, args, kwargs) if _elements(made) <= LARGEST else _UNKNOWN
         if real is not _UNKNOWN:
             self._know(made, real)
         elif isinstance(written, Tensor):
@@ -196,6 +196,13 @@ class ValueWatch(TorchFunctionMode):
 
 class _UnknownError(Exception):
     pass
+
+
+def _elements(made: Any) -> int:
+    """The number of elements of the largest tensor of a result."""
+    if isinstance(made, Tensor):
+        return int(made.numel())
+    return max(map(_elements, made), default=0) if isinstance(made, tuple | list) else 0
 
 
 def _guard(frame: FrameType | None, calls: int) -> tuple[Source, str, bool] | None:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from partc.codegen.kernels.kernel import Kernel
 
 
+EVALUATION = "evaluation/"  # the folder of the program that evaluates
+
+
 def render(
     program: Program,
     *,
@@ -72,6 +75,7 @@ def files(
     memory: Account | None = None,
     constants: Mapping[str, str] | None = None,
     limits: Mapping[str, int] | None = None,
+    evaluation: Program | None = None,
 ) -> Iterator[tuple[str, str]]:
     """The same one by one, so that a package of many ranks is never in memory as a whole.
 
@@ -99,8 +103,11 @@ def files(
     yield "model.py", model_source
     yield from ((module.path, module.text) for module in modules.regions)
     yield from ((module.path, module.text) for module in modules.stages)
+    if evaluation is not None:
+        evaluated = emit(evaluation, folder=EVALUATION)
+        yield from ((module.path, module.text) for module in (*evaluated.regions, *evaluated.stages))
     rank_template = _template("rank.py.jinja")
-    for rank in rank_codes(program):
+    for rank in rank_codes(program, evaluation):
         yield f"ranks/rank_{rank.rank:03d}.py", rank_template.render(rank=rank, ranks=ranks)
     yield from _kernels(program)
     yield from _runtime(program)
@@ -113,10 +120,11 @@ class RegionModule:
     region: str
     code: RegionCode
     text: str
+    folder: str = ""  # within the package, with a slash
 
     @property
     def path(self) -> str:
-        return f"regions/{self.code.module}.py"
+        return f"{self.folder}regions/{self.code.module}.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,10 +134,11 @@ class StageModule:
     index: int
     code: StageCode
     text: str
+    folder: str = ""
 
     @property
     def path(self) -> str:
-        return f"stages/stage_{self.index}.py"
+        return f"{self.folder}stages/stage_{self.index}.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,15 +149,20 @@ class Modules:
     stages: tuple[StageModule, ...]
 
 
-def emit(program: Program) -> Modules:
-    """The modules of all regions and stages."""
+def emit(program: Program, *, folder: str = "") -> Modules:
+    """The modules of all regions and stages, in a folder of the package."""
     codes = region_codes(program)
     of_region, of_stage = _template("region.py.jinja"), _template("stage.py.jinja")
-    exchanges = Exchanges(program)
-    stages = [stage_code(exchanges, index, codes) for index in range(program.stages)]
+    exchanges, prefix = Exchanges(program), folder.replace("/", ".")
+    stages = [stage_code(exchanges, index, codes, prefix) for index in range(program.stages)]
     return Modules(
         regions=tuple(
-            RegionModule(region=name, code=code, text=formatted(of_region.render(region=code, mesh=str(program.mesh))))
+            RegionModule(
+                region=name,
+                code=code,
+                text=formatted(of_region.render(region=code, mesh=str(program.mesh))),
+                folder=folder,
+            )
             for name, code in codes.items()
         ),
         stages=tuple(
@@ -156,6 +170,7 @@ def emit(program: Program) -> Modules:
                 index=code.index,
                 code=code,
                 text=formatted(of_stage.render(stage=code, stages=program.stages, mesh=str(program.mesh))),
+                folder=folder,
             )
             for code in stages
         ),

@@ -28,9 +28,10 @@ class RankCode:
     links: str
     shards: tuple[tuple[str, str], ...]
     schedule: tuple[str, ...]
+    evaluation: tuple[str, ...]  # the schedule of an evaluation; empty without one
 
 
-def rank_codes(program: Program) -> Iterator[RankCode]:
+def rank_codes(program: Program, evaluation: Program | None = None) -> Iterator[RankCode]:
     """The code of every rank; the parts that ranks of a pipeline coordinate share are computed once."""
     mesh = program.mesh
     exchanges = Exchanges(program)
@@ -41,6 +42,7 @@ def rank_codes(program: Program) -> Iterator[RankCode]:
     shared = [tuple(dict.fromkeys(places for stage in here for places in stage.shared())) for here in sums]
     links = [_links(program, index) for index in pipeline]
     schedules = [_schedule(program, index) for index in pipeline]
+    evaluations = [() if evaluation is None else _schedule(evaluation, index) for index in pipeline]
     patterns = [_patterns(program, stages) for stages in hosted]
     cut = lru_cache(maxsize=None)(lambda index, place: _shards(patterns[index], program, dict(place)))
     members = lru_cache(maxsize=None)(lambda first, names: _ranks(mesh.group(first, names)))
@@ -64,6 +66,7 @@ def rank_codes(program: Program) -> Iterator[RankCode]:
             links=f"{{{', '.join(f'{link}: {at(other)}' for link, other in links[index])}}}",
             shards=cut(index, here),
             schedule=schedules[index],
+            evaluation=evaluations[index],
         )
 
 

@@ -52,20 +52,23 @@ class StageCode:
     compiled: bool
 
 
-def stage_code(exchanges: Exchanges, index: int, regions: Mapping[str, RegionCode]) -> StageCode:
-    """`regions` has the code of every region of the program."""
-    return _Builder(exchanges, index, regions).build()
+def stage_code(
+    exchanges: Exchanges, index: int, regions: Mapping[str, RegionCode], prefix: str = ""
+) -> StageCode:
+    """`regions` has the code of every region of the program; their modules' names start with `prefix`."""
+    return _Builder(exchanges, index, regions, prefix).build()
 
 
 class _Builder:
     """Names and places of everything in one stage."""
 
-    def __init__(self, exchanges: Exchanges, index: int, codes: Mapping[str, RegionCode]) -> None:
+    def __init__(self, exchanges: Exchanges, index: int, codes: Mapping[str, RegionCode], prefix: str) -> None:
         program = exchanges.program
         if not program.bodies:
             raise InternalError("a stage is emitted from the statements of its actions, which pass `actions` writes")
         self.program = program
         self.index = index
+        self.prefix = prefix
         self.calls = [call for call in program.calls if call.stage == index]
         self.regions = {region.name: region for region in program.regions}
         self.runs: dict[Phase, list[Run]] = {
@@ -107,7 +110,7 @@ class _Builder:
             title=listed(run.title for run in self.runs["microbatch"] if run.region.params)
             or listed(run.prefix for run in self.runs["microbatch"]),
             regions=tuple(
-                imported("regions." + code.module, code.imported)
+                imported(f"{self.prefix}regions.{code.module}", code.imported)
                 for code in sorted(self.codes.values(), key=lambda code: code.module)
             ),
             tables=tables,

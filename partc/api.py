@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,6 +56,7 @@ class Package:
     replicated_ops: tuple[ReplicatedOp, ...] = ()
     flops: int = 0  # of a batch, forward and backward, without recomputation
     coverage: Coverage = field(default_factory=lambda: Coverage(ops=1.0, flops=1.0))
+    evaluation: Program | None = None
     constants: Mapping[str, str] = field(default_factory=dict)  # entries of the batch that are no tensors
     limits: Mapping[str, int] = field(default_factory=dict)  # numbers of values of integer entries that index tables
     extra: Mapping[str, bytes] = field(default_factory=dict)  # files that model_source reads
@@ -118,6 +120,7 @@ class Package:
             memory=self.memory,
             constants=self.constants,
             limits=self.limits,
+            evaluation=self.evaluation,
         )
         yield from self.extra.items()
         if self.options.table is not None:
@@ -168,6 +171,7 @@ class Compilation:
     model_options: Mapping[str, Any]
     options: Options
     phases: Mapping[str, float]
+    evaluation: Program | None = None  # what `evaluate` of the model file runs
     constants: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # where the package differs from the whole batch on one device
@@ -338,7 +342,17 @@ def compilation(
         warnings = (coupled(error, options.microbatches),)
         origin = traced(separate=True)
         steps = lowered(origin.program)
+    evaluated = None
+    if until is None and isinstance(model, str | os.PathLike) and "evaluate" in origin.source:
+        from partc.compilation.evaluation import evaluation
+
+        start = time.perf_counter()
+        given = {name: str(value) for name, value in model_options.items()}
+        evaluated = evaluation(Path(model), given, steps[-1].program, options)
+        if evaluated is not None:
+            done(Phase(label="Evaluation", seconds=time.perf_counter() - start, note=size(evaluated)))
     return Compilation(
+        evaluation=evaluated,
         warnings=(*warnings, *origin.assumed),
         traced=origin.program,
         steps=steps,
@@ -433,6 +447,7 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
         replicated_ops=replicated_ops(done.after("annotate")),
         coverage=coverage(done.after("annotate")),
         flops=model_flops(done.after("annotate")),
+        evaluation=done.evaluation,
         constants=done.constants,
         limits=token_limits(done.traced),
         extra=done.extra,

@@ -357,6 +357,12 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "no experts whose numbers of rows depend on data, no transfers between pipeline ranks, which the host posts, "
         "and no guards of torch.compile. The message names the obstacle and its place.",
     ),
+    "P0420": CodeExplanation(
+        "an evaluation that the training's ranks cannot run",
+        "evaluate(model, batch) of the model file runs forward on the ranks of the training, with the parameters where "
+        "they are: its layouts and stages must be the training's. It draws no random numbers, and makes its result on "
+        "the ranks that make the loss.",
+    ),
     "P0501": CodeExplanation(
         "started on another number of ranks than compiled for",
         "A package is for one mesh. `torchrun --nproc-per-node N train.py` must start as many processes as the mesh "
@@ -534,6 +540,11 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "tokens.npy` one row of integers that numpy.save wrote. They fill a batch of one or two entries of integers, "
         "(rows, length): the tokens and their labels. Each token must be below the number of rows of the model's "
         "embedding, and of the classes of its loss, where partc finds these in the model.",
+    ),
+    "P0546": CodeExplanation(
+        "a package without an evaluation",
+        "train.py --eval-every runs evaluate(model, batch) of the model file: a function that returns a scalar, which "
+        "is compiled beside the loss. --eval-data names a token file for it, or eval_data in the model file batches.",
     ),
     "P0549": CodeExplanation(
         "a package for several nodes cannot run on one machine",

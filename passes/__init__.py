@@ -133,7 +133,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="calls are assigned to pipeline stages; values that cross stages are sent",
         requires=("local",),
         ensures=("stages",),
-        options=("places",),
+        options=("places", "held_by"),
     ),
     Pass(
         name="differentiate",
@@ -216,7 +216,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="every rank's actions are put in order",
         requires=("stages", "split"),
         ensures=("schedule",),
-        options=("kind", "table"),
+        options=("kind", "table", "forward_only"),
     ),
     Pass(
         name="actions",

@@ -57,7 +57,9 @@ def _check_order(program: Program, stage: int, actions: tuple[Action, ...]) -> N
     back_out = any(transfer.target == stage and transfer.gradient for transfer in travelling)
     arrive = [*(["RECV_F"] if into else []), "F", *(["SEND_F"] if out else []), *(["RECV_B"] if back_in else [])]
     leave = ["SEND_B"] if back_out else []
-    allowed = ([*arrive, "B", *leave], [*arrive, "I", *leave, "W"])
+    allowed = [[*arrive, "B", *leave], [*arrive, "I", *leave, "W"]]
+    if not any(action.kind in ("B", "I", "W") for row in program.schedule for action in row):
+        allowed = [arrive]  # a program that only runs forward
     done: dict[int, list[str]] = {index: [] for index in range(program.microbatches)}
     for position, action in enumerate(actions):
         if action.kind == "UNSHARD":

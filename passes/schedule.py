@@ -31,22 +31,24 @@ RECV: Mapping[Way, ActionKind] = {"F": "RECV_F", "B": "RECV_B"}
 WAYS: Mapping[str, Way] = {"F": "F", "B": "B", "I": "B"}  # the transfers that a computation reads and makes
 
 
-def schedule(program: Program, *, kind: str = "1f1b", table: Table | None = None) -> Program:
-    """Set the actions of every pipeline rank.
+def schedule(
+    program: Program, *, kind: str = "1f1b", table: Table | None = None, forward_only: bool = False
+) -> Program:
+    """Set the actions of every pipeline rank; with `forward_only`, the forward computations in the schedule's order.
 
     Raises PartcError P0406 if the schedule can't take so many stages, P0411 if a stage reads from
     two that don't send in the same order.
     """
     ranks = program.mesh.axis(PIPELINE_AXIS)
     rows = table.rows if table else compute_order(SCHEDULES[kind], ranks, program.microbatches, program.stages)
+    if forward_only:
+        rows = tuple(tuple(compute for compute in row if compute.kind == "F") for row in rows)
     links = _Links.of(program, rows)
-    return replace(
-        program,
-        schedule=tuple(
-            (*links.around(row), *(Action(stage=stage, kind="REDUCE_GRAD") for stage in program.stages_at(rank)))
-            for rank, row in enumerate(rows)
-        ),
-    )
+    ends = [
+        () if forward_only else tuple(Action(stage=stage, kind="REDUCE_GRAD") for stage in program.stages_at(rank))
+        for rank in range(ranks)
+    ]
+    return replace(program, schedule=tuple((*links.around(row), *ends[rank]) for rank, row in enumerate(rows)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ sent there directly from the stage that computes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -25,11 +25,14 @@ from partc.ir.program import Call, Program, Region, Transfer
 from partc.rules import flops, resolve
 
 
-def stages(program: Program, *, places: tuple[int, ...] = ()) -> Program:
+def stages(
+    program: Program, *, places: tuple[int, ...] = (), held_by: Mapping[str, Sequence[int]] | None = None
+) -> Program:
     """Set every call's stage and the program's transfers.
 
-    `places` holds the pipeline coordinate of every stage, if there are more stages than coordinates. Raises PartcError
-    P0403 (too many stages).
+    `places` holds the pipeline coordinate of every stage, if there are more stages than coordinates. `held_by` has the
+    stages that hold each parameter already: calls go to their parameters. Raises PartcError P0403 (too many stages) and
+    P0420 (a call reads parameters of several stages, or of an earlier one).
     """
     count = len(places) or program.mesh.axis(PIPELINE_AXIS)
     own = () if places == tuple(range(count)) else places
@@ -42,11 +45,32 @@ def stages(program: Program, *, places: tuple[int, ...] = ()) -> Program:
             help=f"use {'fewer stages' if own else f'pp={len(main)} or less'};"
             f" the calls are {', '.join(call.name for call in main[:8])}",
         )
-    work = {region.name: _work(region) for region in program.regions}
-    cuts = balanced([work[call.region] for call in main], count)
-    stage_of = {call.name: stage for stage, (start, end) in enumerate(cuts) for call in main[start:end]}
+    if held_by is None:
+        work = {region.name: _work(region) for region in program.regions}
+        cuts = balanced([work[call.region] for call in main], count)
+        stage_of = {call.name: stage for stage, (start, end) in enumerate(cuts) for call in main[start:end]}
+    else:
+        stage_of = _beside(main, held_by)
     calls = _placed(program, stage_of)
     return replace(program, calls=calls, transfers=_transfers(program, calls, pure), places=own)
+
+
+def _beside(calls: Sequence[Call], held_by: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The stage of each call: one that holds its parameters, and none before that of an earlier call."""
+    found: dict[str, int] = {}
+    least = 0
+    for call in calls:
+        held = [set(held_by.get(name, ())) for name in call.params]
+        possible = set.intersection(*held) if held else {least}
+        least = min((stage for stage in possible if stage >= least), default=-1)
+        if least < 0:
+            raise PartcError(
+                "P0420",
+                f"{call.name} of evaluate() reads parameters that no stage of the training holds, in this order",
+                help="run the model's parts in the order of training, or evaluate on a mesh without pp",
+            )
+        found[call.name] = least
+    return found
 
 
 def _work(region: Region) -> float:

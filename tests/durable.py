@@ -68,7 +68,15 @@ def imported_from(package: Path) -> Iterator[None]:
     finally:
         sys.path[:] = path
         for name in set(sys.modules) - before:
-            if name.partition(".")[0] in ("ranks", "stages", "regions", "kernels", "runtime", "partc_model_file"):
+            if name.partition(".")[0] in (
+                "ranks",
+                "stages",
+                "regions",
+                "kernels",
+                "runtime",
+                "evaluation",
+                "partc_model_file",
+            ):
                 del sys.modules[name]
 
 

@@ -34,6 +34,7 @@ class ModelFile:
     model: Callable[[], Any]
     batch: Callable[[], Any]
     loss: Callable[[Any, Any], Any] | None
+    evaluate: Callable[[Any, Any], Any] | None
 
 
 def load(path: Path, options: Mapping[str, str]) -> ModelFile:
@@ -46,7 +47,7 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
         raise PartcError("P0201", f"there is no model file {path}", help=hint(path))
     source = _text(path)
     module = _imported(path)
-    functions = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "data")}
+    functions = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "data", "evaluate")}
     for name in ("model", "batch"):
         if not callable(functions[name]):
             raise PartcError(
@@ -64,8 +65,17 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
         )
     converted = _converted(options, [functions["model"], functions["batch"]], functions["data"], path)
     model, batch = (_applied(functions[name], converted, path) for name in ("model", "batch"))
-    loss = functions["loss"] if callable(functions["loss"]) else None
-    return ModelFile(name=path.stem, path=path, source=source, options=converted, model=model, batch=batch, loss=loss)
+    loss, evaluate = (functions[name] if callable(functions[name]) else None for name in ("loss", "evaluate"))
+    return ModelFile(
+        name=path.stem,
+        path=path,
+        source=source,
+        options=converted,
+        model=model,
+        batch=batch,
+        loss=loss,
+        evaluate=evaluate,
+    )
 
 
 def is_file(path: Path) -> bool:

@@ -111,6 +111,37 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
     )
 
 
+def trace_evaluation(
+    path: Path,
+    options: Mapping[str, str],
+    *,
+    trained: frozenset[str],
+    mesh: Mesh,
+    batches: Batches = ONE_BATCH,
+    precision: str = "fp32",
+) -> Program | None:
+    """Trace a model file's `evaluate(model, batch)` on the model in evaluation mode; None if it has none.
+
+    `trained` are the parameters of the training, whose layouts the evaluation shares. Raises PartcError P0205 to P0225.
+    """
+    file = load(path, options)
+    if file.evaluate is None:
+        return None
+    captured = capture(
+        lambda: _in_evaluation(file.model()),
+        file.batch,
+        file.evaluate,
+        precision=precision,
+        path=file.path,
+        parts=batches.parts,
+    )
+    return program_of(replace(captured, trained=trained), name=file.name, mesh=mesh, batches=batches)
+
+
+def _in_evaluation(model: Any) -> Any:
+    return model.eval() if isinstance(model, nn.Module) else model
+
+
 def _trace_configuration(
     model: str, options: Mapping[str, str], *, mesh: Mesh, batches: Batches, precision: str
 ) -> Traced:

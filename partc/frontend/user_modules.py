@@ -13,7 +13,7 @@ from partc.installed import is_installed
 
 FOLDER = "sources"
 # The names of a package's own modules.
-RESERVED = frozenset({"regions", "stages", "ranks", "runtime", "kernels"})
+RESERVED = frozenset({"regions", "stages", "ranks", "runtime", "kernels", "evaluation"})
 
 
 def imported_by(path: Path, package: str = "") -> dict[str, bytes]:

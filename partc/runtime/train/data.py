@@ -31,6 +31,7 @@ from .precision import as_real, dtype_held
 from .tokens import TokenFile, TokenRows, ordered
 
 Say = Callable[[str], None]
+_APART = 1 << 40  # the first number of batches that no training reads
 _KEPT = 80  # positions of batches; more than are read ahead
 
 
@@ -54,15 +55,25 @@ def call_with_options(function: Callable[..., Any], options: Mapping[str, Any]) 
     return function(**{name: value for name, value in options.items() if name in names})
 
 
-def global_batch(module: ModuleType, options: Mapping[str, Any], *, seed: int, step: int, dtype: torch.dtype) -> Any:
+def global_batch(
+    module: ModuleType,
+    options: Mapping[str, Any],
+    *,
+    seed: int,
+    step: int,
+    dtype: torch.dtype,
+    name: str = "data",
+    first: int = 0,
+) -> Any:
     """The whole batch of a step: `data(step)` if the model file has it, else `batch()` under the step's own seed.
 
-    Both receive the options that they accept. Raises UsageError P0530 if `data` fails.
+    Both receive the options that they accept. `name` is another function in place of `data`, `first` the number of
+    step 0 among the seeds. Raises UsageError P0530 if `data` fails.
     """
-    with _seeded(seed, step):
+    with _seeded(seed, first + step):
         batch = (
-            _asked(module, step, lambda: call_with_options(partial(module.data, step), options))
-            if hasattr(module, "data")
+            _asked(module, name, step, lambda: call_with_options(partial(getattr(module, name), step), options))
+            if hasattr(module, name)
             else call_with_options(module.batch, options)
         )
     return _cast(batch, dtype)
@@ -148,6 +159,7 @@ class InOrder(MadeWhole):
         module: ModuleType,
         plan: Mapping[str, Any],
         *,
+        name: str,
         seed: int,
         dtype: torch.dtype,
         kept: int,
@@ -156,18 +168,19 @@ class InOrder(MadeWhole):
         state: str,
         say: Say,
     ) -> None:
-        super().__init__(self._read, plan, "data", kept=kept)
+        super().__init__(self._read, plan, name, kept=kept)
         self._module, self._seed, self._dtype, self._again = module, seed, dtype, again
         self._say = say
-        make = lambda: call_with_options(module.data, plan["options"])  # noqa: E731
-        given = hasattr(module.data, "__iter__")
+        data = getattr(module, name)
+        make = lambda: call_with_options(data, plan["options"])  # noqa: E731
+        given = hasattr(data, "__iter__")
         with _seeded(seed, 0):
-            self._iterable: Any = module.data if given else _asked(module, 0, make)
+            self._iterable: Any = data if given else _asked(module, name, 0, make)
         self._renew = make if not given and hasattr(self._iterable, "__next__") else None  # the iterator of an epoch
         if not hasattr(self._iterable, "__iter__"):
             kind = type(self._iterable).__name__
             help = "data is data(step), an iterable of batches, or a function that returns one"
-            raise UsageError("P0543", f"data of the model file gives {kind}, which is no iterable", help, alike=True)
+            raise UsageError("P0543", f"{name} of the model file gives {kind}, which is no iterable", help, alike=True)
         self._next, self._epoch, self._since = 0, 0, 0
         self._iterator: Iterator[Any] | None = None
         self._positions: dict[int, str] = {}
@@ -187,7 +200,7 @@ class InOrder(MadeWhole):
     def _read(self, number: int) -> Any:
         while True:
             with _seeded(self._seed, self._next):
-                batch = _asked(self._module, self._next, self._one)
+                batch = _asked(self._module, self._name, self._next, self._one)
                 self._next += 1
                 if self._stateful:
                     self._keep_position()
@@ -204,7 +217,7 @@ class InOrder(MadeWhole):
         if not self._again or not self._since or (self._renew is None and self._iterator is self._iterable):
             raise UsageError(
                 "P0544",
-                f"data of the model file ends after {self._next:,} batches",
+                f"{self._name} of the model file ends after {self._next:,} batches",
                 "--data-end repeat starts it again, if it can be read twice; --steps and --accumulate count batches",
                 alike=True,
             )
@@ -256,8 +269,9 @@ def source(
     state: str = "",
     say: Say = lambda line: None,
     tokens: Tokens | None = None,
+    name: str = "data",
 ) -> BatchSource:
-    """The batches of a token file, of the model file's `data`, or of `batch()`; `start` of them have been read before.
+    """The batches of a token file, of the model file's `name`, or of `batch()`; `start` of them have been read before.
 
     Raises UsageError P0545 if a token file cannot be used.
     """
@@ -270,11 +284,13 @@ def source(
         rows = TokenRows(TokenFile(Path(tokens.path), tokens.dtype), plan, form, seed=seed, labels=labels, again=again)
         say(str(rows))
         return rows
-    if hasattr(module, "data") and not takes_step(module.data):
-        how: dict[str, Any] = {"seed": seed, "dtype": dtype, "kept": kept}
+    if hasattr(module, name) and not takes_step(getattr(module, name)):
+        how: dict[str, Any] = {"name": name, "seed": seed, "dtype": dtype, "kept": kept}
         return InOrder(module, plan, **how, again=again, start=start, state=state, say=say)
-    make = lambda number: global_batch(module, plan["options"], seed=seed, step=number, dtype=dtype)  # noqa: E731
-    return MadeWhole(make, plan, "data(step)" if hasattr(module, "data") else "batch()", kept=kept)
+    first = 0 if name == "data" else _APART
+    how = {"seed": seed, "dtype": dtype, "name": name, "first": first}
+    make = lambda number: global_batch(module, plan["options"], step=number, **how)  # noqa: E731
+    return MadeWhole(make, plan, f"{name}(step)" if hasattr(module, name) else "batch()", kept=kept)
 
 
 def fitting(batch: Any, plan: Mapping[str, Any], what: str) -> dict[str, Tensor]:
@@ -327,7 +343,7 @@ def _seeded(seed: int, number: int) -> Iterator[None]:
             numpy.random.set_state(held[2])
 
 
-def _asked(module: ModuleType, number: int, ask: Callable[[], Any]) -> Any:
+def _asked(module: ModuleType, name: str, number: int, ask: Callable[[], Any]) -> Any:
     try:
         return ask()
     except UsageError:
@@ -335,7 +351,7 @@ def _asked(module: ModuleType, number: int, ask: Callable[[], Any]) -> Any:
     except Exception as error:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__]
         where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-        cause = f"data({number}) of the model file fails{where}: {type(error).__name__}: {error}"
+        cause = f"{name}({number}) of the model file fails{where}: {type(error).__name__}: {error}"
         raise UsageError("P0530", cause, "what it reads must be where each rank runs; -D options name it") from error
 
 

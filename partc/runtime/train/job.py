@@ -81,6 +81,9 @@ class Job:
     data_dtype: str | None = None
     data_labels: str | None = None
     data_end: str = "repeat"
+    eval_every: int = 0
+    eval_batches: int = 1
+    eval_data: str | None = None
     exit_code: int = 0
     check_nans: bool = False
     tuning: bool = True
@@ -177,7 +180,7 @@ _RANGES: dict[str, _Range] = {
     "clip": _Range(0, above=True), "weight_decay": _Range(0), "accumulate": _Range(1, _MANY),
     "seed": _Range(0, 2**32 - 1), "peak_flops": _Range(0, above=True), "timeout": _Range(1, 10**7),
     "save_every": _Range(1, _MANY), "save_slack": _Range(0, _MANY), "prefetch": _Range(0, 64), "keep": _Range(1, _MANY),
-    "exit_code": _Range(0, 255),
+    "exit_code": _Range(0, 255), "eval_every": _Range(0, _MANY), "eval_batches": _Range(1, _MANY),
 }  # fmt: skip
 
 
@@ -231,6 +234,9 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     add("--data-labels", choices=("next", "same"), help=labels + unset)
     end = "at the end of a token file or iterable: start it again, or stop with an error; repeat"
     add("--data-end", choices=("repeat", "error"), default="repeat", help=end)
+    add("--eval-every", type=int, default=0, metavar="N", help="steps between evaluations, one at the end too; 0: none")
+    add("--eval-batches", type=int, default=1, metavar="K", help="batches of an evaluation; 1")
+    add("--eval-data", type=_path, metavar="FILE", help="a token file for evaluations, in place of eval_data")
     prefetch = "batches that a thread prepares in advance; 1 on GPUs and 0 on CPUs"
     add("--prefetch", type=int, metavar="N", help=prefetch)
     add("--seed", type=int, help="seed of the initial parameters and the data; the plan's")
@@ -369,8 +375,9 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         arguments["cuda_graphs"] = command.get("cuda_graphs", False)
     if arguments["cuda_graphs"]:
         _check_graphs(arguments, plan)
-    if arguments["data"] is not None:
-        arguments["data"] = str(arguments["data"].resolve())
+    for name in ("data", "eval_data"):
+        if arguments[name] is not None:
+            arguments[name] = str(arguments[name].resolve())
     named = frozenset(name for name in _CONTINUED if arguments[name] is not None)
     compiled = {name: command[name] for name in ("optimizer", "group") if name in command}
     for name, value in {"seed": plan["seed"], **_DEFAULTS, **compiled}.items():
@@ -423,10 +430,10 @@ def check_places(job: Job) -> None:
 
     Raises UsageError P0523, P0526, P0527, P0538 and P0545.
     """
-    if job.data is not None:
+    for file in filter(None, (job.data, job.eval_data)):
         ordered(job.plan)
         try:
-            TokenFile(Path(job.data), job.data_dtype)
+            TokenFile(Path(file), job.data_dtype)
         except UsageError as error:
             raise UsageError(error.code, error.cause, error.help, alike=True) from error
     resume = job.resume

@@ -47,6 +47,7 @@ from ..processes.signals import Caught, release
 from ..processes.watchdog import Watchdog, breaking_off
 from ..torch_private import lone_store
 from .data import BatchSource, Tokens, load_model_file, source
+from .evaluation import Evaluation, check_evaluates
 from .feed import Feed
 from .init import initialise, state_dtypes
 from .job import Job, check_places, parse, prepared, told_of_memory
@@ -102,6 +103,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     """Train the package in `root`. Returns the exit code."""
     try:
         job = parse(argv, root)
+        check_evaluates(job)
         here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")  # all ranks are on this machine
         if job.virtual or here:
             check_places(job)
@@ -154,7 +156,7 @@ def _train_virtual(job: Job, stack: ExitStack) -> bool:
             links=rank.module.LINKS,
         )
         with enough_memory(f"rank {number}", comm.clock):
-            _train(job, rank, comm, data, torch.device("cpu"), store, interruption)
+            _train(job, rank, comm, data, model_file, torch.device("cpu"), store, interruption)
 
     interruption = VirtualInterruption()
     with interruption.on_signals() if job.save is not None else nullcontext():
@@ -225,7 +227,7 @@ def _train_this_rank(job: Job) -> bool:
             clock=clock,
         )
         leaving.append(comm.abort)
-        _train(job, rank, comm, _source(job, model_file, say), device, store, interruption)
+        _train(job, rank, comm, _source(job, model_file, say), model_file, device, store, interruption)
         clock.entering("the end of the run")
         comm.barrier()
         comm.disconnect()
@@ -298,6 +300,7 @@ def _train(
     rank: Rank,
     comm: Comm,
     data: BatchSource,
+    model_file: ModuleType,
     device: torch.device,
     store: Store,
     interruption: Interruption | VirtualInterruption | None = None,
@@ -409,6 +412,14 @@ def _train(
             settle=saver.wait if saver is not None else lambda: None,
             graph=graph,
         )
+        evaluation = Evaluation(
+            job=job,
+            model_file=model_file,
+            rank=rank.module,
+            comm=comm,
+            device=device,
+            parameters=rank.parameters,
+        )
         collect = stack.enter_context(collected()) if not job.virtual else lambda done: None
         times.begin(job.start)
         measuring = 0.0  # seconds between two steps, which the next one's throughput has to bear
@@ -423,9 +434,10 @@ def _train(
             rank.seconds.append(seconds)
             begun = time.perf_counter()
             split = times.end(step)
+            evaluated = evaluation.run() if evaluation.due(step + 1) else None
             if log is not None and done.loss is not None:
                 rank.losses.append(done.loss)
-                log.step(step, done.loss, seconds, done.updated, peak_bytes(device), split, aside)
+                log.step(step, done.loss, seconds, done.updated, peak_bytes(device), split, aside, evaluated)
             collect(step + 1)
             measuring = time.perf_counter() - begun
             if job.record:

@@ -1,0 +1,98 @@
+"""The evaluation of a training: a program that only runs forward, on the training's mesh, with its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from partc import passes
+from partc.compilation.options import Options
+from partc.errors import PartcError
+from partc.frontend.trace import Batches, trace_evaluation
+from partc.ir.program import Parameter, Program
+from partc.rules.layout_check import Verifier
+
+_LAST = "differentiate"  # the last pass that runs as for a training: later ones need its form of composites
+
+
+def evaluation(path: Path, model_options: Mapping[str, str], training: Program, options: Options) -> Program | None:
+    """The finished program of a model file's `evaluate`, for a finished training; None if the file has none.
+
+    Each stage holds the parameters of the training's stage. Raises PartcError P0420 if they cannot stay where the
+    training has them, and those of the trace.
+    """
+    trained = frozenset(parameter.name for parameter in training.parameters if parameter.trainable)
+
+    def finished(separate: bool) -> Program | None:
+        batches = Batches(microbatches=options.microbatches, separate=separate)
+        how: dict[str, Any] = {"mesh": options.mesh, "batches": batches, "precision": options.precision}
+        traced = trace_evaluation(path, model_options, trained=trained, **how)
+        return None if traced is None else _finished(traced, training, options)
+
+    try:
+        return finished(separate=False)
+    except PartcError as error:
+        if error.code != "P0402":
+            raise
+    return finished(separate=True)
+
+
+def _finished(traced: Program, training: Program, options: Options) -> Program:
+    known: Mapping[str, Any] = {
+        **options.for_passes,
+        "held_by": training.holders(),
+        "forward_only": True,
+        "recompute": "none",
+        "budget": None,
+        "kernels": "aten",
+        "loss_chunks": 1,
+        "compress": "",
+    }
+    verify = Verifier()
+    placed = passes.run(traced, known, until=_LAST, verify=verify)[-1].program
+    frozen = replace(
+        placed,
+        parameters=tuple(replace(parameter, trainable=False, reduce=()) for parameter in placed.parameters),
+        transfers=tuple(replace(transfer, gradient=False) for transfer in placed.transfers),
+        regions=tuple(replace(region, backward=None, saved=()) for region in placed.regions),
+    )
+    finished = passes.run(frozen, known, behind=_LAST, verify=verify)[-1].program
+    if finished.draws:
+        raise PartcError("P0420", "evaluate() draws random numbers", help="make them in batch(), as entries")
+    _check_shared(finished, training)
+    return finished
+
+
+def _check_shared(program: Program, training: Program) -> None:
+    """Check that both programs hold the same parts of each parameter. Raises PartcError P0420."""
+    links, here = ({(each.source, each.target) for each in p.transfers} for p in (training, program))
+    if not here <= links:
+        raise _elsewhere("evaluate() sends values between stages that exchange none in the training")
+    if _home(program) != _home(training):
+        raise _elsewhere("evaluate() makes its result on another pipeline rank than the loss")
+    theirs = {parameter.name: parameter for parameter in training.parameters}
+    stages, homes = training.holders(), program.holders()
+    for parameter in program.parameters:
+        if not homes.get(parameter.name):
+            continue
+        other = theirs.get(parameter.name)
+        if other is None or _part(other) != _part(parameter):
+            held = "none" if other is None else str(other.type)
+            raise _elsewhere(f"{parameter.name} is {parameter.type} in evaluate(), and {held} in the training")
+        if not set(homes[parameter.name]) <= set(stages.get(parameter.name, ())):
+            raise _elsewhere(f"evaluate() reads {parameter.name}, which no stage of the training holds there")
+
+
+def _home(program: Program) -> int:
+    """The pipeline rank that makes the loss."""
+    return program.place(next(call.stage for call in reversed(program.calls) if program.loss in call.results))
+
+
+def _part(parameter: Parameter) -> tuple[object, ...]:
+    return parameter.type.dtype, parameter.type.layout, parameter.gather, parameter.holds
+
+
+def _elsewhere(cause: str) -> PartcError:
+    return PartcError("P0420", cause, help="pin it with --shard, or compute the value as the loss does")

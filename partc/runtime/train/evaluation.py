@@ -1,0 +1,79 @@
+"""Evaluations between steps: `evaluate` of the model file, forward only, on the training's ranks and parameters."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.comm import Comm
+from ..device.sending import bring
+from ..errors import UsageError
+from ..execution.executor import Stage, parse_schedule, run_step
+from ..layout import Shard
+from .data import BatchSource, Say, Tokens, source
+from .data import in_microbatches as cut
+from .job import Job
+
+NAME = "eval_data"  # of the model file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The evaluations of one rank. Its stages exist only while one runs, with what they gather."""
+
+    job: Job
+    model_file: ModuleType
+    rank: ModuleType
+    comm: Comm
+    device: torch.device
+    parameters: Mapping[str, Tensor]
+
+    def due(self, done: int) -> bool:
+        """Whether an evaluation follows after this number of steps."""
+        return bool(self.job.eval_every) and (done % self.job.eval_every == 0 or done == self.job.steps)
+
+    def run(self) -> float | None:
+        """The mean of `evaluate` over the first batches of the data, on ranks of the stage that makes it."""
+        clock, job = self.comm.clock, self.job
+        clock.entering("an evaluation")
+        modules = {number: importlib.import_module(f"evaluation.stages.stage_{number}") for number in self.rank.STAGES}
+        stages: dict[int, Stage] = {
+            number: module.Stage(self.comm, self.parameters, {}) for number, module in modules.items()
+        }
+        for stage in stages.values():
+            stage.setup()
+        inputs: dict[str, Shard] = {name: shard for stage in stages.values() for name, shard in stage.inputs.items()}
+        actions = parse_schedule(self.rank.EVALUATION)
+        batches, found = evaluation_data(job, self.model_file), list[float]()
+        for number in range(job.eval_batches):
+            clock.entering("data of an evaluation")
+            part = batches.part(number, inputs, job.sizes, self.rank.COORDINATE)
+            local = {name: bring(x, self.device) for name, x in part.items()}
+            pieces = cut(local, inputs, job.sizes, job.plan["microbatches"])
+            value = run_step(stages, self.comm, actions, local, pieces)
+            if value is not None:
+                found.append(value.item())
+        return sum(found) / len(found) if found else None
+
+
+def evaluation_data(job: Job, model_file: ModuleType, say: Say = lambda line: None) -> BatchSource:
+    """The batches of an evaluation, from their beginning: --eval-data, or `eval_data` of the model file.
+
+    Without either, batches of `batch()` under seeds that no step has.
+    """
+    tokens = None if job.eval_data is None else Tokens(job.eval_data, job.data_dtype, job.data_labels)
+    how: dict[str, Any] = {"seed": job.seed, "dtype": job.dtype, "again": job.data_end == "repeat"}
+    return source(model_file, job.plan, **how, tokens=tokens, say=say, name=NAME)
+
+
+def check_evaluates(job: Job) -> None:
+    """Raise UsageError P0546 if evaluations are asked for that the package cannot run."""
+    if job.eval_every and not (job.root / "evaluation").is_dir():
+        cause = "--eval-every has nothing to run: the model file defines no evaluate(model, batch)"
+        raise UsageError("P0546", cause, "define one that returns a scalar, and compile again", alike=True)

@@ -36,13 +36,13 @@ class Net(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(24, 16)
         self.blocks = nn.Sequential(*(Block() for _ in range(4)))
-        self.norm = nn.BatchNorm1d(16)
+        self.norm = nn.{norm}(16)
         self.head = nn.Linear(16, 24, bias=False)
         {tie}
 
     def forward(self, ids):
         x = self.blocks(self.embed(ids))
-        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2) if {batched} else self.norm(x))
 
 
 def model():
@@ -69,14 +69,15 @@ def evaluate(model, batch):
 {data}
 """
 LOSS = "return loss(model, batch)"
-ACCURACY = 'return (model(batch["ids"]).argmax(-1) == batch["labels"]).float().mean()'
+ACCURACY = 'return (model(batch["ids"]).argmax(-1) == batch["labels"]).double().mean()'
 DATA = "def eval_data(step):\n    return made(torch.Generator().manual_seed(1000 + step))"
 IN_ORDER = "eval_data = [made(torch.Generator().manual_seed(1000 + step)) for step in range(2)]"
 
 
-def written(folder: Path, evaluate: str = LOSS, data: str = DATA, tie: str = "") -> Path:
+def written(folder: Path, evaluate: str = LOSS, data: str = DATA, tie: str = "", norm: str = "BatchNorm1d") -> Path:
     file = folder / "mine.py"
-    file.write_text(MODEL.format(evaluate=evaluate, data=data, tie=tie))
+    batched = norm == "BatchNorm1d"
+    file.write_text(MODEL.format(evaluate=evaluate, data=data, tie=tie, norm=norm, batched=batched))
     return file
 
 
@@ -115,7 +116,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_evaluation_equals_that_of_one_device(tmp_path: Path, case: str) -> None:
-    file = written(tmp_path, ACCURACY if case == "dp=2,tp=2" else LOSS)
+    norm = "LayerNorm" if "tp" in case else "BatchNorm1d"
+    file = written(tmp_path, ACCURACY if case == "dp=2,tp=2" else LOSS, norm=norm)
     package = partc.compile(file, precision="fp64", **CASES[case]).write(tmp_path / "build")  # type: ignore[arg-type]
     arguments = ("--eval-every", 3, "--eval-batches", 3, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
     trained(package, "--steps", 5, "--save-every", 3, *arguments)
@@ -127,7 +129,7 @@ def test_an_evaluation_equals_that_of_one_device(tmp_path: Path, case: str) -> N
 
 @pytest.mark.slow
 def test_tied_weights_and_an_iterable(tmp_path: Path) -> None:
-    file = written(tmp_path, data=IN_ORDER, tie="self.head.weight = self.embed.weight")
+    file = written(tmp_path, data=IN_ORDER, tie="self.head.weight = self.embed.weight", norm="LayerNorm")
     package = partc.compile(file, mesh="2x1x2", microbatches=2, precision="fp64").write(tmp_path / "build")
     arguments = ("--eval-every", 2, "--eval-batches", 3, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
     trained(package, "--steps", 2, *arguments)
@@ -175,6 +177,14 @@ def test_evaluations_that_cannot_be_compiled(tmp_path: Path, evaluate: str, code
     with pytest.raises(PartcError) as refused:
         partc.compile(written(tmp_path, evaluate), mesh="dp=2")
     assert refused.value.code == code
+
+
+def test_a_parameter_that_only_the_training_cuts_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PartcError, match=r"the training cuts norm\.") as refused:
+        partc.compile(written(tmp_path), mesh="tp=2")
+    assert refused.value.code == "P0420"
+    pins = [f"norm.{name}=[_]" for name in ("weight", "bias", "running_mean", "running_var")]
+    assert partc.compile(written(tmp_path), mesh="tp=2", shard=pins).evaluation is not None
 
 
 def test_a_package_without_an_evaluation_says_so(tmp_path: Path) -> None:

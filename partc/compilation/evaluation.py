@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,10 @@ from partc import passes
 from partc.compilation.options import Options
 from partc.errors import PartcError
 from partc.frontend.trace import Batches, trace_evaluation
+from partc.ir.mesh import TENSOR_AXIS
 from partc.ir.program import Parameter, Program
 from partc.rules.layout_check import Verifier
+from partc.sharding.pins import Pin
 
 _LAST = "differentiate"  # the last pass that runs as for a training: later ones need its form of composites
 
@@ -42,6 +45,7 @@ def evaluation(path: Path, model_options: Mapping[str, str], training: Program, 
 def _finished(traced: Program, training: Program, options: Options) -> Program:
     known: Mapping[str, Any] = {
         **options.for_passes,
+        "pins": tuple(_pin(parameter) for parameter in training.parameters),
         "held_by": training.holders(),
         "forward_only": True,
         "recompute": "none",
@@ -51,7 +55,14 @@ def _finished(traced: Program, training: Program, options: Options) -> Program:
         "compress": "",
     }
     verify = Verifier()
-    placed = passes.run(traced, known, until=_LAST, verify=verify)[-1].program
+    try:
+        placed = passes.run(traced, known, until=_LAST, verify=verify)[-1].program
+    except PartcError as error:
+        if error.code != "P0302":
+            raise
+        cause = error.cause.replace("--shard pins", "the training cuts")
+        help = f"pin it in the training with --shard NAME=LAYOUT; in evaluate(), {error.help}"
+        raise PartcError("P0420", cause, help=help) from error
     frozen = replace(
         placed,
         parameters=tuple(replace(parameter, trainable=False, reduce=()) for parameter in placed.parameters),
@@ -63,6 +74,15 @@ def _finished(traced: Program, training: Program, options: Options) -> Program:
         raise PartcError("P0420", "evaluate() draws random numbers", help="make them in batch(), as entries")
     _check_shared(finished, training)
     return finished
+
+
+def _pin(parameter: Parameter) -> Pin:
+    """The parameter's placement over tp, as a pin."""
+    dims = tuple(
+        tuple((sub.size, tuple(axis for axis in sub.axes if axis == TENSOR_AXIS)) for sub in dim)
+        for dim in parameter.type.layout.dims
+    )
+    return Pin(pattern=glob.escape(parameter.name), text=str(parameter.type.layout), dims=dims)
 
 
 def _check_shared(program: Program, training: Program) -> None:

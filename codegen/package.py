@@ -105,7 +105,8 @@ def files(
     yield from ((module.path, module.text) for module in modules.stages)
     if evaluation is not None:
         evaluated = emit(evaluation, folder=EVALUATION)
-        yield from ((module.path, module.text) for module in (*evaluated.regions, *evaluated.stages))
+        yield from ((module.path, module.text) for module in evaluated.regions)
+        yield from ((module.path, module.text) for module in evaluated.stages)
     rank_template = _template("rank.py.jinja")
     for rank in rank_codes(program, evaluation):
         yield f"ranks/rank_{rank.rank:03d}.py", rank_template.render(rank=rank, ranks=ranks)

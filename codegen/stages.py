@@ -52,9 +52,7 @@ class StageCode:
     compiled: bool
 
 
-def stage_code(
-    exchanges: Exchanges, index: int, regions: Mapping[str, RegionCode], prefix: str = ""
-) -> StageCode:
+def stage_code(exchanges: Exchanges, index: int, regions: Mapping[str, RegionCode], prefix: str = "") -> StageCode:
     """`regions` has the code of every region of the program; their modules' names start with `prefix`."""
     return _Builder(exchanges, index, regions, prefix).build()
 

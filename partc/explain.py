@@ -151,10 +151,11 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "file imports are copied to sources/; none may be called regions, stages, ranks, runtime or kernels.",
     ),
     "P0216": CodeExplanation(
-        "the model has a backward pass of its own",
-        "partc differentiates the operations that forward runs. A torch.autograd.Function with its own backward, "
-        "and hooks on gradients of modules, weights or values, would be lost without a word: they are refused. "
-        "Write the function with operations that torch differentiates, or register it with torch.library and "
+        "a backward pass that partc cannot trace",
+        "partc traces the backward of a torch.autograd.Function, and hooks that return a new gradient, like forward. "
+        "It refuses what no operations of a graph stand for: functions that change their operands or call autograd, "
+        "hooks on modules and on sums of gradients, hooks that only read, and hooks on a tensor that was read before. "
+        "Write them with operations that torch differentiates, or register them with torch.library and "
         "register_autograd.",
     ),
     "P0217": CodeExplanation(

@@ -13,6 +13,7 @@ from torch.fx.proxy import TracerBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
 
 # Where modules and weights keep the hooks that see gradients.
 GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -27,6 +28,7 @@ __all__ = [
     "MODULE_CALL",
     "STACK_FILTER",
     "TENSOR_HOOKS",
+    "CheckpointFunction",
     "FakeTensorMode",
     "GuardOnValues",
     "OpOverload",

@@ -107,6 +107,9 @@ class _Local:
         return next((op for op in self.region.forward.ops if any(value.name == name for value in op.results)), None)
 
     def _operation(self, op: Op) -> None:
+        if op.name == "incoming_gradient":
+            self._incoming(op)
+            return
         types = {name: self.types[name] for name in op.refs()}
         rule = resolve(op, types)
         found = layouts(op, rule, types, self.sizes)
@@ -123,6 +126,16 @@ class _Local:
         if rule is not None:
             local = localize(local, rule, self.sizes)
         self.ops.append(_reading(local, operands))
+
+    def _incoming(self, op: Op) -> None:
+        """A gradient that comes in has the layout of its result's, whatever its readers prefer."""
+        (name,) = op.refs()
+        owners = (each for each in self.region.forward.ops if each.name == "own_gradient")
+        placed = {ref: value for each in owners for ref, value in zip(each.refs(), each.results, strict=False)}
+        result = self._resharded(name, placed[name].type.layout, op)
+        value = replace(op.result, type=replace(op.result.type, layout=placed[name].type.layout.dual()))
+        self.types[value.name] = value.type
+        self.ops.append(replace(op, args=(Ref(result),), results=(value,), choices=()))
 
     def _resharded(self, name: str, layout: Layout, reader: Op | None) -> str:
         """The name of the value in this layout; inserts the reshards if needed."""

@@ -142,6 +142,9 @@ class _CastWriter:
 
     def operation(self, op: Op, wanted: Precision) -> None:
         """Add an operation in the precision that its kind and operands determine."""
+        if op.name == "own_gradient":
+            self._own_gradient(op)
+            return
         operands = [name for name in op.refs() if self.types[name].dtype in FLOATING]
         fixed = any(isinstance(arg, DTypeArg) for arg in (*op.args, *(value for _, value in op.attrs)))
         # A single number takes the type of the other operand, as in torch.
@@ -160,6 +163,19 @@ class _CastWriter:
         if dtype is not None and not fixed:
             op = replace(op, results=tuple(self._typed(value, dtype) for value in op.results))
         self._add(op)
+
+    def _own_gradient(self, op: Op) -> None:
+        """Each gradient has the type of its operand, each result that of the value it equals."""
+        given, operands, gradients = (tuple(ref.name for ref in each) for each in op.args)  # type: ignore[union-attr]
+        cast = tuple(
+            Ref(self.as_dtype(gradient, self.types[operand].dtype))
+            for operand, gradient in zip(operands, gradients, strict=True)
+        )
+        results = tuple(
+            replace(value, type=replace(value.type, dtype=self.types[name].dtype))
+            for name, value in zip(given, op.results, strict=True)
+        )
+        self._add(replace(op, args=(*op.args[:2], cast), results=results))
 
     def as_dtype(self, name: str, dtype: DType) -> str:
         """The value's name in this type, after a cast if needed."""

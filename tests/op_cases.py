@@ -129,6 +129,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
         if not inverse
         else torch.fft.ifftn(torch.view_as_complex(x), dim=dims, norm="forward")
     ),
+    "incoming_gradient": torch.zeros_like,
+    "own_gradient": lambda results, operands, gradients, dims: results,
     "rotary": rotary,
     "rotary_backward": rotary_backward,
     "layer_norm": F.layer_norm,
@@ -285,6 +287,9 @@ def norm_and_loss_cases() -> list[Case]:
     x, w, b = normal(2, 3, 6), normal(6), normal(6)
     heads, rows, columns = normal(2, 4, 6, 8), normal(6, 8), normal(2, 1, 6, 2)
     found = [
+        case("incoming_gradient", x),
+        case("own_gradient", [x], [x, w], [x, w], dims=((0, 1, 2), (0, 1, 2), (2,))),
+        case("own_gradient", [b, w], [x], [x], dims=((2,), (2,), (0, 1, 2))),
         *(
             case("fourier", torch.randn(4, 6, 8, 2, dtype=torch.float64), dims, back)
             for dims, back in (((2,), False), ((0, 1), True))

@@ -22,7 +22,14 @@ from tests.independent.plain import Recipe, train
 from tests.independent.trainings import ALLOWED, MODELS, SETTINGS, Setting, compared, differences, model_files
 from tests.prefork import shared
 
-CHEAP = {"no_gradient": (0, 4), "frozen_parts": (1, 2), "vae_drawn": (3,), "used_twice": (5,)}
+CHEAP = {
+    "no_gradient": (0, 4),
+    "own_backward": (1, 6),
+    "fourier_operator": (3,),
+    "frozen_parts": (1, 2),
+    "vae_drawn": (3,),
+    "used_twice": (5,),
+}
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))
     for name, chosen in CHEAP.items()

@@ -33,9 +33,9 @@ NET = "return Net()"
 BATCH = "torch.randn(4, 8)"
 TRIPLE = """class Triple(torch.autograd.Function):
     @staticmethod
-    def forward(c, x): return x * 2
+    def forward(c, x): c.mark_dirty(x); return x.mul_(2)
     @staticmethod
-    def backward(c, g): return g * 3
+    def backward(c, g): return torch.autograd.grad(g, g)[0]
 
 class Net"""
 WORD = ("def forward(self, x)", "def forward(self, **kw)"), ("self.up(x)", "self.up(next(iter(kw.values())))")
@@ -109,14 +109,22 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     "unique()": (((OUT, "h.sum() + x.unique().sum()"),), "P0206", 12),
     "a move to another device": (((OUT, "h.to('no_such_device').sum()"),), "P0206", 12),
     "a collective of its own": (((OUT, "torch.distributed.all_reduce(h) or h.sum()"),), "P0206", 12),
-    "a backward of its own": ((("class Net", TRIPLE), ("self.up(x)", "Triple.apply(self.up(x))")), "P0216", 17),
+    "a function that changes its operand": (
+        (("class Net", TRIPLE), ("self.up(x)", "Triple.apply(self.up(x))")), "P0216", 6
+    ),
+    "a backward that calls autograd": (
+        (("class Net", TRIPLE), ("c.mark_dirty(x); return x.mul_(2)", "return x * 2"),
+         ("self.up(x)", "Triple.apply(self.up(x))")), "P0216", 8
+    ),
     "a hook on a module's gradients": (
         ((NET, "n = Net(); n.up.register_full_backward_hook(lambda *_: None); return n"),), "P0216", None
     ),
-    "a hook on a weight's gradient": (
-        ((NET, "n = Net(); n.up.weight.register_hook(lambda g: g * 2); return n"),), "P0216", None
+    "a hook on a gradient's sum": (
+        ((NET, "n = Net(); n.up.weight.register_post_accumulate_grad_hook(lambda w: None); return n"),), "P0216", None
     ),
-    "a hook on a value's gradient": (((OUT, f"h.register_hook(lambda g: g * 2) and {OUT}"),), "P0216", 12),
+    "a hook that only reads": (((OUT, f"h.register_hook(lambda g: None) and {OUT}"),), "P0216", 12),
+    "a hook behind a reader": (((OUT, f"(z := h.sin(), h.register_hook(lambda g: g * 2)) and {OUT} + z[0].sum()"),), "P0216", 12),
+    "two hooks": (((OUT, f"(h.register_hook(lambda g: g * 2), h.register_hook(lambda g: g + 1)) and {OUT}"),), "P0216", 12),
     "gradients inside forward": (((OUT, "torch.autograd.grad(h.sum(), self.up.weight)[0].sum()"),), "P0216", 12),
     "a constant that no module owns": (
         (("class Net", "LARGE = torch.rand(500, 12)\n\nclass Net"), (OUT, "(h @ LARGE.T).sum()")), "P0211", 14

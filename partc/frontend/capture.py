@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from partc.errors import PartcError, first_line
 from partc.frontend.frozen_state import StateWatch, check
 from partc.frontend.model_file import blame
-from partc.frontend.own_backward import refuse_hooks, without_own_backward
+from partc.frontend.own_backward import Hook, followed, own_hooks, register_hook
 from partc.frontend.repeats import CallMark, ModuleTree, Repeats
 from partc.frontend.trace_errors import explained
 from partc.frontend.value_branches import ValueWatch
@@ -67,8 +67,10 @@ class _TracedStep(nn.Module):
         assumed: dict[str, None],
         watch: StateWatch,
         repeats: Callable[[], Repeats],
+        hooks: Mapping[str, Sequence[Hook]],
     ) -> None:
         super().__init__()
+        self._hooks = hooks
         self.model = model
         self._watch = watch
         self._repeats = repeats
@@ -104,6 +106,9 @@ class _TracedStep(nn.Module):
         return loss
 
     def _forward(self, batch: Any) -> Tensor:
+        for name, hooks in self._hooks.items():
+            for hook in hooks:
+                register_hook(self.model.get_parameter(name), hook)
         out = of_model(self.model, batch) if self._loss is None else self._loss(self.model, batch)
         found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
         if not isinstance(found, Tensor):
@@ -138,6 +143,7 @@ def capture(
     dtype = held_in(precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = _built(build, path)
+    hooks = own_hooks(model)
     trained: list[tuple[frozenset[str], Repeats]] = []
     assumed: dict[str, None] = {}
     with mode:
@@ -146,12 +152,12 @@ def capture(
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
         batch = _part(_fake_batch(tensors, mode, dtype), parts)
         try:
-            with computing_in(dtype), without_own_backward(), stacks_of_losses():
+            with computing_in(dtype), followed(), stacks_of_losses():
                 watch = StateWatch(model, loss)
                 told = lambda names, repeats: trained.append((names, repeats))  # noqa: E731
                 modules = ModuleTree(model)
                 repeats = lambda: Repeats(modules, excluded)  # noqa: E731
-                step = _TracedStep(model, loss, path, form, tuple(batch), told, assumed, watch, repeats)
+                step = _TracedStep(model, loss, path, form, tuple(batch), told, assumed, watch, repeats, hooks)
                 trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
                 exported = trace()
                 gained, marked = trained[-1]
@@ -238,7 +244,6 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
             raise PartcError(
                 "P0205", f"model() has a part of the name {name!a}, which is no text", help="give it another name"
             )
-    refuse_hooks(model)
     return model
 
 

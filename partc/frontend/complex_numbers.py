@@ -50,7 +50,7 @@ class Pair:
 
 
 Operand = Pair | Tensor | complex | float | int
-Rewritten = Pair | Tensor | list[Pair]
+Rewritten = Pair | Tensor | Sequence[Pair | Tensor]
 Rewrite = Callable[..., Rewritten]
 
 
@@ -395,6 +395,14 @@ def _span(x: Tensor, dim: int, start: int, end: int) -> Tensor:
     return found
 
 
+def _owned(
+    like: Sequence[Tensor], results: list[Operand], operands: list[Operand], gradients: list[Operand]
+) -> list[Pair | Tensor]:
+    plain = ([x.parts if isinstance(x, Pair) else x for x in each] for each in (results, operands, gradients))
+    found = resolve("own_gradient")(*plain)
+    return [Pair(x) if isinstance(given, Pair) else x for given, x in zip(results, found, strict=True)]
+
+
 def _same(like: Tensor, x: Operand, *_: Any, **__: Any) -> Rewritten:
     return x  # type: ignore[return-value]
 
@@ -463,6 +471,9 @@ REWRITES: Mapping[str, Rewrite] = {
     **_each("zeros new_zeros zeros_like", _filled(0)),
     **_each("ones new_ones ones_like", _filled(1)),
     **_each("full new_full full_like", _filled(None)),
+    # Gradients that a model gives itself
+    "incoming_gradient": lambda like, x: Pair(resolve("incoming_gradient")(x.parts)),
+    "own_gradient": _owned,
     # Fourier transforms
     "fft_fft": _fourier(1, inverse=False),
     "fft_ifft": _fourier(1, inverse=True),

@@ -1,59 +1,162 @@
-"""Refusal of custom gradients, which partc would not see.
+"""Gradients that a model gives itself: its `torch.autograd.Function`s and the hooks on gradients of its tensors.
 
-partc differentiates the operations that forward runs. A `torch.autograd.Function` with a custom backward, or a hook on
-gradients, would be lost, and a package would train differently from the model.
+    y = Double.apply(x)               # backward returns grad * 2
+  ->
+    y_value = …                       # forward's operations
+    grad    = incoming_gradient(y_value)
+    twice   = mul(grad, 2)            # backward's operations
+    y       = own_gradient((y_value,), (x,), (twice,))
+
+Both functions run once while the model is traced. The operations of backward are operations of the graph, so that rules
+cut them like all others. Only `partc.passes.differentiate` moves them behind the gradient that they take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from partc.errors import PartcError
-from partc.torch_private import GRADIENT_HOOKS, TENSOR_HOOKS
+from partc.ir import operators  # noqa: F401 (defines the operators)
+from partc.torch_private import GRADIENT_HOOKS, TENSOR_HOOKS, CheckpointFunction
+
+_OWN = "forward computes gradients itself"
+Hook = Callable[[Tensor], Tensor | None]
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Raise PartcError P0216 if a module or a weight has a hook on its gradients."""
-    found = [(name or type(model).__name__, module) for name, module in model.named_modules()]
-    for name, module in found:
+def own_hooks(model: nn.Module) -> Mapping[str, tuple[Hook, ...]]:
+    """The hooks on gradients of weights. Raises PartcError P0216 for those that see more than a gradient."""
+    hooks, later = TENSOR_HOOKS
+    for name, module in model.named_modules():
         if any(getattr(module, kind, None) for kind in GRADIENT_HOOKS):
-            raise _refused(f"{name} has a hook on its backward pass")
+            raise _refused(f"{name or type(model).__name__} has a hook on its backward pass")
     for name, weight in model.named_parameters():
-        if any(getattr(weight, kind, None) for kind in TENSOR_HOOKS):
-            raise _refused(f"{name} has a hook on its gradient")
+        if getattr(weight, later, None):
+            raise _refused(f"{name} has a hook that waits for its gradient's sum")
+    found = ((name, getattr(weight, hooks, None)) for name, weight in model.named_parameters())
+    return {name: tuple(each.values()) for name, each in found if each}
+
+
+class _Context:
+    """The `ctx` of a traced function: what forward gives to backward."""
+
+    def __init__(self, needs: Sequence[bool]) -> None:
+        self.needs_input_grad = tuple(needs)
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.without_gradient: tuple[Tensor, ...] = ()
+        self.materialize_grads = True
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        pass
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        self.without_gradient = tensors
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        raise _refused("an autograd.Function changes its operands in place")
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materialize_grads = value
 
 
 @contextmanager
-def without_own_backward() -> Iterator[None]:
-    """A context in which the model's autograd functions and hooks raise PartcError P0216; torch's own run."""
+def followed() -> Iterator[None]:
+    """A context in which autograd functions and hooks are traced; what cannot be traced raises PartcError P0216."""
     apply, hook = vars(torch.autograd.Function)["apply"], Tensor.register_hook
+    grad, backward = torch.autograd.grad, torch.autograd.backward
+    inside: list[type] = []  # functions whose backward runs
 
-    def refused_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.split(".")[0] == "torch":
+    def own_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:  # torch.utils.checkpoint, which changes no number
+            return args[0](*args[2:])
+        if cls.__module__.split(".")[0] in ("torch", "partc"):
             return apply.__func__(cls, *args, **kwargs)
-        raise _refused(f"{cls.__qualname__} is a torch.autograd.Function with a backward of its own")
-
-    def refused_hook(tensor: Tensor, *args: Any) -> Any:
-        raise _refused("forward puts a hook on a gradient")
+        return _followed(cls, args, kwargs, inside)
 
     def refused_grad(*args: Any, **kwargs: Any) -> Any:
-        raise _refused("forward computes gradients itself")
+        raise _refused(f"the backward of {inside[-1].__name__} calls autograd" if inside else _OWN)
 
-    grad, backward = torch.autograd.grad, torch.autograd.backward
     torch.autograd.grad = torch.autograd.backward = refused_grad
-    torch.autograd.Function.apply = classmethod(refused_apply)  # type: ignore[assignment,method-assign]
-    Tensor.register_hook = refused_hook  # type: ignore[method-assign]
+    torch.autograd.Function.apply = classmethod(own_apply)  # type: ignore[assignment,method-assign]
+    Tensor.register_hook = register_hook  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.autograd.grad, torch.autograd.backward = grad, backward
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         Tensor.register_hook = hook  # type: ignore[method-assign]
+
+
+def register_hook(x: Tensor, hook: Hook) -> RemovableHandle:
+    """Trace a hook on a tensor's gradient; the readers of the tensor then read the result of `hook_gradient`."""
+    if not x.requires_grad:
+        raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+    value = x.detach()
+    changed = hook(torch.ops.partc.incoming_gradient(value))
+    if changed is None:
+        raise _refused("a hook reads a gradient without changing it")
+    torch.ops.partc.hook_gradient(value, x, _fitted(changed, x))
+    return RemovableHandle(OrderedDict())
+
+
+def _followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: list[type]) -> Any:
+    """The results of a function, whose gradients are the function's own."""
+    apart = cls.setup_context is not torch.autograd.Function.setup_context
+    if apart:  # forward takes no context, and arguments by name
+        bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        args = bound.args
+    needs = [isinstance(arg, Tensor) and arg.requires_grad and torch.is_grad_enabled() for arg in args]
+    context = _Context(needs)
+    given = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
+    made = cls.forward(*given) if apart else cls.forward(context, *given)
+    if apart:
+        cls.setup_context(context, given, made)
+    results = list(made) if isinstance(made, tuple) else [made]
+    flat = {id(x) for x in context.without_gradient}
+    carrying = [
+        place
+        for place, x in enumerate(results)
+        if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and id(x) not in flat
+    ]
+    results = [x.detach() if isinstance(x, Tensor) else x for x in results]
+    if any(needs) and carrying:
+        values = [results[place] for place in carrying]
+        incoming = [torch.zeros_like(x) if isinstance(x, Tensor) else None for x in results]
+        for place in carrying:
+            incoming[place] = torch.ops.partc.incoming_gradient(results[place])
+        inside.append(cls)
+        found = (cls.backward if cls.backward is not torch.autograd.Function.backward else cls.vjp)(context, *incoming)
+        inside.pop()
+        found = found if isinstance(found, tuple) else (found,)
+        pairs = [
+            (arg, _fitted(gradient, arg))
+            for arg, gradient, needed in zip(args, found, needs, strict=False)
+            if needed and gradient is not None
+        ]
+        if pairs:
+            operands, gradients = map(list, zip(*pairs, strict=True))
+            owned = torch.ops.partc.own_gradient(values, operands, gradients)
+            for place, x in zip(carrying, owned, strict=True):
+                results[place] = x
+    return tuple(results) if isinstance(made, tuple) else results[0]
+
+
+def _fitted(gradient: Tensor, x: Tensor) -> Tensor:
+    """A gradient in the tensor's shape and dtype, as autograd takes it."""
+    if gradient.shape != x.shape:
+        gradient = gradient.sum_to_size(x.shape)
+    return gradient.to(x.dtype).detach()
 
 
 def _refused(what: str) -> PartcError:

@@ -302,6 +302,7 @@ class _GraphReader:
         self._owners = owners
         self._repeated: RepeatedOps | None = None
         self._low = _AUTOCAST.get(captured.precision)
+        self._hooked: set[str] = set()  # values whose gradient a hook changes
         self._taken = {node.name for node in captured.exported.graph_module.graph.nodes}
 
     def read(self) -> Graph:
@@ -377,6 +378,9 @@ class _GraphReader:
         if name in _INLINED:
             self._inline(node, module)
             return
+        if name == "hook_gradient":
+            self._hook(node)
+            return
         if is_complex(node):
             self._of_pairs(node, name)
             return
@@ -405,6 +409,23 @@ class _GraphReader:
         found = self._repeated.mark(number, _module(node), names, self._weights)
         for tensor in tensors:
             self._names[tensor] = found.get(self._names[tensor], self._names[tensor])
+
+    def _hook(self, node: fx.Node) -> None:
+        """Let what follows read a hooked tensor from the operation that gives it the hook's gradient."""
+        value, hooked, gradient = (self._names[arg] for arg in node.all_input_nodes)
+        readers = [op for op in self._ops if hooked in op.refs()]
+        if hooked in self._hooked or any(op.name != "detach" for op in readers):
+            raise PartcError(
+                "P0216",
+                "a hook is put on the gradient of a tensor that was read before or has another one",
+                help="register one hook, before the tensor is used",
+                source=source_of(node),
+            )
+        self._hooked.add(node.name)
+        result = Value(name=node.name, type=tensor_type(node.meta["val"], "a hooked tensor"))
+        args = ((Ref(value),), (Ref(hooked),), (Ref(gradient),))
+        self._add("own_gradient", args, (), (result,), source_of(node))
+        self._names[node.all_input_nodes[1]] = node.name
 
     def _check(self, node: fx.Node, name: str) -> None:
         """Refuse higher-order functions, and products of different dtypes, which fail once there are values.

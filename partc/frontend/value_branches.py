@@ -169,7 +169,7 @@ class ValueWatch(TorchFunctionMode):
             found = self._value(item)
             if found is None and shaped and not isinstance(item, torch.nn.Parameter):
                 with without_modes():
-                    found = torch.empty(1, dtype=item.dtype).expand(tuple(map(int, item.shape)))
+                    found = torch.empty((), dtype=item.dtype).expand(tuple(map(int, item.shape)))
             if found is None or found.numel() > LARGEST:
                 raise _UnknownError
             return found

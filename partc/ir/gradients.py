@@ -62,7 +62,7 @@ def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
 
 
 # Operations whose results have no gradient. As in autograd, a gradient that is zero everywhere counts as one.
-_FLAT = frozenset({"detach", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"})
+_FLAT = frozenset({"detach", "incoming_gradient", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"})
 
 
 def reached(graph: Graph, roots: Iterable[str]) -> set[str]:

@@ -279,6 +279,36 @@ def _define_composites() -> None:
     )
 
 
+class _Owned(torch.autograd.Function):
+    """Connects results to the operands whose gradients a model gives itself; differentiate follows these."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with below_autograd():
+            return tuple(map(_like, tensors[:count]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError("the gradients that a model gives itself are followed by partc.passes.differentiate")
+
+
+def _define_own_gradients() -> None:
+    """`own_gradient(results, operands, gradients)` gives the operands of a user's function gradients of the user's own.
+
+    Its results equal `results`. `gradients` are computed from the incoming ones, which `incoming_gradient(result)`
+    stands for, by operations of the same graph.
+    """
+    _operator("incoming_gradient", "(Tensor y) -> Tensor", _like)
+    _LIBRARY.define("own_gradient(Tensor[] results, Tensor[] operands, Tensor[] gradients) -> Tensor[]")
+    _LIBRARY.impl("own_gradient", lambda results, *_: list(map(_like, results)), "CompositeExplicitAutograd")
+    _LIBRARY.impl("own_gradient", lambda y, x, _: list(_Owned.apply(len(y), *y, *x)), "Autograd")
+    _LIBRARY.define("hook_gradient(Tensor result, Tensor operand, Tensor gradient) -> Tensor")
+    _LIBRARY.impl("hook_gradient", lambda result, *_: _like(result), "CompositeExplicitAutograd")
+    for name in ("incoming_gradient", "hook_gradient"):
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.fx.node.has_side_effect(_ops.hook_gradient.default)
+
+
 def _statistics(x: Tensor, shape: Sequence[int]) -> Tensor:
     """One number per normalised row, dimensions kept."""
     return x.new_empty([*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)])
@@ -329,6 +359,7 @@ _define_matmuls()
 _define_experts()
 _define_random()
 _define_composites()
+_define_own_gradients()
 
 # Names of results beyond the first, of operators that return values for their backward.
 EXTRA_RESULTS: dict[str, tuple[str, ...]] = {

@@ -130,6 +130,22 @@ def placements(
 ) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
     """The placements on the axis that the choice requires of operands and implies for results."""
     del axis  # a choice means the same on every axis
+    asked, made = _placements(op, rule, choice)
+    asked = tuple(_dual(each) if index in rule.gradients else each for index, each in enumerate(asked))
+    return asked, tuple(map(_dual, made)) if rule.makes_gradients else made
+
+
+def _dual(placement: Placement) -> Placement:
+    """The placement of a gradient, from that of its tensor."""
+    match placement:
+        case Varying():
+            return Partial()
+        case Partial():
+            return Replicated()
+    return placement
+
+
+def _placements(op: Op, rule: OpRule, choice: Choice | None) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
     if choice is None:
         return (Replicated(),) * len(rule.operands), (Replicated(),) * len(rule.results)
     if choice.factor is None:

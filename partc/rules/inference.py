@@ -105,6 +105,11 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
     shapes = [value.type.layout.local_shape(sizes) for value in op.results]
     if op.name == "full" and not operands:
         return (_filled(shapes[0], op.args[1], sizes),)
+    if op.name == "incoming_gradient":
+        # Its operand has no gradient, and may vary without a mark.
+        return (Inferred(operands[0].layout.dual(), loose=frozenset(sizes)),)
+    if op.name == "own_gradient":
+        return tuple(Inferred(type.layout) for type in operands[: len(op.results)])
     if op.name == "permute":
         return (Inferred(replace(operands[0].layout, dims=tuple(operands[0].layout.dims[i] for i in _order(op)))),)
     if op.name == "reshape":

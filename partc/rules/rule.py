@@ -42,6 +42,8 @@ class OpRule:
     combined: tuple[str, ...] = ()
     sharded: tuple[tuple[str, str], ...] = ()  # factor -> the operation to run where it is cut
     integral: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()  # operands that are gradients: a varying tensor's is partial, a partial one's equal
+    makes_gradients: bool = False  # so are the results
     work: tuple[tuple[str, ...], ...] = ()  # one product of factors per matrix product in the operation
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 from partc.ir.program import FLOATING, Arg, Op, TensorType
 from partc.rules.rule import Dims, OpRule, argument, integers, is_ref, make
@@ -208,6 +209,35 @@ def fourier(op: Op, types: Types) -> OpRule:
     dims, sizes = named_dims(types[0].shape)
     blocked = {f"d{dim}" for dim in (*integers(op.args[1]), len(dims) - 1)}
     return make([(dims, types[0])], [dims], sizes, blocked=blocked, linear=[(0,)])
+
+
+# Gradients that a model gives itself
+
+
+def incoming(op: Op, types: Types) -> OpRule:
+    return replace(unary_linear(op, types), makes_gradients=True)
+
+
+def owned(op: Op, types: Types) -> OpRule:
+    """own_gradient(results, operands, gradients): equal numbers in the attribute `dims` are equal dimensions.
+
+    An operand without a cut dimension has a gradient that is a sum over the ranks; a cut dimension that no result has
+    makes partial results.
+    """
+    results, operands, gradients = (len(each) for each in op.args if isinstance(each, tuple))
+    given = dict(op.attrs)["dims"]
+    assert isinstance(given, tuple)
+    numbers = [integers(each) for each in (*given, *given[results:])]
+    dims = [tuple((f"d{number}",) for number in each) for each in numbers]
+    sizes = {
+        f"d{number}": size
+        for each, type in zip(numbers, types, strict=True)
+        for number, size in zip(each, type.shape, strict=True)
+    }
+    rule = make(
+        list(zip(dims, types, strict=True)), dims[:results], sizes, added=range(results), linear=[range(results)]
+    )
+    return replace(rule, gradients=tuple(range(results + operands, results + operands + gradients)))
 
 
 # Views

@@ -277,6 +277,10 @@ build("upsample_bilinear2d upsample_bicubic2d upsample_nearest2d", last_dims(2, 
 build("constant_pad_nd pad", shapes.pad)
 build("diff", shapes.diff)
 
+# Gradients that a model gives itself
+build("incoming_gradient", shapes.incoming)
+build("own_gradient", shapes.owned)
+
 # Views
 build("reshape", shapes.reshape)
 build("permute", shapes.permute)

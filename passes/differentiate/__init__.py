@@ -166,8 +166,16 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
         for name in values:
             if name in roots:
                 values[name] = torch.ops.partc.mark(values[name], name)
+        later: list[Op] = []  # the operations of backward passes of the model's own
+        found: set[str] = set()  # their results
         for op in region.forward.ops:
-            _run(op, values, live, sizes)
+            if op.name == "own_gradient":
+                _run_with_gradients(op, later, values, live, sizes)
+            elif op.name == "incoming_gradient" or not found.isdisjoint(op.refs()):
+                later.append(op)
+                found.update(value.name for value in op.results)
+            else:
+                _run(op, values, live, sizes)
         return tuple(torch.ops.partc.mark(values[name], name) for name in region.forward.outputs)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -209,6 +217,34 @@ def _run(op: Op, values: dict[str, Any], live: set[str], sizes: Sizes) -> None:
                 f" its layout says {expected}"
             )
         values[value.name] = torch.ops.partc.mark(result, value.name)
+
+
+def _run_with_gradients(op: Op, later: list[Op], values: dict[str, Any], live: set[str], sizes: Sizes) -> None:
+    """Give the operands of a user's function the gradients that the operations in `later` compute."""
+    results, operands, gradients = (tuple(ref.name for ref in each) for each in op.args)  # type: ignore[union-attr]
+    incoming = {next(each.refs()): each.result for each in later if each.name == "incoming_gradient"}
+    known = dict(values)
+
+    class Given(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+            return tuple(torch.ops.partc.mark(x, value.name) for x, value in zip(tensors, op.results, strict=False))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            inside = dict(known)
+            for name, grad in zip(results, grads, strict=True):
+                if name in incoming:
+                    value = incoming[name]
+                    inside[value.name] = torch.ops.partc.mark(grad.to(operators.DTYPES[value.type.dtype]), value.name)
+            for each in later:
+                if each.name != "incoming_gradient" and all(name in inside for name in each.refs()):
+                    _run(each, inside, live, sizes)
+            found = (inside[name].to(known[x].dtype) for x, name in zip(operands, gradients, strict=True))
+            return (*(None for _ in results), *found)
+
+    made = Given.apply(*(values[name] for name in (*results, *operands)))
+    values.update((value.name, x) for value, x in zip(op.results, made, strict=True))
 
 
 def call_operator(op: Op, args: list[Any], attrs: dict[str, Any], live: set[str], sizes: Sizes) -> Any:

@@ -29,6 +29,7 @@ from partc.passes.normalize import lookups, losses, views
 from partc.passes.normalize.attention import attention
 from partc.passes.normalize.inplace import without_mutation
 from partc.passes.normalize.norms import plain_norms
+from partc.passes.normalize.own_gradients import with_dims
 from partc.passes.normalize.random import RANDOM, refuse_unknown
 from partc.passes.normalize.recurrent import recurrent
 from partc.passes.normalize.writer import Rewrite, Writer, argument, number, ref, with_dtypes
@@ -88,8 +89,8 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
     nexts: dict[str, str] = {}
     for buffer, made in updated.items():
         nexts[buffer] = _next(writer, buffer, writer.same.get(made, made))
-    forward = replace(graph, ops=tuple(writer.ops), outputs=(*outputs, *nexts.values()))
-    return replace(region, forward=forward.without_dead()), writer.drawn, nexts
+    forward = replace(graph, ops=tuple(writer.ops), outputs=(*outputs, *nexts.values())).without_dead()
+    return replace(region, forward=with_dims(forward, writer.types)), writer.drawn, nexts
 
 
 def _next(w: Writer, buffer: str, made: str) -> str:

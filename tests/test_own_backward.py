@@ -1,0 +1,84 @@
+"""Gradients that a model gives itself: what single functions become, and packages beside eager training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partc
+from partc.frontend.trace import trace_model
+from partc.ir.mesh import Mesh
+from partc.passes.normalize import normalize
+
+CLIPPED = """
+import torch
+from torch import nn
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad): return grad.clamp(-0.004, 0.003)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+    def forward(self, x):
+        WHAT
+        return self.down(h).square().mean()
+
+def model(): return Net()
+def batch(): return {"x": torch.randn(8, 6)}
+"""
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).sum(0)
+
+
+class Square(nn.Module):
+    """A width that is the batch's size: dimensions cannot be told by their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled.apply(x, self.w).sum()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_dimensions_follow_from_operations() -> None:
+    traced = trace_model(Square, lambda: {"x": torch.ones(4, 4)}, name="m", mesh=Mesh.parse("1"))
+    program = normalize(traced.program)
+    (own,) = (op for op in program.regions[0].forward.ops if op.name == "own_gradient")
+    assert dict(own.attrs)["dims"] == ((0, 1), (1,))  # the batch needs no gradient
+
+
+@pytest.mark.parametrize(
+    ("what", "mesh", "microbatches"),
+    [
+        ("h = Clipped.apply(self.up(x))", "1x2x2", 2),
+        ("h = nn.functional.linear(x, Clipped.apply(self.up.weight), self.up.bias)", "1x2x2", 1),
+        ("h = nn.functional.linear(x, Clipped.apply(self.up.weight), self.up.bias)", "1x2x1", 2),
+        ("h = self.up(x); h.register_hook(lambda grad: grad.clamp(max=0.002))", "2x1x2", 2),
+    ],
+)
+def test_a_clip_sees_whole_gradients(what: str, mesh: str, microbatches: int, tmp_path: Path) -> None:
+    file = tmp_path / "clipped.py"
+    file.write_text(CLIPPED.replace("WHAT", what))
+    package = partc.compile(str(file), mesh=mesh, microbatches=microbatches, precision="fp64")
+    result = package.verify(steps=2)
+    assert result.ok, result

@@ -155,6 +155,17 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "linalg_eigvalsh": torch.linalg.eigvalsh,
     "linalg_inv": torch.linalg.inv,
     "linalg_det": torch.linalg.det,
+    "linalg_matrix_exp": torch.linalg.matrix_exp,
+    "linalg_svd": torch.linalg.svd,
+    "linalg_qr": torch.linalg.qr,
+    "linalg_eigh": torch.linalg.eigh,
+    "linalg_cholesky": torch.linalg.cholesky,
+    "linalg_slogdet": torch.linalg.slogdet,
+    "linalg_pinv": torch.linalg.pinv,
+    "inverse": torch.inverse,
+    "det": torch.det,
+    "slogdet": torch.slogdet,
+    "logdet": torch.logdet,
     "max_pool3d": F.max_pool3d,
     "adaptive_max_pool3d": F.adaptive_max_pool3d,
     "avg_pool3d": F.avg_pool3d,
@@ -412,6 +423,13 @@ def reduction_cases() -> list[Case]:
     return [*found, case("sort", x, 1), case("argsort", x, 1), case("topk", x, 2, 1), case("topk", x, 3, 2)]
 
 
+MATRIX_FUNCTIONS = (
+    "matrix_exp", "linalg_matrix_exp", "linalg_svdvals", "linalg_svd", "linalg_qr", "linalg_eigh", "linalg_eigvalsh",
+    "linalg_cholesky", "linalg_inv", "inverse", "linalg_det", "det", "linalg_slogdet", "slogdet", "logdet",
+    "linalg_pinv",
+)  # fmt: skip
+
+
 def pooling_cases() -> list[Case]:
     image = normal(2, 6, 4, 6)
     found = [case(name, normal(2, 6, 8), 2) for name in ("max_pool1d", "avg_pool1d", "adaptive_avg_pool1d")]
@@ -419,9 +437,8 @@ def pooling_cases() -> list[Case]:
         case(name, image, [2, 3]) for name in ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d")
     ]
     matrices = normal(4, 3, 3)
-    found += [
-        case(name, matrices) for name in ("matrix_exp", "linalg_svdvals", "linalg_eigvalsh", "linalg_inv", "linalg_det")
-    ]
+    matrices = matrices @ matrices.mT + torch.eye(3, dtype=matrices.dtype)  # symmetric and positive definite
+    found += [case(name, matrices) for name in MATRIX_FUNCTIONS]
     film = normal(2, 6, 4, 6, 2)
     found += [
         case(name, film, [2, 3, 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import partc
 from partc.errors import PartcError
 from partc.frontend.trace import Traced, trace_model
+from partc.frontend.value_branches import LARGEST, ValueWatch
 from partc.ir.mesh import Mesh
 from tests.guards import asserting, by_number, elsewhere, raising
 
@@ -104,11 +106,37 @@ def overwritten(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return net.layer(x).sum()
 
 
-@pytest.mark.parametrize("step", [constant, drawn])
+def single(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """A constant of no dimension, in the shape of a value that is not known."""
+    zero = torch.zeros_like(net.layer(x).sum())
+    return net.layer(x).sum() if not zero.any() else x.sum()
+
+
+@pytest.mark.parametrize("step", [constant, drawn, single])
 def test_constants_have_values_while_a_model_is_traced(step: Step) -> None:
     found = traced(step)
     assert not found.assumed
     assert any(op.name == "linear" for op in found.program.regions[0].forward.ops)
+
+
+def test_values_of_large_constants_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of all pairs of positions would take time and memory by the square of the length."""
+    computed = ValueWatch._computed
+    sizes: list[int] = []
+
+    def noted(self: ValueWatch, *args: Any) -> Any:
+        found = computed(self, *args)
+        sizes.append(found.numel() if isinstance(found, Tensor) else 0)
+        return found
+
+    def step(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        places = torch.arange(4096)
+        mask = places[:, None] >= places
+        return net.layer(x).sum() * mask.sum()
+
+    monkeypatch.setattr(ValueWatch, "_computed", noted)
+    traced(step)
+    assert 4096 in sizes and max(sizes) <= LARGEST
 
 
 def test_a_constant_that_takes_values_of_the_batch_is_none() -> None:

@@ -199,9 +199,10 @@ class _UnknownError(Exception):
 
 
 def _elements(made: Any) -> int:
-    """The number of elements of the largest tensor of a result."""
+    """The number of elements of the largest tensor of a result; a size that depends on values counts as large."""
     if isinstance(made, Tensor):
-        return int(made.numel())
+        count = made.numel()
+        return count if isinstance(count, int) else LARGEST + 1
     return max(map(_elements, made), default=0) if isinstance(made, tuple | list) else 0
 
 

@@ -39,6 +39,7 @@ WITHOUT_DERIVATIVE = {
 }
 ELSEWHERE = {
     *("alias", "clone", "contiguous", "detach", "pad", "upsample_bilinear2d", "upsample_bicubic2d", "copysign"),
+    *("incoming_gradient", "own_gradient"),  # whose gradients are other operations' results
     *("attention_backward", "mask_classes", "linear_cross_entropy", "linear_cross_entropy_backward"),
 }
 
@@ -226,7 +227,10 @@ def test_strided_operands_give_what_dense_ones_give(case: Case) -> None:
     ways = itertools.cycle([arriving, *zip(*(list(dict(laid(x)).values()) or [x] for x in arriving), strict=False)])
     for what, values in arrangements(case):
         grads = next(ways)
-        results, gradients = expected(case, values, [g.contiguous() for g in grads])
+        try:
+            results, gradients = expected(case, values, [g.contiguous() for g in grads])
+        except torch.linalg.LinAlgError:  # of a matrix that repeats its elements and is singular
+            continue
         if not all(x.isfinite().all() for x in (*results, *(y for y in gradients.values() if y is not None))):
             continue  # a mask that hides everything, a matrix of one row
         made, found = emitted.run(values, grads)

@@ -76,7 +76,7 @@ def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str,
         if command["schedule"] == TABLE:
             command["schedule"] = str(Path(name) / TABLE)
         definitions = [f"{name}={value}" for name, value in plan["options"].items()]
-        update = {name: given[name] for name in ("optimizer", "group") if given[name]}
+        update = {name: given[name] for name in ("optimizer", "group") if given.get(name)}
         wanted, found = options({**given, **kept, **command, **update, "definitions": definitions})
         return str(Path(name) / "model.py"), wanted, found
     if given["mesh"] is None:

@@ -24,6 +24,7 @@ N = 2
 # Operations of which DTensor moves data first in cases that our rules compute in place, and why.
 # Execution (test_rules) stands behind ours.
 ITS_LIMITS = {
+    **dict.fromkeys(op_cases.MATRIX_FUNCTIONS, "gathers batches of matrices"),
     "mask_classes": "cuts no slice along what is cut",
     "clone": "sums parts first",
     "where": "sums parts first",
@@ -43,7 +44,7 @@ ITS_LIMITS = {
 # Left out: it replicates all but the batch of a convolution, a mask of ours isn't a DTensor, and it has no
 # strategy for the others, or gathers.
 UNKNOWN = (
-    *("linear_cross_entropy", "linear_cross_entropy_backward"),
+    *("linear_cross_entropy", "linear_cross_entropy_backward", "incoming_gradient", "own_gradient"),
     *("attention", "attention_backward", "conv1d", "conv2d", "conv3d"),
     *("scatter_reduce", "cdist", "bilinear", "gru", "unfold", "diagonal", "diag_embed", "rnn_tanh", "rnn_relu"),
 )

@@ -196,7 +196,7 @@ def test_decay_of_what_no_gradient_reaches_is_seen(
     right = partc.compile(deep, batch, mesh="dp=2", precision=precision)
     assert right.verify().ok
     every = frozenset(name for name, _ in Deep().named_parameters())
-    monkeypatch.setattr(partc.frontend.capture, "_with_gradient", lambda model, loss: every)
+    monkeypatch.setattr(partc.frontend.capture, "_with_gradient", lambda model, loss, repeats: every)
     result = partc.compile(deep, batch, mesh="dp=2", precision=precision).verify()
     assert not result.ok
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import partc
 from partc.errors import PartcError
+from partc.frontend.capture import capture
 from partc.frontend.trace import Traced, trace_model
 from partc.frontend.value_branches import LARGEST, ValueWatch
 from partc.ir.mesh import Mesh
@@ -137,6 +138,12 @@ def test_values_of_large_constants_are_not_computed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ValueWatch, "_computed", noted)
     traced(step)
     assert 4096 in sizes and max(sizes) <= LARGEST
+
+
+def test_values_of_constants_are_computed_beside_the_graph() -> None:
+    """Each switch of gradients in the graph becomes a graph of its own, which makes traces slow."""
+    graph = capture(lambda: Net(constant), batch, None, precision="fp64").exported.graph
+    assert not [node for node in graph.nodes if "set_grad" in str(node.target)]
 
 
 def test_a_constant_that_takes_values_of_the_batch_is_none() -> None:

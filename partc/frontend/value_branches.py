@@ -158,7 +158,7 @@ class ValueWatch(TorchFunctionMode):
             given = self._real((args, dict(kwargs)), shaped=name in _SHAPED)
         except _UnknownError:
             return _UNKNOWN
-        with without_modes(), torch.no_grad():
+        with without_modes():  # not no_grad, which the tracer would record
             try:
                 return func(*given[0], **given[1])
             except Exception:  # the traced call has succeeded, or will raise this itself

@@ -54,7 +54,8 @@ REPLICATED = ("*.x*=[_, _, _]", "*.d1_keep=[_, _, _]", "*.d2_keep=[_, _, _]", "*
     [
         # Korthikanti et al. 2022, equation 1
         ({"mesh": "1"}, s * b * h * (34 + 5 * a * s / h)),
-        ({"mesh": "1", "sizes": {"keep": False}}, s * b * h * (34 + 5 * a * s / h)),
+        # With F.dropout, attention as it is written out is one operation, which saves a number a row for its scores
+        ({"mesh": "1", "sizes": {"keep": False}}, s * b * h * 34 + 4 * a * b * s),
         # Equation 2: norms and dropouts of the residual stream on every rank
         ({"shard": REPLICATED}, s * b * h * (10 + 24 / tp + 5 * a * s / (h * tp))),
         # Equation 4: with sequence parallelism; what norms give is gathered again

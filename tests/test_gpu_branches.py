@@ -93,8 +93,9 @@ def steps_taken(package: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str)
             rank.parameters[name] = torch.empty(shard.local_shape(job.sizes), dtype=shard.dtype, device=DEVICE)
         comm = VirtualComm(world=World(1), rank=0, coordinate=rank.module.COORDINATE, groups={}, links={})
         comm.device = DEVICE
-        batch = train._batch(job, train.load_model_file(package / "model.py"), 0)
-        train._train(job, rank, comm, lambda step: batch, DEVICE, lone_store(), None)
+        model_file = train.load_model_file(package / "model.py")
+        data = train._source(job, model_file, str)
+        train._train(job, rank, comm, data, model_file, DEVICE, lone_store(), None)
     return found
 
 

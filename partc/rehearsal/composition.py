@@ -280,14 +280,16 @@ class _Names:
         return self.program.value_types()
 
     @cached_property
-    def _first(self) -> dict[str, tuple[int, ...]]:
+    def _first(self) -> dict[tuple[str | None, ...], tuple[int, ...]]:
         return {}
 
     def path(self, name: str) -> Key:
         """The name of a module or parameter, with its numbers counted from those of the first name like it."""
-        numbers = tuple(int(part) for part in name.split(".") if is_number(part))
-        first = self._first.setdefault(_starred(name), numbers)
-        return _starred(name), *(a - b for a, b in zip(numbers, first, strict=True))
+        parts = name.split(".")
+        alike = tuple(None if is_number(part) else part for part in parts)
+        numbers = tuple(int(part) for part in parts if is_number(part))
+        first = self._first.setdefault(alike, numbers)
+        return alike, *(a - b for a, b in zip(numbers, first, strict=True))
 
     def peer(self, stage: int | None) -> object:
         return stage if stage is None else self.stages.get(stage, "elsewhere")

@@ -124,6 +124,8 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
         return (_product(*(type.layout for type in operands)),)
     if op.name in _ALONG:
         return tuple(_along(op, operands, shape) for shape in shapes)
+    if op.name == "slice" and (stepped := _stepped(op, operands[0].layout, shapes[0], sizes)) is not None:
+        return (stepped,)
     if op.name in _LIKE:
         return _like_operand(operands[_LIKE[op.name]].layout, operands[0].layout, len(op.results))
     if op.name in _MASKS:
@@ -163,6 +165,21 @@ def _along(op: Op, operands: Sequence[TensorType], shape: tuple[int, ...]) -> In
     dims[here : here + (len(shape) <= len(dims))] = whole
     partial = tuple(sorted({axis for type in operands for axis in type.layout.partial}))
     return Inferred(replace(layout, dims=tuple(dims), partial=partial, varying=()))
+
+
+def _stepped(op: Op, layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> Inferred | None:
+    """The layout of every n-th element if each rank's runs of elements are multiples of n; otherwise None."""
+    numbers = [arg for arg in op.args[1:] if isinstance(arg, int)]
+    if len(numbers) != 4 or numbers[-1] == 1:
+        return None
+    at, start, _, step = numbers
+    *outer, last = layout.dims[at]
+    run = last.size // math.prod(sizes[axis] for axis in last.axes)
+    if run % step or start >= step or shape[at] * step != layout.local_shape(sizes)[at]:
+        return None
+    dims = list(layout.dims)
+    dims[at] = (*outer, SubDim(last.size // step, last.axes))
+    return Inferred(replace(layout, dims=tuple(dims), varying=()))
 
 
 def _like_operand(x: Layout, grad: Layout, results: int) -> tuple[Inferred | None, ...]:

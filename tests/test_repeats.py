@@ -253,6 +253,21 @@ def test_modules_that_differ_in_their_second_call_are_traced_each(monkeypatch: p
     assert len(copied) > 1 and factors == [1, 2, 3, 4]
 
 
+def test_copies_have_names_apart_from_entries_of_the_batch() -> None:
+    """Copies of the second block's `gelu_1` are named by numbers of calls, as an entry may be."""
+    names = [f"gelu_1_{number}" for number in range(40)]
+    program = trace.trace_model(
+        lambda: Stack(Block, 6),
+        lambda: {name: torch.zeros(4, 8) for name in names},
+        lambda model, batch: model(sum(batch.values())),
+        name="m",
+        mesh=Mesh.parse("1"),
+    ).program
+    graph = program.regions[0].forward
+    made = [value.name for value in (*graph.inputs, *(value for op in graph.ops for value in op.results))]
+    assert len(set(made)) == len(made)
+
+
 def test_the_number_of_traced_calls_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for depth in (4, 40):

@@ -239,8 +239,8 @@ class Repeats:
                         self._made[id(leaf)] = (leaf, record, tensors, module, index)
                     leaves.append(leaf)
                     made.append(leaf)
-                case ("input", index):
-                    leaves.append(tensors[index])
+                case ("input", place):
+                    leaves.append(tensors[place])
                 case ("weight", name):
                     leaves.append(weights[name])
                 case (_, value):
@@ -393,7 +393,7 @@ def _named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether code beside the classes' runs in the module's calls."""
+    """Whether calls run hooks, or a `forward` that is set on an instance, in the module or below it."""
     return any("forward" in vars(part) or any(vars(part).get(hooks) for hooks in _HOOKS) for part in module.modules())
 
 

@@ -100,7 +100,9 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
             parts=batches.parts,
             excluded=excluded,
         ),
-        lambda captured: program_of(captured, name=file.name, mesh=mesh, batches=batches),
+        name=file.name,
+        mesh=mesh,
+        batches=batches,
     )
     return Traced(
         program=program,
@@ -127,15 +129,21 @@ def trace_evaluation(
     file = load(path, options)
     if file.evaluate is None:
         return None
-    captured = capture(
-        lambda: _in_evaluation(file.model()),
-        file.batch,
-        file.evaluate,
-        precision=precision,
-        path=file.path,
-        parts=batches.parts,
-    )
-    return program_of(replace(captured, trained=trained), name=file.name, mesh=mesh, batches=batches)
+    evaluate = file.evaluate
+
+    def captured(excluded: Groups | None) -> Captured:
+        found = capture(
+            lambda: _in_evaluation(file.model()),
+            file.batch,
+            evaluate,
+            precision=precision,
+            path=file.path,
+            parts=batches.parts,
+            excluded=excluded,
+        )
+        return replace(found, trained=trained)
+
+    return _traced(captured, name=file.name, mesh=mesh, batches=batches)[1]
 
 
 def _in_evaluation(model: Any) -> Any:
@@ -176,20 +184,22 @@ def trace_model(
     """Trace a model given as functions. Raises PartcError P0205 to P0209."""
     captured, program = _traced(
         lambda excluded: capture(build, batch, loss, precision=precision, parts=batches.parts, excluded=excluded),
-        lambda captured: program_of(captured, name=name, mesh=mesh, batches=batches),
+        name=name,
+        mesh=mesh,
+        batches=batches,
     )
     return Traced(program=program, constants=captured.constants, model_source="", options={}, assumed=captured.assumed)
 
 
 def _traced(
-    captured_without: Callable[[Groups | None], Captured], read: Callable[[Captured], Program]
+    captured_without: Callable[[Groups | None], Captured], *, name: str, mesh: Mesh, batches: Batches
 ) -> tuple[Captured, Program]:
     """Trace equal modules once; without a group of modules that are not equal, and as a whole if that fails."""
     excluded: Groups = frozenset()
     for _ in range(TRIES):
         try:
             captured = captured_without(excluded)
-            return captured, read(captured)
+            return captured, program_of(captured, name=name, mesh=mesh, batches=batches)
         except UnequalError as error:
             tell(PASSES, f"modules of group {error.group} differ in their calls: each is traced")
             excluded |= {error.group}
@@ -197,7 +207,7 @@ def _traced(
             tell(PASSES, f"the model is traced as a whole: {type(error).__name__}")
             break
     captured = captured_without(None)
-    return captured, read(captured)
+    return captured, program_of(captured, name=name, mesh=mesh, batches=batches)
 
 
 def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -> Program:
@@ -303,7 +313,7 @@ class _GraphReader:
         self._repeated: RepeatedOps | None = None
         self._low = _AUTOCAST.get(captured.precision)
         self._hooked: set[str] = set()  # values whose gradient a hook changes
-        self._taken = {node.name for node in captured.exported.graph_module.graph.nodes}
+        self._taken = {node.name for part in captured.exported.graph_module.modules() for node in _nodes(part)}
 
     def read(self) -> Graph:
         signature = self._exported.graph_signature
@@ -316,8 +326,8 @@ class _GraphReader:
             self._names[node] = unique(unreserved(identifier(entry)), taken)
         for node in places:
             self._placeholder(node, specs[node.name])
-        names = {node.name for part in self._exported.graph_module.modules() for node in _nodes(part)}
-        self._repeated = RepeatedOps(self._calls, self._ops, names)
+        self._taken.update(self._names.values())  # entries of the batch may be called like copies
+        self._repeated = RepeatedOps(self._calls, self._ops, self._taken)
         self._weights = {name: self.states[owner] for name, owner in self._owners.items() if owner in self.states}
         outputs = self._body(module)
         self._repeated.check_leaks()

@@ -314,7 +314,7 @@ def of_transformers() -> dict[str, Architecture]:
 
 
 def picture_tokens(count: int) -> Tensor:
-    """Texts with 16 places for the patches of one picture."""
+    """Token ids of texts, each with 16 placeholder tokens for the patches of an image."""
     words = torch.randint(3, WORDS - 1, (BATCH, count))
     words[:, 2:18] = WORDS - 1
     return words

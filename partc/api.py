@@ -208,8 +208,9 @@ def compile(
     compress_grads: str = "none",
     loss_chunks: int = 1,
     cuda_graphs: bool = False,
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
     group: Sequence[str] = (),
+    lr: float | None = None,
     casts: Sequence[str] = (),
     kernels: str = "auto",
     loss: Callable[..., Any] | None = None,
@@ -234,8 +235,8 @@ def compile(
     nodes first. `grad_reduce` is the precision of these sums, fp32 or bf16. `compress_grads` is the format of gradients
     that cross nodes: none, bf16 or int8, with error feedback. `loss_chunks` is the number of chunks of logits, of which
     one is in memory at a time. `kernels` is auto, triton, aten, or inductor. `cuda_graphs` makes the package record its
-    steps on GPUs. `optimizer` ("sgd:momentum=0.9") and `group` ("*.bias:weight_decay=0") are the defaults of train.py,
-    for which memory is accounted.
+    steps on GPUs. `optimizer` ("sgd:momentum=0.9"), `group` ("*.bias:weight_decay=0") and `lr` are the defaults of
+    train.py, for which memory is accounted; without them the model file's optimizer() decides, else AdamW.
 
     Raises PartcError for invalid arguments.
     """
@@ -257,6 +258,7 @@ def compile(
         cuda_graphs=cuda_graphs,
         optimizer=optimizer,
         group=group,
+        lr=lr,
         casts=casts,
         kernels=kernels,
         memory_limit=memory_limit,
@@ -333,6 +335,10 @@ def compilation(
         return _within_budget(program, options, until, stepped)
 
     origin = traced(separate=False)
+    if origin.optimizer is not None and not options.chosen:
+        own = origin.optimizer
+        rate = own.lr if options.lr is None else options.lr
+        options = replace(options, optimizer=own.optimizer, group=own.groups, lr=rate)
     warnings: tuple[str, ...] = ()
     try:
         steps = lowered(origin.program)

@@ -558,7 +558,7 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "of the class (`--betas 0.9,0.95`, or `--optimizer adamw:betas=0.9,0.95`); the message lists them. --group "
         "'GLOB,...:OPTION=VALUE,...' gives parameters options of their own. LBFGS evaluates the loss several times in "
         "a step, SparseAdam needs sparse gradients, and moments of 8 bits have blocks that shards would cut elsewhere. "
-        "Model files cannot define optimizer() yet.",
+        "A model file's optimizer(model) returns one of these classes from torch.optim, or a list of several.",
     ),
     "P0601": CodeExplanation(
         "the output folder is not partc's",

@@ -314,7 +314,3 @@ def test_a_compile_refuses_what_packages_cannot_run(tmp_path: Path) -> None:
     for given in ({"optimizer": "lbfgs"}, {"optimizer": "sgd:betas=1,2"}, {"group": ("zzz*:eps=1",)}):
         with pytest.raises(PartcError, match="P0551"):
             partc.compile(TIED, mesh="dp=2", **given)
-    file = tmp_path / "own.py"
-    file.write_text(TIED.read_text() + "\n\ndef optimizer(model):\n    return None\n")
-    with pytest.raises(PartcError, match=r"P0551.*optimizer\(\)"):
-        partc.compile(file, mesh="dp=2")

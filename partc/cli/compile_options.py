@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _KEPT = (
     "mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute", "casts",
     "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks",
-    "cuda_graphs", "optimizer", "group",
+    "cuda_graphs", "optimizer", "group", "lr",
 )  # fmt: skip
 
 
@@ -30,7 +30,7 @@ _KEPT = (
 _DEFAULTS = {
     "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten", "bucket": "25MB",
     "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
-    "loss_chunks": 1, "cuda_graphs": False, "optimizer": "adamw", "group": (),
+    "loss_chunks": 1, "cuda_graphs": False, "optimizer": None, "group": (), "lr": None,
 }  # fmt: skip
 
 
@@ -50,8 +50,7 @@ def options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
                 raise PartcError("P0004", f"--{name} {given[name]} is out of range", help="give 1 or more")
             _define(definitions, name, str(given[name]))
     limit = given.get("memory_limit")
-    kept = {name: given[name] for name in _KEPT if name != "optimizer" or given[name]}
-    return Options.checked(memory_limit=limit, **kept), definitions
+    return Options.checked(memory_limit=limit, **{name: given[name] for name in _KEPT}), definitions
 
 
 def _define(definitions: dict[str, str], name: str, value: str) -> None:
@@ -76,7 +75,7 @@ def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str,
         if command["schedule"] == TABLE:
             command["schedule"] = str(Path(name) / TABLE)
         definitions = [f"{name}={value}" for name, value in plan["options"].items()]
-        update = {name: given[name] for name in ("optimizer", "group") if given.get(name)}
+        update = {name: given[name] for name in ("optimizer", "group", "lr") if given.get(name)}
         wanted, found = options({**given, **kept, **command, **update, "definitions": definitions})
         return str(Path(name) / "model.py"), wanted, found
     if given["mesh"] is None:
@@ -183,7 +182,8 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         click.option(
             "--optimizer",
             metavar="NAME[:OPTION=VALUE,..]",
-            help="train.py's default, which the memory account is for: sgd:momentum=0.9, muon, ... [default: adamw]",
+            help="train.py's default, which the memory account is for: sgd:momentum=0.9, muon, ...; the model file's "
+            "optimizer(), or adamw",
         ),
         click.option(
             "--group",
@@ -191,6 +191,7 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             multiple=True,
             help="options of the optimizer for some parameters: 'embed*:optimizer=adamw,lr_scale=0.1'",
         ),
+        click.option("--lr", type=float, help="train.py's default; the model file's optimizer(), or 1e-3"),
         click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
     ]
 
@@ -220,8 +221,8 @@ def memory(name: str, given: Mapping[str, Any]) -> tuple[Account, Mesh]:
     from partc.api import compilation
     from partc.rehearsal.rehearsal import rehearse
 
-    program = compilation(model, None, wanted, model_options=definitions).program
-    return rehearse(program, optimizer=wanted.optimizer, groups=wanted.group), wanted.mesh
+    done = compilation(model, None, wanted, model_options=definitions)
+    return rehearse(done.program, optimizer=done.options.optimizer, groups=done.options.group), wanted.mesh
 
 
 def formulas(name: str, given: Mapping[str, Any]) -> Formulas:

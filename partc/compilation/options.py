@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class Options:
     cuda_graphs: bool = False
     optimizer: str = DEFAULT  # with options, as in `sgd:momentum=0.9`: train.py's default
     group: tuple[str, ...] = ()  # options of the optimizer for some parameters
+    lr: float | None = None  # train.py's default
+    chosen: bool = False  # whether optimizer and group are given: else a model file's optimizer() decides
 
     @classmethod
     def checked(
@@ -77,8 +80,9 @@ class Options:
         compress_grads: str = "none",
         loss_chunks: int = 1,
         cuda_graphs: bool = False,
-        optimizer: str = DEFAULT,
+        optimizer: str | None = None,
         group: Sequence[str] = (),
+        lr: float | None = None,
     ) -> Options:
         """Check raw values and build the options.
 
@@ -123,8 +127,11 @@ class Options:
             raise _unknown("type for sums of gradients", grad_reduce, SUMS)
         if compress_grads not in COMPRESSIONS:
             raise _unknown("compression", compress_grads, COMPRESSIONS)
-        if optimizer != DEFAULT or group:
-            optimizer = _optimizer(optimizer, group)
+        chosen = optimizer is not None or bool(group)
+        if chosen:
+            optimizer = _optimizer(optimizer or DEFAULT, group)
+        if lr is not None and not 0 <= lr < math.inf:
+            raise PartcError("P0004", f"--lr {lr} is out of range", help="give a number of 0 or more")
         level, axes = _zero(str(zero), parsed)
         options = cls(
             mesh=parsed,
@@ -147,8 +154,10 @@ class Options:
             compress_grads=compress_grads,
             loss_chunks=loss_chunks,
             cuda_graphs=cuda_graphs,
-            optimizer=optimizer,
+            optimizer=optimizer or DEFAULT,
             group=tuple(group),
+            lr=lr,
+            chosen=chosen,
         )
         _ = options.places  # raises if the number of stages is invalid
         return options
@@ -202,6 +211,8 @@ class Options:
             found["optimizer"] = self.optimizer
         if self.group:
             found["group"] = list(self.group)
+        if self.lr is not None:
+            found["lr"] = self.lr
         return found if self.virtual_stages is None else found | {"virtual_stages": self.virtual_stages}
 
     @property

@@ -35,19 +35,22 @@ class ModelFile:
     batch: Callable[[], Any]
     loss: Callable[[Any, Any], Any] | None
     evaluate: Callable[[Any, Any], Any] | None
+    optimizer: Callable[[Any], Any] | None
 
 
 def load(path: Path, options: Mapping[str, str]) -> ModelFile:
     """Import a model file and apply `-D` options to its functions.
 
     Raises PartcError P0201 (no such file), P0202 (the import fails), P0203 (a function is missing), P0204 (an unknown
-    option, or a wrong type), P0551 (an optimizer of its own).
+    option, or a wrong type).
     """
     if not is_file(path):
         raise PartcError("P0201", f"there is no model file {path}", help=hint(path))
     source = _text(path)
     module = _imported(path)
-    functions = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "data", "evaluate")}
+    functions = {
+        name: getattr(module, name, None) for name in ("model", "batch", "loss", "data", "evaluate", "optimizer")
+    }
     for name in ("model", "batch"):
         if not callable(functions[name]):
             raise PartcError(
@@ -56,16 +59,11 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
                 help="a model file has model(**options) and batch(**options); partc explain P0203 shows one",
                 source=Source(file=str(path), line=1),
             )
-    if callable(getattr(module, "optimizer", None)):
-        raise PartcError(
-            "P0551",
-            f"{path} defines a function optimizer(), and packages do not run optimizers of model files",
-            help="choose one with --optimizer and --group, or give the function another name",
-            source=Source(file=str(path), line=1),
-        )
     converted = _converted(options, [functions["model"], functions["batch"]], functions["data"], path)
     model, batch = (_applied(functions[name], converted, path) for name in ("model", "batch"))
-    loss, evaluate = (functions[name] if callable(functions[name]) else None for name in ("loss", "evaluate"))
+    loss, evaluate, optimizer = (
+        functions[name] if callable(functions[name]) else None for name in ("loss", "evaluate", "optimizer")
+    )
     return ModelFile(
         name=path.stem,
         path=path,
@@ -75,6 +73,7 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
         batch=batch,
         loss=loss,
         evaluate=evaluate,
+        optimizer=optimizer,
     )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError, first_line
 from partc.frontend.huggingface import is_configuration
+from partc.frontend.own_optimizer import OwnOptimizer
 from partc.frontend.trace import Batches, trace_model
 from partc.frontend.trace_cache import trace_file
 from partc.frontend.user_modules import RESERVED, imported_by, with_imports
@@ -50,6 +51,7 @@ class Origin:
     options: Mapping[str, Any]
     extra: Mapping[str, bytes] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
+    optimizer: OwnOptimizer | None = None  # the model file's own
 
 
 def trace(
@@ -76,6 +78,7 @@ def trace(
                 options=traced.options,
                 extra=extra,
                 assumed=traced.assumed,
+                optimizer=traced.optimizer,
             )
         given, held = _batch(batch)
         if isinstance(model, nn.Module):

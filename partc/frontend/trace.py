@@ -20,6 +20,7 @@ from partc.frontend.capture import Captured, Groups, Loss, capture
 from partc.frontend.complex_numbers import is_complex, rewritten
 from partc.frontend.huggingface import PREFIX, is_configuration, model_source
 from partc.frontend.model_file import ModelFile, load
+from partc.frontend.own_optimizer import OwnOptimizer, own_optimizer
 from partc.frontend.repeated_ops import RepeatedOps
 from partc.frontend.repeats import MARK, UnequalError
 from partc.installed import is_machinery, shortened
@@ -61,6 +62,7 @@ class Traced:
     model_source: str
     options: Mapping[str, Any]
     assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
+    optimizer: OwnOptimizer | None = None  # the model file's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,7 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
         model_source=file.source,
         options=file.options,
         assumed=captured.assumed,
+        optimizer=None if file.optimizer is None else own_optimizer(file.optimizer, captured.model, file.path),
     )
 
 

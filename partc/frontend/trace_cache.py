@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 from partc.errors import PartcError
 from partc.frontend.huggingface import is_configuration, model_source
 from partc.frontend.model_file import load
+from partc.frontend.own_optimizer import OwnOptimizer
 from partc.frontend.trace import ONE_BATCH, Batches, Traced, configuration_name, generated, trace_loaded
 from partc.frontend.trace import trace_file as traced_anew
 from partc.frontend.user_modules import imported_by
@@ -156,6 +157,7 @@ def _read(entry: Path, name: str, path: str, *, mesh: Mesh, batches: Batches) ->
         model_source="",
         options=found["options"],
         assumed=tuple(found["assumed"]),
+        optimizer=found["optimizer"] and OwnOptimizer(**found["optimizer"]),
     )
 
 
@@ -168,6 +170,7 @@ def _write(entry: Path, traced: Traced, path: Path, read: Iterable[str]) -> None
         "options": dict(traced.options),
         "constants": dict(traced.constants),
         "assumed": traced.assumed,
+        "optimizer": traced.optimizer and asdict(traced.optimizer),
         "program": print_program(_placed(traced.program, str(path.absolute()), _MODEL), sources=True),
     }
     try:

@@ -379,7 +379,7 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         if arguments[name] is not None:
             arguments[name] = str(arguments[name].resolve())
     named = frozenset(name for name in _CONTINUED if arguments[name] is not None)
-    compiled = {name: command[name] for name in ("optimizer", "group") if name in command}
+    compiled = {name: command[name] for name in ("optimizer", "group", "lr") if name in command}
     for name, value in {"seed": plan["seed"], **_DEFAULTS, **compiled}.items():
         if name not in named:
             arguments[name] = value

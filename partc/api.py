@@ -71,7 +71,7 @@ class Package:
 
     @property
     def padded(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """For each parameter that is padded with rows of zeros, the model's shape and the padded shape."""
+        """For each parameter that is padded with zeros, the model's shape and the padded shape."""
         return {item.name: (item.holds, item.type.shape) for item in self.program.parameters if item.holds}
 
     @property

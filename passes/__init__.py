@@ -71,12 +71,21 @@ PIPELINE: tuple[Pass, ...] = (
         optional=True,
     ),
     Pass(
+        name="heads",
+        label="Repeated",
+        does="key and value heads are repeated, and query heads padded, where the tensor axes do not divide them",
+        requires=("canonical",),
+        ensures=("heads",),
+        after=("simplify",),
+        optional=True,
+    ),
+    Pass(
         name="outline",
         label="Outlined",
         does="repeated bodies become regions, called once per repetition",
         requires=("canonical",),
         ensures=("regions",),
-        after=("simplify", "pad"),
+        after=("simplify", "pad", "heads"),
         options=("places",),
     ),
     Pass(

@@ -23,6 +23,7 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "normalize": ({}, {}),
     "simplify": ({}, {"masked": True}),
     "pad": ({"mesh": "tp=2"}, {}),
+    "heads": ({"mesh": "tp=2"}, {"grouped": True}),
     "outline": ({}, {}),
     "precision": ({"precision": "bf16"}, {}),
     "batch": ({"mesh": "dp=2", "microbatches": 2}, {}),

@@ -294,7 +294,7 @@ class Parameter:
     wire: str = ""  # the element type in which its gradient travels; "" for its own
     compress: str = ""  # bf16 or int8, for its gradient between nodes, or everywhere if `near` is empty; "" for none
     after: str = ""  # the call after whose last backward the sum of its gradient starts; else at the step's end
-    holds: tuple[int, ...] = ()  # the model's own shape, where rows of zeros were added to it
+    holds: tuple[int, ...] = ()  # the model's own shape, where zeros were added to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ class Shard:
     gather: tuple[str, ...] = ()  # of the axes that cut it, those over which it is gathered for the calls that read it
     read: str = ""  # the type in which calls read it, if it is held in another
     aliases: tuple[str, ...] = ()  # its other names in the model
-    holds: tuple[int, ...] = ()  # the model's own shape, where rows of zeros follow it
+    holds: tuple[int, ...] = ()  # the model's own shape, where zeros follow it
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,10 +72,12 @@ class Shard:
     def local(self, whole: Tensor, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
         """The part of `whole` at a coordinate: a view if the cut allows one.
 
-        Padded rows are zeros.
+        Padding consists of zeros.
         """
         if self.holds and tuple(whole.shape) == self.holds:
-            whole = torch.cat([whole, whole.new_zeros(self.shape[0] - whole.shape[0], *whole.shape[1:])])
+            padded = whole.new_zeros(self.shape)
+            padded[tuple(map(slice, self.holds))] = whole
+            whole = padded
         return local_part(whole, self.dims, sizes, coordinate)
 
 

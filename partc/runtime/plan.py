@@ -59,7 +59,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanParameter:
-    """`shape` is the model's own, without the padded rows of the layout."""
+    """`shape` is the model's own, without the layout's padding."""
 
     dtype: DType
     layout: Layout

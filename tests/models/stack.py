@@ -31,11 +31,11 @@ class Turned(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, width: int, depth: int, words: int, turned: bool, masked: bool) -> None:
+    def __init__(self, width: int, depth: int, words: int, turned: bool, masked: bool, grouped: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, width)
         self.blocks = nn.ModuleList(Turned(width) if turned else Block(width) for _ in range(depth))
-        self.masked = masked
+        self.masked, self.grouped = masked, grouped
         self.head = nn.Linear(width, words, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -43,13 +43,18 @@ class Stack(nn.Module):
         if self.masked:
             mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
             x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=mask)[:, 0]
+        if self.grouped:  # four query heads, one key and value head
+            q, k = x.unflatten(-1, (4, -1)).transpose(1, 2), x[:, None, :, : x.shape[-1] // 4]
+            x = F.scaled_dot_product_attention(q, k, k, enable_gqa=True).transpose(1, 2).flatten(2)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
-def model(width: int = 8, depth: int = 2, words: int = 13, turned: bool = False, masked: bool = False) -> nn.Module:
-    return Stack(width, depth, words, turned, masked)
+def model(
+    width: int = 8, depth: int = 2, words: int = 13, turned: bool = False, masked: bool = False, grouped: bool = False
+) -> nn.Module:
+    return Stack(width, depth, words, turned, masked, grouped)
 
 
 def batch(batch: int = 8, words: int = 13) -> dict[str, Tensor]:

@@ -107,7 +107,7 @@ Run = tuple[int, int, int]  # first element in the whole, the same in the part, 
 def pieces(
     dims: Dims, shape: Sequence[int], sizes: Mapping[str, int], coordinate: Mapping[str, int]
 ) -> tuple[Piece, ...]:
-    """The boxes of a tensor at a coordinate. `shape` is the model's own: padded rows are left out."""
+    """The boxes of a tensor at a coordinate. `shape` is the model's own: padding is left out."""
     runs = [_runs(dim, size, sizes, coordinate) for dim, size in zip(dims, shape, strict=True)]
     return tuple(
         Piece(Box(tuple(run[0] for run in chosen), tuple(run[2] for run in chosen)), tuple(run[1] for run in chosen))

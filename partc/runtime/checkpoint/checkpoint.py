@@ -44,7 +44,7 @@ class Held:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The model's own shape, without padded rows."""
+        """The model's own shape, without padding."""
         return self.shard.holds or self.shard.shape
 
 

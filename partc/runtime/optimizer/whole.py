@@ -85,7 +85,7 @@ class WholeOptimizer:
         return frozenset()
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
-        """A new tensor with the parts of all ranks, without padded rows."""
+        """A new tensor with the parts of all ranks, without padding."""
         shard = self._shards[name]
         factors = [factor for dim in shard.dims for factor in dim]
         if not cutting(shard.dims) & self._coordinate.keys():
@@ -96,7 +96,7 @@ class WholeOptimizer:
                 for axis in reversed(axes):
                     whole = self._comm.group((axis,)).all_gather(whole, dim=position)
             whole = whole.reshape(shard.shape)
-        return whole[: shard.holds[0]].contiguous() if shard.holds else whole
+        return whole[tuple(map(slice, shard.holds))].contiguous() if shard.holds else whole
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part, in memory of its own."""

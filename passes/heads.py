@@ -1,0 +1,224 @@
+"""Prepare the heads of attention that the tensor axes do not divide, so that query heads can be cut.
+
+    scaled_… = attention(transpose, slice_1, slice_1, None, False, None)
+  ->
+    slice_1_heads   = repeat_interleave(slice_1, 2, 1)  # f32[8, 2, 4, 2]
+    slice_1_heads_2 = repeat_interleave(slice_1, 2, 1)  # f32[8, 2, 4, 2]
+    scaled_…        = attention(transpose, slice_1_heads, slice_1_heads_2, None, False, None)
+
+Key and value heads are repeated until each rank can have whole ones. Their projections stay as they are: annotate cuts
+them finer than heads, and an all-to-all gives each rank the heads that its queries read.
+
+Where the query heads do not divide (14 on tp=4), heads of zeros are added: the weights that make queries, keys and
+values get rows of zeros, the weight that reads the result gets columns of zeros. An added head has values of zero, so
+its result is zero and so are all its gradients: it stays zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from partc import fuel
+from partc.ir.layout import Layout
+from partc.ir.naming import unique
+from partc.ir.program import Arg, Op, Program, Ref, Region, TensorType, Value
+from partc.rules import resolve
+from partc.sharding.choices import tensor_axes
+
+_MOST = 2  # heads after padding, as a multiple of the heads before
+_HEADS = 1  # their dimension in attention
+Place = tuple[str, int]  # a value and one of its dimensions
+# Operations that keep heads apart and zeros zero; their literal sizes are in the argument at this position.
+_PARALLEL: Mapping[str, int | None] = {
+    "linear": None, "reshape": 1, "expand": 1, "permute": None, "to": None, "neg": None, "mul": None, "add": None,
+    "sub": None, "cat": None, "slice": None, "rotary": None, "rms_norm": None, "contiguous": None, "clone": None,
+}  # fmt: skip
+_OF_SCORES = frozenset({"layer_norm"})  # also allowed before scores, where zeros need not stay zeros
+_SUMS = frozenset({"add", "sub"})
+
+
+def heads(program: Program) -> Program:
+    """Repeat key and value heads, and pad query heads, where the tensor axes do not divide them."""
+    ways = math.prod(program.sizes[axis] for axis in tensor_axes(program.sizes))
+    (main,), (call,) = program.regions, program.calls
+    if ways == 1 or not any(op.name in ("attention", "attention_dropout") for op in main.forward.ops):
+        return program
+    found = _Heads(main, ways)
+    region = found.region()
+    stored = dict(zip((value.name for value in main.params), call.params, strict=True))
+    wide = {stored[value.name]: value.type for value in region.params if value.type != found.types[value.name]}
+    parameters = tuple(
+        replace(item, type=wide[item.name], holds=item.holds or item.type.shape) if item.name in wide else item
+        for item in program.parameters
+    )
+    return replace(program, regions=(region,), parameters=parameters)
+
+
+class _Refused(Exception):
+    """A reader or maker of heads that cannot be padded."""
+
+
+@dataclass(slots=True)
+class _Heads:
+    main: Region
+    ways: int
+    types: dict[str, TensorType] = field(init=False)
+    makers: Mapping[str, Op] = field(init=False)
+    readers: Mapping[str, list[Op]] = field(init=False)
+    padded: dict[Place, int] = field(default_factory=dict)  # the new size of a dimension
+    repeats: dict[str, int] = field(
+        default_factory=dict
+    )  # result of attention -> times that its key heads are repeated
+
+    def __post_init__(self) -> None:
+        graph = self.main.forward
+        self.types = self.main.types(graph)
+        self.makers, self.readers = graph.makers(), graph.readers()
+
+    def region(self) -> Region:
+        for op in self.main.forward.ops:
+            if op.name in ("attention", "attention_dropout") and len(op.results[0].type.shape) == 4:
+                self._attention(op)
+        if not self.padded and not self.repeats:
+            return self.main
+        taken = {*self.types}
+        ops = [new for op in self.main.forward.ops for new in self._rewritten(op, taken)]
+        params = tuple(replace(value, type=self._wider(value)) for value in self.main.params)
+        return replace(self.main, params=params, forward=replace(self.main.forward, ops=tuple(ops)))
+
+    def _attention(self, op: Op) -> None:
+        """Decide on one attention."""
+        q, k = (self.types[name].shape for name in list(op.refs())[:2])
+        count, groups = q[_HEADS], k[_HEADS]
+        if groups % self.ways == 0:
+            return
+        if count % self.ways == 0:
+            if fuel.allowed("repeated heads", op.source):
+                self.repeats[op.results[0].name] = math.lcm(groups, self.ways) // groups
+            return
+        whole = -(-count // self.ways) * self.ways
+        if whole > _MOST * count or op.name == "attention_dropout":  # its random numbers count heads
+            return
+        try:
+            found = _Padding(self, op, whole).run()
+        except _Refused:
+            return
+        if fuel.allowed("padded heads", op.source):
+            self.padded |= found
+            if groups < count:
+                self.repeats[op.results[0].name] = count // groups
+
+    def _wider(self, value: Value) -> TensorType:
+        shape = [self.padded.get((value.name, dim), size) for dim, size in enumerate(value.type.shape)]
+        return value.type if tuple(shape) == value.type.shape else replace(value.type, layout=Layout.replicated(shape))
+
+    def _rewritten(self, op: Op, taken: set[str]) -> Iterator[Op]:
+        results = tuple(replace(value, type=self._wider(value)) for value in op.results)
+        position = _PARALLEL.get(op.name)
+        if results != op.results and position is not None:
+            op = replace(op, args=(*op.args[:position], results[0].type.shape, *op.args[position + 1 :]))
+        times = self.repeats.get(op.results[0].name) if op.results else None
+        if times is not None:
+            args: list[Arg] = list(op.args)
+            for index in (1, 2):
+                made = list(self._repeated(op, index, times, results[0].type.shape[_HEADS], taken))
+                yield from made
+                args[index] = Ref(made[-1].result.name)
+            op = replace(op, args=tuple(args))
+        yield replace(op, results=results)
+
+    def _repeated(self, op: Op, index: int, times: int, whole: int, taken: set[str]) -> Iterator[Op]:
+        """Repeat the heads of an operand, and add heads of zeros if there are fewer than the queries' then."""
+        operand = op.args[index]
+        assert isinstance(operand, Ref)
+        type = self.types[operand.name]
+        shape = list(type.shape)
+        shape[_HEADS] *= times
+        name = unique(f"{operand.name}_heads", taken)
+        value = Value(name=name, type=replace(type, layout=Layout.replicated(shape)))
+        yield Op(name="repeat_interleave", args=(operand, times, _HEADS), results=(value,), source=op.source)
+        if (op.results[0].name, _HEADS) in self.padded:
+            shape[_HEADS], before = whole, shape[_HEADS]
+            padded = Value(
+                name=unique(f"{operand.name}_padded", taken), type=replace(type, layout=Layout.replicated(shape))
+            )
+            pads = (*(0,) * (2 * (len(shape) - 1 - _HEADS)), 0, whole - before)
+            yield Op(name="constant_pad_nd", args=(Ref(name), pads, 0), results=(padded,), source=op.source)
+
+
+@dataclass(slots=True)
+class _Padding:
+    """The padding of one attention's heads, followed through all makers and readers to the weights."""
+
+    heads: _Heads
+    attention: Op
+    whole: int
+    found: dict[Place, int] = field(default_factory=dict)
+
+    def run(self) -> dict[Place, int]:
+        """The new sizes. Raises _Refused if a maker or reader does not keep heads apart."""
+        q, k, v, *mask = self.attention.refs()
+        types = self.heads.types
+        if any(len(types[name].shape) > 2 and types[name].shape[-3] != 1 for name in mask):
+            raise _Refused
+        equal = types[q].shape[_HEADS] == types[k].shape[_HEADS]
+        for name in (q, k) if equal else (q,):
+            self._follow((name, _HEADS), self.whole, _OF_SCORES)
+        for name in (v, self.attention.results[0].name) if equal else (self.attention.results[0].name,):
+            self._follow((name, _HEADS), self.whole, frozenset())
+        return self.found
+
+    def _follow(self, place: Place, size: int, more: frozenset[str]) -> None:
+        name, _ = place
+        known = self.found.get(place, self.heads.padded.get(place))
+        if known is not None:
+            if known != size:
+                raise _Refused
+            return
+        heads = self.heads
+        graph = heads.main.forward
+        if name in graph.outputs or any(value.name == name for value in graph.inputs):
+            raise _Refused
+        if name not in heads.makers and not any(value.name == name for value in heads.main.params):
+            raise _Refused
+        self.found[place] = size
+        maker = heads.makers.get(name)
+        for op in (*([maker] if maker is not None else []), *heads.readers.get(name, ())):
+            if op is not self.attention:
+                self._through(op, place, size, more)
+
+    def _through(self, op: Op, place: Place, size: int, more: frozenset[str]) -> None:
+        """Widen every dimension of the operation that consists of the same heads."""
+        types = self.heads.types
+        rule = resolve(op, types) if op.name in _PARALLEL or op.name in more else None
+        if rule is None:
+            raise _Refused
+        name, dim = place
+        tensors = [
+            *zip(op.refs(), rule.operands, strict=True),
+            *((value.name, dims) for value, dims in zip(op.results, rule.results, strict=True)),
+        ]
+        old = types[name].shape[dim]
+        names = {dims[dim][0] for each, dims in tensors if each == name and dims[dim]}
+        if len(names) != 1 or (op.name == "linear" and op.args[0] == op.args[1]):
+            raise _Refused
+        factor = rule.factor(names.pop())
+        if (
+            factor.kind == "blocked"
+            or (factor.kind == "contracted" and op.name != "linear")
+            or factor.size * size % old
+        ):
+            raise _Refused
+        carried = 0
+        for each, dims in tensors:
+            for index, parts in enumerate(dims):
+                if factor.name not in parts:
+                    continue
+                if parts[0] != factor.name:
+                    raise _Refused
+                carried += 1
+                self._follow((each, index), types[each].shape[index] * size // old, more)
+        if op.name in _SUMS and carried < len(tensors):
+            raise _Refused

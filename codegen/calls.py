@@ -66,7 +66,7 @@ def runs(program: Program, calls: Sequence[Call]) -> list[Run]:
 
 def _readers(program: Program) -> dict[str, list[str]]:
     """The readers of each program value: names of calls, and the world outside."""
-    readers: dict[str, list[str]] = {program.loss: ["loss"]}
+    readers: dict[str, list[str]] = {name: ["loss"] for name in program.returned}
     for call in program.calls:
         for name in call.args:
             readers.setdefault(name, []).append(call.name)

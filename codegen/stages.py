@@ -34,6 +34,8 @@ class StageCode:
     receives: tuple[Entry, ...]
     loss: str
     loss_partial: str
+    results: tuple[Entry, ...]
+    returns: bool  # whether the program has results, and no loss
     init: tuple[Line, ...]
     setup: tuple[Line, ...]
     prepare: tuple[Line, ...]
@@ -101,7 +103,7 @@ class _Builder:
         opens = locals_.opens()
         lines = [*init, *setup, *prepare, *forward, *backward, *weight, *reduce, *refresh]
         text = "\n".join(masked(line.code)[0] for line in lines)
-        loss = self.program.loss if self.makes(self.program.loss) else ""
+        loss = self.program.loss if self.makes(self.program.loss) and not self.program.results else ""
         partial = self.types[self.program.loss].layout.partial if loss else ()
         return StageCode(
             index=self.index,
@@ -122,6 +124,15 @@ class _Builder:
             receives=self._receives(),
             loss=literal(loss) if loss else "None",
             loss_partial=strings(axis for axis in partial if axis != TIME_AXIS and self.program.sizes[axis] > 1),
+            results=tuple(
+                Entry(
+                    key=path,
+                    value=f"Result({literal(name)}, Shard({literal(str(self.types[name]))}){self._sums(name)})",
+                )
+                for path, name in self.program.results
+                if self.makes(name)
+            ),
+            returns=bool(self.program.results),
             init=(*init, *opens),
             setup=tuple(setup),
             prepare=tuple(prepare),
@@ -143,6 +154,11 @@ class _Builder:
             | ({"Unit"} if opens else frozenset())
             | ({"NOTHING"} if any("NOTHING" in line.code for line in refresh) else frozenset()),
         )
+
+    def _sums(self, name: str) -> str:
+        """The axes over which a result is summed, as an argument."""
+        axes = [axis for axis in self.types[name].layout.partial if self.program.sizes.get(axis, 1) > 1]
+        return f", partial={strings(axes)}" if axes else ""
 
     def makes(self, name: str) -> bool:
         return any(name in call.results for call in self.calls)
@@ -214,6 +230,7 @@ _STAGE_ATTRIBUTES = [
     "receives",
     "loss",
     "loss_partial",
+    "results",
     "shared",
     "setup",
     "prepare",

@@ -111,8 +111,7 @@ class StepWriter:
         for run in self.runs:
             lines.extend(self._forward_loop(run) if run.loop else self._forward_call(run, run.calls[0]))
         sent = dict.fromkeys(t.value for t in self.b.sent)
-        if self.b.makes(self.b.program.loss):
-            sent[self.b.program.loss] = None
+        sent.update(dict.fromkeys(filter(self.b.makes, self.b.program.returned)))
         values = ", ".join(f"{literal(name)}: {self.b.places[name]}" for name in sent)
         lines.append(Line(code=f"return {{{values}}}, {'saved' if saves else '[]'}"))
         return lines
@@ -168,7 +167,7 @@ class StepWriter:
         return readers[:1] == [call] and not sent and set(c.name for c in readers) <= {call.name}
 
     def _is_read(self, name: str) -> bool:
-        return name == self.b.program.loss or any(name in call.args for call in self.b.program.calls)
+        return name in self.b.program.returned or any(name in call.args for call in self.b.program.calls)
 
     # -- backward -------------------------------------------------------------------------------
 

@@ -36,7 +36,8 @@ def _end(exchanges: Exchanges, place: int) -> Body:
     program = exchanges.program
     stages = program.stages_at(place)
     shared = any(exchanges.sums(stage).shared() for stage in stages)
-    loss = any(program.loss in call.results and call.stage in stages for call in program.calls)
+    returned = set(program.returned)
+    loss = any(returned.intersection(call.results) and call.stage in stages for call in program.calls)
     statements = [ActionStatement(verb="start", subject="shared")] if shared else []
     statements += [ActionStatement(verb="start", subject="loss")] if loss else []
     return Body(kind="END", index=place, statements=(*statements, ActionStatement(verb="run", subject="update")))

@@ -88,6 +88,7 @@ class _Walk:
         self.pure = input_only(program)
         self.updates = {value for _, value in program.updates}
         types = program.value_types()
+        self.scalars = {name for name in program.returned if not types[name].shape}
         self.batch = types[program.batch_entries[0]].shape[0]
 
     def run(self) -> Program:
@@ -119,7 +120,7 @@ class _Walk:
     def _boundary(self, name: str, call: Call, placement: Placement) -> Placement:
         if name in self.updates or (name in self.summed and call.name in self.pure):
             return Varying()
-        if name == self.program.loss:
+        if name in self.scalars:
             return Partial()
         return placement
 

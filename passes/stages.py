@@ -114,7 +114,7 @@ def balanced(work: Sequence[float], count: int) -> tuple[tuple[int, int], ...]:
 
 def _placed(program: Program, stage_of: dict[str, int]) -> tuple[Call, ...]:
     """Every call with its stage; calls that only read inputs are repeated in each stage that reads their results."""
-    readers: dict[str, set[int]] = {}
+    readers: dict[str, set[int]] = {name: {max(stage_of.values())} for name in program.returned}
     placed: list[list[Call]] = []
     for call in reversed(program.calls):
         if call.name in stage_of:

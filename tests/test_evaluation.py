@@ -69,6 +69,10 @@ def evaluate(model, batch):
 {data}
 """
 LOSS = "return loss(model, batch)"
+METRICS = """logits, labels = model(batch["ids"]), batch["labels"]
+    right = (logits.argmax(-1) == labels) & (labels >= 0)
+    own = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    return {"loss": own, "accuracy": right.double().sum() / (labels >= 0).sum(), "right": right.sum(), "wide": own.double()}"""
 ACCURACY = 'return (model(batch["ids"]).argmax(-1) == batch["labels"]).double().mean()'
 DATA = "def eval_data(step):\n    return made(torch.Generator().manual_seed(1000 + step))"
 IN_ORDER = "eval_data = [made(torch.Generator().manual_seed(1000 + step)) for step in range(2)]"
@@ -81,12 +85,14 @@ def written(folder: Path, evaluate: str = LOSS, data: str = DATA, tie: str = "",
     return file
 
 
-def evaluations(metrics: Path) -> dict[int, float]:
+def evaluations(metrics: Path) -> dict[int, dict[str, float]]:
+    """By step, the results of evaluations by their names in the log."""
     entries = map(json.loads, metrics.read_text().splitlines())
-    return {entry["step"]: entry["evaluation"] for entry in entries if "evaluation" in entry}
+    found = {entry["step"]: {name: x for name, x in entry.items() if "evaluation" in name} for entry in entries}
+    return {step: results for step, results in found.items() if results}
 
 
-def on_one_device(package: Path, checkpoint: Path, seeds: list[int]) -> float:
+def on_one_device(package: Path, checkpoint: Path, seeds: list[int]) -> dict[str, float]:
     spec = importlib.util.spec_from_file_location("plain_model", package / "model.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -100,7 +106,11 @@ def on_one_device(package: Path, checkpoint: Path, seeds: list[int]) -> float:
     model.eval()
     with torch.no_grad():
         batches = [module.made(torch.Generator().manual_seed(seed)) for seed in seeds]
-        return sum(module.evaluate(model, batch).item() for batch in batches) / len(batches)
+        each = [module.evaluate(model, batch) for batch in batches]
+        if isinstance(each[0], torch.Tensor):
+            return {"evaluation": sum(value.item() for value in each) / len(each)}
+        names = each[0]
+        return {f"evaluation/{name}": sum(values[name].item() for values in each) / len(each) for name in names}
 
 
 CASES = {
@@ -114,10 +124,18 @@ CASES = {
 }
 
 
+EVALUATED = {
+    "dp=2,tp=2": METRICS,
+    "pp=2,tp=2, interleaved": METRICS,
+    "pp=2,dp=2, zero 3": METRICS,
+    "dp=4, zero 3": ACCURACY,
+}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_an_evaluation_equals_that_of_one_device(tmp_path: Path, case: str) -> None:
     norm = "LayerNorm" if "tp" in case else "BatchNorm1d"
-    file = written(tmp_path, ACCURACY if case == "dp=2,tp=2" else LOSS, norm=norm)
+    file = written(tmp_path, EVALUATED.get(case, LOSS), norm=norm)
     package = partc.compile(file, precision="fp64", **CASES[case]).write(tmp_path / "build")  # type: ignore[arg-type]
     arguments = ("--eval-every", 3, "--eval-batches", 3, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
     trained(package, "--steps", 5, "--save-every", 3, *arguments)
@@ -170,6 +188,8 @@ def test_a_token_file_is_evaluated_on(tmp_path: Path) -> None:
     [
         ("return model(batch['ids'])", "P0208"),
         ("return {'loss': 3}", "P0206"),
+        ("return {'loss': loss(model, batch), 'logits': model(batch['ids'])}", "P0208"),
+        ("return {}", "P0206"),
         ("return loss(model, batch) + torch.rand(())", "P0420"),
     ],
 )

@@ -380,12 +380,16 @@ def shared_sums(exchanges: Exchanges, place: int) -> Iterator[Collective]:
         yield together[key]
 
 
-def loss_sums(program: Program) -> Iterator[Collective]:
-    """The reduction of the loss over the axes where it is partial."""
-    type = program.value_types()[program.loss]
-    for axis in type.layout.partial:
-        if axis in program.mesh.names:
-            yield Collective(op="all_reduce", axes=(axis,), shape=(), dtype=type.dtype)
+def loss_sums(program: Program, place: int) -> Iterator[Collective]:
+    """The reduction of the loss, or of the results made at a place, over the axes where it is partial."""
+    types = program.value_types()
+    made = {name for call in program.calls if program.place(call.stage) == place for name in call.results}
+    for _, name in program.results or (("", program.loss),):
+        type = types[name]
+        for axis in type.layout.partial if name in made else ():
+            if axis in program.mesh.names:
+                shape = type.layout.local_shape(program.mesh.sizes)
+                yield Collective(op="all_reduce", axes=(axis,), shape=shape, dtype=type.dtype)
 
 
 def graph_of(region: Region, kind: GraphKind) -> Graph | None:

@@ -244,7 +244,7 @@ class Execution:
                     shared_sums(self.exchanges, self.place), "stages that share weights sum their gradients"
                 )
             case "start", "loss":
-                yield from self._at_once(loss_sums(self.program), "the loss of the whole batch")
+                yield from self._at_once(loss_sums(self.program, self.place), "the loss of the whole batch")
             case (("send" | "receive" | "wait"), "value"):
                 yield self._transfer(each, stage)
             case "run", "update":

@@ -91,7 +91,7 @@ def _check_shared(program: Program, training: Program) -> None:
     if not here <= links:
         raise _elsewhere("evaluate() sends values between stages that exchange none in the training")
     if _home(program) != _home(training):
-        raise _elsewhere("evaluate() makes its result on another pipeline rank than the loss")
+        raise _elsewhere("evaluate() makes a result on another pipeline rank than the loss")
     theirs = {parameter.name: parameter for parameter in training.parameters}
     stages, homes = training.holders(), program.holders()
     for parameter in program.parameters:
@@ -106,8 +106,11 @@ def _check_shared(program: Program, training: Program) -> None:
 
 
 def _home(program: Program) -> int:
-    """The pipeline rank that makes the loss."""
-    return program.place(next(call.stage for call in reversed(program.calls) if program.loss in call.results))
+    """The pipeline rank that makes the loss, or the results."""
+    places = {
+        name: program.place(call.stage) for call in program.calls for name in call.results if name in program.returned
+    }
+    return next(iter(places.values())) if len({*places.values()}) == 1 else -1
 
 
 def _part(parameter: Parameter) -> tuple[object, ...]:

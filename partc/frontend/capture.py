@@ -28,6 +28,7 @@ from partc.runtime.train.precision import computing_in, dtype_held, held_in
 from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase
 
 Loss = Callable[[Any, Any], Any]
+Read = Callable[[Any], Mapping[str, Tensor]]  # the tensors of a function's result, by path
 Groups = frozenset[int]  # numbers of groups of equal modules
 
 
@@ -47,13 +48,15 @@ class Captured:
     precision: str
     trained: frozenset[str]
     calls: Mapping[int, CallMark]  # the marks in the exported graph
+    results: tuple[str, ...] = ()  # paths of the graph's outputs, where it returns more than a loss
     assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
 
 
 class _TracedStep(nn.Module):
-    """The traced module: from the tensors of one batch, in the order of `names`, to one loss.
+    """The traced module: from the tensors of one batch, in the order of `names`, to one loss, or to what `read` finds.
 
-    `form` is a batch with the constants, into which the tensors are put.
+    `form` is a batch with the constants, into which the tensors are put. `told` gets
+    the parameters with a gradient, and the paths of what `read` finds.
     """
 
     def __init__(
@@ -63,11 +66,12 @@ class _TracedStep(nn.Module):
         path: Path | None,
         form: Any,
         names: Sequence[str],
-        trained: Callable[[frozenset[str], Repeats], None],
+        told: Callable[[frozenset[str], tuple[str, ...], Repeats], None],
         assumed: dict[str, None],
         watch: StateWatch,
         repeats: Callable[[], Repeats],
         hooks: Mapping[str, Sequence[Hook]],
+        read: Read | None = None,
     ) -> None:
         super().__init__()
         self._hooks = hooks
@@ -75,13 +79,14 @@ class _TracedStep(nn.Module):
         self._watch = watch
         self._repeats = repeats
         self._loss = loss
+        self._read = read
         self._path = path
         self._form = form
         self._names = names
         self._assumed = assumed
-        self._trained = trained  # is told, for an export puts attributes back
+        self._told = told  # by a call, for an export puts attributes back
 
-    def forward(self, *tensors: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         batch = rebuilt(self._form, dict(zip(self._names, tensors, strict=True)))
         stores = [module._buffers for module in self.modules()]
         held = [(store, name, buffer) for store in stores for name, buffer in store.items()]
@@ -89,13 +94,14 @@ class _TracedStep(nn.Module):
             repeats = self._repeats()
             values = ValueWatch()
             with self._watch.watching(), values.watching(), repeats.marking():
-                loss = self._forward(batch)
+                found = self._forward(batch)
             self._assumed.update(dict.fromkeys(values.sentences))
         except PartcError:
             raise
         except Exception as error:  # torch.export would print the graph so far beside it, or its whole message
             raise explained(error, self.model, self._path) from error
-        self._trained(_with_gradient(self.model, loss, repeats), repeats)
+        first = next(iter(found.values()))
+        self._told(_with_gradient(self.model, first, repeats), tuple(found), repeats)
         for store, name, buffer in held:
             now = store[name]
             if buffer is not None and now is not None and now is not buffer:
@@ -103,13 +109,15 @@ class _TracedStep(nn.Module):
                 with torch.no_grad():
                     buffer.copy_(now)
                 store[name] = buffer
-        return loss
+        return first if self._read is None else tuple(found.values())
 
-    def _forward(self, batch: Any) -> Tensor:
+    def _forward(self, batch: Any) -> Mapping[str, Tensor]:
         for name, hooks in self._hooks.items():
             for hook in hooks:
                 register_hook(self.model.get_parameter(name), hook)
         out = of_model(self.model, batch) if self._loss is None else self._loss(self.model, batch)
+        if self._read is not None:
+            return self._read(out)
         found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
         if not isinstance(found, Tensor):
             given = "the model" if self._loss is None else "loss()"
@@ -120,7 +128,7 @@ class _TracedStep(nn.Module):
             )
         if found.is_complex():
             raise PartcError("P0208", "the loss is complex: it must be a real number", help="return its real part")
-        return found
+        return {"": found}
 
 
 def capture(
@@ -132,10 +140,11 @@ def capture(
     path: Path | None = None,
     parts: int = 1,
     excluded: Groups | None = None,
+    read: Read | None = None,
 ) -> Captured:
     """Build the model under fake tensors and export it, for one of `parts` equal parts of the batch.
 
-    Equal modules are traced once, except those of the groups `excluded`; None traces all calls.
+    With `read`, the outputs are the tensors that it finds in the result of `loss`, or of the model. Equal modules are traced once, except those of the groups `excluded`; None traces all calls.
 
     Raises PartcError P0205 (the model or the batch cannot be built), P0206 (it does not trace), P0208 (the loss is no
     scalar), P0225 (it depends on state that packages do not have), P0401 (the batch does not divide).
@@ -144,7 +153,7 @@ def capture(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = _built(build, path)
     hooks = own_hooks(model)
-    trained: list[tuple[frozenset[str], Repeats]] = []
+    told: list[tuple[frozenset[str], tuple[str, ...], Repeats]] = []
     assumed: dict[str, None] = {}
     with mode:
         _make_fake(model, dtype)
@@ -154,13 +163,13 @@ def capture(
         try:
             with computing_in(dtype), followed(), stacks_of_losses():
                 watch = StateWatch(model, loss)
-                told = lambda names, repeats: trained.append((names, repeats))  # noqa: E731
+                tell = lambda *found: told.append(found)  # noqa: E731
                 modules = ModuleTree(model)
                 repeats = lambda: Repeats(modules, excluded)  # noqa: E731
-                step = _TracedStep(model, loss, path, form, tuple(batch), told, assumed, watch, repeats, hooks)
+                step = _TracedStep(model, loss, path, form, tuple(batch), tell, assumed, watch, repeats, hooks, read)
                 trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
                 exported = trace()
-                gained, marked = trained[-1]
+                gained, paths, marked = told[-1]
                 check(exported, watch, trace)
         except PartcError as error:
             error.source = error.source or blame(error, path)
@@ -175,6 +184,7 @@ def capture(
         precision=precision,
         trained=gained,
         calls=marked.calls,
+        results=() if read is None else paths,
         assumed=tuple(assumed),
     )
 

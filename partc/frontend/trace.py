@@ -23,6 +23,7 @@ from partc.frontend.model_file import ModelFile, load
 from partc.frontend.own_optimizer import OwnOptimizer, own_optimizer
 from partc.frontend.repeated_ops import RepeatedOps
 from partc.frontend.repeats import MARK, UnequalError
+from partc.frontend.results import scalars
 from partc.installed import is_machinery, shortened
 from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
@@ -143,6 +144,7 @@ def trace_evaluation(
             path=file.path,
             parts=batches.parts,
             excluded=excluded,
+            read=scalars,
         )
         return replace(found, trained=trained)
 
@@ -220,24 +222,32 @@ def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -
     reader = _GraphReader(captured, owners)
     graph = reader.read()
     used = {value: name for name, value in reader.states.items()}
-    region = Region(name=MAIN, params=tuple(reader.params), forward=graph)
     inputs = tuple(captured.batch)
-    result = unique("loss", {*inputs})
-    made = next(op for op in graph.ops if any(value.name == graph.outputs[0] for value in op.results))
-    loss = next(value for value in made.results if value.name == graph.outputs[0])
-    if loss.type.shape or not loss.type.differentiable:
-        wrong = f"has shape {loss.type.shape}" if loss.type.shape else f"is {loss.type.dtype}"
-        raise PartcError(
-            "P0208",
-            f"the loss {wrong}: it must be a floating-point scalar",
-            help="return its mean or sum",
-            source=made.source,
-        )
+    made = {value.name: value for op in graph.ops for value in op.results}
+    if not captured.results:
+        _check_loss(graph, made[graph.outputs[0]])
+    taken = {*inputs}
+    stems = [identifier(path) if path else "result" for path in captured.results] or ["loss"]
+    named = {output: unique(stem, taken) for output, stem in reversed([*zip(graph.outputs, stems, strict=True)])}
+    results = tuple((path, named[output]) for path, output in zip(captured.results, graph.outputs, strict=False))
+    for path, output in zip(captured.results, graph.outputs, strict=False):
+        if output not in made:
+            raise PartcError(
+                "P0208",
+                f"the result {path or 'of the function'} is an entry of the batch or a parameter, unchanged",
+                help="leave it out of the results, which are computed values",
+            )
+    graph = replace(graph, outputs=tuple(dict.fromkeys(graph.outputs)))
+    values = tuple(Value(name=named[output], type=made[output].type) for output in graph.outputs)
     if batches.separate:
-        graph, loss = _share(graph, loss, batches.microbatches)
-        region = replace(region, forward=graph)
+        graph = _shared(graph, made, batches.microbatches)
+    region = Region(name=MAIN, params=tuple(reader.params), forward=graph)
     call = Call(
-        name=MAIN, region=MAIN, params=tuple(used[v.name] for v in reader.params), args=inputs, results=(result,)
+        name=MAIN,
+        region=MAIN,
+        params=tuple(used[v.name] for v in reader.params),
+        args=inputs,
+        results=tuple(value.name for value in values),
     )
     return Program(
         name=shown(name),
@@ -247,20 +257,37 @@ def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -
         inputs=inputs,
         values=(
             *(replace(value, name=name) for name, value in zip(inputs, graph.inputs, strict=True)),
-            Value(name=result, type=loss.type),
+            *values,
         ),
         parameters=parameters,
         regions=(region,),
         calls=(call,),
-        loss=result,
+        loss=call.results[0],
+        results=results,
     )
 
 
-def _share(graph: Graph, loss: Value, count: int) -> tuple[Graph, Value]:
-    """Divide the loss of one of `count` batches by `count`."""
-    share = Value(name=f"{loss.name}_share", type=loss.type)
-    op = Op(name="div", args=(Ref(loss.name), count), results=(share,))
-    return replace(graph, ops=(*graph.ops, op), outputs=(share.name, *graph.outputs[1:])), share
+def _check_loss(graph: Graph, loss: Value) -> None:
+    """Raise PartcError P0208 unless the loss is a floating-point scalar."""
+    if not loss.type.shape and loss.type.differentiable:
+        return
+    wrong = f"has shape {loss.type.shape}" if loss.type.shape else f"is {loss.type.dtype}"
+    raise PartcError(
+        "P0208",
+        f"the loss {wrong}: it must be a floating-point scalar",
+        help="return its mean or sum",
+        source=next(op.source for op in graph.ops if loss in op.results),
+    )
+
+
+def _shared(graph: Graph, made: Mapping[str, Value], count: int) -> Graph:
+    """Divide the loss, or the scalars, of one of `count` batches by `count`."""
+    shares = [Value(name=f"{name}_share", type=made[name].type) for name in graph.outputs]
+    ops = [
+        Op(name="div", args=(Ref(name), count), results=(share,))
+        for name, share in zip(graph.outputs, shares, strict=True)
+    ]
+    return replace(graph, ops=(*graph.ops, *ops), outputs=tuple(share.name for share in shares))
 
 
 def _parameters(model: nn.Module, trained: Container[str]) -> tuple[Parameter, ...]:
@@ -334,7 +361,7 @@ class _GraphReader:
         self._weights = {name: self.states[owner] for name, owner in self._owners.items() if owner in self.states}
         outputs = self._body(module)
         self._repeated.check_leaks()
-        return Graph(inputs=tuple(self.inputs), ops=tuple(self._ops), outputs=(outputs[0],))
+        return Graph(inputs=tuple(self.inputs), ops=tuple(self._ops), outputs=outputs)
 
     def _placeholder(self, node: fx.Node, spec: Any) -> None:
         self._names.setdefault(node, node.name)

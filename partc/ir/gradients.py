@@ -50,7 +50,7 @@ def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
     Arguments that a call only detaches, directly or in a later call, have none.
     """
     regions = {region.name: region for region in program.regions}
-    wanted, found = {program.loss}, set()
+    wanted, found = {*program.returned}, set()
     for call in reversed(program.calls):
         graph = regions[call.region].forward
         outputs = {out for out, name in zip(graph.outputs, call.results, strict=False) if name in wanted}

@@ -193,7 +193,7 @@ class _TextReader:
         word = text.split(None, 1)[0].rstrip(":")
         readers: dict[str, Callable[[str], None]] = {
             "program": self._program, "input": self._input, "value": self._value, "parameter": self._parameter,
-            "constant": self._parameter, "update": self._update, "call": self._call,
+            "constant": self._parameter, "update": self._update, "result": self._result, "call": self._call,
             "transfer": self._transfer, "places": self._places, "schedule": self._schedule, "region": self._region,
             "param": self._param, "forward": self._graph, "backward": self._graph, "weight": self._graph,
             "saved": self._saved, "kept": self._kept, "return": self._return, "action": self._action,
@@ -279,6 +279,10 @@ class _TextReader:
     def _update(self, text: str) -> None:
         match = _matched(rf"update {_NAME} = {_NAME}", text)
         self._parts["updates"].append((_name(match[1]), _name(match[2])))
+
+    def _result(self, text: str) -> None:
+        match = _matched(rf"result {_NAME} = {_NAME}", text)
+        self._parts["results"].append((_name(match[1]), _name(match[2])))
 
     def _places(self, text: str) -> None:
         self._parts["places"].extend(int(_matched(r"(\d+)", word)[1]) for word in text.split()[1:])

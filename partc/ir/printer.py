@@ -58,6 +58,7 @@ def print_program(program: Program, *, sources: bool = False) -> str:
     ]
     lines += [f"input {written_name(name)}" for name in program.inputs]
     lines += [f"value {_declared(value)}" for value in program.values]
+    lines += [f"result {written_name(path)} = {written_name(value)}" for path, value in program.results]
     lines += [f"update {written_name(buffer)} = {written_name(value)}" for buffer, value in program.updates]
     lines += [_parameter(parameter) for parameter in program.parameters]
     for call in program.calls:

@@ -413,7 +413,8 @@ class Program:
     """A whole model on a mesh.
 
     `values` types everything that passes between calls, the batch's entries (`inputs`) included;
-    `loss` names the program value to minimise, a sum over every axis its layout calls partial.
+    `loss` names the program value to minimise, a sum over every axis its layout calls partial. A program that only runs
+    forward has `results` in its place: values by their paths in the returned object ("" for a lone tensor).
     `updates` names the buffers that a microbatch changes, and the values that they take.
     With `separate_batches` each microbatch is a batch of its own, whose loss counts by its share of the step: shapes
     are those of one microbatch, statistics and losses those of accumulated gradients.
@@ -432,6 +433,7 @@ class Program:
     regions: tuple[Region, ...] = ()
     calls: tuple[Call, ...] = ()
     loss: str = "loss"
+    results: tuple[tuple[str, str], ...] = ()
     draws: int = 0
     updates: tuple[tuple[str, str], ...] = ()
     transfers: tuple[Transfer, ...] = ()
@@ -443,6 +445,11 @@ class Program:
     def sizes(self) -> Mapping[str, int]:
         """The sizes of all axes that a layout may name: the mesh's, and `mb` where microbatches share one batch."""
         return {**self.mesh.sizes, TIME_AXIS: 1 if self.separate_batches else self.microbatches}
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The program values that are read after the last call: the loss, or the results."""
+        return tuple(dict.fromkeys(value for _, value in self.results)) or (self.loss,)
 
     @property
     def batch_entries(self) -> tuple[str, ...]:

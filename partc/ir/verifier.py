@@ -50,10 +50,11 @@ def _program(program: Program, facts: Collection[str]) -> Iterator[str]:
     kernels = {region.kernels for region in program.regions if region.phase == "microbatch"}
     if len(kernels) > 1:
         yield f"regions have kernels of several sources: {', '.join(sorted(kernels))}"
-    if program.loss not in types:
-        yield f"the loss {program.loss} has no type"
-    elif types[program.loss].shape:
-        yield f"the loss {program.loss} has shape {types[program.loss].shape}"
+    for name in program.returned:
+        if name not in types:
+            yield f"the loss {name} has no type" if not program.results else f"the result {name} has no type"
+        elif types[name].shape and not program.results:
+            yield f"the loss {name} has shape {types[name].shape}"
     yield from _transfers(program, types)
     if program.places:
         ranks = program.mesh.axis(PIPELINE_AXIS)
@@ -92,8 +93,8 @@ def _calls(program: Program) -> Iterator[str]:
                 yield f"{place} makes {name} a second time"
             known.add((call.stage, name))
             known.update((item.target, name) for item in program.transfers if item.value == name)
-    if not any(name == program.loss for _, name in known):
-        yield f"no call makes the loss {program.loss}"
+    for name in set(program.returned).difference(name for _, name in known):
+        yield f"no call makes the {'result' if program.results else 'loss'} {name}"
 
 
 def _exchanges(program: Program) -> Iterator[str]:

@@ -346,8 +346,9 @@ class _Names:
             if (body.index == self.place if body.kind == "END" else body.index in self.stages)
         ]
         updates = [(self.path(buffer), self.value(value)) for buffer, value in program.updates if buffer in read]
-        loss = self.value(program.loss) if any(program.loss in c.results for c in program.calls) else ()
-        return tuple(calls), tuple(held), tuple(transfers), tuple(bodies), tuple(updates), loss
+        made = {name for call in program.calls for name in call.results}
+        returned = tuple(self.value(name) for name in program.returned if name in made)
+        return tuple(calls), tuple(held), tuple(transfers), tuple(bodies), tuple(updates), returned
 
     def steps(self, steps: Iterable[Step]) -> Key:
         return tuple(map(self._step, steps))

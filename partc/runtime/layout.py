@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -93,6 +94,30 @@ class Received:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A result of a stage that only runs forward: a value by its name, its cut, and the axes over which it is summed."""
+
+    value: str
+    shard: Shard
+    partial: tuple[str, ...] = ()
+
+    def joined(self, parts: Sequence[Tensor], sizes: Mapping[str, int]) -> Tensor:
+        """A rank's part of the value for a whole batch, from those of its microbatches.
+
+        They follow each other if microbatches cut the value, and are summed if it is a sum or a scalar. Any other value
+        is the same in each of them.
+        """
+        factors = [factor for dim in self.shard.dims for factor in dim]
+        cut = next((index for index, (_, axes) in enumerate(factors) if "mb" in axes), None)
+        if cut is not None:
+            ways = {**sizes, "mb": len(parts)}
+            shape = [size // _ways(axes, ways) for size, axes in factors]
+            whole = torch.cat([part.reshape(shape) for part in parts], cut)
+            return whole.reshape(self.shard.local_shape(sizes))
+        return functools.reduce(torch.add, parts) if "mb" in self.partial or not factors else parts[-1]
 
 
 def cutting(dims: Dims) -> frozenset[str]:

@@ -79,7 +79,9 @@ class _Linker:
         self.call_names: set[str] = set()
         given = zip(main.forward.inputs, program.calls[0].args, strict=True)
         self.values: dict[str, str] = {value.name: name for value, name in given}
-        self.taken = set(program.inputs) | {program.loss}
+        returned = zip(main.forward.outputs, program.calls[0].results, strict=True)
+        self.returned = {old: name for old, name in reversed(list(returned)) if name in program.returned}
+        self.taken = set(program.inputs) | set(self.returned.values())
         self.calls: list[Call] = []
 
     def run(self) -> Program:
@@ -92,6 +94,7 @@ class _Linker:
         updates = tuple((buffer, self.values[given[value]]) for buffer, value in self.program.updates)
         return replace(
             self.program,
+            results=tuple((path, self.values[given[value]]) for path, value in self.program.results),
             regions=tuple(self.regions.values()),
             calls=tuple(self.calls),
             updates=updates,
@@ -143,8 +146,8 @@ class _Linker:
         )
 
     def _value_name(self, old: str, local: str, call: str) -> str:
-        if old == self.main.forward.outputs[0]:
-            return self.program.loss
+        if old in self.returned:
+            return self.returned[old]
         return unique(identifier(local), self.taken)
 
     def _signature(
@@ -182,9 +185,10 @@ class _Linker:
         for name in inputs:
             names[name] = unique(self._input_name(name, inputs), taken)
         names.update(name_values(segment.ops, segment.key, taken | set(names.values())))
-        if self.main.forward.outputs[0] in outputs:
-            others = {new for old, new in names.items() if old != self.main.forward.outputs[0]}
-            names[self.main.forward.outputs[0]] = unique(self.program.loss, taken | others)
+        for result in self.returned:
+            if result in outputs:
+                others = {new for old, new in names.items() if old != result}
+                names[result] = unique(self.returned[result], taken | others)
         return Region(
             name=unique(
                 self._region_name(index, segment, params, [names[name] for name in outputs]), self.region_names

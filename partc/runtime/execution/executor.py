@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.comm import Axis, Comm, Pending
-from ..layout import Received, Shard
+from ..layout import Received, Result, Shard
 from ..ops.accumulation import Gradient, settled
 from .parts import NOTHING, Unit
 
@@ -73,6 +73,12 @@ class Stage(Protocol):
     def backward(self, saved: Any, gradients: dict[str, Tensor], last: bool, *ahead: Unit) -> dict[str, Tensor]: ...
     def reduce_gradients(self) -> None: ...
     def refresh(self) -> None: ...
+
+
+class ForwardStage(Stage, Protocol):
+    """A stage of a program that only runs forward."""
+
+    results: dict[str, Result]  # by path in the object that the model file's function returns
 
 
 class SplitStage(Stage, Protocol):
@@ -179,8 +185,7 @@ class Step:
             for earlier in self.told.get((source, microbatch), ()):
                 self.comm.taken((slot[0], source), earlier)
         values, self.saved[slot] = stage.forward(self.microbatches[microbatch], received, *ahead)
-        if stage.loss is not None:
-            self.loss = values[stage.loss] if self.loss is None else self.loss + values[stage.loss]
+        self._keep(stage, slot, values)
         leaving: dict[str, Tensor] = {}
         for name, targets in stage.sends.items():
             for target in targets:
@@ -190,6 +195,10 @@ class Step:
                     leaving[name] = values[name]
         if leaving:
             self.sent[slot] = leaving
+
+    def _keep(self, stage: Stage, slot: Slot, values: Mapping[str, Tensor]) -> None:
+        if stage.loss is not None:
+            self.loss = values[stage.loss] if self.loss is None else self.loss + values[stage.loss]
 
     def _send_f(self, stage: Stage, slot: Slot) -> None:
         for name, value in self.sent.pop(slot).items():
@@ -241,6 +250,46 @@ class Step:
         there[name] = there[name] + gradient if name in there else gradient
 
 
+class _Forward(Step):
+    """A pass forward, whose results are kept by path and microbatch."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.results: dict[str, tuple[Result, dict[int, Tensor]]] = {}
+
+    def _keep(self, stage: Any, slot: Slot, values: Mapping[str, Tensor]) -> None:
+        self.saved.pop(slot)
+        for path, result in stage.results.items():
+            self.results.setdefault(path, (result, {}))[1][slot[1]] = values[result.value]
+
+
+def run_forward(
+    stages: Mapping[int, ForwardStage],
+    comm: Comm,
+    actions: Sequence[Action],
+    batch: dict[str, Tensor],
+    microbatches: Sequence[dict[str, Tensor]],
+    sizes: Mapping[str, int],
+) -> dict[str, Tensor]:
+    """Run one batch forward; returns this rank's parts of the results of its stages, by path.
+
+    Arguments are those of `run_step`; `sizes` are those of the mesh's axes.
+    """
+    step = _Forward(stages, comm, microbatches, {})
+    _play(step, actions, batch)
+    found: dict[str, Tensor] = {}
+    for path, (result, parts) in step.results.items():
+        value = result.joined([parts[number] for number in sorted(parts)], sizes)
+        comm.clock.entering("the sum of a result", "work")
+        for axis in result.partial:
+            if axis != "mb":
+                value = comm.group((axis,)).all_reduce(value)
+        found[path] = value
+    comm.clock.entering("the last transfers of the step", "work")
+    comm.drain()
+    return found
+
+
 def run_step(
     stages: Mapping[int, Stage],
     comm: Comm,
@@ -259,18 +308,8 @@ def run_step(
     The communicator's clock is told each action before it starts.
     """
     entering = comm.clock.entering
-    entering("prepare", "work")
     step = Step(stages, comm, microbatches, told or {})
-    opening = list(takewhile(lambda action: action.kind == "UNSHARD", actions))
-    for action in opening:
-        step.run(action)
-    for stage in stages.values():
-        stage.prepare(batch)
-    final = {action.stage: action for action in actions if last and action.kind in ("B", "W")}
-    for action in actions[len(opening) :]:
-        if last or action.kind != "REDUCE_GRAD":
-            entering(str(action), "work")
-            step.run(action, last=action == final.get(action.stage))
+    _play(step, actions, batch, last=last)
     entering("the sum of shared weights' gradients", "work")
     for ranks, gradients in _shared_gradients(stages).items() if last else ():
         comm.pipeline(ranks).reduce_gradients(gradients)
@@ -282,6 +321,22 @@ def run_step(
     entering("the last transfers of the step", "work")
     comm.drain()
     return loss
+
+
+def _play(step: Step, actions: Sequence[Action], batch: dict[str, Tensor], *, last: bool = True) -> None:
+    """Run the actions of a step; gradients are summed over ranks only in the `last` step before an update."""
+    entering = step.comm.clock.entering
+    entering("prepare", "work")
+    opening = list(takewhile(lambda action: action.kind == "UNSHARD", actions))
+    for action in opening:
+        step.run(action)
+    for stage in step.stages.values():
+        stage.prepare(batch)
+    final = {action.stage: action for action in actions if last and action.kind in ("B", "W")}
+    for action in actions[len(opening) :]:
+        if last or action.kind != "REDUCE_GRAD":
+            entering(str(action), "work")
+            step.run(action, last=action == final.get(action.stage))
 
 
 def _shared_gradients(stages: Mapping[int, Stage]) -> dict[tuple[int, ...], list[Tensor]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..comm.comm import Comm
 from ..device.sending import bring
 from ..errors import UsageError
-from ..execution.executor import Stage, parse_schedule, run_step
+from ..execution.executor import ForwardStage, parse_schedule, run_forward
 from ..layout import Shard
 from .data import BatchSource, Say, Tokens, source
 from .data import in_microbatches as cut
@@ -38,28 +38,31 @@ class Evaluation:
         """Whether an evaluation follows after this number of steps."""
         return bool(self.job.eval_every) and (done % self.job.eval_every == 0 or done == self.job.steps)
 
-    def run(self) -> float | None:
-        """The mean of `evaluate` over the first batches of the data, on ranks of the stage that makes it."""
+    def run(self) -> dict[str, float]:
+        """The means of `evaluate`'s scalars over the first batches of the data, on ranks of the stage that makes them.
+
+        Their names are those of the log: `evaluation` for one scalar, `evaluation/loss` for one of a dict.
+        """
         clock, job = self.comm.clock, self.job
         clock.entering("an evaluation")
         modules = {number: importlib.import_module(f"evaluation.stages.stage_{number}") for number in self.rank.STAGES}
-        stages: dict[int, Stage] = {
+        stages: dict[int, ForwardStage] = {
             number: module.Stage(self.comm, self.parameters, {}) for number, module in modules.items()
         }
         for stage in stages.values():
             stage.setup()
         inputs: dict[str, Shard] = {name: shard for stage in stages.values() for name, shard in stage.inputs.items()}
         actions = parse_schedule(self.rank.EVALUATION)
-        batches, found = evaluation_data(job, self.model_file), list[float]()
+        batches, sums = evaluation_data(job, self.model_file), dict[str, float]()
         for number in range(job.eval_batches):
             clock.entering("data of an evaluation")
             part = batches.part(number, inputs, job.sizes, self.rank.COORDINATE)
             local = {name: bring(x, self.device) for name, x in part.items()}
             pieces = cut(local, inputs, job.sizes, job.plan["microbatches"])
-            value = run_step(stages, self.comm, actions, local, pieces)
-            if value is not None:
-                found.append(value.item())
-        return sum(found) / len(found) if found else None
+            for path, value in run_forward(stages, self.comm, actions, local, pieces, job.sizes).items():
+                name = f"evaluation/{path}" if path else "evaluation"
+                sums[name] = sums.get(name, 0.0) + value.item()
+        return {name: total / job.eval_batches for name, total in sums.items()}
 
 
 def evaluation_data(job: Job, model_file: ModuleType, say: Say = lambda line: None) -> BatchSource:

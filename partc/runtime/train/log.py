@@ -68,19 +68,19 @@ class StepLog:
         peak_bytes: int,
         split: Split | None = None,
         aside: Mapping[str, float] | None = None,
-        evaluation: float | None = None,
+        evaluation: Mapping[str, float] | None = None,
     ) -> None:
         """Log a step. `step` counts from 0; users see numbers from 1, as in checkpoints.
 
-        `seconds` is the whole time; `aside` names the host's other activities in it. `evaluation` is the result
-        of an evaluation after the step.
+        `seconds` is the whole time; `aside` names the host's other activities in it. `evaluation` has the
+        results of an evaluation after the step.
         """
         entry: dict[str, Any] = {"step": step + 1, "loss": loss, "seconds": round(seconds, 6), "lr": updated.rate}
         entry |= {"tokens_per_second": round(self._tokens / seconds, 1), "peak_bytes": peak_bytes}
         entry |= {} if updated.norm is None else {"grad_norm": updated.norm, "skipped": updated.skipped}
         entry |= {} if split is None else {name: round(value, 6) for name, value in split._asdict().items()}
         entry |= {} if aside is None else {name: round(value, 6) for name, value in aside.items()}
-        entry |= {} if evaluation is None else {"evaluation": evaluation}
+        entry |= evaluation or {}
         entry |= {"mfu": round(self._flops / seconds / self._peak, 6)} if self._peak else {}
         if self._file is not None and self._path is not None:
             # JSON has neither NaN nor infinity.
@@ -93,7 +93,7 @@ class StepLog:
                     if name != "step":
                         self._board.add_scalar(name, value, step + 1)
         skipped = "  overflow: skipped" if updated.skipped else ""
-        told = "" if evaluation is None else f"  evaluation {evaluation:.6f}"
+        told = "".join(f"  {name} {value:.6f}" for name, value in (evaluation or {}).items())
         line = f"step {step + 1}/{self._steps}  loss {loss:.6f}{told}  {seconds:.3f} s{skipped}"
         if self._stream.isatty():
             last = step + 1 == self._steps

@@ -127,7 +127,7 @@ class _Builder:
             results=tuple(
                 Entry(
                     key=path,
-                    value=f"Result({literal(name)}, Shard({literal(str(self.types[name]))}){self._sums(name)})",
+                    value=f"Returned({literal(name)}, Shard({literal(str(self.types[name]))}){self._sums(name)})",
                 )
                 for path, name in self.program.results
                 if self.makes(name)

@@ -128,6 +128,7 @@ PROGRAMS = st.builds(
         max_size=2,
     ).map(tuple),
     loss=NAMES,
+    results=st.lists(st.tuples(st.just("") | NAMES, NAMES), max_size=2).map(tuple),
     transfers=st.lists(
         st.builds(Transfer, value=NAMES, source=st.integers(0, 3), target=st.integers(0, 3), gradient=st.booleans()),
         max_size=2,

@@ -144,7 +144,8 @@ def capture(
 ) -> Captured:
     """Build the model under fake tensors and export it, for one of `parts` equal parts of the batch.
 
-    With `read`, the outputs are the tensors that it finds in the result of `loss`, or of the model. Equal modules are traced once, except those of the groups `excluded`; None traces all calls.
+    With `read`, the outputs are the tensors that it finds in the result of `loss`, or of the model. Equal modules are
+    traced once, except those of the groups `excluded`; None traces all calls.
 
     Raises PartcError P0205 (the model or the batch cannot be built), P0206 (it does not trace), P0208 (the loss is no
     scalar), P0225 (it depends on state that packages do not have), P0401 (the batch does not divide).

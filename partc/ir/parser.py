@@ -165,8 +165,11 @@ class _TextReader:
     def __init__(self) -> None:
         self._head: Program | None = None
         self._parts: dict[str, list[Any]] = {
-            key: [] for key in ("inputs", "values", "parameters", "calls", "transfers", "updates", "places", "schedule")
-        }
+            key: []
+            for key in (
+                "inputs", "values", "results", "parameters", "calls", "transfers", "updates", "places", "schedule",
+            )
+        }  # fmt: skip
         self._bodies: list[_Body] = []
         self._actions: list[tuple[BodyKind, int, list[ActionStatement | _Open]]] = []
 

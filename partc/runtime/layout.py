@@ -97,8 +97,8 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """A result of a stage that only runs forward: a value by its name, its cut, and the axes over which it is summed."""
+class Returned:
+    """A result of a stage that only runs forward: its value's name, its cut, and the axes over which it is summed."""
 
     value: str
     shard: Shard

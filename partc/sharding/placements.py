@@ -287,14 +287,12 @@ class _PlacementProgram:
             self._cross(("value", name), self.program.value_types()[name], False)
         scalars = (name for name in self.program.returned if not self.program.value_types()[name].shape)
         whole = {self.owners["value", name] for name in (*self.program.inputs, *scalars)}
-        results = {self.owners["value", name] for name in self.program.returned}
+        unsummed = {*weights, *(self.owners["value", name] for name in self.program.returned)}
         for owner, (type, _) in self.crossing.items():
             allowed = list(self.states[owner])
             if owner in whole:
                 allowed = [Replicated()]
-            elif owner in results:
-                allowed = [state for state in allowed if not isinstance(state, Partial)]
-            elif owner in weights:
+            elif owner in unsummed:
                 allowed = [state for state in allowed if not isinstance(state, Partial)]
             alternatives = [
                 Alternative(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.comm import Axis, Comm, Pending
-from ..layout import Received, Result, Shard
+from ..layout import Received, Returned, Shard
 from ..ops.accumulation import Gradient, settled
 from .parts import NOTHING, Unit
 
@@ -78,7 +78,7 @@ class Stage(Protocol):
 class ForwardStage(Stage, Protocol):
     """A stage of a program that only runs forward."""
 
-    results: dict[str, Result]  # by path in the object that the model file's function returns
+    results: dict[str, Returned]  # by path in the object that the model file's function returns
 
 
 class SplitStage(Stage, Protocol):
@@ -255,7 +255,7 @@ class _Forward(Step):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.results: dict[str, tuple[Result, dict[int, Tensor]]] = {}
+        self.results: dict[str, tuple[Returned, dict[int, Tensor]]] = {}
 
     def _keep(self, stage: Any, slot: Slot, values: Mapping[str, Tensor]) -> None:
         self.saved.pop(slot)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,10 +28,11 @@ from partc.settings import EMITTED, tell
 if TYPE_CHECKING:
     from partc.codegen.package import Modules
     from partc.frontend.origin import Origin
+    from partc.frontend.results import Purpose
     from partc.package.verify import VerifyResult
 
 PhaseObserver = Callable[["Phase"], None]
-OriginKey = tuple[str, int]  # precision, and the number of parts of the batch of which the model sees one
+OriginKey = tuple[str, int, str]  # precision, parts of the batch of which the model sees one, purpose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +214,8 @@ def compile(
     casts: Sequence[str] = (),
     kernels: str = "auto",
     loss: Callable[..., Any] | None = None,
+    evaluate: Callable[..., Any] | None = None,
+    eval_every: int = 0,
     memory_limit: str | None = None,
     options: Mapping[str, Any] | None = None,
     on_phase: PhaseObserver = lambda phase: None,
@@ -222,7 +224,7 @@ def compile(
 
     `model` is a model file (a path, or `hf:PATH/config.json`) with `options` as `-D` gives them. Or it is an nn.Module
     or a function that builds one; then `batch` is one global batch (a dict, list, tuple or dataclass, which may nest),
-    and `loss(model, batch)` is optional.
+    and `loss(model, batch)` and `evaluate(model, batch)` are optional.
 
     `mesh` is a mesh or its text ("2x2x2"); `microbatches` is the number of microbatches of a global batch. `schedule`
     is a name or the path of a CSV file. `shard` pins layouts ("*.wq.weight=[@tp, _]"). `zero` is the ZeRO stage, 0 to
@@ -236,7 +238,8 @@ def compile(
     that cross nodes: none, bf16 or int8, with error feedback. `loss_chunks` is the number of chunks of logits, of which
     one is in memory at a time. `kernels` is auto, triton, aten, or inductor. `cuda_graphs` makes the package record its
     steps on GPUs. `optimizer` ("sgd:momentum=0.9"), `group` ("*.bias:weight_decay=0") and `lr` are the defaults of
-    train.py, for which memory is accounted; without them the model file's optimizer() decides, else AdamW.
+    train.py, for which memory is accounted; without them the model file's optimizer() decides, else AdamW. `eval_every`
+    is another default of train.py: steps between evaluations; a model without `evaluate` then evaluates its loss.
 
     Raises PartcError for invalid arguments.
     """
@@ -259,11 +262,13 @@ def compile(
         optimizer=optimizer,
         group=group,
         lr=lr,
+        eval_every=eval_every,
         casts=casts,
         kernels=kernels,
         memory_limit=memory_limit,
     )
-    done = compilation(model, batch, checked, loss=loss, model_options=options or {}, on_phase=on_phase)
+    functions = {"loss": loss, "evaluate": evaluate}
+    done = compilation(model, batch, checked, functions=functions, model_options=options or {}, on_phase=on_phase)
     return package(done, on_phase=on_phase)
 
 
@@ -272,16 +277,18 @@ def compilation(
     batch: Any,
     options: Options,
     *,
-    loss: Callable[..., Any] | None = None,
+    functions: Mapping[str, Callable[..., Any] | None] | None = None,
     model_options: Mapping[str, Any],
     until: str | None = None,
     observe: passes.Observer = lambda step: None,
     on_phase: PhaseObserver = lambda phase: None,
     origins: dict[OriginKey, Origin] | None = None,
+    alone: bool = False,
 ) -> Compilation:
     """Trace the model and run the passes, up to `until`; `observe` receives every step with its program.
 
-    `origins` are earlier traces of the model, to which new ones are added.
+    `functions` are those beside a model given as an object, `origins` earlier traces, to which new ones are added.
+    `alone` leaves evaluations out.
     """
     known = {} if origins is None else origins
     phases: dict[str, float] = {}
@@ -293,27 +300,30 @@ def compilation(
     start = time.perf_counter()
     import torch
 
-    from partc.frontend.origin import trace
+    from partc.frontend.origin import Functions, trace
     from partc.frontend.trace import Batches
 
     done(Phase(label="Loaded", seconds=time.perf_counter() - start, note=f"torch {torch.__version__}"))
 
-    def traced(separate: bool) -> Origin:
-        start = time.perf_counter()
-        batches = Batches(microbatches=options.microbatches, separate=separate)
-        key = options.precision, batches.parts
+    def origin_of(batches: Batches, purpose: Purpose) -> Origin:
+        key = options.precision, batches.parts, purpose
         if key not in known:
             known[key] = trace(
                 model,
                 batch,
-                loss,
+                Functions(**(functions or {})),
                 options=model_options,
                 mesh=options.mesh,
                 batches=batches,
                 precision=options.precision,
+                purpose=purpose,
             )
         program = replace(known[key].program, mesh=options.mesh, microbatches=options.microbatches)
-        found = replace(known[key], program=program)
+        return replace(known[key], program=program)
+
+    def traced(separate: bool) -> Origin:
+        start = time.perf_counter()
+        found = origin_of(Batches(microbatches=options.microbatches, separate=separate), "loss")
         done(Phase(label="Traced", seconds=time.perf_counter() - start, note=size(found.program)))
         observe(passes.PassResult(name=passes.FIRST, label="Traced", program=found.program, seconds=0.0))
         return found
@@ -349,14 +359,13 @@ def compilation(
         origin = traced(separate=True)
         steps = lowered(origin.program)
     evaluated = None
-    if until is None and isinstance(model, str | os.PathLike) and "evaluate" in origin.source:
+    if until is None and not alone and (origin.evaluates or options.eval_every):
         from partc.compilation.evaluation import evaluation
 
         start = time.perf_counter()
-        given = {name: str(value) for name, value in model_options.items()}
-        evaluated = evaluation(Path(model), given, steps[-1].program, options)
-        if evaluated is not None:
-            done(Phase(label="Evaluation", seconds=time.perf_counter() - start, note=size(evaluated)))
+        evaluated, said = evaluation(lambda batches: origin_of(batches, "evaluate").program, steps[-1].program, options)
+        warnings = (*warnings, *said)
+        done(Phase(label="Evaluation", seconds=time.perf_counter() - start, note=size(evaluated)))
     return Compilation(
         evaluation=evaluated,
         warnings=(*warnings, *origin.assumed),
@@ -369,7 +378,9 @@ def compilation(
         constants=origin.constants,
         extra=origin.extra,
         again=lambda other: (
-            compilation(model, batch, other, loss=loss, model_options=model_options, origins=known).program
+            compilation(
+                model, batch, other, functions=functions, model_options=model_options, origins=known, alone=True
+            ).program
         ),
     )
 

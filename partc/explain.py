@@ -544,7 +544,7 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0546": CodeExplanation(
         "a package without an evaluation",
-        "train.py --eval-every runs evaluate(model, batch) of the model file: a function that returns a scalar, which "
+        "train.py --eval-every runs evaluate(model, batch) of the model file: a function that returns scalars, which "
         "is compiled beside the loss. --eval-data names a token file for it, or eval_data in the model file batches.",
     ),
     "P0549": CodeExplanation(

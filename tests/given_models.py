@@ -26,3 +26,8 @@ def build() -> nn.Module:
 
 def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return model(batch["x"]).square().mean()
+
+
+def judge(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = model(batch["x"])
+    return {"square": found.square().mean(), "positive": (found > 0).sum()}

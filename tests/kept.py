@@ -29,13 +29,22 @@ def keep() -> None:
 def _kept_traces(trace: Callable[..., Traced]) -> Callable[..., Traced]:
     kept: dict[Hashable, Traced] = {}
 
-    def found(path: Path, options: Mapping[str, str], *, mesh: Any, batches: Any = ONE_BATCH, precision: str) -> Traced:
+    def found(
+        path: Path,
+        options: Mapping[str, str],
+        *,
+        mesh: Any,
+        batches: Any = ONE_BATCH,
+        precision: str,
+        purpose: str = "loss",
+    ) -> Traced:
         how = batches if batches.separate else None
-        key = (str(path), _text(path), tuple(sorted(options.items())), how, precision)
+        key = (str(path), _text(path), tuple(sorted(options.items())), how, precision, purpose)
+        anew = lambda: trace(path, options, mesh=mesh, batches=batches, precision=precision, purpose=purpose)  # noqa: E731
         if key[1] is None:
-            return trace(path, options, mesh=mesh, batches=batches, precision=precision)
+            return anew()
         if key not in kept:
-            kept[key] = trace(path, options, mesh=mesh, batches=batches, precision=precision)
+            kept[key] = anew()
         program = replace(kept[key].program, mesh=mesh, microbatches=batches.microbatches)
         return replace(kept[key], program=program)
 

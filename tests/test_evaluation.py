@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ import partc
 from partc.errors import PartcError
 from partc.runtime.checkpoint.manifest import checkpoints
 from tests.durable import train, trained, whole
+
+# The tests' own models live in a module that a package can import: a top-level one.
+sys.path.insert(0, str(Path(__file__).parent))
+import given_models
 
 MODEL = """
 import torch
@@ -213,3 +218,25 @@ def test_a_package_without_an_evaluation_says_so(tmp_path: Path) -> None:
     package = partc.compile(file, mesh="dp=2").write(tmp_path / "build")
     stopped = train(package, "--eval-every", 1)
     assert stopped.returncode == 2 and "P0546" in stopped.stderr
+
+
+def test_a_model_object_is_evaluated(tmp_path: Path) -> None:
+    batch = {"x": torch.randn(8, 5)}
+    model, functions = given_models.Net(), {"loss": given_models.loss, "evaluate": given_models.judge}
+    given = partc.compile(model, batch, mesh="dp=2", precision="fp64", eval_every=2, **functions)
+    trained(given.write(tmp_path / "build"), "--steps", 2, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
+    model.double().load_state_dict(whole(checkpoints(tmp_path / "save")[0]), strict=False)
+    found = given_models.judge(model, {"x": batch["x"].double()})
+    expected = {f"evaluation/{name}": x.item() for name, x in found.items()}
+    assert evaluations(tmp_path / "m") == {2: pytest.approx(expected, rel=1e-12)}
+
+
+def test_without_a_function_the_loss_is_evaluated_where_asked_for(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    file.write_text(file.read_text().replace("def evaluate(", "def judged("))
+    assert partc.compile(file, mesh="dp=2").evaluation is None
+    package = partc.compile(file, mesh="dp=2", precision="fp64", eval_every=2).write(tmp_path / "build")
+    trained(package, "--steps", 2, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
+    (package / "model.py").write_text(f"{(package / 'model.py').read_text()}\nevaluate = loss\n")
+    expected = on_one_device(package, checkpoints(tmp_path / "save")[0], [1000])
+    assert evaluations(tmp_path / "m") == {2: pytest.approx(expected, rel=1e-12)}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import partc
-from partc.frontend.origin import trace
+from partc.frontend.origin import Functions, trace
 from partc.frontend.token_limits import token_limits
 from partc.frontend.trace import Batches
 from partc.ir.mesh import Mesh
@@ -154,7 +154,7 @@ def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_limits_of_entries_are_those_of_tables_and_classes() -> None:
-    found = trace(GPT, None, None, options={}, mesh=Mesh.parse("1"), batches=Batches(), precision="fp32")
+    found = trace(GPT, None, Functions(), options={}, mesh=Mesh.parse("1"), batches=Batches(), precision="fp32")
     assert token_limits(found.program) == {"ids": 256, "labels": 256}
 
 

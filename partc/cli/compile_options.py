@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _KEPT = (
     "mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute", "casts",
     "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks",
-    "cuda_graphs", "optimizer", "group", "lr",
+    "cuda_graphs", "optimizer", "group", "lr", "eval_every",
 )  # fmt: skip
 
 
@@ -30,7 +30,7 @@ _KEPT = (
 _DEFAULTS = {
     "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten", "bucket": "25MB",
     "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
-    "loss_chunks": 1, "cuda_graphs": False, "optimizer": None, "group": (), "lr": None,
+    "loss_chunks": 1, "cuda_graphs": False, "optimizer": None, "group": (), "lr": None, "eval_every": 0,
 }  # fmt: skip
 
 
@@ -192,6 +192,13 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             help="options of the optimizer for some parameters: 'embed*:optimizer=adamw,lr_scale=0.1'",
         ),
         click.option("--lr", type=float, help="train.py's default; the model file's optimizer(), or 1e-3"),
+        click.option(
+            "--eval-every",
+            type=int,
+            default=0,
+            metavar="N",
+            help="train.py's default: steps between evaluations, of the loss if the model file has no evaluate()",
+        ),
         click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
     ]
 

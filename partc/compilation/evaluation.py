@@ -1,75 +1,77 @@
-"""The evaluation of a training: a program that only runs forward, on the training's mesh, with its parameters."""
+"""Programs that only run forward; among them the evaluation of a training, on its mesh and with its parameters."""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from partc import passes
 from partc.compilation.options import Options
+from partc.compilation.phase_notes import coupled
 from partc.errors import PartcError
-from partc.frontend.trace import Batches, trace_evaluation
+from partc.frontend.trace import Batches
 from partc.ir.mesh import TENSOR_AXIS
 from partc.ir.program import Parameter, Program
 from partc.rules.layout_check import Verifier
 from partc.sharding.pins import Pin
 
+Trace = Callable[[Batches], Program]
+
 _LAST = "differentiate"  # the last pass that runs as for a training: later ones need its form of composites
 
 
-def evaluation(path: Path, model_options: Mapping[str, str], training: Program, options: Options) -> Program | None:
-    """The finished program of a model file's `evaluate`, for a finished training; None if the file has none.
+def evaluation(trace: Trace, training: Program, options: Options) -> tuple[Program, tuple[str, ...]]:
+    """The finished program of `evaluate` for a finished training, with warnings; `trace` gives its trace.
 
     Each stage holds the parameters of the training's stage. Raises PartcError P0420 if they cannot stay where the
     training has them, and those of the trace.
     """
-    trained = frozenset(parameter.name for parameter in training.parameters if parameter.trainable)
+    trained = {parameter.name for parameter in training.parameters if parameter.trainable}
 
-    def finished(separate: bool) -> Program | None:
-        batches = Batches(microbatches=options.microbatches, separate=separate)
-        how: dict[str, Any] = {"mesh": options.mesh, "batches": batches, "precision": options.precision}
-        traced = trace_evaluation(path, model_options, trained=trained, **how)
-        return None if traced is None else _finished(traced, training, options)
+    def finished(separate: bool) -> Program:
+        traced = trace(Batches(microbatches=options.microbatches, separate=separate))
+        parameters = tuple(replace(item, trainable=item.name in trained) for item in traced.parameters)
+        return _finished(replace(traced, parameters=parameters), training, options)
 
     try:
-        return finished(separate=False)
+        return finished(separate=False), ()
     except PartcError as error:
         if error.code != "P0402":
             raise
-    return finished(separate=True)
+        return finished(separate=True), (f"evaluate(): {coupled(error, options.microbatches)}",)
 
 
-def _finished(traced: Program, training: Program, options: Options) -> Program:
-    known: Mapping[str, Any] = {
-        **options.for_passes,
-        "pins": tuple(_pin(parameter) for parameter in training.parameters),
-        "held_by": training.holders(),
-        "forward_only": True,
-        "recompute": "none",
-        "budget": None,
-        "kernels": "aten",
-        "loss_chunks": 1,
-        "compress": "",
-    }
+def forward_only(
+    traced: Program, options: Mapping[str, Any], observe: passes.Observer = lambda step: None
+) -> tuple[passes.PassResult, ...]:
+    """The passes for a program that only runs forward: nothing is trained, saved, summed or updated."""
+    known = {**options, "forward_only": True, "recompute": "none", "budget": None, "loss_chunks": 1, "compress": ""}
+    known["kernels"] = "aten"
     verify = Verifier()
-    try:
-        placed = passes.run(traced, known, until=_LAST, verify=verify)[-1].program
-    except PartcError as error:
-        if error.code != "P0302":
-            raise
-        cause = error.cause.replace("--shard pins", "the training cuts")
-        help = f"pin it in the training with --shard NAME=LAYOUT; in evaluate(), {error.help}"
-        raise PartcError("P0420", cause, help=help) from error
+    first = passes.run(traced, known, until=_LAST, verify=verify, observe=observe)
+    placed = first[-1].program
     frozen = replace(
         placed,
         parameters=tuple(replace(parameter, trainable=False, reduce=()) for parameter in placed.parameters),
         transfers=tuple(replace(transfer, gradient=False) for transfer in placed.transfers),
         regions=tuple(replace(region, backward=None, saved=()) for region in placed.regions),
     )
-    finished = passes.run(frozen, known, behind=_LAST, verify=verify)[-1].program
+    return *first, *passes.run(frozen, known, behind=_LAST, verify=verify, observe=observe)
+
+
+def _finished(traced: Program, training: Program, options: Options) -> Program:
+    pins = tuple(_pin(parameter) for parameter in training.parameters)
+    known = {**options.for_passes, "pins": pins, "held_by": training.holders()}
+    try:
+        finished = forward_only(traced, known)[-1].program
+    except PartcError as error:
+        if error.code != "P0302":
+            raise
+        cause = error.cause.replace("--shard pins", "the training cuts")
+        help = f"pin it in the training with --shard NAME=LAYOUT; in evaluate(), {error.help}"
+        raise PartcError("P0420", cause, help=help) from error
     if finished.draws:
         raise PartcError("P0420", "evaluate() draws random numbers", help="make them in batch(), as entries")
     _check_shared(finished, training)

@@ -56,6 +56,7 @@ class Options:
     optimizer: str = DEFAULT  # with options, as in `sgd:momentum=0.9`: train.py's default
     group: tuple[str, ...] = ()  # options of the optimizer for some parameters
     lr: float | None = None  # train.py's default
+    eval_every: int = 0  # train.py's default
     chosen: bool = False  # whether optimizer and group are given: else a model file's optimizer() decides
 
     @classmethod
@@ -83,6 +84,7 @@ class Options:
         optimizer: str | None = None,
         group: Sequence[str] = (),
         lr: float | None = None,
+        eval_every: int = 0,
     ) -> Options:
         """Check raw values and build the options.
 
@@ -132,6 +134,8 @@ class Options:
             optimizer = _optimizer(optimizer or DEFAULT, group)
         if lr is not None and not 0 <= lr < math.inf:
             raise PartcError("P0004", f"--lr {lr} is out of range", help="give a number of 0 or more")
+        if eval_every < 0:
+            raise PartcError("P0004", f"--eval-every {eval_every} is out of range", help="give a number of 0 or more")
         level, axes = _zero(str(zero), parsed)
         options = cls(
             mesh=parsed,
@@ -157,6 +161,7 @@ class Options:
             optimizer=optimizer or DEFAULT,
             group=tuple(group),
             lr=lr,
+            eval_every=eval_every,
             chosen=chosen,
         )
         _ = options.places  # raises if the number of stages is invalid
@@ -213,6 +218,8 @@ class Options:
             found["group"] = list(self.group)
         if self.lr is not None:
             found["lr"] = self.lr
+        if self.eval_every:
+            found["eval_every"] = self.eval_every
         return found if self.virtual_stages is None else found | {"virtual_stages": self.virtual_stages}
 
     @property

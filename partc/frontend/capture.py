@@ -18,6 +18,7 @@ from partc.frontend.frozen_state import StateWatch, check
 from partc.frontend.model_file import blame
 from partc.frontend.own_backward import Hook, followed, own_hooks, register_hook
 from partc.frontend.repeats import CallMark, ModuleTree, Repeats
+from partc.frontend.results import Read
 from partc.frontend.trace_errors import explained
 from partc.frontend.value_branches import ValueWatch
 from partc.installed import is_machinery
@@ -28,7 +29,6 @@ from partc.runtime.train.precision import computing_in, dtype_held, held_in
 from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase
 
 Loss = Callable[[Any, Any], Any]
-Read = Callable[[Any], Mapping[str, Tensor]]  # the tensors of a function's result, by path
 Groups = frozenset[int]  # numbers of groups of equal modules
 
 
@@ -38,7 +38,8 @@ class Captured:
 
     `batch` has the tensors of the batch by path, `constants` the text of its other entries.
     `trained` names the parameters to which autograd gives a gradient, zeros included. The `grad` of the others stays
-    None in eager training, and an optimizer skips them: no decay, no moments, no share of the norm.
+    None in eager training, and an optimizer skips them: no decay, no moments, no share of the norm. Where only results
+    are traced, it names those that require gradients.
     """
 
     exported: torch.export.ExportedProgram
@@ -183,7 +184,7 @@ def capture(
         batch=batch,
         constants=constants(found),
         precision=precision,
-        trained=gained,
+        trained=gained if read is None else frozenset(_requiring(model)),
         calls=marked.calls,
         results=() if read is None else paths,
         assumed=tuple(assumed),
@@ -198,6 +199,10 @@ def _with_gradient(model: nn.Module, loss: Tensor, repeats: Repeats) -> frozense
     """
     leaves = repeats.leaves(loss)
     return frozenset(name for name, x in model.named_parameters(remove_duplicate=False) if id(x) in leaves)
+
+
+def _requiring(model: nn.Module) -> Iterator[str]:
+    return (name for name, x in model.named_parameters(remove_duplicate=False) if x.requires_grad)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ class ModelFile:
     batch: Callable[[], Any]
     loss: Callable[[Any, Any], Any] | None
     evaluate: Callable[[Any, Any], Any] | None
+    infer: Callable[[Any, Any], Any] | None
     optimizer: Callable[[Any], Any] | None
 
 
@@ -48,9 +49,8 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
         raise PartcError("P0201", f"there is no model file {path}", help=hint(path))
     source = _text(path)
     module = _imported(path)
-    functions = {
-        name: getattr(module, name, None) for name in ("model", "batch", "loss", "data", "evaluate", "optimizer")
-    }
+    known = ("model", "batch", "loss", "data", "evaluate", "infer", "optimizer")
+    functions = {name: getattr(module, name, None) for name in known}
     for name in ("model", "batch"):
         if not callable(functions[name]):
             raise PartcError(
@@ -61,8 +61,8 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
             )
     converted = _converted(options, [functions["model"], functions["batch"]], functions["data"], path)
     model, batch = (_applied(functions[name], converted, path) for name in ("model", "batch"))
-    loss, evaluate, optimizer = (
-        functions[name] if callable(functions[name]) else None for name in ("loss", "evaluate", "optimizer")
+    loss, evaluate, infer, optimizer = (
+        functions[name] if callable(functions[name]) else None for name in ("loss", "evaluate", "infer", "optimizer")
     )
     return ModelFile(
         name=path.stem,
@@ -73,6 +73,7 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
         batch=batch,
         loss=loss,
         evaluate=evaluate,
+        infer=infer,
         optimizer=optimizer,
     )
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from partc.errors import PartcError, first_line
 from partc.frontend.huggingface import is_configuration
 from partc.frontend.own_optimizer import OwnOptimizer
+from partc.frontend.results import Purpose, in_evaluation, read_for
 from partc.frontend.trace import Batches, trace_model
 from partc.frontend.trace_cache import trace_file
 from partc.frontend.user_modules import RESERVED, imported_by, with_imports
@@ -52,23 +53,39 @@ class Origin:
     extra: Mapping[str, bytes] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
     optimizer: OwnOptimizer | None = None  # the model file's own
+    evaluates: bool = False  # whether there is a function evaluate()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Functions:
+    """The functions of the user beside a model that is given as an object."""
+
+    loss: Callable[..., Any] | None = None
+    evaluate: Callable[..., Any] | None = None
+    infer: Callable[..., Any] | None = None
+
+    def lines(self, extra: dict[str, bytes]) -> list[str]:
+        """The lines that import them; their files are added to `extra`."""
+        given = {"loss": self.loss, "evaluate": self.evaluate, "infer": self.infer}
+        return [_import(function, name, extra) for name, function in given.items() if function is not None]
 
 
 def trace(
     model: Any,
     batch: Any,
-    loss: Callable[..., Any] | None,
+    functions: Functions,
     *,
     options: Mapping[str, Any],
     mesh: Mesh,
     batches: Batches,
     precision: str,
+    purpose: Purpose = "loss",
 ) -> Origin:
     """Trace any model that `partc.compile` accepts. Raises PartcError P0214, P0215 and those of the trace."""
     with _quiet():
         if isinstance(model, str | os.PathLike):
             text = {name: str(value) for name, value in options.items()}
-            traced = trace_file(Path(model), text, mesh=mesh, batches=batches, precision=precision)
+            traced = trace_file(Path(model), text, mesh=mesh, batches=batches, precision=precision, purpose=purpose)
             _check_trains(traced.program)
             extra = {} if is_configuration(model) else imported_by(Path(model))
             return Origin(
@@ -79,14 +96,14 @@ def trace(
                 extra=extra,
                 assumed=traced.assumed,
                 optimizer=traced.optimizer,
+                evaluates=traced.evaluates,
             )
         given, held = _batch(batch)
+        packed = _stored if isinstance(model, nn.Module) else _imported
         if isinstance(model, nn.Module):
-            source, extra = _stored(model, given, loss)
             build: Callable[[], nn.Module] = lambda: _without_memory(model)  # noqa: E731
             name = type(model).__name__
         elif callable(model):
-            source, extra = _imported(model, given, loss)
             build, name = model, getattr(model, "__name__", "model")
         else:
             raise PartcError(
@@ -94,8 +111,17 @@ def trace(
                 f"a {type(model).__name__} is no model",
                 help="give a path, a module or a function that builds one",
             )
+        source, extra = ("", {}) if purpose == "evaluate" else packed(model, given, functions)
+        own = getattr(functions, purpose)
         traced = trace_model(
-            build, lambda: given, loss, name=name.lower(), mesh=mesh, batches=batches, precision=precision
+            build if purpose == "loss" else lambda: in_evaluation(build()),
+            lambda: given,
+            functions.loss if purpose == "evaluate" and own is None else own,
+            name=name.lower(),
+            mesh=mesh,
+            batches=batches,
+            precision=precision,
+            read=read_for(purpose, own=own is not None),
         )
     _check_trains(traced.program)
     return Origin(
@@ -105,11 +131,12 @@ def trace(
         options={},
         extra=extra,
         assumed=traced.assumed,
+        evaluates=functions.evaluate is not None,
     )
 
 
 def _check_trains(program: Program) -> None:
-    if not trains(program):
+    if not program.results and not trains(program):
         raise PartcError(
             "P0217",
             "no gradient of the loss reaches a parameter: nothing would be trained",
@@ -153,7 +180,7 @@ def _without_memory(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _stored(model: nn.Module, batch: Any, loss: Any) -> tuple[str, dict[str, bytes]]:
+def _stored(model: nn.Module, batch: Any, functions: Functions) -> tuple[str, dict[str, bytes]]:
     """A model file that loads the pickled model, and the code of its classes unless they are installed."""
     extra = {WEIGHTS: _saved(model)}
     for kind in {type(module) for module in model.modules()}:
@@ -165,15 +192,14 @@ def _stored(model: nn.Module, batch: Any, loss: Any) -> tuple[str, dict[str, byt
                 help="move the class to a module of another name, or give a function that builds the model",
             )
         extra |= with_imports(module, module)
-    imports = [] if loss is None else [_import(loss, "loss", extra)]
+    imports = functions.lines(extra)
     return _text(batch, extra, imports=imports, weights=WEIGHTS), extra
 
 
-def _imported(build: Callable[..., Any], batch: Any, loss: Any) -> tuple[str, dict[str, bytes]]:
+def _imported(build: Callable[..., Any], batch: Any, functions: Functions) -> tuple[str, dict[str, bytes]]:
     """A model file that imports the function, and the function's code unless it is installed."""
     extra: dict[str, bytes] = {}
-    imports = [_import(build, "model", extra)]
-    imports += [] if loss is None else [_import(loss, "loss", extra)]
+    imports = [_import(build, "model", extra), *functions.lines(extra)]
     return _text(batch, extra, imports=sorted(imports), weights=""), extra
 
 

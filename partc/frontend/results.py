@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from partc.errors import PartcError
 from partc.runtime.documents import Malformed
 from partc.runtime.train.entries import entries
+
+Purpose = Literal["loss", "evaluate", "infer"]  # of a trace
+Read = Callable[[Any], Mapping[str, Tensor]]
+
+
+def read_for(purpose: Purpose, *, own: bool) -> Read | None:
+    """How the result of a trace's function is read. `own` says whether the function is the user's for this purpose."""
+    if purpose == "evaluate" and not own:
+        return loss_alone
+    return {"loss": None, "evaluate": scalars, "infer": tensors}[purpose]
+
+
+def in_evaluation(model: Any) -> Any:
+    return model.eval() if isinstance(model, nn.Module) else model
+
+
+def loss_alone(found: Any) -> dict[str, Tensor]:
+    """The loss, as the default of an evaluation."""
+    return scalars({"": found["loss"] if isinstance(found, Mapping) else getattr(found, "loss", found)})
 
 
 def scalars(found: Any) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from partc.frontend.model_file import ModelFile, load
 from partc.frontend.own_optimizer import OwnOptimizer, own_optimizer
 from partc.frontend.repeated_ops import RepeatedOps
 from partc.frontend.repeats import MARK, UnequalError
-from partc.frontend.results import scalars
+from partc.frontend.results import Purpose, Read, in_evaluation, read_for
 from partc.installed import is_machinery, shortened
 from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
@@ -64,6 +64,7 @@ class Traced:
     options: Mapping[str, Any]
     assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
     optimizer: OwnOptimizer | None = None  # the model file's own
+    evaluates: bool = False  # whether the model file defines evaluate()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,25 +84,40 @@ ONE_BATCH = Batches()
 
 
 def trace_file(
-    path: Path, options: Mapping[str, str], *, mesh: Mesh, batches: Batches = ONE_BATCH, precision: str = "fp32"
+    path: Path,
+    options: Mapping[str, str],
+    *,
+    mesh: Mesh,
+    batches: Batches = ONE_BATCH,
+    precision: str = "fp32",
+    purpose: Purpose = "loss",
 ) -> Traced:
-    """Trace a model file, or the model of `hf:PATH/config.json`. Raises PartcError P0201 to P0233."""
+    """Trace a model file, or the model of `hf:PATH/config.json`: its loss, or the function of another purpose.
+
+    Raises PartcError P0201 to P0233.
+    """
+    how: dict[str, Any] = {"mesh": mesh, "batches": batches, "precision": precision, "purpose": purpose}
     if is_configuration(path):
-        return _trace_configuration(str(path), options, mesh=mesh, batches=batches, precision=precision)
-    return trace_loaded(load(path, options), mesh=mesh, batches=batches, precision=precision)
+        with generated(str(path), model_source(str(path))) as file:  # the package gets the same one
+            return trace_file(file, options, **how)
+    return trace_loaded(load(path, options), **how)
 
 
-def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: str) -> Traced:
+def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: str, purpose: Purpose = "loss") -> Traced:
     """Trace a model file that has been loaded. Raises PartcError P0205 to P0209."""
+    own = {"loss": file.loss, "evaluate": file.evaluate, "infer": file.infer}[purpose]
+    function = file.loss if purpose == "evaluate" and own is None else own
+    build = file.model if purpose == "loss" else lambda: in_evaluation(file.model())
     captured, program = _traced(
         lambda excluded: capture(
-            file.model,
+            build,
             file.batch,
-            file.loss,
+            function,
             precision=precision,
             path=file.path,
             parts=batches.parts,
             excluded=excluded,
+            read=read_for(purpose, own=own is not None),
         ),
         name=file.name,
         mesh=mesh,
@@ -113,54 +129,11 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
         model_source=file.source,
         options=file.options,
         assumed=captured.assumed,
-        optimizer=None if file.optimizer is None else own_optimizer(file.optimizer, captured.model, file.path),
+        optimizer=own_optimizer(file.optimizer, captured.model, file.path)
+        if file.optimizer is not None and purpose == "loss"
+        else None,
+        evaluates=file.evaluate is not None,
     )
-
-
-def trace_evaluation(
-    path: Path,
-    options: Mapping[str, str],
-    *,
-    trained: frozenset[str],
-    mesh: Mesh,
-    batches: Batches = ONE_BATCH,
-    precision: str = "fp32",
-) -> Program | None:
-    """Trace a model file's `evaluate(model, batch)` on the model in evaluation mode; None if it has none.
-
-    `trained` are the parameters of the training, whose layouts the evaluation shares. Raises PartcError P0205 to P0225.
-    """
-    file = load(path, options)
-    if file.evaluate is None:
-        return None
-    evaluate = file.evaluate
-
-    def captured(excluded: Groups | None) -> Captured:
-        found = capture(
-            lambda: _in_evaluation(file.model()),
-            file.batch,
-            evaluate,
-            precision=precision,
-            path=file.path,
-            parts=batches.parts,
-            excluded=excluded,
-            read=scalars,
-        )
-        return replace(found, trained=trained)
-
-    return _traced(captured, name=file.name, mesh=mesh, batches=batches)[1]
-
-
-def _in_evaluation(model: Any) -> Any:
-    return model.eval() if isinstance(model, nn.Module) else model
-
-
-def _trace_configuration(
-    model: str, options: Mapping[str, str], *, mesh: Mesh, batches: Batches, precision: str
-) -> Traced:
-    """Trace the model file that partc generates for a configuration; the package gets the same file."""
-    with generated(model, model_source(model)) as path:
-        return trace_file(path, options, mesh=mesh, batches=batches, precision=precision)
 
 
 @contextmanager
@@ -185,10 +158,13 @@ def trace_model(
     mesh: Mesh,
     batches: Batches = ONE_BATCH,
     precision: str = "fp32",
+    read: Read | None = None,
 ) -> Traced:
     """Trace a model given as functions. Raises PartcError P0205 to P0209."""
     captured, program = _traced(
-        lambda excluded: capture(build, batch, loss, precision=precision, parts=batches.parts, excluded=excluded),
+        lambda excluded: capture(
+            build, batch, loss, precision=precision, parts=batches.parts, excluded=excluded, read=read
+        ),
         name=name,
         mesh=mesh,
         batches=batches,

@@ -28,6 +28,7 @@ from partc.errors import PartcError
 from partc.frontend.huggingface import is_configuration, model_source
 from partc.frontend.model_file import load
 from partc.frontend.own_optimizer import OwnOptimizer
+from partc.frontend.results import Purpose
 from partc.frontend.trace import ONE_BATCH, Batches, Traced, configuration_name, generated, trace_loaded
 from partc.frontend.trace import trace_file as traced_anew
 from partc.frontend.user_modules import imported_by
@@ -45,13 +46,20 @@ _ENVIRONMENT = ("environ", "getenv")
 
 
 def trace_file(
-    path: Path, options: Mapping[str, str], *, mesh: Mesh, batches: Batches = ONE_BATCH, precision: str = "fp32"
+    path: Path,
+    options: Mapping[str, str],
+    *,
+    mesh: Mesh,
+    batches: Batches = ONE_BATCH,
+    precision: str = "fp32",
+    purpose: Purpose = "loss",
 ) -> Traced:
     """`trace.trace_file`, of an earlier trace where nothing has changed. Raises PartcError P0201 to P0233."""
     folder = _folder()
     if folder is None:
-        return traced_anew(path, options, mesh=mesh, batches=batches, precision=precision)
-    how = {"precision": precision, "separate": batches.microbatches if batches.separate else 0}
+        return traced_anew(path, options, mesh=mesh, batches=batches, precision=precision, purpose=purpose)
+    separate = batches.microbatches if batches.separate else 0
+    how = {"precision": precision, "separate": separate, "purpose": purpose}
     if not is_configuration(path):
         return _kept(folder, path, options, how, mesh=mesh, batches=batches)
     source = model_source(str(path))
@@ -79,8 +87,9 @@ def _kept(
         key = _key({_MODEL: file.source.encode(), **own}, given, how)
         known = _read(folder / f"{key}.json", file.name, str(path.absolute()), mesh=mesh, batches=batches)
         if known is not None:
-            return replace(known, model_source=file.source, options=file.options)
-        traced = trace_loaded(file, mesh=mesh, batches=batches, precision=how["precision"])
+            evaluates = file.evaluate is not None
+            return replace(known, model_source=file.source, options=file.options, evaluates=evaluates)
+        traced = trace_loaded(file, mesh=mesh, batches=batches, precision=how["precision"], purpose=how["purpose"])
     if imported_by(path) == own:  # else forward imports modules that the key does not know
         _write(folder / f"{key}.json", traced, path, read)
     return traced

@@ -90,6 +90,7 @@ class Command:
     cuda_graphs: bool = False
     optimizer: str = ""
     group: Names = ()
+    eval_every: Natural = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

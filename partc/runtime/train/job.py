@@ -234,7 +234,7 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     add("--data-labels", choices=("next", "same"), help=labels + unset)
     end = "at the end of a token file or iterable: start it again, or stop with an error; repeat"
     add("--data-end", choices=("repeat", "error"), default="repeat", help=end)
-    add("--eval-every", type=int, default=0, metavar="N", help="steps between evaluations, one at the end too; 0: none")
+    add("--eval-every", type=int, metavar="N", help="steps between evaluations, one at the end too; 0: none")
     add("--eval-batches", type=int, default=1, metavar="K", help="batches of an evaluation; 1")
     add("--eval-data", type=_path, metavar="FILE", help="a token file for evaluations, in place of eval_data")
     prefetch = "batches that a thread prepares in advance; 1 on GPUs and 0 on CPUs"
@@ -375,6 +375,8 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         arguments["cuda_graphs"] = command.get("cuda_graphs", False)
     if arguments["cuda_graphs"]:
         _check_graphs(arguments, plan)
+    if arguments["eval_every"] is None:
+        arguments["eval_every"] = command.get("eval_every", 0)
     for name in ("data", "eval_data"):
         if arguments[name] is not None:
             arguments[name] = str(arguments[name].resolve())

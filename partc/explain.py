@@ -59,8 +59,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0103": CodeExplanation(
         "an unknown axis",
-        "The axes are pp (pipeline stages), dp (the batch) and tp (the tensors inside an operation), in any order. "
-        "The ranks of the last axis are neighbours.",
+        "The axes are pp (pipeline stages), dp (the batch), cp (sequences) and tp (the tensors inside an operation), "
+        "in any order. The ranks of the last axis are neighbours.",
     ),
     "P0104": CodeExplanation(
         "an invalid axis size",

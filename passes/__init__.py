@@ -107,7 +107,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="annotate",
         label="Sharded",
-        does="every value gets its layout over tp, by exact optimisation",
+        does="every value gets its layout over cp and tp, by exact optimisation",
         requires=("batch layouts",),
         ensures=("layouts",),
         options=("pins",),

@@ -1,4 +1,4 @@
-"""Choose the distribution of every operation over the tensor-parallel axis.
+"""Choose the distribution of every operation over the axes cp and tp.
 
     up_product   = linear(norm, up.weight)    # f32[8, 4, 32]
     gelu         = gelu(up)                   # f32[8, 4, 32]
@@ -19,6 +19,9 @@ counts as a quarter of a byte sent, so that norms are cut along the sequence.
 
 3. The least memory is used.
 
+Over cp weights stay whole, so that repeating no matrix product means that sequences are cut. Attention changes to heads
+and back (Jacobs et al. 2023, DeepSpeed-Ulysses, section 3).
+
 The `--shard` pins restrict the choice and take precedence.
 """
 
@@ -32,7 +35,7 @@ from partc.ir.layout import Layout, Placement, Replicated, Varying
 from partc.ir.program import Choice, Program, Region, TensorType
 from partc.rules.trial import check_rules
 from partc.sharding.assignment import Solution, solve
-from partc.sharding.choices import axis_order, tensor_axes
+from partc.sharding.choices import axis_order, placed_axes
 from partc.sharding.pins import Pin, check_pins
 from partc.sharding.placements import Places, build, spelled
 
@@ -45,13 +48,13 @@ _NAMES = "use a parameter's full name, a program value, or region.value"
 
 
 def annotate(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
-    """Set choices and layouts on the tensor axis.
+    """Set choices and layouts on the axes cp and tp.
 
     Raises PartcError P0302 and P0303 for a pin that cannot be met, and P0315 for a wrong rule of the user's.
     """
     check_pins(program, pins)
     check_rules(program)
-    for axis in tensor_axes(program.sizes):
+    for axis in placed_axes(program.sizes):
         places = build(program, axis, pins)
         solution = solve(places.problem, OBJECTIVES)
         if solution is None:
@@ -145,13 +148,13 @@ class Explanation:
 
 
 def explain(program: Program, name: str, *, pins: Sequence[Pin] = ()) -> tuple[Explanation, ...]:
-    """The placement of a parameter, a program value or a `region.value` on each tensor axis, with alternatives.
+    """The placement of a parameter, a program value or a `region.value` on cp and tp, with alternatives.
 
     `program` is as annotate takes it. Each alternative is solved anew with the placement forced; its cost is the
     difference. Raises PartcError P0304 for an unknown name.
     """
     found = []
-    for axis in tensor_axes(program.sizes):
+    for axis in placed_axes(program.sizes):
         places = build(program, axis, pins)
         deciders = places.deciders(name)
         if deciders is None:

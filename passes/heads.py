@@ -25,7 +25,7 @@ from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import resolve
-from partc.sharding.choices import tensor_axes
+from partc.sharding.choices import placed_axes
 
 _MOST = 2  # heads after padding, as a multiple of the heads before
 _HEADS = 1  # their dimension in attention
@@ -41,7 +41,7 @@ _SUMS = frozenset({"add", "sub"})
 
 def heads(program: Program) -> Program:
     """Repeat key and value heads, and pad query heads, where the tensor axes do not divide them."""
-    ways = math.prod(program.sizes[axis] for axis in tensor_axes(program.sizes))
+    ways = math.prod(program.sizes[axis] for axis in placed_axes(program.sizes))
     (main,), (call,) = program.regions, program.calls
     if ways == 1 or not any(op.name in ("attention", "attention_dropout") for op in main.forward.ops):
         return program

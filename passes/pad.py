@@ -20,7 +20,7 @@ from partc import fuel
 from partc.ir.layout import Layout
 from partc.ir.program import Op, Program, Ref, Region, TensorType, Value
 from partc.runtime.ops.chunked_loss import LINE
-from partc.sharding.choices import tensor_axes
+from partc.sharding.choices import weight_axes
 
 _LEAST = 4  # rows on each rank, below which a cut is not worth a mask
 _PIECE = 8  # 16-bit numbers of a memory line
@@ -31,7 +31,7 @@ _ELEMENTWISE = frozenset({"to", "mul", "div", "tanh", "neg", "sigmoid", "clamp"}
 
 def pad(program: Program, *, kernels: str = "aten") -> Program:
     """Pad the tables and heads that need it, with their biases; for Triton `kernels` to whole lines too."""
-    ways = math.prod(program.sizes[axis] for axis in tensor_axes(program.sizes))
+    ways = math.prod(program.sizes[axis] for axis in weight_axes(program.sizes))
     (main,), (call,) = program.regions, program.calls
     found = _Padding(main, ways, lines=kernels == "triton").run()
     if not found.padded:

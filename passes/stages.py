@@ -6,29 +6,23 @@
     call head     = head(out_2, …) -> loss      call head     = head(out_2, …) -> loss stage 1
                                                 transfer out 0 -> 1 gradient
 
-Stages are runs of consecutive calls. The slowest stage is as fast as possible, by predicted seconds of one rank,
-embedding and head included. Among equally fast cuts, the stage that holds most bytes holds as few as possible: its
-weights and, as 1F1B keeps them, the activations of as many microbatches as stages follow.
-
-Values that depend on inputs or constants only are computed in every stage that reads them. A value that a later stage
-reads is sent there directly from the stage that computes it.
+Stages are runs of consecutive calls that minimise the largest number of floating-point operations of a stage. Values
+that depend on inputs or constants only are computed in every stage that reads them. A value that a later stage reads is
+sent there directly from the stage that computes it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 
-import numpy as np
-
-from partc.cost.roofline import seconds
 from partc.errors import PartcError
 from partc.ir.gradients import arriving, gradient_inputs, input_only
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import VIEWS, Call, Program, Region, Transfer
-
-_ROUNDING = 1e-9  # relative, below which two loads are equal
+from partc.ir.program import Call, Program, Region, Transfer
+from partc.rules import flops, resolve
 
 
 def stages(
@@ -52,7 +46,8 @@ def stages(
             f" the calls are {', '.join(call.name for call in main[:8])}",
         )
     if held_by is None:
-        cuts = balanced(_loads(program, main), count, program.microbatches)
+        work = {region.name: _work(region) for region in program.regions}
+        cuts = balanced([work[call.region] for call in main], count)
         stage_of = {call.name: stage for stage, (start, end) in enumerate(cuts) for call in main[start:end]}
     else:
         stage_of = _beside(main, held_by)
@@ -78,94 +73,43 @@ def _beside(calls: Sequence[Call], held_by: Mapping[str, Sequence[int]]) -> dict
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallLoad:
-    """The load of a call on one rank: seconds for a microbatch, bytes of weights, bytes kept for a microbatch."""
-
-    seconds: float
-    weights: float = 0.0
-    activations: float = 0.0
-
-
-def _loads(program: Program, calls: Sequence[Call]) -> list[CallLoad]:
-    regions = {region.name: region for region in program.regions}
-    read = {call.region for call in calls}
-    time = {name: _seconds(regions[name], program) for name in read}
-    kept = {name: _activations(regions[name], program) for name in read}
-    stored = _stored(program)
-    return [
-        CallLoad(
-            seconds=time[call.region], weights=sum(stored[name] for name in call.params), activations=kept[call.region]
-        )
-        for call in calls
-    ]
-
-
-def _seconds(region: Region, program: Program) -> float:
-    """The predicted seconds of a microbatch's forward pass; backward takes twice as many wherever it is long."""
+def _work(region: Region) -> float:
+    """The floating-point operations of a call's forward pass, with a small cost for other operations, so that none is
+    free.
+    """
     types = region.types(region.forward)
-    return 1e-9 + sum(seconds(op, types, program.sizes) for op in region.forward.ops)
+    total = 1.0
+    for op in region.forward.ops:
+        rule = resolve(op, types) if all(name in types for name in op.refs()) else None
+        if rule is not None:
+            total += flops(op, rule)
+        total += 1e-3 * sum(math.prod(value.type.shape) for value in op.results)
+    return total
 
 
-def _activations(region: Region, program: Program) -> float:
-    """The bytes that the forward pass makes, of which backward needs a like share in every stage."""
-    made = (value for op in region.forward.ops if op.name not in VIEWS for value in op.results)
-    return float(sum(value.type.local_bytes(program.sizes) for value in made))
+def balanced(work: Sequence[float], count: int) -> tuple[tuple[int, int], ...]:
+    """Cut a sequence of work into `count` non-empty runs: the least maximum, then the least sum of squares.
 
-
-def _stored(program: Program) -> dict[str, float]:
-    """By parameter: the bytes that a rank holds of its weight, gradient and two moments."""
-    found = {}
-    for parameter in program.parameters:
-        part = parameter.type.local_bytes(program.sizes)
-        whole = part * math.prod(program.sizes[axis] for axis in parameter.gather)
-        zero = parameter.zero
-        found[parameter.name] = float((part if zero > 2 else whole) + (part if zero > 1 else whole) + 2 * part)
-    return found
-
-
-def balanced(loads: Sequence[CallLoad], count: int, microbatches: int = 1) -> tuple[tuple[int, int], ...]:
-    """Cut a sequence of loads into `count` non-empty runs.
-
-    In order: the least maximum of seconds, the least maximum of bytes, the least sum of squared seconds. Exact, by
-    dynamic programming over (runs left, first load), once for each objective.
+    Exact, by dynamic programming over (items left, runs left).
     """
-    spent = _between([load.seconds for load in loads])
-    weights, kept = _between([load.weights for load in loads]), _between([load.activations for load in loads])
-    held = [weights + kept * min(runs, microbatches) for runs in range(count + 1)]
-    allowed = np.triu(np.ones_like(spent, dtype=bool), 1)  # a run holds at least one load
-    time = [np.where(allowed, spent, np.inf)] * (count + 1)
-    slowest = _least(time, np.maximum)[0]
-    fast = time[0] <= slowest * (1 + _ROUNDING)
-    most = _least([np.where(fast, each, np.inf) for each in held], np.maximum)[0]
-    small = [fast & (each <= most * (1 + _ROUNDING)) for each in held]
-    ends = _least([np.where(each, spent * spent, np.inf) for each in small], np.add)[1]
+    sums = [0.0]
+    for item in work:
+        sums.append(sums[-1] + item)
+
+    @cache
+    def best(start: int, runs: int) -> tuple[float, float, tuple[int, ...]]:
+        if runs == 1:
+            size = sums[-1] - sums[start]
+            return size, size * size, (len(work),)
+        options = []
+        for end in range(start + 1, len(work) - runs + 2):
+            size = sums[end] - sums[start]
+            most, squares, ends = best(end, runs - 1)
+            options.append((max(size, most), size * size + squares, (end, *ends)))
+        return min(options)
+
+    ends = best(0, count)[2]
     return tuple(zip((0, *ends[:-1]), ends, strict=True))
-
-
-def _between(loads: Sequence[float]) -> np.ndarray:
-    """The sum of the loads of each run, by its first load and the one behind its last."""
-    sums = np.concatenate([[0.0], np.cumsum(loads)])
-    return np.asarray(sums[None, :] - sums[:, None])
-
-
-def _least(prices: Sequence[np.ndarray], join: np.ufunc) -> tuple[float, tuple[int, ...]]:
-    """The least joined price of all runs, with their ends; `prices` are those of the run before which `runs` are left,
-    itself included.
-    """
-    length = len(prices[0]) - 1
-    rest = np.full(length + 1, np.inf)  # the price from each load on
-    rest[length] = 0.0
-    steps = []
-    for price in prices[1:]:
-        joined = join(price, rest[None, :])
-        steps.append(np.argmin(joined, axis=1))
-        rest = joined.min(axis=1)
-    ends, start = [], 0
-    for step in reversed(steps):
-        start = int(step[start])
-        ends.append(start)
-    return float(rest[0]), tuple(ends)
 
 
 def _placed(program: Program, stage_of: dict[str, int]) -> tuple[Call, ...]:

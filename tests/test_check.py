@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import partc
-import partc.passes.stages as stages
 from partc.communication.exchanges import Collective
 from partc.communication.execution import CommunicationPlan, Event, Message, events
 from partc.errors import InternalError
@@ -22,14 +21,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture(scope="module")
 def plan() -> CommunicationPlan:
-    """A small model on every axis: collectives over dp and tp, transfers, gradient reductions.
-
-    Stage 0 is the embedding alone, so that each exchange of neighbours on one rank stops some other rank.
-    """
+    """A small model on every axis: collectives over dp and tp, transfers, gradient reductions."""
     options = {"depth": 1, "width": 16, "hidden": 32, "batch": 8}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "balanced", lambda loads, count, microbatches: ((0, 1), (1, 3)))
-        package = partc.compile(EXAMPLES / "mlp.py", mesh="2x2x2", microbatches=2, options=options)
+    package = partc.compile(EXAMPLES / "mlp.py", mesh="2x2x2", microbatches=2, options=options)
     return events(package.program)
 
 

@@ -53,8 +53,8 @@ def test_what_stays_on_a_rank_is_not_sent(kind: str) -> None:
 def test_two_values_between_two_stages_arrive_as_they_are_sent() -> None:
     """Also where one of them goes to a third stage as well; an order in which they don't is found by the check."""
     program = compiled("pp=4", 2, "1f1b")
-    both = [item for item in program.transfers if (item.source, item.target) == (0, 2)]
-    shared = [item for item in both if any(o.value == item.value and o.target == 1 for o in program.transfers)]
+    both = [item for item in program.transfers if (item.source, item.target) == (1, 3)]
+    shared = [item for item in both if any(o.value == item.value and o.target == 2 for o in program.transfers)]
     alone = [item for item in both if item not in shared]
     assert shared and alone
     others = [item for item in program.transfers if item not in both]

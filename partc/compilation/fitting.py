@@ -16,7 +16,7 @@ from partc.compilation.options import Options
 from partc.cost.memory import Account, RankMemory, consists
 from partc.cost.saved_tensors import Time, written
 from partc.errors import PartcError
-from partc.ir.mesh import PIPELINE_AXIS, is_batch_axis
+from partc.ir.mesh import PIPELINE_AXIS, holds_weights_whole, is_batch_axis
 from partc.ir.printer import readable
 from partc.ir.program import Program
 from partc.passes import PassResult
@@ -174,7 +174,7 @@ def _peak(options: Options, compiled: Compiled) -> int | None:
 
 def _changes(options: Options, limit: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     mesh = options.mesh
-    spread = tuple(name for name in mesh.names if is_batch_axis(name) and mesh.axis(name) > 1)
+    spread = tuple(name for name in mesh.names if holds_weights_whole(name) and mesh.axis(name) > 1)
     for level in range(options.zero + 1, 4) if spread else ():
         yield f"--zero {level}", {"zero": level, "zero_axes": options.zero_axes or spread}
     kinds = ("none", "selective", "full")

@@ -12,7 +12,7 @@ from typing import Any
 
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
-from partc.ir.mesh import PIPELINE_AXIS, Mesh, is_batch_axis
+from partc.ir.mesh import PIPELINE_AXIS, Mesh, holds_weights_whole
 from partc.ir.program import MOVING, PRECISIONS, DType
 from partc.rules import LOWERED, Precision, operations
 from partc.schedules import SCHEDULES, stage_ranks
@@ -291,18 +291,18 @@ def _cast(text: str) -> tuple[str, Precision]:
 
 
 def _zero(text: str, mesh: Mesh) -> tuple[int, tuple[str, ...]]:
-    """Parse `3` or `3@dp_in`: the ZeRO stage and the axes it spreads over, by default all batch axes."""
+    """Parse `3` or `3@dp_in`: the ZeRO stage and the axes it spreads over, by default all that hold weights whole."""
     level, _, names = text.partition("@")
     if level not in ("0", "1", "2", "3"):
         raise _unknown("ZeRO level", level, ("0", "1", "2", "3"))
-    batch = tuple(name for name in mesh.names if is_batch_axis(name))
-    given = tuple(name.strip() for name in names.split(",")) if "@" in text else batch
+    whole = tuple(name for name in mesh.names if holds_weights_whole(name))
+    given = tuple(name.strip() for name in names.split(",")) if "@" in text else whole
     for name in given:
-        if name not in batch:
+        if name not in whole:
             raise PartcError(
                 "P0413",
-                f"--zero {text} spreads over {name!r}, which is no axis of the batch",
-                help=f"the mesh {mesh} has {', '.join(batch) or 'none'}",
+                f"--zero {text} spreads over {name!r}, which is no axis of the batch or the sequence",
+                help=f"the mesh {mesh} has {', '.join(whole) or 'none'}",
             )
     return int(level), given
 

@@ -12,10 +12,11 @@ from partc.errors import PartcError
 PIPELINE_AXIS = "pp"
 TENSOR_AXIS = "tp"
 BATCH_AXIS = "dp"
+CONTEXT_AXIS = "cp"  # cuts sequences; weights are whole
 TIME_AXIS = "mb"  # microbatches: the batch's axis in time, never part of a mesh
 
 _DEFAULT_NAMES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp")}
-_KNOWN = (PIPELINE_AXIS, BATCH_AXIS, TENSOR_AXIS)
+_KNOWN = (PIPELINE_AXIS, BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 
 MOST_RANKS = 2**20  # every rank has a module of its own
 
@@ -149,6 +150,11 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)
+
+
+def holds_weights_whole(name: str) -> bool:
+    """Whether the ranks along an axis hold equal weights, unless ZeRO cuts them: dp, its pieces, and cp."""
+    return is_batch_axis(name) or name == CONTEXT_AXIS
 
 
 def is_batch_axis(name: str) -> bool:

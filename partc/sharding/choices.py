@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from partc.errors import InternalError
 from partc.ir.layout import Layout, Placement, Replicated, Sizes, Varying
-from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, is_batch_axis
+from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, holds_weights_whole, is_batch_axis
 from partc.ir.program import FLOATING, Choice, Op, TensorType
 from partc.rules import OpRule, fits, placements
 
@@ -27,9 +27,14 @@ def batch_axes(sizes: Sizes) -> tuple[str, ...]:
     return tuple(axis for axis in axis_order(sizes) if axis == TIME_AXIS or is_batch_axis(axis))
 
 
-def tensor_axes(sizes: Sizes) -> tuple[str, ...]:
-    """The axes over which weights are cut."""
+def placed_axes(sizes: Sizes) -> tuple[str, ...]:
+    """The axes whose factors are chosen operation by operation: cp and tp."""
     return tuple(axis for axis in axis_order(sizes) if axis not in batch_axes(sizes))
+
+
+def weight_axes(sizes: Sizes) -> tuple[str, ...]:
+    """The axes over which weights are cut."""
+    return tuple(axis for axis in placed_axes(sizes) if not holds_weights_whole(axis))
 
 
 def choice_on(op: Op, axis: str) -> Choice | None:

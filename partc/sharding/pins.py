@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from partc.errors import PartcError
 from partc.ir.layout import Placement, Replicated, Shard
-from partc.ir.mesh import TENSOR_AXIS
+from partc.ir.mesh import CONTEXT_AXIS, TENSOR_AXIS
 from partc.ir.program import Program, TensorType
 
 Entry = tuple[int | None, tuple[str, ...]]  # a sub-dimension's size, where it is given, and the axes that cut it
@@ -45,6 +45,10 @@ class Pin:
                 outer *= size or 1
         return found
 
+    def decides(self, axis: str) -> bool:
+        """Whether the pin restricts placements on this axis: tp always, another axis if the pin names it."""
+        return axis == TENSOR_AXIS or any(axis in axes for entries in self.dims for _, axes in entries)
+
     def misfit(self, type: TensorType) -> str | None:
         """The reason why a tensor of this type cannot have the pin's layout; None if it can."""
         if len(self.dims) != len(type.shape):
@@ -67,9 +71,9 @@ def check_pins(program: Program, pins: Sequence[Pin]) -> None:
     for pin in pins:
         axes = [axis for entries in pin.dims for _, found in entries for axis in found]
         for axis in axes:
-            if axis != TENSOR_AXIS:
+            if axis not in (TENSOR_AXIS, CONTEXT_AXIS):
                 raise PartcError(
-                    "P0302", f"--shard {pin.pattern}={pin.text} cuts over {axis!r}", help="a pin places over tp"
+                    "P0302", f"--shard {pin.pattern}={pin.text} cuts over {axis!r}", help="a pin places over tp and cp"
                 )
             if axes.count(axis) > 1:
                 raise PartcError(

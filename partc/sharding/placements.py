@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from partc.errors import PartcError
 from partc.ir.gradients import gradient_inputs, input_only, reached, trainable_params
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
-from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, holds_weights_whole, is_batch_axis
 from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Choice, Op, Program, Region, TensorType
 from partc.rules import Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts, resolve
 from partc.sharding.assignment import Alternative, Node, Price, Problem, Solution, Wire
@@ -67,7 +67,7 @@ class _PlacementProgram:
     def __init__(self, program: Program, axis: str, pins: Sequence[Pin]) -> None:
         self.program = program
         self.axis = axis
-        self.pins = [(pin, pin.placement(axis)) for pin in pins]
+        self.pins = [(pin, pin.placement(axis)) for pin in pins if pin.decides(axis)]
         self.sizes: Sizes = program.sizes
         self.n = self.sizes[axis]
         self.calls = {r.name: sum(call.region == r.name for call in program.calls) for r in program.regions}
@@ -162,9 +162,11 @@ class _PlacementProgram:
             repeated.append(Choice(axis=self.axis, factor=None))
         spread: Sequence[Choice] = ()
         if rule is not None and region.name not in self.pure:
-            batch = {
-                (choice.factor, choice.outer) for choice in op.choices
-            }  # dimensions that the batch axes cut are excluded
+            batch = {  # dimensions that the batch axes cut are excluded
+                (choice.factor, choice.outer)
+                for choice in op.choices
+                if choice.axis == TIME_AXIS or is_batch_axis(choice.axis)
+            }
             every = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
             spread = [choice for choice in every if (choice.factor, choice.outer) not in batch or choice.factor is None]
         alternatives: dict[tuple[Hashable, ...], Alternative] = {}
@@ -287,6 +289,8 @@ class _PlacementProgram:
             self._cross(("value", name), self.program.value_types()[name], False)
         scalars = (name for name in self.program.returned if not self.program.value_types()[name].shape)
         whole = {self.owners["value", name] for name in (*self.program.inputs, *scalars)}
+        if holds_weights_whole(self.axis):
+            whole |= set(weights)
         unsummed = {*weights, *(self.owners["value", name] for name in self.program.returned)}
         for owner, (type, _) in self.crossing.items():
             allowed = list(self.states[owner])
@@ -312,6 +316,8 @@ class _PlacementProgram:
         size = self._bytes(type)
         price = {"memory": max(weights, 1) * size / (self.n if isinstance(state, Shard) else 1)}
         large = owner in self.multiplied or weights * size > self.small
+        if holds_weights_whole(self.axis):
+            return price
         if owner in self.looked_up | self.multiplied and large and not isinstance(state, Shard):
             price["replicated_weights"] = weights * size
         if owner in self.looked_up and isinstance(state, Shard) and state.dim != 0:

@@ -1,0 +1,122 @@
+"""The axis cp: sequences are cut, weights are whole, attention changes to heads and back."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import partc
+from partc.errors import PartcError
+from partc.frontend.model_file import load
+from partc.ir.layout import Shard
+from partc.ir.mesh import Mesh
+from partc.ir.program import ITEMSIZE
+from partc.package.verify import verify
+from tests.durable import trained, whole
+
+GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
+COUNTING = """
+
+def batch():
+    tokens = torch.arange(16 * 33).reshape(16, 33) * 7 % 256
+    return {"ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [
+        ("cp=4", {"zero": 1}),
+        ("dp=2,cp=2", {"zero": 3, "microbatches": 2, "recompute": "full"}),
+        ("cp=2,tp=2", {"zero": 2, "microbatches": 2}),
+        ("tp=2,cp=2", {"recompute": "selective"}),
+        ("pp=2,cp=2", {"schedule": "zero-bubble", "microbatches": 4, "zero": 1}),
+        ("pp=2,dp=2,cp=2", {"schedule": "interleaved", "virtual_stages": 2, "microbatches": 4, "zero": 3}),
+        ("cp=2,pp=2,tp=2", {"microbatches": 2, "loss_chunks": 4}),
+    ],
+)
+def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_path: Path) -> None:
+    package = partc.compile(GPT, mesh=mesh, precision="fp64", **how)
+    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst
+    assert not [item for item in package.replicated_ops if item.axis == "cp"]
+
+
+def test_sequences_are_cut_and_weights_are_whole() -> None:
+    package = partc.compile(GPT, mesh="dp=2,cp=4", precision="bf16")
+    program = package.program
+    assert all(parameter.type.layout.sharded_axes == () for parameter in program.parameters)
+    assert all("cp" in parameter.reduce for parameter in program.parameters if "blocks." in parameter.name)
+    crossing = {value.name: value.type.layout.placement("cp") for value in program.values if len(value.type.shape) == 3}
+    assert crossing and set(crossing.values()) == {Shard(1)}
+
+
+def test_the_all_to_alls_of_attention_move_what_the_formula_says() -> None:
+    """A layer moves queries, keys, values and the result: (1 - 1/cp) of each rank's part (DeepSpeed-Ulysses, 3.2)."""
+    sizes = {"dp": 1, "cp": 2}
+    program = partc.compile(GPT, mesh="cp=2", precision="fp32").program
+    region = next(region for region in program.regions if any(op.name == "attention" for op in region.forward.ops))
+    types = region.types(region.forward)
+    moved = 0.0
+    for op in region.forward.ops:
+        if op.name == "all_to_all":
+            (name,) = op.refs()
+            local = math.prod(types[name].layout.local_shape({**program.sizes, **sizes}))
+            moved += local * ITEMSIZE[types[name].dtype] * (1 - 1 / sizes["cp"])
+    batch, seq, heads, groups, head = 16, 32, 4, 2, 16
+    assert moved == batch * seq / 2 * (heads + groups + groups + heads) * head * 4 / 2
+
+
+@pytest.mark.slow
+def test_a_training_equals_a_plain_loop(tmp_path: Path) -> None:
+    path = tmp_path / "counting.py"
+    path.write_text(GPT.read_text() + COUNTING)
+    file = load(path, {})
+    torch.manual_seed(3)
+    model = file.model().double()
+    save_file({name: x.clone().contiguous() for name, x in model.state_dict().items()}, tmp_path / "init.safetensors")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    assert file.loss is not None
+    torch.set_default_dtype(torch.float64)  # of the rotary tables, which forward makes
+    try:
+        for _ in range(3):
+            optimizer.zero_grad()
+            file.loss(model, file.batch()).backward()
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    package = partc.compile(path, mesh="dp=2,cp=2", microbatches=2, precision="fp64", zero=3)
+    build, save = package.write(tmp_path / "build"), tmp_path / "save"
+    given = ("--steps", 3, "--weight-decay", 0.1, "--init", tmp_path / "init.safetensors", "--save", save)
+    trained(build, *given, real=True)
+    found = whole(save / "step_00000003")
+    for name, x in model.named_parameters():
+        torch.testing.assert_close(found[name], x.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_pins_reach_it() -> None:
+    def kept(*pins: str) -> int:
+        program = partc.compile(GPT, mesh="cp=2,tp=2", shard=pins).program
+        region = next(region for region in program.regions if region.name == "block")
+        value = next(x for op in region.forward.ops for x in op.results if x.name == "mlp_hidden")
+        return math.prod(value.type.layout.local_shape(program.sizes))
+
+    free = kept()
+    assert kept("block.mlp_hidden=[_, _, @tp]") == free, "a pin without cp leaves it free"
+    assert kept("block.mlp_hidden=[_, @cp, _]") == 2 * free
+    with pytest.raises(PartcError, match="P0302"):
+        kept("embed.weight=[@cp, _]")
+
+
+def test_meshes_have_it_anywhere() -> None:
+    assert Mesh.parse("cp=2,pp=2,tp=2,dp=2").names == ("cp", "pp", "tp", "dp")
+    with pytest.raises(PartcError, match="P0413"):
+        partc.compile(GPT, mesh="cp=2,tp=2", zero="1@tp")
+    command = partc.compile(GPT, mesh="dp=2,cp=2", zero=1).options.command
+    assert command["zero"] == "1@dp,cp"

@@ -56,7 +56,7 @@ def heads(program: Program) -> Program:
     return replace(program, regions=(region,), parameters=parameters)
 
 
-class _Refused(Exception):
+class _UnpaddableError(Exception):
     """A reader or maker of heads that cannot be padded."""
 
 
@@ -102,8 +102,8 @@ class _Heads:
         if whole > _MOST * count or op.name == "attention_dropout":  # its random numbers count heads
             return
         try:
-            found = _Padding(self, op, whole).run()
-        except _Refused:
+            found = _HeadPadding(self, op, whole).run()
+        except _UnpaddableError:
             return
         if fuel.allowed("padded heads", op.source):
             self.padded |= found
@@ -149,7 +149,7 @@ class _Heads:
 
 
 @dataclass(slots=True)
-class _Padding:
+class _HeadPadding:
     """The padding of one attention's heads, followed through all makers and readers to the weights."""
 
     heads: _Heads
@@ -158,11 +158,11 @@ class _Padding:
     found: dict[Place, int] = field(default_factory=dict)
 
     def run(self) -> dict[Place, int]:
-        """The new sizes. Raises _Refused if a maker or reader does not keep heads apart."""
+        """The new sizes. Raises _UnpaddableError if a maker or reader does not keep heads apart."""
         q, k, v, *mask = self.attention.refs()
         types = self.heads.types
         if any(len(types[name].shape) > 2 and types[name].shape[-3] != 1 for name in mask):
-            raise _Refused
+            raise _UnpaddableError
         equal = types[q].shape[_HEADS] == types[k].shape[_HEADS]
         for name in (q, k) if equal else (q,):
             self._follow((name, _HEADS), self.whole, _OF_SCORES)
@@ -175,14 +175,14 @@ class _Padding:
         known = self.found.get(place, self.heads.padded.get(place))
         if known is not None:
             if known != size:
-                raise _Refused
+                raise _UnpaddableError
             return
         heads = self.heads
         graph = heads.main.forward
         if name in graph.outputs or any(value.name == name for value in graph.inputs):
-            raise _Refused
+            raise _UnpaddableError
         if name not in heads.makers and not any(value.name == name for value in heads.main.params):
-            raise _Refused
+            raise _UnpaddableError
         self.found[place] = size
         maker = heads.makers.get(name)
         for op in (*([maker] if maker is not None else []), *heads.readers.get(name, ())):
@@ -194,7 +194,7 @@ class _Padding:
         types = self.heads.types
         rule = resolve(op, types) if op.name in _PARALLEL or op.name in more else None
         if rule is None:
-            raise _Refused
+            raise _UnpaddableError
         name, dim = place
         tensors = [
             *zip(op.refs(), rule.operands, strict=True),
@@ -203,22 +203,22 @@ class _Padding:
         old = types[name].shape[dim]
         names = {dims[dim][0] for each, dims in tensors if each == name and dims[dim]}
         if len(names) != 1 or (op.name == "linear" and op.args[0] == op.args[1]):
-            raise _Refused
+            raise _UnpaddableError
         factor = rule.factor(names.pop())
         if (
             factor.kind == "blocked"
             or (factor.kind == "contracted" and op.name != "linear")
             or factor.size * size % old
         ):
-            raise _Refused
+            raise _UnpaddableError
         carried = 0
         for each, dims in tensors:
             for index, parts in enumerate(dims):
                 if factor.name not in parts:
                     continue
                 if parts[0] != factor.name:
-                    raise _Refused
+                    raise _UnpaddableError
                 carried += 1
                 self._follow((each, index), types[each].shape[index] * size // old, more)
         if op.name in _SUMS and carried < len(tensors):
-            raise _Refused
+            raise _UnpaddableError

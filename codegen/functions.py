@@ -25,7 +25,8 @@ from partc.codegen.source import Argument, Function, Line, Record, RegionCode
 from partc.codegen.views import without_idle_views
 from partc.communication import descriptions as collectives
 from partc.ir.layout import Sizes
-from partc.ir.program import Graph, Op, Ref, Region, Value
+from partc.ir.program import SCAN, Graph, Op, Ref, Region, Value
+from partc.ir.scans import scan_of
 from partc.rules import demands_dense
 
 
@@ -61,6 +62,8 @@ def region_code(
         updates=updates or {},
         gives=gives,
         dense=dense,
+        module=Names(called.every),
+        steps=[],
     )
     saves = region.backward is not None
     saved = region.saved if saves else ()
@@ -106,6 +109,8 @@ class _Writer:
     updates: Mapping[int, str]
     gives: bool
     dense: Collection[str]
+    module: Names  # of steps
+    steps: list[Function]  # of the function being written
 
     def record(self, name: str, fields: Names, graph: Graph, values: Sequence[str]) -> Record | None:
         """The class of some of a graph's values, under the names of `fields`; None if there are no values."""
@@ -135,7 +140,9 @@ class _Writer:
         if returned:
             lines.append(Line(code=f"return {', '.join(returned)}", uses=self._uses(graph.outputs)))
         arguments = self._arguments(lines, inputs, names)
-        return Function(name=name, doc=doc, arguments=arguments, returns=_returns(types), lines=tuple(lines))
+        return Function(
+            name=name, doc=doc, arguments=arguments, returns=_returns(types), lines=tuple(lines), steps=self._written()
+        )
 
     def backward(self, graph: Graph, name: str) -> Function:
         original = graph.outputs
@@ -174,6 +181,7 @@ class _Writer:
             returns=_returns(types),
             lines=tuple(lines),
             gives=bool(given),
+            steps=self._written(),
         )
 
     def weight(self, graph: Graph, name: str) -> Function:
@@ -189,7 +197,50 @@ class _Writer:
             lines.extend((self._given(given, names), Line(code="return g")))
         arguments = (*self._arguments(lines, (), names), Argument(name="kept", type=self.called.kept))
         returns = self.called.params if given else "None"
-        return Function(name=name, doc="", arguments=arguments, returns=returns, lines=tuple(lines), gives=bool(given))
+        return Function(
+            name=name,
+            doc="",
+            arguments=arguments,
+            returns=returns,
+            lines=tuple(lines),
+            gives=bool(given),
+            steps=self._written(),
+        )
+
+    def _written(self) -> tuple[Function, ...]:
+        """The steps of the function that has been written."""
+        steps = tuple(self.steps)
+        self.steps.clear()
+        return steps
+
+    def _scan(self, op: Op, operands: Operands) -> str:
+        """The call of a scan; its step becomes a function of the module."""
+        scan = scan_of(op)
+        graph = without_idle_views(scan.step, self.sizes)
+        region = Region(name=self.region.name, params=(), forward=graph)
+        forward = any(value.name in self.region.forward.definitions() for value in op.results)
+        stem = f"{self.called.stem}_step{'' if forward else '_backward'}"
+        writer = replace(self, region=region, fields=Names(), updates={}, dense=(), steps=[])
+        names = writer._scope()
+        for value in graph.inputs:
+            names[value.name]
+        lines = writer._body(graph, names, {}, borrowed=graph.inputs)
+        results = ", ".join(names[name] for name in graph.outputs)
+        lines.append(Line(code=f"return {results}{',' if len(graph.outputs) == 1 else ''}"))
+        step = Function(
+            name=self.module.fresh(stem),
+            doc="",
+            arguments=writer._arguments(lines, graph.inputs, names),
+            returns="tuple[Tensor, ...]",
+            lines=tuple(lines),
+            steps=writer._written(),
+            step=True,
+        )
+        self.steps.extend((*step.steps, step))
+        called = f"{operands.named('partial')}({step.name}, {operands.named('comm')})" if "comm" in step.passes else step.name
+        options = [f"length={scan.length}", f"dims={operands.attrs['dims']}", *(["reverse=True"] if scan.reverse else [])]
+        first = "[0]" if len(op.results) == 1 else ""
+        return f"{operands.named('scan')}({', '.join((called, *operands.args, *options))}){first}"
 
     def _gradients(self, original: tuple[str, ...], graph: Graph) -> tuple[dict[str, list[str]], dict[str, str]]:
         """The buffers to which each value is added; or the parameters' gradients among the values, to be returned."""
@@ -271,7 +322,7 @@ class _Writer:
             operands = Operands(
                 op=op,
                 args=tuple(written(arg, self._memory(op, index, write)) for index, arg in enumerate(op.args)),
-                attrs={key: written(value, self._memory(op, -1, write)) for key, value in op.attrs},
+                attrs={key: written(value, self._memory(op, -1, write)) for key, value in op.attrs if key != "step"},
                 types=types,
                 sizes=self.sizes,
                 started=any(value.name in started for value in op.results),
@@ -312,7 +363,7 @@ class _Writer:
             if not others and op.result.name not in graph.outputs:
                 code = accumulation(first, operands)
                 return [Line(code=code, layout=str(op.result.type), notes=notes, uses=frozenset(operands.used))]
-        code = expression(operands)
+        code = self._scan(op, operands) if op.name == SCAN else expression(operands)
         into = self._into(op, uses, graph, buffers)
         if into:
             code = with_accumulation(into, operands)

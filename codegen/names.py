@@ -40,6 +40,8 @@ _TAKEN = frozenset(
         "Sums",
         "Bucket",
         "compiled",
+        "partial",
+        "scan",
         "next",
         "zip",
         "reversed",

@@ -38,11 +38,13 @@ class Function:
     returns: str
     lines: tuple[Line, ...]
     gives: bool = False  # whether it returns gradients of parameters, after those of inputs
+    steps: tuple[Function, ...] = ()  # of its scans
+    step: bool = False  # whether it is one
 
     @property
     def uses(self) -> frozenset[str]:
         """The modules that it reads, and those of comm, p, g and number."""
-        return frozenset().union(*(line.uses for line in self.lines))
+        return frozenset().union(*(line.uses for line in self.lines), *(step.uses for step in self.steps))
 
     @property
     def passes(self) -> frozenset[str]:
@@ -86,12 +88,18 @@ class RegionCode:
         return frozenset().union(*(function.uses for function in self.functions))
 
     @property
+    def printed(self) -> tuple[Function, ...]:
+        """All functions of the module, each after the steps that it runs."""
+        return tuple(each for function in self.functions for each in (*function.steps, function))
+
+    @property
     def imports(self) -> tuple[list[str], list[str]]:
         """The module's import lines, sorted: those of the standard library, and the others."""
         uses = self.uses
         standard = {
             "import math": "math" in uses,
             "from dataclasses import dataclass": self.saved is not None or self.kept is not None,
+            "from functools import partial": "partial" in uses,
             "from typing import NamedTuple": self.params is not None,
         }
         others = {
@@ -100,6 +108,7 @@ class RegionCode:
             "from runtime.comm.comm import Comm": "comm" in uses,
             "from runtime.ops import functional": "functional" in uses,
             "from runtime.ops.compiled import compiled": self.compiled,
+            "from runtime.ops.scan import scan": "scan" in uses,
             "from torch import Tensor": True,
             "from torch.nn import functional as F": "F" in uses,
         }

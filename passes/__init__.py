@@ -53,11 +53,20 @@ PIPELINE: tuple[Pass, ...] = (
         ensures=("canonical",),
     ),
     Pass(
+        name="scan",
+        label="Scanned",
+        does="unrolled loops over time become scans, with one step each",
+        requires=("canonical",),
+        ensures=("scans",),
+        optional=True,
+    ),
+    Pass(
         name="simplify",
         label="Simplified",
         does="constant masks are evaluated, written-out composites are recognised",
         requires=("canonical",),
         ensures=("simple",),
+        after=("scan",),
         optional=True,
     ),
     Pass(

@@ -26,7 +26,8 @@ from dataclasses import replace
 
 from partc.errors import Source
 from partc.ir.naming import unique
-from partc.ir.program import FLOATING, VIEWS, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.program import FLOATING, SCAN, VIEWS, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.scans import scan_of
 from partc.rules import Precision, is_matmul, precision_of
 
 _WIDE: DType = "f32"
@@ -145,6 +146,9 @@ class _CastWriter:
         if op.name == "own_gradient":
             self._own_gradient(op)
             return
+        if op.name == SCAN:
+            self._scan(op)
+            return
         operands = [name for name in op.refs() if self.types[name].dtype in FLOATING]
         fixed = any(isinstance(arg, DTypeArg) for arg in (*op.args, *(value for _, value in op.attrs)))
         # A single number takes the type of the other operand, as in torch.
@@ -163,6 +167,11 @@ class _CastWriter:
         if dtype is not None and not fixed:
             op = replace(op, results=tuple(self._typed(value, dtype) for value in op.results))
         self._add(op)
+
+    def _scan(self, op: Op) -> None:
+        """States are sums over time: a scan computes in the types that the model has."""
+        inputs = (value.type.dtype for value in scan_of(op).step.inputs)
+        self._add(op.renamed({name: self.as_dtype(name, dtype) for name, dtype in zip(op.refs(), inputs, strict=True)}))
 
     def _own_gradient(self, op: Op) -> None:
         """Each gradient has the type of its operand, each result that of the value it equals."""

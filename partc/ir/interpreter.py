@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from partc.ir.operators import DTYPES
-from partc.ir.program import Arg, DTypeArg, Graph, Op, Program, Ref
+from partc.ir.program import SCAN, Arg, DTypeArg, Graph, Op, Program, Ref
+from partc.ir.scans import scan_of
 
 
 def evaluate(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -45,11 +46,33 @@ def results_of(op: Op, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for inner in op.body:
             inside.update(results_of(inner, inside))
         return {value.name: inside[value.name] for value in op.results}
+    if op.name == SCAN:
+        return _scanned(op, known)
     args = [_value(arg, known) for arg in op.args]
     attrs = {key: _value(arg, known) for key, arg in op.attrs}
     found = _COMPOSITES[op.name](*args, **attrs) if op.name in _COMPOSITES else _operator(op.name)(*args, **attrs)
     results = found if isinstance(found, tuple | list) else (found,)
     return {value.name: result for value, result in zip(op.results, results, strict=True)}
+
+
+def _scanned(op: Op, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The results of a scan, one step after the other."""
+    scan = scan_of(op)
+    states = [known[name] for name in scan.starts]
+    fixed = [known[name] for name in scan.constants]
+    rows: list[list[Tensor]] = []
+    for t in reversed(range(scan.length)) if scan.reverse else range(scan.length):
+        elements = [known[name].select(dim, t) for name, dim in zip(scan.sequences, scan.dims_read, strict=True)]
+        given = zip((value.name for value in scan.step.inputs), (*states, *elements, *fixed), strict=True)
+        inside = dict(given)
+        for inner in scan.step.ops:
+            inside.update(results_of(inner, inside))
+        states = [inside[name] for name in scan.following]
+        rows.append([inside[name] for name in scan.made])
+    if scan.reverse:
+        rows.reverse()
+    made = [torch.stack(each, dim) for each, dim in zip(zip(*rows, strict=True), scan.dims_made, strict=True)]
+    return {value.name: x for value, x in zip(op.results, (*states, *made), strict=True)}
 
 
 def _operator(name: str) -> Callable[..., Any]:

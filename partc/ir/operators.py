@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partc.ir.parser import parse_graph
 from partc.ir.program import DType
+from partc.ir.scans import with_time
 from partc.runtime.ops.attention import row_dtype
 from partc.runtime.ops.rotary import joined, pairs
 from partc.torch_private import below_autograd
@@ -279,6 +281,34 @@ def _define_composites() -> None:
     )
 
 
+def _scan_shapes(
+    starts: Sequence[Tensor],
+    sequences: Sequence[Tensor],
+    constants: Sequence[Tensor],
+    *,
+    length: int,
+    dims: Sequence[int],
+    reverse: bool,
+    step: str,
+) -> list[Tensor]:
+    graph = parse_graph(step)
+    types = {name: value.type for name, value in graph.definitions().items()}
+    made = zip(graph.outputs[len(starts) :], dims[len(sequences) :], strict=True)
+    (like, *_) = (*starts, *sequences)
+    rows = [(with_time(types[name].shape, dim, length), types[name].dtype) for name, dim in made]
+    return [*map(_like, starts), *(like.new_empty(shape, dtype=DTYPES[dtype]) for shape, dtype in rows)]
+
+
+def _define_scan() -> None:
+    """A loop over time, whose step is a printed graph; partc.passes.differentiate.scans has its derivative."""
+    _operator(
+        "scan",
+        "(Tensor[] starts, Tensor[] sequences, Tensor[] constants, *, int length, int[] dims, bool reverse, str step)"
+        " -> Tensor[]",
+        _scan_shapes,
+    )
+
+
 class _Owned(torch.autograd.Function):
     """Connects results to the operands whose gradients a model gives itself; differentiate follows these."""
 
@@ -360,6 +390,7 @@ _define_experts()
 _define_random()
 _define_composites()
 _define_own_gradients()
+_define_scan()
 
 # Names of results beyond the first, of operators that return values for their backward.
 EXTRA_RESULTS: dict[str, tuple[str, ...]] = {

@@ -14,6 +14,7 @@ from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
 from partc.ir.printer import CALL, NUMBER, WORDS
 from partc.ir.program import (
+    SCAN,
     Action,
     ActionKind,
     ActionStatement,
@@ -368,30 +369,66 @@ class _TextReader:
         ops = self._here()[1]
         if not ops:
             raise _Malformed("this stands below no operation")
-        self._operation(text.strip())
-        inner = ops.pop()
-        ops[-1] = replace(ops[-1], body=(*ops[-1].body, inner))
+        if ops[-1].name == SCAN:
+            ops[-1] = _with_line(ops[-1], text)
+        else:
+            ops[-1] = replace(ops[-1], body=(*ops[-1].body, _operation(text.strip())))
 
     def _operation(self, text: str) -> None:
-        code, _, comment = _split_comment(text)
-        line = _matched(rf"{_NAMES} += (.*)", code)
-        left, right = line[1], line[2]
-        notes = re.split(rf" \| (?=(?:[^`]|{_QUOTED})*$)", comment) if comment else [""]
-        types = [_type(part) for part in notes[0].split(" ; ") if part]
-        names = _names(left)
-        if len(names) != len(types):
-            raise _Malformed(f"{len(names)} results with {len(types)} types")
-        name, args, attrs = _Call(right.strip()).read()
-        choices: tuple[Choice, ...] = ()
-        source: Source | None = None
-        for note in notes[1:]:
-            if note.startswith("{"):
-                choices = tuple(map(_choice, note.strip("{}").split()))
-            elif note.startswith("at "):
-                match = _matched(rf"at ({_QUOTED}|[^`]*):(\d+) ?({_QUOTED}|\S*)", note)
-                source = Source(file=_name(match[1]), line=int(match[2]), module=_name(match[3]))
-        results = tuple(Value(name=n, type=type) for n, type in zip(names, types, strict=True))
-        self._here()[1].append(Op(name=name, args=args, attrs=attrs, results=results, choices=choices, source=source))
+        self._here()[1].append(_operation(text))
+
+
+def parse_graph(text: str) -> Graph:
+    """Parse the text of a graph by itself. Raises PartcError P0221."""
+    graph = Graph(inputs=(), ops=(), outputs=())
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            graph = _extended(graph, line)
+        except (_Malformed, ValueError, KeyError) as error:
+            source = Source(file="<ir>", line=number)
+            raise PartcError("P0221", f"the IR does not parse: {error}", source=source) from error
+    return graph
+
+
+def _with_line(op: Op, text: str) -> Op:
+    """A scan with one more line of its step."""
+    attrs = dict(op.attrs)
+    step = attrs.get("step", Graph(inputs=(), ops=(), outputs=()))
+    assert isinstance(step, Graph)
+    return replace(op, attrs=tuple({**attrs, "step": _extended(step, text)}.items()))
+
+
+def _extended(graph: Graph, text: str) -> Graph:
+    """A graph with one more line."""
+    if text.startswith("| ") and graph.ops:
+        return replace(graph, ops=(*graph.ops[:-1], _with_line(graph.ops[-1], text.removeprefix("| "))))
+    if text.startswith("input "):
+        return replace(graph, inputs=(*graph.inputs, _declared(text.removeprefix("input "))))
+    if re.fullmatch(r"return( .*)?", text) and " = " not in text:
+        return replace(graph, outputs=_names(text.removeprefix("return").strip()))
+    return replace(graph, ops=(*graph.ops, _operation(text)))
+
+
+def _operation(text: str) -> Op:
+    code, _, comment = _split_comment(text)
+    line = _matched(rf"{_NAMES} += (.*)", code)
+    left, right = line[1], line[2]
+    notes = re.split(rf" \| (?=(?:[^`]|{_QUOTED})*$)", comment) if comment else [""]
+    types = [_type(part) for part in notes[0].split(" ; ") if part]
+    names = _names(left)
+    if len(names) != len(types):
+        raise _Malformed(f"{len(names)} results with {len(types)} types")
+    name, args, attrs = _Call(right.strip()).read()
+    choices: tuple[Choice, ...] = ()
+    source: Source | None = None
+    for note in notes[1:]:
+        if note.startswith("{"):
+            choices = tuple(map(_choice, note.strip("{}").split()))
+        elif note.startswith("at "):
+            match = _matched(rf"at ({_QUOTED}|[^`]*):(\d+) ?({_QUOTED}|\S*)", note)
+            source = Source(file=_name(match[1]), line=int(match[2]), module=_name(match[3]))
+    results = tuple(Value(name=n, type=type) for n, type in zip(names, types, strict=True))
+    return Op(name=name, args=args, attrs=attrs, results=results, choices=choices, source=source)
 
 
 class _Call:

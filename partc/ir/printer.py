@@ -112,7 +112,7 @@ def _graph(
     column = min(max((max(len(a), wide) + len(b) for a, b in zip(left, right, strict=True)), default=0), 96)
     for op, names, expression, note in zip(graph.ops, left, right, notes, strict=True):
         yield f"    {f'{names:<{wide}} = {expression}':<{column + 3}}  # {note}".rstrip()
-        yield from (f"    | {line}" for line in _body(op, sources))
+        yield from (f"    | {line}" for line in (*_body(op, sources), *_steps(op, sources)))
     yield f"    return {', '.join(map(written_name, graph.outputs))}".rstrip()
 
 
@@ -125,9 +125,25 @@ def _body(op: Op, sources: bool) -> Iterator[str]:
         yield f"{names:<{wide}} = {expression:<{column}}  # {_notes(inner, {}, sources, None)}".rstrip()
 
 
+def _steps(op: Op, sources: bool) -> Iterator[str]:
+    """The graphs among an operation's attributes: one step of a scan, below its line."""
+    for graph in (arg for _, arg in op.attrs if isinstance(arg, Graph)):
+        yield from print_graph(graph, sources=sources).splitlines()
+
+
+def print_graph(graph: Graph, *, sources: bool = False) -> str:
+    """A graph by itself: inputs, operations, outputs."""
+    lines = [f"input {_declared(value)}" for value in graph.inputs]
+    for op in graph.ops:
+        names = ", ".join(written_name(value.name) for value in op.results)
+        lines.append(f"{names} = {print_operation(op)}  # {_notes(op, {}, sources, None)}".rstrip())
+        lines += [f"| {line}" for line in _steps(op, sources)]
+    return "\n".join((*lines, f"return {', '.join(map(written_name, graph.outputs))}")) + "\n"
+
+
 def print_operation(op: Op) -> str:
     """The right-hand side of an operation's line."""
-    attrs = [f"{key}={written(arg)}" for key, arg in op.attrs]
+    attrs = [f"{key}={written(arg)}" for key, arg in op.attrs if not isinstance(arg, Graph)]
     return f"{op.name}({', '.join([*map(written, op.args), *attrs])})"
 
 

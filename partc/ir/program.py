@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Union
 
 from partc.errors import InternalError, Source
 from partc.ir.layout import Layout, Sizes, SubDim
@@ -26,6 +26,8 @@ RANDOM = frozenset({"dropout", "attention_dropout", "rand", "randn", "rand_like"
 MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 # Operations whose results may alias their first operand.
 VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias", "wait"})
+# A loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`.
+SCAN = "scan"
 FLOATING = frozenset({"f64", "f32", "bf16", "f16"})
 
 
@@ -43,7 +45,7 @@ class DTypeArg:
     name: DType
 
 
-Arg = Ref | DTypeArg | int | float | bool | str | None | tuple["Arg", ...]
+Arg = Union[Ref, DTypeArg, "Graph", int, float, bool, str, None, tuple["Arg", ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

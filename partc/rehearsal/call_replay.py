@@ -353,10 +353,14 @@ def region_module(module: RegionModule, lessons: Lessons, kernels: Any) -> dict[
     functions: dict[str, Learnt] = {}
     lines = module.text.split("\n")
     tree = _tree(module.text, {"kernels"})
+    steps = {function.name: [step.name for step in function.steps] for function in module.code.functions}
+    sources: dict[str, str] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-            source = source.replace(ast.get_docstring(node, clean=False) or "", "", 1)
+            sources[node.name] = source.replace(ast.get_docstring(node, clean=False) or "", "", 1)
+        if isinstance(node, ast.FunctionDef) and node.name in steps:  # and no step of a scan
+            source = "\n".join(sources[name] for name in (*steps[node.name], node.name))
             functions[node.name] = Learnt(name=node.name, region=module.region, text=source, file=module.path)
             node.decorator_list = []  # compiled code holds as much as its operations, or less
             _instrument(node)

@@ -9,13 +9,13 @@ from itertools import pairwise
 
 from partc.errors import InternalError, PartcError
 from partc.ir.layout import Partial, Placement, Replicated, Shard, Sizes, Varying
-from partc.ir.program import FLOATING, Choice, Graph, Op, TensorType
+from partc.ir.program import FLOATING, SCAN, Choice, Graph, Op, TensorType
+from partc.rules import local, scans
 from partc.rules import strided_cuts as _cuts
-from partc.rules.local import localize
 from partc.rules.notation import NotationError
 from partc.rules.rule import Dims, Factor, OpRule
 from partc.rules.strided_cuts import Cuts, factor_cuts
-from partc.rules.table import DENSE, LOWERED, TABLE, Precision, register
+from partc.rules.table import DENSE, LOWERED, TABLE, OperationRow, Precision, register
 
 __all__ = [
     "LOWERED",
@@ -84,6 +84,14 @@ def resolve_lowered(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
         if [len(dims) for dims in rule.results] == [len(value.type.shape) for value in results]:
             return rule
     return None
+
+
+TABLE[SCAN] = OperationRow(build=scans.scans(resolve_lowered), heavy=True, precision="high")
+
+
+def localize(op: Op, rule: OpRule | None, sizes: Sizes) -> Op:
+    """The same operation on local shards; see `partc.rules.local`."""
+    return scans.localized(op, sizes, resolve_lowered) if op.name == SCAN else local.localize(op, rule, sizes)
 
 
 def choices(

@@ -36,8 +36,8 @@ from partc.ir import operators
 from partc.ir.gradients import gradient_inputs, reached, trainable_params
 from partc.ir.layout import Sizes, SubDim
 from partc.ir.naming import unique
-from partc.ir.program import Arg, DTypeArg, Graph, Op, Program, Ref, Region, Value
-from partc.passes.differentiate import joint
+from partc.ir.program import SCAN, Arg, DTypeArg, Graph, Op, Program, Ref, Region, Value
+from partc.passes.differentiate import joint, scans
 from partc.rules.rule import integers
 from partc.torch_private import FakeTensorMode, aot_export_joint_simple, without_order
 
@@ -160,6 +160,10 @@ def _with_copies(region: Region, changed: frozenset[str]) -> Region:
 def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: Sizes) -> fx.GraphModule:
     """The joint graph: (inputs, params, gradients of outputs) -> (outputs, gradients)."""
     arguments = (*region.forward.inputs, *region.params)
+    split = lambda step, roots, live: joint.split(_trace_joint(step, roots, live, sizes), step, roots, live, sizes)  # noqa: E731
+    loops = {
+        op.results[0].name: scans.derivative(op, live, split) for op in region.forward.ops if op.name == SCAN
+    }
 
     def local_forward(*tensors: Tensor) -> tuple[Tensor, ...]:
         values = dict(zip((value.name for value in arguments), tensors, strict=True))
@@ -169,7 +173,9 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
         later: list[Op] = []  # the operations of backward passes of the model's own
         found: set[str] = set()  # their results
         for op in region.forward.ops:
-            if op.name == "own_gradient":
+            if op.name == SCAN:
+                _define(op, scans.run(op, loops[op.results[0].name], values), values, sizes)
+            elif op.name == "own_gradient":
                 _run_with_gradients(op, later, values, live, sizes)
             elif op.name == "incoming_gradient" or not found.isdisjoint(op.refs()):
                 later.append(op)
@@ -208,7 +214,11 @@ def _run(op: Op, values: dict[str, Any], live: set[str], sizes: Sizes) -> None:
     """Run one IR operation on fake tensors and mark what it defines."""
     args = [_tensor_arg(arg, values) for arg in op.args]
     attrs = {key: _tensor_arg(arg, values) for key, arg in op.attrs}
-    results = call_operator(op, args, attrs, live, sizes)
+    _define(op, call_operator(op, args, attrs, live, sizes), values, sizes)
+
+
+def _define(op: Op, results: Any, values: dict[str, Any], sizes: Sizes) -> None:
+    """Mark the results of an operation."""
     for value, result in zip(op.results, results if isinstance(results, tuple | list) else (results,), strict=False):
         expected = value.type.layout.local_shape(sizes)
         if tuple(result.shape) != expected:

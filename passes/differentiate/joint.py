@@ -14,7 +14,8 @@ from partc.errors import InternalError, Source
 from partc.ir.gradients import reached
 from partc.ir.layout import Layout, Sizes
 from partc.ir.operators import DTYPE_NAMES, EXTRA_RESULTS
-from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
+from partc.ir.parser import parse_graph
+from partc.ir.program import SCAN, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
 from partc.rules.inference import Inferred, inferred, local
 from partc.torch_private import OpOverload
 
@@ -393,6 +394,8 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
     attrs = tuple((key, read(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED_ATTRS and arg is not None)
     if name == "slice":
         return name, _bounded(node, args), ()
+    if name == SCAN:
+        return name, args, (*attrs[:-1], ("step", parse_graph(str(attrs[-1][1]))))
     if name == "cat":
         return name, (args[0], (int(args[1]) if len(args) > 1 else 0) % node.meta["val"].dim()), ()
     if name in ("unbind", "split", "split_with_sizes") and len(node.meta["val"]) == 1:

@@ -237,8 +237,16 @@ class _Writer:
             step=True,
         )
         self.steps.extend((*step.steps, step))
-        called = f"{operands.named('partial')}({step.name}, {operands.named('comm')})" if "comm" in step.passes else step.name
-        options = [f"length={scan.length}", f"dims={operands.attrs['dims']}", *(["reverse=True"] if scan.reverse else [])]
+        called = (
+            f"{operands.named('partial')}({step.name}, {operands.named('comm')})"
+            if "comm" in step.passes
+            else step.name
+        )
+        options = [
+            f"length={scan.length}",
+            f"dims={operands.attrs['dims']}",
+            *(["reverse=True"] if scan.reverse else []),
+        ]
         first = "[0]" if len(op.results) == 1 else ""
         return f"{operands.named('scan')}({', '.join((called, *operands.args, *options))}){first}"
 

@@ -377,7 +377,6 @@ class _Loops:
         source = next((op.source for op in step if op.source is not None), None)
         yield from (step[index] for index in sorted(loop.same))
         builder = _StepBuilder(loop, step, self.types)
-        scan = builder.scan()
         sequences = []
         for sequence in builder.sequences:
             name = sequence.source
@@ -385,58 +384,58 @@ class _Loops:
                 yield replace(op, args=(Ref(name), *op.args[1:]), source=source)
                 name = op.result.name
             sequences.append(name)
-        extra = {
-            key: name
-            for key, name in self._rows_read(loop, number, read).items()
-            if key not in {(op, result) for op, result, _ in builder.states}
-            or {self.places[each].step for each in name} != {loop.count - 1}
-        }
-        for op, result in extra:
-            loop.made.setdefault((op, result, 0, builder.reverse), unique(f"{step[op].results[result].name}_rows", self.taken))
-        made = {key: name for key, name in loop.made.items()}
-        outputs = tuple(step[op].results[result].name for op, result, _, _ in made)
-        graph = replace(scan.step, outputs=(*scan.step.outputs, *outputs)).without_dead()
-        dims = (*scan.dims, *(dim for _, _, dim, _ in made))
-        scan = replace(scan, sequences=tuple(sequences), step=_plainly_named(graph, scan), dims=dims)
+        rows = self._rows_read(loop, number, read, {(op, result) for op, result, _ in builder.states})
+        for op_at, result in rows:
+            name = unique(f"{step[op_at].results[result].name}_rows", self.taken)
+            loop.made.setdefault((op_at, result, 0, builder.reverse), name)
+        scan = builder.scan(sequences, tuple((op_at, result, dim) for op_at, result, dim, _ in loop.made))
+        names = self._ends(loop, builder)
+        turned: dict[str, tuple[str, int]] = {}
+        for (_, _, dim, flipped), name in loop.made.items():
+            names.append(name if flipped == builder.reverse else unique(f"{name}_turned", self.taken))
+            if flipped != builder.reverse:
+                turned[names[-1]] = name, dim
+        results = tuple(
+            Value(name=name, type=type) for name, type in zip(names, builder.result_types(scan), strict=True)
+        )
+        yield Op(name=SCAN, args=scan.args, attrs=scan.attrs, results=results, source=source)
+        for value in results:
+            if value.name in turned:
+                name, dim = turned[value.name]
+                made = (replace(value, name=name),)
+                yield Op(name="flip", args=(Ref(value.name), (dim,)), results=made, source=source)
+        for (op_at, result), values in rows.items():
+            for name in values:
+                yield from self._row_of(loop, loop.made[op_at, result, 0, builder.reverse], name, builder.reverse)
+
+    def _ends(self, loop: _Loop, builder: _StepBuilder) -> list[str]:
+        """The names of the last states: those that the last step gives them."""
         last = self.ops[loop.end - loop.period : loop.end]
-        names = []
+        names: list[str] = []
         for op, result, _ in builder.states:
             name = last[op].results[result].name
             names.append(name if name not in names else unique(f"{name}_too", self.taken))
-        flips: list[Op] = []
-        for (_, _, dim, flipped), name in made.items():
-            if flipped == builder.reverse:
-                names.append(name)
-                continue
-            names.append(unique(f"{name}_turned", self.taken))
-            flips.append(Op(name="flip", args=(Ref(names[-1]), (dim,)), results=(Value(name=name, type=self.types.get(name) or _EMPTY),), source=source))
-        types = [*(value.type for value in scan.states), *(step[op].results[result].type for op, result, _, _ in made)]
-        results = tuple(
-            Value(name=name, type=_typed(type, shape))
-            for name, type, shape in zip(names, types, result_shapes(scan), strict=True)
-        )
-        yield Op(name=SCAN, args=scan.args, attrs=scan.attrs, results=results, source=source)
-        shapes = {value.name: value.type for value in results}
-        for op in flips:
-            type = shapes[next(op.refs())]
-            yield replace(op, results=(replace(op.result, type=type),))
-        for (op, result), values in extra.items():
-            rows = loop.made[op, result, 0, builder.reverse]
-            for name in values:
-                at = self.places[name].step
-                at = loop.count - 1 - at if builder.reverse else at
-                type = self.types[name]
-                row = Value(name=unique(f"{name}_row", self.taken), type=_typed(type, (1, *type.shape)))
-                yield Op(name="slice", args=(Ref(rows), 0, at, at + 1, 1), results=(row,), source=source)
-                yield Op(name="reshape", args=(Ref(row.name), type.shape), results=(Value(name=name, type=type),), source=source)
+        return names
 
-    def _rows_read(self, loop: _Loop, number: int, read: set[str]) -> dict[tuple[int, int], list[str]]:
+    def _rows_read(
+        self, loop: _Loop, number: int, read: set[str], states: set[tuple[int, int]]
+    ) -> dict[tuple[int, int], list[str]]:
+        """Values of single steps that are read outside, by operation and result, but for the last states."""
         found: dict[tuple[int, int], list[str]] = {}
         for name in sorted(read):
             place = self.places[name]
-            if place.loop == number and place.op not in loop.same:
+            end = place.step == loop.count - 1 and (place.op, place.result) in states
+            if place.loop == number and place.op not in loop.same and not end:
                 found.setdefault((place.op, place.result), []).append(name)
         return found
+
+    def _row_of(self, loop: _Loop, rows: str, name: str, reverse: bool) -> Iterator[Op]:
+        """One element of a sequence of steps' values."""
+        at, type = self.places[name].step, self.types[name]
+        at = loop.count - 1 - at if reverse else at
+        row = Value(name=unique(f"{name}_row", self.taken), type=_typed(type, (1, *type.shape)))
+        yield Op(name="slice", args=(Ref(rows), 0, at, at + 1, 1), results=(row,))
+        yield Op(name="reshape", args=(Ref(row.name), type.shape), results=(Value(name=name, type=type),))
 
     def _prepared(self, loop: _Loop, sequence: _Sequence, reverse: bool) -> Iterator[Op]:
         """Operations, each of the one before, that make a tensor with one element for each step."""
@@ -468,8 +467,13 @@ class _StepBuilder:
         self.reverse = all(sequence.falling for sequence in self.sequences)
         self.taken = {value.name for op in step for value in op.results}
 
-    def scan(self) -> Scan:
-        """The scan without the sequences that it makes."""
+    def result_types(self, scan: Scan) -> Iterator[TensorType]:
+        known = scan.step.definitions()
+        for name, shape in zip(scan.step.outputs, result_shapes(scan), strict=True):
+            yield _typed(known[name].type, shape)
+
+    def scan(self, sequences: Sequence[str], made: Sequence[tuple[int, int, int]]) -> Scan:
+        """The scan that reads `sequences` and makes those of the results in `made`: (operation, result, dimension)."""
         loop = self.loop
         fixed = {value.name for index in loop.same for value in self.step[index].results}
         constants = dict.fromkeys(
@@ -481,7 +485,8 @@ class _StepBuilder:
         )
         states = {
             state: Value(
-                name=unique(f"{self.step[state[0]].results[state[1]].name}_before", self.taken), type=self.types[state[2]]
+                name=unique(f"{self.step[state[0]].results[state[1]].name}_before", self.taken),
+                type=self.types[state[2]],
             )
             for state in self.states
         }
@@ -515,20 +520,23 @@ class _StepBuilder:
                 same[op.result.name] = alias
                 continue
             ops.append(op)
+        wanted = (*((op, result) for op, result, _ in self.states), *((op, result) for op, result, _ in made))
+        ends = (self.step[op].results[result].name for op, result in wanted)
         graph = Graph(
             inputs=(*states.values(), *elements.values(), *known.values()),
             ops=tuple(ops),
-            outputs=tuple(same.get(name, name) for name in (self.step[op].results[i].name for op, i, _ in self.states)),
+            outputs=tuple(same.get(name, name) for name in ends),
         )
-        return Scan(
+        scan = Scan(
             starts=tuple(first for _, _, first in self.states),
-            sequences=(),
+            sequences=tuple(sequences),
             constants=tuple(constants),
             length=loop.count,
-            dims=tuple(sequence.dim for sequence in self.sequences),
+            dims=(*(sequence.dim for sequence in self.sequences), *(dim for _, _, dim in made)),
             reverse=self.reverse,
-            step=graph,
+            step=graph.without_dead(),
         )
+        return replace(scan, step=_plainly_named(scan))
 
     def _element(self, sequence: _Sequence) -> TensorType:
         type, dim = self.types[sequence.source], sequence.dim
@@ -554,19 +562,16 @@ class _StepBuilder:
         return next((v.name for v in elements if v.name == first and v.type == op.result.type), "")
 
 
-_EMPTY = TensorType(dtype="f32", layout=Layout.replicated(()))
-
-
-def _plainly_named(graph: Graph, scan: Scan) -> Graph:
+def _plainly_named(scan: Scan) -> Graph:
     """The step under names that equal steps of other modules have too."""
-    kinds = ("state",) * len(scan.starts) + ("element",) * len(scan.dims) + ("constant",) * len(scan.constants)
     taken: set[str] = set()
-    names = {value.name: unique(kind, taken) for value, kind in zip(graph.inputs, kinds, strict=True)}
-    names |= {value.name: unique(op.name, taken) for op in graph.ops for value in op.results}
+    groups = {"state": scan.states, "element": scan.elements, "constant": scan.fixed}
+    names = {value.name: unique(kind, taken) for kind, values in groups.items() for value in values}
+    names |= {value.name: unique(op.name, taken) for op in scan.step.ops for value in op.results}
     return Graph(
-        inputs=tuple(replace(value, name=names[value.name]) for value in graph.inputs),
-        ops=tuple(replace(op.renamed(names), source=None) for op in graph.ops),
-        outputs=tuple(names[name] for name in graph.outputs),
+        inputs=tuple(replace(value, name=names[value.name]) for value in scan.step.inputs),
+        ops=tuple(replace(op.renamed(names), source=None) for op in scan.step.ops),
+        outputs=tuple(names[name] for name in scan.step.outputs),
     )
 
 

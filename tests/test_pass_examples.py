@@ -40,7 +40,7 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fuse": ({"kernels": "triton"}, {"turned": True}),
 }
 # Passes over the order of communication, whose examples are the expected texts of their own tests.
-ELSEWHERE = {"zero", "overlap", "bucket", "schedule", "actions", "prefetch", "check"}
+ELSEWHERE = {"scan", "zero", "overlap", "bucket", "schedule", "actions", "prefetch", "check"}
 
 
 def columns(docstring: str) -> tuple[list[str], list[str]]:

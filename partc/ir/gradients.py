@@ -20,9 +20,18 @@ def trainable_params(program: Program) -> dict[str, frozenset[str]]:
 
 
 def trains(program: Program) -> bool:
-    """Whether a gradient of the loss reaches a parameter, in a program of a single region."""
-    region, trained = program.regions[0], trainable_params(program)
-    return region.forward.outputs[0] in reached(region.forward, trained[region.name])
+    """Whether a gradient of the loss reaches a parameter, in a traced program, which may change tensors in place."""
+    region, live = program.regions[0], {*trainable_params(program)[program.regions[0].name]}
+    first = {value.name: next(op.refs(), "") for op in region.forward.ops for value in op.results}
+    for op in region.forward.ops:
+        if op.name in _FLAT or live.isdisjoint(op.refs()):
+            continue
+        live.update(value.name for value in op.results if value.type.differentiable)
+        name = next(op.refs()) if op.name.endswith("_") else ""
+        while name:  # a change in place reaches the tensor that its operand may be a part of
+            live.add(name)
+            name = first.get(name, "")
+    return region.forward.outputs[0] in live
 
 
 def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:

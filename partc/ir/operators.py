@@ -19,7 +19,7 @@ from partc.runtime.ops.attention import row_dtype
 from partc.runtime.ops.rotary import joined, pairs
 from partc.torch_private import below_autograd
 
-Shapes = Callable[..., Tensor | tuple[Tensor, ...]]
+Shapes = Callable[..., Tensor | tuple[Tensor, ...] | list[Tensor]]
 Gradients = Callable[..., Sequence[Tensor | None]]  # (grads of results, args, results) -> grads of args
 
 _LIBRARY = torch.library.Library("partc", "DEF")

@@ -82,14 +82,18 @@ def _rule(op: Op, types: Types, resolve: Resolve) -> OpRule:
 
     scan = found.scan
     places: list[int | None] = [*(None for _ in scan.states), *scan.dims_read, *(None for _ in scan.fixed)]
-    operands = [(dims_of(value.name, at), type) for value, at, type in zip(scan.step.inputs, places, types, strict=True)]
+    operands = [
+        (dims_of(value.name, at), type) for value, at, type in zip(scan.step.inputs, places, types, strict=True)
+    ]
     results = [dims_of(value.name, None) for value in scan.states]
     results += [dims_of(name, at) for name, at in zip(scan.made, scan.dims_made, strict=True)]
     carried = {name for dims in (*(dims for dims, _ in operands), *results) for dim in dims for name in dim}
     sizes = {name: size for name, size in sizes.items() if name in carried or size != 1}
     rule = make(operands, results, sizes, blocked=stopped)
     kept = (factor for factor in rule.factors if factor.kind != "contracted")
-    summed = tuple(Factor(factor.name, factor.size, "blocked") for factor in rule.factors if factor.kind == "contracted")
+    summed = tuple(
+        Factor(factor.name, factor.size, "blocked") for factor in rule.factors if factor.kind == "contracted"
+    )
     inner, work = _work(found, {factor.name for factor in rule.factors})
     return replace(rule, factors=(*kept, *summed, *inner), work=work)
 
@@ -141,11 +145,12 @@ def _analysed(scan: Scan, resolve: Resolve) -> _Step:
         rule = resolve(op, types)
         rules.append(rule)
         values = [*op.refs(), *(value.name for value in op.results)]
-        covered = [] if rule is None else [*rule.operands, *rule.results]
+        covered: list[Dims] = [] if rule is None else [*rule.operands, *rule.results]
         covered += [()] * (len(values) - len(covered))
-        for factor in () if rule is None else rule.factors:
-            if factor.kind != "parallel" or factor.name in dict(rule.sharded):
-                groups.stop((f"{index}:{factor.name}", 0))
+        whole = [] if rule is None else [f.name for f in rule.factors if f.kind != "parallel"]
+        whole += [] if rule is None else [factor for factor, _ in rule.sharded]
+        for factor in whole:
+            groups.stop((f"{index}:{factor}", 0))
         for name, dims in zip(values, covered, strict=True):
             for dim in range(len(types[name].shape)):
                 factors = dims[dim] if dim < len(dims) else None
@@ -170,7 +175,9 @@ def _work(step: _Step, factors: set[str]) -> tuple[tuple[Factor, ...], tuple[tup
     inner: dict[str, Factor] = {}
     work: list[tuple[str, ...]] = []
     for index, rule in enumerate(step.rules):
-        for product in () if rule is None else rule.work:
+        if rule is None:
+            continue
+        for product in rule.work:
             named = []
             for each in product:
                 name = step.names.get(step.groups.root((f"{index}:{each}", 0)), f"{index}:{each}")

@@ -161,9 +161,7 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
     """The joint graph: (inputs, params, gradients of outputs) -> (outputs, gradients)."""
     arguments = (*region.forward.inputs, *region.params)
     split = lambda step, roots, live: joint.split(_trace_joint(step, roots, live, sizes), step, roots, live, sizes)  # noqa: E731
-    loops = {
-        op.results[0].name: scans.derivative(op, live, split) for op in region.forward.ops if op.name == SCAN
-    }
+    loops = {op.results[0].name: scans.derivative(op, live, split) for op in region.forward.ops if op.name == SCAN}
 
     def local_forward(*tensors: Tensor) -> tuple[Tensor, ...]:
         values = dict(zip((value.name for value in arguments), tensors, strict=True))

@@ -114,12 +114,18 @@ class _Builder:
         outputs = tuple(same.get(name, name) for name in found)
         ops = needed([op.renamed(same) for op in self.ops if op.name != "alias"], outputs)
         read = {*(name for op in ops for name in op.refs()), *outputs}
-        saved_of = [tuple(i for i, v in enumerate(each) if v.name in read) for each in (scan.states, scan.elements, scan.fixed)]
+        saved_of = [
+            tuple(i for i, v in enumerate(each) if v.name in read) for each in (scan.states, scan.elements, scan.fixed)
+        ]
         inputs = (
             *of_states,
             *sums,
             *of_made,
-            *(values[i] for values, places in zip((scan.states, scan.elements, scan.fixed), saved_of, strict=True) for i in places),
+            *(
+                values[i]
+                for values, places in zip((scan.states, scan.elements, scan.fixed), saved_of, strict=True)
+                for i in places
+            ),
         )
         before = tuple(i for i in saved_of[0] if scan.following[i] not in scan.made)
         forward = replace(
@@ -150,7 +156,9 @@ class _Builder:
         """The name of the sum of some values; `result` is made for it unless it is one of these."""
         if not names:
             args = (result.type.shape, 0)
-            self.ops.append(Op(name="full", args=args, attrs=(("dtype", DTypeArg(result.type.dtype)),), results=(result,)))
+            self.ops.append(
+                Op(name="full", args=args, attrs=(("dtype", DTypeArg(result.type.dtype)),), results=(result,))
+            )
             return result.name
         if len(names) == 1 and result.name not in self.types:
             return names[0]
@@ -167,25 +175,27 @@ class _Builder:
 def run(op: Op, found: Derivative, values: dict[str, Any]) -> list[Tensor]:
     """Run a scan on tensors without values, so that its derivative is traced when gradients pass."""
     scan = found.forward
-    groups = [[values[name] for name in names] for names in (scan.starts, scan.sequences, scan.constants)]
+    starts, sequences, constants = (
+        [values[name] for name in names] for names in (scan.starts, scan.sequences, scan.constants)
+    )
     count = len(op.results)
     if found.step is None:
-        return call(*groups, scan)
+        return call(starts, sequences, constants, scan)
 
     class Loop(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
             ctx.set_materialize_grads(False)
             with below_autograd():
-                ctx.results = tuple(call(*groups, scan))
+                ctx.results = tuple(call(starts, sequences, constants, scan))
             ctx.mark_non_differentiable(*(x for x in ctx.results if not x.is_floating_point()))
             return ctx.results  # type: ignore[no-any-return]
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            return _backward(found, groups, ctx.results, grads)
+            return _backward(found, (starts, sequences, constants), ctx.results, grads)
 
-    return list(Loop.apply(*(x for group in groups for x in group)))[:count]
+    return list(Loop.apply(*starts, *sequences, *constants))[:count]
 
 
 def call(starts: list[Tensor], sequences: list[Tensor], constants: list[Tensor], scan: Scan) -> list[Tensor]:
@@ -225,7 +235,13 @@ def _backward(
     read += [sequences[i] for i in found.saved_elements]
     dims += [scan.dims_read[i] for i in (*found.saved_elements, *found.elements)]
     back = Scan(
-        starts=(), sequences=("",) * len(read), constants=(), length=scan.length, dims=tuple(dims), reverse=not scan.reverse, step=step
+        starts=(),
+        sequences=("",) * len(read),
+        constants=(),
+        length=scan.length,
+        dims=tuple(dims),
+        reverse=not scan.reverse,
+        step=step,
     )
     made = iter(call(begun, read, [constants[i] for i in found.saved_constants], back))
     of_states = dict(zip(found.states, made, strict=False))

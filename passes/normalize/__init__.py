@@ -33,6 +33,7 @@ from partc.passes.normalize.own_gradients import with_dims
 from partc.passes.normalize.random import RANDOM, refuse_unknown
 from partc.passes.normalize.recurrent import recurrent
 from partc.passes.normalize.writer import Rewrite, Writer, argument, number, ref, with_dtypes
+from partc.passes.normalize.writes import with_joins
 
 
 def normalize(program: Program) -> Program:
@@ -90,6 +91,7 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
     for buffer, made in updated.items():
         nexts[buffer] = _next(writer, buffer, writer.same.get(made, made))
     forward = replace(graph, ops=tuple(writer.ops), outputs=(*outputs, *nexts.values())).without_dead()
+    forward = with_joins(forward)
     return replace(region, forward=with_dims(forward, writer.types)), writer.drawn, nexts
 
 

@@ -142,15 +142,10 @@ def select_scatter(w: Writer, op: Op) -> None:
 
 
 def _put(w: Writer, op: Op, part: Arg, dim: int, first: int, last: int) -> None:
-    shape, dtype = op.result.type.shape, op.result.type.dtype
-    parts = []
-    for start, end in ((0, first), (first, last), (last, shape[dim])):
-        if start == first and end == last:
-            parts.append(part)
-        elif end > start:
-            value = w.value(f"{op.result.name}_kept", (*shape[:dim], end - start, *shape[dim + 1 :]), dtype)
-            parts.append(w.add(op, "slice", (op.args[0], dim, start, end, 1), value))
-    if len(parts) == 1:
+    """Write a part into a tensor: `writes` makes joins of these."""
+    if last - first == op.result.type.shape[dim]:
         w.alias(op.result.name, ref(part).name)
+    elif first == last:
+        w.drop(op)
     else:
-        w.add(op, "cat", (tuple(parts), dim))
+        w.add(op, "slice_scatter", (op.args[0], part, dim, first, last, 1))

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from partc.ir.layout import Layout
-from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType, Value
+from partc.ir.parser import parse_graph
+from partc.ir.program import Arg, DType, DTypeArg, Graph, Op, Ref, TensorType, Value
 from partc.runtime.ops.rotary import rotary, rotary_backward
 
 DTYPES: dict[DType, torch.dtype] = {
@@ -476,8 +477,60 @@ def constant_cases() -> list[Case]:
     return [*found, case("arange", 12), case("eye", 6), case("linspace", 0.0, 1.0, 12)]
 
 
+def _scan(
+    starts: Any, sequences: Any, constants: Any, length: int, dims: Any, reverse: bool, step: Graph
+) -> list[Tensor]:
+    """Time after time, from the definition."""
+    states, rows = starts, []
+    for t in reversed(range(length)) if reverse else range(length):
+        elements = [x.select(dim, t) for x, dim in zip(sequences, dims, strict=False)]
+        known = dict(zip((value.name for value in step.inputs), (*states, *elements, *constants), strict=True))
+        for op in step.ops:
+            known.update(zip((value.name for value in op.results), run(op, known), strict=True))
+        made = [known[name] for name in step.outputs]
+        states = made[: len(starts)]
+        rows.append(made[len(starts) :])
+    rows = rows[::-1] if reverse else rows
+    return [
+        *states,
+        *(torch.stack([*each], dim) for each, dim in zip(zip(*rows, strict=True), dims[len(sequences) :], strict=True)),
+    ]
+
+
+IMPLEMENTATIONS["scan"] = _scan
+DECAYING = """input h: f64[4, 6]
+input a_t: f64[4, 6]
+input b_t: f64[4, 6]
+input w: f64[6]
+decayed = mul(a_t, h)  # f64[4, 6]
+next = add(decayed, b_t)  # f64[4, 6]
+out = mul(next, w)  # f64[4, 6]
+return next, out
+"""
+MIXING = """input h: f64[4, 6]
+input x_t: f64[4, 1, 6]
+input w: f64[6, 6]
+flat = reshape(x_t, (4, 6))  # f64[4, 6]
+mixed = linear(h, w)  # f64[4, 6]
+next = add(mixed, flat)  # f64[4, 6]
+return next, next
+"""
+
+
+def scan_cases() -> list[Case]:
+    a, b, h = normal(4, 3, 6), normal(3, 4, 6), normal(4, 6)
+    decaying = {"length": 3, "dims": [1, 0, 2], "step": parse_graph(DECAYING)}
+    mixing = {"length": 3, "dims": [0, 1], "reverse": True, "step": parse_graph(MIXING)}
+    return [
+        case("scan", [h], [a, b], [normal(6)], reverse=False, **decaying),
+        case("scan", [h], [a, b], [normal(6)], reverse=True, **decaying),
+        case("scan", [h], [normal(3, 4, 1, 6)], [normal(6, 6)], **mixing),
+    ]
+
+
 def all_cases() -> list[Case]:
     return [
+        *scan_cases(),
         *pointwise_cases(),
         *product_cases(),
         *norm_and_loss_cases(),

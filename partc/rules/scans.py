@@ -18,7 +18,7 @@ TIME = "t"
 
 
 @dataclass(slots=True)
-class _Groups:
+class _LinkedDims:
     """Dimensions that are one index of the whole step; `stopped` ones must stay whole."""
 
     above: dict[Key, Key] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class _Step:
 
     scan: Scan
     rules: tuple[OpRule | None, ...]
-    groups: _Groups
+    groups: _LinkedDims
     names: Mapping[Key, str]  # of groups, as factors of the scan
 
     def name(self, value: str, dim: int) -> str:
@@ -138,7 +138,7 @@ def localized(op: Op, sizes: Sizes, resolve: Resolve) -> Op:
 
 def _analysed(scan: Scan, resolve: Resolve) -> _Step:
     """Link the dimensions that the operations' rules identify, and states with their next values."""
-    groups = _Groups()
+    groups = _LinkedDims()
     types = {name: value.type for name, value in scan.step.definitions().items()}
     rules = []
     for index, op in enumerate(scan.step.ops):

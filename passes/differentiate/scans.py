@@ -62,10 +62,10 @@ def derivative(op: Op, live: set[str], split: Split) -> Derivative:
         return Derivative(forward=scan)
     region = Region(name="step", params=(), forward=replace(scan.step, outputs=outputs))
     region = split(region, frozenset(roots), inside) if outputs else region
-    return _Builder(scan, roots, inside, outputs, region).derivative()
+    return _DerivativeBuilder(scan, roots, inside, outputs, region).derivative()
 
 
-class _Builder:
+class _DerivativeBuilder:
     def __init__(self, scan: Scan, roots: set[str], inside: set[str], outputs: Sequence[str], region: Region) -> None:
         self.scan, self.roots, self.inside, self.outputs, self.region = scan, roots, inside, outputs, region
         backward = region.backward

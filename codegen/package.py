@@ -21,7 +21,7 @@ from partc.cost.memory import Account
 from partc.cost.saved_tensors import most_saved
 from partc.ir.collectives import cost
 from partc.ir.printer import readable
-from partc.ir.program import GraphKind, Program
+from partc.ir.program import SCAN, GraphKind, Program
 from partc.quoting import environment
 from partc.runtime.plan import launches
 
@@ -111,7 +111,7 @@ def files(
     for rank in rank_codes(program, evaluation):
         yield f"ranks/rank_{rank.rank:03d}.py", rank_template.render(rank=rank, ranks=ranks)
     yield from _kernels(program)
-    yield from _runtime(program)
+    yield from _runtime(program, *([evaluation] if evaluation is not None else []))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,10 +287,15 @@ def _kernels(program: Program) -> Iterator[tuple[str, str]]:
     yield "kernels/__init__.py", _template("kernels/__init__.py.jinja").render(names=names, modules=modules)
 
 
-def _runtime(program: Program) -> Iterator[tuple[str, str]]:
-    """The runtime library, unchanged. All but one of its modules are within reach of train.py."""
+def _runtime(*programs: Program) -> Iterator[tuple[str, str]]:
+    """The runtime library, unchanged. All but two of its modules are within reach of train.py."""
+    graphs = [graph for program in programs for region in program.regions for graph in region.graphs]
+    needed = {
+        "runtime/ops/compiled.py": any(program.kernels == "inductor" for program in programs),
+        "runtime/ops/scan.py": any(op.name == SCAN for graph in graphs for op in graph.ops),
+    }
     for path, text in _sources("runtime", importlib.resources.files("partc.runtime")):
-        if path != "runtime/ops/compiled.py" or program.kernels == "inductor":
+        if needed.get(path, True):
             yield path, text
 
 

@@ -528,8 +528,17 @@ def scan_cases() -> list[Case]:
     ]
 
 
+def solve_cases() -> list[Case]:
+    a, x = normal(4, 2, 6, 6).tril() + 4 * torch.eye(6, dtype=torch.float64), normal(4, 2, 6, 6)
+    return [
+        case("linalg_solve_triangular", a, x[..., :4], upper=False),
+        case("linalg_solve_triangular", a, x, upper=False, left=False, unitriangular=True),
+    ]
+
+
 def all_cases() -> list[Case]:
     return [
+        *solve_cases(),
         *scan_cases(),
         *pointwise_cases(),
         *product_cases(),

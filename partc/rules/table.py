@@ -309,6 +309,14 @@ build(
     heavy=True,
     precision="high",
 )
+rule(
+    "linalg_solve_triangular",
+    "a[*b i j], x[*b i k] -> [*b i k]",
+    blocked=lambda op: "i j" if argument(op, 3, "left", True) else "i j k",
+    linear="x",
+    heavy=True,
+    precision="high",
+)
 build("cdist", products.distances, heavy=True, precision="high")
 build("bilinear", examples(0, 1, least=2), heavy=True, precision="high")
 build("pairwise_distance", examples(0, 1), precision="high")

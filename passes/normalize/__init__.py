@@ -32,6 +32,7 @@ from partc.passes.normalize.norms import plain_norms
 from partc.passes.normalize.own_gradients import with_dims
 from partc.passes.normalize.random import RANDOM, refuse_unknown
 from partc.passes.normalize.recurrent import recurrent
+from partc.passes.normalize.solves import with_solves
 from partc.passes.normalize.writer import Rewrite, Writer, argument, number, ref, with_dtypes
 from partc.passes.normalize.writes import with_joins
 
@@ -91,7 +92,7 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
     for buffer, made in updated.items():
         nexts[buffer] = _next(writer, buffer, writer.same.get(made, made))
     forward = replace(graph, ops=tuple(writer.ops), outputs=(*outputs, *nexts.values())).without_dead()
-    forward = with_joins(forward)
+    forward = with_solves(with_joins(forward), writer.types)
     return replace(region, forward=with_dims(forward, writer.types)), writer.drawn, nexts
 
 

@@ -13,7 +13,7 @@ multiplies each row by the matrix of its expert, and sorts internally.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
@@ -30,14 +30,39 @@ _ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 
 def unsorted_experts(region: Region) -> Region:
     """Rewrite every sort by expert whose whole path to its inverse is understood; leave others unchanged."""
-    types = region.types(region.forward)
-    graph = region.forward
-    for op in region.forward.ops:
+    types, graph = region.types(region.forward), region.forward
+    rest = list(reversed(graph.ops))
+    last: dict[str, int] = {}  # the number of operations behind a value's last reader
+    for behind, op in enumerate(rest):
+        for name in op.refs():
+            last.setdefault(name, behind)
+    last.update(dict.fromkeys(graph.outputs, -1))
+    same: dict[str, str] = {}
+    ops: list[Op] = []
+    while rest:
+        op = _reading(same, rest.pop())
         if op.name == "sort" and len(op.results) == 2 and len(op.results[0].type.shape) == 1:
-            done = _Unsorting(op, types).run(graph)
-            if done is not None and fuel.allowed("unsorted experts", op.source):
-                graph = done
-    return replace(region, forward=graph)
+            attempt = _Unsorting(op, types, last, same)
+            taken = attempt.run(rest)
+            if taken is not None and fuel.allowed("unsorted experts", op.source):
+                del rest[len(rest) - taken :]
+                for behind, kept in enumerate(reversed(attempt.ops), len(rest)):
+                    last.update((name, min(behind, last.get(name, behind))) for name in kept.refs())
+                for old, new in attempt.same.items():
+                    last[new] = min(last.get(old, len(rest)), last.get(new, len(rest)))
+                same |= attempt.same
+                rest += reversed(attempt.ops)
+                continue
+        ops.append(op)
+    outputs = tuple(same.get(name, name) for name in graph.outputs)
+    return replace(region, forward=Graph(inputs=graph.inputs, ops=tuple(ops), outputs=outputs))
+
+
+def _reading(same: Mapping[str, str], op: Op) -> Op:
+    """The operation with renamed operands; most have none."""
+    if same.keys().isdisjoint(op.refs()):
+        return op
+    return replace(op.renamed(same), results=op.results)
 
 
 class _NotUnderstood(Exception):
@@ -50,6 +75,8 @@ class _Unsorting:
 
     sort: Op
     types: Mapping[str, TensorType]
+    last: Mapping[str, int]  # the number of operations behind a value's last reader; -1 for outputs
+    known: Mapping[str, str]  # values that earlier rewrites replaced
     rows: dict[str, str] = field(default_factory=dict)  # a value in sorted order -> the same in the original order
     every: dict[str, int] = field(default_factory=dict)  # perm // k -> k
     numbers: set[str] = field(default_factory=set)  # the sorted experts, in other types, to count them
@@ -59,25 +86,34 @@ class _Unsorting:
     same: dict[str, str] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
 
-    def run(self, graph: Graph) -> Graph | None:
-        """The graph without the sort; None if some reader is not understood."""
+    def run(self, rest: Sequence[Op]) -> int | None:
+        """Rewrite the operations behind the sort, last one first, up to the last that depends on it.
+
+        Returns their number; None if some reader is not understood.
+        """
         self.numbers.add(self.sort.results[0].name)
-        met = False
+        taken, until = 0, len(rest)
         try:
-            for op in graph.ops:
-                if op.results == self.sort.results:
-                    met = True
-                elif not met or not self._concerns(op):
-                    self.ops.append(replace(op.renamed(self.same), results=op.results))
+            until = self._end(self.sort, until)
+            while until < len(rest) - taken:
+                taken += 1
+                op = _reading(self.known, rest[-taken])
+                if not self._concerns(op):
+                    self.ops.append(_reading(self.same, op))
                 elif any(name in self.same for name in op.refs()) or not self._taken(op):
                     return None
+                else:
+                    until = self._end(op, until)
         except _NotUnderstood:
             return None
-        outputs = tuple(self.same.get(name, name) for name in graph.outputs)
-        inside = {*self.rows, *self.every, *self.numbers, *self.counts, *self.inverse, self._perm}
-        if inside.intersection(outputs):
-            return None
-        return Graph(inputs=graph.inputs, ops=tuple(self.ops), outputs=outputs)
+        return taken
+
+    def _end(self, op: Op, until: int) -> int:
+        """The number of operations behind the last reader of sorted rows. Raises if they are an output."""
+        ends = [self.last.get(value.name, until) for value in op.results if value.name not in self.same]
+        if -1 in ends:
+            raise _NotUnderstood
+        return min([until, *ends])
 
     @property
     def _perm(self) -> str:

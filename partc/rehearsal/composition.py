@@ -402,8 +402,7 @@ class Composer:
         """The step of the ranks at a place, played as a whole if it cannot be composed."""
         row = self._program.schedule[place]
         names = _Names(self._program, place)
-        self._signatures[place] = names.signature()
-        equal = self._equal.setdefault(self._signatures[place], _Equal())
+        equal = self._equal.setdefault(self.signature(place), _Equal())
         chosen: set[int] = set()
         start, *keys = self._circumstances(place, row, names, equal)
         opening = _opening(row)
@@ -415,10 +414,11 @@ class Composer:
             more = chosen.union(*(self._showing(row, index) for index in (opening, *missing.values())))
             if more == chosen:
                 break
-            chosen = more
-            some = self._only(row, chosen)
+            chosen, some = more, self._only(row, more)
             if 2 * len(some) > len(row):
-                break
+                if self._alone(place):
+                    break
+                chosen, some = {each.microbatch for each in row if each.microbatch is not None}, row
             told = {slot: tuple(chosen.intersection(found)) for slot, found in self._told.items() if slot[1] in chosen}
             self._learn(self._played(place, some, told), place, some, told, names, equal)
         if equal.doubtful or start not in equal.frames or any(key not in equal.effects for key in keys):
@@ -432,6 +432,11 @@ class Composer:
         if place not in self._signatures:
             self._signatures[place] = _Names(self._program, place).signature()
         return self._signatures[place]
+
+    def _alone(self, place: int) -> bool:
+        """Whether no other rank could use the account of this one."""
+        mine = self.signature(place)
+        return all(self.signature(other) != mine for other in range(len(self._program.schedule)) if other != place)
 
     def _showing(self, row: Sequence[Action], index: int) -> Iterator[int]:
         """The microbatches that an action is played with: of its neighbours, and of gradients that it releases."""

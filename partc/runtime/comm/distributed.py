@@ -166,13 +166,16 @@ class GlooAxis(NcclAxis):
             """Sum in the order of ranks, in at least fp32."""
             wide = torch.promote_types(rows.dtype, torch.float32)
             places = [(self.rank - source) % self.size for source in range(self.size)]
-            first, second, *others = ((rows[place - 1] if place else mine.pop()).to(wide) for place in places)
-            total = first + second
-            for row in others:
-                total += row
-            return total.to(rows.dtype)
+            return self._total((rows[place - 1] if place else mine.pop()).to(wide) for place in places).to(rows.dtype)
 
         return _arriving(work, received, x).then(summed)
+
+    def _total(self, rows: Iterator[Tensor]) -> Tensor:
+        """The sum of two or more rows, in order, of which few are in memory at one time."""
+        total = next(rows) + next(rows)
+        for row in rows:
+            total += row
+        return total
 
 
 def _arriving_all(work: Any, results: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending[None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc.codegen import plan as plans
 from partc.codegen.formatting import formatted
-from partc.codegen.ranks import rank_codes
+from partc.codegen.places import place_codes
 from partc.codegen.regions import region_codes
 from partc.codegen.source import RegionCode
 from partc.codegen.stages import StageCode, stage_code
@@ -77,7 +77,7 @@ def files(
     limits: Mapping[str, int] | None = None,
     evaluation: Program | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """The same one by one, so that a package of many ranks is never in memory as a whole.
+    """The same one by one.
 
     `report` holds sentences for the README about this plan. `modules` are the program's, if they are made already;
     `memory` is the account of the ranks' memory. `constants` are the entries of the batch that are no tensors,
@@ -107,9 +107,9 @@ def files(
         evaluated = emit(evaluation, folder=EVALUATION)
         yield from ((module.path, module.text) for module in evaluated.regions)
         yield from ((module.path, module.text) for module in evaluated.stages)
-    rank_template = _template("rank.py.jinja")
-    for rank in rank_codes(program, evaluation):
-        yield f"ranks/rank_{rank.rank:03d}.py", rank_template.render(rank=rank, ranks=ranks)
+    of_place = _template("place.py.jinja")
+    for place in place_codes(program, evaluation):
+        yield f"ranks/pp_{place.place}.py", formatted(of_place.render(place=place))
     yield from _kernels(program)
     yield from _runtime(program, *([evaluation] if evaluation is not None else []))
 
@@ -144,7 +144,7 @@ class StageModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modules:
-    """The emitted modules of a program, but for those of ranks."""
+    """The emitted modules of a program, but for those of pipeline coordinates."""
 
     regions: tuple[RegionModule, ...]
     stages: tuple[StageModule, ...]

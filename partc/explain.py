@@ -604,6 +604,11 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "`partc examples DIR` copies partc's example model files into DIR. Existing files with other contents are "
         "kept.",
     ),
+    "P0610": CodeExplanation(
+        "no rank has this number",
+        "`partc inspect DIR --rank N` shows one rank of a package; ranks count from 0 in the order of the mesh, the "
+        "last axis fastest.",
+    ),
     "P0701": CodeExplanation(
         "a setting in the environment is not a number",
         "PARTC_DEBUG is from 0 to 5; PARTC_FUEL is the number of optional rewrites.",

@@ -4,8 +4,8 @@ A quote is a comment in front of a block of code, whose text follows from it:
 
     <!-- quote: SOURCE | PATTERN | PATTERN+2 | ... -->
 
-SOURCE is a file, a folder (of which the first file with the first pattern is read), or `after PASS` for the program that
-`partc compile examples/gpt.py --mesh 2x2x2 --microbatches 4` has after a pass. Each pattern, a regular expression,
+SOURCE is a file, a folder (of which the first file with the first pattern is read), `after PASS` for the program that
+`partc compile examples/gpt.py --mesh 2x2x2 --microbatches 4` has after a pass, or `rank N` for its ranks. Each pattern, a regular expression,
 selects the next line that it matches, with `+N` and N lines more. Lines that are left out show as `…`.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 
 from partc.cli import main
+from partc.package.rank_view import rank_view
 from partc.reports.schedule_comparison import Candidate, candidates
 
 ROOT = Path(__file__).parent.parent
@@ -60,8 +60,10 @@ class Example:
 
     def shards(self, rank: int) -> dict[str, str]:
         """The elements of each sharded parameter that a rank holds."""
-        found = runpy.run_path(str(self.folder / "build" / "ranks" / f"rank_{rank:03}.py"))["SHARDS"]
-        return dict(found)
+        return dict(re.findall(r"^  (\S+)(\[.*\])$", "\n".join(self.rank(rank)), re.MULTILINE))
+
+    def rank(self, number: int) -> list[str]:
+        return rank_view(self.folder / "build", number).splitlines()
 
 
 def refreshed(text: str, example: Example) -> str:
@@ -79,6 +81,8 @@ def lines_of(source: str, first: str, example: Example) -> list[str]:
     """The lines of a quote's source."""
     if source.startswith("after "):
         return example.after(source.removeprefix("after "))
+    if source.startswith("rank "):
+        return example.rank(int(source.removeprefix("rank ")))
     path = ROOT / source
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
     pattern = re.compile(first.split("+")[0] if re.search(r"\+\d+$", first) else first)

@@ -86,7 +86,7 @@ def test_compile_prints_phases_and_what_is_next(tmp_path: Path, capsys: pytest.C
     assert {"Sharded", "Partitioned", "Scheduled"} <= set(labels)
     assert len({line.index(" s ") if " s " in line else len(line) - 2 for line in phases}) == 1
     assert lines[-1] == f"next: partc verify {folder}"
-    assert (folder / "plan.json").exists() and (folder / "ranks" / "rank_001.py").exists()
+    assert (folder / "plan.json").exists() and (folder / "ranks" / "pp_0.py").exists()
 
 
 def test_compile_says_that_triton_is_missing(
@@ -215,6 +215,8 @@ def test_a_check_that_does_not_hold_exits_with_1(
         (["verify", "no_such_folder"], "P0503"),
         (["run", "no_such_folder"], "P0503"),
         (["inspect", MLP], "P0603"),
+        (["inspect", MLP, "--rank", "0"], "P0503"),
+        (["inspect", str(ROOT / "examples" / "gpt_2x2x2"), "--rank", "8"], "P0610"),
         (["inspect", MLP, "--mesh", "2", "--after", "nothing"], "P0604"),
     ],
 )  # fmt: skip

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jsonschema
 import pytest
@@ -43,6 +46,7 @@ from partc.ir.program import (
 )
 from partc.package.verify import verify
 from partc.passes.actions import actions
+from partc.runtime.place import Place, coordinate, members, rank_at
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -336,17 +340,31 @@ def test_plan_follows_its_schema() -> None:
 def test_stage_modules_do_not_depend_on_the_number_of_ranks() -> None:
     names = {name for name, _ in files(classifier(4, "2x32x1"), model_source="", options={}, seed=0, precision="fp64")}
     assert sum(name.startswith("stages/") for name in names) == 2
-    assert sum(name.startswith("ranks/") for name in names) == 64
+    assert {name for name in names if name.startswith("ranks/")} == {"ranks/pp_0.py", "ranks/pp_1.py"}
 
 
-def test_a_rank_module_is_literal_and_short() -> None:
-    text = emitted(classifier(4, "2x2x2"))["ranks/rank_005.py"]
-    found: dict[str, object] = {}
-    exec(text, found)
-    assert found["RANK"] == 5 and found["COORDINATE"] == {"pp": 1, "dp": 0, "tp": 1} and found["STAGES"] == (1,)
-    assert found["GROUPS"] == {"pp": (1, 5), "dp": (5, 7), "tp": (4, 5)} and found["LINKS"] == {(0, 1): 1, (1, 0): 1}
-    assert found["SHARDS"]["blocks.*.down.weight"] == "[:, 5:10]"  # type: ignore[index]
-    assert len(text.splitlines()) < 30
+def test_a_rank_derives_its_groups_from_a_short_module_of_literals() -> None:
+    program = classifier(4, "2x2x2")
+    texts = emitted(program)
+    assert len(texts["ranks/pp_1.py"].splitlines()) < 20
+    modules: list[dict[str, Any]] = [{}, {}]
+    for place, found in enumerate(modules):
+        exec(texts[f"ranks/pp_{place}.py"], found)
+    place = Place.of(5, program.mesh.sizes, lambda place: SimpleNamespace(**modules[place]))
+    assert place.coordinate == {"pp": 1, "dp": 0, "tp": 1} and place.stages == (1,)
+    assert place.groups == {"pp": (1, 5), "dp": (5, 7), "tp": (4, 5)} and place.links == {(0, 1): 1, (1, 0): 1}
+    assert place.schedule == " ".join(map(str, program.schedule[1])) and [*place.schedules] == [0]
+
+
+@pytest.mark.parametrize("spec", ["tp=2,pp=3,dp_out=2,dp_in=2", "dp=3", "pp=2,tp=5"])
+def test_groups_of_ranks_are_those_of_the_mesh(spec: str) -> None:
+    mesh = Mesh.parse(spec)
+    sizes, groups = mesh.sizes, [*itertools.combinations(mesh.names, 1), *itertools.combinations(mesh.names, 2)]
+    for rank in range(mesh.size):
+        here = coordinate(rank, sizes)
+        assert here == mesh.coordinate(rank) and rank_at(here, sizes) == rank
+        for axes in groups:
+            assert members(",".join(axes), here, sizes) == mesh.group(rank, axes)
 
 
 # -- loops, skips, tied weights ------------------------------------------------------------------
@@ -401,7 +419,9 @@ def test_tied_parameters_are_reduced_over_their_stages() -> None:
     for stage in range(2):
         assert '(0, 1): ("blocks.0.up.bias",),' in texts[f"stages/stage_{stage}.py"]
         assert "shared=(0, 1)" in texts[f"stages/stage_{stage}.py"]
-    assert '"pp 0,1": (0, 1)' in texts["ranks/rank_001.py"]
+    assert 'GROUPS = ("pp", "pp 0,1")' in texts["ranks/pp_1.py"]
+    sizes = {"tp": 2, "pp": 3, "dp": 2}
+    assert members("pp 0,2", coordinate(7, sizes), sizes) == (7, 11)
 
 
 # -- pieces --------------------------------------------------------------------------------------

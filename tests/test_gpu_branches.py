@@ -83,7 +83,7 @@ def steps_taken(package: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str)
     found: list[str] = []
     with imported_from(package):
         job = train.parse(["--virtual", "--steps", "2", *arguments], package)
-        rank = train._load_rank(0, DEVICE, package)
+        rank = train._load_rank(0, DEVICE, job)
         for name, module in list(sys.modules.items()):
             if name.startswith("kernels."):
                 for key, item in list(vars(module).items()):
@@ -91,7 +91,7 @@ def steps_taken(package: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str)
                         setattr(module, key, Launches(found, key))
         for name, shard in rank.shards.items():
             rank.parameters[name] = torch.empty(shard.local_shape(job.sizes), dtype=shard.dtype, device=DEVICE)
-        comm = VirtualComm(world=World(1), rank=0, coordinate=rank.module.COORDINATE, groups={}, links={})
+        comm = VirtualComm(world=World(1), rank=0, coordinate=rank.place.coordinate, groups={}, links={})
         comm.device = DEVICE
         model_file = train.load_model_file(package / "model.py")
         data = train._source(job, model_file, str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import threading
 import time
 from collections import Counter
@@ -24,6 +25,8 @@ from partc.runtime.comm import distributed
 from partc.runtime.comm.comm import Pending
 from partc.runtime.comm.distributed import LINK_BLOCKS, DistributedComm
 from partc.runtime.errors import UsageError
+from partc.runtime.layout import parse_mesh
+from partc.runtime.place import Place
 from partc.runtime.processes import watchdog
 from partc.runtime.processes.agreement import Together
 from partc.runtime.processes.devices import own_device
@@ -139,13 +142,13 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> type[Group]:
     return Group
 
 
-def connected(module: Any, rank: int, size: int) -> DistributedComm:
+def connected(place: Place, size: int) -> DistributedComm:
     return DistributedComm(
-        rank=rank,
-        coordinate=module.COORDINATE,
-        groups=module.GROUPS,
-        links=module.LINKS,
-        stages=module.STAGES,
+        rank=place.rank,
+        coordinate=place.coordinate,
+        groups=place.groups,
+        links=place.links,
+        stages=place.stages,
         world_size=size,
         store=lone_store(),
         device=CUDA,
@@ -155,21 +158,20 @@ def connected(module: Any, rank: int, size: int) -> DistributedComm:
 
 def on_all_ranks(package: Path, size: int, work: Any) -> list[list[str]]:
     """What each rank's thread says of `work`, by rank; failures are raised here."""
-    import importlib
-
     failures: list[BaseException] = []
     said: list[list[str]] = [[] for _ in range(size)]
 
-    def run(rank: int, module: Any) -> None:
+    def run(rank: int, place: Place) -> None:
         try:
-            work(connected(module, rank, size))
+            work(connected(place, size))
             said[rank] = Group.said[threading.current_thread()]
         except BaseException as error:
             failures.append(error)
 
+    sizes = parse_mesh(json.loads((package / "plan.json").read_text())["mesh"])
     with imported_from(package):
-        modules = [importlib.import_module(f"ranks.rank_{rank:03d}") for rank in range(size)]
-    threads = [threading.Thread(target=run, args=(rank, module)) for rank, module in enumerate(modules)]
+        places = [Place.of(rank, sizes) for rank in range(size)]
+    threads = [threading.Thread(target=run, args=(rank, place)) for rank, place in enumerate(places)]
     for thread in threads:
         thread.start()
     for thread in threads:

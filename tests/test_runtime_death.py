@@ -31,14 +31,11 @@ def package(folder: Path, dp: int) -> Path:
     plan = json.loads((build / "plan.json").read_text())
     plan["mesh"] = f"pp=2,dp={dp},tp=1"
     (build / "plan.json").write_text(json.dumps(plan))
-    for rank in range(2 * dp):
-        stage, place = divmod(rank, dp)
-        like = (build / "ranks" / f"rank_{4 * stage:03d}.py").read_text()
-        schedule = like[like.index("SCHEDULE") :]
-        groups = {"dp": tuple(stage * dp + other for other in range(dp))} if dp > 1 else {}
-        (build / "ranks" / f"rank_{rank:03d}.py").write_text(
-            f"RANK = {rank}\nSTAGES = ({stage},)\nCOORDINATE = {{'pp': {stage}, 'dp': {place}, 'tp': 0}}\n"
-            f"GROUPS = {groups}\nLINKS = {{(0, 1): {(1 - stage) * dp + place}, (1, 0): {(1 - stage) * dp + place}}}\n{schedule}"
+    for place in range(2):
+        module = build / "ranks" / f"pp_{place}.py"
+        groups = '("dp",)' if dp > 1 else "()"
+        module.write_text(
+            module.read_text().replace('("pp", "dp", "tp")', groups).replace("pp=2,dp=2,tp=2", plan["mesh"])
         )
     # The received shape is a literal: with dp=1 a microbatch has 4 rows.
     stage_1 = build / "stages" / "stage_1.py"

@@ -215,7 +215,7 @@ def test_a_package_that_crashes_is_no_result(package: Path) -> None:
 
 
 def test_a_deadlock_is_named(package: Path) -> None:
-    replace_in(package / "ranks/rank_004.py", "1SEND_B0 ", "")
+    replace_in(package / "ranks/pp_1.py", "1SEND_B0 ", "")
     with pytest.raises(RunFailed) as failure:
         verify(package, steps=1, virtual=True)
     assert "every rank waits for another" in failure.value.output

@@ -224,7 +224,7 @@ PLANS: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 PARTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a mesh with more ranks": (planned(mesh="dp=4"), "P0503"),
-    "a rank is missing": (lacks("ranks/rank_001.py"), "P0503"),
+    "a place is missing": (lacks("ranks/pp_0.py"), "P0503"),
     "a stage is missing": (lacks("stages/stage_0.py"), "P0503"),
     "train.py is missing": (lacks("train.py"), "P0503"),
     "model.py is missing": (lacks("model.py"), "P0503"),

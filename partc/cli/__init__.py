@@ -313,10 +313,17 @@ def rule_command(model: str, **given: Any) -> None:
     "--durations", metavar="F=1,B=2,...", help="durations of F, B, I, W of a microbatch and of comm, for --schedules"
 )
 @click.option("--html", type=Path, metavar="FILE", help="one page with everything, for a browser")
+@click.option("--rank", type=int, metavar="N", help="the groups, links, shards and schedule of one rank of package DIR")
 def inspect_command(target: str, **given: Any) -> None:
     """Show the program of a model or of a package, after any pass."""
     from partc.cli import inspection
 
+    rank = given.pop("rank")
+    if rank is not None:
+        from partc.package.rank_view import rank_view
+
+        console.echo(rank_view(Path(target), rank))
+        return
     wanted = {key: given.pop(key) for key in ("after", "region", "diff", "sources", "provenance", "name", "html")}
     side_by_side, durations = given.pop("schedules"), given.pop("durations")
     if durations is not None and not side_by_side:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shlex
@@ -15,11 +16,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from partc.errors import PartcError
 from partc.frontend.model_file import is_file
-from partc.ir.mesh import Mesh
+from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.runtime import plan as plans
 from partc.runtime.documents import Malformed
 
@@ -63,14 +65,34 @@ def read_plan(directory: Path) -> dict[str, Any]:
     return plan
 
 
+def literals(path: Path) -> SimpleNamespace:
+    """The constants of a module, which is not executed. Raises PartcError P0503."""
+    found = {}
+    try:
+        for each in ast.parse(path.read_bytes()).body:
+            match each:
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=value)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+                ):
+                    found[name] = ast.literal_eval(value)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise PartcError("P0503", f"{path} {error}", help="compile again: the file has been changed") from None
+    return SimpleNamespace(**found)
+
+
 def read_package(directory: Path) -> dict[str, Any]:
-    """The plan of a package whose files are all present. Raises PartcError P0503."""
+    """The plan of a package whose files are all present, and for its mesh. Raises PartcError P0503."""
     plan = read_plan(directory)
-    ranks = [f"ranks/rank_{rank:03d}.py" for rank in range(Mesh.parse(plan["mesh"]).size)]
+    ranks = [f"ranks/pp_{place}.py" for place in range(Mesh.parse(plan["mesh"]).axis(PIPELINE_AXIS))]
     stages = [f"stages/stage_{stage}.py" for stage in range(plan["stages"])]
     for name in ("train.py", "model.py", "runtime/train/train.py", *stages, *ranks):
         if not (directory / name).is_file():
             raise PartcError("P0503", f"{directory} lacks {name}", help="compile again, or copy the whole package")
+    for name in ranks:
+        mesh = getattr(literals(directory / name), "MESH", "another mesh")
+        if mesh != plan["mesh"]:
+            raise PartcError("P0503", f"{directory / name} is for {mesh}, not for {plan['mesh']}", help="compile again")
     return plan
 
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..layout import Dims, SubDim, cutting
-
-PIPELINE = "pp"
+from ..place import PIPELINE
 
 
 @dataclass(frozen=True, slots=True)

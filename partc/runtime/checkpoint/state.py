@@ -13,7 +13,7 @@ from ..comm.compression import Remembers
 from ..layout import Shard, parse_mesh
 from ..optimizer.optimizer import Optimizer
 from ..optimizer.update import LossScale
-from .boxes import PIPELINE
+from ..place import PIPELINE
 from .checkpoint import Held
 from .manifest import LEFT_OUT, LOSS_SCALE
 from .restore import Checkpoint

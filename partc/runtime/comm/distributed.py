@@ -1,7 +1,7 @@
 """Communicators over torch.distributed: NCCL between GPUs, gloo between CPUs.
 
-Groups are built directly from the rank module's literals, each under its own prefix of the store: a rank meets only the
-ranks that it talks to, so start-up time does not grow with the mesh. (`new_group` numbers groups by the count of
+Groups are built directly from the rank's place, each under its own prefix of the store: a rank meets only the ranks
+that it talks to, so start-up time does not grow with the mesh. (`new_group` numbers groups by the count of
 earlier ones, which differs between pipeline stages.)
 """
 

@@ -16,6 +16,7 @@ from ..device.sending import bring
 from ..errors import UsageError
 from ..execution.executor import ForwardStage, parse_schedule, run_forward
 from ..layout import Shard
+from ..place import Place
 from .data import BatchSource, Say, Tokens, source
 from .data import in_microbatches as cut
 from .job import Job
@@ -29,7 +30,7 @@ class Evaluation:
 
     job: Job
     model_file: ModuleType
-    rank: ModuleType
+    place: Place
     comm: Comm
     device: torch.device
     parameters: Mapping[str, Tensor]
@@ -45,18 +46,18 @@ class Evaluation:
         """
         clock, job = self.comm.clock, self.job
         clock.entering("an evaluation")
-        modules = {number: importlib.import_module(f"evaluation.stages.stage_{number}") for number in self.rank.STAGES}
+        modules = {number: importlib.import_module(f"evaluation.stages.stage_{number}") for number in self.place.stages}
         stages: dict[int, ForwardStage] = {
             number: module.Stage(self.comm, self.parameters, {}) for number, module in modules.items()
         }
         for stage in stages.values():
             stage.setup()
         inputs: dict[str, Shard] = {name: shard for stage in stages.values() for name, shard in stage.inputs.items()}
-        actions = parse_schedule(self.rank.EVALUATION)
+        actions = parse_schedule(self.place.evaluation)
         batches, sums = evaluation_data(job, self.model_file), dict[str, float]()
         for number in range(job.eval_batches):
             clock.entering("data of an evaluation")
-            part = batches.part(number, inputs, job.sizes, self.rank.COORDINATE)
+            part = batches.part(number, inputs, job.sizes, self.place.coordinate)
             local = {name: bring(x, self.device) for name, x in part.items()}
             pieces = cut(local, inputs, job.sizes, job.plan["microbatches"])
             for path, value in run_forward(stages, self.comm, actions, local, pieces, job.sizes).items():

@@ -37,6 +37,7 @@ from ..execution.executor import Action, Slot, Stage, gradient_buffers, parse_sc
 from ..layout import DTYPES, Shard, tokens_per_step
 from ..ops import attention_kernels
 from ..optimizer.update import LossScale, Rate, Update, updating, write_casts
+from ..place import PIPELINE, Place
 from ..plan import launches
 from ..processes.agreement import Together
 from ..processes.devices import own_device
@@ -61,8 +62,7 @@ from .tuning import settle
 class Rank:
     """One rank: its literals, its stages' classes, and its tensors."""
 
-    number: int
-    module: ModuleType
+    place: Place
     stage_classes: dict[int, type[Any]]
     actions: tuple[Action, ...]
     kernels: ModuleType | None = None
@@ -72,6 +72,10 @@ class Rank:
     done: int = 0  # steps, with those before this run
 
     @property
+    def number(self) -> int:
+        return self.place.rank
+
+    @property
     def shards(self) -> dict[str, Shard]:
         """The parameters of all its stages; if two stages use one, the last sums its gradient."""
         return {name: shard for stage in self.stage_classes.values() for name, shard in stage.parameters.items()}
@@ -79,8 +83,8 @@ class Rank:
     @property
     def told(self) -> dict[Slot, tuple[int, ...]]:
         """By stage and microbatch of a value that a peer sends, the microbatches whose gradients the value confirms."""
-        peers = (importlib.import_module(f"ranks.rank_{peer:03d}") for peer in set(self.module.LINKS.values()))
-        return {slot: told for peer in peers for slot, told in told_by(parse_schedule(peer.SCHEDULE)).items()}
+        rows = map(parse_schedule, self.place.schedules.values())
+        return {slot: told for row in rows for slot, told in told_by(row).items()}
 
     @property
     def inputs(self) -> dict[str, Shard]:
@@ -95,8 +99,8 @@ class Rank:
     @property
     def logs(self) -> bool:
         """Whether this is the single rank that reports the loss."""
-        place = {axis: index for axis, index in self.module.COORDINATE.items() if axis != "pp"}
-        return any(stage.loss is not None for stage in self.stage_classes.values()) and not any(place.values())
+        others = (index for axis, index in self.place.coordinate.items() if axis != PIPELINE)
+        return any(stage.loss is not None for stage in self.stage_classes.values()) and not any(others)
 
 
 def main(argv: Sequence[str], root: Path) -> int:
@@ -119,13 +123,13 @@ def main(argv: Sequence[str], root: Path) -> int:
     return job.exit_code if stopped else 0
 
 
-def _load_rank(number: int, device: torch.device, root: Path) -> Rank:
+def _load_rank(number: int, device: torch.device, job: Job) -> Rank:
     if device.type == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # runs kernels, if there are any, without a GPU
-    module = importlib.import_module(f"ranks.rank_{number:03d}")
-    stages = {stage: importlib.import_module(f"stages.stage_{stage}").Stage for stage in module.STAGES}
-    kernels = importlib.import_module("kernels") if (root / "kernels").is_dir() else None
-    return Rank(number, module, stages, parse_schedule(module.SCHEDULE), kernels)
+    place = Place.of(number, job.sizes)
+    stages = {stage: importlib.import_module(f"stages.stage_{stage}").Stage for stage in place.stages}
+    kernels = importlib.import_module("kernels") if (job.root / "kernels").is_dir() else None
+    return Rank(place, stages, parse_schedule(place.schedule), kernels)
 
 
 def _train_virtual(job: Job, stack: ExitStack) -> bool:
@@ -141,7 +145,7 @@ def _train_virtual(job: Job, stack: ExitStack) -> bool:
         _say(memory)
     _settle_attention(job, torch.device("cpu"), _say)
     world = World(job.world_size)
-    ranks = [_load_rank(number, torch.device("cpu"), job.root) for number in range(job.world_size)]
+    ranks = [_load_rank(number, torch.device("cpu"), job) for number in range(job.world_size)]
     model_file = load_model_file(job.root / "model.py")
     _materialise(job, model_file, ranks, torch.device("cpu"), together)
     data = _source(job, model_file, _say, kept=2)  # no rank is two batches behind another
@@ -151,9 +155,9 @@ def _train_virtual(job: Job, stack: ExitStack) -> bool:
         comm = VirtualComm(
             world=world,
             rank=number,
-            coordinate=rank.module.COORDINATE,
-            groups=rank.module.GROUPS,
-            links=rank.module.LINKS,
+            coordinate=rank.place.coordinate,
+            groups=rank.place.groups,
+            links=rank.place.links,
         )
         with enough_memory(f"rank {number}", comm.clock):
             _train(job, rank, comm, data, model_file, torch.device("cpu"), store, interruption)
@@ -198,7 +202,7 @@ def _train_this_rank(job: Job) -> bool:
         together = Together(store, number, place.size)
         device = own_device(job.device, together)
         clock.follow(device)
-        rank = _load_rank(number, device, job.root)
+        rank = _load_rank(number, device, job)
         model_file = load_model_file(job.root / "model.py")
         clock.entering("the choice of its checkpoint")
         say = _say if number == 0 else lambda line: None
@@ -216,10 +220,10 @@ def _train_this_rank(job: Job) -> bool:
         clock.entering("connecting to its peers")
         comm = DistributedComm(
             rank=number,
-            coordinate=rank.module.COORDINATE,
-            groups=rank.module.GROUPS,
-            links=rank.module.LINKS,
-            stages=rank.module.STAGES,
+            coordinate=rank.place.coordinate,
+            groups=rank.place.groups,
+            links=rank.place.links,
+            stages=rank.place.stages,
             world_size=place.size,
             store=store,
             device=device,
@@ -267,7 +271,7 @@ def _materialise(
         for rank, shards in zip(ranks, held, strict=True):
             for name, shard in shards.items():
                 if name in source.tensors:
-                    part = source.part(name, shard, job.sizes, rank.module.COORDINATE)
+                    part = source.part(name, shard, job.sizes, rank.place.coordinate)
                     rank.parameters[name] = part.to(device=device, dtype=shard.dtype)
         source.close()
 
@@ -275,7 +279,7 @@ def _materialise(
         for rank, shards in zip(ranks, held, strict=True):
             shard = shards.get(name)
             if shard is not None:
-                part = shard.local(whole, job.sizes, rank.module.COORDINATE)
+                part = shard.local(whole, job.sizes, rank.place.coordinate)
                 rank.parameters[name] = part.to(device=device, dtype=shard.dtype, copy=True).contiguous()
 
     wanted = {name for rank, shards in zip(ranks, held, strict=True) for name in shards if name not in rank.parameters}
@@ -306,7 +310,7 @@ def _train(
     interruption: Interruption | VirtualInterruption | None = None,
 ) -> None:
     tokens = tokens_per_step(job.plan) * job.accumulate
-    times = Times.of(job, comm, rank.number, rank.module.LINKS, rank.module.STAGES)
+    times = Times.of(job, comm, rank.number, rank.place.links, rank.place.stages)
     peak = times.peak(job) if job.measures else None
     log = None
     if rank.logs:
@@ -321,9 +325,7 @@ def _train(
             peak=peak,
             board=job.tensorboard,
         )
-    place = RankPosition(
-        rank=rank.number, world_size=job.world_size, sizes=job.sizes, coordinate=rank.module.COORDINATE
-    )
+    place = RankPosition(rank=rank.number, world_size=job.world_size, sizes=job.sizes, coordinate=rank.place.coordinate)
     saver = None
     if job.save is not None:
         saver = Saver(job.save, keep=job.keep, place=place, store=store, attempt=job.attempt, run=job.run)
@@ -354,11 +356,11 @@ def _train(
         optimized = {name: held[name] for name in gradients}
         if job.checkpoint is not None:
             if optimizer is not None:
-                restore_optimizer(optimizer, optimized, job.checkpoint, job.sizes, rank.module.COORDINATE)
+                restore_optimizer(optimizer, optimized, job.checkpoint, job.sizes, rank.place.coordinate)
             if scale is not None:
                 restore_scale(scale, job.checkpoint)
             if (
-                not restore_left_out(stages, job.checkpoint, job.sizes, rank.module.COORDINATE, device)
+                not restore_left_out(stages, job.checkpoint, job.sizes, rank.place.coordinate, device)
                 and rank.number == 0
             ):
                 _say(
@@ -368,7 +370,7 @@ def _train(
 
         def kept() -> dict[str, Held]:
             saved = state(held, optimized, optimizer, job.plan, scale)
-            return saved | left_out(stages, job.sizes, rank.module.COORDINATE)
+            return saved | left_out(stages, job.sizes, rank.place.coordinate)
 
         update = Update(
             optimizer,
@@ -387,7 +389,7 @@ def _train(
             stage.setup()
 
         def part_of(number: int) -> Mapping[str, Tensor]:
-            return data.part(number, rank.inputs, job.sizes, rank.module.COORDINATE)
+            return data.part(number, rank.inputs, job.sizes, rank.place.coordinate)
 
         def save(done: int) -> None:
             assert saver is not None
@@ -397,7 +399,7 @@ def _train(
         steps = Steps(
             job=job,
             comm=comm,
-            coordinate=rank.module.COORDINATE,
+            coordinate=rank.place.coordinate,
             device=device,
             stages=stages,
             actions=rank.actions,
@@ -415,7 +417,7 @@ def _train(
         evaluation = Evaluation(
             job=job,
             model_file=model_file,
-            rank=rank.module,
+            place=rank.place,
             comm=comm,
             device=device,
             parameters=rank.parameters,

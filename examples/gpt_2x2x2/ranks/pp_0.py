@@ -1,0 +1,11 @@
+"""Ranks at pp=0: stage 0."""
+
+MESH = "pp=2,dp=2,tp=2"
+STAGES = (0,)
+GROUPS = ("pp", "dp", "tp", "dp,tp")  # of ranks that differ along these axes only
+LINKS = {(0, 1): 1, (1, 0): 1}  # (from stage, to stage) -> the other rank's pp
+
+SCHEDULE = (
+    "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0B1 0RECV_B2 0F3 0SEND_F3 0RECV_B3 0B2 "
+    "0B3 0REDUCE_GRAD"
+)

@@ -1,0 +1,59 @@
+"""The facts of a single rank of a package, as text: its place on the mesh, its peers, its shards and its schedule."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from partc.errors import PartcError
+from partc.ir.layout import Layout, index_ranges
+from partc.ir.mesh import PIPELINE_AXIS, Mesh
+from partc.ir.naming import is_number
+from partc.package.launch import literals, read_plan
+from partc.runtime.place import Place
+
+
+def rank_view(directory: Path, rank: int) -> str:
+    """The text of `partc inspect DIR --rank N`. Raises PartcError P0503 and P0610."""
+    plan = read_plan(directory)
+    mesh = Mesh.parse(plan["mesh"])
+    if not 0 <= rank < mesh.size:
+        last = mesh.size - 1
+        raise PartcError("P0610", f"{directory} has no rank {rank:,}", help=f"its ranks are 0 to {last:,}, of {mesh}")
+    place = Place.of(rank, mesh.sizes, lambda place: literals(directory / f"ranks/pp_{place}.py"))
+    return "\n".join(_lines(plan, mesh, place))
+
+
+def _lines(plan: Mapping[str, Any], mesh: Mesh, place: Place) -> Iterator[str]:
+    stages = " and ".join(map(str, place.stages))
+    yield f"rank {place.rank:,} of {mesh.size:,}: stage{'s' * (len(place.stages) > 1)} {stages}"
+    yield f"coordinate: {', '.join(f'{axis}={index}' for axis, index in place.coordinate.items())}"
+    for name, members in place.groups.items():
+        yield f"group {name}: {', '.join(map(str, members))}"
+    for (source, target), other in place.links.items():
+        yield f"link from stage {source} to {target}: with rank {other}"
+    held = dict(_held(plan, mesh, place))
+    if held:
+        yield "shards:"
+        yield from (f"  {name}{part}" for name, part in held.items())
+    for title, schedule in (("schedule", place.schedule), ("evaluation", place.evaluation)):
+        if schedule:
+            yield f"{title}:"
+            yield from textwrap.wrap(schedule, 118, initial_indent="  ", subsequent_indent="  ")
+
+
+def _held(plan: Mapping[str, Any], mesh: Mesh, place: Place) -> Iterator[tuple[str, str]]:
+    """The elements that the rank holds of parameters that are cut; those of repeated calls under one name with `*`."""
+    for name, entry in plan["parameters"].items():
+        layout = Layout.parse(entry["layout"])
+        if not any(mesh.axis(axis) > 1 for axis in layout.sharded_axes):
+            continue
+        if not {plan["places"][stage] for stage in entry["stages"]} & {place.coordinate.get(PIPELINE_AXIS, 0)}:
+            continue
+        parts = [
+            ":" if ranges == ((0, size),) else " ".join(f"{start}:{end}" for start, end in ranges)
+            for ranges, size in zip(index_ranges(layout, place.coordinate, mesh.sizes), layout.shape, strict=True)
+        ]
+        yield ".".join("*" if is_number(part) else part for part in name.split(".")), f"[{', '.join(parts)}]"

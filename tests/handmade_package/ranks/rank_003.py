@@ -1,8 +1,0 @@
-"""Rank 3 of 8."""
-
-RANK = 3
-COORDINATE = {"pp": 0, "dp": 1, "tp": 1}
-STAGES = (0,)
-GROUPS = {"pp": (3, 7), "dp": (1, 3), "tp": (2, 3)}
-LINKS = {(0, 1): 7, (1, 0): 7}  # (from stage, to stage) -> the other rank
-SCHEDULE = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD"

@@ -1,8 +1,0 @@
-"""Rank 7 of 8."""
-
-RANK = 7
-COORDINATE = {"pp": 1, "dp": 1, "tp": 1}
-STAGES = (1,)
-GROUPS = {"pp": (3, 7), "dp": (5, 7), "tp": (6, 7)}
-LINKS = {(0, 1): 3, (1, 0): 3}  # (from stage, to stage) -> the other rank
-SCHEDULE = "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD"

@@ -122,6 +122,15 @@ PIPELINE: tuple[Pass, ...] = (
         options=("pins",),
     ),
     Pass(
+        name="tables",
+        label="Cut by rows",
+        does="embedding tables that ZeRO would gather are cut by rows over dp, and vectors are exchanged",
+        requires=("layouts",),
+        ensures=("tables",),
+        options=("zero", "zero_axes", "cut_tables"),
+        optional=True,
+    ),
+    Pass(
         name="partition",
         label="Partitioned",
         does="collectives where layouts differ, local sizes, gradient reductions",

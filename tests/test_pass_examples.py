@@ -39,8 +39,8 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bias": ({}, {"turned": True}),
     "fuse": ({"kernels": "triton"}, {"turned": True}),
 }
-# Passes over the order of communication, whose examples are the expected texts of their own tests.
-ELSEWHERE = {"scan", "zero", "overlap", "bucket", "schedule", "actions", "prefetch", "check"}
+# Passes over communication or of loops, whose examples are the expected texts of their own tests.
+ELSEWHERE = {"scan", "tables", "zero", "overlap", "bucket", "schedule", "actions", "prefetch", "check"}
 
 
 def columns(docstring: str) -> tuple[list[str], list[str]]:

@@ -12,7 +12,7 @@ from partc.compilation.options import Options
 from partc.compilation.phase_notes import coupled
 from partc.errors import PartcError
 from partc.frontend.trace import Batches
-from partc.ir.mesh import TENSOR_AXIS
+from partc.ir.mesh import TENSOR_AXIS, is_batch_axis
 from partc.ir.program import Parameter, Program
 from partc.rules.layout_check import Verifier
 from partc.sharding.pins import Pin
@@ -64,6 +64,7 @@ def forward_only(
 def _finished(traced: Program, training: Program, options: Options) -> Program:
     pins = tuple(_pin(parameter) for parameter in training.parameters)
     known = {**options.for_passes, "pins": pins, "held_by": training.holders()}
+    known["cut_tables"] = frozenset(item.name for item in training.parameters if _is_cut_by_rows(item))
     try:
         finished = forward_only(traced, known)[-1].program
     except PartcError as error:
@@ -76,6 +77,11 @@ def _finished(traced: Program, training: Program, options: Options) -> Program:
         raise PartcError("P0420", "evaluate() draws random numbers", help="make them in batch(), as entries")
     _check_shared(finished, training)
     return finished
+
+
+def _is_cut_by_rows(parameter: Parameter) -> bool:
+    """Whether the batch axis cuts a parameter that is not gathered: a table."""
+    return any(is_batch_axis(axis) for axis in parameter.type.layout.sharded_axes) and not parameter.gather
 
 
 def _pin(parameter: Parameter) -> Pin:

@@ -23,11 +23,16 @@ def embedding_bag(w: Writer, op: Op) -> None:
     made = w.made.get(ref(ids).name)
     two = made.args[0] if made is not None and made.name == "reshape" else None
     offsets = w.made.get(ref(argument(op, 2, "offsets")).name)
-    if mode == 2 or weights is not None or padding not in (None, -1) or two is None or len(w.shape(two)) != 2:
+    plain = mode != 2 and weights is None and padding in (None, -1)
+    steps: tuple[object, ...] = () if offsets is None or offsets.name != "arange" else offsets.args
+    if plain and steps in ((0, *w.shape(ids)), (0, *w.shape(ids), 1)):  # bags of one
+        w.add(op, "embedding", (table, ids), op.results[0])
+        return
+    if not plain or two is None or len(w.shape(two)) != 2:
         w.keep(op)
         return
     (bags, each), width = w.shape(two), w.shape(table)[1]
-    if offsets is None or offsets.name != "arange" or offsets.args != (0, bags * each, each):
+    if steps != (0, bags * each, each):
         w.keep(op)
         return
     out, dtype = op.results[0], op.results[0].type.dtype

@@ -1,0 +1,103 @@
+"""Embedding tables that ZeRO would gather whole: cut by rows over dp, with an exchange of ids and vectors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partc
+from partc.passes import tables
+
+
+class Bags(nn.Module):
+    """Lookups and bags of words in tables whose rows no axis divides; the second table has a row without gradient."""
+
+    def __init__(self, rows: int = 301) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(rows, 4, mode="mean")
+        self.users = nn.Embedding(rows, 4, padding_idx=3)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, words: Tensor, users: Tensor) -> Tensor:
+        return self.head(self.words(words) * self.users(users).relu() + self.words(users[:, None]))
+
+
+def squared_error(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["words"], batch["users"])[:, 0], batch["target"])
+
+
+def _batch(rows: int = 301, size: int = 8) -> dict[str, Tensor]:
+    words, users = torch.randint(rows, (size, 5)), torch.randint(8, (size,))
+    return {"words": words, "users": users, "target": torch.randn(size)}
+
+
+def _compiled(mesh: str, microbatches: int, zero: int, rows: int = 301) -> partc.Package:
+    how = {"mesh": mesh, "microbatches": microbatches, "zero": zero, "precision": "fp64"}
+    return partc.compile(Bags(rows), _batch(rows), loss=squared_error, **how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("mesh", "microbatches", "zero"), [("dp=2", 1, 3), ("dp=4", 2, 1), ("pp=2,dp=2", 2, 2)])
+def test_tables_cut_by_rows_equal_one_device(
+    mesh: str, microbatches: int, zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_LARGE", 1)
+    package = _compiled(mesh, microbatches, zero)
+    ways = package.program.sizes["dp"]
+    for name in ("words.weight", "users.weight"):
+        table = package.program.parameter(name)
+        assert str(table.type) == f"f64[{-(-301 // ways) * ways}@dp, 4]" and table.holds == (301, 4)
+        assert not table.gather and not table.reduce
+    text = dict(package.files())
+    code = "".join(str(content) for name, content in text.items() if name.startswith("regions/"))
+    moved = [
+        line for line in code.splitlines() if "301" in line and ("all_gather(" in line or "reduce_scatter(" in line)
+    ]
+    assert not moved
+    result = package.verify(steps=3)
+    assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10, result.worst
+
+
+def test_bags_are_summed_before_they_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_LARGE", 1)
+    program = _compiled("dp=2", 1, 3).program
+    sizes = program.sizes
+    for region in program.regions:
+        for op in region.forward.ops:
+            if op.name == "reduce_scatter":
+                assert len(op.result.type.layout.local_shape(sizes)) == 2  # no vector for each word of a bag
+
+
+def test_small_tables_and_tables_that_are_cheaper_to_gather_stay_with_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _compiled("dp=2", 1, 3).program.parameter("words.weight").gather == ("dp",)
+    monkeypatch.setattr(tables, "_LARGE", 1)
+    assert _compiled("dp=2", 1, 3, rows=8).program.parameter("words.weight").gather == ("dp",)
+    assert not _compiled("dp=2", 1, 0).program.parameter("words.weight").type.layout.sharded_axes
+
+
+def test_a_large_recommender_holds_its_share_of_the_tables() -> None:
+    """Eight tables of 2 GiB on 8 ranks: 2 GiB of rows a rank, and neither a whole table nor all of them at once."""
+    package = partc.compile(Large, _large_batch, loss=large_loss, mesh="dp=8", zero=3)
+    assert package.memory is not None
+    share = 8 * (1 << 23) * 64 * 4 // 8
+    assert share <= package.memory.worst.categories["parameters"] < 1.01 * share
+    assert package.memory.worst.peak < 6 * share  # parameters, gradients, two moments, and the largest update
+
+
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(1 << 23, 64) for _ in range(8))
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.stack([table(ids[:, index]) for index, table in enumerate(self.tables)]).sum(0))
+
+
+def _large_batch() -> dict[str, Tensor]:
+    return {"ids": torch.randint(1 << 23, (1024, 8)), "target": torch.randn(1024)}
+
+
+def large_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["ids"])[:, 0], batch["target"])

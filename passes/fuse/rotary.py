@@ -11,6 +11,7 @@ y = rotary(x, cos, sin, None, False)   ->   y_second = slice(x, 3, 8, 16, 1)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -59,14 +60,14 @@ class _RotationWriter:
         made = self._do("add", *products, last=whole)
         if not whole:
             rest = self._slice(x, "rest", rotated, size, 1)
-            self._put("cat", ((made, rest), len(rows)), "", (size,), last=True)
+            self._put("cat", ((made, rest), len(rows)), "", (self._columns(size),), last=True)
         return self.ops
 
     def _wide(self, table: Arg, size: int, interleaved: bool) -> Ref:
         """The table with a column for each element."""
         assert isinstance(table, Ref)
         type = self.types[table.name]
-        return table if type.shape[-1] == size else self._joined(table, table, size, interleaved, like=type)
+        return table if type.layout.local_shape(self.sizes)[-1] == size else self._joined(table, table, size, interleaved, like=type)
 
     def _pairs(self, x: Ref, size: int, interleaved: bool) -> tuple[Ref, Ref]:
         if interleaved:
@@ -79,24 +80,38 @@ class _RotationWriter:
         like = like or self.op.result.type
         *rows, _ = like.layout.local_shape(self.sizes)
         if not interleaved:
-            return self._put("cat", ((first, second), len(rows)), word, (size,), like=like)
-        half = size // 2
+            return self._put("cat", ((first, second), len(rows)), word, (self._columns(size),), like=like)
+        half, pairs = size // 2, self._columns(size // 2)
         columns = tuple(
-            self._put("reshape", (part, (*rows, half, 1)), "column", (half, 1), like=like) for part in (first, second)
+            self._put("reshape", (part, (*rows, half, 1)), "column", (pairs, (SubDim(1),)), like=like)
+            for part in (first, second)
         )
-        both = self._put("cat", (columns, len(rows) + 1), "both", (half, 2), like=like)
-        return self._put("reshape", (both, (*rows, size)), word, (size,), like=like)
+        both = self._put("cat", (columns, len(rows) + 1), "both", (pairs, (SubDim(2),)), like=like)
+        return self._put("reshape", (both, (*rows, size)), word, (self._columns(size),), like=like)
 
     def _slice(self, x: Ref, word: str, start: int, end: int, step: int) -> Ref:
-        return self._put("slice", (x, self._dim, start, end, step), word, (-((start - end) // step),))
+        return self._put("slice", (x, self._dim, start, end, step), word, (self._columns(-((start - end) // step)),))
 
     def _do(self, name: str, *args: Arg, last: bool = False) -> Ref:
         """Write an elementwise operation, of the first operand's size."""
         first = args[0]
         assert isinstance(first, Ref)
         made = {op.result.name: op.result.type for op in self.ops}
-        size = (made.get(first.name) or self.types[first.name]).shape[-1]
-        return self._put(name, args, name, (size,), last=last)
+        columns = (made.get(first.name) or self.types[first.name]).layout.dims[-1]
+        return self._put(name, args, name, (columns,), last=last)
+
+    def _columns(self, size: int) -> tuple[SubDim, ...]:
+        """The last dimension of a value with so many local columns: all of the result's, or one of each pair.
+
+        Axes that cut the result's columns leave pairs together, so that they cut the pairs.
+        """
+        whole = self.op.result.type.layout.dims[-1]
+        axes = tuple(axis for sub in whole for axis in sub.axes)
+        if not axes:
+            return (SubDim(size),)
+        if size == self.op.result.type.layout.local_shape(self.sizes)[-1]:
+            return whole
+        return (SubDim(size * math.prod(self.sizes[axis] for axis in axes), axes),)
 
     @property
     def _dim(self) -> int:
@@ -107,14 +122,14 @@ class _RotationWriter:
         name: str,
         args: tuple[Arg, ...],
         word: str,
-        tail: tuple[int, ...],
+        tail: tuple[tuple[SubDim, ...], ...],
         *,
         last: bool = False,
         like: TensorType | None = None,
     ) -> Ref:
-        """Write an operation; its result has these sizes in place of the last dimension."""
+        """Write an operation; its result has these in place of the last dimension."""
         type = like or self.op.result.type
-        layout = replace(type.layout, dims=(*type.layout.dims[:-1], *((SubDim(size),) for size in tail)))
+        layout = replace(type.layout, dims=(*type.layout.dims[:-1], *tail))
         result = self.op.result
         if not last:
             result = Value(name=unique(f"{result.name}_{word}", self.taken), type=replace(type, layout=layout))

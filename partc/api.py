@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc import passes
 from partc.compilation.options import BUCKET, TABLE, Options, refused
-from partc.compilation.phase_notes import counted, coupled, note, sentence, size
+from partc.compilation.phase_notes import counted, coupled, note, padding, sentence, size
 from partc.cost.accounting import ReplicatedOp, communication, replicated_ops
 from partc.cost.flops import model_flops
 from partc.cost.memory import Account
@@ -113,7 +113,7 @@ class Package:
             options=self.model_options,
             seed=self.options.seed,
             precision=self.options.precision,
-            report=[*self.warnings, *self._padding(), *(sentence(item) for item in self.replicated_ops)],
+            report=[*self.warnings, *padding(self.padded), *(sentence(item) for item in self.replicated_ops)],
             command=self.options.command,
             flops=self.flops,
             modules=self.modules,
@@ -125,10 +125,6 @@ class Package:
         yield from self.extra.items()
         if self.options.table is not None:
             yield TABLE, self.options.table.text
-
-    def _padding(self) -> Iterator[str]:
-        for name, (true, held) in self.padded.items():
-            yield f"`{name}` is held with {held[0]:,} rows for its {true[0]:,}: the rest are zeros that nothing reads."
 
     def write(self, directory: str | Path, *, on_phase: PhaseObserver = lambda phase: None) -> Path:
         """Write the folder and return its path; an older package is replaced as a whole. Raises PartcError P0601, P0602

@@ -39,6 +39,7 @@ def batch():
         ("pp=2,cp=2", {"schedule": "zero-bubble", "microbatches": 4, "zero": 1}),
         ("pp=2,dp=2,cp=2", {"schedule": "interleaved", "virtual_stages": 2, "microbatches": 4, "zero": 3}),
         ("cp=2,pp=2,tp=2", {"microbatches": 2, "loss_chunks": 4}),
+        ("cp=2", {"options": {"seq": "33"}}),
     ],
 )
 def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_path: Path) -> None:

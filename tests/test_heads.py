@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from partc.ir.parser import parse
 from partc.ir.printer import print_program
 from partc.ir.program import Program
 from partc.rules import flops, resolve
+
+GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
 
 
 class Attention(nn.Module):
@@ -133,3 +136,11 @@ def test_heads_stay_as_they_are_where_padding_costs_too_much_or_changes_results(
     assert not any(parameter.holds for parameter in package.program.parameters)
     result = package.verify()
     assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10, result.worst
+
+
+@pytest.mark.parametrize("mesh", ["tp=4", "cp=4"])
+def test_kernels_rotate_heads_that_are_cut(mesh: str) -> None:
+    """Two key heads on four ranks: over tp each rank rotates half of one, a quarter of its pairs at a time."""
+    package = partc.compile(GPT, mesh=mesh, kernels="triton", precision="fp64", options={"depth": 1, "batch": 2})
+    found = package.verify(steps=1)
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst

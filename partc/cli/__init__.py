@@ -86,7 +86,7 @@ def compile_command(model: str, output: Path, dump_after: tuple[str, ...], as_js
 
 
 def _print_report(report: Mapping[str, Any]) -> None:
-    from partc.compilation.phase_notes import counted
+    from partc.compilation.phase_notes import counted, padding
     from partc.ir.printer import readable
 
     moved = ", ".join(f"{readable(size)} over {axis}" for axis, size in report["communication"].items() if size)
@@ -99,8 +99,8 @@ def _print_report(report: Mapping[str, Any]) -> None:
     console.echo(f"rules cover {report['rules']['ops']:.1%} of operations, {report['rules']['flops']:.1%} of flops")
     for warning in report["warnings"]:
         console.echo(f"warning: {warning}")
-    for name, (true, held) in report["padded"].items():
-        console.echo(f"{name}: {held[0]:,} rows held for {true[0]:,}, so that they can be cut, or moved in whole lines")
+    for line in padding(report["padded"]):
+        console.echo(line)
     for item in report["replicated_ops"]:
         place = f"{console.shortened(item['source'])}: " if item["source"] else ""
         why = "is repeated" if item["rule"] else "has no rule, so it is repeated"

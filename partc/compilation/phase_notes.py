@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
 from partc import passes
 from partc.cost.accounting import ReplicatedOp
 from partc.errors import PartcError
@@ -51,3 +54,18 @@ def sentence(item: ReplicatedOp) -> str:
     """A note for the package's README about a repeated computation."""
     why = "is repeated" if item.rule else "has no rule and is repeated"
     return f"`{item.place}` ({item.op}) {why} on every rank of {item.axis}: {item.flops:,} operations a step."
+
+
+def padding(padded: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> Iterator[str]:
+    """A sentence for the parameters that are held larger than the model has them; equal ones of layers share one.
+
+    `padded` has the true shape and the held one of each.
+    """
+    alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    for name, (true, held) in padded.items():
+        layers = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
+        alike.setdefault((layers, tuple(true), tuple(held)), []).append(name)
+    for (layers, true, held), names in alike.items():
+        shown = layers if len(names) > 1 else names[0]
+        reason = "to be cut or moved in whole lines"
+        yield f"`{shown}` is held as {list(held)} for its {list(true)}, {reason}: the rest is zeros"

@@ -67,7 +67,11 @@ class _RotationWriter:
         """The table with a column for each element."""
         assert isinstance(table, Ref)
         type = self.types[table.name]
-        return table if type.layout.local_shape(self.sizes)[-1] == size else self._joined(table, table, size, interleaved, like=type)
+        return (
+            table
+            if type.layout.local_shape(self.sizes)[-1] == size
+            else self._joined(table, table, size, interleaved, like=type)
+        )
 
     def _pairs(self, x: Ref, size: int, interleaved: bool) -> tuple[Ref, Ref]:
         if interleaved:

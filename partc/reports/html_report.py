@@ -1,8 +1,9 @@
-"""The page that `partc inspect --html` writes: calls, graphs, mesh, schedule and parameters, in one file."""
+"""The page that `partc inspect --html` writes: a summary, schedule, memory, mesh, calls, graphs and parameters."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 from partc.cost.accounting import communication
 from partc.cost.memory import Account
 from partc.cost.simulation import Timeline, timeline
-from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.printer import readable
-from partc.ir.program import Call, Program
+from partc.ir.program import Call, Parameter, Program
 from partc.quoting import environment
 from partc.rehearsal.rehearsal import rehearsed
 from partc.reports.drawing import bars, draw
@@ -21,7 +22,8 @@ from partc.reports.memory_chart import stacked
 from partc.reports.schedule_comparison import candidates, figures
 from partc.runtime.optimizer.recipe import DEFAULT
 
-MOST_RANKS = 512  # that are drawn; a larger mesh says how many are not
+MOST_RANKS = 64  # of a mesh whose ranks are drawn; a larger one is drawn by its axes
+MOST_NAMES = 4  # ranks that a group lists
 MOST_MICROBATCHES = 64
 MOST_BARS = 6000  # of all schedules together; with more only their figures are shown
 
@@ -32,7 +34,7 @@ class Branch:
 
     name: str
     branches: dict[str, Branch] = field(default_factory=dict)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[list[Call]] = field(default_factory=list)  # neighbours of one region and stage together
 
 
 def write_html(program: Program, path: Path) -> None:
@@ -43,47 +45,82 @@ def write_html(program: Program, path: Path) -> None:
 def page(program: Program, *, optimizer: str = DEFAULT, groups: Sequence[str] = ()) -> str:
     """The page's text. Names from the model are escaped."""
     step = timeline(program)
+    account, kinds = _memory(program, optimizer, groups)
     return (
         environment(markup=True)
         .get_template("report.html.jinja")
         .render(
             program=program,
-            facts=_facts(program),
+            facts=_facts(program, step, account),
             tree=_tree(program),
             graphs=_graphs(program),
-            mesh=_mesh(program),
+            groups=_ranks(program) if program.mesh.size <= MOST_RANKS else {},
+            axes=_axes(program.mesh),
+            parameters=_parameters(program),
             first=_first(program),
             lines=_lines(program, step) if program.microbatches <= MOST_MICROBATCHES else (),
             bubble=f"{step.bubble:.0%}",
             most_microbatches=MOST_MICROBATCHES,
             schedules=_schedules(program),
-            memory=stacked(*_memory(program, optimizer, groups)),
+            memory=stacked(account, kinds),
+            peaks=_peaks(program, account),
         )
     )
 
 
-def _facts(program: Program) -> list[tuple[str, str]]:
-    """The facts at the head of the page."""
+def _facts(program: Program, step: Timeline, account: Account) -> list[tuple[str, str]]:
+    """The summary at the head of the page: the step, memory and communication first."""
     held = sum(math.prod(parameter.type.shape) for parameter in program.parameters if parameter.trainable)
     moved = [f"{readable(size)} over {axis}" for axis, size in communication(program).items() if size]
+    least = min(rank.peak for rank in account.ranks)
+    most = readable(account.worst.peak)
     return [
         ("mesh", f"{program.mesh}: {program.mesh.size:,} ranks"),
-        ("microbatches", str(program.microbatches)),
-        ("stages", str(program.stages)),
-        ("regions", ", ".join(region.name for region in program.regions)),
+        ("step", f"{program.microbatches} microbatches on {program.stages} stages, {step.bubble:.0%} idle"),
+        ("memory of a rank", most if least == account.worst.peak else f"{readable(least)} to {most}, by stage"),
+        ("a rank receives in a step", ", ".join(moved) or "nothing"),
         ("parameters", f"{held:,}"),
-        ("each rank receives a step", ", ".join(moved) or "nothing"),
+        ("regions", ", ".join(region.name for region in program.regions)),
     ]
 
 
 def _tree(program: Program) -> Branch:
+    """The calls by module; consecutive calls of one region and stage are folded."""
     root = Branch(program.name)
     for call in program.calls:
         place = root
         for part in call.name.split(".")[:-1]:
             place = place.branches.setdefault(part, Branch(part))
-        place.calls.append(call)
+        last = place.calls[-1][-1] if place.calls else None
+        if last is not None and (last.region, last.stage) == (call.region, call.stage):
+            place.calls[-1].append(call)
+        else:
+            place.calls.append([call])
     return root
+
+
+def _parameters(program: Program) -> list[Mapping[str, Any]]:
+    """The parameters; those that differ in the numbers of their names alone are folded."""
+    found: dict[tuple[object, ...], list[Parameter]] = {}
+    for parameter in program.parameters:
+        key = (re.sub(r"\d+", "*", parameter.name), str(parameter.type), parameter.reduce, parameter.trainable)
+        found.setdefault((*key, parameter.name if parameter.aliases else ""), []).append(parameter)
+    return [
+        {"name": each[0].name if len(each) == 1 else key[0], "first": each[0], "all": each}
+        for key, each in found.items()
+    ]
+
+
+def _peaks(program: Program, account: Account) -> list[Mapping[str, Any]]:
+    """The peak of each pipeline coordinate, as a share of the highest."""
+    return [
+        {
+            "label": _held(program, rank.place),
+            "size": readable(rank.peak),
+            "share": 100 * rank.peak / account.worst.peak,
+        }
+        for rank in account.ranks
+    ]
 
 
 def _graphs(program: Program) -> list[Mapping[str, Any]]:
@@ -106,12 +143,20 @@ def _first(program: Program) -> int:
 
 def _lines(program: Program, step: Timeline) -> list[Mapping[str, Any]]:
     """The timeline of each pipeline coordinate, common to its ranks."""
-    found: list[Mapping[str, Any]] = []
-    for place, line in enumerate(bars(step, step.makespan)):
-        ranks = [r for r in range(program.mesh.size) if program.mesh.coordinate(r).get(PIPELINE_AXIS, 0) == place]
-        few = ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"
-        found.append({"label": f"{_held(program, place)}: {few}", "bars": line})
-    return found
+    mesh = program.mesh
+    others = tuple(name for name in mesh.names if name != PIPELINE_AXIS)
+    return [
+        {
+            "label": f"{_held(program, place)}: {_named(mesh.group(mesh.rank({PIPELINE_AXIS: place}), others))}",
+            "bars": line,
+        }
+        for place, line in enumerate(bars(step, step.makespan))
+    ]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    few = len(ranks) <= MOST_NAMES
+    return ", ".join(map(str, ranks)) if few else f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"
 
 
 def _schedules(program: Program) -> list[Mapping[str, Any]]:
@@ -141,15 +186,26 @@ def _held(program: Program, place: int) -> str:
     return f"stage{'' if len(stages) == 1 else 's'} {', '.join(map(str, stages))}"
 
 
-def _mesh(program: Program) -> Mapping[str, Any]:
+def _axes(mesh: Mesh) -> list[Mapping[str, Any]]:
+    """Each axis with the group of rank 0, slowest axis first."""
+    found: list[Mapping[str, Any]] = []
+    stride = mesh.size
+    for name, size in mesh.axes:
+        stride //= size
+        group = _named(mesh.group(0, (name,)))
+        found.append({"name": name, "size": size, "stride": stride, "groups": mesh.size // size, "first": group})
+    return found
+
+
+def _ranks(program: Program) -> Mapping[str, list[list[tuple[int, str]]]]:
     """Ranks in a grid for each pipeline coordinate: the last axis along rows."""
     mesh = program.mesh
     last = mesh.axes[-1] if mesh.axes[-1][0] != PIPELINE_AXIS else ("", 1)
     groups: dict[str, list[list[tuple[int, str]]]] = {}
-    for rank in range(min(mesh.size, MOST_RANKS)):
+    for rank in range(mesh.size):
         place = mesh.coordinate(rank)
         rows = groups.setdefault(_held(program, place.get(PIPELINE_AXIS, 0)), [])
         if not rows or len(rows[-1]) == last[1]:
             rows.append([])
         rows[-1].append((rank, " ".join(f"{axis}={index}" for axis, index in place.items())))
-    return {"groups": groups, "along": last[0], "hidden": max(0, mesh.size - MOST_RANKS)}
+    return groups

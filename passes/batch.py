@@ -30,7 +30,8 @@ from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Varyi
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.naming import unique
 from partc.ir.program import FLOATING, Call, Choice, Op, Program, Region, TensorType
-from partc.rules import OpRule, placements, resolve
+from partc.rules import OpRule, placements
+from partc.rules.tried import rule_of
 from partc.sharding.choices import batch_axes
 
 
@@ -135,7 +136,7 @@ class _Walk:
         arguments = dict(zip((v.name for v in region.forward.inputs), call.args, strict=True))
         ops = []
         for op in region.forward.ops:
-            rule = resolve(op, types)
+            rule = rule_of(op, types)
             choices = self._choices(op, rule, [placed[name] for name in op.refs()], arguments)
             op = replace(op, choices=choices)
             made = self._results(op, rule)

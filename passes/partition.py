@@ -27,7 +27,8 @@ from partc.ir.gradients import gradient_inputs, reached, trainable_params
 from partc.ir.layout import Layout, Sizes
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.program import ITEMSIZE, Arg, Op, Program, Ref, Region, TensorType, Value
-from partc.rules import localize, resolve
+from partc.rules import localize
+from partc.rules.tried import rule_of
 from partc.sharding.choices import layouts
 from partc.sharding.reshard import ReshardStep, plan
 
@@ -111,7 +112,7 @@ class _Local:
             self._incoming(op)
             return
         types = {name: self.types[name] for name in op.refs()}
-        rule = resolve(op, types)
+        rule = rule_of(op, types)
         found = layouts(op, rule, types, self.sizes)
         if found is None:
             raise InternalError(f"{op.source}: {op.name} was spread in a way its sizes don't allow")

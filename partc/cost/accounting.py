@@ -13,7 +13,8 @@ from partc.communication.execution import Execution, GraphRun, Message, Start
 from partc.errors import Source
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS
 from partc.ir.program import GraphKind, Op, Program, Region, TensorType
-from partc.rules import flops, resolve
+from partc.rules import flops
+from partc.rules.tried import rule_of
 from partc.sharding.choices import axis_order, choice_on
 
 
@@ -90,7 +91,7 @@ def replicated_ops(program: Program) -> tuple[ReplicatedOp, ...]:
 def _repeated(
     op: Op, region: Region, types: dict[str, TensorType], program: Program, calls: int
 ) -> Iterator[ReplicatedOp]:
-    rule = resolve(op, types)
+    rule = rule_of(op, types)
     work = flops(op, rule) if rule is not None else sum(math.prod(value.type.shape) for value in op.results)
     if not op.results or not work or region.phase == "setup" or not any(True for _ in op.refs()):
         return

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from partc.errors import Source
 from partc.ir.program import Op, Program, Ref, TensorType
-from partc.rules import flops, resolve
+from partc.rules import flops
 from partc.rules.notation import NotationError, parse
 from partc.rules.table import NotationRule
 from partc.rules.trial import Build, trial
+from partc.rules.tried import rule_of, tried
 
 LETTERS = "bsdhkvmnpqrtuwxyzacefgijlo"
 
@@ -22,9 +23,11 @@ class Coverage:
 
     ops: float
     flops: float
+    tried: tuple[str, ...] = ()  # operations without a rule whose batch is cut because trials passed
 
     def __str__(self) -> str:
-        return f"{self.ops:.1%} of operations, {self.flops:.1%} of flops"
+        also = f"; trials let the batch of {', '.join(self.tried)} be cut" if self.tried else ""
+        return f"{self.ops:.1%} of operations, {self.flops:.1%} of flops{also}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +58,22 @@ def coverage(program: Program) -> Coverage:
     """The coverage of a program before the partition pass, over all operations with operands in a step."""
     known = covered = 0
     work = ruled = 0.0
+    by_trial: dict[str, None] = {}
     for op, types, calls in _operations(program):
-        rule = resolve(op, types)
+        rule = rule_of(op, types)
         cost = float(flops(op, rule) if rule is not None else _work(op, types)) * calls
         known, work = known + calls, work + cost
+        by_trial.update({op.name: None} if tried(op, types) is not None else {})
         if rule is not None:
             covered, ruled = covered + calls, ruled + cost
-    return Coverage(ops=covered / known if known else 1.0, flops=ruled / work if work else 1.0)
+    return Coverage(ops=covered / known if known else 1.0, flops=ruled / work if work else 1.0, tried=tuple(by_trial))
 
 
 def missing(program: Program) -> tuple[Missing, ...]:
     """The operations that no rule covers, in the program's order."""
     found: dict[tuple[str, str], Missing] = {}
     for op, types, _ in _operations(program):
-        if resolve(op, types) is None:
+        if rule_of(op, types) is None:
             draft = _draft(op, types)
             name = op.name if "::" in op.name else f"aten::{op.name}"
             if (name, draft) not in found:

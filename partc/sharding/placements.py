@@ -12,7 +12,8 @@ from partc.ir.gradients import gradient_inputs, input_only, reached, trainable_p
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, holds_weights_whole, is_batch_axis
 from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Choice, Op, Program, Region, TensorType
-from partc.rules import Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts, resolve
+from partc.rules import Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts
+from partc.rules.tried import rule_of
 from partc.sharding.assignment import Alternative, Node, Price, Problem, Solution, Wire
 from partc.sharding.choices import axis_order, layouts
 from partc.sharding.pins import Pin
@@ -156,7 +157,7 @@ class _PlacementProgram:
         live: set[str],
         cuts: Cuts,
     ) -> Node:
-        rule = resolve(op, types)
+        rule = rule_of(op, types)
         repeated: list[Choice | None] = [None]
         if any(name in live for name in op.refs()):
             repeated.append(Choice(axis=self.axis, factor=None))

@@ -1,0 +1,66 @@
+"""Rules by trial: an operation without one that treats examples alike may be cut along its batch.
+
+The operation runs on small random operands, whole and in parts along the first dimension, forward and backward. If
+results and gradients agree, its batch may be cut, and nothing else. Operations of other libraries are not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from partc.errors import PartcError
+from partc.ir.layout import Layout
+from partc.ir.program import MOVING, RANDOM, Arg, DType, Op, Ref, TensorType
+from partc.rules import resolve
+from partc.rules.notation import NotationError
+from partc.rules.per_example import examples
+from partc.rules.rule import OpRule
+from partc.rules.table import TABLE
+from partc.rules.trial import trial
+
+
+def rule_of(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
+    """The operation's rule: that of the table, or one by trial; None if it has none."""
+    if op.name in TABLE:
+        return resolve(op, types)
+    slots = tried(op, types)
+    return None if slots is None else examples(*slots)(op, tuple(types[name] for name in op.refs()))
+
+
+def tried(op: Op, types: Mapping[str, TensorType]) -> tuple[int, ...] | None:
+    """The operands that carry the batch of an operation without a row in the table; None if it may not be cut."""
+    torchs = "::" not in op.name and hasattr(torch.ops.aten, op.name)
+    reads = tuple(op.refs())
+    if op.name in TABLE or not torchs or op.body or op.name in MOVING | RANDOM or not reads or not op.results:
+        return None
+    names = {name: f"v{index}" for index, name in enumerate(dict.fromkeys(reads))}
+    results = tuple(replace(value, name=f"r{index}") for index, value in enumerate(op.results))
+    plain = replace(op.renamed(names), results=results, choices=(), source=None)
+    return _tried(plain, tuple((names[name], types[name].dtype, types[name].shape) for name in names))
+
+
+@lru_cache(maxsize=1024)
+def _tried(op: Op, operands: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> tuple[int, ...] | None:
+    """All operands whose first dimension is the results', or the first operand alone, whichever passes."""
+    types = {name: TensorType(dtype=dtype, layout=Layout.replicated(shape)) for name, dtype, shape in operands}
+    shapes = [types[name].shape for name in op.refs()]
+    if any(not isinstance(arg, Ref) and _reads(arg) for arg in op.args) or not shapes[0]:
+        return None
+    alike = tuple(index for index, shape in enumerate(shapes) if shape[:1] == shapes[0][:1])
+    for slots in dict.fromkeys((alike, (0,))):
+        build = examples(*slots)
+        try:
+            found = trial(op, types, lambda op, types: build(op, tuple(types[name] for name in op.refs())))  # noqa: B023
+        except (PartcError, NotationError):
+            continue
+        if found == ():
+            return slots
+    return None
+
+
+def _reads(arg: Arg) -> bool:
+    return isinstance(arg, tuple) and any(isinstance(item, Ref) or _reads(item) for item in arg)

@@ -88,7 +88,7 @@ class Package:
             "memory": None if self.memory is None else {"worst": str(self.memory), **self.memory.summary},
             "warnings": list(self.warnings),
             "flops": self.flops,
-            "rules": {"ops": self.coverage.ops, "flops": self.coverage.flops, "tried": list(self.coverage.tried)},
+            "rules": {"ops": self.coverage.ops, "flops": self.coverage.flops},
             "padded": {name: [list(shape) for shape in shapes] for name, shapes in self.padded.items()},
             "replicated_ops": [
                 {

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import make_dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from partc.passes.differentiate import differentiate
 from partc.rules.strides import dense
 from partc.rules.table import DENSE
 from partc.runtime.ops import functional
+from partc.runtime.ops.scan import scan
 from tests import op_cases
 from tests.example_cases import example_cases
 from tests.op_cases import Case, case, normal, type_of, whole
@@ -141,7 +143,9 @@ def function(written: Function, records: Mapping[str, type] | None = None, *, in
     names = ", ".join(argument.name for argument in written.arguments)
     lines = [line.code for line in written.lines if not inside or not line.code.startswith(("del ", "return "))]
     text = "\n    ".join([f"def {written.name}({names}):", *lines, "return locals()" if inside else "pass"])
-    scope: dict[str, Any] = {"torch": torch, "F": F, "functional": functional, "math": math, **(records or {})}
+    steps = {step.name: function(step) for step in written.steps}
+    modules = {"torch": torch, "F": F, "functional": functional, "math": math, "scan": scan, "partial": partial}
+    scope: dict[str, Any] = {**modules, **steps, **(records or {})}
     exec(text, scope)
     return scope[written.name]
 

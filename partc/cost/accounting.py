@@ -13,8 +13,7 @@ from partc.communication.execution import Execution, GraphRun, Message, Start
 from partc.errors import Source
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS
 from partc.ir.program import GraphKind, Op, Program, Region, TensorType
-from partc.rules import flops
-from partc.rules.tried import rule_of
+from partc.rules import flops, resolve
 from partc.sharding.choices import axis_order, choice_on
 
 
@@ -91,7 +90,7 @@ def replicated_ops(program: Program) -> tuple[ReplicatedOp, ...]:
 def _repeated(
     op: Op, region: Region, types: dict[str, TensorType], program: Program, calls: int
 ) -> Iterator[ReplicatedOp]:
-    rule = rule_of(op, types)
+    rule = resolve(op, types)
     work = flops(op, rule) if rule is not None else sum(math.prod(value.type.shape) for value in op.results)
     if not op.results or not work or region.phase == "setup" or not any(True for _ in op.refs()):
         return

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from partc.errors import Source
 from partc.ir.program import Op, Program, Ref, TensorType
-from partc.rules import flops
+from partc.rules import flops, resolve
 from partc.rules.notation import NotationError, parse
 from partc.rules.table import NotationRule
 from partc.rules.trial import Build, trial
-from partc.rules.tried import rule_of, tried
+from partc.rules.tried import tried
 
 LETTERS = "bsdhkvmnpqrtuwxyzacefgijlo"
 
@@ -60,7 +60,7 @@ def coverage(program: Program) -> Coverage:
     work = ruled = 0.0
     by_trial: dict[str, None] = {}
     for op, types, calls in _operations(program):
-        rule = rule_of(op, types)
+        rule = resolve(op, types)
         cost = float(flops(op, rule) if rule is not None else _work(op, types)) * calls
         known, work = known + calls, work + cost
         by_trial.update({op.name: None} if tried(op, types) is not None else {})
@@ -73,7 +73,7 @@ def missing(program: Program) -> tuple[Missing, ...]:
     """The operations that no rule covers, in the program's order."""
     found: dict[tuple[str, str], Missing] = {}
     for op, types, _ in _operations(program):
-        if rule_of(op, types) is None:
+        if resolve(op, types) is None:
             draft = _draft(op, types)
             name = op.name if "::" in op.name else f"aten::{op.name}"
             if (name, draft) not in found:

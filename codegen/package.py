@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 
 
 EVALUATION = "evaluation/"  # the folder of the program that evaluates
+# The script of a package by whether it only runs forward: its name, purpose, module, and options for a first run.
+SCRIPTS = {
+    False: ("train.py", "Trains this package", "train", "--steps 20"),
+    True: ("infer.py", "Runs this package forward", "inference", "--init model.safetensors --out results"),
+}
 
 
 def render(
@@ -99,7 +104,9 @@ def files(
     ranks = program.mesh.size
     yield "plan.json", plans.written(plan)
     yield "README.md", _readme(program, stages, plan, report)
-    yield "train.py", _template("train.py.jinja").render(launch=launches(ranks, plan["command"].get("nodes"))[0])
+    script, does, module, more = SCRIPTS[bool(program.results)]
+    launch = f"{launches(ranks, plan['command'].get('nodes'), script)[0]} {more}"
+    yield script, _template("train.py.jinja").render(launch=launch, does=does, module=module)
     yield "model.py", model_source
     yield from ((module.path, module.text) for module in modules.regions)
     yield from ((module.path, module.text) for module in modules.stages)
@@ -179,18 +186,23 @@ def emit(program: Program, *, folder: str = "") -> Modules:
 
 
 def _readme(program: Program, stages: list[StageCode], plan: Mapping[str, Any], report: Sequence[str]) -> str:
-    count = sum(math.prod(entry["shape"]) for entry in plan["parameters"].values() if entry["trainable"])
+    forward = bool(program.results)
+    script, _, _, first = SCRIPTS[forward]
+    numbers = [math.prod(entry["shape"]) for entry in plan["parameters"].values() if entry["trainable"] or forward]
     return _template("README.md.jinja").render(
         name=program.name,
         mesh=str(program.mesh),
         ranks=program.mesh.size,
-        launches=launches(program.mesh.size, plan["command"].get("nodes")),
+        launches=launches(program.mesh.size, plan["command"].get("nodes"), script),
+        forward=forward,
+        script=script,
+        first=first,
         microbatches=program.microbatches,
         precision=plan["precision"],
         recompute=plan["command"].get("recompute", "none"),
         saved=readable(max(most_saved(program), default=0)),
         seed=plan["seed"],
-        parameters=f"{count:,} trained",
+        parameters=f"{sum(numbers):,} {'numbers, buffers included' if forward else 'trained'}",
         stages=[{"title": stage.title, "sends": ", ".join(entry.key for entry in stage.sends)} for stage in stages],
         communication=list(_communication(program, plan)),
         report=report,
@@ -288,11 +300,12 @@ def _kernels(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def _runtime(*programs: Program) -> Iterator[tuple[str, str]]:
-    """The runtime library, unchanged. All but two of its modules are within reach of train.py."""
+    """The runtime library, unchanged. All but three of its modules are within reach of train.py."""
     graphs = [graph for program in programs for region in program.regions for graph in region.graphs]
     needed = {
         "runtime/ops/compiled.py": any(program.kernels == "inductor" for program in programs),
         "runtime/ops/scan.py": any(op.name == SCAN for graph in graphs for op in graph.ops),
+        "runtime/train/inference.py": bool(programs[0].results),
     }
     for path, text in _sources("runtime", importlib.resources.files("partc.runtime")):
         if needed.get(path, True):

@@ -74,6 +74,16 @@ def plan(
             }
             for parameter in program.parameters
         },
+        **(
+            {
+                "results": {
+                    path: {**_typed(types[name], program), "place": _place(name, program)}
+                    for path, name in program.results
+                }
+            }
+            if program.results
+            else {}
+        ),
         "regions": {region.name: _region(region, program) for region in program.regions},
         "calls": [
             {
@@ -100,6 +110,11 @@ def plan(
         **({} if uncaptured is None else {"uncaptured": uncaptured.cause}),
         **({} if memory is None else {"memory": memory.document()}),
     }
+
+
+def _place(name: str, program: Program) -> int:
+    """The pipeline rank that makes a value."""
+    return next(program.place(call.stage) for call in program.calls if name in call.results)
 
 
 def _typed(type: TensorType, program: Program) -> dict[str, str]:

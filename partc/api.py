@@ -83,6 +83,7 @@ class Package:
             "regions": [region.name for region in self.program.regions],
             "phases": dict(self.phases),
             "communication": self.communication,
+            "forward_only": self.options.forward_only,
             "recompute": self.options.recompute,
             "saved": list(most_saved(self.program)),
             "memory": None if self.memory is None else {"worst": str(self.memory), **self.memory.summary},
@@ -212,6 +213,8 @@ def compile(
     loss: Callable[..., Any] | None = None,
     evaluate: Callable[..., Any] | None = None,
     eval_every: int = 0,
+    infer: Callable[..., Any] | None = None,
+    forward_only: bool = False,
     memory_limit: str | None = None,
     options: Mapping[str, Any] | None = None,
     on_phase: PhaseObserver = lambda phase: None,
@@ -236,6 +239,8 @@ def compile(
     steps on GPUs. `optimizer` ("sgd:momentum=0.9"), `group` ("*.bias:weight_decay=0") and `lr` are the defaults of
     train.py, for which memory is accounted; without them the model file's optimizer() decides, else AdamW. `eval_every`
     is another default of train.py: steps between evaluations; a model without `evaluate` then evaluates its loss.
+    `forward_only` makes a package for inference of whole batches, whose infer.py writes what `infer(model, batch)`, or
+    else the model on the batch, returns.
 
     Raises PartcError for invalid arguments.
     """
@@ -259,11 +264,12 @@ def compile(
         group=group,
         lr=lr,
         eval_every=eval_every,
+        forward_only=forward_only,
         casts=casts,
         kernels=kernels,
         memory_limit=memory_limit,
     )
-    functions = {"loss": loss, "evaluate": evaluate}
+    functions = {"loss": loss, "evaluate": evaluate, "infer": infer}
     done = compilation(model, batch, checked, functions=functions, model_options=options or {}, on_phase=on_phase)
     return package(done, on_phase=on_phase)
 
@@ -340,6 +346,24 @@ def compilation(
             return passes.run(program, options.for_passes, until=until, verify=Verifier(), observe=stepped)
         return _within_budget(program, options, until, stepped)
 
+    if options.forward_only:
+        from partc.compilation.evaluation import forward_only
+
+        start = time.perf_counter()
+        origin = origin_of(Batches(microbatches=options.microbatches), "infer")
+        done(Phase(label="Traced", seconds=time.perf_counter() - start, note=size(origin.program)))
+        observe(passes.PassResult(name=passes.FIRST, label="Traced", program=origin.program, seconds=0.0))
+        return Compilation(
+            warnings=origin.assumed,
+            traced=origin.program,
+            steps=forward_only(origin.program, options.for_passes, until=until, observe=stepped),
+            model_source=origin.source,
+            model_options=origin.options,
+            options=options,
+            phases=phases,
+            constants=origin.constants,
+            extra=origin.extra,
+        )
     origin = traced(separate=False)
     if origin.optimizer is not None and not options.chosen:
         own = origin.optimizer

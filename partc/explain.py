@@ -359,10 +359,10 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "and no guards of torch.compile. The message names the obstacle and its place.",
     ),
     "P0420": CodeExplanation(
-        "an evaluation that the training's ranks cannot run",
+        "a program that only runs forward, and that the ranks cannot run",
         "evaluate(model, batch) of the model file runs forward on the ranks of the training, with the parameters where "
-        "they are: its layouts and stages must be the training's. It draws no random numbers, and makes its result on "
-        "the ranks that make the loss.",
+        "they are: its layouts and stages must be the training's. It draws no random numbers, and makes its results on "
+        "the ranks that make the loss. infer(model, batch) draws none either.",
     ),
     "P0501": CodeExplanation(
         "started on another number of ranks than compiled for",
@@ -380,7 +380,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0504": CodeExplanation(
         "a run or verification of no steps, or an option that verify does not take",
-        "--steps is 1 or more. `partc verify` starts from the seed and saves nothing. It takes train.py's options of "
+        "--steps is 1 or more. `partc run` trains; a package of --forward-only has infer.py. "
+        "`partc verify` starts from the seed and saves nothing. It takes train.py's options of "
         "the optimizer, such as --optimizer, --lr, --weight-decay, --clip, --accumulate and --warmup.",
     ),
     "P0505": CodeExplanation(

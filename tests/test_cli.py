@@ -112,6 +112,7 @@ def test_compile_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixt
         "regions",
         "phases",
         "communication",
+        "forward_only",
         "recompute",
         "saved",
         "memory",

@@ -130,6 +130,11 @@ def test_the_python_interface_is_as_shown(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "build" / "train.py").exists()
 
 
+def infer_options() -> set[str]:
+    source = (ROOT / "partc" / "runtime" / "train" / "inference.py").read_text()
+    return set(re.findall(r'add\("(--[a-z-]+)"', source))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_commands_parse(page: Path, train_options: set[str]) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -143,6 +148,8 @@ def test_commands_parse(page: Path, train_options: set[str]) -> None:
         elif any(word.endswith("train.py") for word in words):
             given = {word for word in words if word.startswith("--")} - OTHERS
             assert given <= train_options, words
+        elif any(word.endswith("infer.py") for word in words):
+            assert {word for word in words if word.startswith("--")} - OTHERS <= infer_options(), words
         else:
             assert words[0] in ("pip", "python", "pytest"), words
     for span in _spans(page):
@@ -157,7 +164,7 @@ def test_options_exist(page: Path, train_options: set[str]) -> None:
     others = set(re.findall(r"\"(--[a-z][\w-]*)\"", "".join(path.read_text() for path in scripts)))
     texts = [*_spans(page), *(text for language, text in _blocks(page) if language == "sh")]
     named = {option for text in texts for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
-    assert named <= known | others | train_options | OTHERS | {"--help"}
+    assert named <= known | others | train_options | infer_options() | OTHERS | {"--help"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

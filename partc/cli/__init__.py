@@ -93,7 +93,8 @@ def _print_report(report: Mapping[str, Any]) -> None:
     counts = {"rank": report["ranks"], "stage": report["stages"], "region": len(report["regions"])}
     console.echo("\n" + ", ".join(counted(count, noun) for noun, count in counts.items()))
     console.echo(f"each rank receives a step: {moved or 'nothing'}")
-    console.echo(f"a rank saves for backward passes: {readable(max(report['saved']))} at most")
+    if not report["forward_only"]:
+        console.echo(f"a rank saves for backward passes: {readable(max(report['saved']))} at most")
     if report["memory"] is not None:
         console.echo(f"a rank holds at most: {report['memory']['worst']}")
     console.echo(f"rules cover {report['rules']['ops']:.1%} of operations, {report['rules']['flops']:.1%} of flops")
@@ -128,7 +129,7 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
     from partc.package.launch import read_package
 
     read_package(directory)
-    with console.working("training twice, as the package and as the single-device model", quiet=as_json):
+    with console.working("running twice, as the package and as the single-device model", quiet=as_json):
         from partc.package.verify import verify
 
         result = verify(directory, steps=steps, virtual=virtual, arguments=rest)
@@ -153,7 +154,8 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
         console.echo(f"worst of {result.compared:,}: {where}: {error}")
         console.echo("equal to the single-device model" if result.ok else "NOT equal to the single-device model")
         if result.ok:
-            console.next_step(f"partc run {directory} --steps 20")
+            script = "infer.py --virtual --batches 1" if worst.kind == "result" else ""
+            console.next_step(f"python {directory}/{script}" if script else f"partc run {directory} --steps 20")
         else:
             console.next_step(f"partc inspect {directory} --after partition --diff")
     if not result.ok:
@@ -215,8 +217,9 @@ def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, r
 
     Other options go to train.py: optimizer, learning rate, log, checkpoints (`-- --help` lists them).
     """
-    from partc.package.launch import run
+    from partc.package.launch import check_trains, run
 
+    check_trains(directory)
     if steps < 1:
         raise PartcError("P0504", f"cannot run {steps} steps", help="--steps is 1 or more")
     arguments = (*rest, *(() if init is None else ("--init", str(init))))

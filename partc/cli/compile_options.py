@@ -23,6 +23,7 @@ _KEPT = (
     "mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute", "casts",
     "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks",
     "cuda_graphs", "optimizer", "group", "lr", "eval_every",
+    "forward_only",
 )  # fmt: skip
 
 
@@ -31,6 +32,7 @@ _DEFAULTS = {
     "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten", "bucket": "25MB",
     "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
     "loss_chunks": 1, "cuda_graphs": False, "optimizer": None, "group": (), "lr": None, "eval_every": 0,
+    "forward_only": False,
 }  # fmt: skip
 
 
@@ -198,6 +200,11 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             default=0,
             metavar="N",
             help="train.py's default: steps between evaluations, of the loss if the model file has no evaluate()",
+        ),
+        click.option(
+            "--forward-only",
+            is_flag=True,
+            help="a package for inference: infer.py writes what infer(model, batch), or else the model, returns",
         ),
         click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
     ]

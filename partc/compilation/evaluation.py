@@ -44,13 +44,23 @@ def evaluation(trace: Trace, training: Program, options: Options) -> tuple[Progr
 
 
 def forward_only(
-    traced: Program, options: Mapping[str, Any], observe: passes.Observer = lambda step: None
+    traced: Program,
+    options: Mapping[str, Any],
+    *,
+    until: str | None = None,
+    observe: passes.Observer = lambda step: None,
 ) -> tuple[passes.PassResult, ...]:
-    """The passes for a program that only runs forward: nothing is trained, saved, summed or updated."""
+    """The passes for a program that only runs forward, up to `until`: nothing is trained, saved, summed or updated.
+
+    Raises PartcError P0420 if it draws random numbers.
+    """
     known = {**options, "forward_only": True, "recompute": "none", "budget": None, "loss_chunks": 1, "compress": ""}
     known["kernels"] = "aten"
     verify = Verifier()
-    first = passes.run(traced, known, until=_LAST, verify=verify, observe=observe)
+    early = until is not None and passes.known(until) in (*passes.before(_LAST), _LAST)
+    first = passes.run(traced, known, until=until if early else _LAST, verify=verify, observe=observe)
+    if early:
+        return first
     placed = first[-1].program
     frozen = replace(
         placed,
@@ -58,7 +68,11 @@ def forward_only(
         transfers=tuple(replace(transfer, gradient=False) for transfer in placed.transfers),
         regions=tuple(replace(region, backward=None, saved=()) for region in placed.regions),
     )
-    return *first, *passes.run(frozen, known, behind=_LAST, verify=verify, observe=observe)
+    rest = passes.run(frozen, known, until=until, behind=_LAST, verify=verify, observe=observe)
+    if placed.draws:
+        help = "make them in batch(), as entries; models are in evaluation mode, without dropout"
+        raise PartcError("P0420", "the function draws random numbers, and it only runs forward", help=help)
+    return *first, *rest
 
 
 def _finished(traced: Program, training: Program, options: Options) -> Program:
@@ -73,8 +87,6 @@ def _finished(traced: Program, training: Program, options: Options) -> Program:
         cause = error.cause.replace("--shard pins", "the training cuts")
         help = f"pin it in the training with --shard NAME=LAYOUT; in evaluate(), {error.help}"
         raise PartcError("P0420", cause, help=help) from error
-    if finished.draws:
-        raise PartcError("P0420", "evaluate() draws random numbers", help="make them in batch(), as entries")
     _check_shared(finished, training)
     return finished
 

@@ -57,6 +57,7 @@ class Options:
     group: tuple[str, ...] = ()  # options of the optimizer for some parameters
     lr: float | None = None  # train.py's default
     eval_every: int = 0  # train.py's default
+    forward_only: bool = False
     chosen: bool = False  # whether optimizer and group are given: else a model file's optimizer() decides
 
     @classmethod
@@ -85,6 +86,7 @@ class Options:
         group: Sequence[str] = (),
         lr: float | None = None,
         eval_every: int = 0,
+        forward_only: bool = False,
     ) -> Options:
         """Check raw values and build the options.
 
@@ -162,6 +164,7 @@ class Options:
             group=tuple(group),
             lr=lr,
             eval_every=eval_every,
+            forward_only=forward_only,
             chosen=chosen,
         )
         _ = options.places  # raises if the number of stages is invalid
@@ -220,6 +223,8 @@ class Options:
             found["lr"] = self.lr
         if self.eval_every:
             found["eval_every"] = self.eval_every
+        if self.forward_only:
+            found["forward_only"] = True
         return found if self.virtual_stages is None else found | {"virtual_stages": self.virtual_stages}
 
     @property

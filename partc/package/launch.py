@@ -86,7 +86,8 @@ def read_package(directory: Path) -> dict[str, Any]:
     plan = read_plan(directory)
     ranks = [f"ranks/pp_{place}.py" for place in range(Mesh.parse(plan["mesh"]).axis(PIPELINE_AXIS))]
     stages = [f"stages/stage_{stage}.py" for stage in range(plan["stages"])]
-    for name in ("train.py", "model.py", "runtime/train/train.py", *stages, *ranks):
+    script = "infer.py" if plan.get("results") else "train.py"
+    for name in (script, "model.py", "runtime/train/train.py", *stages, *ranks):
         if not (directory / name).is_file():
             raise PartcError("P0503", f"{directory} lacks {name}", help="compile again, or copy the whole package")
     for name in ranks:
@@ -96,13 +97,21 @@ def read_package(directory: Path) -> dict[str, Any]:
     return plan
 
 
+def check_trains(directory: Path) -> None:
+    """Raise PartcError P0504 for a package that only runs forward."""
+    if read_plan(directory).get("results"):
+        help = f"torchrun ... {directory}/infer.py, or python {directory}/infer.py --virtual"
+        raise PartcError("P0504", f"{directory} trains nothing: it was compiled with --forward-only", help=help)
+
+
 def torchrun_command(directory: Path, arguments: Sequence[str]) -> list[str]:
-    """The command that trains a package on this machine, one process per rank; on CPUs if there are too few GPUs."""
+    """The command that runs a package on this machine, one process per rank; on CPUs if there are too few GPUs."""
     beside = Path(sys.executable).with_name("torchrun")
     launcher = [str(beside)] if beside.exists() else [sys.executable, "-m", "torch.distributed.run"]
-    ranks = Mesh.parse(read_plan(directory)["mesh"]).size
+    plan = read_plan(directory)
+    ranks, script = Mesh.parse(plan["mesh"]).size, "infer.py" if plan.get("results") else "train.py"
     device = ["--device", "cpu"] if 0 < gpus() < ranks and "--device" not in arguments else []
-    return [*launcher, "--standalone", "--nproc-per-node", str(ranks), str(directory / "train.py"), *device, *arguments]
+    return [*launcher, "--standalone", "--nproc-per-node", str(ranks), str(directory / script), *device, *arguments]
 
 
 def gpus() -> int:

@@ -45,7 +45,7 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
     module = load_model_file(package / "model.py")
     torch.manual_seed(seed)
     model: nn.Module = call_with_options(module.model, plan["options"])
-    _hold(model, held_in(plan["precision"]))
+    held(model, held_in(plan["precision"]))
     names = list(model.named_parameters(remove_duplicate=False))
     given = {name: recipe.pop(name) for name in DATA if name in recipe}
     tokens = Tokens(given["data"], given["data_dtype"], given["data_labels"]) if given.get("data") else None
@@ -70,7 +70,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {f"parameter/{name}": as_real(x.detach()) for name, x in found}
 
 
-def _hold(model: nn.Module, dtype: torch.dtype) -> None:
+def held(model: nn.Module, dtype: torch.dtype) -> None:
     """Hold parameters and buffers in `dtype`; `Module.to` would drop the imaginary parts of complex ones."""
     for x in (*model.parameters(), *model.buffers()):
         x.data = x.data.to(dtype_held(x.dtype, dtype))
@@ -190,7 +190,7 @@ def _backward(
     total = 0.0
     with Sampling(seed, number) as sampling:
         for part in parts:
-            with computing_in(held_in(plan["precision"])), _mixed(plan["precision"]):
+            with computing_in(held_in(plan["precision"])), mixed(plan["precision"]):
                 loss = loss_of(module, model, part) / (len(parts) * accumulate)
             loss.backward()
             total += loss.item()
@@ -203,7 +203,7 @@ def _backward(
     return total
 
 
-def _mixed(precision: str) -> torch.autocast:
+def mixed(precision: str) -> torch.autocast:
     """torch's own mixed precision, in place of partc's."""
     return torch.autocast("cpu", AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
 

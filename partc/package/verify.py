@@ -98,6 +98,10 @@ def verify(
     plan = read_package(directory)
     if steps < 1:
         raise PartcError("P0504", f"cannot verify {steps} steps", help="--steps is 1 or more")
+    if plan.get("results"):
+        from partc.package.verify_results import verify_results
+
+        return verify_results(directory.resolve(), batches=steps, virtual=virtual, arguments=arguments)
     recipe = _recipe(directory, ["--steps", str(steps), *arguments])
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as name:
         folder = Path(name)
@@ -170,12 +174,10 @@ def _train_both(directory: Path, folder: Path, reference: Path, virtual: bool, r
         else torchrun_command(directory, arguments)
     )
     plain = [sys.executable, "-m", "partc.package.reference", str(directory), str(reference), json.dumps(recipe)]
-    root = str(Path(__file__).resolve().parents[2])
-    search = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    runs = {"the package": _start(package, folder / "package.txt", {})}
+    runs = {"the package": started(package, folder / "package.txt", {})}
     if not (reference / f"step_{recipe['steps']:04d}.safetensors").exists():
         reference.mkdir(parents=True, exist_ok=True)
-        runs["the single-device model"] = _start(plain, folder / "plain.txt", {"PYTHONPATH": search})
+        runs["the single-device model"] = started(plain, folder / "plain.txt", searching())
     outputs = {"the single-device model": folder / "plain.txt", "the package": folder / "package.txt"}
     try:
         codes = {what: process.wait() for what, process in runs.items()}
@@ -195,7 +197,13 @@ def _options(recipe: Mapping[str, Any]) -> Iterator[str]:
                 yield from (f"--{name.replace('_', '-')}", str(each))
 
 
-def _start(command: list[str], output: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def searching() -> dict[str, str]:
+    """The environment in which a process finds partc, which packages do without."""
+    root = str(Path(__file__).resolve().parents[2])
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))}
+
+
+def started(command: list[str], output: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with output.open("wb") as file:
         return subprocess.Popen(command, env={**local_environment(), **variables}, stdout=file, stderr=file)
 
@@ -276,7 +284,7 @@ def _compare_step(
     """Compare every rank's gradients and parameters of a step with slices of the reference."""
     sizes = Mesh.parse(plan["mesh"]).sizes
     smallest = SMALLEST_SCALE[_rounding(plan)]
-    measure = _root_mean_square if _rounding(plan) in MIXED else _largest
+    measure = root_mean_square if _rounding(plan) in MIXED else largest
     floors = {
         kind: smallest * max((measure(x) for name, x in reference.items() if name.startswith(kind)), default=0.0)
         for kind in ("gradient", "parameter")
@@ -325,10 +333,10 @@ def _apart(mine: Tensor, theirs: Tensor, measure: Callable[[Tensor], float]) -> 
     return measure(mine - theirs)
 
 
-def _largest(x: Tensor) -> float:
+def largest(x: Tensor) -> float:
     return float(x.abs().amax()) if x.numel() and x.is_floating_point() else 0.0
 
 
-def _root_mean_square(x: Tensor) -> float:
+def root_mean_square(x: Tensor) -> float:
     """The effect of rounding on a tensor as a whole; single elements may fall on the other side of a relu."""
     return float(x.double().square().mean().sqrt()) if x.numel() and x.is_floating_point() else 0.0

@@ -34,7 +34,14 @@ from partc.runtime.checkpoint.state import remembering
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm.comm import Axis, Link, Pending
 from partc.runtime.comm.distributed import DistributedComm, GlooAxis
-from partc.runtime.execution.executor import Stage, gradient_buffers, parse_schedule, run_step, told_by
+from partc.runtime.execution.executor import (
+    Stage,
+    gradient_buffers,
+    parse_schedule,
+    run_forward,
+    run_step,
+    told_by,
+)
 from partc.runtime.execution.parts import Parts
 from partc.runtime.execution.sums import Bucket, Sums
 from partc.runtime.layout import Shard
@@ -174,12 +181,16 @@ class _Rehearsal:
             comm.clock.entering("data")
             batch, microbatches = cut()
             clear(gradients.values())
-            loss = run_step(stages, comm, actions, batch, microbatches, told=told)
+            if program.results:
+                forward: Any = stages
+                found: Any = run_forward(forward, comm, actions, batch, microbatches, program.mesh.sizes)
+            else:
+                found = run_step(stages, comm, actions, batch, microbatches, told=told)
             comm.clock.entering("the update")
             self._update(ledger, comm, {name: parameters[name] for name in gradients}, shards)
-            for stage in stages.values():
+            for stage in () if program.results else stages.values():
                 stage.refresh()
-            del loss
+            del found
             comm.clock.entering("the step's end")
             ledger.stops()
             del states

@@ -91,6 +91,16 @@ class Command:
     optimizer: str = ""
     group: Names = ()
     eval_every: Natural = 0
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """A result of a package that only runs forward; `place` is the pipeline rank that makes it."""
+
+    dtype: DType
+    layout: Layout
+    place: Natural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,22 +161,23 @@ class Plan:
     calls: tuple[PlanCall, ...]
     transfers: tuple[PlanTransfer, ...]
     constants: dict[str, str] = field(default_factory=dict)
+    results: dict[str, PlanResult] = field(default_factory=dict)
     name: str = ""
     schedule: dict[str, str] | None = None
     uncaptured: str = ""
     memory: Any = None
 
 
-def launches(ranks: int, node: int | None) -> tuple[str, ...]:
+def launches(ranks: int, node: int | None, script: str = "train.py") -> tuple[str, ...]:
     """The commands that start all ranks, one for each node; `node` is the number of ranks that --nodes gave."""
     if node is None:
         node = NODE if ranks > ONE_MACHINE and ranks % NODE == 0 else ranks
     if node == ranks:
-        return (f"torchrun --standalone --nproc-per-node {ranks} train.py",)
+        return (f"torchrun --standalone --nproc-per-node {ranks} {script}",)
     where = "--master-addr FIRST_NODE --master-port 29500"
     nodes = ranks // node
     return tuple(
-        f"torchrun --nnodes {nodes} --node-rank {index} --nproc-per-node {node} {where} train.py"
+        f"torchrun --nnodes {nodes} --node-rank {index} --nproc-per-node {node} {where} {script}"
         for index in range(nodes)
     )
 
@@ -202,7 +213,11 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     for transfer in plan.transfers:
         if max(transfer.source, transfer.target) >= plan.stages:
             yield f"{transfer.value!r} goes from stage {transfer.source} to {transfer.target}, of {plan.stages}"
-    for kind, entries in (("input", plan.inputs), ("parameter", plan.parameters)):
+    for path, result in plan.results.items():
+        if result.place >= sizes.get("pp", 1):
+            yield f"result {path!r} is made on pipeline rank {result.place} of {sizes.get('pp', 1)}"
+    typed_entries = (("input", plan.inputs), ("parameter", plan.parameters), ("result", plan.results))
+    for kind, entries in typed_entries:
         for name, typed in entries.items():
             if why := _uncuttable(typed.layout, {**sizes, "mb": plan.microbatches}):
                 yield f"{kind} {name!r}: {why}"

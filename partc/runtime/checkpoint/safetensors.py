@@ -60,22 +60,32 @@ def write(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a file's bytes; `tensors` come one by one, in the order of their descriptions."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name, (dtype, shape) in described.items():
-        size = math.prod(shape) * dtype.itemsize
-        kind = "C64" if dtype == torch.complex64 else _NAMES[dtype]
-        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
+    file.write(begun(described, metadata)[1])
     for (dtype, shape), x in zip(described.values(), tensors, strict=True):
         if x.dtype != dtype or tuple(x.shape) != shape:
             raise ValueError(f"{x.dtype}{list(x.shape)} where {dtype}{list(shape)} was announced")
         flat = x.detach().cpu().contiguous().view(-1)
         if flat.numel():
-            file.write(_raw(flat))
+            file.write(raw(flat))
+
+
+def begun(
+    described: Mapping[str, Described], metadata: Mapping[str, str] | None = None
+) -> tuple[dict[str, int], bytes]:
+    """The first byte of each tensor and of the file's end (""), and the bytes before the first tensor."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts: dict[str, int] = {}
+    offset = 0
+    for name, (dtype, shape) in described.items():
+        size = math.prod(shape) * dtype.itemsize
+        kind = "C64" if dtype == torch.complex64 else _NAMES[dtype]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        starts[name] = offset
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    before = struct.pack("<Q", len(text)) + text
+    return {name: start + len(before) for name, start in {**starts, "": offset}.items()}, before
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -199,7 +209,7 @@ def _entry(path: Path, name: str, found: object) -> _Entry:
     return entry
 
 
-def _raw(flat: Tensor) -> memoryview:
+def raw(flat: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy; needs no NumPy."""
     size = flat.numel() * flat.element_size()
     return memoryview((ctypes.c_ubyte * size).from_address(flat.data_ptr()))

@@ -97,6 +97,7 @@ class Tokens:
     path: str
     dtype: str | None = None
     labels: str | None = None
+    shuffles: bool = True
 
 
 class BatchSource(Protocol):
@@ -275,17 +276,20 @@ def source(
 
     Raises UsageError P0545 if a token file cannot be used.
     """
+    how: dict[str, Any]
     if tokens is not None:
         with _seeded(seed, 0):
             form = call_with_options(module.batch, plan["options"])
         names = ordered(plan)
         shifts = names[-1].split(".")[-1] == "labels" and not hasattr(module, "loss")
         labels = tokens.labels or ("same" if shifts else "next")
-        rows = TokenRows(TokenFile(Path(tokens.path), tokens.dtype), plan, form, seed=seed, labels=labels, again=again)
+        file = TokenFile(Path(tokens.path), tokens.dtype)
+        how = {"seed": seed, "labels": labels, "again": again, "shuffles": tokens.shuffles}
+        rows = TokenRows(file, plan, form, **how)
         say(str(rows))
         return rows
     if hasattr(module, name) and not takes_step(getattr(module, name)):
-        how: dict[str, Any] = {"name": name, "seed": seed, "dtype": dtype, "kept": kept}
+        how = {"name": name, "seed": seed, "dtype": dtype, "kept": kept}
         return InOrder(module, plan, **how, again=again, start=start, state=state, say=say)
     first = 0 if name == "data" else _APART
     how = {"seed": seed, "dtype": dtype, "name": name, "first": first}

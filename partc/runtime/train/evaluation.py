@@ -80,4 +80,6 @@ def check_evaluates(job: Job) -> None:
     """Raise UsageError P0546 if evaluations are asked for that the package cannot run."""
     if job.eval_every and not (job.root / "evaluation").is_dir():
         cause = "--eval-every has nothing to run: the model file defines no evaluate(model, batch)"
-        raise UsageError("P0546", cause, "define one that returns a scalar, and compile again", alike=True)
+        raise UsageError(
+            "P0546", cause, "define one, or compile with --eval-every, which evaluates the loss", alike=True
+        )

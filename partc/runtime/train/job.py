@@ -122,6 +122,11 @@ class Job:
         return {name: len(entry["shape"]) for name, entry in self.plan["parameters"].items() if entry["trainable"]}
 
     @property
+    def shuffles(self) -> bool:
+        """Whether a token file's rows are read in an order that follows from the seed."""
+        return True
+
+    @property
     def measures(self) -> bool:
         """Whether the times of a step's parts are needed."""
         return self.metrics is not None or self.tensorboard is not None
@@ -195,15 +200,17 @@ def _resumed(text: str) -> Path | str:
     return _path(text) if text else ""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError P0535."""
+
     def error(self, message: str) -> NoReturn:
         message = message if len(message) <= 300 else f"{message[:200]} ... {message[-40:]}"
-        raise UsageError("P0535", message, "train.py --help lists its options", alike=True)
+        raise UsageError("P0535", message, f"{self.prog} --help lists its options", alike=True)
 
 
 def parse(argv: Sequence[str], root: Path) -> Job:
     """Parse train.py's command line. Raises UsageError P0503, P0521, P0529, P0531 to P0533 and P0535."""
-    parser = _Parser(prog="train.py", description="Train this package; one process per rank, under torchrun.")
+    parser = Parser(prog="train.py", description="Train this package; one process per rank, under torchrun.")
     add = parser.add_argument
     add("--steps", type=int, default=10, help="steps of the whole training, those before --resume included; 10")
     add(

@@ -89,17 +89,26 @@ class TokenFile:
 class TokenRows:
     """Batches of token rows: the first entry of the batch are tokens, the second those that follow or the same ones.
 
-    `labels` is `next` or `same`. `form` is a batch with the constants. Raises UsageError P0544 and P0545.
+    `labels` is `next` or `same`. Without `shuffles` rows come in the file's order. `form` is a batch with the
+    constants. Raises UsageError P0544 and P0545.
     """
 
     def __init__(
-        self, file: TokenFile, plan: Mapping[str, Any], form: Any, *, seed: int, labels: str, again: bool
+        self,
+        file: TokenFile,
+        plan: Mapping[str, Any],
+        form: Any,
+        *,
+        seed: int,
+        labels: str,
+        again: bool,
+        shuffles: bool = True,
     ) -> None:
-        self._file, self._form, self._seed, self._again = file, form, seed, again
+        self._file, self._form, self._seed, self._again, self._shuffles = file, form, seed, again, shuffles
         self._shards = {name: Shard(entry["dtype"] + entry["layout"]) for name, entry in plan["inputs"].items()}
         self._below = {name: entry.get("below") for name, entry in plan["inputs"].items()}
         self.names = ordered(plan)
-        self._rows, self.length = self._shards[self.names[0]].shape
+        self.rows, self.length = self._shards[self.names[0]].shape
         self._behind = labels == "next" and len(self.names) == 2
         self.count = (len(file) - self._behind) // self.length  # rows of an epoch
         if not self.count:
@@ -111,7 +120,7 @@ class TokenRows:
         return f"{self._file.path}: {labels if len(self.names) == 2 else ''}{self.count:,} rows in an epoch"
 
     def batch(self, number: int) -> Any:
-        return rebuilt(self._form, {name: self._read(number, name, range(self._rows)) for name in self.names})
+        return rebuilt(self._form, {name: self._read(number, name, range(self.rows)) for name in self.names})
 
     def part(
         self, number: int, inputs: Mapping[str, Shard], sizes: Mapping[str, int], coordinate: Mapping[str, int]
@@ -119,7 +128,7 @@ class TokenRows:
         found = {}
         for name, shard in inputs.items():
             rows, columns = shard.dims
-            mine = local_part(torch.arange(self._rows), (rows,), sizes, coordinate).tolist()
+            mine = local_part(torch.arange(self.rows), (rows,), sizes, coordinate).tolist()
             whole = self._read(number, name, mine)
             found[name] = local_part(whole, (((len(mine), ()),), columns), sizes, coordinate).contiguous()
         return found
@@ -129,7 +138,7 @@ class TokenRows:
 
     def _read(self, number: int, name: str, rows: Iterable[int]) -> Tensor:
         shift = int(self._behind and name == self.names[1])
-        starts = [self._row(number * self._rows + row) * self.length + shift for row in rows]
+        starts = [self._row(number * self.rows + row) * self.length + shift for row in rows]
         return self._file.rows(starts, self.length, self._below[name]).to(self._shards[name].dtype)
 
     def _row(self, index: int) -> int:
@@ -138,6 +147,8 @@ class TokenRows:
         if epoch and not self._again:
             help = "--data-end repeat reads it again in another order"
             raise UsageError("P0544", f"{self._file.path} ends after {self.count:,} rows", help, alike=True)
+        if not self._shuffles:
+            return index
         return shuffled(index, self.count, _mixed(_mixed(self._seed) + epoch))
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -103,17 +103,35 @@ class Rank:
         return any(stage.loss is not None for stage in self.stage_classes.values()) and not any(others)
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task of all ranks: they agree on the job, then each does its work."""
+
+    prepared: Callable[[Job, Together, Say], Job]
+    work: Callable[..., None]
+
+
 def main(argv: Sequence[str], root: Path) -> int:
     """Train the package in `root`. Returns the exit code."""
+
+    def job() -> Job:
+        found = parse(argv, root)
+        check_evaluates(found)
+        return found
+
+    return run(job, Task(prepared, _train))
+
+
+def run(job_of: Callable[[], Job], task: Task) -> int:
+    """Do a task on all ranks, or on this one under torchrun. Returns the exit code."""
     try:
-        job = parse(argv, root)
-        check_evaluates(job)
+        job = job_of()
         here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")  # all ranks are on this machine
         if job.virtual or here:
             check_places(job)
         keep_freed_memory()
         with enough_memory("this process", Clock()), deterministic(job.deterministic), ExitStack() as stack:
-            stopped = _train_virtual(job, stack) if job.virtual else _train_this_rank(job)
+            stopped = _run_virtual(job, stack, task) if job.virtual else _run_this_rank(job, task)
     except UsageError as error:
         if not error.alike or os.environ.get("RANK", "0") == "0":
             _say(str(error))
@@ -132,7 +150,7 @@ def _load_rank(number: int, device: torch.device, job: Job) -> Rank:
     return Rank(place, stages, parse_schedule(place.schedule), kernels)
 
 
-def _train_virtual(job: Job, stack: ExitStack) -> bool:
+def _run_virtual(job: Job, stack: ExitStack, task: Task) -> bool:
     from ..comm.virtual import VirtualComm, World
 
     release()
@@ -140,7 +158,7 @@ def _train_virtual(job: Job, stack: ExitStack) -> bool:
     together = Together(store, 0, 1)
     if job.save is not None:
         stack.callback(sole(job.save, together, timeout=job.timeout, say=_say))
-    job = prepared(job, together, _say)
+    job = task.prepared(job, together, _say)
     if memory := told_of_memory(job):
         _say(memory)
     _settle_attention(job, torch.device("cpu"), _say)
@@ -148,7 +166,7 @@ def _train_virtual(job: Job, stack: ExitStack) -> bool:
     ranks = [_load_rank(number, torch.device("cpu"), job) for number in range(job.world_size)]
     model_file = load_model_file(job.root / "model.py")
     _materialise(job, model_file, ranks, torch.device("cpu"), together)
-    data = _source(job, model_file, _say, kept=2)  # no rank is two batches behind another
+    data = batches_of(job, model_file, _say, kept=2)  # no rank is two batches behind another
 
     def work(number: int) -> None:
         rank = ranks[number]
@@ -160,7 +178,7 @@ def _train_virtual(job: Job, stack: ExitStack) -> bool:
             links=rank.place.links,
         )
         with enough_memory(f"rank {number}", comm.clock):
-            _train(job, rank, comm, data, model_file, torch.device("cpu"), store, interruption)
+            task.work(job, rank, comm, data, model_file, torch.device("cpu"), store, interruption)
 
     interruption = VirtualInterruption()
     with interruption.on_signals() if job.save is not None else nullcontext():
@@ -174,7 +192,7 @@ def _launch(job: Job) -> str:
     return commands[0] if len(commands) == 1 else f"on {len(commands):,} nodes, {commands[0]} and so on"
 
 
-def _train_this_rank(job: Job) -> bool:
+def _run_this_rank(job: Job, task: Task) -> bool:
     from ..comm.distributed import DistributedComm
 
     started = world_size()
@@ -208,7 +226,7 @@ def _train_this_rank(job: Job) -> bool:
         say = _say if number == 0 else lambda line: None
         if job.save is not None:  # until this process ends: a checkpoint may be on its way until then
             sole(job.save, together, timeout=job.timeout, say=say)
-        job = prepared(job, together, say)
+        job = task.prepared(job, together, say)
         if memory := told_of_memory(job):
             say(memory)
         _settle_attention(job, device, say)
@@ -231,7 +249,7 @@ def _train_this_rank(job: Job) -> bool:
             clock=clock,
         )
         leaving.append(comm.abort)
-        _train(job, rank, comm, _source(job, model_file, say), model_file, device, store, interruption)
+        task.work(job, rank, comm, batches_of(job, model_file, say), model_file, device, store, interruption)
         clock.entering("the end of the run")
         comm.barrier()
         comm.disconnect()
@@ -243,7 +261,7 @@ def _settle_attention(job: Job, device: torch.device, say: Say) -> None:
     attention_kernels.settle(job.attention, attention_kernels.cases(job.plan["attention"], DTYPES), device, say)
 
 
-def _source(job: Job, model_file: ModuleType, say: Say, *, kept: int = 0) -> BatchSource:
+def batches_of(job: Job, model_file: ModuleType, say: Say, *, kept: int = 0) -> BatchSource:
     return source(
         model_file,
         job.plan,
@@ -254,7 +272,7 @@ def _source(job: Job, model_file: ModuleType, say: Say, *, kept: int = 0) -> Bat
         start=job.start * job.accumulate,
         state="" if job.checkpoint is None else job.checkpoint.run.get("position", ""),
         say=say,
-        tokens=None if job.data is None else Tokens(job.data, job.data_dtype, job.data_labels),
+        tokens=None if job.data is None else Tokens(job.data, job.data_dtype, job.data_labels, job.shuffles),
     )
 
 

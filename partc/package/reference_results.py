@@ -1,0 +1,47 @@
+"""The results of the single-device model: the reference of `partc verify` for packages that only run forward.
+
+Run as `python -m partc.package.reference_results PACKAGE FOLDER OPTIONS`, with infer.py's options, in a process of its
+own. It uses the package's model.py and plan.json, and the whole batch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from partc.frontend.results import tensors
+from partc.package.reference import held, mixed
+from partc.runtime.checkpoint.safetensors import load, save
+from partc.runtime.train.data import call_with_options, load_model_file
+from partc.runtime.train.entries import of_model
+from partc.runtime.train.inference import check
+from partc.runtime.train.precision import computing_in, held_in
+from partc.runtime.train.train import batches_of
+
+
+def main(argv: Sequence[str]) -> int:
+    package, folder, *options = argv
+    job = check(options, Path(package))
+    module = load_model_file(job.root / "model.py")
+    torch.manual_seed(job.seed)
+    model: nn.Module = call_with_options(module.model, job.plan["options"])
+    if job.init is not None:
+        model.load_state_dict(load(job.init)[0], strict=False)
+    held(model, held_in(job.plan["precision"]))
+    model.eval()
+    Path(folder).mkdir()
+    data = batches_of(job, module, lambda line: None)
+    for number in range(job.steps):
+        batch = data.batch(number)
+        with torch.no_grad(), computing_in(held_in(job.plan["precision"])), mixed(job.plan["precision"]):
+            found = tensors(module.infer(model, batch) if hasattr(module, "infer") else of_model(model, batch))
+        save(Path(folder) / f"batch_{number:06d}.safetensors", {name or "result": x for name, x in found.items()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""Verification of a package that only runs forward: its results against those of the single-device model."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from partc.errors import PartcError
+from partc.package.launch import RunFailed, read_plan, torchrun_command
+from partc.package.verify import (
+    MIXED,
+    TOLERANCES,
+    Difference,
+    VerifyResult,
+    largest,
+    root_mean_square,
+    searching,
+    started,
+)
+from partc.runtime.checkpoint.safetensors import load
+from partc.runtime.errors import UsageError
+from partc.runtime.train.inference import check
+
+
+def verify_results(directory: Path, *, batches: int, virtual: bool, arguments: Sequence[str]) -> VerifyResult:
+    """Run both on the same batches with parameters of one seed, and compare every result.
+
+    `arguments` are options of infer.py. Raises RunFailed if a run stops, and PartcError for invalid options.
+    """
+    plan = read_plan(directory)
+    given = ["--batches", str(batches), *arguments]
+    try:
+        check(given, directory)
+    except UsageError as error:
+        raise PartcError(error.code, error.cause, help=error.help) from error
+    with tempfile.TemporaryDirectory(prefix="partc-verify-") as name:
+        folder = Path(name)
+        mine, plain = folder / "package", folder / "plain"
+        own = [*given, "--out", str(mine)]
+        script = [sys.executable, str(directory / "infer.py"), "--virtual", *own]
+        runs = {
+            "the package": script if virtual else torchrun_command(directory, own),
+            "the single-device model": [
+                sys.executable, "-m", "partc.package.reference_results", str(directory), str(plain), *given,
+            ],
+        }  # fmt: skip
+        outputs = {what: folder / f"{index}.txt" for index, what in enumerate(runs)}
+        where = {"the package": {}, "the single-device model": searching()}
+        processes = {what: started(command, outputs[what], where[what]) for what, command in runs.items()}
+        for what, process in processes.items():
+            if code := process.wait():
+                for other in processes.values():
+                    other.terminate()
+                raise RunFailed(what, code, outputs[what].read_text(errors="replace"))
+        differences = [
+            difference
+            for number in range(batches)
+            for difference in _compared(mine, plain, number, plan["precision"] in MIXED)
+        ]
+    tolerance = TOLERANCES[plan["precision"]]["gradient"]
+    worst = max(differences, key=lambda difference: difference.rel_err)
+    return VerifyResult(
+        ok=worst.rel_err <= tolerance,
+        losses=(),
+        reference_losses=(),
+        worst=worst,
+        tolerance=tolerance,
+        compared=len(differences),
+    )
+
+
+def _compared(mine: Path, plain: Path, number: int, mixed: bool) -> Iterator[Difference]:
+    found, expected = (load(folder / f"batch_{number:06d}.safetensors")[0] for folder in (mine, plain))
+    for name in sorted({*found, *expected}):
+        alike = name in found and name in expected and found[name].shape == expected[name].shape
+        error = _apart(found[name], expected[name], mixed) if alike else float("inf")
+        yield Difference(kind="result", name=name, rel_err=error, step=number + 1)
+
+
+def _apart(mine: Tensor, theirs: Tensor, mixed: bool) -> float:
+    """The difference relative to the result's scale; the share that differs of integers, such as places of maxima."""
+    if not theirs.is_floating_point():
+        return float((mine != theirs).double().mean()) if mine.numel() else 0.0
+    measure = root_mean_square if mixed else largest
+    error, scale = measure(mine.double() - theirs.double()), measure(theirs)
+    return error / scale if scale and error == error else (0.0 if error == 0 else float("inf"))

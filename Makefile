@@ -19,7 +19,7 @@ MESH ?= 2x2x2
 BUILD ?= build
 WORKERS ?= 2
 
-.PHONY: demo test test-all models zoo strategies independent fuzz check bench docs refresh clean
+.PHONY: demo test test-all models zoo sizes strategies independent fuzz check bench docs refresh clean
 
 demo: $(VENV)/.partc
 	$(BIN)/partc compile examples/gpt.py --mesh $(MESH) --microbatches 4 -o "$(BUILD)"
@@ -37,6 +37,9 @@ models: $(VENV)/.dev
 
 zoo: $(VENV)/.zoo
 	PYTHONPATH=$(CURDIR)/$(VENV)/zoo OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python tests/benchmarks/zoo.py $(ARGS)
+
+sizes: $(VENV)/.dev
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python tests/benchmarks/compile_time.py $(ARGS)
 
 strategies: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python tests/benchmarks/strategies.py --workers $(WORKERS) $(ARGS)

@@ -59,6 +59,7 @@ def test_a_limit_is_kept_or_refused_with_what_would_help() -> None:
     assert "each rank holds" in error.value.cause and "activations" in error.value.cause
     helps = dict(re.findall(r"^ +--(\w+) (\S+): .*less, fits$", error.value.help, flags=re.MULTILINE))
     assert {"zero", "recompute", "precision"} <= set(helps)
+    assert parse_bytes(helps["recompute"]) is None, "no budget is searched where a kind of recomputation is enough"
     for name in ("zero", "recompute"):
         assert max(peaks(compiled("2", memory_limit=f"{held - 1}B", **{name: helps[name]}))) < held
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from partc.compilation.options import Options
 from partc.cost.memory import Account, RankMemory, consists
-from partc.cost.saved_tensors import Time, written
+from partc.cost.saved_tensors import Time, parse_bytes, written
 from partc.errors import PartcError
 from partc.ir.mesh import PIPELINE_AXIS, holds_weights_whole, is_batch_axis
 from partc.ir.printer import readable
@@ -142,8 +142,12 @@ def _rank(account: Account, rank: RankMemory) -> str:
 
 def _remedies(options: Options, peak: int, limit: int, compiled: Compiled) -> Iterator[Remedy]:
     """The single changes that lower the peak; if none suffices, the smallest sufficient combination."""
-    singles = []
+    singles: list[tuple[int, str, Mapping[str, Any]]] = []
     for flags, change in _changes(options, limit):
+        if parse_bytes(change.get("recompute", "")) is not None and any(
+            lowest <= limit and "recompute" in other for lowest, _, other in singles
+        ):
+            continue  # the search for a budget compiles many times, and a kind of recomputation is enough
         found = _peak(replace(options, **change), compiled)
         if found is not None and found < peak:
             singles.append((found, flags, change))

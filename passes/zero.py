@@ -47,9 +47,10 @@ def _gathered_for_microbatches(program: Program) -> set[str]:
 
 
 def _cut(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes, zero: int) -> Parameter:
-    """The parameter in parts, if its gradient is a sum over all of `axes`."""
+    """The parameter in parts, over those of `axes` over which its gradient is a sum."""
     layout = parameter.type.layout
-    if parameter.type.dtype not in FLOATING or (parameter.trainable and not set(axes) <= set(parameter.reduce)):
+    axes = tuple(axis for axis in axes if axis in parameter.reduce or not parameter.trainable)
+    if parameter.type.dtype not in FLOATING or not axes:
         return parameter
     ways = math.prod(sizes[axis] for axis in axes)
     for dim, subs in enumerate(layout.dims):

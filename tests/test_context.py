@@ -121,3 +121,12 @@ def test_meshes_have_it_anywhere() -> None:
         partc.compile(GPT, mesh="cp=2,tp=2", zero="1@tp")
     command = partc.compile(GPT, mesh="dp=2,cp=2", zero=1).options.command
     assert command["zero"] == "1@dp,cp"
+
+
+def test_zero_cuts_every_parameter_over_the_axes_that_sum_its_gradient(tmp_path: Path) -> None:
+    package = partc.compile(GPT, mesh="dp=2,cp=2", precision="fp64", zero=3, options={"depth": 1})
+    gathered = {parameter.name: parameter.gather for parameter in package.program.parameters}
+    assert gathered["embed.weight"] == ("dp",), "its lookups are repeated over cp, so its gradient is whole there"
+    assert gathered["blocks.0.attn.wq.weight"] == ("dp", "cp")
+    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst

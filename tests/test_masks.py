@@ -153,6 +153,15 @@ def test_a_million_positions(form: str, wanted: Seen, tmp_path: Path) -> None:
     assert all(shape.count(LONG) < 2 for shape in shapes)
 
 
+def test_chunks_of_a_million_positions_are_examples(tmp_path: Path) -> None:
+    program = _compiled(tmp_path, "(j <= i) & (j // 8192 == i // 8192)", length=LONG)
+    [attention] = [op for region in program.regions for op in region.forward.ops if op.name == "attention"]
+    assert attention.args[3] is None and attention.args[4] is True
+    assert attention.results[0].type.shape == (LONG // 8192, 2, 8192, 4)
+    shapes = [v.type.shape for r in program.regions for op in r.forward.ops for v in op.results]
+    assert all(shape.count(LONG) < 2 for shape in shapes)
+
+
 MODEL = """
 import torch
 from torch import nn
@@ -203,10 +212,11 @@ def _compiled(folder: Path, mask: str, length: int) -> Any:
     [
         ("(j <= i) & (j > i - 3)", "", "is_causal=True, window=3"),
         ("(i - j).abs() < 2", "", "window=2"),
+        ("(j <= i) & (j // 4 == i // 4)", "", "is_causal=True"),
         ("(j <= i) & filled[:, None, None, :]", FILLED, "mask=mask, is_causal=True"),
         ("(j <= i) & (i - j < 5) & filled[:, None, None, :]", FILLED, "mask=mask, is_causal=True, window=5"),
     ],
-    ids=["window", "near", "padding", "window and padding"],
+    ids=["window", "near", "chunks", "padding", "window and padding"],
 )
 def test_packages_with_masks_equal_their_model(mask: str, more: str, told: str, tmp_path: Path) -> None:
     file = _written(tmp_path, mask, more)
@@ -214,6 +224,16 @@ def test_packages_with_masks_equal_their_model(mask: str, more: str, told: str, 
     written = "".join(str(text) for path, text in package.files() if path.startswith("regions/"))
     assert told in " ".join(written.split())
     assert package.verify(steps=1).ok
+
+
+def test_grouped_heads_in_chunks_equal_one_device(tmp_path: Path) -> None:
+    attend = "F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], mask, enable_gqa=True)"
+    file = _written(tmp_path, "(j <= i) & (j // 3 == i // 3)", attend=attend)
+    package = partc.compile(str(file), mesh="dp=2,tp=2", precision="fp64")
+    text = "".join(str(text) for path, text in package.files() if path.startswith("regions/"))
+    assert "is_causal=True" in " ".join(text.split()), text
+    result = package.verify(steps=2)
+    assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ class Seen:
 
     causal: bool
     window: int  # 0: at any distance
+    chunk: int = 0  # of these, those in the row's own chunk of so many positions; 0: the sequence is no chunks
 
 
 def known_masks(region: Region) -> Region:
@@ -51,7 +52,8 @@ def known_masks(region: Region) -> Region:
     graph = region.forward
     constants = Constants(graph.makers())
     known: dict[str, tuple[Seen, str | None] | None] = {}
-    taken = {*region.types(graph)}
+    types = region.types(graph)
+    taken = {*types}
     ops: list[Op] = []
     for op in graph.ops:
         if op.name in ("attention", "attention_dropout") and isinstance(op.args[3], Ref) and not op.args[4]:
@@ -62,7 +64,11 @@ def known_masks(region: Region) -> Region:
             found = known[mask]
             if found is not None and fuel.allowed("known mask", op.source):
                 seen, rest = found
-                op = _told(op, seen, None if rest is None else Ref(rest))
+                if not seen.chunk:
+                    op = _told(op, seen, None if rest is None else Ref(rest))
+                elif rest is None and op.name == "attention":
+                    ops += _in_chunks(op, seen.chunk, types, taken)
+                    continue
         ops.append(op)
     return replace(region, forward=replace(graph, ops=tuple(ops)))
 
@@ -72,6 +78,35 @@ def _told(op: Op, seen: Seen, mask: Ref | None) -> Op:
     if op.name == "attention":
         return replace(op, args=(*op.args[:3], mask, seen.causal, op.args[5], *window))
     return replace(op, args=(*op.args[:3], mask, seen.causal, op.args[5], seen.window, *op.args[7:]))
+
+
+def _in_chunks(op: Op, size: int, types: Mapping[str, TensorType], taken: set[str]) -> Iterator[Op]:
+    """Causal attention whose examples are the chunks of each sequence."""
+    operands: list[Arg] = []
+    for arg in op.args[:3]:
+        assert isinstance(arg, Ref)
+        type = types[arg.name]
+        b, h, s, d = type.shape
+        name = arg.name
+        for view, to, shape in (
+            ("reshape", (b, h, s // size, size, d), (b, h, s // size, size, d)),
+            ("permute", (0, 2, 1, 3, 4), (b, s // size, h, size, d)),
+            ("reshape", (b * s // size, h, size, d), (b * s // size, h, size, d)),
+        ):
+            value = Value(name=unique(f"{arg.name}_chunks", taken), type=replace(type, layout=Layout.replicated(shape)))
+            yield Op(name=view, args=(Ref(name), to), results=(value,), source=op.source)
+            name = value.name
+        operands.append(Ref(name))
+    result = op.result
+    b, h, s, e = result.type.shape
+    made = [
+        Value(name=unique(f"{result.name}_chunks", taken), type=replace(result.type, layout=Layout.replicated(shape)))
+        for shape in ((b * s // size, h, size, e), (b, s // size, h, size, e), (b, h, s // size, size, e))
+    ]
+    yield Op(name="attention", args=(*operands, None, True, op.args[5]), results=(made[0],), source=op.source)
+    yield Op(name="reshape", args=(Ref(made[0].name), made[1].type.shape), results=(made[1],), source=op.source)
+    yield Op(name="permute", args=(Ref(made[1].name), (0, 2, 1, 3, 4)), results=(made[2],), source=op.source)
+    yield Op(name="reshape", args=(Ref(made[2].name), result.type.shape), results=(result,), source=op.source)
 
 
 def _split(
@@ -160,6 +195,11 @@ def structure(seen: Runs) -> Seen | None:
     before = int(s - last[0])
     if seen.equals(band(s, t, before - 1, 0)):
         return Seen(causal=True, window=before)
+    own = torch.arange(s)
+    inside = torch.nonzero(seen.changes[:, 0])
+    chunk = int(inside[0]) if len(inside) else 0
+    if chunk and s % chunk == 0 and seen.equals(Runs.settled(torch.stack((own // chunk * chunk, own + 1), 1), t)):
+        return Seen(causal=True, window=0, chunk=chunk)
     after = int(first[1]) if len(first) > 1 and first[0] == 0 else 0
     if after and seen.equals(band(s, t, after - 1, after - 1)):
         return Seen(causal=False, window=after)

@@ -96,7 +96,7 @@ class _Reading:
             if op.name != "add" and not _hides(op.args[2], self.constants):
                 return None
             found = structure(~runs if op.name == "masked_fill" else runs)
-            if found is not None:
+            if found is not None and not found.chunk:
                 return self._maker(scores), found
         return None
 

@@ -39,7 +39,7 @@ def quick_starts() -> Server:
             return server.ranks(int(command[place]), command[place + 1 :], output, environment)
         return server.start(command[1:], output, environment)
 
-    partc.package.verify._start = start
+    partc.package.verify.started = start
     return server
 
 

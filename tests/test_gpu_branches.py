@@ -94,7 +94,7 @@ def steps_taken(package: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str)
         comm = VirtualComm(world=World(1), rank=0, coordinate=rank.place.coordinate, groups={}, links={})
         comm.device = DEVICE
         model_file = train.load_model_file(package / "model.py")
-        data = train._source(job, model_file, str)
+        data = train.batches_of(job, model_file, str)
         train._train(job, rank, comm, data, model_file, DEVICE, lone_store(), None)
     return found
 

@@ -352,9 +352,9 @@ def test_a_run_ends_with_its_groups(fails: bool, package: Path, monkeypatch: pyt
         monkeypatch.setattr(Together, "first", lambda self, problem: problem)
         if fails:
             with pytest.raises(UsageError):
-                train._train_this_rank(job)
+                train._run_this_rank(job, train.Task(train.prepared, train._train))
         else:
-            train._train_this_rank(job)
+            train._run_this_rank(job, train.Task(train.prepared, train._train))
     ends = ["trained", "unwatched", "abort"] if fails else ["trained", "barrier", "disconnect", "unwatched", "close"]
     assert said == ends
 

@@ -233,7 +233,7 @@ def main() -> int:
     todo = [key for key in wanted if key not in known or known[key].outcome in given.again or "all" in given.again]
     if todo:
         warnings.simplefilter("ignore")
-        partc.package.verify._start = Forked.started
+        partc.package.verify.started = Forked.started
         for module in PRELOADED:
             with contextlib.suppress(ImportError):
                 __import__(module)

@@ -1,4 +1,4 @@
-"""How long compiling takes: `python tests/benchmarks/compile_time.py [CASE ...] [--growth]`.
+"""How long compiling takes: `make sizes ARGS="[CASE ...] [--growth]"`.
 
 Each case is one fresh `partc compile` process, from the command to the last file, that finds no earlier trace. Processor
 seconds stand beside the seconds, since other work on the machine lengthens only the latter. The machine factor is the

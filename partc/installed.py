@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import site
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -52,8 +53,12 @@ def _machinery() -> tuple[Path, ...]:
 
 @functools.cache
 def _site_packages() -> tuple[Path, ...]:
-    """The folders of installed packages, as named and with links resolved."""
-    named = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
+    """The folders of installed packages, as named and with links resolved.
+
+    `pip install --target` fills other folders of the search path.
+    """
+    targets = [folder for folder in sys.path if folder and any(Path(folder).glob("*.dist-info/RECORD"))]
+    named = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages(), *targets]
     if site.ENABLE_USER_SITE:
         named.append(site.getusersitepackages())
     return tuple(dict.fromkeys(path for name in named for path in (Path(name), Path(name).resolve())))

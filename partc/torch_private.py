@@ -1,8 +1,9 @@
 """Every private torch name that partc uses, so that a torch upgrade has one place to look."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._library import simple_registry
@@ -37,11 +38,36 @@ __all__ = [
     "TreeSpec",
     "aot_export_joint_simple",
     "below_autograd",
+    "checks",
+    "compiling_unsaid",
     "tree_flatten",
     "tree_unflatten",
     "without_modes",
     "without_order",
 ]
+
+
+@contextmanager
+def checks(changed: Callable[[Callable[..., None]], Callable[..., None]]) -> Iterator[None]:
+    """A context in which `changed` functions stand behind torch._check and its like: error type, condition, message."""
+    of_numbers, of_tensors = torch._check_with, torch._check_tensor_all_with
+    torch._check_with = changed(of_numbers)
+    torch._check_tensor_all_with = changed(of_tensors)
+    try:
+        yield
+    finally:
+        torch._check_with, torch._check_tensor_all_with = of_numbers, of_tensors
+
+
+@contextmanager
+def compiling_unsaid() -> Iterator[None]:
+    """A context in which code that asks whether torch traces it does what it does eagerly."""
+    asked = torch.compiler.is_compiling
+    torch.compiler.is_compiling = lambda: False
+    try:
+        yield
+    finally:
+        torch.compiler.is_compiling = asked
 
 
 @contextmanager

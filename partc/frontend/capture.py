@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, first_line
 from partc.frontend.frozen_state import StateWatch, check
 from partc.frontend.model_file import blame
 from partc.frontend.own_backward import Hook, followed, own_hooks, register_hook
-from partc.frontend.repeats import CallMark, ModuleTree, Repeats
+from partc.frontend.random_branches import Outcomes
+from partc.frontend.repeats import CallMark, ModuleTree, Repeats, UnequalError
 from partc.frontend.results import Read
 from partc.frontend.trace_errors import explained
 from partc.frontend.value_branches import ValueWatch
@@ -72,10 +74,14 @@ class _TracedStep(nn.Module):
         watch: StateWatch,
         repeats: Callable[[], Repeats],
         hooks: Mapping[str, Sequence[Hook]],
+        outcomes: Outcomes,
+        dtype: torch.dtype,
         read: Read | None = None,
     ) -> None:
         super().__init__()
         self._hooks = hooks
+        self._outcomes = outcomes
+        self._dtype = dtype
         self.model = model
         self._watch = watch
         self._repeats = repeats
@@ -93,11 +99,13 @@ class _TracedStep(nn.Module):
         held = [(store, name, buffer) for store in stores for name, buffer in store.items()]
         try:
             repeats = self._repeats()
-            values = ValueWatch()
-            with self._watch.watching(), values.watching(), repeats.marking():
+            values = ValueWatch(self._outcomes, repeats.refuse_branch)
+            with (
+                computing_in(self._dtype), self._watch.watching(), values.watching(), repeats.marking(), _conversions(),
+            ):  # fmt: skip
                 found = self._forward(batch)
             self._assumed.update(dict.fromkeys(values.sentences))
-        except PartcError:
+        except (PartcError, UnequalError):
             raise
         except Exception as error:  # torch.export would print the graph so far beside it, or its whole message
             raise explained(error, self.model, self._path) from error
@@ -106,6 +114,13 @@ class _TracedStep(nn.Module):
         for store, name, buffer in held:
             now = store[name]
             if buffer is not None and now is not None and now is not buffer:
+                if now.shape != buffer.shape:
+                    raise PartcError(
+                        "P0225",
+                        f"forward replaces the buffer {name} of shape {tuple(buffer.shape)} by one of "
+                        f"{tuple(now.shape)}",
+                        help="give it its shape in the constructor",
+                    )
                 # Another tensor under a buffer's name is the buffer's next value, which an export would drop.
                 with torch.no_grad():
                     buffer.copy_(now)
@@ -141,12 +156,14 @@ def capture(
     path: Path | None = None,
     parts: int = 1,
     excluded: Groups | None = None,
+    outcomes: Outcomes = Outcomes.ABOVE,
     read: Read | None = None,
 ) -> Captured:
     """Build the model under fake tensors and export it, for one of `parts` equal parts of the batch.
 
     With `read`, the outputs are the tensors that it finds in the result of `loss`, or of the model. Equal modules are
-    traced once, except those of the groups `excluded`; None traces all calls.
+    traced once, except those of the groups `excluded`; None traces all calls. `outcomes` are
+    those of branches on random numbers.
 
     Raises PartcError P0205 (the model or the batch cannot be built), P0206 (it does not trace), P0208 (the loss is no
     scalar), P0225 (it depends on state that packages do not have), P0401 (the batch does not divide).
@@ -163,18 +180,22 @@ def capture(
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
         batch = _part(_fake_batch(tensors, mode, dtype), parts)
         try:
-            with computing_in(dtype), followed(), stacks_of_losses():
+            with followed(), stacks_of_losses():
                 watch = StateWatch(model, loss)
                 tell = lambda *found: told.append(found)  # noqa: E731
                 modules = ModuleTree(model)
                 repeats = lambda: Repeats(modules, excluded)  # noqa: E731
-                step = _TracedStep(model, loss, path, form, tuple(batch), tell, assumed, watch, repeats, hooks, read)
+                step = _TracedStep(
+                    model, loss, path, form, tuple(batch), tell, assumed, watch, repeats, hooks, outcomes, dtype, read
+                )
                 trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
                 exported = trace()
                 gained, paths, marked = told[-1]
                 check(exported, watch, trace)
         except PartcError as error:
             error.source = error.source or blame(error, path)
+            raise
+        except UnequalError:
             raise
         except (Exception, SystemExit) as error:
             raise explained(error, model, path) from error
@@ -224,10 +245,44 @@ def stacks_of_losses() -> Iterator[None]:
             setattr(TracerBase, STACK_FILTER, original)
 
 
+class _ValuesOfRanges(TorchFunctionMode):
+    """Gives values to ranges and literals on the meta device, from which constructors compute rates and sizes."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.arange, torch.linspace, torch.logspace, torch.tensor, torch.as_tensor):
+            return func(*args, **{"device": "cpu", **(kwargs or {})})
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _conversions() -> Iterator[None]:
+    """A context in which conversions of modules that change nothing do nothing; others fail on traced weights."""
+    convert = nn.Module._apply
+
+    def unchanged(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        held = (*module.parameters(recurse), *module.buffers(recurse))
+        return module if all(function(x) is x for x in held) else convert(module, function, recurse)
+
+    nn.Module._apply = unchanged  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = convert  # type: ignore[method-assign]
+
+
 def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
     try:
         with torch.device("meta"):
-            model = build()
+            try:
+                model = build()
+            except (NotImplementedError, RuntimeError) as error:
+                try:
+                    with _ValuesOfRanges():
+                        model = build()
+                except Exception:
+                    raise error from None
     except (Exception, SystemExit) as error:
         raise PartcError(
             "P0205",

@@ -30,6 +30,7 @@ from torch import Tensor, fx, nn
 
 from partc.errors import PartcError, Source
 from partc.installed import is_installed
+from partc.torch_private import without_modes
 
 DEPTH, ITEMS = 4, 4096
 TRIES = 5  # traces with other random numbers
@@ -302,11 +303,12 @@ def signature(exported: torch.export.ExportedProgram) -> tuple[Any, ...]:
     """The computation of the loss, node by node: equal for equal traces."""
     module = exported.graph_module
     output = next(node for node in module.graph.nodes if node.op == "output").args[0][0]
-    constants = {
-        name: value.flatten().tolist()
-        for name, value in exported.constants.items()
-        if isinstance(value, Tensor) and value.numel() <= ITEMS and not hasattr(value, "fake_mode")
-    }
+    with without_modes():
+        constants = {
+            name: value.flatten().tolist()
+            for name, value in exported.constants.items()
+            if isinstance(value, Tensor) and value.numel() <= ITEMS and not hasattr(value, "fake_mode")
+        }
     return (*_nodes(module, output), repr(sorted(constants.values(), key=repr)))
 
 

@@ -137,8 +137,14 @@ class Repeats:
         self._met = {group for group, count in Counter(modules.groups.values()).items() if count > 1}
         self._records: dict[int, list[_Record]] = {}
         self._active: list[_Record] = []
+        self._inside: list[int] = []  # the groups of the marked calls that run
         self._made: dict[int, tuple[Tensor, _Record, Sequence[Any], nn.Module, int]] = {}
         self._numbers = 0
+
+    def refuse_branch(self) -> None:
+        """Raise UnequalError inside of a call that others would copy, with the outcome of its branch."""
+        if self._inside:
+            raise UnequalError(self._inside[0])
 
     @contextmanager
     def marking(self) -> Iterator[None]:
@@ -218,7 +224,11 @@ class Repeats:
         """A traced call between its two marks."""
         number = self._mark(record, module, group, len(tensors))
         torch.ops.partc.module_call.default(tensors, number)
-        result = run()
+        self._inside.append(group)
+        try:
+            result = run()
+        finally:
+            self._inside.pop()
         torch.ops.partc.module_call.default([x for x in tree_flatten(result)[0] if isinstance(x, Tensor)], number)
         return result
 

@@ -21,9 +21,12 @@ from partc.frontend.complex_numbers import is_complex, rewritten
 from partc.frontend.huggingface import PREFIX, is_configuration, model_source
 from partc.frontend.model_file import ModelFile, load
 from partc.frontend.own_optimizer import OwnOptimizer, own_optimizer
+from partc.frontend.random_branches import Branching, Outcomes, RandomBranch, joined
 from partc.frontend.repeated_ops import RepeatedOps
 from partc.frontend.repeats import MARK, UnequalError
 from partc.frontend.results import Purpose, Read, in_evaluation, read_for
+from partc.frontend.strided_views import windows
+from partc.frontend.value_branches import RANDOM_BRANCH
 from partc.installed import is_machinery, shortened
 from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
@@ -32,11 +35,12 @@ from partc.ir.operators import DTYPE_NAMES
 from partc.ir.program import Arg, Call, DTypeArg, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
 from partc.quoting import shown
 from partc.settings import PASSES, tell
-from partc.torch_private import OpOverload
+from partc.torch_private import OpOverload, compiling_unsaid
 
 MAIN = "main"
 TRIES = 4  # traces that leave out groups of modules
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
+_NUMBERS = (bool, int, float)  # values of operations on constants
 _INLINED = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
 _AUTOCAST = {
     "bf16": torch.bfloat16,
@@ -109,7 +113,7 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
     function = file.loss if purpose == "evaluate" and own is None else own
     build = file.model if purpose == "loss" else lambda: in_evaluation(file.model())
     captured, program = _traced(
-        lambda excluded: capture(
+        lambda excluded, outcomes: capture(
             build,
             file.batch,
             function,
@@ -117,6 +121,7 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
             path=file.path,
             parts=batches.parts,
             excluded=excluded,
+            outcomes=outcomes,
             read=read_for(purpose, own=own is not None),
         ),
         name=file.name,
@@ -162,8 +167,15 @@ def trace_model(
 ) -> Traced:
     """Trace a model given as functions. Raises PartcError P0205 to P0209."""
     captured, program = _traced(
-        lambda excluded: capture(
-            build, batch, loss, precision=precision, parts=batches.parts, excluded=excluded, read=read
+        lambda excluded, outcomes: capture(
+            build,
+            batch,
+            loss,
+            precision=precision,
+            parts=batches.parts,
+            excluded=excluded,
+            outcomes=outcomes,
+            read=read,
         ),
         name=name,
         mesh=mesh,
@@ -172,27 +184,58 @@ def trace_model(
     return Traced(program=program, constants=captured.constants, model_source="", options={}, assumed=captured.assumed)
 
 
-def _traced(
-    captured_without: Callable[[Groups | None], Captured], *, name: str, mesh: Mesh, batches: Batches
-) -> tuple[Captured, Program]:
+Capture = Callable[[Groups | None, Outcomes], Captured]
+
+
+def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
     """Trace equal modules once; without a group of modules that are not equal, and as a whole if that fails."""
     excluded: Groups = frozenset()
     for _ in range(TRIES):
         try:
-            captured = captured_without(excluded)
-            return captured, program_of(captured, name=name, mesh=mesh, batches=batches)
+            return _of_all_outcomes(captured, excluded, name=name, mesh=mesh, batches=batches)
         except UnequalError as error:
             tell(PASSES, f"modules of group {error.group} differ in their calls: each is traced")
             excluded |= {error.group}
         except Exception as error:
             tell(PASSES, f"the model is traced as a whole: {type(error).__name__}")
             break
-    captured = captured_without(None)
-    return captured, program_of(captured, name=name, mesh=mesh, batches=batches)
+    try:
+        return _of_all_outcomes(captured, None, name=name, mesh=mesh, batches=batches)
+    except PartcError as error:
+        if error.code != "P0206":
+            raise
+        tell(PASSES, "the model is traced as code that is not told of the trace")
+        with compiling_unsaid():
+            try:
+                return _of_all_outcomes(captured, None, name=name, mesh=mesh, batches=batches)
+            except PartcError as later:
+                raise (later if "forward raises" in error.cause else error) from None
 
 
-def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -> Program:
-    """The program of an exported model: the region `main`, called once."""
+def _of_all_outcomes(
+    captured: Capture, excluded: Groups | None, *, name: str, mesh: Mesh, batches: Batches
+) -> tuple[Captured, Program]:
+    """Trace a model, and both outcomes of its branches on random numbers."""
+    made: dict[Outcomes, tuple[Captured, Program]] = {}
+
+    def trace(outcomes: Outcomes) -> Branching:
+        capture = captured(excluded, outcomes)
+        program, branches = program_of(capture, name=name, mesh=mesh, batches=batches)
+        made[outcomes] = capture, program
+        return Branching(graph=program.regions[0].forward, branches=branches)
+
+    found = trace(Outcomes.ABOVE)
+    if not found.branches:
+        return made[Outcomes.ABOVE]
+    graph, longer = joined(found, trace)
+    capture, program = made[longer]
+    return capture, replace(program, regions=(replace(program.regions[0], forward=graph),))
+
+
+def program_of(
+    captured: Captured, *, name: str, mesh: Mesh, batches: Batches
+) -> tuple[Program, tuple[RandomBranch, ...]]:
+    """The program of an exported model: the region `main`, called once. With the branches on random numbers."""
     parameters = _parameters(captured.model, captured.trained)
     owners = {alias: p.name for p in parameters for alias in (p.name, *p.aliases)}
     reader = _GraphReader(captured, owners)
@@ -225,7 +268,7 @@ def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -
         args=inputs,
         results=tuple(value.name for value in values),
     )
-    return Program(
+    program = Program(
         name=shown(name),
         mesh=mesh,
         microbatches=batches.microbatches,
@@ -241,6 +284,7 @@ def program_of(captured: Captured, *, name: str, mesh: Mesh, batches: Batches) -
         loss=call.results[0],
         results=results,
     )
+    return program, tuple(reader.branches)
 
 
 def _check_loss(graph: Graph, loss: Value) -> None:
@@ -314,6 +358,7 @@ class _GraphReader:
         self._ops: list[Op] = []
         self.params: list[Value] = []
         self.inputs: list[Value] = []
+        self.branches: list[RandomBranch] = []
         self.states: dict[str, str] = {}  # parameter, by its first name -> its value
         self._owners = owners
         self._repeated: RepeatedOps | None = None
@@ -386,16 +431,25 @@ class _GraphReader:
         if node.target is operator.getitem:
             return
         name = _name(node)
-        if name in _DROPPED:
+        if name in _DROPPED or _is_unread(node):
             return
         if name == MARK:
             self._mark(node)
+            return
+        if name == RANDOM_BRANCH:
+            test, outcome = node.args
+            self.branches.append(RandomBranch(
+                test=self._names[test],  # type: ignore[index]
+                outcome=bool(outcome), position=len(self._ops), source=source_of(node),
+            ))  # fmt: skip
             return
         if name in _INLINED:
             self._inline(node, module)
             return
         if name == "hook_gradient":
             self._hook(node)
+            return
+        if name == "as_strided" and self._is_windows(node):
             return
         if is_complex(node):
             self._of_pairs(node, name)
@@ -415,6 +469,40 @@ class _GraphReader:
         made = replace(results[0], name=f"{results[0].name}_made")
         self._add(name, args, tuple(attrs.items()), (made,), source_of(node))
         self._add("copy_", (out, Ref(made.name)), (), results, source_of(node))
+
+    def _is_windows(self, node: fx.Node) -> bool:
+        """Write overlapping windows of rows as such. Raises PartcError P0206 for other reads of scattered memory."""
+        given, size, stride, *offset = node.args
+        assert isinstance(given, fx.Node)
+        x: Tensor = given.meta["val"]
+        found = windows(x, size, stride, offset[0] if offset else node.kwargs.get("storage_offset"))  # type: ignore[arg-type]
+        if found is None:
+            if not x.is_contiguous():
+                raise PartcError(
+                    "P0206",
+                    "the model does not trace: as_strided reads a tensor whose elements are not in order",
+                    help="use views, unfold or index; or call .contiguous() first",
+                    source=source_of(node),
+                )
+            return False
+        dim, dims = found.dim, len(found.shape)
+        kept = (*found.shape[:dim], (found.shape[dim] - found.size) // found.step + 1, *found.shape[dim + 1 :])
+        order = (*range(dim + 1), dims, *range(dim + 1, dims))
+        steps: tuple[tuple[str, tuple[Arg, ...], tuple[int, ...]], ...] = (
+            ("reshape", (found.shape,), found.shape),
+            ("unfold", (dim, found.size, found.step), (*kept, found.size)),
+            ("slice", (dim, 0, found.count, 1), (*kept[:dim], found.count, *kept[dim + 1 :], found.size)),
+            ("permute", (order,), tuple(node.meta["val"].shape)),
+        )
+        dtype = tensor_type(x, "an operand").dtype
+        made = self._names[given]
+        for name, args, shape in steps:
+            result = node.name if name == "permute" else unique(f"{node.name}_{name}", self._taken)
+            value = Value(name=result, type=TensorType(dtype=dtype, layout=Layout.replicated(shape)))
+            self._add(name, (Ref(made), *args), (), (value,), source_of(node))
+            made = result
+        self._names[node] = made
+        return True
 
     def _mark(self, node: fx.Node) -> None:
         """Put the operations of a call that was not traced in place of its empty outputs."""
@@ -563,7 +651,8 @@ class _GraphReader:
 
     def _arg(self, arg: Any) -> Arg:
         if isinstance(arg, fx.Node):
-            return Ref(self._names[arg])
+            value = arg.meta.get("val")
+            return value if isinstance(value, _NUMBERS) else Ref(self._names[arg])
         if isinstance(arg, torch.dtype):
             if arg not in DTYPE_NAMES:
                 raise PartcError("P0209", f"tensors of {arg} are not supported", help="partc explain P0209")
@@ -575,6 +664,15 @@ class _GraphReader:
         if isinstance(arg, torch.device | torch.layout | torch.memory_format):
             return None
         raise InternalError(f"an operation's argument has no place in the IR: {arg!r}")
+
+
+def _is_unread(node: fx.Node) -> bool:
+    """Whether a node makes a number that is known, or that only other numbers are made of, such as those of guards."""
+    value = node.meta.get("val")
+    if isinstance(value, _NUMBERS):
+        return True
+    number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) or _name(node) == "item"
+    return number and all(_name(user) in _DROPPED or _is_unread(user) for user in node.users)
 
 
 def _nodes(module: nn.Module) -> Iterable[fx.Node]:

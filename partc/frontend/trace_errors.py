@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from partc.errors import PartcError, first_line
 from partc.frontend.model_file import blame
-from partc.installed import is_machinery
+from partc.installed import is_machinery, shortened
 
 _CHECK = "call the model on one batch in plain PyTorch, without partc, to see the whole error"
 
@@ -21,12 +21,14 @@ _CHECK = "call the model on one batch in plain PyTorch, without partc, to see th
 class Known:
     """A pattern over `Type: first line` of an exception, its cause, and a remedy.
 
-    `{0}`, `{1}` are the pattern's groups; an empty cause keeps the exception's own message.
+    `{0}`, `{1}` are the pattern's groups; an empty cause keeps the exception's own message. `inside` blames the line
+    that reads values, in place of the user's line that calls it.
     """
 
     pattern: str
     cause: str = ""
     help: str
+    inside: bool = False
 
 
 KNOWN: tuple[Known, ...] = (
@@ -34,16 +36,19 @@ KNOWN: tuple[Known, ...] = (
         pattern=r"GuardOnDataDependent|PendingUnbacked|UserError.*data-dependent|Cannot call numel|u\d+",
         cause="a branch or a size depends on the values of a tensor",
         help="choose between values with torch.where; take sizes from shapes or from options",
+        inside=True,
     ),
     Known(
         pattern=r"(?:DynamicOutputShape|DataDependentOutput)Exception: aten\.(\w+)",
         cause="{0} gives a result whose size depends on the values of a tensor",
         help="keep all elements and mask those that do not count",
+        inside=True,
     ),
     Known(
         pattern=r"\.(?:numpy|tolist)\(\) is not supported",
         cause="forward reads the values of a tensor, which has none while it is traced",
         help="compute with torch's operations in place of NumPy's or Python's",
+        inside=True,
     ),
     Known(
         pattern=r"at least two devices, (?:meta and \S+|\S+ and meta)!",
@@ -97,7 +102,11 @@ def explained(error: BaseException, model: nn.Module, path: Path | None) -> Part
             plain = ", ".join(plain_tensors(model))
             groups = ("", f" (plain attributes of the model: {plain})" if plain else "")
         cause, help = known.cause.format(*groups), known.help
-    return PartcError("P0206", f"the model does not trace: {cause}", help=help, source=blame(error, path))
+    place = None if known is not None and known.inside else path
+    source = blame(error, place)
+    if source is not None and place is None:
+        source = replace(source, file=shortened(source.file))
+    return PartcError("P0206", f"the model does not trace: {cause}", help=help, source=source)
 
 
 def _raised_by_the_model(error: BaseException) -> bool:

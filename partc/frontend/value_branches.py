@@ -2,6 +2,7 @@
 
     if torch.ones(4).any():                          constants: computed beside the trace
     if torch.rand(()) < 0.0:                         draws from [0, 1) against numbers outside: always or never
+    if torch.rand(()) < 0.1:                         other draws: one outcome here, and both in traces (random_branches)
     if labels.max() >= words: raise ValueError(...)  guards: assumed not to raise or warn, and listed in `assumed`
     if x.mean() > 0:                                 everything else: refused by the trace
 
@@ -26,12 +27,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from partc.errors import Source
-from partc.installed import shortened
-from partc.torch_private import GuardOnValues, without_modes
+from partc.frontend.random_branches import TESTS, Outcomes, RandomTests
+from partc.installed import is_machinery, shortened
+from partc.torch_private import GuardOnValues, checks, without_modes
 
 LARGEST = 1 << 16  # elements of a constant whose values are computed
 CALLS = 4  # between a value and the statement that tests it
-_TESTS = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
+_TESTS = frozenset({*TESTS, "equal", "allclose"})
 _READS = frozenset({*_TESTS, "item", "tolist", "__int__", "__float__", "__index__", "__contains__"})
 _DRAWS = frozenset({
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson",
@@ -42,21 +44,26 @@ _DRAWS = frozenset({
 # Factories whose operand gives a shape and a dtype only.
 _SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"})
 _UNKNOWN = object()
-_UNIFORM = frozenset({"rand", "rand_like"})
-_ORDERS: Mapping[str, tuple[bool, bool]] = {  # the outcome for draws from [0, 1) against x <= 0, and against x >= 1
-    "lt": (False, True), "__lt__": (False, True), "ge": (True, False), "__ge__": (True, False),
-}  # fmt: skip
+RANDOM_BRANCH = "random_branch"
+_library = torch.library.Library("partc", "FRAGMENT")
+_library.define(f"{RANDOM_BRANCH}(Tensor test, bool outcome) -> ()")
+_library.impl(RANDOM_BRANCH, lambda test, outcome: None, "CompositeExplicitAutograd")
+torch.fx.node.has_side_effect(torch.ops.partc.random_branch.default)
 _SPOKEN = frozenset({"warn", "warning", "warning_once", "warn_once", "info", "debug", "error", "print"})
 
 
 class ValueWatch(TorchFunctionMode):
     """A mode that knows the values of constants while a model is traced, and collects the guards that it passes."""
 
-    def __init__(self) -> None:
+    def __init__(self, outcomes: Outcomes = Outcomes.ABOVE, branching: Callable[[], None] = lambda: None) -> None:
+        """`branching` is called at each branch on a random number."""
         super().__init__()
+        self._outcomes = outcomes
+        self._branching = branching
+        self._branches = 0
+        self._drawn = RandomTests()
         self.assumed: dict[Source, str] = {}  # the text of each guard
         self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-        self._uniform: dict[int, weakref.ref[Tensor]] = {}
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -77,9 +84,27 @@ class ValueWatch(TorchFunctionMode):
                     raise
                 return passed
 
+        def checked(check: Callable[..., None]) -> Callable[..., None]:
+            def run(error: Any, condition: Any, message: Any = None) -> None:
+                if isinstance(condition, Tensor):
+                    condition = self._value(condition)
+                    if condition is None:
+                        self._assume(sys._getframe(1))
+                        return
+                elif isinstance(condition, torch.SymBool):
+                    try:
+                        condition = test(condition)
+                    except GuardOnValues:
+                        self._assume(sys._getframe(1))
+                        return
+                with without_modes():
+                    check(error, condition, message)
+
+            return run
+
         torch.SymBool.__bool__ = tested  # type: ignore[method-assign]
         try:
-            with self:
+            with self, checks(checked):
                 yield
         finally:
             torch.SymBool.__bool__ = test  # type: ignore[method-assign]
@@ -89,6 +114,10 @@ class ValueWatch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "item" and self._drawn.is_uniform(args[0]):
+            return self._drawn.number(args[0])
+        if name in TESTS and (test := self._drawn.of(args[0])) is not None and 0 < test[0] < 1:
+            return self._branch(args[0], test[1])
         if name in _READS:
             real = self._computed(func, name, args, kwargs)
             if real is not _UNKNOWN:
@@ -116,11 +145,11 @@ class ValueWatch(TorchFunctionMode):
     def _follow(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any
     ) -> None:
-        if name in _UNIFORM and isinstance(made, Tensor):
-            self._uniform[id(made)] = weakref.ref(made)
-        if (outcome := self._ordered(name, args)) is not None:
+        self._drawn.follow(name, args, made)
+        test = self._drawn.of(made)
+        if test is not None and not 0 < test[0] < 1:  # of numbers from [0, 1)
             with without_modes():
-                self._know(made, torch.full(made.shape, outcome, dtype=torch.bool))
+                self._know(made, torch.full(made.shape, (test[0] >= 1) == test[1], dtype=torch.bool))
             return
         written = kwargs.get("out")
         if written is None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
@@ -133,14 +162,13 @@ class ValueWatch(TorchFunctionMode):
         elif isinstance(written, Tensor):
             self._forget(written)
 
-    def _ordered(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """The outcome of comparing a uniform draw with a number outside [0, 1)."""
-        if name not in _ORDERS or len(args) != 2 or not isinstance(args[1], int | float):
-            return None
-        drawn = self._uniform.get(id(args[0]))
-        if drawn is None or drawn() is not args[0] or 0 < args[1] < 1:
-            return None
-        return _ORDERS[name][args[1] >= 1]
+    def _branch(self, test: Tensor, below: bool) -> bool:
+        """The outcome of a branch on a random number, which the graph records."""
+        self._branching()
+        outcome = self._outcomes.below(self._branches) == below
+        self._branches += 1
+        torch.ops.partc.random_branch.default(test.reshape(()), outcome)
+        return outcome
 
     def _forget(self, written: Tensor) -> None:
         """Forget a tensor that gets unknown values, and all views of its memory."""
@@ -183,6 +211,26 @@ class ValueWatch(TorchFunctionMode):
         return item
 
     # -- guards --------------------------------------------------------------------------------
+
+    def _assume(self, frame: FrameType | None) -> None:
+        """List a call of torch's own checks, at the line of the function that is not handed the condition."""
+        while frame is not None and is_machinery(frame.f_code.co_filename):
+            frame = frame.f_back
+        for _ in range(CALLS):
+            call = _called(frame)
+            handed = call is not None and call.args and isinstance(call.args[0], ast.Name)
+            if frame is None or frame.f_back is None or not handed:
+                break
+            assert call is not None and isinstance(call.args[0], ast.Name)
+            if call.args[0].id not in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
+                break
+            frame = frame.f_back
+        if frame is not None:
+            call = _called(frame)
+            source = Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
+            self.assumed[source] = ast.unparse(
+                call.args[0] if call is not None and call.args else call or ast.Name("check")
+            )
 
     def _passed(self, frame: FrameType | None) -> bool | None:
         """The outcome under which a guard neither raises nor warns; None if the tested value is no guard's."""
@@ -232,6 +280,14 @@ def _guard(frame: FrameType | None, calls: int) -> tuple[Source, str, bool] | No
         return None
     flips = next((flipped for leaf, flipped in _tested(expression) if leaf in inside), None)
     return None if flips is None else (found[0], found[1], found[2] ^ flips)
+
+
+def _called(frame: FrameType | None) -> ast.Call | None:
+    """The innermost call in the source that a frame runs."""
+    span, tree = (None, None) if frame is None else (_span(frame), _tree(frame.f_code.co_filename))
+    if span is None or tree is None:
+        return None
+    return next((node for node in reversed(_path(tree, span)) if isinstance(node, ast.Call)), None)
 
 
 def _tested(expression: ast.expr, flipped: bool = False) -> Iterator[tuple[ast.expr, bool]]:

@@ -10,6 +10,7 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from partc.errors import PartcError
-from partc.package.sampling import Sampling
+from partc.package.sampling import BranchSampling, Sampling, shorter_outcomes
 from partc.runtime.checkpoint.safetensors import save
 from partc.runtime.optimizer.kinds import kind_of, options_of
 from partc.runtime.optimizer.recipe import Group, parsed
-from partc.runtime.train.data import BatchSource, Tokens, call_with_options, load_model_file, source
+from partc.runtime.train.data import Tokens, call_with_options, load_model_file, source
 from partc.runtime.train.entries import entries, of_model, rebuilt
 from partc.runtime.train.precision import as_real, computing_in, dtype_held, held_in
 
@@ -53,10 +54,19 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
     again = given.get("data_end") != "error"
     data = source(module, plan, seed=seed, dtype=held_in(plan["precision"]), again=again, tokens=tokens)
     save(folder / "step_0000.safetensors", _state(model), {})
+    branches: _Branches | None = None
     for step in range(steps):
         model.zero_grad(set_to_none=True)
         numbers = range(step * update.accumulate, (step + 1) * update.accumulate)
-        total = sum(_backward(module, model, plan, data, seed, number, update.accumulate) for number in numbers)
+        total = 0.0
+        for number in numbers:
+            parts = _microbatches(data.batch(number), plan)
+            if branches is None:
+                branches = _branches(module, model, plan, parts[0])
+            total += _backward(module, model, plan, parts, branches.shorter, seed, number, update.accumulate)
+        for name, x in names:
+            if x.grad is None and branches is not None and name in branches.trained:
+                x.grad = torch.zeros_like(x)
         for _, x in names:
             if x.grad is not None:
                 x.grad = x.grad.clone()  # that of sgn and its like has no memory to write to
@@ -182,15 +192,50 @@ def _schedule(
         return lr_scheduler.SequentialLR(optimizer, [rising, falling], [peak])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Branches:
+    """The branches of a model on random numbers, and the parameters that get a gradient in some outcome."""
+
+    shorter: Mapping[int, Mapping[bool, int]]
+    trained: frozenset[str]
+
+
+def _branches(module: Any, model: nn.Module, plan: dict[str, Any], batch: Any) -> _Branches:
+    """Run both outcomes of all branches on random numbers, and put the model's buffers back."""
+    if not plan["draws"]:
+        return _Branches(shorter={}, trained=frozenset())
+    before = [(x, x.clone()) for x in model.buffers()]
+    trained: set[str] = set()
+
+    def run() -> None:
+        with computing_in(held_in(plan["precision"])), mixed(plan["precision"]):
+            loss_of(module, model, batch).backward()
+        trained.update(name for name, x in model.named_parameters(remove_duplicate=False) if x.grad is not None)
+
+    shorter = shorter_outcomes(run)
+    model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for x, old in before:
+            x.copy_(old)
+    return _Branches(shorter=shorter, trained=frozenset(trained))
+
+
 def _backward(
-    module: Any, model: nn.Module, plan: dict[str, Any], data: BatchSource, seed: int, number: int, accumulate: int
+    module: Any,
+    model: nn.Module,
+    plan: dict[str, Any],
+    parts: Sequence[Any],
+    shorter: Mapping[int, Mapping[bool, int]],
+    seed: int,
+    number: int,
+    accumulate: int,
 ) -> float:
     """Add the gradients of a batch's part of the step's loss, and return that part."""
-    parts = _microbatches(data.batch(number), plan)
     total = 0.0
     with Sampling(seed, number) as sampling:
-        for part in parts:
-            with computing_in(held_in(plan["precision"])), mixed(plan["precision"]):
+        for index, part in enumerate(parts):
+            moved = {index * plan["draws"] + key: value for key, value in shorter.items()}
+            with computing_in(held_in(plan["precision"])), mixed(plan["precision"]), BranchSampling(sampling, moved):
                 loss = loss_of(module, model, part) / (len(parts) * accumulate)
             loss.backward()
             total += loss.item()

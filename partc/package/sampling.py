@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError
+from partc.frontend.random_branches import TESTS, Outcomes, RandomTests
 from partc.runtime.random import Draw, dropout, stream
 from partc.torch_private import TorchDispatchMode
 
@@ -60,6 +63,75 @@ class Sampling(TorchDispatchMode):
         number = torch.default_generator.initial_seed()
         torch.default_generator.manual_seed(number + 1)
         return Draw.everything(stream(self.seed, self.step, number), shape, device)
+
+    def skip(self, count: int) -> None:
+        """Leave out the numbers of random operations that do not run."""
+        torch.default_generator.manual_seed(torch.default_generator.initial_seed() + count)
+
+
+class BranchSampling(TorchFunctionMode):
+    """Gives random operations behind branches on random numbers the same numbers on both ways, as packages have.
+
+    A package runs both outcomes of such a branch. `shorter` has the number of operations that each outcome of a branch
+    lacks, by the number of random operations before the branch.
+    """
+
+    def __init__(self, sampling: Sampling, shorter: Mapping[int, Mapping[bool, int]]) -> None:
+        super().__init__()
+        self._sampling = sampling
+        self._shorter = shorter
+        self._drawn = RandomTests()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "item" and self._drawn.is_uniform(args[0]):
+            return self._drawn.number(args[0])
+        if name in TESTS and (test := self._drawn.of(args[0])) is not None and 0 < test[0] < 1:
+            return self.branch(args[0], test[1])
+        made = func(*args, **(kwargs or {}))
+        self._drawn.follow(name, args, made)
+        return made
+
+    def branch(self, test: Tensor, below: bool) -> bool:
+        passed = bool(test)
+        self._sampling.skip(self._shorter[torch.default_generator.initial_seed()][passed == below])
+        return passed
+
+
+class BranchCount(BranchSampling):
+    """Takes one outcome of every branch on a random number, and counts the random operations behind each."""
+
+    def __init__(self, sampling: Sampling, outcomes: Outcomes) -> None:
+        super().__init__(sampling, {})
+        self._outcomes = outcomes
+        self.before: list[int] = []  # the number of random operations before each branch
+
+    def branch(self, test: Tensor, below: bool) -> bool:
+        self.before.append(torch.default_generator.initial_seed())
+        return self._outcomes.below(len(self.before) - 1) == below
+
+
+def shorter_outcomes(run: Callable[[], Any]) -> dict[int, dict[bool, int]]:
+    """The random operations that are lacking in each outcome of the branches of `run`: numbers below the limit, others.
+
+    The key is the number of random operations before the branch, those of both outcomes of earlier branches included.
+    """
+    behind: list[list[int]] = []
+    first = 0
+    for outcomes in (Outcomes.ABOVE, Outcomes.BELOW):
+        with Sampling(0, 0) as sampling, BranchCount(sampling, outcomes) as count:
+            run()
+        if not count.before:
+            return {}
+        first = count.before[0]
+        behind.append([end - start for start, end in pairwise((*count.before, sampling.drawn))])
+    found: dict[int, dict[bool, int]] = {}
+    for above, below in zip(*behind, strict=True):
+        found[first] = {False: max(above, below) - above, True: max(above, below) - below}
+        first += max(above, below)
+    return found
 
 
 Given = dict[str, Any]

@@ -120,6 +120,11 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
         table, ids = operands[0].layout, operands[1].layout
         partial = tuple(sorted({str(dict(op.attrs)["axis"]), *table.partial}))
         return (Inferred(Layout((*ids.dims, *table.dims[1:]), partial)),)
+    if op.name == "embedding_shard_backward":
+        *rows, width = operands[0].layout.dims
+        axis = str(dict(op.attrs)["axis"])
+        partial = tuple(sorted({*operands[0].layout.partial, *(name for dim in rows for name in _axes(dim))}))
+        return (Inferred(Layout(((SubDim(shapes[0][0] * sizes[axis], (axis,)),), width), partial)),)
     if op.name == "addmm":
         return (_product(*(type.layout for type in operands)),)
     if op.name in _ALONG:
@@ -157,14 +162,19 @@ def _product(bias: Layout, x: Layout, weight: Layout) -> Inferred:
 
 
 def _along(op: Op, operands: Sequence[TensorType], shape: tuple[int, ...]) -> Inferred:
-    """The layout of a result that differs from the operand by one dimension, which each rank has whole."""
+    """The layout of a result that differs from the operand by one dimension, which each rank has whole.
+
+    Where the operand's dimension is cut, it holds a part of each run of the result's, which takes a sum of several to
+    say: the result is local.
+    """
     layout = operands[0].layout
     dims, place = list(layout.dims), _number(op.args[_ALONG[op.name]]) if len(op.args) > _ALONG[op.name] else 0
     here = place % max(len(dims), len(shape))
     whole = [(SubDim(shape[here]),)] if len(shape) >= len(dims) else []
+    cut = _axes(dims[here]) if len(shape) == len(dims) else ()
     dims[here : here + (len(shape) <= len(dims))] = whole
     partial = tuple(sorted({axis for type in operands for axis in type.layout.partial}))
-    return Inferred(replace(layout, dims=tuple(dims), partial=partial, varying=()))
+    return Inferred(replace(layout, dims=tuple(dims), partial=partial, varying=(), local=tuple(sorted(cut))))
 
 
 def _stepped(op: Op, layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> Inferred | None:

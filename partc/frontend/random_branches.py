@@ -1,0 +1,234 @@
+"""Branches on random numbers, such as layers that are dropped: both outcomes are traced, and the number chooses.
+
+    for layer in layers:                          u = rand(())
+        if torch.rand(()) < 0.1:                  t = lt(u, 0.1)
+            continue                     ->       y = layer(x)
+        x = layer(x)                              x_1 = where(t, x, y)
+
+The program has the operations of the longer outcome. Traces in which every second branch has the other outcome lack
+some of them, and show by which values later operations replace the missing ones: here x for y.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from partc.errors import PartcError, Source
+from partc.ir.naming import unique
+from partc.ir.program import Graph, Op, Ref, Value
+
+_UNIFORM = frozenset({"rand", "rand_like"})
+_SAME = frozenset({"reshape", "view", "squeeze", "to", "float", "double", "__getitem__"})
+_BELOW = frozenset({"lt", "le", "__lt__", "__le__"})
+_ABOVE = frozenset({"ge", "gt", "__ge__", "__gt__"})
+TESTS = frozenset({"__bool__", "is_nonzero"})
+
+
+class Outcomes(enum.Enum):
+    """The outcomes of a trace's branches: the number is at least the limit (ABOVE), below it, or by turns."""
+
+    ABOVE = (False, False)
+    BELOW = (True, True)
+    FIRST_BELOW = (True, False)
+    SECOND_BELOW = (False, True)
+
+    def below(self, branch: int) -> bool:
+        return self.value[branch % 2]
+
+
+class RandomTests:
+    """The tensors that compare uniform random numbers with limits, in a run of Python code on tensors."""
+
+    def __init__(self) -> None:
+        self._uniform: dict[int, weakref.ref[Tensor]] = {}
+        self._tests: dict[int, tuple[weakref.ref[Tensor], float, bool]] = {}
+
+    def follow(self, name: str, args: Sequence[Any], made: Any) -> None:
+        """Follow a call of the function `name`."""
+        if not isinstance(made, Tensor):
+            return
+        if name.endswith("_") and not name.endswith("__"):
+            self._uniform.pop(id(made), None)
+        elif name in _UNIFORM or (name in _SAME and args and self.is_uniform(args[0])):
+            self._uniform[id(made)] = weakref.ref(made)
+        elif name in _BELOW | _ABOVE and self.is_uniform(args[0]) and isinstance(args[1], int | float):
+            self._tests[id(made)] = weakref.ref(made), args[1], name in _BELOW
+
+    def is_uniform(self, x: Any) -> bool:
+        drawn = self._uniform.get(id(x))
+        return drawn is not None and drawn() is x
+
+    def number(self, x: Tensor) -> Tensor:
+        """A random number in place of its item(), which a trace has not: comparisons of it are tests as well."""
+        made = x.reshape(())
+        self._uniform[id(made)] = weakref.ref(made)
+        return made
+
+    def of(self, x: Any) -> tuple[float, bool] | None:
+        """The limit of a test, and whether numbers below it pass; None for other values."""
+        found = self._tests.get(id(x))
+        return found[1:] if found is not None and found[0]() is x else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomBranch:
+    """A test of a random number: its value, the outcome in this trace, and the number of operations before it."""
+
+    test: str
+    outcome: bool
+    position: int
+    source: Source | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branching:
+    """The graph of one trace, and its branches in order."""
+
+    graph: Graph
+    branches: tuple[RandomBranch, ...]
+
+    def parts(self) -> Iterator[tuple[Op, ...]]:
+        """The operations before the first branch, and those behind each branch."""
+        ends = (0, *(branch.position for branch in self.branches), len(self.graph.ops))
+        for start, end in pairwise(ends):
+            yield tuple(op for op in self.graph.ops[start:end] if op.name != "constant")
+
+
+def joined(found: Branching, trace: Callable[[Outcomes], Branching]) -> tuple[Graph, Outcomes]:
+    """The graph that chooses between the outcomes of every branch, and the outcomes of its operations.
+
+    `found` is the trace of ABOVE. Raises PartcError P0206 if outcomes differ by more than operations that are left out.
+    """
+    first = trace(Outcomes.FIRST_BELOW)
+    kept, longer = found, Outcomes.ABOVE
+    if len(first.graph.ops) > len(found.graph.ops):
+        kept, longer = trace(Outcomes.BELOW), Outcomes.BELOW
+    others = [(Outcomes.FIRST_BELOW, first)]
+    if len(found.branches) > 1:
+        others.append((Outcomes.SECOND_BELOW, trace(Outcomes.SECOND_BELOW)))
+    elif longer is Outcomes.BELOW:
+        others = [(Outcomes.ABOVE, found)]
+    merged = _Join(kept)
+    for outcomes, other in others:
+        merged.compare(other, [outcomes.below(i) != longer.below(i) for i in range(len(kept.branches))])
+    return merged.graph(), longer
+
+
+@dataclass(slots=True)
+class _Join:
+    """The values of the longer outcome, each with the one in its place where its branch goes the other way."""
+
+    kept: Branching
+    replaced: dict[int, dict[str, str]] = field(default_factory=dict)  # by branch
+    left_out: dict[int, int] = field(default_factory=dict)  # the number of operations behind each branch
+
+    def compare(self, other: Branching, shortened: Sequence[bool]) -> None:
+        if len(other.branches) != len(self.kept.branches):
+            raise self._refusal(0, "it decides whether another one is made")
+        constants = _constants(self.kept.graph), _constants(other.graph)
+        same: dict[str, str] = {}  # a value of the other trace -> that of the kept one
+        missing: dict[str, int] = {}
+        for place, (mine, its) in enumerate(zip(self.kept.parts(), other.parts(), strict=True)):
+            branch = place - 1
+            count = len(mine) - len(its) if place and shortened[branch] else 0
+            if count < 0:
+                raise self._refusal(branch, "each of its outcomes has operations of its own")
+            if place and shortened[branch]:
+                self.left_out[branch] = count
+                self.replaced.setdefault(branch, {})
+                self._check_effects(branch, mine[:count])
+            missing.update((value.name, branch) for op in mine[:count] for value in op.results)
+            for one, two in zip(mine[count:], its, strict=False):
+                self._pair(one, two, branch, same, missing, constants)
+            if len(mine) - count != len(its):
+                raise self._refusal(max(branch, 0), "it changes more than one place")
+        if [same.get(name, name) for name in other.graph.outputs] != list(self.kept.graph.outputs):
+            raise self._refusal(len(self.kept.branches) - 1, "it decides which value is the loss")
+
+    def _pair(
+        self,
+        one: Op,
+        two: Op,
+        branch: int,
+        same: dict[str, str],
+        missing: Mapping[str, int],
+        constants: tuple[Mapping[str, Op], Mapping[str, Op]],
+    ) -> None:
+        mine, its = list(one.refs()), list(two.refs())
+        if _form(one) != _form(two):
+            raise self._refusal(max(branch, 0), f"it changes {one.name}, which runs in both cases")
+        for wanted, given in zip(mine, its, strict=True):
+            instead = same.get(given, given)
+            if wanted in constants[0] and given in constants[1]:
+                if (constants[0][wanted].args, constants[0][wanted].attrs) != (
+                    constants[1][given].args, constants[1][given].attrs,
+                ):  # fmt: skip
+                    raise self._refusal(max(branch, 0), f"it changes a constant of {one.name}")
+            elif instead != wanted:
+                if wanted not in missing or instead in missing:
+                    raise self._refusal(max(branch, 0), f"it changes the order of the operands of {one.name}")
+                if self.replaced[missing[wanted]].setdefault(wanted, instead) != instead:
+                    raise self._refusal(missing[wanted], "one value takes the place of several")
+        same.update((b.name, a.name) for a, b in zip(one.results, two.results, strict=True))
+
+    def _check_effects(self, branch: int, ops: Sequence[Op]) -> None:
+        own = {value.name for op in ops for value in op.results}
+        for op in ops:
+            target = op.args[0] if op.args else None
+            if op.name.endswith("_") and isinstance(target, Ref) and target.name not in own:
+                raise self._refusal(branch, f"it decides whether {op.name} writes to a tensor")
+
+    def graph(self) -> Graph:
+        """The operations of the longer outcome, with a choice behind those of each branch."""
+        types = {value.name: value for value in self.kept.graph.inputs}
+        types.update((value.name, value) for op in self.kept.graph.ops for value in op.results)
+        taken = set(types)
+        current: dict[str, str] = {}
+        ops: list[Op] = [op for op in self.kept.graph.ops if op.name == "constant"]
+        for place, part in enumerate(self.kept.parts()):
+            branch = place - 1
+            count = self.left_out.get(branch, 0)
+            for index, op in enumerate((*part, None)):
+                if index == count and place:
+                    ops.extend(self._choices(branch, current, types, taken))
+                if op is not None:
+                    ops.append(replace(op.renamed(current), results=op.results))
+        outputs = tuple(current.get(name, name) for name in self.kept.graph.outputs)
+        return replace(self.kept.graph, ops=tuple(ops), outputs=outputs)
+
+    def _choices(self, branch: int, current: dict[str, str], values: dict[str, Value], taken: set[str]) -> Iterator[Op]:
+        test = self.kept.branches[branch]
+        for made, instead in self.replaced.get(branch, {}).items():
+            if instead in values and values[made].type != values[instead].type:
+                raise self._refusal(branch, f"its outcomes are {values[made].type} and {values[instead].type}")
+            both = Ref(current.get(made, made)), Ref(current.get(instead, instead))
+            name = unique(f"{made}_chosen", taken)
+            chosen = both if test.outcome else both[::-1]
+            result = replace(values[made], name=name)
+            yield Op(name="where", args=(Ref(test.test), *chosen), results=(result,), source=test.source)
+            current[made] = name
+
+    def _refusal(self, branch: int, cause: str) -> PartcError:
+        return PartcError(
+            "P0206",
+            f"the model does not trace: a branch depends on a random number, and {cause}",
+            help="choose between two results with torch.where, or let the branch leave a part of the model out",
+            source=self.kept.branches[branch].source if self.kept.branches else None,
+        )
+
+
+def _form(op: Op) -> tuple[Any, ...]:
+    """An operation without the names of its values."""
+    plain = op.renamed(dict.fromkeys(op.refs(), ""))
+    return op.name, plain.args, plain.attrs, [value.type for value in op.results]
+
+
+def _constants(graph: Graph) -> dict[str, Op]:
+    return {op.results[0].name: op for op in graph.ops if op.name == "constant"}

@@ -1,0 +1,156 @@
+"""Branches on random numbers: layers that are dropped, by every way to write it, against the eager model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partc
+from partc.errors import PartcError
+from partc.frontend.trace import trace_model
+from partc.ir.mesh import Mesh
+
+WIDTH = 12
+
+
+class Layer(nn.Module):
+    """A layer with a dropout, whose random numbers follow those of the branch before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class Dropping(Layer):
+    """A layer that decides itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand(1) < 0.4:
+            return x
+        return super().forward(x)
+
+
+def skipped(net: Net, x: Tensor) -> Tensor:
+    for layer in net.layers:
+        if net.training and torch.rand([]) < 0.4:
+            continue
+        x = layer(x)
+    return x
+
+
+def survived(net: Net, x: Tensor) -> Tensor:
+    for layer in net.layers:
+        if torch.rand(1).item() <= 0.6:
+            x = layer(x)
+    return x
+
+
+def by_flag(net: Net, x: Tensor) -> Tensor:
+    """Results in tuples, of which one is not read, as Hugging Face writes it."""
+    states: list[Tensor] = [x]
+    for layer in net.layers:
+        drop = bool(torch.rand(()) < 0.4)
+        results: tuple[Tensor | None, ...] = (None, None)
+        if not drop:
+            results = (layer(x), layer.up(x))
+        if results[0] is not None:
+            x = results[0]
+        states.append(x)
+    return torch.stack(states).sum(0)
+
+
+def within(net: Net, x: Tensor) -> Tensor:
+    for layer in net.dropping:
+        x = layer(x)
+    return x
+
+
+def single(net: Net, x: Tensor) -> Tensor:
+    if not torch.rand(()) >= 0.5:
+        x = net.layers[0](x)
+    return net.layers[1](x)
+
+
+class Net(nn.Module):
+    def __init__(self, body: Callable[[Net, Tensor], Tensor] = skipped) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(5))
+        self.dropping = nn.ModuleList(Dropping() for _ in range(3))
+        self.head, self.body = nn.Linear(WIDTH, 4), body
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.head(F.dropout(self.body(self, x), 0.1, self.training)), y)
+
+
+def batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(8, WIDTH), "y": torch.randn(8, 4)}
+
+
+@pytest.mark.parametrize(
+    ("body", "mesh"),
+    [(skipped, "pp=2,dp=2,tp=2"), (survived, "dp=2,tp=2"), (by_flag, "tp=2"), (within, "pp=3,dp=2"), (single, "dp=2")],
+)
+def test_layers_that_a_random_number_drops(body: Callable[[Net, Tensor], Tensor], mesh: str) -> None:
+    """The reference runs the model eagerly: a dropped layer neither runs nor draws there."""
+    torch.manual_seed(0)
+    microbatches = 2 if "pp" in mesh else 1
+    package = partc.compile(Net(body), batch(), mesh=mesh, microbatches=microbatches, precision="fp64")
+    found = package.verify(steps=4)
+    assert found.ok and len(set(found.losses)) == 4
+
+
+def test_numbers_of_a_dropped_layer_decide() -> None:
+    """A number below the limit keeps the input of the layer: the other way round the choices would be swapped."""
+    traced = trace_model(lambda: Net(skipped), batch, name="net", mesh=Mesh.parse("1"), precision="fp64")
+    ops = {value.name: op for op in traced.program.regions[0].forward.ops for value in op.results}
+    choices = [op for op in ops.values() if op.name == "where"]
+    assert len(choices) == 5
+    for op in choices:
+        test, dropped, kept = op.refs()
+        limit = ops[next(ops[test].refs())]
+        assert limit.name == "lt" and limit.args[1] == 0.4
+        assert ops[kept].name == "add" and (dropped == "x" or ops[dropped].name == "where")
+
+
+def changing(net: Net, x: Tensor) -> Tensor:
+    return net.layers[0](x * 2 if torch.rand(()) < 0.5 else x + 1)
+
+
+def nested(net: Net, x: Tensor) -> Tensor:
+    if torch.rand(()) < 0.5:
+        x = net.layers[0](x)
+        if torch.rand(()) < 0.5:
+            x = net.layers[1](x)
+    return x
+
+
+def counting(net: Net, x: Tensor) -> Tensor:
+    count = 0
+    for layer in net.layers:
+        if torch.rand(()) < 0.5:
+            x, count = layer(x), count + 1
+    return x / (count + 1)
+
+
+def wider(net: Net, x: Tensor) -> Tensor:
+    if torch.rand(()) < 0.5:
+        x = torch.cat((x, x.abs()))
+    return net.layers[0](x).mean(0, keepdim=True).expand(8, -1)
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [(changing, "random number"), (nested, "another one"), (counting, "it changes"), (wider, "random number")],
+)
+def test_other_changes_by_random_numbers_are_refused(body: Callable[[Net, Tensor], Tensor], cause: str) -> None:
+    with pytest.raises(PartcError, match=cause) as caught:
+        trace_model(lambda: Net(body), batch, name="net", mesh=Mesh.parse("1"), precision="fp64")
+    assert caught.value.code == "P0206" and caught.value.source is not None
+    assert caught.value.source.file.endswith("test_random_branches.py")

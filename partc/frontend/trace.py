@@ -332,12 +332,15 @@ def _parameters(model: nn.Module, trained: Container[str]) -> tuple[Parameter, .
 def tensor_type(tensor: Tensor, name: str) -> TensorType:
     """The type of a dense tensor that no axis cuts yet; a complex tensor has that of its pairs.
 
-    Raises PartcError P0209 for other tensors.
+    Raises PartcError P0209 for other tensors, and P0206 for sizes that depend on values.
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise PartcError("P0209", f"{name} is a {kind} tensor", help="use dense tensors")
     dtype, shape = tensor.dtype, tuple(tensor.shape)
+    if any(isinstance(size, torch.SymInt) for size in shape):
+        raise PartcError("P0206", f"the model does not trace: the size of {name} depends on the values of a tensor",
+                         help="keep all elements and mask those that do not count")  # fmt: skip
     if tensor.is_complex():
         dtype, shape = dtype.to_real(), (*shape, 2)
     if dtype not in DTYPE_NAMES:

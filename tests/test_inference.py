@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import jsonschema
 import pytest
 import torch
 from torch import Tensor, nn
@@ -141,6 +143,8 @@ def test_results_equal_those_of_one_device(tmp_path: Path, case: str) -> None:
     for step, mine in enumerate(found):
         with torch.no_grad():
             equal(mine, flat(module.infer(model, module.data(step))))
+    schema = json.loads((Path(partc.__file__).parent / "templates" / "plan.schema.json").read_text())
+    jsonschema.validate(json.loads((package / "plan.json").read_text()), schema)
     assert given.memory is not None and not given.memory.worst.categories.get("gradients")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
+
 from partc.ir.layout import Sizes
 from partc.ir.program import VIEWS, Graph, Op, Ref
 
@@ -47,19 +49,57 @@ def deletions(graph: Graph, keep: Collection[str], sizes: Sizes) -> dict[int, tu
     storages = _storages(graph)
     for storage, size in zip(storages, _sizes(graph, storages, sizes), strict=True):
         storage.size = size
-    free = [storage for storage in storages if not set(keep) & set(storage.names)]
+    account = _Account(storages, len(graph.ops))
+    kept = set(keep)
+    free = np.array([kept.isdisjoint(storage.names) for storage in storages], dtype=bool)
+    lowest, _ = account.without(free)
     deleted: list[_Storage] = []
-    lowest, _ = _peak(storages, free, len(graph.ops))
     while True:
-        peak, at = _peak(storages, deleted, len(graph.ops))
-        idle = [storage for storage in free if storage not in deleted and storage.made <= at and storage.last < at]
-        if peak <= lowest * _CLOSE or not idle:
+        peak, at = account.peak()
+        idle = free & (account.made <= at) & (account.last < at)
+        if peak <= lowest * _CLOSE or not idle.any():
             break
-        deleted.append(max(idle, key=lambda storage: storage.size))
+        largest = int(np.argmax(np.where(idle, account.size, -1)))
+        free[largest] = False
+        account.delete(largest)
+        deleted.append(storages[largest])
     found: dict[int, tuple[str, ...]] = {}
     for storage in sorted(deleted, key=lambda storage: storage.made):
         found[storage.last] = (*found.get(storage.last, ()), *storage.names)
     return found
+
+
+class _Account:
+    """The bytes that are held while each of `count` operations runs."""
+
+    def __init__(self, storages: list[_Storage], count: int) -> None:
+        self.made, self.last, self.size = (
+            np.array([getattr(storage, name) for storage in storages], dtype=np.int64)
+            for name in ("made", "last", "size")
+        )
+        self._count = count
+        self._changes = np.zeros(count + 2, dtype=np.int64)
+        np.add.at(self._changes, np.maximum(self.made, 0), self.size)
+
+    def peak(self) -> tuple[int, int]:
+        """The largest number of bytes held while any operation runs, and the first such operation."""
+        return self._peak(self._changes)
+
+    def without(self, chosen: np.ndarray) -> tuple[int, int]:
+        """The same if the chosen storages were deleted at once after their last readers."""
+        changes = self._changes.copy()
+        np.subtract.at(changes, self.last[chosen] + 1, self.size[chosen])
+        return self._peak(changes)
+
+    def delete(self, index: int) -> None:
+        self._changes[self.last[index] + 1] -= self.size[index]
+
+    def _peak(self, changes: np.ndarray) -> tuple[int, int]:
+        if not self._count:
+            return 0, 0
+        held = np.cumsum(changes[: self._count])
+        at = int(np.argmax(held))
+        return int(held[at]), at
 
 
 def _storages(graph: Graph) -> list[_Storage]:
@@ -84,18 +124,3 @@ def _storages(graph: Graph) -> list[_Storage]:
 def _sizes(graph: Graph, storages: list[_Storage], sizes: Sizes) -> list[int]:
     values = graph.definitions()
     return [values[storage.names[0]].type.local_bytes(sizes) for storage in storages]
-
-
-def _peak(storages: list[_Storage], deleted: list[_Storage], count: int) -> tuple[int, int]:
-    """The largest number of bytes held while any operation runs, and the first such operation."""
-    changes = [0] * (count + 2)
-    for storage in storages:
-        changes[max(storage.made, 0)] += storage.size
-        if storage in deleted:
-            changes[storage.last + 1] -= storage.size
-    held, peak, at = 0, -1, 0
-    for index in range(count):
-        held += changes[index]
-        if held > peak:
-            peak, at = held, index
-    return peak, at

@@ -151,7 +151,7 @@ class StageModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modules:
-    """The emitted modules of a program, but for those of pipeline coordinates."""
+    """The emitted modules of a program's regions and stages."""
 
     regions: tuple[RegionModule, ...]
     stages: tuple[StageModule, ...]

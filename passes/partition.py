@@ -126,7 +126,7 @@ class _Local:
         local = replace(op, results=results)
         if rule is not None:
             local = localize(local, rule, self.sizes)
-        self.ops.append(_reading(local, operands))
+        self.ops.append(local.reading(operands))
 
     def _incoming(self, op: Op) -> None:
         """A gradient that comes in has the layout of its result's, whatever its readers prefer."""
@@ -200,20 +200,6 @@ def _whole_batch(region: Region) -> Region:
     )
     forward = replace(region.forward, inputs=tuple(map(still, region.forward.inputs)), ops=ops)
     return replace(region, params=tuple(map(still, region.params)), forward=forward)
-
-
-def _reading(op: Op, operands: list[str]) -> Op:
-    """The operation with its operands replaced, in the order of `refs`."""
-    names = iter(operands)
-
-    def swap(arg: Arg) -> Arg:
-        if isinstance(arg, Ref):
-            return Ref(next(names))
-        return tuple(map(swap, arg)) if isinstance(arg, tuple) else arg
-
-    args = tuple(map(swap, op.args))
-    attrs: tuple[tuple[str, Arg], ...] = tuple((key, swap(arg)) for key, arg in op.attrs)
-    return replace(op, args=args, attrs=attrs)
 
 
 def _with_plain_names(region: Region) -> Region:

@@ -515,7 +515,7 @@ class _StepBuilder:
                     names.append(same.get(value.name, value.name))
                 else:
                     names.append(known[name].name if name in known else same.get(name, name))
-            op = _reading(op, names)
+            op = op.reading(names)
             if op.name == "reshape" and (alias := self._alias(op, ops, [*elements.values()])):
                 same[op.result.name] = alias
                 continue
@@ -603,16 +603,3 @@ def _masked(op: Op) -> object:
         return Ref("") if isinstance(arg, Ref) else arg
 
     return tuple(map(masked, op.args)), tuple((key, masked(arg)) for key, arg in op.attrs)
-
-
-def _reading(op: Op, names: Sequence[str]) -> Op:
-    """The operation with other operands, in the order of `refs`."""
-    given = iter(names)
-
-    def swap(arg: Arg) -> Arg:
-        if isinstance(arg, Ref):
-            return Ref(next(given))
-        return tuple(map(swap, arg)) if isinstance(arg, tuple) else arg
-
-    args = tuple(map(swap, op.args))
-    return replace(op, args=args, attrs=tuple((key, swap(arg)) for key, arg in op.attrs))

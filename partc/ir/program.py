@@ -138,6 +138,18 @@ class Op:
         body = tuple(op.renamed(names) for op in self.body)
         return replace(self, args=args, attrs=attrs, results=results, body=body)
 
+    def reading(self, names: Iterable[str]) -> Op:
+        """The same operation with other operands, in the order of `refs`."""
+        given = iter(names)
+
+        def swap(arg: Arg) -> Arg:
+            if isinstance(arg, Ref):
+                return Ref(next(given))
+            return tuple(map(swap, arg)) if isinstance(arg, tuple) else arg
+
+        args = tuple(map(swap, self.args))
+        return replace(self, args=args, attrs=tuple((key, swap(arg)) for key, arg in self.attrs))
+
 
 def _refs(args: tuple[Arg, ...]) -> Iterator[str]:
     for arg in args:

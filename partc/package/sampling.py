@@ -114,9 +114,10 @@ class BranchCount(BranchSampling):
 
 
 def shorter_outcomes(run: Callable[[], Any]) -> dict[int, dict[bool, int]]:
-    """The random operations that are lacking in each outcome of the branches of `run`: numbers below the limit, others.
+    """For each branch of `run`, how many fewer random operations each outcome draws than the outcome that draws more.
 
-    The key is the number of random operations before the branch, those of both outcomes of earlier branches included.
+    A branch's key is its position: the number of random operations before it, where every earlier branch counts as its
+    longer outcome. True is the outcome for numbers below the limit, False the other.
     """
     behind: list[list[int]] = []
     first = 0

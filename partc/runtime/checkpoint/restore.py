@@ -55,7 +55,7 @@ class Checkpoint:
         return [state for state in states if f"{state}/{name}" in self.tensors]
 
     def part(self, name: str, shard: Shard, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
-        """A rank's part of a tensor under any layout; padding is zeros."""
+        """A rank's part of a tensor under any layout; elements that only pad the tensor are zero."""
         saved = self.tensors[name]
         part = torch.zeros(shard.local_shape(sizes), dtype=getattr(torch, saved.dtype))
         for piece in pieces(shard.dims, saved.shape, sizes, coordinate):

@@ -324,7 +324,7 @@ def run_step(
 
 
 def _play(step: Step, actions: Sequence[Action], batch: dict[str, Tensor], *, last: bool = True) -> None:
-    """Run the actions of a step; gradients are summed over ranks only in the `last` step before an update."""
+    """Run the actions of a step; gradients are summed over ranks if the step is the `last` one before an update."""
     entering = step.comm.clock.entering
     entering("prepare", "work")
     opening = list(takewhile(lambda action: action.kind == "UNSHARD", actions))

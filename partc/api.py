@@ -191,6 +191,7 @@ def compile(
     batch: Any = None,
     *,
     mesh: str | Mesh,
+    experts: str | None = None,
     microbatches: int = 1,
     schedule: str | Path = "1f1b",
     virtual_stages: int | None = None,
@@ -225,11 +226,12 @@ def compile(
     or a function that builds one; then `batch` is one global batch (a dict, list, tuple or dataclass, which may nest),
     and `loss(model, batch)` and `evaluate(model, batch)` are optional.
 
-    `mesh` is a mesh or its text ("2x2x2"); `microbatches` is the number of microbatches of a global batch. `schedule`
-    is a name or the path of a CSV file. `shard` pins layouts ("*.wq.weight=[@tp, _]"). `zero` is the ZeRO stage, 0 to
-    3; `"3@dp_in"` names the axes. `recompute` is none, selective, full, operations by name ("softmax,all_gather"), or
-    the largest number of bytes that a rank may hold ("18GB"). `memory_limit` ("80GB") makes a rank that holds more an
-    error, whose message lists remedies.
+    `mesh` is a mesh or its text ("2x2x2"); `experts` ("ep=4@dp") cuts experts over a part of one of its axes.
+    `microbatches` is the number of microbatches of a global batch. `schedule` is a name or the path of a CSV file.
+    `shard` pins layouts ("*.wq.weight=[@tp, _]"). `zero` is the ZeRO stage, 0 to 3; `"3@dp_in"` names the axes.
+    `recompute` is none, selective, full, operations by name ("softmax,all_gather"), or the largest number of bytes that
+    a rank may hold ("18GB"). `memory_limit` ("80GB") makes a rank that holds more an error, whose message lists
+    remedies.
 
     `precision` is fp32, bf16, fp16 or fp64; `casts` overrides the precision of operations ("softmax=bf16"). `bucket` is
     the size of a gradient bucket in bytes. `nodes` is the number of ranks on a node; gradients are then summed inside
@@ -246,6 +248,7 @@ def compile(
     """
     checked = Options.checked(
         mesh=mesh,
+        experts=experts,
         microbatches=microbatches,
         schedule=schedule,
         virtual_stages=virtual_stages,

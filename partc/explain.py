@@ -59,8 +59,9 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0103": CodeExplanation(
         "an unknown axis",
-        "The axes are pp (pipeline stages), dp (the batch), cp (sequences) and tp (the tensors inside an operation), "
-        "in any order. The ranks of the last axis are neighbours.",
+        "The axes are pp (pipeline stages), dp (the batch), ep (the experts, and the batch outside them), cp "
+        "(sequences) and tp (the tensors inside an operation), in any order. The ranks of the last axis are "
+        "neighbours.",
     ),
     "P0104": CodeExplanation(
         "an invalid axis size",
@@ -71,6 +72,11 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "--nodes is the number of consecutive ranks that share a node. The mesh consists of whole nodes (or one node "
         "holds it all). A batch axis that spans several nodes is cut in two, dp_out between nodes and dp_in inside "
         "them; the size of dp_in must divide it.",
+    ),
+    "P0106": CodeExplanation(
+        "experts over ranks that the mesh does not have",
+        "`--experts ep=4@dp` cuts experts over 4 neighbours along dp: `--mesh dp=8 --experts ep=4@dp` is "
+        "`--mesh dp=2,ep=4`. The axis is one of the batch's, and its size is a multiple.",
     ),
     "P0201": CodeExplanation(
         "there is no such model file",

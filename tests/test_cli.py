@@ -198,7 +198,7 @@ def test_a_check_that_does_not_hold_exits_with_1(
         (["fly"], "P0001"),
         (["compile", MLP, "--mesh", "2x"], "P0101"),
         (["compile", MLP, "--mesh", "2x2x2x2"], "P0102"),
-        (["compile", MLP, "--mesh", "ep=2"], "P0103"),
+        (["compile", MLP, "--mesh", "zp=2"], "P0103"),
         (["compile", MLP, "--mesh", "0"], "P0104"),
         (["compile", MLP, "--mesh", "2", "-D", "depth"], "P0003"),
         (["compile", MLP, "--mesh", "2", "--microbatches", "0"], "P0405"),

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 _KEPT = (
-    "mesh", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute", "casts",
-    "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks",
+    "mesh", "experts", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute",
+    "casts", "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks",
     "cuda_graphs", "optimizer", "group", "lr", "eval_every",
     "forward_only",
 )  # fmt: skip
@@ -29,8 +29,8 @@ _KEPT = (
 
 # Defaults of options that a package's plan leaves out.
 _DEFAULTS = {
-    "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten", "bucket": "25MB",
-    "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
+    "experts": None, "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten",
+    "bucket": "25MB", "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
     "loss_chunks": 1, "cuda_graphs": False, "optimizer": None, "group": (), "lr": None, "eval_every": 0,
     "forward_only": False,
 }  # fmt: skip
@@ -94,6 +94,11 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
     options = [
         click.option(
             "--mesh", metavar="SPEC", required=required, help="sizes of the axes: 8, 4x8, 2x4x8 or pp=2,dp=4,tp=8"
+        ),
+        click.option(
+            "--experts",
+            metavar="ep=N@AXIS",
+            help="experts are cut over N neighbours along an axis of the batch: ep=4@dp",
         ),
         click.option("-D", "definitions", metavar="NAME=VALUE", multiple=True, help="an option of the model file"),
         click.option("--batch", type=int, help="the same as -D batch=..., for hf: models"),

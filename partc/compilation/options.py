@@ -78,6 +78,7 @@ class Options:
         bucket: str = BUCKET,
         memory_limit: str | None = None,
         nodes: int | None = None,
+        experts: str | None = None,
         grad_reduce: str = "fp32",
         compress_grads: str = "none",
         loss_chunks: int = 1,
@@ -90,9 +91,11 @@ class Options:
     ) -> Options:
         """Check raw values and build the options.
 
-        Raises PartcError P0004, P0101 to P0105, P0301, P0404 to P0414, P0418 and P0551.
+        Raises PartcError P0004, P0101 to P0106, P0301, P0404 to P0414, P0418 and P0551.
         """
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
+        if experts is not None:
+            parsed = parsed.with_experts(experts)
         if nodes is not None:
             parsed = parsed.cut_at(nodes)
         if microbatches < 1:

@@ -13,10 +13,11 @@ PIPELINE_AXIS = "pp"
 TENSOR_AXIS = "tp"
 BATCH_AXIS = "dp"
 CONTEXT_AXIS = "cp"  # cuts sequences; weights are whole
+EXPERT_AXIS = "ep"  # cuts experts, and the batch outside them
 TIME_AXIS = "mb"  # microbatches: the batch's axis in time, never part of a mesh
 
 _DEFAULT_NAMES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp")}
-_KNOWN = (PIPELINE_AXIS, BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
+_KNOWN = (PIPELINE_AXIS, BATCH_AXIS, EXPERT_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 
 MOST_RANKS = 2**20  # every rank has a module of its own
 
@@ -135,7 +136,7 @@ class Mesh:
         stride = 1
         for name, size in reversed(self.axes):
             here, stride = count // stride, stride * size
-            if not 1 < here < size or not is_batch_axis(name):
+            if not 1 < here < size or not is_batch_axis(name) or name == EXPERT_AXIS:
                 axes.append((name, size))
                 continue
             if size % here:
@@ -148,18 +149,48 @@ class Mesh:
             axes += [(f"{name}{part}in", here), (f"{name}{part}out", size // here)]
         return Mesh._checked(tuple(reversed(axes)), str(self))
 
+    def with_experts(self, spec: str) -> Mesh:
+        """The mesh with experts cut over a part of its ranks: `ep=4@dp` makes dp=2,ep=4 of dp=8.
+
+        The ranks of ep are neighbours along the axis that they are taken from. Raises PartcError P0106.
+        """
+        match = re.fullmatch(r"ep=([0-9]{1,7})@([a-z_0-9]+)", spec.strip())
+        if not match:
+            raise _experts(spec, "does not parse", "write the number of ranks and their axis: ep=4@dp")
+        ways, given = int(match[1]), match[2]
+        if EXPERT_AXIS in self.names:
+            raise _experts(spec, f"comes on top of ep={self.axis(EXPERT_AXIS)} in the mesh", "leave one of them out")
+        if given not in self.names or not is_batch_axis(given):
+            axes = ", ".join(filter(is_batch_axis, self.names)) or "none"
+            raise _experts(spec, f"takes ranks of {given!r}, which is no axis of the batch", f"{self} has {axes}")
+        if ways < 1 or self.axis(given) % ways:
+            raise _experts(spec, f"does not divide {given}={self.axis(given)}", "give a divisor of the axis's size")
+        axes_left = ((given, self.axis(given) // ways), (EXPERT_AXIS, ways))
+        return Mesh(tuple(part for axis in self.axes for part in (axes_left if axis[0] == given else (axis,))))
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes over which experts are cut."""
+        return tuple(name for name, size in self.axes if name == EXPERT_AXIS and size > 1)
+
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)
 
 
 def holds_weights_whole(name: str) -> bool:
-    """Whether the ranks along an axis hold equal weights, unless ZeRO cuts them: dp, its pieces, and cp."""
+    """Whether the ranks along an axis hold equal weights, unless ZeRO cuts them: dp, its pieces, cp, and ep where there
+    are no experts.
+    """
     return is_batch_axis(name) or name == CONTEXT_AXIS
 
 
 def is_batch_axis(name: str) -> bool:
-    """Whether the ranks along an axis hold different examples: dp, or a piece of it (dp_in)."""
-    return name == BATCH_AXIS or name.startswith(f"{BATCH_AXIS}_")
+    """Whether the ranks along an axis hold different examples: dp, or a piece of it (dp_in, or ep)."""
+    return name in (BATCH_AXIS, EXPERT_AXIS) or name.startswith(f"{BATCH_AXIS}_")
+
+
+def _experts(spec: str, cause: str, help: str) -> PartcError:
+    return PartcError("P0106", f"--experts {spec} {cause}", help=help)
 
 
 def _size(text: str, spec: str) -> int:

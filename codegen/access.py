@@ -24,7 +24,7 @@ class Stage(Protocol):
     exchanges: Exchanges
     calls: list[Call]
     runs: dict[Phase, list[Run]]
-    types: dict[str, TensorType]
+    types: Mapping[str, TensorType]
     codes: dict[str, RegionCode]
     places: dict[str, str]
     sent: list[Transfer]

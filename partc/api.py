@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partc import passes
+from partc.compilation.lowering import UNPROVED, PassRuns
 from partc.compilation.options import BUCKET, TABLE, Options, refused
 from partc.compilation.phase_notes import counted, coupled, note, padding, sentence, size
 from partc.cost.accounting import ReplicatedOp, communication, replicated_ops
 from partc.cost.flops import model_flops
 from partc.cost.memory import Account
-from partc.cost.saved_tensors import Time, most_saved
+from partc.cost.saved_tensors import most_saved
 from partc.errors import PartcError
 from partc.ir.mesh import Mesh
 from partc.ir.printer import readable
 from partc.ir.program import Program
 from partc.package.output import write
 from partc.rules.coverage import Coverage, coverage
-from partc.rules.layout_check import Verifier
 from partc.settings import EMITTED, tell
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Compilation:
     constants: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # where the package differs from the whole batch on one device
-    again: Callable[[Options], Program] | None = None  # the same model with other options
+    again: Callable[[Options], Program] | None = None  # the same model with other options, before its proof
 
     @property
     def program(self) -> Program:
@@ -288,14 +288,15 @@ def compilation(
     observe: passes.Observer = lambda step: None,
     on_phase: PhaseObserver = lambda phase: None,
     origins: dict[OriginKey, Origin] | None = None,
-    alone: bool = False,
+    lowering: PassRuns | None = None,
 ) -> Compilation:
     """Trace the model and run the passes, up to `until`; `observe` receives every step with its program.
 
-    `functions` are those beside a model given as an object, `origins` earlier traces, to which new ones are added.
-    `alone` leaves evaluations out.
+    `functions` are those beside a model given as an object. `origins` are earlier traces of it and `lowering` has its
+    earlier passes; new ones are added to both.
     """
     known = {} if origins is None else origins
+    shared = PassRuns() if lowering is None else lowering
     phases: dict[str, float] = {}
 
     def done(phase: Phase) -> None:
@@ -338,16 +339,7 @@ def compilation(
         done(Phase(label=step.label, seconds=step.seconds, note=note(step)))
 
     def lowered(program: Program) -> tuple[passes.PassResult, ...]:
-        last = passes.before("prefetch")[-1]
-        if options.zero < 3 or (until is not None and until in passes.before("prefetch")):
-            return fitted(program, until)
-        first = fitted(program, last)
-        return (*first, *_prefetched(first[-1].program, options, last, until, stepped))
-
-    def fitted(program: Program, until: str | None) -> tuple[passes.PassResult, ...]:
-        if options.budget is None or (until is not None and until in passes.before("recompute")):
-            return passes.run(program, options.for_passes, until=until, verify=Verifier(), observe=stepped)
-        return _within_budget(program, options, until, stepped)
+        return shared.steps(program, options, until=until, observe=stepped)
 
     if options.forward_only:
         from partc.compilation.evaluation import forward_only
@@ -382,7 +374,7 @@ def compilation(
         origin = traced(separate=True)
         steps = lowered(origin.program)
     evaluated = None
-    if until is None and not alone and (origin.evaluates or options.eval_every):
+    if until is None and (origin.evaluates or options.eval_every):
         from partc.compilation.evaluation import evaluation
 
         start = time.perf_counter()
@@ -402,45 +394,17 @@ def compilation(
         extra=origin.extra,
         again=lambda other: (
             compilation(
-                model, batch, other, functions=functions, model_options=model_options, origins=known, alone=True
+                model,
+                batch,
+                other,
+                functions=functions,
+                model_options=model_options,
+                until=UNPROVED,
+                origins=known,
+                lowering=shared,
             ).program
         ),
     )
-
-
-def _prefetched(
-    program: Program, options: Options, last: str, until: str | None, observe: passes.Observer
-) -> tuple[passes.PassResult, ...]:
-    """The passes from prefetching on, with as much gathered ahead as costs no rank memory."""
-    from partc.rehearsal.late import late
-
-    known = options.for_passes | {"late": late(program)}
-    return passes.run(program, known, until=until, behind=last, verify=Verifier(), observe=observe)
-
-
-def _within_budget(
-    program: Program, options: Options, until: str | None, observe: passes.Observer
-) -> tuple[passes.PassResult, ...]:
-    """The passes with the cheapest recomputation that fits the budget; each pass is reported once."""
-    from partc.compilation.fitting import within
-    from partc.passes.recompute import frontiers_of
-
-    last = passes.before("recompute")[-1]
-    first = passes.run(program, options.for_passes, until=last, verify=Verifier(), observe=observe)
-    start = first[-1].program
-
-    frontiers = frontiers_of(start)
-
-    def choose(times: Sequence[Sequence[Time]]) -> tuple[passes.PassResult, ...]:
-        known = {"times": times, "frontiers": frontiers}
-        return passes.run(start, options.for_passes | known, behind=last, verify=Verifier())
-
-    assert options.budget is not None
-    rest = within(options.budget, start, choose, optimizer=options.optimizer, groups=options.group)
-    wanted = rest if until is None else rest[: 1 + [step.name for step in rest].index(until)]
-    for step in wanted:
-        observe(step)
-    return (*first, *wanted)
 
 
 def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) -> Package:

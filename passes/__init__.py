@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from partc import fuel
@@ -34,6 +35,7 @@ class Pass:
     ensures: tuple[str, ...] = ()
     after: tuple[str, ...] = ()  # passes that run before this one unless they are left out
     options: tuple[str, ...] = ()  # the compile options that it takes
+    reads: tuple[str, ...] = ("mesh", "microbatches")  # the facts about the compile that it reads in the program
     changes_numerics: bool = False  # beyond the order of a sum
     optional: bool = False  # the program still compiles, and trains the same, without it
 
@@ -51,6 +53,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="canonical operations: views, casts and composites each in one form, no-ops dropped",
         requires=("traced",),
         ensures=("canonical",),
+        reads=(),
     ),
     Pass(
         name="scan",
@@ -58,6 +61,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="unrolled loops over time become scans, with one step each",
         requires=("canonical",),
         ensures=("scans",),
+        reads=(),
         optional=True,
     ),
     Pass(
@@ -67,6 +71,7 @@ PIPELINE: tuple[Pass, ...] = (
         requires=("canonical",),
         ensures=("simple",),
         after=("scan",),
+        reads=(),
         optional=True,
     ),
     Pass(
@@ -77,6 +82,7 @@ PIPELINE: tuple[Pass, ...] = (
         ensures=("padded",),
         after=("simplify",),
         options=("kernels",),
+        reads=("mesh",),
         optional=True,
     ),
     Pass(
@@ -86,6 +92,7 @@ PIPELINE: tuple[Pass, ...] = (
         requires=("canonical",),
         ensures=("heads",),
         after=("simplify",),
+        reads=("mesh",),
         optional=True,
     ),
     Pass(
@@ -96,6 +103,7 @@ PIPELINE: tuple[Pass, ...] = (
         ensures=("regions",),
         after=("simplify", "pad", "heads"),
         options=("places",),
+        reads=(),
     ),
     Pass(
         name="precision",
@@ -104,6 +112,7 @@ PIPELINE: tuple[Pass, ...] = (
         requires=("regions",),
         ensures=("precision",),
         options=("low", "casts"),
+        reads=(),
         changes_numerics=True,
     ),
     Pass(
@@ -285,6 +294,41 @@ class PassResult:
 
 
 Observer = Callable[[PassResult], None]
+Verify = Callable[[Program, frozenset[str], str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Results of passes over traced programs. Runs with other options share passes that read equal ones."""
+
+    _steps: dict[Hashable, tuple[int, PassResult]] = field(default_factory=dict)  # each with a number of its own
+    _traced: list[Program] = field(default_factory=list)
+
+    def start(self, traced: Program) -> int:
+        """The number of a traced program; its mesh and its microbatches do not matter."""
+        for number, other in enumerate(self._traced):
+            if other.regions is traced.regions:
+                return -1 - number
+        self._traced.append(traced)
+        return -len(self._traced)
+
+    def step(
+        self, entry: Pass, before: int, program: Program, given: Mapping[str, Any], apply: Callable[[], PassResult]
+    ) -> tuple[int, PassResult]:
+        """The result of a pass over result number `before`, which is `program`, and its own number."""
+        facts = {**given, **{name: getattr(program, name) for name in entry.reads}}
+        key = before, entry.name, tuple((name, _hashable(value)) for name, value in facts.items())
+        if key not in self._steps:
+            self._steps[key] = len(self._steps), apply()
+        number, found = self._steps[key]
+        if (found.program.mesh, found.program.microbatches) == (program.mesh, program.microbatches):
+            return number, found
+        here = replace(found.program, mesh=program.mesh, microbatches=program.microbatches)
+        return number, replace(found, program=here)
+
+
+def _hashable(value: Any) -> Hashable:
+    return tuple(sorted(value.items())) if isinstance(value, Mapping) else value
 
 
 def run(
@@ -293,13 +337,16 @@ def run(
     *,
     until: str | None = None,
     behind: str | None = None,
-    verify: Callable[[Program, frozenset[str], str], None] | None = None,
+    verify: Verify | None = None,
     observe: Observer = lambda step: None,
+    shared: Shared | None = None,
 ) -> tuple[PassResult, ...]:
     """Run the passes in order, up to and including `until`, and report every step to `observe`.
 
     `behind` names a pass that has already run on the given program: only later passes run. `verify(program, facts,
-    name)` runs after each pass. Raises PartcError P0604 for an unknown pass, and P0702 for one that cannot be left out.
+    name)` runs after each pass. `shared` has the results of earlier runs, of which those that this one would repeat are
+    taken; the program is then a traced one. Raises PartcError P0604 for an unknown pass, and P0702 for one that cannot
+    be left out.
     """
     if until == FIRST:
         return ()
@@ -308,6 +355,7 @@ def run(
     facts = {"traced"}
     steps: list[PassResult] = []
     done = 0 if behind is None else 1 + NAMES.index(behind)
+    number = 0 if shared is None else shared.start(program)
     for entry in PIPELINE[:done]:
         facts.update(() if entry.name in skipped else entry.ensures)
     for entry in up_to(until)[done:]:
@@ -319,20 +367,31 @@ def run(
             raise InternalError(
                 f"pass {entry.name} needs {', '.join(sorted(missing))}, which nothing before it ensures"
             )
-        start = time.perf_counter()
-        after = entry.run(program, **{name: options[name] for name in entry.options if name in options})
-        seconds = time.perf_counter() - start
         facts.update(entry.ensures)
-        if verify is not None:
-            verify(after, frozenset(facts), entry.name)
-        step = PassResult(
-            name=entry.name, label=entry.label, program=after, seconds=seconds, added=_difference(program, after)
-        )
-        _report(step)
+        given = {name: options[name] for name in entry.options if name in options}
+        apply = partial(_applied, entry, program, given, frozenset(facts), verify)
+        if shared is None:
+            step = apply()
+        else:
+            number, step = shared.step(entry, number, program, given, apply)
         observe(step)
         steps.append(step)
-        program = after
+        program = step.program
     return tuple(steps)
+
+
+def _applied(
+    entry: Pass, program: Program, given: Mapping[str, Any], facts: frozenset[str], verify: Verify | None
+) -> PassResult:
+    start = time.perf_counter()
+    after = entry.run(program, **given)
+    seconds = time.perf_counter() - start
+    if verify is not None:
+        verify(after, facts, entry.name)
+    added = _difference(program, after)
+    step = PassResult(name=entry.name, label=entry.label, program=after, seconds=seconds, added=added)
+    _report(step)
+    return step
 
 
 def up_to(name: str | None) -> tuple[Pass, ...]:

@@ -38,11 +38,13 @@ from partc.sharding.choices import batch_axes
 def batch(program: Program) -> Program:
     """Choose every operation's factor on the batch axes, and set every value's layout there.
 
-    Raises PartcError P0401 (the batch does not divide), P0402 (an operation needs the whole batch).
+    Raises PartcError P0401 (the batch does not divide), P0402 (an operation needs the whole batch, or a buffer changes
+    in every microbatch).
     """
     # The batch is followed even without data parallelism and microbatches, so that no other axis cuts it.
     axes = batch_axes(program.sizes) or (TIME_AXIS,)
     _check_divisible(program)
+    _check_updates(program)
     summed: frozenset[str] = frozenset()  # program values that must be complete over the batch
     while True:
         walk = _Walk(program, axes, summed)
@@ -68,6 +70,21 @@ def _check_divisible(program: Program) -> None:
             f"a batch of {size} does not divide into dp={dp} x {steps} microbatches",
             help=f"make it a multiple of {dp * steps}, or lower --microbatches",
         )
+
+
+def _check_updates(program: Program) -> None:
+    if not program.updates or program.microbatches == 1 or program.separate_batches:
+        return
+    buffer, made = program.updates[0]
+    call = next(call for call in program.calls if made in call.results)
+    body = program.region(call.region).forward
+    inside = dict(zip(call.results, body.outputs, strict=True))[made]
+    raise PartcError(
+        "P0402",
+        f"forward updates {buffer}, in each microbatch again",
+        help="use --microbatches 1",
+        source=body.makers()[inside].source if inside in body.makers() else None,
+    )
 
 
 def _ways(program: Program) -> int:

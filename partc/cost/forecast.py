@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, takewhile
@@ -276,11 +276,11 @@ class Forecast:
         return Segment(seconds=self.scale.communication * takes, op=op, over=over, bytes=size, why=why)
 
     @cached_property
-    def _types(self) -> dict[str, TensorType]:
+    def _types(self) -> Mapping[str, TensorType]:
         return self.program.value_types()
 
     @cached_property
-    def _holders(self) -> dict[str, tuple[int, ...]]:
+    def _holders(self) -> Mapping[str, tuple[int, ...]]:
         return self.program.holders()
 
     def arrivals(self) -> Iterator[tuple[int, str, str]]:

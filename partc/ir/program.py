@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, Union
 
 from partc.errors import InternalError, Source
@@ -422,9 +423,9 @@ class Body:
         return f"{self.index}{self.kind}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
-    """A whole model on a mesh.
+    """A whole model on a mesh. Facts about it are derived once.
 
     `values` types everything that passes between calls, the batch's entries (`inputs`) included;
     `loss` names the program value to minimise, a sum over every axis its layout calls partial. A program that only runs
@@ -455,7 +456,7 @@ class Program:
     schedule: tuple[tuple[Action, ...], ...] = ()
     bodies: tuple[Body, ...] = ()
 
-    @property
+    @cached_property
     def sizes(self) -> Mapping[str, int]:
         """The sizes of all axes that a layout may name: the mesh's, and `mb` where microbatches share one batch."""
         return {**self.mesh.sizes, TIME_AXIS: 1 if self.separate_batches else self.microbatches}
@@ -465,7 +466,7 @@ class Program:
         """The program values that are read after the last call: the loss, or the results."""
         return tuple(dict.fromkeys(value for _, value in self.results)) or (self.loss,)
 
-    @property
+    @cached_property
     def batch_entries(self) -> tuple[str, ...]:
         """The batch entries whose first dimension has the length of the batch."""
         types = self.value_types()
@@ -481,12 +482,12 @@ class Program:
         every = SubDim(self.microbatches, (TIME_AXIS,))
         return replace(type, layout=replace(type.layout, dims=((every, *first), *rest)))
 
-    @property
+    @cached_property
     def zero(self) -> int:
         """The highest ZeRO level of a parameter."""
         return max((parameter.zero for parameter in self.parameters), default=0)
 
-    @property
+    @cached_property
     def compression(self) -> str:
         """The code in which gradients cross nodes; "" for none."""
         return next((parameter.compress for parameter in self.parameters if parameter.compress), "")
@@ -496,11 +497,11 @@ class Program:
         """The source of kernels: of the regions that run for every microbatch, of updates and of compression."""
         return next((region.kernels for region in self.regions if region.phase == "microbatch"), "aten")
 
-    @property
+    @cached_property
     def stages(self) -> int:
         return 1 + max((call.stage for call in self.calls), default=0)
 
-    @property
+    @cached_property
     def split_stages(self) -> frozenset[int]:
         """The stages that call a region whose backward pass has two halves."""
         split = {region.name for region in self.regions if region.weight is not None}
@@ -512,12 +513,26 @@ class Program:
 
     def stages_at(self, place: int) -> tuple[int, ...]:
         """The stages that run at a coordinate on the pipeline axis, in order."""
-        return tuple(stage for stage in range(self.stages) if self.place(stage) == place)
+        return self._stages_at.get(place, ())
+
+    @cached_property
+    def _stages_at(self) -> Mapping[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        for stage in range(self.stages):
+            found[self.place(stage)] = (*found.get(self.place(stage), ()), stage)
+        return found
 
     def kinds(self, stage: int) -> frozenset[ActionKind]:
         """The kinds of actions that the schedule has of a stage."""
-        row = self.schedule[self.place(stage)] if self.schedule else ()
-        return frozenset(action.kind for action in row if action.stage == stage)
+        return self._kinds.get(stage, frozenset())
+
+    @cached_property
+    def _kinds(self) -> Mapping[int, frozenset[ActionKind]]:
+        found: dict[int, set[ActionKind]] = {}
+        for row in self.schedule:
+            for action in row:
+                found.setdefault(action.stage, set()).add(action.kind)
+        return {stage: frozenset(kinds) for stage, kinds in found.items()}
 
     def travels(self, transfer: Transfer) -> bool:
         """Whether a transfer crosses ranks (and not only stages of one rank)."""
@@ -526,29 +541,48 @@ class Program:
     def region(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)
 
-    def value_types(self) -> dict[str, TensorType]:
+    def value_types(self) -> Mapping[str, TensorType]:
+        return self._value_types
+
+    @cached_property
+    def _value_types(self) -> Mapping[str, TensorType]:
         return {value.name: value.type for value in self.values}
 
     def body(self, kind: BodyKind, index: int) -> tuple[ActionStatement, ...]:
         """The statements of an action; none where it has no body."""
-        found = (body.statements for body in self.bodies if (body.kind, body.index) == (kind, index))
-        return next(found, ())
+        return self._bodies.get((kind, index), ())
+
+    @cached_property
+    def _bodies(self) -> Mapping[tuple[BodyKind, int], tuple[ActionStatement, ...]]:
+        return {(body.kind, body.index): body.statements for body in reversed(self.bodies)}
 
     def parameter(self, name: str) -> Parameter:
-        return next(parameter for parameter in self.parameters if parameter.name == name)
+        return self._parameters[name]
 
-    def holders(self) -> dict[str, tuple[int, ...]]:
+    @cached_property
+    def _parameters(self) -> Mapping[str, Parameter]:
+        return {parameter.name: parameter for parameter in reversed(self.parameters)}
+
+    def holders(self) -> Mapping[str, tuple[int, ...]]:
         """For each parameter, the stages whose calls read it: a tied or shared weight may have several."""
+        return self._holders
+
+    @cached_property
+    def _holders(self) -> Mapping[str, tuple[int, ...]]:
         found: dict[str, set[int]] = {}
         for call in self.calls:
             for name in call.params:
                 found.setdefault(name, set()).add(call.stage)
         return {name: tuple(sorted(stages)) for name, stages in found.items()}
 
-    def owners(self) -> dict[str, tuple[int, ...]]:
+    def owners(self) -> Mapping[str, tuple[int, ...]]:
         """For each parameter, the last stage that reads it at each pipeline coordinate; this stage reduces the
         gradient.
         """
+        return self._owners
+
+    @cached_property
+    def _owners(self) -> Mapping[str, tuple[int, ...]]:
         found = {}
         for name, stages in self.holders().items():
             last = {self.place(stage): stage for stage in stages}

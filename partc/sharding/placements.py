@@ -99,7 +99,7 @@ class _PlacementProgram:
                     f"--shard {pin.pattern!r} matches no value or parameter",
                     help="names are those of `partc inspect`: parameters by full name, values as region.value",
                 )
-        types = self.program.value_types() | {p.name: p.type for p in self.program.parameters}
+        types = {**self.program.value_types(), **{p.name: p.type for p in self.program.parameters}}
         inside = {
             f"{region.name}.{value.name}": (("op", region.name, index), output, value.type)
             for region in self.program.regions

@@ -22,7 +22,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from partc.errors import PartcError
 from partc.ir.naming import identifier, unique
 from partc.ir.program import Arg, DTypeArg, Op, Program, Ref, Region, Value
 from partc.passes.normalize import lookups, losses, views
@@ -46,14 +45,6 @@ def normalize(program: Program) -> Program:
     (main,), (call,) = program.regions, program.calls
     region, drawn, updated = _normalized(main, program)
     stored = dict(zip((value.name for value in region.params), call.params, strict=True))
-    if updated and program.microbatches > 1 and not program.separate_batches:
-        buffer, made = next(iter(updated.items()))
-        raise PartcError(
-            "P0402",
-            f"forward updates {stored[buffer]}, in each microbatch again",
-            help="use --microbatches 1",
-            source=next((op.source for op in region.forward.ops if made in (v.name for v in op.results)), None),
-        )
     types = {name: value.type for name, value in region.forward.definitions().items()}
     taken = {value.name for value in program.values}
     results = tuple(unique(identifier(f"next {stored[buffer]}"), taken) for buffer in updated)

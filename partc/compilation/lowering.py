@@ -1,0 +1,77 @@
+"""From a traced program to a finished one: all passes, with the decisions that rehearsals take between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from partc import passes
+from partc.compilation.options import Options
+from partc.cost.saved_tensors import Time
+from partc.ir.mesh import Mesh
+from partc.ir.program import Program
+from partc.rules.layout_check import Verifier
+
+UNPROVED = "prefetch"  # the pass that leaves the finished program, before its proof
+
+_SAVING, _AHEAD = passes.before("recompute")[-1], passes.before("prefetch")[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class PassRuns:
+    """The passes over the programs of one model. Programs under other options share passes that read equal ones."""
+
+    _shared: passes.Shared = field(default_factory=passes.Shared)
+    _verifiers: dict[tuple[Mesh, int], Verifier] = field(default_factory=dict)
+
+    def steps(
+        self,
+        traced: Program,
+        options: Options,
+        *,
+        until: str | None = None,
+        observe: passes.Observer = lambda step: None,
+    ) -> tuple[passes.PassResult, ...]:
+        """The passes up to `until`; each is reported once.
+
+        A budget chooses the cheapest recomputation that fits. ZeRO 3 gathers as much ahead as costs no rank memory.
+        """
+        if options.zero < 3 or (until is not None and until in passes.before("prefetch")):
+            return self._fitted(traced, options, until, observe)
+        from partc.rehearsal.late import late
+
+        first = self._fitted(traced, options, _AHEAD, observe)
+        program = first[-1].program
+        known = options.for_passes | {"late": late(program)}
+        verify = self._verifier(program)
+        return (*first, *passes.run(program, known, until=until, behind=_AHEAD, verify=verify, observe=observe))
+
+    def _fitted(
+        self, traced: Program, options: Options, until: str | None, observe: passes.Observer
+    ) -> tuple[passes.PassResult, ...]:
+        early = until is not None and until in passes.before("recompute")
+        last = until if options.budget is None or early else _SAVING
+        verify = self._verifier(traced)
+        first = passes.run(traced, options.for_passes, until=last, verify=verify, observe=observe, shared=self._shared)
+        if options.budget is None or early:
+            return first
+        from partc.compilation.fitting import within
+        from partc.passes.recompute import frontiers_of
+
+        start = first[-1].program
+        frontiers = frontiers_of(start)
+
+        def choose(times: Sequence[Sequence[Time]]) -> tuple[passes.PassResult, ...]:
+            known = options.for_passes | {"times": times, "frontiers": frontiers}
+            return passes.run(start, known, until=UNPROVED, behind=_SAVING, verify=verify)
+
+        rest = within(options.budget, start, choose, optimizer=options.optimizer, groups=options.group)
+        proof = passes.run(rest[-1].program, options.for_passes, until=until, behind=UNPROVED, verify=verify)
+        wanted = {entry.name for entry in passes.up_to(until)}
+        chosen = tuple(step for step in (*rest, *proof) if step.name in wanted)
+        for step in chosen:
+            observe(step)
+        return (*first, *chosen)
+
+    def _verifier(self, program: Program) -> Verifier:
+        return self._verifiers.setdefault((program.mesh, program.microbatches), Verifier())

@@ -198,16 +198,29 @@ def _dropout(o: Operands) -> str:
     return f"{o.named('functional.dropout')}({o.args[0]}, {o.args[1]}, {draw})"
 
 
-def _attention_dropout(first: int) -> Emit:
-    """`first` is the position of the queries among the operands; keys follow. The draw covers all weights."""
+_SCORES = ("is_causal=False", "scale=None", "window=0", "p=0.0", "draw=None")
 
-    def emit(o: Operands) -> str:
+
+def _attention(o: Operands) -> str:
+    """Attention, or its derivative; with the runs of positions of this rank's queries if they matter."""
+    backward, drops = o.op.name.endswith("_backward"), "dropout" in o.op.name
+    rows, learned = "rows" in o.attrs, "_bias_" in o.op.name
+    args, first = list(o.args), 1 if backward else 0
+    if drops:
         q, k = (o.types[arg.name].layout for arg in o.op.args[first : first + 2] if isinstance(arg, Ref))
-        *given, number = o.args
-        draw = _draw(number, o, (*q.dims[:3], (SubDim(k.shape[2]),)))
-        return f"{o.named('functional')}.{o.op.name}({', '.join((*given, draw))})"
-
-    return emit
+        args[-1] = _draw(args[-1], o, (*q.dims[:3], (SubDim(k.shape[2]),)))
+    if not rows and drops:
+        return f"{o.named('functional')}.{o.op.name}({', '.join(args)})"
+    names = ["mask=", "out=", "lse=", *_SCORES] if backward else ["mask=None", *_SCORES]
+    operands, rest = args[: first + 3], args[first + 3 :]
+    if learned and not rows:
+        operands, rest, names = args[: first + 4], args[first + 4 :], names[1:]
+    given = arguments((*operands, *rest), ("",) * len(operands) + tuple(names), {})
+    if not rows:
+        return f"{o.named('functional')}.{o.op.name}({given})"
+    runs = f"rows={o.named('comm')}.positions({o.attrs['rows']})"
+    more = (runs, "learned=True") if learned else (runs,)
+    return f"{o.named('functional')}.attention_rows{'_backward' * backward}({', '.join((given, *more))})"
 
 
 def _where(o: Operands) -> str:
@@ -334,35 +347,9 @@ _TABLE: Mapping[str, Emit] = {
     },
     "fourier": _function("functional.fourier"),
     "layer_norm_backward": _function("functional.layer_norm_backward"),
-    "attention": _function(
-        "functional.attention", "", "", "", "mask=None", "is_causal=False", "scale=None", "window=0"
-    ),
-    "attention_backward": _function(
-        "functional.attention_backward",
-        "",
-        "",
-        "",
-        "",
-        "mask=",
-        "out=",
-        "lse=",
-        "is_causal=False",
-        "scale=None",
-        "window=0",
-    ),
-    "attention_bias_backward": _function(
-        "functional.attention_bias_backward",
-        "",
-        "",
-        "",
-        "",
-        "",
-        "out=",
-        "lse=",
-        "is_causal=False",
-        "scale=None",
-        "window=0",
-    ),
+    "attention": _attention,
+    "attention_backward": _attention,
+    "attention_bias_backward": _attention,
     "embedding": _function("torch.embedding"),
     "embedding_shard": _at_rank("functional.embedding_shard"),
     "embedding_dense_backward": lambda o: (
@@ -392,9 +379,9 @@ _TABLE: Mapping[str, Emit] = {
     "dropout_backward": _function("functional.dropout_backward"),
     "drop": _function("functional.dropout_backward"),
     "drawn": lambda o: f"{_draw(o.args[1], o, o.op.result.type.layout.dims)}.below({1 - float(o.args[0])!r})",
-    "attention_dropout": _attention_dropout(0),
-    "attention_dropout_backward": _attention_dropout(1),
-    "attention_dropout_bias_backward": _attention_dropout(1),
+    "attention_dropout": _attention,
+    "attention_dropout_backward": _attention,
+    "attention_dropout_bias_backward": _attention,
     "rand": _random("uniform"),
     "rand_like": _random("uniform"),
     "randn": _random("normal"),

@@ -9,6 +9,9 @@
 Key and value heads are repeated until each rank can have whole ones. Their projections stay as they are: annotate cuts
 them finer than heads, and an all-to-all gives each rank the heads that its queries read.
 
+Over cp, attention may keep its queries' rows cut and gather keys and values: their heads are repeated for an exchange
+of rows for heads only where this moves fewer bytes, and no heads are padded.
+
 Where the query heads do not divide (14 on tp=4), heads of zeros are added: the weights that make queries, keys and
 values get rows of zeros, the weight that reads the result gets columns of zeros. An added head has values of zero, so
 its result is zero and so are all its gradients: it stays zero.
@@ -25,7 +28,7 @@ from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import resolve
-from partc.sharding.choices import placed_axes
+from partc.sharding.choices import placed_axes, weight_axes
 
 _MOST = 2  # heads after padding, as a multiple of the heads before
 _HEADS = 1  # their dimension in attention
@@ -41,11 +44,12 @@ _SUMS = frozenset({"add", "sub"})
 
 def heads(program: Program) -> Program:
     """Repeat key and value heads, and pad query heads, where the tensor axes do not divide them."""
-    ways = math.prod(program.sizes[axis] for axis in placed_axes(program.sizes))
+    ways = math.prod(program.sizes[axis] for axis in weight_axes(program.sizes))
+    rows = math.prod(program.sizes[axis] for axis in placed_axes(program.sizes)) // ways
     (main,), (call,) = program.regions, program.calls
-    if ways == 1 or not any(op.name in ("attention", "attention_dropout") for op in main.forward.ops):
+    if ways * rows == 1 or not any(op.name in ("attention", "attention_dropout") for op in main.forward.ops):
         return program
-    found = _Heads(main, ways)
+    found = _Heads(main, ways, rows)
     region = found.region()
     stored = dict(zip((value.name for value in main.params), call.params, strict=True))
     wide = {stored[value.name]: value.type for value in region.params if value.type != found.types[value.name]}
@@ -63,7 +67,8 @@ class _UnpaddableError(Exception):
 @dataclass(slots=True)
 class _Heads:
     main: Region
-    ways: int
+    ways: int  # ranks that share the heads in any case
+    rows: int  # ranks that share the rows, or exchange them for heads
     types: dict[str, TensorType] = field(init=False)
     makers: Mapping[str, Op] = field(init=False)
     readers: Mapping[str, list[Op]] = field(init=False)
@@ -92,6 +97,12 @@ class _Heads:
         """Decide on one attention."""
         q, k = (self.types[name].shape for name in list(op.refs())[:2])
         count, groups = q[_HEADS], k[_HEADS]
+        every = self.ways * self.rows
+        whole = math.lcm(groups, every)  # queries, keys, values and results move, instead of keys and values alone
+        if count % every == 0 and groups % every and count + whole < groups * self.rows:
+            if fuel.allowed("repeated heads", op.source):
+                self.repeats[op.results[0].name] = whole // groups
+            return
         if groups % self.ways == 0:
             return
         if count % self.ways == 0:

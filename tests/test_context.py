@@ -13,13 +13,14 @@ from safetensors.torch import save_file
 import partc
 from partc.errors import PartcError
 from partc.frontend.model_file import load
+from partc.ir.collectives import cost
 from partc.ir.layout import Shard
 from partc.ir.mesh import Mesh
-from partc.ir.program import ITEMSIZE
 from partc.package.verify import verify
 from tests.durable import trained, whole
 
 GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
+SEQUENCES = Path(__file__).parent / "models" / "sequences.py"
 COUNTING = """
 
 def batch():
@@ -49,6 +50,31 @@ def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_pa
     assert not [item for item in package.replicated_ops if item.axis == "cp"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "mesh", "how"),
+    [
+        ("causal", "cp=4", {"zero": 3}),
+        ("full", "dp=2,cp=2", {"zero": 1}),
+        ("window", "cp=2,tp=3", {"recompute": "full"}),
+        ("near", "pp=2,cp=4", {"microbatches": 2}),
+        ("alibi", "cp=4", {"recompute": "selective", "zero": 2}),
+        ("documents", "dp=2,cp=2", {"microbatches": 2, "zero": 3}),
+        ("prefix", "pp=2,cp=2", {"recompute": "full", "microbatches": 2}),
+        ("latent", "cp=2,tp=2", {"zero": 1}),
+        ("dropout", "dp=2,cp=4", {"recompute": "full", "microbatches": 2}),
+    ],
+)
+def test_every_kind_of_attention_reads_the_rows_of_its_rank(
+    kind: str, mesh: str, how: dict[str, Any], tmp_path: Path
+) -> None:
+    """Three heads do not divide, so that queries stay cut along the sequence, and keys and values are gathered."""
+    package = partc.compile(SEQUENCES, mesh=mesh, precision="fp64", options={"kind": kind}, **how)
+    assert not [item for item in package.replicated_ops if item.axis == "cp"]
+    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst
+
+
 def test_sequences_are_cut_and_weights_are_whole() -> None:
     package = partc.compile(GPT, mesh="dp=2,cp=4", precision="bf16")
     program = package.program
@@ -58,20 +84,28 @@ def test_sequences_are_cut_and_weights_are_whole() -> None:
     assert crossing and set(crossing.values()) == {Shard(1)}
 
 
+def _moved(name: str, **how: Any) -> float:
+    """The bytes that each rank sends in a block's forward, in collectives of this name."""
+    program = partc.compile(GPT, mesh="cp=2", precision="fp32", **how).program
+    region = next(region for region in program.regions if region.name == "block")
+    types = region.types(region.forward)
+    moving = [op for op in region.forward.ops if op.name == name]
+    return sum(cost(name, 2, types[next(op.refs())].local_bytes(program.sizes)) for op in moving)
+
+
 def test_the_all_to_alls_of_attention_move_what_the_formula_says() -> None:
     """A layer moves queries, keys, values and the result: (1 - 1/cp) of each rank's part (DeepSpeed-Ulysses, 3.2)."""
-    sizes = {"dp": 1, "cp": 2}
-    program = partc.compile(GPT, mesh="cp=2", precision="fp32").program
-    region = next(region for region in program.regions if any(op.name == "attention" for op in region.forward.ops))
-    types = region.types(region.forward)
-    moved = 0.0
-    for op in region.forward.ops:
-        if op.name == "all_to_all":
-            (name,) = op.refs()
-            local = math.prod(types[name].layout.local_shape({**program.sizes, **sizes}))
-            moved += local * ITEMSIZE[types[name].dtype] * (1 - 1 / sizes["cp"])
     batch, seq, heads, groups, head = 16, 32, 4, 2, 16
+    moved = _moved("all_to_all", shard=("block.attn_heads=[_, @cp, _, _]",))
     assert moved == batch * seq / 2 * (heads + groups + groups + heads) * head * 4 / 2
+
+
+def test_gathered_keys_and_values_move_what_the_formula_says() -> None:
+    """Each rank receives the keys and values of the others."""
+    batch, seq, groups, head = 16, 32, 2, 16
+    rows = ("block.attn_heads=[_, _, @cp, _]",)
+    assert _moved("all_gather", shard=rows) == batch * seq / 2 * 2 * groups * head * 4
+    assert _moved("all_to_all", shard=rows) == 0
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ from partc.rules.notation import NotationError, parse
 from partc.rules.rule import Dims
 from partc.rules.shapes import common_factors
 from partc.rules.table import TABLE
+from partc.runtime.positions import Runs, positions
 from tests import op_cases
 from tests.example_cases import example_cases
 from tests.op_cases import Case
@@ -99,6 +100,9 @@ def execute(op: Op, operands: Sequence[Shards], sizes: Sizes) -> list[Shards]:
         values = {str(i): shards[coordinate] for i, shards in enumerate(operands)}
         if op.name == "embedding_shard":
             made = (_embedding_shard(values["0"], values["1"], place_on(op, coordinate, sizes)),)
+        elif "rows" in dict(op.attrs):
+            places = {axis: (index, sizes[axis]) for axis, index in named(coordinate, sizes).items()}
+            made = (_attention_rows(op, values, positions(str(dict(op.attrs)["rows"]), places)),)
         elif op.name == "mask_classes_shard":
             logits, classes = op.args
             assert isinstance(classes, int)
@@ -118,6 +122,19 @@ def execute(op: Op, operands: Sequence[Shards], sizes: Sizes) -> list[Shards]:
         for shards, tensor in zip(results, made, strict=True):
             shards[coordinate] = tensor
     return results
+
+
+def _attention_rows(op: Op, values: Mapping[str, Tensor], rows: Runs) -> Tensor:
+    """The rows of a whole attention, whose other queries are zero."""
+    q, total = values["0"], max(last for _, last in rows)
+    where = torch.cat([torch.arange(*run) for run in rows])
+    whole = q.new_zeros(*q.shape[:2], total, q.shape[-1]).index_copy(2, where, q)
+    values = {**values, "0": whole}
+    if "3" in values and values["3"].dim() > 1 and values["3"].shape[-2] > 1:
+        mask = values["3"]
+        spread = torch.zeros(*mask.shape[:-2], total, mask.shape[-1], dtype=mask.dtype)
+        values["3"] = spread.index_copy(-2, where, mask)
+    return op_cases.run(replace(op, attrs=()), values)[0][:, :, where]
 
 
 def place_on(op: Op, coordinate: Coordinate, sizes: Sizes) -> int:
@@ -407,7 +424,7 @@ def test_grouped_query_heads_are_cut_in_groups() -> None:
     rule = resolve(op, types)
     assert rule is not None
     found = {(c.factor, c.outer): placements(op, rule, c, "tp") for c in choices(op, rule, "tp", 2)}
-    assert set(found) == {(None, 1), ("b", 1), ("g", 1), ("r", 1)}
+    assert set(found) == {(None, 1), ("b", 1), ("g", 1), ("r", 1), ("s", 1)}
     assert found["g", 1] == ((Shard(1), Shard(1), Shard(1)), (Shard(1),))
     assert found["r", 1] == ((Shard(1, 4), Varying(), Varying()), (Shard(1, 4),))
     assert flops(op, rule) == 2 * 2 * 8 * 4 * 4 * 16

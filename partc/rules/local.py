@@ -79,7 +79,19 @@ def _repeat_interleave(op: Op, sizes: Sizes) -> Op:
     return replace(op, attrs=tuple((name, local if name == "output_size" else value) for name, value in op.attrs))
 
 
+def _attention(op: Op, sizes: Sizes) -> Op:
+    """Name the positions of this rank's queries, if the scores that they read depend on these."""
+    whole = [axis for axis, size in sizes.items() if size == 1]
+    rows = op.result.type.layout.without(*whole).dims[2]
+    placed = argument(op, 4, "is_causal") or argument(op, 6, "window")
+    if not placed or not any(sub.axes for sub in rows):
+        return op
+    return replace(op, attrs=(*op.attrs, ("rows", " · ".join(map(str, rows)))))
+
+
 _LOCAL: dict[str, Callable[[Op, Sizes], Op]] = {
+    "attention": _attention,
+    "attention_dropout": _attention,
     "reshape": _result_shape(1),
     "expand": _result_shape(1),
     "rand": _result_shape(0),

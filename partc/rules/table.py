@@ -177,16 +177,12 @@ def register(
     TABLE[name] = OperationRow(build=TABLE[name].build, matmul=matmul, user=True)
 
 
-def _attention_blocked(op: Op) -> str:
-    return "s t d e" if argument(op, 4, "is_causal") else "t d e"
-
-
 # Products
 rule("linear", "x[*b i], w[o i], +bias?[o] -> [*b o]", linear="x|w", work="*")
 rule(
     "attention",
     "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t] -> [b (g r) s e]",
-    blocked=_attention_blocked,
+    blocked="t d e",
     work="b g r s t d + b g r s t e",
     heavy=True,
 )
@@ -233,7 +229,7 @@ build("rand randn", shapes.constant)
 rule(
     "attention_dropout",
     "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t] -> [b (g r) s e]",
-    blocked=_attention_blocked,
+    blocked="t d e",
     work="b g r s t d + b g r s t e",
     heavy=True,
 )

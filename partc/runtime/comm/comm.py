@@ -13,6 +13,7 @@ from torch import Tensor
 from ..clock import Clock, Kind
 from ..device.random_offsets import Words
 from ..layout import parse_dims
+from ..positions import Runs, positions
 from ..random import Draw
 from ..torch_private import storage_key
 
@@ -308,6 +309,11 @@ class Comm:
             places.append((index, math.prod(size for size, _ in dim)))
         start = self._word(number, -1)
         return Draw(start, tuple(places), tuple(size for _, size in places), self.device)
+
+    def positions(self, dim: str) -> Runs:
+        """The positions that this rank holds of a dimension `2 · 16@cp`."""
+        axes = {name: self.group((name,)) for size, names in parse_dims(f"[{dim}]")[0] for name in names}
+        return positions(dim, {name: (axis.rank, axis.size) for name, axis in axes.items()})
 
     def counter(self, number: int, layout: str) -> Tensor:
         """The generator's unmixed word for this rank's first element, for kernels that draw by themselves."""

@@ -35,7 +35,7 @@ def attention(
     """
     kernel = _kernel(q, k, v, mask, is_causal, window)
     if kernel is None:
-        return _blocks(q, k, v, mask, is_causal, _scale(q, scale), window)
+        return attention_in_blocks(q, k, v, mask, is_causal, _scale(q, scale), window)
     given = {"is_causal": is_causal, "scale": _scale(q, scale)}
     padded, keys, values = _operands(kernel, q, k, v)
     aten = torch.ops.aten
@@ -67,7 +67,7 @@ def attention_backward(
     """The gradients of q, k and v from that of `out`, with the results of `attention`."""
     kernel = _kernel(q, k, v, mask, is_causal, window)
     if kernel is None:
-        return _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window)[:3]
+        return attention_in_blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window)[:3]
     given = {"is_causal": is_causal, "scale": _scale(q, scale)}
     padded, keys, values = _operands(kernel, q, k, v)
     outward, out = (_rows(_wider(x, values.shape[-1])) for x in (grad, out))
@@ -111,7 +111,9 @@ def attention_bias_backward(
     """The same with the gradient of `mask`, which is added to the scores."""
     kernel = _kernel(q, k, v, mask, is_causal, window)
     if kernel is None or kernel.name == "cpu":  # the kernel for CPUs has no gradient of its mask
-        found = _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window, learned=True)
+        found = attention_in_blocks_backward(
+            grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window, learned=True
+        )
         assert found[3] is not None
         return (*found[:3], found[3])
     padded, keys, values = _operands(kernel, q, k, v)
@@ -141,7 +143,7 @@ def attention_dropout(
 
     `draw` provides the random numbers of all weights [b, h, s, t]; backward draws them again.
     """
-    return _blocks(q, k, v, mask, is_causal, _scale(q, scale), window, p, draw)
+    return attention_in_blocks(q, k, v, mask, is_causal, _scale(q, scale), window, p, draw)
 
 
 def attention_dropout_backward(
@@ -159,7 +161,7 @@ def attention_dropout_backward(
     draw: Draw,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output."""
-    return _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window, p, draw)[:3]
+    return attention_in_blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window, p, draw)[:3]
 
 
 def attention_dropout_bias_backward(
@@ -177,7 +179,9 @@ def attention_dropout_bias_backward(
     draw: Draw,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same with the gradient of `mask`, which is added to the scores."""
-    found = _blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window, p, draw, learned=True)
+    found = attention_in_blocks_backward(
+        grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window, p, draw, learned=True
+    )
     assert found[3] is not None
     return (*found[:3], found[3])
 
@@ -193,6 +197,12 @@ def _kernel(
     if not q.is_cuda:
         return on_cpu(case)
     return chosen(case, q.device.index or 0).kernel
+
+
+def kernel_name(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> str:
+    """The fused kernel that attention runs in; empty if it runs in blocks."""
+    kernel = _kernel(q, k, v, mask, is_causal, 0)
+    return "" if kernel is None else kernel.name
 
 
 def _operands(kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -265,27 +275,32 @@ def _summed_to(grad: Tensor, mask: Tensor) -> Tensor:
     return whole.reshape(mask.shape).to(mask.dtype)
 
 
-def _blocks(
+def attention_in_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
     is_causal: bool,
-    scale: float,
+    scale: float | None,
     window: int = 0,
     p: float = 0.0,
     draw: Draw | None = None,
+    ahead: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by plain operations, one block of scores at a time."""
+    """Attention by plain operations, one block of scores at a time.
+
+    The first query stands `ahead` positions after the first key.
+    """
     b, heads, s, _ = q.shape
+    scale = _scale(q, scale)
     wide, t = row_dtype(q), k.shape[2]
     out = q.new_empty(b, s, heads, v.shape[-1]).transpose(1, 2)
     lse = q.new_empty(b, heads, s, dtype=wide)
     for part, rows in _parts(b, heads, s, t, window):
-        seen = _seen(rows, t, is_causal, window)
+        seen = _seen(rows, t, is_causal, window, ahead)
         keys, values = (repeat_heads(x[part, :, seen], heads).to(wide) for x in (k, v))
-        hidden = _hidden(rows, seen, is_causal, window, q.device)
-        scores = _scores(q[part, :, rows], keys, _cut(mask, part, rows, seen), hidden, scale)
+        hidden = _hidden(rows, seen, is_causal, window, ahead, q.device)
+        scores = _scores(q[part, :, rows], keys, mask_part(mask, part, rows, seen), hidden, scale)
         norms = scores.logsumexp(-1)
         weights = _weights(scores, norms)
         if draw is not None:
@@ -295,7 +310,7 @@ def _blocks(
     return out, lse
 
 
-def _blocks_backward(
+def attention_in_blocks_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -304,24 +319,26 @@ def _blocks_backward(
     lse: Tensor,
     mask: Tensor | None,
     is_causal: bool,
-    scale: float,
+    scale: float | None,
     window: int = 0,
     p: float = 0.0,
     draw: Draw | None = None,
     learned: bool = False,
+    ahead: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and, if it is learned, of the mask; each block's scores are recomputed."""
     b, heads, s, _ = q.shape
+    scale = _scale(q, scale)
     wide, t = row_dtype(q), k.shape[2]
     grad_q = torch.empty_like(q)
     grad_k, grad_v = (torch.zeros(b, heads, t, x.shape[-1], dtype=wide, device=q.device) for x in (k, v))
     grad_mask = torch.zeros(mask.shape, dtype=wide, device=q.device) if learned and mask is not None else None
     for part, rows in _parts(b, heads, s, t, window):
-        seen = _seen(rows, t, is_causal, window)
+        seen = _seen(rows, t, is_causal, window, ahead)
         keys, values = (repeat_heads(x[part, :, seen], heads).to(wide) for x in (k, v))
         queries, outward = q[part, :, rows], grad[part, :, rows].to(wide)
-        hidden = _hidden(rows, seen, is_causal, window, q.device)
-        scores = _scores(queries, keys, _cut(mask, part, rows, seen), hidden, scale)
+        hidden = _hidden(rows, seen, is_causal, window, ahead, q.device)
+        scores = _scores(queries, keys, mask_part(mask, part, rows, seen), hidden, scale)
         weights = _weights(scores, lse[part, :, rows])
         grad_weights = outward @ values.mT
         dropped = weights
@@ -332,7 +349,7 @@ def _blocks_backward(
         along = (outward * out[part, :, rows]).sum(-1, keepdim=True)
         grad_scores = weights * (grad_weights - along)
         if grad_mask is not None and mask is not None:
-            where = _cut(grad_mask, part, rows, seen)
+            where = mask_part(grad_mask, part, rows, seen)
             assert where is not None
             where += _summed_to(grad_scores, where)
         grad_scores *= scale
@@ -353,29 +370,29 @@ def _parts(b: int, heads: int, s: int, t: int, window: int = 0) -> Iterator[tupl
             yield slice(first, min(b, first + count)), slice(start, min(s, start + length))
 
 
-def _seen(rows: slice, t: int, is_causal: bool, window: int) -> slice:
+def _seen(rows: slice, t: int, is_causal: bool, window: int, ahead: int) -> slice:
     """The columns that some of these rows read."""
-    first = min(t, max(0, rows.start - window + 1)) if window else 0
-    last = rows.stop if is_causal else rows.stop + window - 1 if window else t
-    return slice(first, min(t, last))
+    first = min(t, max(0, rows.start + ahead - window + 1)) if window else 0
+    last = rows.stop + ahead if is_causal else rows.stop + ahead + window - 1 if window else t
+    return slice(first, max(first, min(t, last)))
 
 
-def _hidden(rows: slice, seen: slice, is_causal: bool, window: int, device: torch.device) -> Tensor | None:
+def _hidden(rows: slice, seen: slice, is_causal: bool, window: int, ahead: int, device: torch.device) -> Tensor | None:
     """The scores of a block that are not read; None if all are."""
     if not is_causal and not window:
         return None
     own, read = (torch.arange(part.start, part.stop, dtype=torch.int32, device=device) for part in (rows, seen))
-    ahead = own[:, None] - read
-    hidden = ahead < 0 if is_causal else ahead <= -window
-    return hidden | (ahead >= window) if window else hidden
+    distance = own[:, None] + ahead - read
+    hidden = distance < 0 if is_causal else distance <= -window
+    return hidden | (distance >= window) if window else hidden
 
 
-def _cut(mask: Tensor | None, part: slice, rows: slice, seen: slice) -> Tensor | None:
-    """The part of a mask that a block reads, a view."""
+def mask_part(mask: Tensor | None, part: slice | None, rows: slice, seen: slice) -> Tensor | None:
+    """The part of a mask that a block reads, a view; without `part`, of the whole batch."""
     if mask is None:
         return None
     for dim, cut in ((-4, part), (-2, rows), (-1, seen)):
-        if mask.dim() >= -dim and mask.shape[dim] > 1:
+        if cut is not None and mask.dim() >= -dim and mask.shape[dim] > 1:
             mask = mask.narrow(dim, cut.start, cut.stop - cut.start)
     return mask
 

@@ -14,7 +14,7 @@ import torch
 from .. import random
 from ..comm.comm import Axis, Comm, Pending
 from ..torch_private import recompile_limit
-from . import attention, functional
+from . import attention, attention_rows, functional
 
 Function = TypeVar("Function", bound=Callable[..., object])
 # One function serves every layer, every rank in one process, and the training step as well as its rehearsal.
@@ -32,7 +32,7 @@ def _as_they_are() -> None:
     for owner, name in (*methods, (Comm, "draw"), (Pending, "wait"), (Pending, "then")):
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
     for name, function in vars(functional).copy().items():
-        if getattr(function, "__module__", "") in (attention.__name__, random.__name__):
+        if getattr(function, "__module__", "") in (attention.__name__, attention_rows.__name__, random.__name__):
             setattr(functional, name, torch.compiler.disable(function))
 
 

@@ -22,6 +22,7 @@ from .attention import (
     attention_dropout_bias_backward,
     row_dtype,
 )
+from .attention_rows import attention_rows, attention_rows_backward
 from .chunked_loss import gradients_of_logits, rows_of_logits
 from .embedding import (
     embedding_add_grad,
@@ -48,6 +49,8 @@ __all__ = [
     "attention_dropout",
     "attention_dropout_backward",
     "attention_dropout_bias_backward",
+    "attention_rows",
+    "attention_rows_backward",
     "cross_entropy",
     "cross_entropy_backward",
     "cross_entropy_rows",

@@ -1,0 +1,263 @@
+"""Attention of some rows of a sequence: tiles of the scores by fused kernels, merged by their log-sum-exps.
+
+A rank of the axis cp has the queries of some runs of positions. Keys and values are there whole (`attention_rows`), or
+go around the ranks, each with its own runs (`ring_attention`). A run of queries and a run of keys make a tile: before
+the diagonal all of its scores are read, on the diagonal the kernel is causal. Partial results merge in at least fp32
+(Liu et al. 2023, Ring Attention, section 3; Dao 2023, FlashAttention-2, section 3.1). In the backward pass every tile
+has the log-sum-exps and the results of whole rows, so that its gradients are the tile's parts of the sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..positions import Run, Runs
+from ..random import Draw
+from .attention import (
+    attention,
+    attention_backward,
+    attention_bias_backward,
+    attention_in_blocks,
+    attention_in_blocks_backward,
+    kernel_name,
+    mask_part,
+    row_dtype,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The arguments of attention beside queries, keys and values: the scores that are read, and their scale."""
+
+    mask: Tensor | None = None
+    is_causal: bool = False
+    scale: float | None = None
+    window: int = 0
+    p: float = 0.0
+    draw: Draw | None = None
+
+    def part(self, rows: slice, columns: slice) -> Scores:
+        """The same for a part of the rows and columns."""
+        every = slice(None)
+        draw = None if self.draw is None else self.draw.part(every, every, rows, columns)
+        return replace(self, mask=mask_part(self.mask, None, rows, columns), draw=draw)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Some rows and columns of the scores, as slices of the local queries and keys.
+
+    The first row stands `ahead` positions after the first column.
+    """
+
+    rows: slice
+    columns: slice
+    ahead: int
+    kind: str  # "all" are read, on the "diagonal" a causal mask hides the upper half, or "some" are hidden
+
+
+def attention_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Runs,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: int = 0,
+    p: float = 0.0,
+    draw: Draw | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention whose queries are those of `rows`, and whose keys and values are whole."""
+    merged = Merged(q, v)
+    scores = Scores(mask, is_causal, scale, window, p, draw)
+    for tile in tiles(rows, ((0, k.shape[2]),), scores):
+        merged.add(q, k, v, tile, scores)
+    return merged.results()
+
+
+def attention_rows_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: Runs,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: int = 0,
+    p: float = 0.0,
+    draw: Draw | None = None,
+    learned: bool = False,
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v, and of the mask if it is learned; those of k and v are this rank's parts of sums."""
+    scores = Scores(mask, is_causal, scale, window, p, draw)
+    sums = TileGradients.like(q, k, v, mask if learned else None)
+    for tile in tiles(rows, ((0, k.shape[2]),), scores):
+        sums.add(grad, q, k, v, out, lse, tile, scores)
+    found = (sums.q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype))
+    return found if sums.mask is None or mask is None else (*found, sums.mask.to(mask.dtype))
+
+
+def tiles(rows: Runs, columns: Runs, scores: Scores) -> Iterator[Tile]:
+    """The tiles of which some scores are read."""
+    row = 0
+    for own in rows:
+        column = 0
+        for read in columns:
+            for first, last, kind in _read(own, read, scores):
+                yield Tile(
+                    slice(row, row + own[1] - own[0]),
+                    slice(column + first - read[0], column + last - read[0]),
+                    own[0] - first,
+                    kind,
+                )
+            column += read[1] - read[0]
+        row += own[1] - own[0]
+
+
+def _read(own: Run, read: Run, scores: Scores) -> Iterator[tuple[int, int, str]]:
+    """The positions of `read` that the queries of `own` read, in parts of one kind each."""
+    (start, stop), (first, last) = own, read
+    if scores.is_causal:
+        last = min(last, stop)
+    if scores.window:
+        first = max(first, start - scores.window + 1)
+        last = last if scores.is_causal else min(last, stop + scores.window - 1)
+        near = max(stop - 1 - first, last - 1 - start) < scores.window
+        if not near:
+            if first < last:
+                yield first, last, "some"
+            return
+    if not scores.is_causal:
+        if first < last:
+            yield first, last, "all"
+        return
+    if first < min(last, start):
+        yield first, min(last, start), "all"
+    first = max(first, start)
+    if first < last:
+        yield first, last, "diagonal" if (first, last) == own else "some"
+
+
+class Merged:
+    """The results of some rows over the tiles that have been added."""
+
+    def __init__(self, q: Tensor, v: Tensor) -> None:
+        b, heads, s, _ = q.shape
+        wide = row_dtype(q)
+        self._dtype = q.dtype
+        self.out = q.new_zeros(b, s, heads, v.shape[-1], dtype=wide).transpose(1, 2)
+        self.lse = q.new_full((b, heads, s), -math.inf, dtype=wide)
+
+    def add(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> None:
+        out, lse = _tile(q[:, :, tile.rows], k[:, :, tile.columns], v[:, :, tile.columns], tile, scores)
+        here, sums = self.out[:, :, tile.rows], self.lse[..., tile.rows]
+        # A row without positions has no sum: its difference is not a number, and its weight is zero.
+        share = torch.sigmoid(lse.to(sums.dtype) - sums).nan_to_num_(nan=0.0).unsqueeze(-1)
+        here.add_(share * (out.to(here.dtype) - here))
+        sums.copy_(torch.logaddexp(sums, lse))
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        return self.out.to(self._dtype), self.lse
+
+
+def _tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
+    """The results of a tile alone, and its rows' log-sum-exps; minus infinity where a row reads nothing."""
+    part = scores.part(tile.rows, tile.columns)
+    if _by_blocks(tile, scores):
+        return attention_in_blocks(
+            q, k, v, part.mask, scores.is_causal, scores.scale, scores.window, scores.p, part.draw, ahead=tile.ahead
+        )
+    out, lse = attention(q, k, v, part.mask, tile.kind == "diagonal", scores.scale)
+    lse = lse.reshape(*q.shape[:2], -1)[..., : q.shape[2]]  # kernels of GPUs pad it
+    if part.mask is not None:  # kernels give numbers to rows that read nothing
+        lse = lse.masked_fill(_unread(part.mask, tile), -math.inf)
+    return out, lse
+
+
+def _unread(mask: Tensor, tile: Tile) -> Tensor:
+    """The rows of a tile that read nothing."""
+    read = mask if mask.dtype == torch.bool else mask != -math.inf
+    if tile.kind == "diagonal":
+        length = tile.rows.stop - tile.rows.start
+        read = read & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril_()
+    return ~read.any(-1)
+
+
+def _by_blocks(tile: Tile, scores: Scores) -> bool:
+    return tile.kind == "some" or scores.draw is not None
+
+
+@dataclass(slots=True)
+class TileGradients:
+    """The sums of gradients over tiles, in at least fp32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+
+    @classmethod
+    def like(cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> TileGradients:
+        wide = row_dtype(q)
+        zeros = [
+            torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v, *([] if mask is None else [mask]))
+        ]
+        return cls(*zeros)
+
+    def add(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tile: Tile,
+        scores: Scores,
+    ) -> None:
+        part = scores.part(tile.rows, tile.columns)
+        lse = lse.masked_fill(lse == -math.inf, math.inf)  # of a row without positions: all of its weights are zero
+        grad, q, out, lse = grad[:, :, tile.rows], q[:, :, tile.rows], out[:, :, tile.rows], lse[..., tile.rows]
+        k, v = k[:, :, tile.columns], v[:, :, tile.columns]
+        found: tuple[Tensor | None, ...]
+        if _by_blocks(tile, scores):
+            found = attention_in_blocks_backward(
+                *(grad, q, k, v, out, lse, part.mask, scores.is_causal, scores.scale, scores.window, scores.p),
+                part.draw,
+                learned=self.mask is not None,
+                ahead=tile.ahead,
+            )
+        else:
+            causal = tile.kind == "diagonal"
+            form = _kernels_lse(lse, kernel_name(q, k, v, part.mask, causal))
+            if self.mask is None or part.mask is None:
+                found = attention_backward(grad, q, k, v, out, form, part.mask, causal, scores.scale)
+            else:
+                found = attention_bias_backward(grad, q, k, v, part.mask, out, form, causal, scores.scale)
+        sums = (
+            self.q[:, :, tile.rows],
+            self.k[:, :, tile.columns],
+            self.v[:, :, tile.columns],
+            mask_part(self.mask, None, tile.rows, tile.columns),
+        )
+        for into, gradient in zip(sums, found, strict=False):
+            if into is not None and gradient is not None:
+                into += gradient
+
+
+def _kernels_lse(lse: Tensor, kernel: str) -> Tensor:
+    """Log-sum-exps of whole rows in the form that a kernel's backward reads."""
+    if kernel == "cudnn":
+        return lse.unsqueeze(-1).contiguous()
+    if kernel == "efficient":
+        return torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
+    return lse.contiguous()

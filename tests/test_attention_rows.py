@@ -1,0 +1,76 @@
+"""Attention of some rows, in tiles that are merged, against scores that are written out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from partc.runtime.ops.attention_rows import attention_rows, attention_rows_backward
+from partc.runtime.positions import positions
+
+LENGTH = 24
+CASES = [(True, 0), (False, 0), (True, 5), (False, 4), (True, 9), (True, LENGTH)]
+
+
+def _masks() -> list[Tensor | None]:
+    read = torch.rand(2, 1, LENGTH, LENGTH) > 0.3
+    read[0, :, 5] = False  # a row that reads nothing
+    read[1, :, 20, :16] = False  # and one that reads nothing of two ranks' keys
+    added = torch.randn(4, LENGTH, LENGTH, dtype=torch.float64).masked_fill(~read[0], -math.inf)
+    return [None, read, added, torch.rand(2, 1, 1, LENGTH) > 0.2]
+
+
+def _written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, window: int) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    ahead = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    if causal:
+        scores = scores.masked_fill(ahead < 0, -math.inf)
+    if window:
+        scores = scores.masked_fill(ahead.abs() >= window, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    blank = (scores == -math.inf).all(-1, keepdim=True)
+    return (scores.masked_fill(blank, 0).softmax(-1) * ~blank) @ v
+
+
+@pytest.mark.parametrize("dim", ["24@cp", "2 · 12@cp"])
+@pytest.mark.parametrize(("causal", "window"), CASES)
+def test_rows_of_three_ranks_are_those_of_the_whole(dim: str, causal: bool, window: int) -> None:
+    torch.manual_seed(0)
+    shapes = ((2, 4, LENGTH, 8), (2, 2, LENGTH, 8), (2, 2, LENGTH, 6))
+    for mask, dense in itertools.product(_masks(), (True, False)):
+        q, k, v = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+        if not dense:  # heads and positions have changed places
+            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        whole = _written_out(q, k, v, mask, causal, window)
+        grad = torch.randn_like(whole)
+        wanted = torch.autograd.grad(whole, leaves, grad)
+        q, k, v = (x.detach() for x in leaves)
+        sums = [torch.zeros_like(x) for x in (q, k, v)]
+        for rank in range(3):
+            rows = positions(dim, {"cp": (rank, 3)})
+            where = torch.cat([torch.arange(*run) for run in rows])
+            own = mask if mask is None or mask.shape[-2] == 1 else mask[..., where, :]
+            part = grad[:, :, where]
+            out, lse = attention_rows(q[:, :, where], k, v, rows, own, causal, None, window)
+            torch.testing.assert_close(out, whole[:, :, where].detach(), rtol=1e-12, atol=1e-12)
+            given = (rows, own, causal, None, window)
+            found = attention_rows_backward(part, q[:, :, where], k, v, out, lse, *given)
+            sums[0][:, :, where] = found[0]
+            sums[1] += found[1]
+            sums[2] += found[2]
+        for made, right in zip(sums, wanted, strict=True):
+            torch.testing.assert_close(made, right, rtol=1e-12, atol=1e-12)
+
+
+def test_positions_of_a_rank() -> None:
+    assert positions("24@cp", {"cp": (1, 3)}) == ((8, 16),)
+    assert positions("2 · 12@cp", {"cp": (2, 3)}) == ((8, 12), (20, 24))
+    assert positions("24@cp,tp", {"cp": (1, 2), "tp": (0, 3)}) == ((12, 16),)
+    assert positions("4@cp · 6", {"cp": (1, 2)}) == ((12, 24),)

@@ -25,6 +25,7 @@ AREAS: Mapping[str, str] = {
     "P05": "packages: running and verifying",
     "P06": "output and inspection",
     "P07": "the environment",
+    "P08": "clusters and plans",
 }
 
 CATALOGUE: Mapping[str, CodeExplanation] = {
@@ -623,6 +624,37 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0702": CodeExplanation(
         "a pass that cannot be left out",
         "PARTC_DISABLE names passes to leave out, separated by commas; they must be optional.",
+    ),
+    "P0801": CodeExplanation(
+        "a cluster cannot be read",
+        "A cluster is a text such as 8xH100-80GB, 16x8xA100-80GB (nodes x devices) or 4xCPU, or a TOML file. A file "
+        "has nodes, devices and device (a preset's name, or a table with name, memory, peak, bandwidth, cores, launch, "
+        "host, kind), and may have domain, the tables inside and between (kind, gigabytes, latency, switched, reduces) "
+        "and network (kind, dims, leaf, oversubscription). Fields that contradict each other are refused.",
+    ),
+    "P0802": CodeExplanation(
+        "no device has this name",
+        "The message lists the devices that are known. A TOML file describes others.",
+    ),
+    "P0803": CodeExplanation(
+        "a mesh is larger than the cluster",
+        "Every rank needs a device of its own.",
+    ),
+    "P0804": CodeExplanation(
+        "a plan cannot be read",
+        "`partc simulate --plans FILE` reads one JSON object a line: mesh, and optionally microbatches, schedule, "
+        "virtual_stages, zero, recompute, precision, kernels, and options, which are those of the model file. Other "
+        "fields are refused. A line that cannot be read has this error in its place of the results.",
+    ),
+    "P0805": CodeExplanation(
+        "constants of the cost model cannot be read",
+        "`--calibration FILE` is a TOML file with some of products, attention, streaming, inside, between, slowdown. "
+        "`partc cluster show SPEC` prints their values.",
+    ),
+    "P0806": CodeExplanation(
+        "partc fails on a plan",
+        "A bug in partc; the predictions of the other plans are valid. `partc compile` with the same options shows the "
+        "failure in full.",
     ),
 }
 

@@ -394,6 +394,12 @@ def _applied(
     return step
 
 
+def alone(name: str, program: Program, options: Mapping[str, Any]) -> Program:
+    """The program after one pass, which runs without a check of its place in the order."""
+    entry = PIPELINE[NAMES.index(name)]
+    return entry.run(program, **{key: options[key] for key in entry.options if key in options})
+
+
 def up_to(name: str | None) -> tuple[Pass, ...]:
     """The passes up to and including `name`; all passes for None."""
     return PIPELINE if name is None else PIPELINE[: NAMES.index(known(name)) + 1]

@@ -43,7 +43,7 @@ def batch(program: Program) -> Program:
     """
     # The batch is followed even without data parallelism and microbatches, so that no other axis cuts it.
     axes = batch_axes(program.sizes) or (TIME_AXIS,)
-    _check_divisible(program)
+    check_divisible(program)
     _check_updates(program)
     summed: frozenset[str] = frozenset()  # program values that must be complete over the batch
     while True:
@@ -54,7 +54,8 @@ def batch(program: Program) -> Program:
         summed |= walk.demanded
 
 
-def _check_divisible(program: Program) -> None:
+def check_divisible(program: Program) -> None:
+    """Raise PartcError P0401 if the batch does not divide over its axes."""
     types = program.value_types()
     entries = program.batch_entries
     if not entries:

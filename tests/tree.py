@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 # The folders of partc/ from the lowest layer to the highest: a module imports from its own folder and from lower ones.
 # "" stands for the files beside the folders.
 LAYERS = (
-    "runtime", "kernels", "", "ir", "schedules", "rules", "sharding", "communication", "cost", "frontend", "passes",
+    "runtime", "kernels", "", "ir", "schedules", "rules", "sharding", "communication", "cluster", "cost", "frontend", "passes",
     "templates", "codegen", "rehearsal", "package", "compilation", "api", "reports", "cli", "__main__",
 )  # fmt: skip
 # The layers of partc/runtime.

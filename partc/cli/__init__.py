@@ -14,6 +14,7 @@ import click
 
 from partc import __version__
 from partc.cli import compile_options, console
+from partc.cli.simulation import cluster_command, simulate_command
 from partc.cli.tracing import trace_command
 from partc.errors import PartcError
 
@@ -50,6 +51,8 @@ def cli(context: click.Context) -> None:
 
 
 cli.add_command(trace_command)
+cli.add_command(cluster_command)
+cli.add_command(simulate_command)
 
 
 @cli.command("compile", short_help="Compile MODEL for a mesh.")

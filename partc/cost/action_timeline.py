@@ -1,11 +1,13 @@
 """The timeline of an action: computation in order, collectives beside it.
 
 Collectives over the same axes run one after the other, those over different axes at the same time. A collective runs
-beside computation from its start to its wait.
+beside computation from its start to its wait; while both run, both take longer.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass
 
 
@@ -36,6 +38,7 @@ class ActionTimeline:
     seconds: float = 0.0
     pieces: tuple[TimedSegment, ...] = ()
     carried: float = 0.0
+    waited: tuple[tuple[str, float], ...] = ()  # a collective and its axes, and the seconds in which it is waited for
 
     @property
     def compute(self) -> float:
@@ -47,28 +50,82 @@ class ActionTimeline:
         return tuple(piece.segment for piece in self.pieces if piece.segment.op)
 
 
-class TimelineBuilder:
-    """Builds the timeline of an action."""
+@dataclass(slots=True)
+class _Running:
+    """A collective that has started: its remaining seconds, and the time at which its links were free for it."""
 
-    def __init__(self) -> None:
+    key: object
+    segment: Segment
+    left: float
+    begun: float
+    place: int  # among the pieces
+
+
+class TimelineBuilder:
+    """Builds the timeline of an action. Computation and collectives that run at one time slow each other down."""
+
+    def __init__(self, slowdown: float = 0.0) -> None:
         self.now = 0.0
-        self.pieces: list[TimedSegment] = []
-        self._free: dict[str, float] = {}  # axes -> end of the last collective over them
-        self._ends: dict[object, float] = {}
+        self._pieces: list[TimedSegment | None] = []
+        self.waited: dict[str, float] = {}  # collective and its axes -> seconds without computation
+        self._stretch = 1 + slowdown
+        self._queues: dict[str, deque[_Running]] = {}  # axes -> collectives over them, one after the other
 
     def work(self, seconds: float) -> None:
-        if seconds:
-            self.pieces.append(TimedSegment(start=self.now, end=self.now + seconds, segment=Segment(seconds=seconds)))
-            self.now += seconds
+        if not seconds:
+            return
+        begin, left = self.now, seconds
+        while left > 0:
+            first = min((queue[0].left for queue in self._queues.values()), default=math.inf)
+            stretch = self._stretch if self._queues else 1.0
+            step = min(left, first)
+            self._pass(step * stretch, step)
+            left -= step
+        self._pieces.append(TimedSegment(start=begin, end=self.now, segment=Segment(seconds=self.now - begin)))
 
     def start(self, key: object, segment: Segment) -> None:
-        begin = max(self.now, self._free.get(segment.over, 0.0))
-        end = self._free[segment.over] = self._ends[key] = begin + segment.seconds
-        self.pieces.append(TimedSegment(start=begin, end=end, segment=segment))
+        queue = self._queues.setdefault(segment.over, deque())
+        place = len(self._pieces)
+        self._pieces.append(None)
+        queue.append(_Running(key=key, segment=segment, left=segment.seconds, begun=self.now, place=place))
 
     def wait(self, key: object) -> None:
-        self.now = max(self.now, self._ends.pop(key, 0.0))
+        found = next((each for queue in self._queues.values() for each in queue if each.key == key), None)
+        begin = self.now
+        while found is not None and any(found in queue for queue in self._queues.values()):
+            first = min(queue[0].left for queue in self._queues.values())
+            self._pass(first, first)
+        if found is not None and self.now > begin:
+            name = f"{found.segment.op} over {found.segment.over}"
+            self.waited[name] = self.waited.get(name, 0.0) + self.now - begin
+
+    def _pass(self, seconds: float, done: float) -> None:
+        """Let time pass, in which the first collective of each queue advances by `done` seconds."""
+        self.now += seconds
+        for over, queue in list(self._queues.items()):
+            first = queue[0]
+            first.left -= done
+            if first.left > 1e-15:
+                continue
+            self._pieces[first.place] = TimedSegment(start=first.begun, end=self.now, segment=first.segment)
+            queue.popleft()
+            if queue:
+                queue[0].begun = self.now
+            else:
+                del self._queues[over]
 
     def built(self) -> ActionTimeline:
-        carried = max([0.0, *(end - self.now for end in self._ends.values())])
-        return ActionTimeline(seconds=self.now, pieces=tuple(self.pieces), carried=carried)
+        carried = 0.0
+        for queue in self._queues.values():
+            at = self.now
+            for each in queue:
+                begun = each.begun if at == self.now else at
+                at += each.left
+                self._pieces[each.place] = TimedSegment(start=begun, end=at, segment=each.segment)
+            carried = max(carried, at - self.now)
+        return ActionTimeline(
+            seconds=self.now,
+            pieces=tuple(piece for piece in self._pieces if piece is not None),
+            carried=carried,
+            waited=tuple(self.waited.items()),
+        )

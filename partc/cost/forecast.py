@@ -1,8 +1,7 @@
-"""The predicted step: the roofline gives each operation's duration, and every rank follows its schedule."""
+"""The predicted step: rates give the duration of each operation and collective, and ranks follow their schedules."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,9 +11,8 @@ from partc.communication.descriptions import comment
 from partc.communication.exchanges import Collective, Exchanges, graph_of
 from partc.communication.execution import Execution, GraphRun, Start, Step, Wait
 from partc.cost.action_timeline import ActionTimeline, Segment, TimelineBuilder
-from partc.cost.roofline import H100, Machine, seconds
+from partc.cost.rates import ROOFLINE, Rates
 from partc.cost.simulation import Durations, Timeline, timeline
-from partc.ir.collectives import cost
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import MOVING, Action, Call, Graph, Op, Program, TensorType
 
@@ -24,7 +22,7 @@ _UPDATE = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Measured durations as multiples of those on the roofline's machine."""
+    """Measured durations as multiples of those that the rates give."""
 
     compute: float = 1.0
     communication: float = 1.0
@@ -45,10 +43,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The predicted step of a program on a machine; `places` are coordinates on the pipeline axis."""
+    """The predicted step of a program on some hardware; `places` are coordinates on the pipeline axis."""
 
     program: Program
-    machine: Machine = H100
+    rates: Rates = ROOFLINE
     scale: Scale = Scale()
 
     def action(self, stage: int, kind: str, microbatch: int | None = None, *, updates: bool = True) -> ActionTimeline:
@@ -68,31 +66,52 @@ class Forecast:
 
     def transfer(self, stage: int) -> float:
         """Seconds until the values or gradients that a stage sends have arrived."""
-        sizes = [
-            self._types[each.value].local_bytes(self.program.sizes)
-            for each in self.program.transfers
-            if self.program.travels(each) and stage in (each.source, each.target)
-        ]
-        slow = self.machine.meeting + max(sizes, default=0) / self.machine.link
-        return self.scale.communication * slow if sizes else 0.0
+        return self._transfers.get(stage, 0.0)
+
+    @cached_property
+    def _transfers(self) -> dict[int, float]:
+        found: dict[int, float] = {}
+        program = self.program
+        for each in filter(program.travels, program.transfers):
+            size = self._types[each.value].local_bytes(program.sizes)
+            places = program.place(each.source), program.place(each.target)
+            takes = self.scale.communication * self.rates.transfer(program.mesh, places, size)
+            for stage in (each.source, each.target):
+                found[stage] = max(found.get(stage, 0.0), takes)
+        return found
 
     @cached_property
     def timeline(self) -> Timeline:
-        def total(stage: int, kind: str) -> float:
-            return self.action(stage, kind).seconds
+        """All microbatches of a stage take equally long, but for the last backward pass, which starts the sums."""
+        stages = range(self.program.stages)
+        return timeline(
+            self.program,
+            [self._durations(stage, self._first) for stage in stages],
+            [self._durations(stage, {}) for stage in stages],
+        )
 
-        durations = [
-            Durations(
-                forward=total(stage, "F"),
-                backward=total(stage, "B"),
-                inputs=total(stage, "I"),
-                weights=total(stage, "W"),
-                reduction=total(stage, "REDUCE_GRAD"),
-                transfer=self.transfer(stage),
-            )
-            for stage in range(self.program.stages)
-        ]
-        return timeline(self.program, durations)
+    def _durations(self, stage: int, microbatches: Mapping[tuple[int, str], int]) -> Durations:
+        def seconds(kind: str) -> float:
+            return self.action(stage, kind, microbatches.get((stage, kind))).seconds
+
+        return Durations(
+            forward=seconds("F"),
+            backward=seconds("B"),
+            inputs=seconds("I"),
+            weights=seconds("W"),
+            reduction=seconds("REDUCE_GRAD"),
+            transfer=self.transfer(stage),
+        )
+
+    @cached_property
+    def _first(self) -> dict[tuple[int, str], int]:
+        """For each stage and kind of action, the second microbatch that it runs: the first waits for first gathers."""
+        found: dict[tuple[int, str], list[int]] = {}
+        for row in self.program.schedule:
+            for action in row:
+                if action.kind in ("F", "B", "I", "W") and action.microbatch is not None:
+                    found.setdefault((action.stage, action.kind), []).append(action.microbatch)
+        return {key: order[min(1, len(order) - 1)] for key, order in found.items()}
 
     @cached_property
     def places(self) -> tuple[tuple[Span, ...], ...]:
@@ -163,7 +182,7 @@ class Forecast:
 
     def _played(self, steps: Iterable[Step], begin: float = 0.0) -> ActionTimeline:
         """Lay out steps in order. A wait for a collective that an earlier action has started takes no time."""
-        builder = TimelineBuilder()
+        builder = TimelineBuilder(self.rates.slowdown)
         builder.now = begin
         for step in steps:
             match step:
@@ -212,10 +231,11 @@ class Forecast:
         work = 0.0
         for op in graph.ops:
             axis = dict(op.attrs).get("axis")
-            takes = seconds(op, types, sizes, self.machine)
             moves = op.name in MOVING and isinstance(axis, str)
-            if (not moves and op.name != "wait") or (isinstance(axis, str) and sizes[axis] == 1):
-                work += takes
+            if not moves and op.name != "wait":
+                work += self.rates.operation(op, types, sizes)
+                continue
+            if isinstance(axis, str) and sizes[axis] == 1:
                 continue
             if work:
                 yield "", Segment(seconds=self.scale.compute * work), ""
@@ -224,13 +244,9 @@ class Forecast:
                 yield "", nothing, next(op.refs())
                 continue
             made = op.results[0].name
-            segment = Segment(
-                seconds=self.scale.communication * takes,
-                op=op.name,
-                over=str(axis),
-                bytes=types[next(op.refs())].local_bytes(sizes),
-                why=comment(op, graph, types, sizes, label).partition(": ")[2],
-            )
+            size = types[next(op.refs())].local_bytes(sizes)
+            why = comment(op, graph, types, sizes, label).partition(": ")[2]
+            segment = self._moving(op.name, str(axis), size, why)
             yield made, segment, ""
             if made not in awaited:
                 yield "", nothing, made
@@ -254,26 +270,30 @@ class Forecast:
             if parameter.trainable and place in map(self.program.place, self._holders.get(parameter.name, ()))
         )
         builder = TimelineBuilder()
-        builder.work(self.scale.compute * (self.machine.start + _UPDATE * size / self.machine.memory))
+        builder.work(self.scale.compute * self.rates.update(_UPDATE * size))
         gathers = self._played(self._around(place, "update"), builder.now)
-        return replace(gathers, pieces=(*builder.pieces, *gathers.pieces))
+        return replace(gathers, pieces=(*builder.built().pieces, *gathers.pieces))
 
     def _collective(self, collective: Collective, why: str) -> Segment:
-        over = ",".join(collective.axes) or f"pp {','.join(map(str, collective.places))}"
-        return self._moving(collective.op, over, collective.ways(self.program.sizes), collective.bytes, why)
+        over = ",".join(collective.axes) or f"{PIPELINE_AXIS} {','.join(map(str, collective.places))}"
+        return self._moving(collective.op, over, collective.bytes, why)
 
     def collective(self, op: str, over: str, size: int) -> float:
         """Seconds of a collective on `size` bytes of each rank, over axes ("dp,tp") or pipeline ranks ("pp 0,2")."""
-        axes, _, ranks = over.partition(" ")
-        ways = len(ranks.split(",")) if ranks else self._ways(axes.split(","))
-        return self._moving(op, over, ways, size, "").seconds
+        return self._moving(op, over, size, "").seconds
 
-    def _ways(self, axes: Iterable[str]) -> int:
-        return math.prod(self.program.sizes[axis] for axis in axes)
+    def _moving(self, op: str, over: str, size: int, why: str) -> Segment:
+        key = op, over, size
+        if key not in self._moved:
+            axes, _, ranks = over.partition(" ")
+            places = tuple(map(int, ranks.split(","))) if ranks else ()
+            takes = self.rates.collective(op, self.program.mesh, axes.split(","), places, size)
+            self._moved[key] = self.scale.communication * takes
+        return Segment(seconds=self._moved[key], op=op, over=over, bytes=size, why=why)
 
-    def _moving(self, op: str, over: str, ways: int, size: int, why: str) -> Segment:
-        takes = self.machine.meeting + cost(op, ways, size) / self.machine.link if ways > 1 else 0.0
-        return Segment(seconds=self.scale.communication * takes, op=op, over=over, bytes=size, why=why)
+    @cached_property
+    def _moved(self) -> dict[tuple[str, str, int], float]:
+        return {}
 
     @cached_property
     def _types(self) -> Mapping[str, TensorType]:
@@ -311,6 +331,15 @@ class Forecast:
                 now = span.end
         count = len(self.places)
         return compute / count, exposed / count, self.seconds - (compute + exposed) / count
+
+    def causes(self) -> dict[str, float]:
+        """Seconds of waits by collective and axes, and for values of other stages: means over coordinates."""
+        found: dict[str, float] = {}
+        for spans in self.places:
+            for span in spans:
+                for name, seconds in span.inside.waited:
+                    found[name] = found.get(name, 0.0) + seconds / len(self.places)
+        return found
 
     def scaled(self, scale: Scale) -> Forecast:
         return replace(self, scale=scale)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.ir.collectives import cost
 from partc.ir.layout import Sizes
 from partc.ir.program import ITEMSIZE, MOVING, VIEWS, DType, Op, TensorType
-from partc.rules import flops, resolve_lowered
+from partc.rules import OpRule, flops, resolve_lowered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +37,18 @@ def seconds(op: Op, types: Mapping[str, TensorType], sizes: Sizes, machine: Mach
     shapes = {name: types[name].local(sizes) for name in op.refs()}
     results = [value.type.local(sizes) for value in op.results]
     traffic = sum(math.prod(type.shape) * ITEMSIZE[type.dtype] for type in (*shapes.values(), *results))
-    work = _flops(op, shapes, results) / machine.flops.get(results[0].dtype, machine.flops["f32"]) if results else 0.0
+    flops, _ = product_flops(op, shapes, results)
+    work = flops / machine.flops.get(results[0].dtype, machine.flops["f32"]) if results else 0.0
     return machine.start + max(traffic / machine.memory, work)
 
 
-def _flops(op: Op, shapes: Mapping[str, TensorType], results: list[TensorType]) -> float:
-    """The floating-point operations of its matrix products."""
+def product_flops(
+    op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType]
+) -> tuple[float, OpRule | None]:
+    """The floating-point operations of an operation's matrix products, and its rule, for local shapes."""
     if op.name == "convolution":
         weight = shapes[list(op.refs())[1]].shape
-        return 2.0 * math.prod(results[0].shape) * math.prod(weight[1:])
+        return 2.0 * math.prod(results[0].shape) * math.prod(weight[1:]), None
     made = tuple(replace(value, type=type) for value, type in zip(op.results, results, strict=True))
     rule = resolve_lowered(replace(op, results=made), shapes)
-    return float(flops(op, rule)) if rule is not None else 0.0
+    return (float(flops(op, rule)) if rule is not None else 0.0), rule

@@ -140,27 +140,37 @@ def simulate(
     *,
     durations: Durations | Sequence[Durations] = Durations(),
     links: Sequence[Link] | None = None,
+    last: Sequence[Durations] | None = None,
 ) -> Timeline:
     """Simulate the rows, one for each pipeline rank; `places` holds the rank of every stage.
 
-    Durations are common to all stages, or one for each. `links` are the values that stages read from each other, by
+    Durations are common to all stages, or one for each. `last` are those of the last backward pass of each stage, if it
+    takes longer, with the gradients' sums. `links` are the values that stages read from each other, by
     default a chain. If the rows contain sends and receives, values leave and arrive when these are reached; otherwise
     they do as soon as they are computed.
     """
     each = [durations] * len(places) if isinstance(durations, Durations) else durations
-    play = _Simulation(rows, places, each, chain(len(places)) if links is None else links)
+    play = _Simulation(rows, places, each, chain(len(places)) if links is None else links, last or each)
     while any([play.advance(rank) for rank in range(len(rows))]):
         pass
     stuck = tuple((rank, at) for rank, at in enumerate(play.position) if at < len(rows[rank]))
     return Timeline(ranks=tuple(map(tuple, play.spans)), reductions=tuple(map(tuple, play.reductions)), stuck=stuck)
 
 
-def timeline(program: Program, durations: Durations | Sequence[Durations] = Durations()) -> Timeline:
+def timeline(
+    program: Program,
+    durations: Durations | Sequence[Durations] = Durations(),
+    last: Sequence[Durations] | None = None,
+) -> Timeline:
     """The predicted step of a scheduled program. Raises InternalError if its schedule deadlocks."""
     links = [(transfer.source, transfer.target, transfer.gradient) for transfer in program.transfers]
     places = {action.stage: rank for rank, row in enumerate(program.schedule) for action in row}
     found = simulate(
-        program.schedule, [places[stage] for stage in range(program.stages)], durations=durations, links=links
+        program.schedule,
+        [places[stage] for stage in range(program.stages)],
+        durations=durations,
+        links=links,
+        last=last,
     )
     if found.stuck:
         raise InternalError(
@@ -178,8 +188,11 @@ class _Simulation:
         places: Sequence[int],
         durations: Sequence[Durations],
         links: Sequence[Link],
+        last: Sequence[Durations],
     ) -> None:
         self.rows = rows
+        self.last = last
+        self.final = {a.stage: a for row in rows for a in row if a.kind in ("B", "W")}  # the last of each stage
         self.places = places
         self.durations = durations
         self.position = [0] * len(rows)
@@ -226,7 +239,8 @@ class _Simulation:
             self.reductions[rank].append((stage, start, self.clock[rank]))
         if kind in ("F", "B", "I", "W") and index is not None:
             start = self.clock[rank]
-            self.clock[rank] = end = start + self.durations[stage].of(kind)
+            durations = self.last if self.final.get(stage) == action else self.durations
+            self.clock[rank] = end = start + durations[stage].of(kind)
             self.spans[rank].append(ComputeSpan(compute=Compute(stage, kind, index), start=start, end=end))
             self.made[stage, what, index] = end
         return True

@@ -56,13 +56,12 @@ def document(forecast: Forecast | None, measured: Measured | None, mesh: Mesh | 
 
 def basis(forecast: Forecast, measured: Measured | None) -> str:
     """The basis of a prediction, in a sentence."""
-    machine = "an H100's arithmetic, memory and NVLink (partc/cost/roofline.py)"
     if measured is None:
-        return f"durations are those of {machine}"
+        return f"durations are those of {forecast.rates.basis}"
     return (
-        f"durations are those of {machine}, computation times {forecast.scale.compute:.3g} and communication times "
-        f"{forecast.scale.communication:.3g}, so that each is as much in total as was measured: their shares, their "
-        "order and all waiting are predicted"
+        f"durations are those of {forecast.rates.basis}, computation times {forecast.scale.compute:.3g} and "
+        f"communication times {forecast.scale.communication:.3g}, so that each is as much in total as was measured: "
+        "their shares, their order and all waiting are predicted"
     )
 
 

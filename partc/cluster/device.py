@@ -1,0 +1,79 @@
+"""Devices, with the figures of their data sheets.
+
+Peaks are those of dense products with sums in fp32. Vendors that state twice as much "with sparsity" are halved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from partc.ir.program import DType
+
+DeviceKind = Literal["gpu", "cpu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """An accelerator, or the processor cores of one process."""
+
+    name: str
+    memory: int  # bytes
+    peak: Mapping[DType, float]  # flops a second of matrix products, by the type of their operands
+    bandwidth: float  # bytes a second between the device and its memory, read or written
+    cores: int = 1  # multiprocessors: as many tiles of a product are computed at one time
+    launch: float = 3e-6  # seconds from a kernel's end to the start of the next one in a queue
+    host: float = 8e-6  # seconds in which the host issues an operation
+    kind: DeviceKind = "gpu"
+
+    def peak_of(self, dtype: str) -> float:
+        """The peak for a type of operands; types without one compute as fp32 does."""
+        return next((rate for name, rate in self.peak.items() if name == dtype), self.peak["f32"])
+
+
+def _gpu(
+    name: str, gigabytes: float, low: float, single: float, terabytes: float, cores: int, double: float = 0.0
+) -> Device:
+    """Peaks in 10^12 flops a second; `single` is fp32 without TF32, which torch leaves off."""
+    peak: dict[DType, float] = {"f16": low * 1e12, "bf16": low * 1e12, "f32": single * 1e12}
+    peak["f64"] = (double or single / 32) * 1e12
+    return Device(name=name, memory=int(gigabytes * 1e9), peak=peak, bandwidth=terabytes * 1e12, cores=cores)
+
+
+def processor() -> Device:
+    """One process on a core of this machine. `partc cluster measure` replaces the rates, which are rough."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device(
+        name="CPU",
+        memory=memory,
+        peak={"f32": 6e10, "f64": 3e10, "bf16": 3e10, "f16": 3e10},
+        bandwidth=8e9,
+        launch=1e-6,
+        host=4e-6,
+        kind="cpu",
+    )
+
+
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        _gpu("V100-16GB", 17.2, 125, 15.7, 0.9, 80, 7.8),
+        _gpu("V100-32GB", 34.4, 125, 15.7, 0.9, 80, 7.8),
+        _gpu("A100-40GB", 42.4, 312, 19.5, 1.555, 108, 19.5),
+        _gpu("A100-80GB", 85.1, 312, 19.5, 2.039, 108, 19.5),
+        _gpu("H100-80GB", 85.5, 989, 67, 3.35, 132, 67),
+        _gpu("H200-141GB", 150.1, 989, 67, 4.8, 132, 67),
+        _gpu("B200-180GB", 191.5, 2250, 80, 8.0, 148, 40),
+        _gpu("GB200-186GB", 198.0, 2500, 80, 8.0, 148, 40),
+        _gpu("MI300X-192GB", 206.1, 1307, 163, 5.3, 304, 163),
+        _gpu("A10-24GB", 24.1, 125, 31.2, 0.6, 72),
+        _gpu("L4-24GB", 24.1, 121, 30.3, 0.3, 58),
+        _gpu("L40S-48GB", 48.3, 362, 91.6, 0.864, 142),
+        _gpu("RTX3090-24GB", 25.4, 71, 35.6, 0.936, 82),
+        _gpu("RTX4090-24GB", 25.3, 165, 82.6, 1.008, 128),
+        _gpu("RTX5090-32GB", 33.7, 209, 104.8, 1.792, 170),
+        _gpu("RTXA6000-48GB", 51.0, 155, 38.7, 0.768, 84),
+    )
+}

@@ -1,0 +1,173 @@
+"""Clusters in TOML files, which are read as untrusted data.
+
+    name = "lab"
+    nodes = 4
+    devices = 8
+    device = "A100-80GB"          # a preset; or a table with memory, peak, bandwidth, ...
+
+    [inside]
+    kind = "nvlink"
+    gigabytes = 300               # a second, each way, of one device
+
+    [between]
+    kind = "infiniband"
+    gigabytes = 25
+
+    [network]
+    kind = "fat-tree"
+    leaf = 2
+    oversubscription = 2.0
+
+Fields that are left out are those of the device's preset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from partc.cluster.cluster import MOST_DEVICES, Cluster, preset
+from partc.cluster.device import Device
+from partc.cluster.network import LATENCY, Link, LinkKind, Topology, TopologyKind
+from partc.errors import PartcError
+from partc.ir.program import DType
+from partc.runtime.documents import Malformed, Natural, Positive, at_least, contents, decoded, more_than
+
+_Rate = Annotated[float, more_than(0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DeviceTable:
+    name: str
+    memory: Positive
+    peak: dict[DType, _Rate]
+    bandwidth: _Rate
+    cores: Positive = 1
+    launch: Annotated[float, at_least(0)] = 3e-6
+    host: Annotated[float, at_least(0)] = 8e-6
+    kind: str = "gpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LinkTable:
+    kind: LinkKind
+    gigabytes: _Rate
+    latency: Annotated[float, at_least(0)] | None = None  # seconds
+    switched: bool = True
+    reduces: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NetworkTable:
+    kind: TopologyKind = "fat-tree"
+    dims: tuple[Positive, ...] = ()
+    oversubscription: Annotated[float, at_least(1)] = 1.0
+    leaf: Natural = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ClusterTable:
+    nodes: Positive
+    devices: Positive
+    device: str | _DeviceTable
+    name: str = ""
+    inside: _LinkTable | None = None
+    between: _LinkTable | None = None
+    network: _NetworkTable = field(default_factory=_NetworkTable)
+    domain: Natural = 0
+
+
+def cluster_of(spec: str) -> Cluster:
+    """The cluster of a preset's text or of a TOML file. Raises PartcError P0801 and P0802."""
+    if not spec.lower().endswith(".toml"):
+        return preset(spec)
+    path = Path(spec)
+    try:
+        table = decoded(_ClusterTable, toml(path))
+        return _cluster(table, path)
+    except Malformed as error:
+        raise PartcError("P0801", f"{spec} {error}", help="see `partc explain P0801` for the fields") from None
+
+
+def toml(path: Path) -> dict[str, Any]:
+    """The contents of a TOML file. Raises Malformed."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return tomllib.loads(contents(path, largest=1 << 20).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise error if isinstance(error, Malformed) else Malformed(f"is not TOML: {error}") from None
+
+
+def _cluster(table: _ClusterTable, path: Path) -> Cluster:
+    if table.nodes * table.devices > MOST_DEVICES:
+        raise Malformed(f"has {table.nodes * table.devices:,} devices, more than {MOST_DEVICES:,}")
+    if isinstance(table.device, str):
+        found = preset(f"{table.nodes}x{table.devices}x{table.device}")
+    else:
+        if table.inside is None or table.between is None:
+            raise Malformed("describes a device of its own, and needs the tables inside and between for its links")
+        found = preset(f"{table.nodes}x{table.devices}xH100-80GB")
+        found = replace(found, device=_device(table.device), domain=0)
+    topology = Topology(**{each.name: getattr(table.network, each.name) for each in dataclasses.fields(Topology)})
+    _check(topology, table)
+    return replace(
+        found,
+        name=table.name or path.stem,
+        inside=found.inside if table.inside is None else _link(table.inside),
+        between=found.between if table.between is None else _link(table.between),
+        topology=topology,
+        domain=table.domain or found.domain,
+    )
+
+
+def _device(table: _DeviceTable) -> Device:
+    if "f32" not in table.peak:
+        raise Malformed("has no device.peak.f32")
+    if table.kind not in ("gpu", "cpu"):
+        raise Malformed(f"has device.kind {table.kind!r}, which is none of gpu, cpu")
+    values = {each.name: getattr(table, each.name) for each in dataclasses.fields(Device)}
+    return Device(**values)
+
+
+def _link(table: _LinkTable) -> Link:
+    latency = LATENCY[table.kind] if table.latency is None else table.latency
+    return Link(
+        kind=table.kind,
+        bandwidth=table.gigabytes * 1e9,
+        latency=latency,
+        switched=table.switched,
+        reduces=table.reduces,
+    )
+
+
+def _check(topology: Topology, table: _ClusterTable) -> None:
+    """Refuse descriptions that contradict themselves. Raises Malformed."""
+    if topology.kind == "torus":
+        if math.prod(topology.dims) != table.nodes or len(topology.dims) not in (2, 3):
+            raise Malformed(
+                f"has a torus of {'x'.join(map(str, topology.dims)) or 'no'} nodes, and nodes = {table.nodes}"
+            )
+    elif topology.dims:
+        raise Malformed(f"gives network.dims, which a {topology.kind} does not have")
+    if topology.kind == "hypercube" and table.nodes & (table.nodes - 1):
+        raise Malformed(f"has a hypercube of {table.nodes} nodes, which is no power of 2")
+    if topology.kind not in ("fat-tree", "dragonfly") and (topology.leaf or topology.oversubscription != 1):
+        raise Malformed(f"gives network.leaf or network.oversubscription, which a {topology.kind} does not have")
+    if topology.leaf and (topology.leaf > table.nodes or table.nodes % topology.leaf):
+        raise Malformed(f"has {topology.leaf} nodes below each switch, which do not divide its {table.nodes} nodes")
+    if topology.oversubscription != 1 and not topology.leaf:
+        raise Malformed("is oversubscribed, and needs network.leaf: the nodes below each switch")
+    if table.domain and (table.domain % table.devices or table.domain > table.nodes * table.devices):
+        raise Malformed(f"has domain = {table.domain}, which is not made of whole nodes of {table.devices}")
+
+
+def document(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as JSON."""
+    return {**dataclasses.asdict(cluster), "size": cluster.size}

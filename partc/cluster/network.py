@@ -1,0 +1,96 @@
+"""Links, and topologies of the network between nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+LinkKind = Literal["nvlink", "infinity-fabric", "pcie", "memory", "infiniband", "roce", "tcp"]
+TopologyKind = Literal["fat-tree", "ring", "torus", "hypercube", "dragonfly", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A device's connection to the others of its node, or to those of other nodes."""
+
+    kind: LinkKind
+    bandwidth: float  # bytes a second each way, of one device
+    latency: float  # seconds of a message without content
+    switched: bool = True  # whether any two devices can use their whole bandwidth
+    reduces: bool = False  # whether switches compute sums
+
+
+# Latencies are those of NCCL's own cost model (src/graph/tuning.cc): one step of a ring inside a node, and one between
+# nodes, with their protocol for large messages.
+LATENCY: Mapping[LinkKind, float] = {
+    "nvlink": 2e-6, "infinity-fabric": 3e-6, "pcie": 5e-6, "memory": 4e-5, "infiniband": 8e-6, "roce": 1e-5,
+    "tcp": 5e-5,
+}  # fmt: skip
+
+
+def link(kind: LinkKind, gigabytes: float, *, switched: bool = True, reduces: bool = False) -> Link:
+    return Link(kind=kind, bandwidth=gigabytes * 1e9, latency=LATENCY[kind], switched=switched, reduces=reduces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """The network between nodes.
+
+    A node has one link to each neighbour of a ring, torus or hypercube, and its bandwidth is divided among them. In a
+    fat tree, a dragonfly and a full network it has one link into the switches.
+    """
+
+    kind: TopologyKind = "fat-tree"
+    dims: tuple[int, ...] = ()  # nodes along each dimension of a torus, slowest first
+    oversubscription: float = 1.0  # of a fat tree: bandwidth into its leaves over bandwidth out of them
+    leaf: int = 0  # nodes below one switch, or in a group of a dragonfly; 0: all of them
+
+    def hops(self, nodes: int) -> float:
+        """The links between two nodes of so many, on average over all pairs."""
+        match self.kind:
+            case "ring":
+                return max(1.0, nodes / 4)
+            case "torus":
+                return max(1.0, sum(size / 4 for size in self.dims))
+            case "hypercube":
+                return max(1.0, math.log2(nodes) / 2) if nodes > 1 else 1.0
+            case "full":
+                return 1.0
+            case "dragonfly":
+                return 3.0 if self.leaf and nodes > self.leaf else 1.0
+            case _:
+                return 3.0 if self.leaf and nodes > self.leaf else 1.0
+
+    def ring_share(self, nodes: int, stride: int) -> float:
+        """The share of a node's bandwidth for a ring through `nodes` nodes, `stride` apart, beside the rings of others.
+
+        Between neighbours, messages run through the nodes between: as many rings as `stride` share each link.
+        """
+        match self.kind:
+            case "ring":
+                return 1 / (2 * stride)
+            case "torus":
+                inner = 1
+                for size in reversed(self.dims):
+                    if stride < inner * size:
+                        return 1 / (2 * len(self.dims) * max(1, stride // inner))
+                    inner *= size
+                return 1 / (2 * len(self.dims))
+            case "hypercube":
+                return 1 / max(1.0, math.log2(max(2, nodes * stride)))
+            case _:
+                return 1 / self.crossing(nodes * stride)
+
+    def spread_share(self, nodes: int, stride: int) -> float:
+        """The share of a node's bandwidth if each of `nodes` nodes sends to all others at one time."""
+        match self.kind:
+            case "ring" | "torus" | "hypercube":
+                return min(1.0, 1 / self.hops(nodes * stride))
+            case _:
+                return 1 / self.crossing(nodes * stride)
+
+    def crossing(self, extent: int) -> float:
+        """The oversubscription between nodes of which the first and last are `extent` apart."""
+        return self.oversubscription if self.leaf and extent > self.leaf else 1.0

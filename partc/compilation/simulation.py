@@ -1,0 +1,264 @@
+"""Predictions for many plans of one model on a cluster, which share its trace and passes.
+
+Passes run once for all plans that they treat alike. Layouts depend on the axes that cut weights and sequences, and on
+whether the batch is cut at all. So one program serves all sizes of dp and all numbers of microbatches, since local
+sizes follow from layouts. Its regions are differentiated, recomputed and fused once. Stages, ZeRO's parts, buckets,
+schedules and actions are each plan's own. Nothing is emitted or proved; `partc compile` does this for the plan that is
+chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from partc import passes
+from partc.cluster.cluster import Cluster, fitted
+from partc.compilation.options import Options
+from partc.cost.calibration import Calibration
+from partc.cost.footprint import Footprint
+from partc.cost.forecast import Forecast
+from partc.cost.rates import ClusterRates
+from partc.errors import InternalError, PartcError, first_line
+from partc.frontend.origin import Functions, Origin, trace
+from partc.frontend.trace import Batches
+from partc.ir.gradients import input_only
+from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, Mesh, is_batch_axis
+from partc.ir.program import Program
+from partc.passes.batch import check_divisible
+from partc.runtime.documents import Malformed, Positive, contents, decoded, parsed
+
+_Key = tuple[object, ...]
+_MOST_PLANS = 1 << 28  # bytes of a file of plans
+# Memory of a process on a GPU besides tensors: CUDA's context and the workspaces of libraries; and for each
+# communicator of NCCL its channels' buffers.
+CONTEXT = 800 << 20
+COMMUNICATOR = 150 << 20
+# Memory that the caching allocator holds beyond what is allocated at the peak, as a share: blocks of other sizes.
+FRAGMENTS = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The decisions of one plan: a line of `partc simulate --plans`."""
+
+    mesh: str
+    microbatches: Positive = 1
+    schedule: str = "1f1b"
+    virtual_stages: Positive | None = None
+    zero: int | str = 0
+    recompute: str = "none"
+    precision: str = "bf16"
+    kernels: str = "auto"
+    options: dict[str, str | int | float | bool] = field(default_factory=dict)
+
+    def checked(self, cluster: Cluster) -> Options:
+        """The options of a compile for the cluster's devices. Raises PartcError."""
+        on_gpus = cluster.device.kind == "gpu"
+        settled = ("triton" if on_gpus else "aten") if self.kernels == "auto" else self.kernels
+        # With one stage on each rank, `interleaved` is `1f1b`.
+        several = self.virtual_stages is not None and (self.virtual_stages > 1 or self.schedule == "interleaved")
+        found = Options.checked(
+            mesh=self.mesh,
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            virtual_stages=self.virtual_stages if several else None,
+            zero=self.zero,
+            recompute=self.recompute,
+            precision=self.precision,
+            kernels=settled,
+            seed=0,
+            shard=(),
+        )
+        fitted(cluster, found.mesh.size)
+        return found
+
+    @property
+    def definitions(self) -> tuple[tuple[str, str], ...]:
+        """The model's own options, as `-D` gives them."""
+        return tuple(sorted((name, str(value)) for name, value in self.options.items()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The predicted step of a plan. Times are seconds of a step, as means over pipeline ranks."""
+
+    step_seconds: float
+    memory_bytes: int  # of the rank that holds most, with what the process holds besides tensors
+    fits: bool
+    compute: float
+    exposed: float  # waits for communication
+    bubble: float  # waits for other stages
+    causes: Mapping[str, float] = field(default_factory=dict)  # of `exposed`: a collective and its axes -> seconds
+
+    def document(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__} | {"error": None}
+
+
+class Simulator:
+    """Predicts plans of one model on one cluster."""
+
+    def __init__(self, model: Any, cluster: Cluster, constants: Calibration) -> None:
+        self.model = model
+        self.cluster = cluster
+        self.rates = ClusterRates(cluster, constants)
+        self._known: dict[_Key, Any] = {}
+
+    def predict(self, plan: PlanOptions) -> Prediction:
+        """The prediction for a plan. Raises PartcError if it cannot be compiled."""
+        return prediction(self.program(plan), self.rates)
+
+    def program(self, plan: PlanOptions) -> Program:
+        """The plan's program with its actions: those of a compile, but for sizes that are literals of operations.
+
+        Raises PartcError.
+        """
+        options = plan.checked(self.cluster)
+        try:
+            return self._program(plan, options, separate=False)
+        except PartcError as error:
+            if error.code != "P0402":
+                raise
+        return self._program(plan, options, separate=True)
+
+    def _program(self, plan: PlanOptions, options: Options, *, separate: bool) -> Program:
+        parts = options.microbatches if separate else 1
+        trace_key = (plan.definitions, options.precision, parts)
+        given = options.for_passes
+        mesh = options.mesh
+
+        def ready(program: Program) -> Program:
+            return replace(program, mesh=mesh, microbatches=options.microbatches)
+
+        def canonical() -> Program:
+            batches = Batches(microbatches=options.microbatches, separate=separate)
+            traced = self._origin(plan, options, batches).program
+            return _until("simplify", traced, None, given)
+
+        start = self._once(("simplify", *trace_key), canonical)
+        check_divisible(ready(start))
+        weights = tuple(item for item in mesh.axes if item[0] != PIPELINE_AXIS and not is_batch_axis(item[0]))
+        widths: _Key = (*trace_key, weights, options.kernels)
+
+        def outlined(places: tuple[int, ...]) -> Program:
+            return _until("outline", ready(start), "simplify", given | {"places": places})
+
+        calls = self._once(("outline", *widths), lambda: outlined((0,)))
+        stages = options.places
+        if len(calls.calls) - len(input_only(calls)) < len(stages):
+            calls = self._once(("outline", *widths, len(stages)), lambda: outlined(stages))
+            widths = (*widths, len(stages))
+        cuts = tuple((name, size > 1) for name, size in (*mesh.axes, (TIME_AXIS, options.microbatches)))
+        shape: _Key = (*widths, cuts)
+        laid = self._once(("annotate", *shape), lambda: _until("annotate", ready(calls), "outline", given))
+        tabled = _only(("tables",), ready(laid), given)
+        if tabled.regions != laid.regions:  # tables cut by rows change their regions
+            shape = (*shape, options.zero, mesh, options.microbatches)
+
+        def differentiated() -> Program:
+            local = _until("outermost", tabled, "tables", given)
+            return _only(("differentiate", "expand", "chunk"), local, given)
+
+        whole = self._once(("chunk", *shape), differentiated)
+        kept: _Key = (*shape, options.recompute)
+        if options.budget is not None:
+            kept = (*kept, mesh, options.microbatches, options.schedule, options.virtual_stages)
+        staged = self._once(
+            ("stages", *shape, mesh.axis(PIPELINE_AXIS), stages), lambda: _only(("stages",), ready(whole), given)
+        )
+        key = ("overlap", *kept, mesh.axis(PIPELINE_AXIS), stages, options.zero >= 2, options.split_backward)
+        fused = self._once(key, lambda: _only(("recompute", "split", "bias", "fuse", "overlap"), ready(staged), given))
+        parted = _only(("zero",), ready(fused), given)
+        return _only(("bucket", "schedule", "actions", "prefetch"), parted, given)
+
+    def _once(self, key: _Key, make: Any) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def _origin(self, plan: PlanOptions, options: Options, batches: Batches) -> Origin:
+        return trace(
+            self.model,
+            None,
+            Functions(),
+            options=dict(plan.definitions),
+            mesh=Mesh(axes=(("dp", 1),)),
+            batches=batches,
+            precision=options.precision,
+        )
+
+
+def _until(last: str, program: Program, behind: str | None, given: Mapping[str, Any]) -> Program:
+    steps = passes.run(program, given, until=last, behind=behind)
+    return steps[-1].program if steps else program
+
+
+def _only(names: Sequence[str], program: Program, given: Mapping[str, Any]) -> Program:
+    """The program after some passes, in their order."""
+    for name in names:
+        program = passes.alone(name, program, given)
+    return program
+
+
+def prediction(program: Program, rates: ClusterRates) -> Prediction:
+    """The prediction for a program with its actions, on the cluster of the rates."""
+    forecast = Forecast(program, rates)
+    compute, exposed, bubble = forecast.split()
+    memory = resident(Footprint(program).peak, program, rates.cluster)
+    return Prediction(
+        step_seconds=forecast.seconds,
+        memory_bytes=memory,
+        fits=memory <= rates.cluster.device.memory,
+        compute=compute,
+        exposed=exposed,
+        bubble=bubble,
+        causes=forecast.causes(),
+    )
+
+
+def resident(tensors: int, program: Program, cluster: Cluster) -> int:
+    """The memory of a process whose tensors hold so many bytes at most."""
+    if cluster.device.kind == "cpu":
+        return tensors
+    groups = sum(size > 1 for _, size in program.mesh.axes)
+    return math.ceil(tensors * (1 + FRAGMENTS)) + CONTEXT + groups * COMMUNICATOR
+
+
+def read_plans(path: Path) -> Iterator[PlanOptions | PartcError]:
+    """The plans of a file with one JSON object a line; an error for each line that is none. Raises PartcError P0804."""
+    try:
+        lines = contents(path, largest=_MOST_PLANS).decode("utf-8").splitlines()
+    except (Malformed, UnicodeDecodeError) as error:
+        raise PartcError("P0804", f"{path} {error}", help="one JSON object a line") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield decoded(PlanOptions, parsed(line))
+        except Malformed as error:
+            yield PartcError(
+                "P0804", f"line {number} of {path}: {error}", help='for example {"mesh": "pp=2,dp=4", "zero": 1}'
+            )
+
+
+def predictions(simulator: Simulator, plans: Sequence[PlanOptions | PartcError]) -> Iterator[dict[str, Any]]:
+    """A document for each plan, in order; plans that cannot be compiled have an `error`."""
+    for plan in plans:
+        if isinstance(plan, PartcError):
+            yield _failed(plan)
+            continue
+        try:
+            yield simulator.predict(plan).document()
+        except PartcError as error:
+            yield _failed(error)
+        except (InternalError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            yield _failed(PartcError("P0806", f"partc fails on this plan: {type(error).__name__}: {first_line(error)}"))
+
+
+def _failed(error: PartcError) -> dict[str, Any]:
+    empty: dict[str, Any] = dict.fromkeys(Prediction.__slots__)
+    place = str(error.source) if error.source else None
+    return empty | {"error": {"code": error.code, "cause": error.cause, "help": error.help, "source": place}}

@@ -1,0 +1,60 @@
+"""The constants of the cost model: shares of data sheets' rates that programs reach, by device.
+
+Each constant is a share of a rate in the data sheet, or a ratio of times, and stands for what its comment says. Those
+of A100 and H100 are fitted to published training runs (tests/benchmarks/published.py), those of other devices are taken
+from the most similar of these. `partc simulate --calibration FILE` overrides them, in TOML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from partc.cluster.cluster import Cluster
+from partc.cluster.files import toml
+from partc.errors import PartcError
+from partc.runtime.documents import Malformed, at_least, at_most, decoded, more_than
+
+Share = Annotated[float, more_than(0), at_most(1.5)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Six constants of a kind of device."""
+
+    products: Share = 0.75  # of the peak, in large matrix products
+    attention: Share = 0.5  # of the peak, in the products of fused attention
+    streaming: Share = 0.8  # of the memory's bandwidth, in kernels that compute elementwise or along rows
+    inside: Share = 0.75  # of the bandwidth of links inside a node, in large collectives
+    between: Share = 0.75  # of the bandwidth of links between nodes, in large collectives
+    slowdown: Annotated[float, at_least(0), at_most(10)] = 0.1  # of computation while a collective runs beside it
+
+
+# By the device's model.
+KNOWN: Mapping[str, Calibration] = {
+    "V100": Calibration(products=0.72, attention=0.35),
+    "A100": Calibration(products=0.8, attention=0.5),
+    "H100": Calibration(products=0.68, attention=0.42),
+    "H200": Calibration(products=0.68, attention=0.42),
+    "B200": Calibration(products=0.68, attention=0.42),
+    "GB200": Calibration(products=0.68, attention=0.42),
+    "MI300X": Calibration(products=0.5, attention=0.3),
+    "CPU": Calibration(products=1.0, attention=0.5, streaming=1.0, inside=1.0, between=1.0),
+}
+
+
+def calibration(cluster: Cluster) -> Calibration:
+    """The constants of a cluster's devices."""
+    return KNOWN.get(cluster.device.name.partition("-")[0], Calibration())
+
+
+def read(path: Path, known: Calibration) -> Calibration:
+    """The constants with those of a TOML file in place of some. Raises PartcError P0805."""
+    try:
+        found = toml(path)
+        values = decoded(Calibration, found)
+    except Malformed as error:
+        raise PartcError("P0805", f"{path} {error}", help="for example: products = 0.7") from None
+    return replace(known, **{name: getattr(values, name) for name in found})

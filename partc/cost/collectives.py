@@ -1,0 +1,117 @@
+"""The duration of collectives and sends on a cluster: latency and bandwidth terms of the algorithms.
+
+With n members, b bytes of each rank's operand, bandwidth B and latency a of a step:
+
+    ring       all-gather (n-1)(a + b/B), reduce-scatter (n-1)(a + b/nB), all-reduce 2(n-1)(a + b/nB)
+    tree       all-reduce 2 log2(n) a + 2 b/B
+    switches   all-reduce 2 a + b/B, where switches compute sums
+    two levels inside domains, then between their members of equal rank; each level by its best algorithm
+    pairwise   all-to-all: the part for the own domain, beside the part for others
+
+A ring through several domains leaves a domain as often as it has members there, each time over another device's link.
+The quickest algorithm counts, as NCCL chooses by its own such table.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from partc.cluster.cluster import Cluster, GroupSpan
+from partc.cluster.network import Link
+from partc.cost.calibration import Calibration
+
+# Seconds until all ranks of a collective have entered it and its kernel runs: NCCL's base latency of a ring.
+MEETING = 8e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The links of a cluster at the rates that collectives reach."""
+
+    cluster: Cluster
+    constants: Calibration
+
+    @property
+    def inside(self) -> float:
+        return self.cluster.inside.bandwidth * self.constants.inside
+
+    @property
+    def between(self) -> float:
+        return self.cluster.between.bandwidth * self.constants.between
+
+    def collective(self, op: str, span: GroupSpan, size: int) -> float:
+        """Seconds of a collective on `size` bytes of each rank."""
+        n = span.members
+        if n <= 1:
+            return 0.0
+        if op == "all_to_all":
+            return MEETING + self._pairwise(span, size)
+        if op == "all_gather":
+            return MEETING + self._gathered(span, size * n)
+        if op == "reduce_scatter":
+            return MEETING + self._gathered(span, size)
+        return MEETING + self._summed(span, size)
+
+    def send(self, size: int, *, near: bool) -> float:
+        """Seconds of one message to one other device."""
+        link, rate = (self.cluster.inside, self.inside) if near else (self.cluster.between, self.between)
+        return MEETING + link.latency + size / rate
+
+    def _ring(self, span: GroupSpan) -> tuple[float, float]:
+        """The bandwidth of a ring through the group, and the latency of all its steps together."""
+        link, far = self.cluster.inside, self.cluster.between
+        if span.domains == 1:
+            rate = self.inside if link.switched or span.members >= self.cluster.near else self._unswitched(span.near)
+            return rate, (span.members - 1) * link.latency
+        share = self.cluster.topology.ring_share(span.domains, span.stride)
+        out = self.between * share * span.near
+        rate = out if span.near == 1 else min(self.inside, out)
+        steps = span.domains * far.latency + (span.members - span.domains) * link.latency
+        return rate, steps
+
+    def _unswitched(self, members: int) -> float:
+        """The part of a device's links that leads to the other members."""
+        return self.inside * (members - 1) / max(1, self.cluster.near - 1)
+
+    def _gathered(self, span: GroupSpan, total: int) -> float:
+        """An all-gather, or a reduce-scatter, of `total` bytes."""
+        n = span.members
+        rate, latency = self._ring(span)
+        ring = latency + total * (n - 1) / n / rate
+        if span.domains == 1 or span.near == 1:
+            return ring
+        far, near = self._levels(span)
+        apart = self._gathered(far, total // span.near) + self._gathered(near, total)
+        return min(ring, apart)
+
+    def _summed(self, span: GroupSpan, size: int) -> float:
+        n = span.members
+        rate, latency = self._ring(span)
+        found = [2 * latency + 2 * size * (n - 1) / n / rate]
+        link: Link = self.cluster.inside if span.domains == 1 else self.cluster.between
+        steps = math.ceil(math.log2(n)) if span.domains == 1 else math.ceil(math.log2(span.domains)) + span.near - 1
+        found.append(2 * steps * link.latency + 2 * size / rate)
+        if link.reduces and span.domains == 1:
+            found.append(2 * link.latency + size / rate)
+        if span.domains > 1 and span.near > 1:
+            far, near = self._levels(span)
+            found.append(2 * self._gathered(near, size) + self._summed(far, size // span.near))
+        return min(found)
+
+    def _levels(self, span: GroupSpan) -> tuple[GroupSpan, GroupSpan]:
+        return (
+            GroupSpan(members=span.domains, near=1, stride=span.stride),
+            GroupSpan(members=span.near, near=span.near),
+        )
+
+    def _pairwise(self, span: GroupSpan, size: int) -> float:
+        n, near = span.members, span.near
+        link, far = self.cluster.inside, self.cluster.between
+        within = size * (near - 1) / n / self.inside + (near - 1) * link.latency
+        if span.domains == 1:
+            return within
+        share = self.cluster.topology.spread_share(span.domains, span.stride)
+        # Messages to several devices are under way at one time: each further one adds its issue alone.
+        across = size * (n - near) / n / (self.between * share) + far.latency + (n - near) * 1e-6
+        return max(within, across)

@@ -1,0 +1,208 @@
+"""An estimate of the memory account from the program alone, for comparing many plans.
+
+The account itself (partc/rehearsal/) runs the emitted code. The estimate adds up what ranks hold through a step, the
+values saved for microbatches in flight, and the largest set of values inside a call that are alive at one time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from partc.communication.exchanges import Exchanges, graph_of
+from partc.cost.saved_tensors import flights, held_inputs, saved_values
+from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.program import ITEMSIZE, VIEWS, Call, Graph, GraphKind, Op, Parameter, Program, Ref, Region
+
+_KINDS: tuple[GraphKind, ...] = ("F", "B", "I", "W")
+_STATES = 2  # of AdamW, in the parameter's type
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The estimated peaks of a scheduled program's ranks; `states` are the tensors that the optimizer keeps of a
+    parameter.
+    """
+
+    program: Program
+    states: float = _STATES
+
+    @property
+    def peak(self) -> int:
+        """The bytes of the rank that holds most."""
+        return max(self.of(place) for place in range(self.program.mesh.axis(PIPELINE_AXIS)))
+
+    def of(self, place: int) -> int:
+        """The bytes of the ranks at a pipeline coordinate at their peak."""
+        row = self.program.schedule[place]
+        saved = max((sum(count * self._saved(stage) for stage, count in mix) for mix in flights(row)), default=0)
+        return (
+            self.held(place) + saved + max((self._inside(stage) for stage in self.program.stages_at(place)), default=0)
+        )
+
+    def held(self, place: int) -> int:
+        """Parameters, gradients, states of the optimizer, and the parameters that stay whole beside their parts."""
+        total = 0.0
+        for name, stages in self._holders.items():
+            if any(self.program.place(stage) == place for stage in stages):
+                total += self._lasting(self._parameters[name])
+        return int(total)
+
+    def _lasting(self, parameter: Parameter) -> float:
+        own = parameter.type.local_bytes(self.program.sizes)
+        ways = self._exchanges.ways(parameter.gather)
+        total = float(own)
+        if parameter.trainable:
+            total += own * (1 + self.states)
+            if parameter.zero == 1:
+                total += own * ways  # the gradient is summed up whole
+        parted = parameter.name in self._exchanges.parted
+        if parted and parameter.zero < 3:
+            read = ITEMSIZE[self._exchanges.read.get(parameter.name, parameter.type.dtype)]
+            total += own * ways * read / ITEMSIZE[parameter.type.dtype]
+        return total
+
+    def _saved(self, stage: int) -> int:
+        """The bytes that a stage saves of one microbatch. A value that one call hands to the next is saved once."""
+        if stage not in self._stages:
+            self._stages[stage] = sum(self._by_region[call.region] for call in self._calls(stage))
+        return self._stages[stage]
+
+    def _calls(self, stage: int) -> Iterator[Call]:
+        for call in self.program.calls:
+            if call.stage == stage and self._exchanges.regions[call.region].phase == "microbatch":
+                yield call
+
+    @cached_property
+    def _by_region(self) -> Mapping[str, int]:
+        held = held_inputs(self.program)
+        sizes = self.program.sizes
+        found = {}
+        for region in self.program.regions:
+            values = region.forward.definitions()
+            names = saved_values(region, held[region.name])
+            found[region.name] = sum(values[name].type.local_bytes(sizes) for name in names)
+        return found
+
+    def _inside(self, stage: int) -> int:
+        """The most that a call of the stage holds besides saved values, with the parameters gathered around it."""
+        regions = {call.region: call for call in self._calls(stage)}
+        most = 0
+        for name, call in regions.items():
+            gathered = self._gathered(call) * 2  # those of the next call arrive meanwhile
+            gradients = self._scattered(call)
+            for kind in _KINDS:
+                alive = self._alive(name, kind)
+                most = max(most, alive + gathered + (gradients if kind != "F" else 0))
+        return most
+
+    def _gathered(self, call: Call) -> int:
+        """The bytes of the whole parameters of a call, if they are gathered for it."""
+        if self.program.zero < 3:
+            return 0
+        return sum(
+            self._whole(name, self._exchanges.read[name]) for name in call.params if name in self._exchanges.parted
+        )
+
+    def _scattered(self, call: Call) -> int:
+        """The bytes of a call's whole gradients, two calls' at a time, if they are scattered after it."""
+        if self.program.zero < 2:
+            return 0
+        names = (name for name in call.params if name in self._exchanges.parted)
+        return 2 * sum(self._whole(name, self._parameters[name].type.dtype) for name in names)
+
+    def _whole(self, name: str, dtype: str) -> int:
+        parameter = self._parameters[name]
+        if not parameter.gather:
+            return 0
+        whole = parameter.type.layout.without(*parameter.gather).local_shape(self.program.sizes)
+        return math.prod(whole) * ITEMSIZE[dtype]
+
+    def _alive(self, region: str, kind: GraphKind) -> int:
+        key = region, kind
+        if key not in self._most:
+            found = self._exchanges.regions[region]
+            graph = graph_of(found, kind)
+            self._most[key] = 0 if graph is None else _most_alive(found, graph, kind, self.program)
+        return self._most[key]
+
+    @cached_property
+    def _most(self) -> dict[tuple[str, GraphKind], int]:
+        return {}
+
+    @cached_property
+    def _stages(self) -> dict[int, int]:
+        return {}
+
+    @cached_property
+    def _exchanges(self) -> Exchanges:
+        return Exchanges(self.program)
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, Parameter]:
+        return {parameter.name: parameter for parameter in self.program.parameters}
+
+    @cached_property
+    def _holders(self) -> Mapping[str, tuple[int, ...]]:
+        return self.program.holders()
+
+
+def _most_alive(region: Region, graph: Graph, kind: GraphKind, program: Program) -> int:
+    """The most bytes of a graph's values that are alive at one time.
+
+    Values saved for the backward pass do not count, nor do gradients that are added to buffers; saved values that a
+    backward pass has read for the last time make room.
+    """
+    sizes = program.sizes
+    owner: dict[str, str] = {}
+    bytes_of: dict[str, int] = {}
+
+    def root(name: str) -> str:
+        while name in owner:
+            name = owner[name]
+        return name
+
+    given = {value.name for value in (*region.params, *graph.inputs)}
+    saved = set(region.saved)
+    added = {f"grad_{value.name}" for value in region.params}
+    last: dict[str, int] = {}
+    for index, op in enumerate(graph.ops):
+        if op.name in VIEWS and op.args and isinstance(op.args[0], Ref):
+            owner.update((value.name, op.args[0].name) for value in op.results)
+        for name in op.refs():
+            last[root(name)] = index
+    end = len(graph.ops)
+    for name in graph.outputs:
+        last[root(name)] = end
+    incoming = {value.name: value.type.local_bytes(sizes) for value in graph.inputs if value.name not in saved}
+    if kind == "F":
+        incoming = {}
+    kept = {root(name) for name in saved}
+    alive = peak = sum(incoming.values())
+    freed: dict[int, list[int]] = {}
+    for name, size in incoming.items():
+        freed.setdefault(last.get(name, end), []).append(size)
+    if kind != "F":
+        for value in graph.inputs:
+            if value.name in saved:  # its memory is in the saved values, until its last reader has run
+                freed.setdefault(last.get(value.name, end), []).append(value.type.local_bytes(sizes))
+    for index, op in enumerate(graph.ops):
+        for value in op.results:
+            name = value.name
+            if name in owner or name in given or (kind == "F" and name in kept):
+                continue
+            if name in added and kind != "F" and _adds(op):
+                continue
+            size = bytes_of[name] = value.type.local_bytes(sizes)
+            alive += size
+            freed.setdefault(last.get(name, index), []).append(size)
+        peak = max(peak, alive)
+        alive -= sum(freed.pop(index, ()))
+    return peak
+
+
+def _adds(op: Op) -> bool:
+    """Whether a gradient's product adds to the buffer without a result of its own."""
+    return op.name in ("linear_grad_weight", "matmul_grad_right")

@@ -1,0 +1,201 @@
+"""The durations of operations, collectives, sends and updates on a cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from partc.cluster.cluster import Cluster, GroupSpan, span
+from partc.cluster.device import Device
+from partc.cost.calibration import Calibration
+from partc.cost.collectives import Network
+from partc.cost.roofline import H100, Machine, product_flops, seconds
+from partc.ir.collectives import cost
+from partc.ir.layout import Sizes
+from partc.ir.mesh import PIPELINE_AXIS, Mesh
+from partc.ir.program import ITEMSIZE, MOVING, SCAN, VIEWS, Op, TensorType
+from partc.ir.scans import scan_of
+from partc.rules import OpRule
+
+
+class Rates(Protocol):
+    """The durations on some hardware, in seconds."""
+
+    @property
+    def basis(self) -> str:
+        """The source of the durations, in words."""
+
+    @property
+    def slowdown(self) -> float:
+        """The additional time of computation while a collective runs beside it, as a share."""
+
+    def operation(self, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> float:
+        """An operation with local shapes. Collectives take no time here."""
+
+    def collective(self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int) -> float:
+        """A collective on `size` bytes of each rank, over axes, or over coordinates on the pipeline axis."""
+
+    def transfer(self, mesh: Mesh, places: tuple[int, int], size: int) -> float:
+        """A message between two coordinates on the pipeline axis."""
+
+    def update(self, traffic: float) -> float:
+        """An optimizer's update that reads and writes `traffic` bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RooflineRates:
+    """Durations by the roofline of one machine, whose devices are all equally far apart."""
+
+    machine: Machine = H100
+    slowdown: float = 0.0
+
+    @property
+    def basis(self) -> str:
+        return "an H100's arithmetic, memory and NVLink (partc/cost/roofline.py)"
+
+    def operation(self, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> float:
+        return seconds(op, types, sizes, self.machine)
+
+    def collective(self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int) -> float:
+        ways = len(places) or math.prod(mesh.axis(axis) for axis in axes)
+        return self.machine.meeting + cost(op, ways, size) / self.machine.link if ways > 1 else 0.0
+
+    def transfer(self, mesh: Mesh, places: tuple[int, int], size: int) -> float:
+        return self.machine.meeting + size / self.machine.link
+
+    def update(self, traffic: float) -> float:
+        return self.machine.start + traffic / self.machine.memory
+
+
+ROOFLINE = RooflineRates()
+
+# Tiles of matrix products, and the share of the rate of the largest tile that their operands' reuse allows.
+_TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.65))
+_ATTENTION = "attention"
+_FILL = 96  # of the summed dimension: products during which a tile's pipeline of loads fills and drains
+# Gradients of weights are added to fp32 buffers: they are read and written beside the product's own operands.
+_ADDS = frozenset({"linear_grad_weight", "matmul_grad_right"})
+
+
+@dataclass(frozen=True)
+class ClusterRates:
+    """Durations on the devices and links of a cluster."""
+
+    cluster: Cluster
+    constants: Calibration
+
+    @property
+    def basis(self) -> str:
+        return f"those of the cluster {self.cluster.name}"
+
+    @property
+    def slowdown(self) -> float:
+        return self.constants.slowdown
+
+    @cached_property
+    def network(self) -> Network:
+        return Network(cluster=self.cluster, constants=self.constants)
+
+    def operation(self, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> float:
+        if op.name in VIEWS or op.name in MOVING or not op.results:
+            return 0.0
+        if op.name == SCAN:
+            scan = scan_of(op)
+            inner = {**types, **{name: value.type for name, value in scan.step.definitions().items()}}
+            return scan.length * sum(self.operation(each, inner, sizes) for each in scan.step.ops)
+        shapes = {name: types[name].local(sizes) for name in op.refs()}
+        results = [value.type.local(sizes) for value in op.results]
+        return self.cluster.device.launch + self._computed(op, shapes, results)
+
+    def _computed(self, op: Op, shapes: Mapping[str, TensorType], results: list[TensorType]) -> float:
+        device = self.cluster.device
+        traffic = sum(math.prod(type.shape) * ITEMSIZE[type.dtype] for type in (*shapes.values(), *results))
+        if op.name in _ADDS:
+            traffic += 2 * math.prod(results[0].shape) * ITEMSIZE["f32"]
+        moved = traffic / (device.bandwidth * self.constants.streaming)
+        work, rule = product_flops(op, shapes, results)
+        if not work:
+            return moved
+        dtype = next((type.dtype for type in shapes.values() if type.dtype.startswith(("f", "bf"))), results[0].dtype)
+        peak = device.peak_of(dtype)
+        if op.name.startswith(_ATTENTION):
+            return max(moved, work / (peak * self.constants.attention * _filled(results, device)))
+        sizes = _product(rule) if rule is not None else None
+        share = 1.0 if sizes is None or device.kind == "cpu" else tile_share(sizes, device)
+        return max(moved, work / (peak * self.constants.products * share))
+
+    def collective(self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int) -> float:
+        return self.network.collective(op, self._span(mesh, tuple(axes), tuple(places)), size)
+
+    def _span(self, mesh: Mesh, axes: tuple[str, ...], places: tuple[int, ...]) -> GroupSpan:
+        key = mesh, axes, places
+        if key not in self._spans:
+            found = span(mesh, axes, self.cluster)
+            if places:
+                near = sum(1 for place in places if self._near(mesh, places[0], place))
+                found = GroupSpan(members=len(places), near=near)
+            self._spans[key] = found
+        return self._spans[key]
+
+    @cached_property
+    def _spans(self) -> dict[tuple[Mesh, tuple[str, ...], tuple[int, ...]], GroupSpan]:
+        return {}
+
+    def _near(self, mesh: Mesh, one: int, other: int) -> bool:
+        """Whether two coordinates on the pipeline axis lie in one domain."""
+        first, second = (mesh.rank({PIPELINE_AXIS: place}) for place in (one, other))
+        return first // self.cluster.near == second // self.cluster.near
+
+    def transfer(self, mesh: Mesh, places: tuple[int, int], size: int) -> float:
+        return self.network.send(size, near=self._near(mesh, *places))
+
+    def update(self, traffic: float) -> float:
+        device = self.cluster.device
+        return device.launch + traffic / (device.bandwidth * self.constants.streaming)
+
+
+def _filled(results: list[TensorType], device: Device) -> float:
+    """The share of cores that attention uses: one block of 128 rows of one head on each, in waves."""
+    if device.kind == "cpu" or len(results[0].shape) < 3:
+        return 1.0
+    *heads, rows, _ = results[0].shape
+    blocks = math.prod(heads) * math.ceil(rows / 128)
+    return blocks / (math.ceil(blocks / device.cores) * device.cores)
+
+
+def _product(rule: OpRule) -> tuple[int, int, int, int] | None:
+    """The sizes of a product of two matrices, m x k by k x n, and the number of such products."""
+    if len(rule.operands) < 2 or not rule.results:
+        return None
+    sizes = {factor.name: factor.size for factor in rule.factors}
+    first, second, made = (
+        {name for dim in dims for name in dim} for dims in (rule.operands[0], rule.operands[1], rule.results[0])
+    )
+
+    def ways(names: set[str]) -> int:
+        return math.prod(sizes[name] for name in names)
+
+    both = first & second
+    return ways((first & made) - second), ways((second & made) - first), ways(both - made), ways(both & made)
+
+
+def tile_share(sizes: tuple[int, int, int, int], device: Device) -> float:
+    """The share of the highest rate that a product of these sizes (m, n, k, count) reaches on a device.
+
+    Tiles of the result are dealt to cores in waves; the last wave, and tiles at the edges, are partly empty. Of the
+    kernels with different tiles the quickest counts. A product with few tiles is cut along k as well.
+    """
+    m, n, k, count = sizes
+    best = 0.0
+    for rows, columns, rate in _TILES:
+        for high, wide in ((rows, columns), (columns, rows)):
+            tiles = math.ceil(m / high) * math.ceil(n / wide) * count
+            waves = math.ceil(tiles / device.cores)
+            full = m * n * count / (waves * device.cores * high * wide)
+            if waves == 1 and k > 2048:  # the sum is cut into pieces, which other cores add up
+                full = max(full, min(0.9, full * min(k // 1024, max(1, device.cores // tiles))))
+            best = max(best, rate * full)
+    return best * k / (k + _FILL)

@@ -1,0 +1,254 @@
+"""Clusters, predictions of plans on them, and the refusals of both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partc.api import compilation
+from partc.cli import main
+from partc.cluster.cluster import preset, span
+from partc.cluster.files import cluster_of
+from partc.compilation.simulation import PlanOptions, Simulator, prediction
+from partc.cost.action_timeline import Segment, TimelineBuilder
+from partc.cost.calibration import Calibration, calibration
+from partc.cost.collectives import MEETING, Network
+from partc.cost.footprint import Footprint
+from partc.cost.forecast import Forecast
+from partc.cost.rates import ClusterRates, tile_share
+from partc.errors import InternalError, PartcError
+from partc.ir.mesh import Mesh
+from partc.rehearsal.rehearsal import rehearse
+
+GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
+PLANS: tuple[dict[str, Any], ...] = (
+    {"mesh": "pp=2,dp=2,tp=2", "microbatches": 4},
+    {"mesh": "pp=2,dp=2,tp=2", "microbatches": 8},
+    {"mesh": "pp=2,dp=2,tp=2", "microbatches": 4, "zero": 2, "recompute": "full"},
+    {"mesh": "dp=2,pp=2,tp=2", "microbatches": 4, "zero": 1, "schedule": "gpipe"},
+    {"mesh": "pp=2,dp=2,tp=2", "microbatches": 4, "schedule": "interleaved", "virtual_stages": 2},
+    {"mesh": "dp=4,tp=2", "microbatches": 1, "zero": 1, "recompute": "selective"},
+    {"mesh": "dp=4,tp=2", "microbatches": 2, "schedule": "1f1b", "virtual_stages": 1},
+    {"mesh": "pp=2,dp=4", "microbatches": 4, "schedule": "zero-bubble", "kernels": "aten"},
+)
+
+
+def plan(given: dict[str, Any]) -> PlanOptions:
+    return PlanOptions(**given, options={"batch": 64, "depth": 4})
+
+
+@pytest.fixture(scope="module")
+def simulator() -> Simulator:
+    cluster = preset("2x4xA100-80GB")
+    return Simulator(GPT, cluster, calibration(cluster))
+
+
+@pytest.mark.parametrize("given", PLANS, ids=lambda given: str(list(given.values())))
+def test_shared_passes_predict_what_a_compile_does(simulator: Simulator, given: dict[str, Any]) -> None:
+    """Plans in one simulator share programs; a compile of each alone shares nothing."""
+    wanted = plan(given)
+    options = wanted.checked(simulator.cluster)
+    alone = compilation(GPT, None, options, model_options=dict(wanted.definitions)).program
+    assert simulator.predict(wanted) == prediction(alone, simulator.rates)
+
+
+@pytest.mark.parametrize("given", PLANS[:4], ids=lambda given: str(list(given.values())))
+def test_the_footprint_is_close_to_the_account(simulator: Simulator, given: dict[str, Any]) -> None:
+    wanted = plan(given)
+    options = wanted.checked(simulator.cluster)
+    alone = compilation(GPT, None, options, model_options=dict(wanted.definitions)).program
+    assert Footprint(alone).peak == pytest.approx(rehearse(alone).worst.peak, rel=0.15)
+
+
+def test_bubbles_are_those_of_the_schedules(simulator: Simulator) -> None:
+    """GPipe's and 1F1B's bubble is (p-1)/(m+p-1) of a step of equal stages without communication; interleaving divides
+    it by the number of virtual stages.
+    """
+    from partc.cost.simulation import Durations, simulate
+    from partc.schedules import SCHEDULES, compute_order, stage_ranks
+
+    for p, m in ((2, 4), (4, 8), (4, 16)):
+        for kind, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)):
+            stages = p * virtual
+            rows = compute_order(SCHEDULES[kind], p, m, stages)
+            places = stage_ranks(SCHEDULES[kind], p, stages)
+            found = simulate(rows, places, durations=Durations(forward=1, backward=2).shared(1 / virtual))
+            idle = 3 * (p - 1) / virtual
+            assert found.makespan == pytest.approx(3 * m + idle)
+
+
+def test_collectives_by_hand() -> None:
+    cluster = preset("4x8xA100-80GB")
+    network = Network(cluster=cluster, constants=Calibration(inside=1.0, between=1.0))
+    mesh = Mesh.parse("dp=4,tp=8")
+    tp, dp = span(mesh, ["tp"], cluster), span(mesh, ["dp"], cluster)
+    assert (tp.members, tp.near, dp.members, dp.near, dp.stride) == (8, 8, 4, 1, 1)
+    size = 1 << 28
+    a, b = cluster.inside.latency, cluster.inside.bandwidth
+    assert network.collective("all_gather", tp, size) == pytest.approx(MEETING + 7 * a + 7 * size / b)
+    assert network.collective("reduce_scatter", tp, size) == pytest.approx(MEETING + 7 * a + 7 * size / 8 / b)
+    ring = 2 * (7 * a + 7 * size / 8 / b)
+    tree = 2 * 3 * a + 2 * size / b
+    assert network.collective("all_reduce", tp, size) == pytest.approx(MEETING + min(ring, tree))
+    assert network.collective("all_reduce", tp, 8) == pytest.approx(MEETING + 6 * a, rel=1e-3)
+    a, b = cluster.between.latency, cluster.between.bandwidth
+    assert network.collective("all_gather", dp, size) == pytest.approx(MEETING + 4 * a + 3 * size / b)
+    # All 32 devices in one group: eight rails of links leave each node.
+    whole = span(mesh, ["dp", "tp"], cluster)
+    assert (whole.members, whole.near) == (32, 8)
+    assert network.collective("all_gather", whole, size) >= 31 * size / (8 * b)
+
+
+def test_axes_lie_on_links_by_rank_order() -> None:
+    cluster = preset("4x8xH100-80GB")
+    near = {
+        (spec, axis): span(Mesh.parse(spec), [axis], cluster).near
+        for spec in ("pp=2,dp=4,tp=4", "tp=4,dp=4,pp=2")
+        for axis in ("pp", "dp", "tp")
+    }
+    for (spec, axis), found in near.items():
+        mesh = Mesh.parse(spec)
+        group = mesh.group(0, (axis,))
+        assert found == sum(rank < 8 for rank in group), (spec, axis)
+    assert preset("18x4xGB200").near == 72
+
+
+def test_tiles_and_waves() -> None:
+    device = preset("1xA100-80GB").device
+    full = tile_share((256 * 108, 128, 8192, 1), device)
+    assert full == pytest.approx(8192 / (8192 + 96))
+    assert tile_share((256 * 109, 128, 1024, 1), device) < 0.95 * tile_share((256 * 108, 128, 1024, 1), device)
+    assert tile_share((16, 16, 8192, 1), device) < 0.02
+
+
+def test_overlap_slows_both_sides() -> None:
+    """4 s of computation beside a collective of 2 s, each half as quick while both run: 2 x 2 s, then 2 s alone."""
+    builder = TimelineBuilder(slowdown=1.0)
+    builder.start("sum", Segment(seconds=2.0, op="all_reduce", over="dp"))
+    builder.work(4.0)
+    builder.wait("sum")
+    assert builder.now == pytest.approx(6.0)
+    exposed = TimelineBuilder(slowdown=1.0)
+    exposed.start("sum", Segment(seconds=3.0, op="all_reduce", over="dp"))
+    exposed.work(1.0)
+    exposed.wait("sum")
+    assert exposed.now == pytest.approx(2.0 + 2.0) and exposed.waited == {"all_reduce over dp": pytest.approx(2.0)}
+
+
+def test_a_step_is_its_parts(simulator: Simulator) -> None:
+    for given in PLANS:
+        found = simulator.predict(plan(given))
+        assert found.compute + found.exposed + found.bubble == pytest.approx(found.step_seconds)
+        assert found.compute > 0 and found.memory_bytes > 0
+
+
+def test_slower_links_and_devices_never_help() -> None:
+    slow, quick = preset("2x4xA100-80GB"), preset("2x4xH100-80GB")
+    program = Simulator(GPT, slow, Calibration()).program(plan(PLANS[0]))
+    times = [Forecast(program, ClusterRates(cluster, Calibration())).seconds for cluster in (slow, quick)]
+    assert times[0] > times[1]
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert main(["simulate", GPT, "--json", *map(str, arguments)]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_plans_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        '{"mesh": "dp=2,tp=2", "microbatches": 2, "options": {"batch": 16, "depth": 2}}',
+        '{"mesh": "dp=2,tp=2", "unknown": 1}',
+        '{"mesh": "dp=2,tp=2", "microbatches": 3, "options": {"batch": 16, "depth": 2}}',
+        '{"mesh": "dp=64"}',
+        "no json",
+        '{"mesh": "dp=2", "options": {"batch": 16, "none": 2}}',
+        '{"mesh": "pp=2,dp=2", "microbatches": 2, "options": {"batch": 16, "depth": 2}}',
+    ]
+    file = tmp_path / "plans.jsonl"
+    file.write_text("\n".join(lines))
+    found = simulated(capsys, "--cluster", "4xH100-80GB", "--plans", file)["plans"]
+    codes = [each["error"] and each["error"]["code"] for each in found]
+    assert codes[0] is codes[6] is None and codes[1] == codes[4] == "P0804"
+    assert (codes[2], codes[3]) == ("P0401", "P0803") and codes[5] is not None
+    assert {"step_seconds", "memory_bytes", "fits", "compute", "exposed", "bubble", "error"} <= set(found[0])
+    assert found[1]["step_seconds"] is None and found[0]["fits"] is True
+    slower = tmp_path / "slow.toml"
+    slower.write_text("products = 0.01\nstreaming = 0.01\n")
+    again = simulated(capsys, "--cluster", "4xH100-80GB", "--plans", file, "--calibration", slower)["plans"]
+    assert again[0]["step_seconds"] > found[0]["step_seconds"]
+
+    def fails(*_: object) -> None:
+        raise InternalError("broken")
+
+    monkeypatch.setattr(Simulator, "program", fails)
+    broken = simulated(capsys, "--cluster", "4xH100-80GB", "--plans", file)["plans"]
+    assert broken[0]["error"]["code"] == "P0806" and "broken" in broken[0]["error"]["cause"]
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("nodes = 2", "P0801"),
+        ('nodes = 2\ndevices = 4\ndevice = "Z9"', "P0802"),
+        ('nodes = 2\ndevices = 4\ndevice = "A100"\nmore = 1', "P0801"),
+        ('nodes = 2\ndevices = 4\ndevice = "A100"\n[network]\nkind = "torus"\ndims = [2, 2]', "P0801"),
+        ('nodes = 6\ndevices = 4\ndevice = "A100"\n[network]\nkind = "hypercube"', "P0801"),
+        ('nodes = 6\ndevices = 4\ndevice = "A100"\n[network]\noversubscription = 2.0', "P0801"),
+        ('nodes = 6\ndevices = 4\ndevice = "A100"\n[network]\nleaf = 4', "P0801"),
+        ('nodes = 1\ndevices = 4\ndevice = "A100"\n[between]\nkind = "tcp"\ngigabytes = -1', "P0801"),
+        ('nodes = 1048576\ndevices = 1048576\ndevice = "A100"', "P0801"),
+        ("nodes = 1\ndevices = 1\n[device]\nname = 'x'\nmemory = 1\npeak = {f32 = 1}\nbandwidth = 1", "P0801"),
+        ("= 3", "P0801"),
+    ],
+)
+def test_files_that_contradict_themselves(text: str, code: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(PartcError) as failure:
+        cluster_of(str(file))
+    assert failure.value.code == code
+
+
+def test_a_cluster_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "lab.toml"
+    file.write_text(
+        'nodes = 8\ndevices = 4\ndevice = "A100-40GB"\n[between]\nkind = "roce"\ngigabytes = 12.5\n'
+        '[network]\nkind = "fat-tree"\nleaf = 4\noversubscription = 4.0\n'
+    )
+    cluster = cluster_of(str(file))
+    assert (cluster.size, cluster.name, cluster.device.name) == (32, "lab", "A100-40GB")
+    network = Network(cluster=cluster, constants=Calibration())
+    mesh = Mesh.parse("dp=8,tp=4")
+    below = span(Mesh.parse("pp=2,dp=4,tp=4"), ["dp"], cluster)
+    across = span(mesh, ["dp"], cluster)
+    size = 1 << 28
+    assert network.collective("all_gather", across, size) > 4 * network.collective("all_gather", below, size)
+    assert main(["cluster", "show", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "8 nodes of 4" in out and "oversubscribed 4 to 1" in out
+    assert main(["cluster", "show", "16x8xA100-80GB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["size"] == 128
+
+
+@pytest.mark.parametrize(
+    ("spec", "code"), [("8x", "P0801"), ("0xH100", "P0801"), ("8xZ100", "P0802"), ("none.toml", "P0801")]
+)
+def test_texts_of_no_cluster(spec: str, code: str) -> None:
+    with pytest.raises(PartcError) as failure:
+        cluster_of(spec)
+    assert failure.value.code == code
+
+
+def test_constants_that_are_none(tmp_path: Path) -> None:
+    from partc.cost.calibration import read
+
+    file = tmp_path / "c.toml"
+    for text in ("products = 3.0", "speed = 1", "products = 'x'", "products"):
+        file.write_text(text)
+        with pytest.raises(PartcError) as failure:
+            read(file, Calibration())
+        assert failure.value.code == "P0805"

@@ -8,7 +8,7 @@ from partc.errors import PartcError, Source
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Op, Program
 
-_ASKS = frozenset({"expert_matmul", "expert_matmul_grad_rows", "expert_matmul_grad_weight"})
+_ASKS = frozenset({"route", "expert_matmul", "expert_matmul_grad_rows", "expert_matmul_grad_weight"})
 _MASKABLE = frozenset({"index", "index_put"})  # tagged for their masks alone, which have no shape to compile with
 
 

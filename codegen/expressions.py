@@ -101,7 +101,8 @@ def _method(name: str, *names: str, spread: bool = False) -> Emit:
     def emit(o: Operands) -> str:
         if spread:
             given = o.op.args[1]
-            return f"{o.args[0]}.{name}({', '.join(map(str, given)) if isinstance(given, tuple) and given else given})"
+            text = o.args[1][1:-1].removesuffix(",") if isinstance(given, tuple) and given else given
+            return f"{o.args[0]}.{name}({text})"
         return f"{o.args[0]}.{name}({arguments(o.args[1:], names, o.attrs)})"
 
     return emit
@@ -176,6 +177,12 @@ def _permute(o: Operands) -> str:
 def _at_rank(name: str) -> Emit:
     """A function with this rank's position on an axis as an argument."""
     return lambda o: f"{o.named(name)}({', '.join((*o.args, o.rank))})"
+
+
+def _routed(o: Operands) -> str:
+    """A function with an axis as its last argument."""
+    name = f"functional.{'start_' * o.started}{o.op.name}"
+    return f"{o.named(name)}({', '.join(o.args)}, {o.named('comm')}.{o.axis})"
 
 
 def _fused(o: Operands) -> str:
@@ -335,6 +342,9 @@ _TABLE: Mapping[str, Emit] = {
     "expert_matmul": _function("functional.expert_matmul"),
     "expert_matmul_grad_rows": _function("functional.expert_matmul_grad_rows"),
     "expert_matmul_grad_weight": _function("functional.expert_matmul_grad_weight"),
+    "route": _routed,
+    "dispatch": _routed,
+    "combine": _routed,
     "bmm": _infix("@"),
     "mm": _infix("@"),
     # norms, attention, embedding, loss: what torch has no plain function for is in runtime/ops/functional.py

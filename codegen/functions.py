@@ -26,8 +26,12 @@ from partc.codegen.views import without_idle_views
 from partc.communication import descriptions as collectives
 from partc.ir.layout import Sizes
 from partc.ir.program import SCAN, Graph, Op, Ref, Region, Value
+from partc.ir.ragged import ragged_rows
 from partc.ir.scans import scan_of
 from partc.rules import demands_dense
+
+# Operations whose second argument is a shape, and whether it may leave the number of rows open.
+_SHAPED = {"reshape": True, "expand": True, "slice_backward": False, "select_backward": False}
 
 
 def region_code(
@@ -318,6 +322,7 @@ class _Writer:
         )
         started = {name for op in order if op.name == "wait" for name in op.refs()}
         inlined: dict[str, Line] = {}
+        ragged = ragged_rows(self.region)
         bound = {value.name for value in graph.inputs}
         gone: list[str] = []
         lines = [
@@ -327,9 +332,13 @@ class _Writer:
         ]
         for index, op in enumerate(order):
             write = lambda name: inlined[name].code if name in inlined else names[name]  # noqa: E731
+            given = _with_rows(op, ragged, names)
             operands = Operands(
                 op=op,
-                args=tuple(written(arg, self._memory(op, index, write)) for index, arg in enumerate(op.args)),
+                args=tuple(
+                    given.get(index) or written(arg, self._memory(op, index, write))
+                    for index, arg in enumerate(op.args)
+                ),
                 attrs={key: written(value, self._memory(op, -1, write)) for key, value in op.attrs if key != "step"},
                 types=types,
                 sizes=self.sizes,
@@ -430,6 +439,17 @@ class _Writer:
         module = op.source.module if op.source else ""
         module = module.removeprefix(self.prefix).strip(".")
         return module or op.name.removesuffix("_backward")
+
+
+def _with_rows(op: Op, ragged: frozenset[str], names: Names) -> dict[int, str]:
+    """Shapes among the arguments of an operation on as many rows as the data brings, as source by position."""
+    if ragged.isdisjoint(value.name for value in op.results):
+        return {}
+    shape = op.args[1] if len(op.args) > 1 and op.name in _SHAPED else ()
+    if not isinstance(shape, tuple) or not shape:
+        return {}
+    rows = "-1" if _SHAPED[op.name] else f"{names[next(name for name in op.refs() if name in ragged)]}.shape[0]"
+    return {1: f"({', '.join((rows, *map(str, shape[1:])))}{',' * (len(shape) == 1)})"}
 
 
 def _record(name: str, fields: Names, values: Sequence[str], results: Sequence[str]) -> str:

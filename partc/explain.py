@@ -79,6 +79,13 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "`--experts ep=4@dp` cuts experts over 4 neighbours along dp: `--mesh dp=8 --experts ep=4@dp` is "
         "`--mesh dp=2,ep=4`. The axis is one of the batch's, and its size is a multiple.",
     ),
+    "P0107": CodeExplanation(
+        "experts that the axis ep cannot cut",
+        "Experts are cut where rows with an expert each are multiplied by matrices [expert, in, out] of a parameter, "
+        "and every operation between the first and the last of these products works row by row. Sorted and masked "
+        "forms are brought into this one. The number of experts is a multiple of ep. Without experts, ep is a part of "
+        "dp: write dp.",
+    ),
     "P0201": CodeExplanation(
         "there is no such model file",
         "MODEL is the path of a Python file, or hf:PATH/config.json for a Hugging Face configuration.",

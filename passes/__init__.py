@@ -140,6 +140,14 @@ PIPELINE: tuple[Pass, ...] = (
         optional=True,
     ),
     Pass(
+        name="experts",
+        label="Dispatched",
+        does="experts are cut over ep: rows travel to the ranks of their experts, and back",
+        requires=("layouts",),
+        ensures=("experts",),
+        after=("tables",),
+    ),
+    Pass(
         name="partition",
         label="Partitioned",
         does="collectives where layouts differ, local sizes, gradient reductions",

@@ -26,7 +26,7 @@ from partc.errors import InternalError, PartcError
 from partc.ir.gradients import gradient_inputs, reached, trainable_params
 from partc.ir.layout import Layout, Sizes
 from partc.ir.mesh import TIME_AXIS
-from partc.ir.program import ITEMSIZE, Arg, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.program import ITEMSIZE, ROUTED, Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import localize
 from partc.rules.tried import rule_of
 from partc.sharding.choices import layouts
@@ -111,6 +111,9 @@ class _Local:
         if op.name == "incoming_gradient":
             self._incoming(op)
             return
+        if op.name in ROUTED:
+            self._routed(op)
+            return
         types = {name: self.types[name] for name in op.refs()}
         rule = rule_of(op, types)
         found = layouts(op, rule, types, self.sizes)
@@ -127,6 +130,16 @@ class _Local:
         if rule is not None:
             local = localize(local, rule, self.sizes)
         self.ops.append(local.reading(operands))
+
+    def _routed(self, op: Op) -> None:
+        """Rows that travel keep their layout, but for the ranks that have them."""
+        moved, *plan = op.refs()
+        layout = op.results[0].type.layout
+        if plan:
+            home = self.types[plan[op.name == "combine"]].layout
+            layout = replace(layout, dims=(home.dims[0], *layout.dims[1:]))
+        self.types.update((value.name, value.type) for value in op.results)
+        self.ops.append(op.reading([self._resharded(moved, layout, op), *plan]))
 
     def _incoming(self, op: Op) -> None:
         """A gradient that comes in has the layout of its result's, whatever its readers prefer."""

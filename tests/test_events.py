@@ -24,7 +24,8 @@ found, meet = {}, VirtualAxis._meet
 
 def recorded(self, operation, x, combine):
     rank = self._ranks[self.rank]
-    found.setdefault(rank, []).append([operation.split()[0], self._name, str(x.dtype).removeprefix("torch."), x.numel()])
+    size = 0 if operation == "exchange" else x.numel()  # of as many rows as the data sends
+    found.setdefault(rank, []).append([operation.split()[0], self._name, str(x.dtype).removeprefix("torch."), size])
     return meet(self, operation, x, combine)
 
 VirtualAxis._meet = recorded
@@ -50,7 +51,7 @@ def done(package: Path, out: Path) -> dict[str, list[list[Any]]]:
 
 def planned(plan: CommunicationPlan, rank: int) -> list[list[Any]]:
     return [
-        [event.op, _group(event), DTYPES[event.dtype], math.prod(event.shape)]
+        [event.op, _group(event), DTYPES[event.dtype], 0 if event.op == "exchange" else math.prod(event.shape)]
         for event in plan.of(rank)
         if isinstance(event, Collective)
     ]
@@ -70,6 +71,8 @@ def _group(event: Collective) -> str:
         ("gpt", "2x2x2", {"zero": 3, "schedule": "zero-bubble", "recompute": "full"}),
         ("gpt2", "pp=2,dp_out=2,dp_in=2", {"zero": "3@dp_in", "recompute": "selective"}),
         ("mixtral", "2x2x2", {"zero": 1, "schedule": "zbv"}),
+        ("mixtral", "pp=2,ep=2,dp=2", {"zero": 2, "schedule": "zbv"}),
+        ("mixtral", "ep=2,dp=2,tp=2", {"zero": 3, "recompute": "full"}),
         ("gpt2", "2x2x1", {"schedule": "zbv", "bucket": "10KB"}),  # its tied weight has two stages of one rank
         ("gpt2", "2x2x1", {"schedule": "zbv", "bucket": "10KB", "zero": 1}),
         ("gpt", "1x4x2", {"nodes": 4, "bucket": "40KB"}),

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import partc
 from partc.errors import PartcError
 from partc.ir.mesh import Mesh
+from partc.package.verify import verify
+from tests.durable import trained, whole
+from tests.models import moe
+
+MOE = Path(__file__).parent / "models" / "moe.py"
+EXPERTS = ("up", "down")
 
 
 def test_experts_take_neighbours_of_an_axis() -> None:
@@ -30,3 +43,138 @@ def test_experts_over_other_ranks_are_refused(mesh: str, spec: str, cause: str) 
     with pytest.raises(PartcError, match=cause) as caught:
         Mesh.parse(mesh).with_experts(spec)
     assert caught.value.code == "P0106"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [
+        ("dp=2,ep=2", {"zero": 1, "microbatches": 2}),
+        ("ep=4,tp=2", {"zero": 3}),
+        ("pp=2,ep=2,dp=2", {"zero": 2, "schedule": "zero-bubble", "microbatches": 4, "recompute": "full"}),
+        ("cp=2,ep=2", {"zero": 3, "microbatches": 2, "recompute": "selective"}),
+        ("tp=2,ep=2,pp=2", {"schedule": "gpipe", "microbatches": 2}),
+        ("ep=8", {"zero": 2, "kernels": "triton"}),
+        ("dp_out=2,ep=2,dp_in=2", {"zero": "3@dp_in", "microbatches": 2}),
+    ],
+)
+def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_path: Path) -> None:
+    package = partc.compile(MOE, mesh=mesh, precision="fp64", **how)
+    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst
+    types = {parameter.name: parameter.type for parameter in package.program.parameters}
+    ep = package.program.sizes["ep"]
+    assert all(
+        types[f"layers.{layer}.{name}"].layout.dims[0][0].axes[0] == "ep" for layer in (0, 1) for name in EXPERTS
+    )
+    assert not any("ep" in item.reduce for item in package.program.parameters if item.name.endswith(EXPERTS)), ep
+
+
+def _forward(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    """The logits of tests/models/moe.py, token by token and expert by expert."""
+    for layer in range(2):
+        router, up, down, *shared = (
+            weights[f"layers.{layer}.{name}"]
+            for name in (
+                "router.weight",
+                "up",
+                "down",
+                "shared.0.weight",
+                "shared.0.bias",
+                "shared.2.weight",
+                "shared.2.bias",
+            )
+        )
+        rows = []
+        for token in x.flatten(0, 1):
+            scores = (router @ token).softmax(0)
+            best = scores.argsort(descending=True)[: moe.CHOSEN]
+            mixed = sum(scores[e] * (nn.functional.silu(token @ up[e]) @ down[e]) for e in best)
+            rows.append(token + mixed + shared[2] @ nn.functional.silu(shared[0] @ token + shared[1]) + shared[3])
+        x = torch.stack(rows).reshape(x.shape)
+    return x @ weights["head.weight"].T + weights["head.bias"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=2,ep=2", 3), ("pp=2,ep=2", 1)])
+def test_a_training_on_processes_equals_a_plain_loop(mesh: str, zero: int, tmp_path: Path) -> None:
+    """With a clipped norm, in which each element of an expert counts once."""
+    torch.manual_seed(3)
+    model = moe.model().double()
+    save_file({name: x.clone() for name, x in model.state_dict().items()}, tmp_path / "init.safetensors")
+    weights = {name: x.detach().requires_grad_() for name, x in model.named_parameters()}
+    optimizer = torch.optim.AdamW(weights.values(), lr=1e-3, weight_decay=0.1)
+    batch = moe.batch()
+    for _ in range(3):
+        optimizer.zero_grad()
+        logits = _forward(weights, batch["x"].double())
+        nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+        assert torch.nn.utils.clip_grad_norm_(weights.values(), 0.05) > 0.1
+        optimizer.step()
+    package = partc.compile(MOE, mesh=mesh, microbatches=2, precision="fp64", zero=zero)
+    build, save = package.write(tmp_path / "build"), tmp_path / "save"
+    given = (
+        "--steps",
+        3,
+        "--weight-decay",
+        0.1,
+        "--clip",
+        0.05,
+        "--init",
+        tmp_path / "init.safetensors",
+        "--save",
+        save,
+    )
+    trained(build, *given, real=True)
+    found = whole(save / "step_00000003")
+    for name, x in weights.items():
+        torch.testing.assert_close(found[name], x.detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "cause"),
+    [
+        ("stack.py", "ep=2", "has no experts"),
+        ("moe.py", "ep=3,dp=2", "8 experts do not divide over ep=3"),
+    ],
+)
+def test_models_without_experts_for_it_are_refused(model: str, mesh: str, cause: str) -> None:
+    with pytest.raises(PartcError, match=cause) as caught:
+        partc.compile(MOE.with_name(model), mesh=mesh, precision="fp64", options={"batch": "24"})
+    assert caught.value.code == "P0107"
+
+
+class Mixing(nn.Module):
+    """Experts whose weights are read otherwise too."""
+
+    def __init__(self, uses: str) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 4)
+        self.up, self.down = (nn.Parameter(torch.randn(4, 6, 6)) for _ in range(2))
+        self.uses = uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.router(x).argmax(-1)
+        order = chosen.sort()
+        ends = torch.cumsum(torch.histc(order.values.float(), 4, 0, 3), 0, dtype=torch.int32)
+        hidden = torch._grouped_mm(x[order.indices], self.up, offs=ends)
+        out = torch._grouped_mm(hidden, self.down.flip(0) if self.uses == "flip" else self.down, offs=ends)
+        back = torch.empty_like(order.indices)
+        back[order.indices] = torch.arange(len(back))
+        return out[back].square().mean() + (self.up.square().sum() if self.uses == "norm" else 0)
+
+
+def summing() -> nn.Module:
+    return Mixing("norm")
+
+
+def flipping() -> nn.Module:
+    return Mixing("flip")
+
+
+@pytest.mark.parametrize(
+    ("model", "cause"), [(summing, "reads up as well"), (flipping, "no parameter with a dimension")]
+)
+def test_experts_that_cannot_be_cut_are_refused(model: Any, cause: str) -> None:
+    with pytest.raises(PartcError, match=cause) as caught:
+        partc.compile(model, {"x": torch.randn(8, 6)}, mesh="ep=2", precision="fp64")
+    assert caught.value.code == "P0107"

@@ -40,7 +40,7 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fuse": ({"kernels": "triton"}, {"turned": True}),
 }
 # Passes over communication or of loops, whose examples are the expected texts of their own tests.
-ELSEWHERE = {"scan", "tables", "zero", "overlap", "bucket", "schedule", "actions", "prefetch", "check"}
+ELSEWHERE = {"scan", "tables", "experts", "zero", "overlap", "bucket", "schedule", "actions", "prefetch", "check"}
 
 
 def columns(docstring: str) -> tuple[list[str], list[str]]:

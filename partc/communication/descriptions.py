@@ -15,6 +15,8 @@ NAMES: Mapping[str, str] = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
+    "dispatch": "dispatch",
+    "combine": "combine",
 }
 _CODES = {"u8": "int8", "bf16": "bf16"}  # names of the types in which gradients travel
 # Operations that are transparent in the search for a value's readers and makers.
@@ -59,6 +61,10 @@ def comment(
             return f"{head}: each rank has a part of the sum in {makers or 'this value'}"
         case "all_gather":
             return f"{head}: {readers or 'the result'} {needs} all of dim {attrs['dim']}"
+        case "dispatch":
+            return f"{head}: rows travel to the ranks of their experts, for {readers or 'the result'}"
+        case "combine":
+            return f"{head}: rows of {makers or 'the experts'} return to their places"
         case "reduce_scatter":
             return (
                 f"{head}: each rank has a part of the sum in {makers or 'this value'} "

@@ -19,14 +19,17 @@ from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.program import (
     ITEMSIZE,
     MOVING,
+    ROUTED,
     Action,
     ActionStatement,
     BodyKind,
     Call,
     Graph,
     GraphKind,
+    Op,
     Program,
     Region,
+    TensorType,
     Value,
 )
 
@@ -515,7 +518,9 @@ class _Collectives:
     def _of_graph(self, region: Region, graph: Graph) -> Iterator[Collective]:
         values: dict[str, Value] = {value.name: value for value in region.params} | graph.definitions()
         for op in graph.ops:
-            if op.name in MOVING:
+            if op.name in ROUTED:
+                yield self._exchange(op, values[next(op.refs())].type)
+            elif op.name in MOVING:
                 attrs = dict(op.attrs)
                 operand = values[next(op.refs())].type
                 yield Collective(
@@ -526,3 +531,13 @@ class _Collectives:
                     attrs=tuple(attrs.items()),
                     source=op.source,
                 )
+
+    def _exchange(self, op: Op, operand: TensorType) -> Collective:
+        """The exchange of rows, or of their numbers by expert. The number of rows is the data's: a mean stands here."""
+        axis = str(dict(op.attrs)["axis"])
+        if op.name == "route":
+            ways, count = self.program.sizes[axis], op.args[1]
+            assert isinstance(count, int)
+            return Collective(op="all_to_all", axes=(axis,), shape=(ways, count // ways), dtype="i64", source=op.source)
+        shape = operand.layout.local_shape(self.program.sizes)
+        return Collective(op="exchange", axes=(axis,), shape=shape, dtype=operand.dtype, source=op.source)

@@ -12,7 +12,7 @@ from partc.compilation.options import Options
 from partc.compilation.phase_notes import coupled
 from partc.errors import PartcError
 from partc.frontend.trace import Batches
-from partc.ir.mesh import TENSOR_AXIS, is_batch_axis
+from partc.ir.mesh import EXPERT_AXIS, TENSOR_AXIS, is_batch_axis
 from partc.ir.program import Parameter, Program
 from partc.rules.layout_check import Verifier
 from partc.sharding.pins import Pin
@@ -93,7 +93,8 @@ def _finished(traced: Program, training: Program, options: Options) -> Program:
 
 def _is_cut_by_rows(parameter: Parameter) -> bool:
     """Whether the batch axis cuts a parameter that is not gathered: a table."""
-    return any(is_batch_axis(axis) for axis in parameter.type.layout.sharded_axes) and not parameter.gather
+    axes = set(filter(is_batch_axis, parameter.type.layout.sharded_axes)) - {EXPERT_AXIS}
+    return bool(axes) and not parameter.gather
 
 
 def _pin(parameter: Parameter) -> Pin:

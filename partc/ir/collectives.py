@@ -16,6 +16,8 @@ TRANSPOSES: Mapping[str, str] = {
     "reduce_scatter": "all_gather",
     "put": "take",
     "all_to_all": "all_to_all",
+    "dispatch": "combine",
+    "combine": "dispatch",
 }
 _GROWING = frozenset({"all_gather", "unshard", "put"})
 _SHRINKING = frozenset({"shard", "take", "reduce_scatter"})
@@ -26,7 +28,7 @@ def cost(op: str, n: int, bytes: int) -> int:
     match op:
         case "all_gather" | "unshard":
             return bytes * (n - 1)
-        case "reduce_scatter" | "all_to_all":
+        case "reduce_scatter" | "all_to_all" | "dispatch" | "combine" | "exchange":
             return bytes * (n - 1) // n
         case "all_reduce":
             return 2 * bytes * (n - 1) // n

@@ -131,6 +131,12 @@ def _fourier(x: Tensor, dims: list[int], inverse: bool) -> Tensor:
     return x
 
 
+def _route(experts: Tensor, count: int, axis: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows in the order of their experts, which are all here."""
+    order = experts.argsort(stable=True)
+    return order, torch.arange(len(order)), experts[order], torch.bincount(experts, minlength=count).repeat(2, 1)
+
+
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
     dims = tuple(range(-len(shape), 0))
     small = torch.finfo(x.dtype).eps if eps is None else eps
@@ -172,6 +178,10 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "reshape": lambda x, sizes: x.reshape(sizes),
     "split": lambda x, sizes, dim: x.split(sizes, dim),
     "to": lambda x, dtype: x.to(dtype),
+    "route": _route,
+    "dispatch": lambda x, order, grouped, counts, axis: x[order],
+    "combine": lambda x, order, grouped, counts, axis: x[order.argsort()],
+    "expert_matmul": lambda x, experts, w, groups=1: torch.ops.partc.expert_matmul(x, experts, w),
     "sum": lambda x, dims, keepdim: x.sum(dims, keepdim) if dims else x,
     "full": lambda sizes, fill, dtype: torch.full(sizes, fill, dtype=dtype),
     "tensor": lambda values, sizes, dtype: torch.tensor(values, dtype=dtype).reshape(sizes),

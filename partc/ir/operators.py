@@ -131,6 +131,15 @@ def _define_matmuls() -> None:
 
 
 def _define_experts() -> None:
+    """`route` numbers rows by their experts and counts them; `dispatch` and `combine` are each other's transposes."""
+    plan = "Tensor order, Tensor grouped, Tensor counts, str axis, int n) -> Tensor"
+    _operator(
+        "route",
+        "(Tensor experts, int count, str axis, int n) -> (Tensor, Tensor, Tensor, Tensor)",
+        lambda experts, count, axis, n: (*(torch.empty_like(experts) for _ in range(3)), experts.new_empty(2, count)),
+    )
+    _operator("dispatch", f"(Tensor x, {plan}", _like, lambda g, a, r: [_ops.combine(g[0], *a[1:])])
+    _operator("combine", f"(Tensor x, {plan}", _like, lambda g, a, r: [_ops.dispatch(g[0], *a[1:])])
     _operator(
         "expert_matmul_grad_rows",
         "(Tensor g, Tensor experts, Tensor w) -> Tensor",

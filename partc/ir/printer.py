@@ -45,7 +45,10 @@ CALL = "call"  # begins a line that has a name and an equals sign, as an operati
 _PLACE = re.compile(r"[^`|]*")
 NUMBER = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf)(?![\w.])|nan(?![\w.])")
 WORDS: Mapping[str, Arg] = {"None": None, "True": True, "False": False}
-COLLECTIVES = ("all_reduce", "all_gather", "unshard", "shard", "take", "put", "reduce_scatter", "all_to_all")
+COLLECTIVES = (
+    "all_reduce", "all_gather", "unshard", "shard", "take", "put", "reduce_scatter", "all_to_all", "dispatch",
+    "combine",
+)  # fmt: skip
 
 
 def print_program(program: Program, *, sources: bool = False) -> str:

@@ -24,7 +24,10 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp64")  # the types of computation
 # Operations that draw random numbers; the last argument is the operation's number within its call.
 RANDOM = frozenset({"dropout", "attention_dropout", "rand", "randn", "rand_like", "randn_like", "drawn"})
 # Collectives. If a `wait` reads the result, the operation only starts the collective.
-MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "dispatch", "combine"})
+# Movements of rows to the ranks of their experts and back, of which `route` makes the plan. As many rows as the data
+# sends arrive: the first dimension of the results has the mean.
+ROUTED = frozenset({"route", "dispatch", "combine"})
 # Operations whose results may alias their first operand.
 VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias", "wait"})
 # A loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`.

@@ -14,7 +14,7 @@ from partc.ir.program import FLOATING, DType, Graph, Op, Program, Region, Tensor
 # Collectives and their local relatives: elements of the result per element of the operand, for n ranks.
 _GROWS = {"all_gather", "unshard", "put"}
 _SHRINKS = {"reduce_scatter", "shard", "take"}
-_KEEPS = {"all_reduce", "all_to_all", "vary", "settle", "spread"}
+_KEEPS = {"all_reduce", "all_to_all", "vary", "settle", "spread", "dispatch", "combine"}
 
 
 def verify_program(program: Program, facts: Collection[str], after: str) -> None:

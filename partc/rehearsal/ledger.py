@@ -295,6 +295,13 @@ class _Even(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.searchsorted:
             self._rows = args[0].numel()
+        if func is torch.bincount and args[0].is_meta:
+            self._rows = args[0].numel()
+            return args[0].new_empty(kwargs["minlength"])
+        if func is Tensor.cpu and args[0].is_meta:
+            return args[0]
+        if func is Tensor.item and args[0].is_meta:
+            return self._rows
         if func is Tensor.tolist and args[0].is_meta:
             count = args[0].numel()
             return [self._rows * (index + 1) // count for index in range(count)]

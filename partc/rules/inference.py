@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from partc.ir.layout import Layout, Sizes, SubDim
-from partc.ir.program import MOVING, Arg, Op, TensorType
+from partc.ir.program import MOVING, ROUTED, Arg, Op, TensorType
 from partc.rules import resolve_lowered
 from partc.rules.rule import Dims, OpRule, integers
 
@@ -98,6 +98,8 @@ def _within(type: TensorType, axes: Set[str], sizes: Sizes) -> TensorType:
 
 def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inferred | None, ...]:
     operands = [types[name] for name in op.refs()]
+    if op.name in ROUTED:
+        return _routed(op, operands)
     if op.name in _MOVING or op.name in _SAME:
         return (_moved(op, operands[0].layout, sizes),)
     if op.body:
@@ -353,6 +355,15 @@ def _of_body(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inf
             found[value.name] = made
             known[value.name] = value.type
     return tuple(found.get(value.name) for value in op.results)
+
+
+def _routed(op: Op, operands: Sequence[TensorType]) -> tuple[Inferred | None, ...]:
+    """Rows are cut like their numbers: `order` where they are at home, `grouped` where their experts are."""
+    if op.name == "route":
+        return (Inferred(operands[0].layout), None, None, None)
+    x, order, grouped, _ = (type.layout for type in operands)
+    rows = (grouped if op.name == "dispatch" else order).dims[0]
+    return (Inferred(replace(x, dims=(rows, *x.dims[1:]))),)
 
 
 def _moved(op: Op, layout: Layout, sizes: Sizes) -> Inferred | None:

@@ -68,6 +68,11 @@ def _convolution(op: Op, sizes: Sizes) -> Op:
     return replace(op, attrs=attrs)
 
 
+def _expert_matmul(op: Op, sizes: Sizes) -> Op:
+    """Each rank has the rows and the matrices of one group."""
+    return replace(op, attrs=())
+
+
 def _repeat_interleave(op: Op, sizes: Sizes) -> Op:
     """Replace the size of the dimension by the local size."""
     dim = argument(op, 2, "dim")
@@ -107,6 +112,7 @@ _LOCAL: dict[str, Callable[[Op, Sizes], Op]] = {
     "conv1d": _convolution,
     "conv2d": _convolution,
     "conv3d": _convolution,
+    "expert_matmul": _expert_matmul,
     "split": _split,
     "slice": _slice,
     "repeat_interleave": _repeat_interleave,

@@ -8,6 +8,26 @@ from partc.ir.program import Op, TensorType
 from partc.rules.rule import Dims, OpRule, argument, integers, is_ref, make
 from partc.rules.shapes import Types, broadcast_dims, dim_index, named_dims
 
+# Products by expert
+
+
+def expert_matmul(op: Op, types: Types) -> OpRule:
+    """x[(g s) i], experts[(g s)], w[(g e) i o] -> [(g s) o]: rows that came to `groups` of experts, else one group."""
+    x, _, w = (type.shape for type in types)
+    groups = integers(argument(op, 3, "groups", 1))[0]
+    sizes = {"g": groups, "s": x[0] // groups, "e": w[0] // groups, "i": w[1], "o": w[2]}
+    rows = ("g", "s")
+    operands: tuple[Dims, ...] = ((rows, ("i",)), (rows,), (("g", "e"), ("i",), ("o",)))
+    return make(
+        list(zip(operands, types, strict=True)),
+        [(rows, ("o",))],
+        sizes,
+        blocked={"e"},
+        linear=[(0,), (2,)],
+        work=[("g", "s", "i", "o")],
+    )
+
+
 # Lookups
 
 

@@ -186,7 +186,7 @@ rule(
     work="b g r s t d + b g r s t e",
     heavy=True,
 )
-rule("expert_matmul", "x[s i], experts[s], w[e i o] -> [s o]", blocked="e", linear="x|w", work="s i o", heavy=True)
+build("expert_matmul", products.expert_matmul, matmul=True, heavy=True)
 rule("dot", "x[k], y[k] -> []", linear="x|y", work="*")
 rule("outer", "x[i], y[j] -> [i j]", linear="x|y")
 build("matmul mm bmm mv", products.matmul, matmul=True)

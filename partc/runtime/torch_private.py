@@ -175,10 +175,13 @@ def reduce_scatter_many(group: Any, parts: Sequence[Tensor], wholes: Sequence[Te
     return group._end_coalescing()
 
 
-def all_to_all_base(group: Any, into: Tensor, x: Tensor, *, overlaps: bool) -> Any:
+def all_to_all_base(
+    group: Any, into: Tensor, x: Tensor, *, overlaps: bool, received: Sequence[int] = (), sent: Sequence[int] = ()
+) -> Any:
+    """Equal parts to all ranks, or as many rows as `sent` says to each and `received` from each."""
     options = dist.AllToAllOptions()
     options.asyncOp = overlaps
-    return group.alltoall_base(into, x, [], [], options)
+    return group.alltoall_base(into, x, list(received), list(sent), options)
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from partc.ir.gradients import reached
 from partc.ir.layout import Layout, Sizes
 from partc.ir.operators import DTYPE_NAMES, EXTRA_RESULTS
 from partc.ir.parser import parse_graph
-from partc.ir.program import SCAN, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
+from partc.ir.program import ROUTED, SCAN, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
 from partc.rules.inference import Inferred, inferred, local
 from partc.torch_private import OpOverload
 
@@ -411,6 +411,8 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
         return "permute", (args[0], _permutation(node)), ()
     if name in _COLLECTIVE_ATTRS:
         return _SAME_MOVEMENT.get(name, name), args[:1], tuple(zip(_COLLECTIVE_ATTRS[name], args[1:-1], strict=True))
+    if name in ROUTED:
+        return name, args[:-2], (("axis", args[-2]),)
     if name == "spread":
         return "div", (args[0], args[2]), ()
     if name == "embedding_shard":

@@ -9,6 +9,7 @@ from partc import fuel
 from partc.cost.roofline import H100
 from partc.ir.layout import Sizes
 from partc.ir.program import Graph, Op, Ref, Region, Value, needed
+from partc.ir.ragged import ragged_rows
 from partc.passes.fuse.composites import in_fp32, spelled_out
 from partc.passes.fuse.iteration_spaces import Form, columns, fits, form
 from partc.passes.fuse.names import stem
@@ -27,17 +28,21 @@ def fused(region: Region, sizes: Sizes) -> Region:
     region = in_fp32(region)
     backward, weight = region.backward, region.weight
     params = {value.name: value for value in region.params}
+    ragged = ragged_rows(region)
     return replace(
         region,
-        forward=_fused(region.forward, params, region.saved, sizes),
-        backward=backward and _fused(backward, params, (), sizes),
-        weight=weight and _fused(weight, params, (), sizes),
+        forward=_fused(region.forward, params, region.saved, sizes, ragged),
+        backward=backward and _fused(backward, params, (), sizes, ragged),
+        weight=weight and _fused(weight, params, (), sizes, ragged),
     )
 
 
-def _fused(graph: Graph, params: Mapping[str, Value], also: Collection[str], sizes: Sizes) -> Graph:
-    """The fused graph; `also` names values that are read besides the graph's outputs."""
-    work = _Work(graph, params, {*graph.outputs, *also}, sizes)
+def _fused(graph: Graph, params: Mapping[str, Value], also: Collection[str], sizes: Sizes, ragged: Set[str]) -> Graph:
+    """The fused graph; `also` names values that are read besides the graph's outputs.
+
+    Kernels are made for known sizes: operations on `ragged` values, with rows in a number of the data's, stay alone.
+    """
+    work = _Work(graph, params, {*graph.outputs, *also}, sizes, ragged)
     work.join()
     return replace(graph, ops=work.ordered())
 
@@ -56,7 +61,9 @@ class _KernelGroup:
 class _Work:
     """The growing groups of one graph."""
 
-    def __init__(self, graph: Graph, params: Mapping[str, Value], kept: Collection[str], sizes: Sizes) -> None:
+    def __init__(
+        self, graph: Graph, params: Mapping[str, Value], kept: Collection[str], sizes: Sizes, ragged: Set[str]
+    ) -> None:
         values = {**params, **graph.definitions()}
         self.shapes = {name: value.type.layout.local_shape(sizes) for name, value in values.items()}
         self.bytes = {name: value.type.local_bytes(sizes) for name, value in values.items()}
@@ -65,6 +72,7 @@ class _Work:
         self.ops = graph.ops
         self.sizes = sizes
         self.kept = kept
+        self.ragged = ragged
         self.makers = {value.name: index for index, op in enumerate(graph.ops) for value in op.results}
         self.forms = [self._form(op) for op in graph.ops]
         self.kinds = [self._kind(op, form) for op, form in zip(graph.ops, self.forms, strict=True)]
@@ -86,7 +94,8 @@ class _Work:
 
     def _kind(self, op: Op, form: Form | None) -> kernels.Kind | None:
         empty = any(0 in self.shapes[name] for name in (*op.refs(), *(value.name for value in op.results)))
-        kind = None if empty else kernels.kind(op)
+        open = not self.ragged.isdisjoint((*op.refs(), *(value.name for value in op.results)))
+        kind = None if empty or open else kernels.kind(op)
         return None if kind in ("reduction", "composite") and form is None else kind
 
     def _seen(self, names: Iterable[str]) -> frozenset[str]:

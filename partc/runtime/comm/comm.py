@@ -171,6 +171,15 @@ class Axis:
         going = self._timed("all_to_all", self._all_to_all, parts)
         return going.then(lambda parts: join(parts, concat_dim, concat_outer))
 
+    def start_exchange(self, x: Tensor, sent: Tensor, received: Tensor) -> Pending[Tensor]:
+        """Rows to and from each rank. `sent` and `received` count them, in equal parts for the ranks in order."""
+        if self.size == 1:
+            return there(x)
+        going, coming = (counts.view(self.size, -1).sum(1).tolist() for counts in (sent, received))
+        if sum(going) != x.shape[0]:
+            raise RuntimeError(f"{x.shape[0]} rows are to travel over {self.name}, and {sum(going)} were counted")
+        return self._timed("exchange", partial(self._exchange_rows, going=going, coming=coming), x.contiguous())
+
     def reduce_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Sum each gradient over the group, in place. Neighbours in memory travel together.
 
@@ -221,6 +230,10 @@ class Axis:
 
     def _reduce_scatter_many(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending[None]:
         """Each [size * ..., ...] -> [...]: this rank's rows of the sum, into contiguous tensors that are there."""
+        raise NotImplementedError
+
+    def _exchange_rows(self, x: Tensor, going: list[int], coming: list[int]) -> Pending[Tensor]:
+        """The first `going[0]` rows to rank 0, and so on; the result has `coming[0]` rows from rank 0 first."""
         raise NotImplementedError
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:

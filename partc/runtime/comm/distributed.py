@@ -113,6 +113,14 @@ class NcclAxis(Axis):
             going = all_to_all_base(self.process_group, _bytes(result), _bytes(x), overlaps=self.overlaps)
             return _arriving(going, result, x)
 
+    def _exchange_rows(self, x: Tensor, going: list[int], coming: list[int]) -> Pending[Tensor]:
+        result = x.new_empty((sum(coming), *x.shape[1:]))
+        with _peers():
+            work = all_to_all_base(
+                self.process_group, _bytes(result), _bytes(x), overlaps=self.overlaps, received=coming, sent=going
+            )
+            return _arriving(work, result, x)
+
 
 class GlooAxis(NcclAxis):
     """A group of CPUs. gloo's own all-gather and reduce-scatter take up to five times as long as these."""

@@ -116,6 +116,7 @@ class _Group:
 
     meetings: dict[int, _Meeting] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
+    exchanges: dict[int, dict[int, list[Tensor]]] = field(default_factory=dict)  # the rows for each rank, by sender
 
 
 class VirtualAxis(Axis):
@@ -134,7 +135,9 @@ class VirtualAxis(Axis):
 
     def _meet(self, operation: str, x: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]) -> Pending[Tensor]:
         group, me = self._group, self._ranks[self.rank]
-        signature = f"{operation} of {str(x.dtype).removeprefix('torch.')}{list(x.shape)} over {self._name}"
+        shape = [*x.shape] if operation != "exchange" else ["rows", *x.shape[1:]]  # of which ranks bring any number
+        of = f"{str(x.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+        signature = f"{operation} of {of} over {self._name}"
         number = group.begun[me] = group.begun.get(me, 0) + 1
         meeting = group.meetings.setdefault(number, _Meeting(signature))
         if meeting.operation != signature:
@@ -189,6 +192,23 @@ class VirtualAxis(Axis):
                 part.view(-1).copy_(piece)
 
         return self._reduce_scatter(torch.cat([whole.view(self.size, -1) for whole in wholes], 1)).then(place)
+
+    def _exchange_rows(self, x: Tensor, going: list[int], coming: list[int]) -> Pending[Tensor]:
+        parts = [part.clone() for part in x.split(going)]
+        sent = self._group.exchanges
+        number = self._group.begun.get(self._ranks[self.rank], 0) + 1
+        sent.setdefault(number, {})[self.rank] = parts
+
+        def combine(_: list[Tensor]) -> list[Tensor]:
+            every = sent.pop(number)
+            return [torch.cat([every[source][target] for source in range(self.size)]) for target in range(self.size)]
+
+        def counted(rows: Tensor) -> Tensor:
+            if rows.shape[0] != sum(coming):
+                raise RuntimeError(f"{sum(coming)} rows were to come over {self._name}, and {rows.shape[0]} came")
+            return rows
+
+        return self._meet("exchange", x, combine).then(counted)
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
         return self._meet(

@@ -1,6 +1,9 @@
 """Products of rows with the matrices of the experts that they are routed to.
 
 Shapes: x[s, i] rows, experts[s] the expert of each row, w[e, i, o] a matrix for each expert.
+
+Where the ranks of an axis hold different experts, rows travel: `route` plans it, `dispatch` brings rows to the ranks of
+their experts, in the order of the experts, and `combine` brings them back to their places.
 """
 
 from __future__ import annotations
@@ -10,7 +13,48 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..comm.comm import Axis, Pending
 from .accumulation import settled
+
+
+def route(experts: Tensor, count: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The plan for rows with one of `count` experts each, which the ranks of the axis hold in equal numbers.
+
+    Returns the order in which rows leave, the order in which rows that have come are read, the expert of each of these
+    among this rank's own, and the numbers of rows, on the host: by expert those that leave, by sender and expert those
+    that come.
+    """
+    order = experts.argsort(stable=True)
+    leaving = torch.bincount(experts, minlength=count)
+    coming = axis.all_to_all(leaving.view(axis.size, -1), split_dim=0, concat_dim=0)
+    counts = torch.stack((leaving, coming.flatten())).cpu()
+    rows = int(counts[1].sum().item())
+    places = (coming.flatten().cumsum(0) - coming.flatten()).view(axis.size, -1)  # where a sender's rows begin
+    each = coming.T.flatten()  # by expert, then by sender
+    shifts = places.T.flatten() - (each.cumsum(0) - each)
+    grouped = shifts.repeat_interleave(each, output_size=rows) + torch.arange(rows, device=experts.device)
+    own = torch.arange(coming.shape[1], device=experts.device)
+    return order, grouped, own.repeat_interleave(coming.sum(0), output_size=rows), counts
+
+
+def dispatch(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axis) -> Tensor:
+    """The rows that come to this rank's experts."""
+    return start_dispatch(x, order, grouped, counts, axis).wait()
+
+
+def start_dispatch(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axis) -> Pending[Tensor]:
+    return axis.start_exchange(x[order], *counts).then(lambda rows: rows[grouped])
+
+
+def combine(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axis) -> Tensor:
+    """The rows that `dispatch` took from this rank, in their places."""
+    return start_combine(x, order, grouped, counts, axis).wait()
+
+
+def start_combine(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axis) -> Pending[Tensor]:
+    leaving, coming = counts
+    going = axis.start_exchange(torch.empty_like(x).index_copy_(0, grouped, x), coming, leaving)
+    return going.then(lambda rows: torch.empty_like(rows).index_copy_(0, order, rows))
 
 
 def expert_matmul(x: Tensor, experts: Tensor, w: Tensor) -> Tensor:
@@ -69,4 +113,4 @@ def _sorted(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _grouped(x: Tensor) -> bool:
     """Whether torch has one kernel for all experts."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
+    return x.is_cuda and x.shape[0] > 0 and x.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")

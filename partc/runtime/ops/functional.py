@@ -32,10 +32,15 @@ from .embedding import (
     embedding_shard_grad,
 )
 from .experts import (
+    combine,
+    dispatch,
     expert_matmul,
     expert_matmul_add_grad_weight,
     expert_matmul_grad_rows,
     expert_matmul_grad_weight,
+    route,
+    start_combine,
+    start_dispatch,
 )
 from .rotary import rotary, rotary_backward
 
@@ -51,9 +56,11 @@ __all__ = [
     "attention_dropout_bias_backward",
     "attention_rows",
     "attention_rows_backward",
+    "combine",
     "cross_entropy",
     "cross_entropy_backward",
     "cross_entropy_rows",
+    "dispatch",
     "dropout",
     "dropout_backward",
     "embedding_add_grad",
@@ -81,9 +88,12 @@ __all__ = [
     "rms_norm_backward",
     "rotary",
     "rotary_backward",
+    "route",
     "settled",
     "shard_max",
     "smooth_sum",
+    "start_combine",
+    "start_dispatch",
     "sum_exp",
 ]
 

@@ -1,0 +1,40 @@
+"""Values whose first dimension has as many elements as the data brings: rows that have come to their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from partc.ir.program import ROUTED, Op, Region
+
+_HOME = frozenset({"combine", "expert_matmul_grad_weight"})
+
+
+def ragged_rows(region: Region) -> frozenset[str]:
+    """The values of a region's graphs that have such rows."""
+    known: set[str] = set()
+    if any(op.name in ROUTED for graph in region.graphs for op in graph.ops):
+        for graph in region.graphs:
+            known = _found(graph.ops, known)
+    return frozenset(known)
+
+
+def _found(ops: Iterable[Op], given: Iterable[str]) -> set[str]:
+    found = set(given)
+    for op in ops:
+        if op.name == "route":
+            found.update(value.name for value in op.results[1:3])
+        elif op.name == "dispatch":
+            found.add(op.result.name)
+        elif op.name not in _HOME and not found.isdisjoint(op.refs()) and not _summed(op):
+            found.update(value.name for value in op.results)
+    return found
+
+
+def _summed(op: Op) -> bool:
+    """Whether the operation adds all rows up."""
+    return op.name == "sum" and (len(op.args) < 2 or op.args[1] in (0, ()) or 0 in _dims(op))
+
+
+def _dims(op: Op) -> tuple[object, ...]:
+    dims = op.args[1]
+    return dims if isinstance(dims, tuple) else (dims,)

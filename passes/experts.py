@@ -1,0 +1,330 @@
+"""Cut experts over the axis ep: rows travel to the ranks of their experts, and back.
+
+    param up: f32[8, 6, 16] vary(dp,ep)                    param up: f32[8@ep, 6, 16] vary(dp)
+                                                           order, grouped, own, counts = route(chosen, 8, axis="ep")
+                                                           rows_here = dispatch(rows, order, grouped, counts, …)
+    hidden = expert_matmul(rows, chosen, up)          ->   hidden    = expert_matmul(rows_here, own, up)
+    active = relu(hidden)                                  active    = relu(hidden)
+    y      = expert_matmul(active, chosen, down)           y_here    = expert_matmul(active, own, down)
+                                                           y         = combine(y_here, order, grouped, counts, …)
+
+Outside, ep cuts the batch. From the first product by expert to the last, each row is computed by itself, so that it may
+be on any rank. Between them a value's first dimension is `2@ep · 64@dp,mb`: the rows of each rank's experts. Their
+number is the data's, of which the layout has the mean. Rows come back to their places before their scores multiply
+them, so that sums over a token's experts do not depend on ep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from partc.errors import PartcError
+from partc.ir.layout import Layout, SubDim
+from partc.ir.naming import unique
+from partc.ir.program import RANDOM, Choice, Op, Program, Ref, Region, TensorType, Value
+from partc.rules import OpRule, resolve
+from partc.sharding.choices import choice_on, layouts
+
+_PRODUCT = "expert_matmul"
+_GROUPS, _ROWS = "g", "s"  # factors of its rule
+
+
+def experts(program: Program) -> Program:
+    """Cut all experts. Raises PartcError P0107 where there are none, or where some cannot be cut."""
+    axes = program.mesh.expert_axes
+    if not axes:
+        return program
+    (axis,) = axes
+    regions = [_Experts(region, axis, program) for region in program.regions]
+    cut = {(found.region.name, name) for found in regions for name in found.weights}
+    params = {region.name: [value.name for value in region.params] for region in program.regions}
+    slots: dict[str, set[bool]] = {item.name: set() for item in program.parameters}
+    for call in program.calls:
+        for name, value in zip(call.params, params[call.region], strict=True):
+            slots[name].add((call.region, value) in cut)
+    for name, found_cut in slots.items():
+        if len(found_cut) > 1:
+            raise PartcError(
+                "P0107",
+                f"{axis} cannot cut the experts of {name}, which other calls read whole",
+                help=f"leave {axis} out of the mesh",
+            )
+    held = any(axis in item.type.layout.sharded_axes for item in program.parameters)
+    if not cut and not held:
+        raise PartcError(
+            "P0107",
+            f"the model has no experts for {axis}={program.sizes[axis]}",
+            help="products by expert are found in sorted, masked and batched forms; without experts, give dp its ranks",
+        )
+    parameters = tuple(
+        replace(item, type=_held(item.type, axis)) if True in slots[item.name] else item for item in program.parameters
+    )
+    return replace(program, parameters=parameters, regions=tuple(found.cut() for found in regions))
+
+
+def _held(type: TensorType, axis: str) -> TensorType:
+    """The type of a weight of which each rank has its own experts."""
+    (whole,), *others = type.layout.dims
+    varying = tuple(each for each in type.layout.varying if each != axis)
+    return replace(type, layout=replace(type.layout, dims=((SubDim(whole.size, (axis,)),), *others), varying=varying))
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """The operations on rows between the first and the last product with one choice of experts."""
+
+    chosen: str
+    ops: tuple[int, ...]
+    products: tuple[int, ...]
+
+
+class _Experts:
+    """The chains of a region, the weights that they alone read, and the operations that make them of parameters."""
+
+    def __init__(self, region: Region, axis: str, program: Program) -> None:
+        self.region = region
+        self.axis = axis
+        self.sizes = program.sizes
+        self.ways = program.sizes[axis]
+        self.types = region.types(region.forward)
+        self.ops = region.forward.ops
+        self.rules: dict[int, OpRule] = {}
+        self.weights: set[str] = set()
+        self.views: set[int] = set()  # operations on weights
+        self.makers = {value.name: index for index, op in enumerate(self.ops) for value in op.results}
+        self.readers: dict[str, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            for name in op.refs():
+                self.readers.setdefault(name, []).append(index)
+        chosen: dict[str, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            if op.name == _PRODUCT:
+                chosen.setdefault([*op.refs()][1], []).append(index)
+        self.chains = tuple(self._chain(name, tuple(products)) for name, products in chosen.items())
+        self._check_readers()
+
+    def _check_readers(self) -> None:
+        """Check that nothing else reads the experts' weights."""
+        known = self.views.union(*(chain.products for chain in self.chains))
+        made = {value.name for index in self.views for value in self.ops[index].results}
+        for name in self.weights | made:
+            for index in self.readers[name]:
+                if index not in known:
+                    raise self._refused(self.ops[index], f"{self.ops[index].name} reads {name} as well")
+
+    def _chain(self, chosen: str, products: tuple[int, ...]) -> _Chain:
+        behind: set[int] = set()
+        made: set[str] = set()
+        for index in range(products[0], products[-1] + 1):
+            if index in products or not made.isdisjoint(self.ops[index].refs()):
+                behind.add(index)
+                made.update(value.name for value in self.ops[index].results)
+        wanted: set[str] = set()
+        between: list[int] = []
+        for index in range(products[-1], products[0] - 1, -1):
+            op = self.ops[index]
+            if index in products or (index in behind and any(value.name in wanted for value in op.results)):
+                between.append(index)
+                wanted.update(op.refs())
+        for index in between:
+            self._check_rows(index)
+        for index in products:
+            self._take(self._weight(index), index)
+        return _Chain(chosen, tuple(reversed(between)), products)
+
+    def _check_rows(self, index: int) -> None:
+        """Check that an operation computes each row by itself, on rows that the axis cuts."""
+        op = self.ops[index]
+        rule = resolve(op, self.types)
+        choice = choice_on(op, self.axis)
+        row = self._row(rule, op)
+        if rule is None or row is None or op.name in RANDOM or choice is None or choice.factor != row:
+            raise self._refused(op, f"{op.name} does not compute each row by itself")
+        self.rules[index] = rule
+
+    def _row(self, rule: OpRule | None, op: Op) -> str | None:
+        """The factor of the rows, which is the first dimension of all results."""
+        firsts = {dims[:1] for dims in rule.results} if rule is not None else set()
+        if rule is None or len(firsts) != 1:
+            return None
+        ((names, *_),) = firsts or {((),)}
+        if len(names) != 1 or rule.factor(names[0]).kind != "parallel":
+            return None
+        carried = [dims for dims in rule.operands if any(names[0] in dim for dim in dims)]
+        return names[0] if all(dims[0] == names for dims in carried) else None
+
+    def _weight(self, index: int) -> str:
+        return [*self.ops[index].refs()][2]
+
+    def _take(self, name: str, reader: int) -> None:
+        """Note a weight whose first dimension counts experts, and the operations that make it of parameters."""
+        maker = self.makers.get(name)
+        op = self.ops[reader]
+        if name in {value.name for value in self.region.params}:
+            count = self.types[name].shape[0]
+            if count % self.ways:
+                raise self._refused(op, f"{count} experts do not divide over {self.axis}={self.ways}")
+            if any(sub.axes for sub in self.types[name].layout.dims[0]):
+                raise self._refused(op, f"{name} is cut along its experts already")
+            self.weights.add(name)
+            return
+        rule = resolve(self.ops[maker], self.types) if maker is not None else None
+        row = self._row(rule, self.ops[maker]) if maker is not None else None
+        if maker is None or rule is None or row is None:
+            raise self._refused(op, f"its matrices {name} are no parameter with a dimension for experts")
+        self.views.add(maker)
+        self.rules[maker] = rule
+        for ref, dims in zip(self.ops[maker].refs(), rule.operands, strict=True):
+            if dims and dims[0] == (row,):
+                self._take(ref, maker)
+
+    def _refused(self, op: Op, cause: str) -> PartcError:
+        return PartcError(
+            "P0107",
+            f"{self.axis} cannot cut the experts of {self.region.name}: {cause}",
+            help=f"leave {self.axis} out of the mesh, or write the experts as docs/experts.md shows",
+            source=op.source,
+        )
+
+    def cut(self) -> Region:
+        """The region with rows that travel."""
+        if not self.chains:
+            return self.region
+        params = tuple(
+            replace(value, type=_held(value.type, self.axis)) if value.name in self.weights else value
+            for value in self.region.params
+        )
+        self.types |= {value.name: value.type for value in params}
+        inside = {index: chain for chain in self.chains for index in chain.ops}
+        taken = {*self.types}
+        plans: dict[str, tuple[str, ...]] = {}
+        here: dict[tuple[str, str], str] = {}  # by choice of experts, a value at home -> the same at its expert
+        ops: list[Op] = []
+        for index, op in enumerate(self.ops):
+            if index in self.views:
+                ops.append(self._view(index))
+            elif index not in inside:
+                ops.append(op)
+            else:
+                ops.extend(self._moved(index, inside[index], plans, here, taken))
+        return replace(self.region, params=params, forward=replace(self.region.forward, ops=tuple(ops)))
+
+    def _view(self, index: int) -> Op:
+        """An operation on the weights of this rank's experts."""
+        op, rule = self.ops[index], self.rules[index]
+        row = self._row(rule, op)
+        kept = tuple(each for each in op.choices if each.axis != self.axis)
+        return self._typed(replace(op, choices=(*kept, Choice(axis=self.axis, factor=row))), rule)
+
+    def _typed(self, op: Op, rule: OpRule | None) -> Op:
+        """The operation with the layouts that its choices make."""
+        found = layouts(op, rule, self.types, self.sizes)
+        if found is None:
+            raise self._refused(op, f"the rows of {op.results[0].name} do not divide")
+        results = tuple(
+            replace(value, type=replace(value.type, layout=layout))
+            for value, layout in zip(op.results, found[1], strict=True)
+        )
+        self.types.update((value.name, value.type) for value in results)
+        return replace(op, results=results)
+
+    def _moved(
+        self,
+        index: int,
+        chain: _Chain,
+        plans: dict[str, tuple[str, ...]],
+        here: dict[tuple[str, str], str],
+        taken: set[str],
+    ) -> Iterator[Op]:
+        """An operation of a chain where the experts are, behind the movement of its operands, before that of its
+        results.
+        """
+        op = self.ops[index]
+        rule: OpRule | None = self.rules[index]
+        row = self._row(rule, op)
+        cut = [each for each in op.choices if each.factor == row and self.sizes.get(each.axis, 1) > 1]
+        product = op.name == _PRODUCT
+        home = self._wanted(op, rule)
+        op = replace(op, choices=tuple(self._led(each, cut, product=product) for each in op.choices))
+        if product:
+            op = replace(op, attrs=(*op.attrs, ("groups", self.ways)))
+            rule = resolve(op, self.types)
+        wanted = self._wanted(op, rule)
+        if chain.chosen not in plans:
+            yield self._plan(op, chain.chosen, home[1], wanted[1], plans, taken)
+        plan = plans[chain.chosen]
+        inside = {value.name for each in chain.ops for value in self.ops[each].results}
+        operands: list[str] = []
+        for name, layout, dims in zip(op.refs(), wanted, self.rules[index].operands, strict=True):
+            if dims[:1] != ((row,),):
+                operands.append(name)
+            elif product and name == chain.chosen:
+                operands.append(plan[2])
+            elif name in inside:
+                operands.append(here.get((chain.chosen, name), name))
+            else:
+                if (chain.chosen, name) not in here:
+                    value = Value(name=unique(f"{name}_here", taken), type=replace(self.types[name], layout=layout))
+                    here[chain.chosen, name] = value.name
+                    yield self._movement("dispatch", name, plan, value, op)
+                operands.append(here[chain.chosen, name])
+        leaving = {value.name for value in op.results if self._leaves(value.name, chain)}
+        named = {name: unique(f"{name}_here", taken) for name in leaving}
+        here.update(((chain.chosen, name), new) for name, new in named.items())
+        returned = {value.name: value for value in op.results}
+        results = tuple(replace(value, name=named.get(value.name, value.name)) for value in op.results)
+        made = self._typed(replace(op.reading(operands), results=results), rule)
+        yield made
+        for name, new in named.items():
+            yield self._movement("combine", new, plan, returned[name], op)
+
+    def _wanted(self, op: Op, rule: OpRule | None) -> tuple[Layout, ...]:
+        """The layouts of the operands under the operation's choices."""
+        found = layouts(op, rule, self.types, self.sizes)
+        if found is None:
+            raise self._refused(op, f"the rows of {op.results[0].name} do not divide")
+        return found[0]
+
+    def _led(self, choice: Choice, cut: list[Choice], *, product: bool) -> Choice:
+        """The choice on rows of which the axis cuts the major part."""
+        if choice not in cut:
+            return choice
+        if choice.axis == self.axis:
+            return replace(choice, factor=_GROUPS if product else choice.factor, outer=1)
+        mine = next(each for each in cut if each.axis == self.axis)
+        before = choice.outer // self.ways if choice.outer > mine.outer else choice.outer
+        return replace(choice, outer=before if product else self.ways * before)
+
+    def _leaves(self, name: str, chain: _Chain) -> bool:
+        outside = any(index not in chain.ops for index in self.readers.get(name, ()))
+        return outside or name in self.region.forward.outputs
+
+    def _plan(
+        self, op: Op, chosen: str, home: Layout, rows: Layout, plans: dict[str, tuple[str, ...]], taken: set[str]
+    ) -> Op:
+        """The plan of movements between the layouts of the choice of experts at home and with the experts."""
+        count = self.types[self._weight_of(op)].shape[0]
+        axes = tuple(axis for sub in home.dims[0] for axis in sub.axes)
+        every = math.prod(self.sizes[axis] for axis in axes)
+        counts = Layout(((SubDim(2 * every, axes),), (SubDim(count),)))
+        types = {"order": home, "grouped": rows, "own": rows, "counts": counts}
+        results = tuple(
+            Value(name=unique(word, taken), type=TensorType(dtype="i64", layout=layout))
+            for word, layout in types.items()
+        )
+        self.types.update((value.name, value.type) for value in results)
+        plans[chosen] = tuple(value.name for value in results)
+        attrs = (("axis", self.axis),)
+        return Op(name="route", args=(Ref(chosen), count), attrs=attrs, results=results, source=op.source)
+
+    @staticmethod
+    def _weight_of(op: Op) -> str:
+        return [*op.refs()][2]
+
+    def _movement(self, name: str, moved: str, plan: tuple[str, ...], result: Value, op: Op) -> Op:
+        order, grouped, _, counts = plan
+        args = (Ref(moved), Ref(order), Ref(grouped), Ref(counts))
+        self.types[result.name] = result.type
+        return Op(name=name, args=args, attrs=(("axis", self.axis),), results=(result,), source=op.source)

@@ -1,0 +1,51 @@
+"""Layers of experts written by hand: rows sorted by expert, a shared expert, gates in fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+EXPERTS, CHOSEN, WIDTH, HIDDEN, CLASSES = 8, 2, 6, 10, 5
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 3)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 3)
+        self.shared = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        scores, chosen = self.router(tokens).softmax(-1).topk(CHOSEN, dim=-1)
+        order = chosen.reshape(-1).sort()
+        ends = torch.cumsum(torch.histc(order.values.float(), EXPERTS, 0, EXPERTS - 1), 0, dtype=torch.int32)
+        hidden = nn.functional.silu(torch._grouped_mm(tokens[order.indices // CHOSEN], self.up, offs=ends))
+        out = torch._grouped_mm(hidden, self.down, offs=ends) * scores.reshape(-1)[order.indices].unsqueeze(-1)
+        back = torch.empty_like(order.indices)
+        back[order.indices] = torch.arange(len(back))
+        mixed = out[back].reshape(-1, CHOSEN, WIDTH).sum(1)
+        return x + mixed.reshape(x.shape) + self.shared(x)
+
+
+class Mixture(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def model(depth: int = 2) -> nn.Module:
+    return Mixture(depth)
+
+
+def batch(batch: int = 16, seq: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batch, seq, WIDTH, generator=generator)
+    return {"x": x, "labels": torch.randint(CLASSES, (batch, seq), generator=generator)}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from partc.errors import Source
-from partc.ir.operators import DTYPES
+from partc.ir.operators import DTYPE_NAMES, DTYPES
 from partc.ir.program import Op, Program, Ref, Region
 from partc.rules.rule import integers
 from partc.runtime.ops.attention_kernels import GOOD_CUDNN, Case, Gpu, on_gpu
@@ -26,9 +26,8 @@ def attentions(program: Program) -> dict[str, tuple[Case, Source | None]]:
 
 def documents(program: Program) -> dict[str, dict[str, Any]]:
     """The same as JSON for plan.json (`runtime.attention_kernels.cases` reads it)."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
     return {
-        place: {field: getattr(case, field) for field in Case.__dataclass_fields__} | {"dtype": names[case.dtype]}
+        place: {field: getattr(case, field) for field in Case.__dataclass_fields__} | {"dtype": DTYPE_NAMES[case.dtype]}
         for place, (case, _) in attentions(program).items()
     }
 

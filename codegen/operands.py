@@ -6,15 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from partc.ir import operators
 from partc.ir.layout import Sizes
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType
 from partc.quoting import literal
 
-DTYPES: Mapping[DType, str] = {
-    "f64": "torch.float64", "f32": "torch.float32", "bf16": "torch.bfloat16", "f16": "torch.float16",
-    "i64": "torch.int64", "i32": "torch.int32", "i16": "torch.int16", "i8": "torch.int8", "u8": "torch.uint8",
-    "bool": "torch.bool",
-}  # fmt: skip
+DTYPES: Mapping[DType, str] = {name: str(dtype) for name, dtype in operators.DTYPES.items()}  # "torch.float64"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,13 @@ from dataclasses import replace
 from partc.codegen.access import AHEAD, Access, Stage, access, opens, refreshed, settled
 from partc.codegen.calls import Run
 from partc.codegen.names import Names, identifier
+from partc.codegen.operands import DTYPES
 from partc.codegen.source import Function, Line, RegionCode
 from partc.ir.program import BodyKind, Call, GraphKind
 from partc.quoting import literal
 
 _OPENS = "The first units of each action, which the action before it gets as `ahead` and starts to gather."
 _KINDS: tuple[BodyKind, ...] = ("F", "B", "I", "W")
-TORCH_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
 class StepWriter:
@@ -218,7 +218,7 @@ class StepWriter:
         """The gradient of a call's result. `lines` gets the 1 of the loss, and zeros for results without readers."""
         if name in self.grads:
             return self.grads.pop(name)
-        dtype = f"dtype=torch.{TORCH_DTYPES[self.b.types[name].dtype]}"
+        dtype = f"dtype={DTYPES[self.b.types[name].dtype]}"
         shape = self.b.types[name].layout.local_shape(self.b.program.sizes)
         variable = self.grad_names.fresh(identifier(f"grad_{self.wanted.get(name, name)}"))
         if name == self.b.program.loss and self._scaled():

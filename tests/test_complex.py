@@ -82,6 +82,10 @@ FUNCTIONS: Mapping[str, Function] = {
     "fft of all": lambda z, w, x: torch.fft.fftn(z) * torch.fft.ifftn(x, dim=(0, 2)),
     "rfft": lambda z, w, x: torch.fft.rfft(x) * z[..., :4] + torch.fft.rfft(x, n=7, dim=1)[:, :1, :4],
     "irfft": lambda z, w, x: torch.fft.irfft(z) * 2 + torch.fft.irfft(z, n=9, norm="ortho")[..., :1],
+    "stft": lambda z, w, x: (lambda s: s * s.conj() * (1 + 2j))(
+        torch.stft(z.real.flatten(1), 6, 2, 5, torch.hann_window(5), normalized=True, return_complex=True)
+    ),
+    "stft of two sides": lambda z, w, x: torch.stft(z.flatten(), 8, center=False, onesided=False, return_complex=True),
     "rfft of two": lambda z, w, x: torch.fft.rfft2(x, norm="ortho") * z[..., :4],
     "irfft of two": lambda z, w, x: torch.fft.irfft2(z, s=(3, 7)) + torch.fft.irfftn(z, s=(3, 4), dim=(1, 2)).sum(),
 }

@@ -187,6 +187,39 @@ def test_cross_entropy(reduction: str, weighted: bool, smoothing: float) -> None
     assert ("ne" in found) == (reduction == "mean")
 
 
+LOSSES: Mapping[str, Callable[..., Tensor]] = {
+    "poisson_nll_loss": lambda x, y, **how: F.poisson_nll_loss(x, x.detach() ** 2, **how),
+    "cosine_embedding_loss": lambda x, y, **how: F.cosine_embedding_loss(x, x.flip(0), 2 * (y % 2) - 1, **how),
+    "soft_margin_loss": lambda x, y, **how: F.soft_margin_loss(x, x.flip(0).detach().sign(), **how),
+    "hinge_embedding_loss": lambda x, y, **how: F.hinge_embedding_loss(x, x.flip(0).detach().sign(), **how),
+    "triplet_margin_loss": lambda x, y, **how: F.triplet_margin_loss(x, x.flip(0), x.flip(1), swap=True, **how),
+    "margin_ranking_loss": lambda x, y, **how: F.margin_ranking_loss(x[:, 0], x[:, 1], (y % 2) * 2.0 - 1, **how),
+    "multi_margin_loss": lambda x, y, **how: F.multi_margin_loss(x, y, p=2, **how),
+    "multilabel_margin_loss": lambda x, y, **how: F.multilabel_margin_loss(x, y[:, None].expand(-1, 6), **how),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_with_a_built_in_mean_are_sums_of_rows(name: str, reduction: str) -> None:
+    labels = torch.tensor([0, 5, 2, 3, 1])
+
+    def forward(m: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return LOSSES[name](x[:, 0] * m.v, labels, reduction=reduction)
+
+    found = names(check(Function(forward), {**X, "labels": labels}))
+    assert found.count(name) == 1
+    assert found[found.index(name) + 1 :] == (["sum", "div"] if reduction == "mean" else ["sum"])
+
+
+@pytest.mark.parametrize(
+    "window", [torch.hann_window, torch.hamming_window, torch.bartlett_window, torch.kaiser_window]
+)
+def test_constants_from_numbers_have_the_precision_of_the_trace(window: Callable[..., Tensor]) -> None:
+    program = check(Function(lambda m, x: (m.v * window(6) * torch.fft.fftfreq(6)).sum()), X)
+    assert all(op.result.type.dtype == "f64" for op in ops(program))
+
+
 def test_unweighted_losses_are_counted_on_whole_labels() -> None:
     labels = torch.tensor([[0, 6, -1], [2, 2, 3], [-1, -1, -1], [5, 1, -1], [0, 0, 0]])
 

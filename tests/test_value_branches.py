@@ -50,6 +50,12 @@ def test_a_test_that_only_raises_is_assumed_and_listed(step: Step) -> None:
     assert f"guards.py:{line})" in found.assumed[0]
 
 
+@GUARDS
+def test_guards_inside_functions_of_torch_are_assumed() -> None:
+    found = traced(lambda net, x, y: F.gaussian_nll_loss(net.layer(x), x, x.square() + 0.1))
+    assert len(found.assumed) == 1 and "torch/nn/functional.py" in found.assumed[0]
+
+
 def chosen(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     y = net.layer(x)
     if x.mean() > 0:

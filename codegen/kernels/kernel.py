@@ -23,6 +23,7 @@ from partc.codegen.kernels.statements import (
 )
 from partc.codegen.lifetimes import overwritten
 from partc.codegen.names import Names
+from partc.codegen.operands import DTYPES
 from partc.ir.layout import Sizes
 from partc.ir.printer import fused_bytes, print_operation, readable
 from partc.ir.program import DType, Op, TensorType
@@ -30,10 +31,7 @@ from partc.rules import kernels
 
 WIDE = 2**31  # from here on, places take 64 bits
 _LONG = 96  # the longest expression of one line
-TORCH: Mapping[DType, str] = {
-    "f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "i64": "int64", "i32": "int32",
-    "i16": "int16", "i8": "int8", "u8": "uint8", "bool": "bool",
-}  # fmt: skip
+TORCH: Mapping[DType, str] = {name: text.removeprefix("torch.") for name, text in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

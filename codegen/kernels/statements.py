@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import sympy
 
+from partc.codegen.operands import DTYPES
 from partc.ir.program import FLOATING, Arg, DType
 from partc.rules import kernels
 
 TRITON: Mapping[DType, str] = {
-    "f64": "tl.float64", "f32": "tl.float32", "bf16": "tl.bfloat16", "f16": "tl.float16", "i64": "tl.int64",
-    "i32": "tl.int32", "i16": "tl.int16", "i8": "tl.int8", "u8": "tl.uint8", "bool": "tl.int1",
-}  # fmt: skip
+    name: "tl.int1" if name == "bool" else text.replace("torch", "tl") for name, text in DTYPES.items()
+}
 
 
 @dataclass(frozen=True, slots=True)

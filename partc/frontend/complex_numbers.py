@@ -376,6 +376,32 @@ def _fourier(dims: int | None, *, inverse: bool, real: bool = False) -> Rewrite:
     return rewrite
 
 
+def _short_time(
+    like: Tensor,
+    x: Operand,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> Pair:
+    """torch.stft: the spectra of windows of a signal, [..., frequency, window]."""
+    frames = _as_pair(x, like).parts.unfold(-2, n_fft, hop_length or n_fft // 4).transpose(-1, -2)
+    length = win_length or n_fft
+    before = (n_fft - length) // 2
+    if window is None:
+        window = torch.ones(length, dtype=frames.dtype)
+    window = torch.nn.functional.pad(window, [before, n_fft - length - before])
+    real = not isinstance(x, Pair) and onesided is not False
+    transform = _fourier(1, inverse=False, real=real)
+    spectra = transform(like, Pair(frames * window[:, None]), norm="ortho" if normalized else None)
+    assert isinstance(spectra, Pair)
+    return Pair(spectra.parts.transpose(-2, -3))
+
+
 def _resized(x: Pair, dims: Sequence[int], sizes: Sequence[int]) -> Pair:
     """Each dimension cut, or filled up with zeros, to its size."""
     parts = x.parts
@@ -487,4 +513,5 @@ REWRITES: Mapping[str, Rewrite] = {
     "fft_ifftn": _fourier(None, inverse=True),
     "fft_rfftn": _fourier(None, inverse=False, real=True),
     "fft_irfftn": _fourier(None, inverse=True, real=True),
+    "stft": _short_time,
 }

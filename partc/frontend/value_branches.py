@@ -74,6 +74,15 @@ class ValueWatch(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """A context in which this mode is active, and tests of symbolic numbers are guards too."""
         test: Callable[[Any], bool] = torch.SymBool.__bool__
+        truth = Tensor.__bool__
+
+        @functools.wraps(truth)
+        def true(x: Tensor) -> bool:
+            # torch runs the functions of torch.nn.functional with this mode switched off.
+            frame = _outside()
+            unseen = frame is not None and is_machinery(frame.f_code.co_filename) and self._value(x) is None
+            passed = self._passed(frame) if unseen else None
+            return truth(x) if passed is None else passed
 
         def tested(number: Any) -> bool:
             try:
@@ -103,11 +112,13 @@ class ValueWatch(TorchFunctionMode):
             return run
 
         torch.SymBool.__bool__ = tested  # type: ignore[method-assign]
+        Tensor.__bool__ = true  # type: ignore[method-assign, assignment]
         try:
             with self, checks(checked):
                 yield
         finally:
             torch.SymBool.__bool__ = test  # type: ignore[method-assign]
+            Tensor.__bool__ = truth  # type: ignore[method-assign]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -122,7 +133,7 @@ class ValueWatch(TorchFunctionMode):
             real = self._computed(func, name, args, kwargs)
             if real is not _UNKNOWN:
                 return real
-            passed = self._passed(sys._getframe(1)) if name in _TESTS else None
+            passed = self._passed(_outside()) if name in _TESTS else None
             return func(*args, **kwargs) if passed is None else passed
         made = func(*args, **kwargs)
         self._follow(func, name, args, kwargs, made)
@@ -240,6 +251,14 @@ class ValueWatch(TorchFunctionMode):
         source, text, outcome = guard
         self.assumed[source] = text
         return outcome
+
+
+def _outside() -> FrameType | None:
+    """The frame that called into this file."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
 
 
 class _UnknownError(Exception):

@@ -372,6 +372,11 @@ _TABLE: Mapping[str, Rewrite] = {
     "binary_cross_entropy": losses.binary,
     "binary_cross_entropy_with_logits": losses.binary_logits,
     "kl_div": losses.divergence,
+    **_each(
+        "poisson_nll_loss cosine_embedding_loss soft_margin_loss hinge_embedding_loss triplet_margin_loss"
+        " margin_ranking_loss multi_margin_loss multilabel_margin_loss",
+        losses.without_reduction,
+    ),
     # tensors from numbers
     **_each(
         "empty new_empty zeros ones new_zeros new_ones new_full zeros_like ones_like full_like zero fill", _constant

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from partc.ir.operators import DTYPES
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref
 from partc.passes.normalize.writer import Rewrite, Writer, argument, number, ref
 
@@ -123,6 +124,26 @@ def divergence(w: Writer, op: Op) -> None:
     else:
         loss = step("sub", (step("xlogy", (target, target)), step("mul", (target, x))))
     _reduced(w, op, 2, loss)
+
+
+def without_reduction(w: Writer, op: Op) -> None:
+    """A loss of torch's that has no rewrite of its own: without its reduction, then the mean or the sum."""
+    schema = getattr(torch.ops.aten, op.name).default._schema
+    index = [parameter.name for parameter in schema.arguments].index("reduction")
+    if number(argument(op, index, "reduction", 1)) == 0:
+        w.keep(op)
+        return
+    args = (*op.args[:index], *(() if len(op.args) <= index else (0, *op.args[index + 1 :])))
+    attrs = {**dict(op.attrs), **({} if len(op.args) > index else {"reduction": 0})}
+
+    def plain(arg: Arg) -> Arg | torch.Tensor:
+        if not isinstance(arg, Ref):
+            return arg
+        return torch.empty(w.shape(arg), dtype=DTYPES[w.types[arg.name].dtype], device="meta")
+
+    shape = getattr(torch.ops.aten, op.name)(*map(plain, args), **attrs).shape
+    rows = w.add(op, op.name, args, w.value("losses", tuple(shape), op.result.type.dtype), **attrs)
+    _reduced(w, op, index, rows)
 
 
 @dataclass(frozen=True, slots=True)

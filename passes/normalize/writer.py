@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
 
 from partc.errors import PartcError
 from partc.ir.layout import Layout
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType, Value
 
 Rewrite = Callable[["Writer", Op], None]
-_MAKERS = frozenset({"arange", "linspace", "logspace", "eye", "scalar_tensor", "full"})
 
 
 @dataclass(slots=True)
@@ -82,7 +84,7 @@ def with_dtypes(w: Writer, op: Op) -> Op:
         return op
     if not any(True for _ in op.refs()):
         attrs = tuple(item for item in op.attrs if item[0] != "dtype")
-        return replace(op, attrs=(*attrs, ("dtype", DTypeArg(result.dtype)))) if op.name in _MAKERS else op
+        return replace(op, attrs=(*attrs, ("dtype", DTypeArg(result.dtype)))) if _takes_dtype(op.name) else op
     if op.name == "where":  # of two numbers: its condition stays one
         return replace(op, args=(op.args[0], *(_number(w, op, arg, result.dtype) for arg in op.args[1:])))
     cast: dict[str, str] = {}
@@ -91,6 +93,14 @@ def with_dtypes(w: Writer, op: Op) -> Op:
         w.add(op, "to", (Ref(name), DTypeArg(result.dtype)), value)
         cast[name] = value.name
     return replace(op.renamed(cast), results=op.results)
+
+
+@cache
+def _takes_dtype(name: str) -> bool:
+    """Whether torch's operation of this name has an argument for the type of its result."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = () if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    return any(argument.name == "dtype" for each in overloads for argument in each._schema.arguments)
 
 
 def _number(w: Writer, op: Op, arg: Arg, dtype: DType) -> Ref:

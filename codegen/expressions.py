@@ -11,7 +11,7 @@ import torch
 from partc.codegen import losses
 from partc.codegen.operands import Emit, Operands, arguments
 from partc.ir.layout import Layout, SubDim
-from partc.ir.program import Op, Ref, TensorType, Value
+from partc.ir.program import SPARSE, Op, Ref, TensorType, Value
 from partc.rules import kernels
 from partc.rules.rule import integers
 
@@ -25,7 +25,7 @@ def accumulation(gradient: str, operands: Operands) -> str:
     """A statement that adds an operation's result to a gradient buffer, in one pass if possible."""
     emit = _ACCUMULATE.get(operands.op.name)
     flat = operands.op.name != "matmul_grad_right" or operands.args[2] == "True"
-    if emit is None or not flat:
+    if emit is None or not flat or SPARSE in operands.attrs:
         return f"{operands.named(gradient)}.add_({expression(operands)})"
     return emit(operands.named(gradient), operands)
 
@@ -363,10 +363,14 @@ _TABLE: Mapping[str, Emit] = {
     "embedding": _function("torch.embedding"),
     "embedding_shard": _at_rank("functional.embedding_shard"),
     "embedding_dense_backward": lambda o: (
-        f"{o.named('functional.embedding_grad')}({arguments(o.args[:4], ('', '', '', 'padding_idx=-1'), {})})"
+        f"{o.named('functional.embedding_rows')}({arguments((*o.args[:2], o.args[3]), ('', '', 'padding_idx=-1'), {})})"
+        if SPARSE in o.attrs
+        else f"{o.named('functional.embedding_grad')}({arguments(o.args[:4], ('', '', '', 'padding_idx=-1'), {})})"
     ),
     "embedding_shard_backward": lambda o: (
-        f"{o.named('functional.embedding_shard_grad')}({', '.join((*o.args[:3], o.rank, *o.args[3:4]))})"
+        f"{o.named('functional.embedding_shard_rows')}({', '.join((*o.args[:3], o.rank, o.ways, *o.args[3:4]))})"
+        if SPARSE in o.attrs
+        else f"{o.named('functional.embedding_shard_grad')}({', '.join((*o.args[:3], o.rank, *o.args[3:4]))})"
     ),
     "mask_classes": lambda o: (
         f"{o.named('functional.mask_classes')}({', '.join((*o.args, *((o.rank,) if 'axis' in o.attrs else ())))})"
@@ -406,6 +410,7 @@ _TABLE: Mapping[str, Emit] = {
     "take": _collective("take"),
     "put": _collective("put"),
 }
+
 
 _ACCUMULATE_MORE: Mapping[str, Callable[[Sequence[str], Operands], str]] = {
     "linear_cross_entropy_backward": losses.linear_cross_entropy_add_grad

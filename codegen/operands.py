@@ -56,6 +56,11 @@ class Operands:
         """The part of that axis that this rank has."""
         return f"{self.named('comm')}.{self.axis}.rank"
 
+    @property
+    def ways(self) -> str:
+        """The number of ranks on that axis."""
+        return str(self.sizes[self.axis])
+
     def flat(self, index: int) -> str:
         """A tensor argument as a matrix: all dimensions but the last in one."""
         return self.args[index] if len(self.shape(index)) == 2 else f"{self.args[index]}.flatten(0, -2)"

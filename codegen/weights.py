@@ -169,6 +169,8 @@ class Weights:
             parts.append(f"gather={strings(parameter.gather)}")
         if parameter.holds:
             parts.append(f"holds={parameter.holds}")
+        if parameter.sparse and parameter.trainable:
+            parts.append("sparse=True")
         if parameter.aliases:
             parts.append(f"aliases={strings(parameter.aliases)}")
         return f"Shard({', '.join(parts)})"

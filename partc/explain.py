@@ -378,6 +378,13 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "they are: its layouts and stages must be the training's. It draws no random numbers, and makes its results on "
         "the ranks that make the loss. infer(model, batch) draws none either.",
     ),
+    "P0422": CodeExplanation(
+        "a sparse gradient that cannot be had",
+        "nn.Embedding(sparse=True), nn.EmbeddingBag(sparse=True) and the optimizers sparseadam and rowwise_adagrad "
+        "keep the gradient of a table as the rows that lookups read. Such a table is cut over all axes over which its "
+        "gradient would be a sum, so lookups of ids that these axes cut must be all that reads it, on one pipeline "
+        "rank. Choose another optimizer for this table with --group, or read it by lookups alone.",
+    ),
     "P0501": CodeExplanation(
         "started on another number of ranks than compiled for",
         "A package is for one mesh. `torchrun --nproc-per-node N train.py` must start as many processes as the mesh "
@@ -572,7 +579,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "train.py --optimizer takes torch.optim's classes by their names in small letters, and lion. Options are those "
         "of the class (`--betas 0.9,0.95`, or `--optimizer adamw:betas=0.9,0.95`); the message lists them. --group "
         "'GLOB,...:OPTION=VALUE,...' gives parameters options of their own. LBFGS evaluates the loss several times in "
-        "a step, SparseAdam needs sparse gradients, and moments of 8 bits have blocks that shards would cut elsewhere. "
+        "a step, and moments of 8 bits have blocks that shards would cut elsewhere. sparseadam needs sparse gradients, "
+        "and a package with sparse gradients an optimizer that takes them: both are compiled for. "
         "A model file's optimizer(model) returns one of these classes from torch.optim, or a list of several.",
     ),
     "P0601": CodeExplanation(

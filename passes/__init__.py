@@ -132,11 +132,11 @@ PIPELINE: tuple[Pass, ...] = (
     ),
     Pass(
         name="tables",
-        label="Cut by rows",
-        does="embedding tables that ZeRO would gather are cut by rows over dp, and vectors are exchanged",
+        label="Tables cut",
+        does="embedding tables are cut by rows or columns over dp, cp and ep, and vectors are exchanged",
         requires=("layouts",),
         ensures=("tables",),
-        options=("zero", "zero_axes", "cut_tables"),
+        options=("zero", "pins", "optimizer", "group", "cut_tables"),
         optional=True,
     ),
     Pass(

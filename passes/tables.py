@@ -1,162 +1,457 @@
-"""Cut embedding tables by rows over the batch axis, where ZeRO would gather them whole.
+"""Cut embedding tables over the axes over which their gradients would be sums.
 
     param table.weight: f32[4096, 8] vary(dp)             param table.weight: f32[4096@dp, 8]
     x = embedding(table.weight, ids)  # f32[16@dp, 8]  ->  x = embedding(table.weight, ids)  # f32[16, 8] partial(dp)
 
-Every rank looks up the ids of all ranks in its rows; partition gathers the ids and scatters the sums of the vectors.
-Backward gathers the vectors' gradients. Of a bag each rank sums its rows first. No rank ever holds a whole table, its
-gradient or its optimizer state, and nothing as large as the table moves.
+By rows, every rank looks up the ids of all ranks in its rows; partition gathers the ids and scatters the sums of the
+vectors. By columns, every rank looks up its columns for the ids of all ranks, and an all-to-all of the vectors returns
+whole rows. Backward exchanges the vectors' gradients. A bag is reduced before its vectors are exchanged. No rank holds
+a whole table, its gradient or its optimizer state, and nothing as large as the table moves.
 
-A table is cut if only lookups read it and the exchange of vectors moves fewer bytes than gathers and scatters of the
-table would. Rows of zeros are added where the axis does not divide them; no id looks them up.
+A table that only lookups read is cut if the exchange of vectors moves fewer bytes than sums of its gradient (and ZeRO's
+gathers) would, or if its gradient is sparse. Of rows and columns on each axis, the cut that moves the fewest bytes is
+chosen; pins decide first. Rows of zeros are added where an axis does not divide them; no id looks them up.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from partc import fuel
-from partc.ir.layout import Layout, Shard, SubDim
-from partc.ir.mesh import TIME_AXIS
+from partc.errors import PartcError
+from partc.ir.layout import Layout, Replicated, Shard, Sizes
+from partc.ir.mesh import TIME_AXIS, holds_weights_whole
+from partc.ir.naming import unique
 from partc.ir.program import FLOATING, ITEMSIZE, Choice, Op, Parameter, Program, Ref, Region, TensorType, Value
-from partc.rules import resolve
-from partc.sharding.choices import batch_axes, choice_on, layouts
+from partc.rules import PARTIAL, resolve
+from partc.rules.rule import OpRule
+from partc.runtime.errors import UsageError
+from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule
+from partc.sharding.choices import axis_order, choice_on, layouts, placed_axes
+from partc.sharding.pins import Pin
+from partc.sharding.reshard import plan
 
-_ROWS = "v"  # the factor of lookups' rule
+_ROWS, _COLUMNS = "v", "d"  # the factors of lookups' rule
 _LARGE = 1 << 26  # bytes of a table; smaller ones are gathered with the other parameters of their call
+_BETWEEN = frozenset({"mul", "masked_fill", "where", "to", "alias"})  # operations on vectors before a bag is reduced
+_REDUCING = frozenset({"sum", "amax"})
 Slot = tuple[str, str]  # a region and the name of one of its parameters
+Cut = tuple[tuple[str, str], ...]  # axis -> the factor of lookups that it cuts
 
 
 def tables(
-    program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = (), cut_tables: frozenset[str] | None = None
+    program: Program,
+    *,
+    zero: int = 0,
+    pins: Sequence[Pin] = (),
+    optimizer: str = DEFAULT,
+    group: Sequence[str] = (),
+    cut_tables: Mapping[str, Cut] | None = None,
 ) -> Program:
-    """Cut the tables that ZeRO would gather; `cut_tables` names those that a training has cut, for its evaluation."""
-    axes = [axis for axis in batch_axes(program.sizes) if axis != TIME_AXIS]
-    over = [axis for axis in zero_axes if program.sizes.get(axis, 1) > 1]
-    if not zero or len(axes) != 1 or over != axes:
-        return program
-    found = _Tables(program, axes[0], zero)
-    names = found.chosen() if cut_tables is None else cut_tables
-    return found.cut(names) if names and fuel.allowed("tables cut by rows") else program
+    """Cut tables, and decide which gradients are sparse; `cut_tables` are a training's cuts, for its evaluation.
+
+    Raises PartcError P0422 for a sparse gradient that cannot be had.
+    """
+    rules = _rules(program, optimizer, group)
+    program = _apart(_with_sparse(program, rules))
+    found = _Tables(program, zero, pins, frozenset(name for name, rule in rules.items() if rule.kind.by_rows))
+    cuts = found.chosen() if cut_tables is None else cut_tables
+    cuts = {name: cut for name, cut in cuts.items() if cut}
+    return found.cut(cuts) if cuts and fuel.allowed("embedding tables cut") else program
+
+
+def table_cut(parameter: Parameter, sizes: Sizes) -> Cut:
+    """The cut of a table in a finished program, over the axes that hold other weights whole; empty for others."""
+    layout, over = parameter.type.layout, [axis for axis in sizes if holds_weights_whole(axis)]
+    if len(parameter.type.shape) != 2:
+        return ()
+    found = {axis: layout.placement(axis) for axis in over if axis not in parameter.gather}
+    dims = {axis: where.dim for axis, where in found.items() if isinstance(where, Shard)}
+    return tuple((axis, (_ROWS, _COLUMNS)[dim]) for axis, dim in dims.items())
+
+
+def _rules(program: Program, optimizer: str, group: Sequence[str]) -> dict[str, UpdateRule]:
+    """The update of each parameter. Raises PartcError P0551."""
+    dims = {item.name: len(item.type.shape) for item in program.parameters}
+    try:
+        return Recipe.of(optimizer, groups=group).all_settings(dims)
+    except UsageError as error:
+        raise PartcError(error.code, error.cause, help=error.help) from None
+
+
+def _with_sparse(program: Program, rules: Mapping[str, UpdateRule]) -> Program:
+    """Leave sparse gradients to parameters whose optimizer updates single rows, and add them where it is by rows."""
+    read = {name for name, slots in _slots(program).items() if slots}
+    parameters = []
+    for item in program.parameters:
+        rule = rules[item.name]
+        wanted = item.sparse or rule.kind.by_rows
+        sparse = wanted and rule.takes_rows and item.trainable and item.name in read and len(item.type.shape) == 2
+        if rule.kind.sparse and item.trainable and not sparse:
+            raise PartcError(
+                "P0422",
+                f"{rule.name} needs a sparse gradient, and that of {item.name} is dense",
+                help="give this parameter another optimizer with --group; tables with sparse gradients are made by "
+                "nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)",
+            )
+        parameters.append(replace(item, sparse=sparse))
+    return replace(program, parameters=tuple(parameters))
+
+
+def _apart(program: Program) -> Program:
+    """The program with a parameter of the region for each lookup of a sparse table, so that each adds its rows."""
+    sparse = {parameter.name for parameter in program.parameters if parameter.sparse}
+    owned = {slot: name for name, slots in _slots(program).items() if name in sparse for slot in slots}
+    for region in program.regions:
+        readers, taken = region.forward.readers(), {*region.types(region.forward)}
+        more: dict[str, list[Value]] = {}
+        renamed: dict[str, dict[str, str]] = {}  # result of a lookup -> the name of its table
+        for value in region.params:
+            ops = readers.get(value.name, ()) if (region.name, value.name) in owned else ()
+            for op in ops[1:]:
+                copy = replace(value, name=unique(value.name, taken))
+                more.setdefault(value.name, []).append(copy)
+                renamed[op.results[0].name] = {value.name: copy.name}
+        if not renamed:
+            continue
+        forward = tuple(
+            op.renamed(renamed[op.results[0].name]) if op.results and op.results[0].name in renamed else op
+            for op in region.forward.ops
+        )
+        added = [(index, copy) for index, value in enumerate(region.params) for copy in more.get(value.name, ())]
+        changed = replace(
+            region,
+            params=(*region.params, *(copy for _, copy in added)),
+            forward=replace(region.forward, ops=forward),
+        )
+        calls = tuple(
+            replace(call, params=(*call.params, *(call.params[index] for index, _ in added)))
+            if call.region == region.name
+            else call
+            for call in program.calls
+        )
+        regions = tuple(changed if other is region else other for other in program.regions)
+        program = replace(program, regions=regions, calls=calls)
+    return program
+
+
+def _slots(program: Program) -> dict[str, list[Slot]]:
+    regions = {region.name: region for region in program.regions}
+    slots: dict[str, list[Slot]] = {parameter.name: [] for parameter in program.parameters}
+    for call in program.calls:
+        for value, name in zip(regions[call.region].params, call.params, strict=True):
+            slots[name].append((call.region, value.name))
+    return slots
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """A lookup, and the operations that reduce its bags, if it has bags: each with the position of the vectors."""
+
+    op: Op
+    after: tuple[tuple[Op, int], ...] = ()
+
+    @property
+    def last(self) -> Op:
+        return self.after[-1][0] if self.after else self.op
 
 
 class _Tables:
     """The lookups of a program, and the parameters that they alone read."""
 
-    def __init__(self, program: Program, axis: str, zero: int) -> None:
+    def __init__(self, program: Program, zero: int, pins: Sequence[Pin], by_rows: frozenset[str]) -> None:
         self.program = program
-        self.axis = axis
-        self.ways = program.sizes[axis]
+        self.by_rows = by_rows  # parameters whose optimizers keep one number for each row
+        self.sizes = program.sizes
         self.zero = zero
-        regions = {region.name: region for region in program.regions}
-        self.lookups: dict[Slot, list[Op]] = {}
-        self.bags: dict[Slot, Op] = {}  # sums by the lookup that they alone read
+        self.pins = pins
+        self.slots = _slots(program)
+        self.parameters = {parameter.name: parameter for parameter in program.parameters}
+        self.lookups: dict[Slot, list[_Lookup]] = {}
+        self.types: dict[str, Mapping[str, TensorType]] = {}
+        self.axes: dict[Slot, tuple[str, ...]] = {}
         for region in program.regions:
-            for name, readers in region.forward.readers().items():
-                alone = len(readers) == 1 and readers[0].name == "sum" and name not in region.forward.outputs
-                if alone and self._is_batched(readers[0]):
-                    self.bags[region.name, name] = readers[0]
+            self.types[region.name] = region.types(region.forward)
+            readers = region.forward.readers()
             for value in region.params:
-                readers = [op for op in region.forward.ops if value.name in op.refs()]
-                if region.phase == "microbatch" and readers and all(self._may_cut(op, value) for op in readers):
-                    self.lookups[region.name, value.name] = readers
-        self.slots: dict[str, list[Slot]] = {parameter.name: [] for parameter in program.parameters}
-        for call in program.calls:
-            for value, name in zip(regions[call.region].params, call.params, strict=True):
-                self.slots[name].append((call.region, value.name))
+                ops = readers.get(value.name, ())
+                axes = tuple(axis for axis in value.type.layout.varying if axis != TIME_AXIS)
+                axes = tuple(axis for axis in program.sizes if axis in axes)
+                alone = region.phase == "microbatch" and value.name not in region.forward.outputs
+                if alone and ops and all(self._looks_up(op, value, axes) for op in ops):
+                    self.lookups[region.name, value.name] = [self._with_bag(region, op, axes) for op in ops]
+                    self.axes[region.name, value.name] = axes
 
-    def _may_cut(self, op: Op, table: Value) -> bool:
-        """Whether an operation looks up rows of an uncut table for ids that the batch axis cuts."""
+    def _looks_up(self, op: Op, table: Value, axes: Sequence[str]) -> bool:
+        """Whether an operation looks up rows of a table for ids that all these axes cut."""
         if op.name != "embedding" or op.args[0] != Ref(table.name) or [*op.refs()].count(table.name) > 1:
             return False
-        return self._is_batched(op) and not any(sub.axes for sub in table.type.layout.dims[0])
+        return all(self._is_batched(op, axis) for axis in axes)
 
-    def _is_batched(self, op: Op) -> bool:
-        """Whether the batch axis cuts a factor of the operation's result."""
-        cut = choice_on(op, self.axis)
-        placed = op.result.type.layout.placement(self.axis) if len(op.results) == 1 else None
+    def _is_batched(self, op: Op, axis: str) -> bool:
+        """Whether the axis cuts a factor of the operation's result."""
+        cut = choice_on(op, axis)
+        placed = op.result.type.layout.placement(axis) if len(op.results) == 1 else None
         return cut is not None and cut.factor is not None and isinstance(placed, Shard)
 
-    def chosen(self) -> frozenset[str]:
-        """The tables to cut. The calls of a region are alike: of the tables of one slot, all are cut or none."""
-        open = {parameter.name for parameter in self.program.parameters if self._saves(parameter)}
+    def _with_bag(self, region: Region, op: Op, axes: Sequence[str]) -> _Lookup:
+        """The lookup with the operations up to the one that reduces its bags, each of which alone reads the last."""
+        readers, found = region.forward.readers(), []
+        vectors = op.result
         while True:
-            whole = {slot for name, slots in self.slots.items() if name not in open for slot in slots}
-            left = {name for name in open if whole.isdisjoint(self.slots[name])}
-            if left == open:
-                return frozenset(open)
-            open = left
+            reading = readers.get(vectors.name, ())
+            if len(reading) != 1 or vectors.name in region.forward.outputs:
+                return _Lookup(op)
+            (reader,) = reading
+            names = list(reader.refs())
+            known = reader.name in _BETWEEN or self._reduces(reader, vectors)
+            if not known or names.count(vectors.name) > 1 or not all(self._is_batched(reader, axis) for axis in axes):
+                return _Lookup(op)
+            found.append((reader, names.index(vectors.name)))
+            if reader.name in _REDUCING:
+                return _Lookup(op, tuple(found))
+            if reader.result.type.shape != vectors.type.shape:
+                return _Lookup(op)
+            vectors = reader.result
 
-    def _saves(self, parameter: Parameter) -> bool:
-        """Whether an exchange of vectors moves fewer bytes in a step than gathers and scatters of a large table."""
-        slots = self.slots[parameter.name]
-        table = math.prod(parameter.type.shape) * ITEMSIZE[parameter.type.dtype]
-        if not parameter.trainable or parameter.type.dtype not in FLOATING or table < _LARGE:
+    @staticmethod
+    def _reduces(op: Op, vectors: Value) -> bool:
+        """Whether an operation reduces dimensions, and not that of the columns."""
+        return op.name in _REDUCING and op.result.type.shape[-1:] == vectors.type.shape[-1:]
+
+    def chosen(self) -> dict[str, Cut]:
+        """The cut of each table. The calls of a region are alike: the tables of one slot are cut alike, or none is."""
+        found: dict[str, Cut] = {}
+        for names in self._alike():
+            cuts = [each for each in self._cuts(names) if all(self._pinned(name, each) for name in names)]
+            pinned = any(self._pins(name) for name in names)
+            sparse = any(self.parameters[name].sparse for name in names)
+            if any(name in self.by_rows for name in names):  # whose states are whole along columns
+                cuts = [each for each in cuts if _ROWS in dict(each).values()] or cuts
+            costs = {cut: sum(self._moved(name, cut) for name in names) for cut in cuts}
+            best = min(costs, key=lambda cut: costs[cut], default=None)
+            if pinned and best is None:
+                raise self._unpinnable(names)
+            if sparse and best is None:
+                self._check_sparse(names)
+            elif best is not None and (
+                sparse or pinned or all(self._saves(name, self._moved(name, best)) for name in names)
+            ):
+                found |= dict.fromkeys(names, best)
+        return found
+
+    def _alike(self) -> Iterator[list[str]]:
+        """The parameters that share slots."""
+        left = {parameter.name: None for parameter in self.program.parameters if self.slots[parameter.name]}
+        while left:
+            group, slots = [next(iter(left))], set[Slot]()
+            for name in group:
+                left.pop(name, None)
+                slots.update(self.slots[name])
+                group += [other for other in left if other not in group and not slots.isdisjoint(self.slots[other])]
+            yield group
+
+    def _cuts(self, names: Sequence[str]) -> Iterator[Cut]:
+        """The possible cuts over all axes over which the gradients would be sums; the rows over one axis at most."""
+        slots = {slot for name in names for slot in self.slots[name]}
+        if not slots or any(slot not in self.lookups for slot in slots):
+            return
+        axes = {self.axes[slot] for slot in slots}
+        frozen = any(
+            not item.trainable or item.type.dtype not in FLOATING or item.aliases
+            for item in map(self.parameters.__getitem__, names)
+        )
+        if frozen or len(axes) != 1 or not (over := next(iter(axes))):
+            return
+        for factors in itertools.product((_ROWS, _COLUMNS), repeat=len(over)):
+            cut = tuple(zip(over, factors, strict=True))
+            if all(self._is_possible(slot, cut) for slot in slots):
+                yield cut
+
+    def _is_possible(self, slot: Slot, cut: Cut) -> bool:
+        table = self.types[slot[0]][slot[1]]
+        factors = [factor for _, factor in cut]
+        rows = factors.count(_ROWS)
+        if rows > 1 or (rows and any(sub.axes for sub in table.layout.dims[0])):
             return False
-        if not slots or any(slot not in self.lookups for slot in slots) or parameter.aliases:
+        ways = math.prod(self.sizes[axis] for axis, factor in cut if factor == _COLUMNS)
+        if table.layout.local_shape(self.sizes)[1] % ways:
             return False
+        return all(self._recuts(slot, lookup, cut) is not None for lookup in self.lookups[slot])
+
+    def _recuts(self, slot: Slot, lookup: _Lookup, cut: Cut) -> list[Op] | None:
+        """The lookup, and the reduction of its bags where the cut allows it, with other factors on the axes."""
+        types = dict(self.types[slot[0]])
+        types[slot[1]] = self._type(types[slot[1]], cut)
+        whole, ops = self._recut(lookup.op, dict(cut), types), list[Op]()
+        if whole is None:
+            return None
+        types[whole.result.name] = whole.result.type
+        for op, position in lookup.after:
+            rule = resolve(op, types)
+            factors = {} if rule is None else {axis: self._through(rule, position, factor) for axis, factor in cut}
+            known = {axis: factor for axis, factor in factors.items() if factor is not None}
+            changed = self._recut(op, known, types) if len(known) == len(cut) else None
+            if changed is None:
+                return [whole]
+            ops.append(changed)
+            types[changed.result.name] = changed.result.type
+        return [whole, *ops]
+
+    @staticmethod
+    def _through(rule: OpRule, position: int, factor: str) -> str | None:
+        """The choice under which an operation on vectors keeps them cut by columns, or partial for a cut by rows."""
+        if factor == _ROWS:
+            return next((f"{PARTIAL}{i}" for i, group in enumerate(rule.linear) if tuple(group) == (position,)), None)
+        names = rule.operands[position][-1]
+        return names[-1] if names else None
+
+    def _recut(self, op: Op, factors: Mapping[str, str], types: Mapping[str, TensorType]) -> Op | None:
+        """The operation with other factors on the axes. Time still cuts each rank's own part of the batch."""
+        choices = list(op.choices)
+        for axis, factor in factors.items():
+            batch = choice_on(op, axis)
+            assert batch is not None
+            choices = [
+                Choice(axis=axis, factor=factor)
+                if choice is batch
+                else replace(choice, outer=choice.outer * self.sizes[axis])
+                if choice.axis == TIME_AXIS and choice.factor == batch.factor
+                else choice
+                for choice in choices
+            ]
+        op = replace(op, choices=tuple(choices))
+        found = layouts(op, resolve(op, types), types, self.sizes)
+        if found is None:
+            return None
+        return replace(op, results=(replace(op.result, type=replace(op.result.type, layout=found[1][0])),))
+
+    def _moved(self, name: str, cut: Cut) -> int:
+        """The bytes that a rank sends in a step to exchange ids and vectors."""
+        total = 0
+        for slot in self.slots[name]:
+            for lookup in self.lookups[slot]:
+                types = dict(self.types[slot[0]])
+                types[slot[1]] = self._type(types[slot[1]], cut)
+                ops = self._recuts(slot, lookup, cut)
+                assert ops is not None
+                for op in ops:
+                    found = layouts(op, resolve(op, types), types, self.sizes)
+                    assert found is not None
+                    for ref, wanted in zip(op.refs(), found[0], strict=True):
+                        type = types[ref]
+                        if type.dtype not in FLOATING:
+                            total += self._bytes(type.layout, wanted, type, gradient=False)
+                    types[op.result.name] = op.result.type
+                before = self.types[slot[0]][ops[-1].result.name]
+                total += self._bytes(ops[-1].result.type.layout, before.layout, before, gradient=True)
+        return total * self.program.microbatches
+
+    def _bytes(self, source: Layout, target: Layout, type: TensorType, *, gradient: bool) -> int:
+        if not gradient:
+            source, target = replace(source, varying=()), replace(target, varying=())
+        steps = plan(source, target, sizes=self.sizes, itemsize=ITEMSIZE[type.dtype], needs_grad=gradient)
+        return sum(step.forward + step.backward for step in steps)
+
+    def _saves(self, name: str, moved: int) -> bool:
+        """Whether an exchange of vectors moves fewer bytes in a step than sums and gathers of a large table."""
+        table = self.parameters[name].type.local_bytes(self.sizes)
         times = self.program.microbatches
-        whole = table * {1: 2, 2: 1 + times, 3: 3 * times}[self.zero]
-        found = ((slot[0], op) for slot in slots for op in self.lookups[slot])
-        made = (self.bags.get((region, op.result.name), op) for region, op in found)
-        vectors = sum(op.result.type.local_bytes(self.program.sizes) for op in made) * self.ways
-        return 2 * times * vectors < whole
+        return table >= _LARGE and moved < table * {0: 2, 1: 2, 2: 1 + times, 3: 3 * times}[self.zero]
 
-    def cut(self, names: frozenset[str]) -> Program:
-        slots = {slot for name in names for slot in self.slots.get(name, ())}
+    def _pins(self, name: str) -> list[Pin]:
+        """The pins that name one of the table's axes."""
+        over = {axis for axis, size in self.sizes.items() if size > 1} - {*placed_axes(self.sizes)}
+        return [
+            pin
+            for pin in self.pins
+            if pin.matches(name)
+            and any(axis in over for entries in pin.dims for _, axes in entries for axis in axes)
+        ]
+
+    def _pinned(self, name: str, cut: Cut) -> bool:
+        """Whether the pins of a table allow the cut."""
+        dims = {_ROWS: 0, _COLUMNS: 1}
+        wanted = ((pin.placement(axis), factor) for pin in self._pins(name) for axis, factor in cut)
+        return all(isinstance(found, Replicated) or found == Shard(dims[factor]) for found, factor in wanted)
+
+    def _unpinnable(self, names: Sequence[str]) -> PartcError:
+        name = next(name for name in names if self._pins(name))
+        (pin, *_) = self._pins(name)
+        return PartcError(
+            "P0302",
+            f"--shard {pin.pattern}={pin.text}: {name} is no table that can be cut so",
+            help="over dp and cp, rows or columns of tables are cut that lookups alone read, rows over one axis; "
+            "columns must be a multiple of the axis",
+        )
+
+    def _check_sparse(self, names: Sequence[str]) -> None:
+        """Raise PartcError P0422 if a sparse gradient would have to be summed over ranks, or is not one."""
+        for name in names:
+            slots = self.slots[name]
+            summed = [axis for slot in slots for axis in self.axes.get(slot, ("",))]
+            if self.parameters[name].sparse and (summed or self.parameters[name].aliases):
+                raise PartcError(
+                    "P0422",
+                    f"the gradient of {name} cannot be sparse: "
+                    + ("its rows cannot be cut over " + ", ".join(sorted({*summed} - {""})) if all(summed) else "")
+                    + ("" if all(summed) else "other operations than lookups read it"),
+                    help="choose an optimizer for dense gradients with --optimizer or --group",
+                )
+
+    def cut(self, cuts: Mapping[str, Cut]) -> Program:
+        cuts = {name: cut for name, cut in cuts.items() if self._can(name, cut)}
+        by_slot = {slot: cut for name, cut in cuts.items() for slot in self.slots[name]}
         parameters = tuple(
-            replace(item, type=self._rows(item.type), holds=self._holds(item)) if item.name in names else item
+            replace(item, type=self._type(item.type, cuts[item.name]), holds=self._holds(item, cuts[item.name]))
+            if item.name in cuts
+            else item
             for item in self.program.parameters
         )
         regions = tuple(
-            self._region(region, {name for each, name in slots if each == region.name})
+            self._region(region, {name: cut for (each, name), cut in by_slot.items() if each == region.name})
             for region in self.program.regions
         )
         return replace(self.program, parameters=parameters, regions=regions)
 
-    def _region(self, region: Region, names: set[str]) -> Region:
-        if not names:
+    def _can(self, name: str, cut: Cut) -> bool:
+        """Whether the program reads a table by lookups that admit the cut."""
+        slots = self.slots.get(name, [])
+        return bool(slots) and all(
+            slot in self.lookups and dict(cut).keys() == {*self.axes[slot]} and self._is_possible(slot, cut)
+            for slot in slots
+        )
+
+    def _region(self, region: Region, cuts: Mapping[str, Cut]) -> Region:
+        if not cuts:
             return region
         params = tuple(
-            replace(value, type=self._rows(value.type)) if value.name in names else value for value in region.params
+            replace(value, type=self._type(value.type, cuts[value.name])) if value.name in cuts else value
+            for value in region.params
         )
-        types = region.types(region.forward) | {value.name: value.type for value in params}
-        cut = {op.result.name: _ROWS for name in names for op in self.lookups[region.name, name]}
-        bags = (self.bags.get((region.name, name)) for name in tuple(cut))
-        cut |= {bag.result.name: "partial0" for bag in bags if bag is not None}
-        ops = []
-        for op in region.forward.ops:
-            if op.results and op.results[0].name in cut:
-                op = self._recut(op, cut[op.result.name], types)
-                types[op.result.name] = op.result.type
-            ops.append(op)
-        return replace(region, params=params, forward=replace(region.forward, ops=tuple(ops)))
+        changed: dict[str, Op] = {}
+        for name, cut in cuts.items():
+            for lookup in self.lookups[region.name, name]:
+                ops = self._recuts((region.name, name), lookup, cut)
+                assert ops is not None
+                changed |= {op.result.name: op for op in ops}
+        forward = tuple(changed.get(op.results[0].name, op) if op.results else op for op in region.forward.ops)
+        return replace(region, params=params, forward=replace(region.forward, ops=forward))
 
-    def _recut(self, op: Op, factor: str, types: Mapping[str, TensorType]) -> Op:
-        """The operation with another factor on the axis. Time still cuts each rank's own part of the batch."""
-        batch = choice_on(op, self.axis)
-        assert batch is not None
-        choices = tuple(
-            Choice(axis=self.axis, factor=factor)
-            if choice is batch
-            else replace(choice, outer=choice.outer * self.ways)
-            if choice.axis == TIME_AXIS and choice.factor == batch.factor
-            else choice
-            for choice in op.choices
-        )
-        op = replace(op, choices=choices)
-        found = layouts(op, resolve(op, types), types, self.program.sizes)
-        assert found is not None  # the batch is a multiple of its axes, and the rows are padded
-        return replace(op, results=(replace(op.result, type=replace(op.result.type, layout=found[1][0])),))
+    def _type(self, type: TensorType, cut: Cut) -> TensorType:
+        """The table cut over the axes, with as many rows as that needs."""
+        where = type.layout.placements(axis_order(self.sizes))
+        rows, *others = type.shape
+        for axis, factor in cut:
+            where[axis] = Shard(0 if factor == _ROWS else 1)
+            rows = -(-rows // self.sizes[axis]) * self.sizes[axis] if factor == _ROWS else rows
+        layout = Layout.build((rows, *others), where, self.sizes)
+        assert layout is not None  # rows are padded, and the columns divide
+        return replace(type, layout=layout)
 
-    def _rows(self, type: TensorType) -> TensorType:
-        """The table with its rows over the axis, and as many rows as that needs."""
-        (rows,), *others = type.layout.dims
-        padded = -(-rows.size // self.ways) * self.ways
-        varying = tuple(axis for axis in type.layout.varying if axis != self.axis)
-        return replace(type, layout=Layout(((SubDim(padded, (self.axis,)),), *others), varying=varying))
-
-    def _holds(self, parameter: Parameter) -> tuple[int, ...]:
-        return parameter.holds or (parameter.type.shape if parameter.type.shape[0] % self.ways else ())
+    def _holds(self, parameter: Parameter, cut: Cut) -> tuple[int, ...]:
+        padded = self._type(parameter.type, cut).shape != parameter.type.shape
+        return parameter.holds or (parameter.type.shape if padded else ())

@@ -31,7 +31,7 @@ def zero(program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = ()) ->
     usable = _gathered_for_microbatches(program)
     parameters = tuple(
         _cut(parameter, axes, program.sizes, zero)
-        if parameter.name in usable and (parameter.trainable or zero == 3)
+        if parameter.name in usable and (parameter.trainable or zero == 3) and not parameter.sparse
         else parameter
         for parameter in program.parameters
     )

@@ -1,4 +1,4 @@
-"""Embedding tables that ZeRO would gather whole: cut by rows over dp, with an exchange of ids and vectors."""
+"""Embedding tables cut by rows or columns over the axes of the batch, with an exchange of ids and vectors."""
 
 from __future__ import annotations
 
@@ -33,21 +33,20 @@ def _batch(rows: int = 301, size: int = 8) -> dict[str, Tensor]:
     return {"words": words, "users": users, "target": torch.randn(size)}
 
 
-def _compiled(mesh: str, microbatches: int, zero: int, rows: int = 301) -> partc.Package:
-    how = {"mesh": mesh, "microbatches": microbatches, "zero": zero, "precision": "fp64"}
+def _compiled(mesh: str, microbatches: int, zero: int, rows: int = 301, cut: str = "[@dp, _]") -> partc.Package:
+    pins = [f"{name}.weight={cut}" for name in ("words", "users") if cut]
+    how = {"mesh": mesh, "microbatches": microbatches, "zero": zero, "precision": "fp64", "shard": pins}
     return partc.compile(Bags(rows), _batch(rows), loss=squared_error, **how)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("mesh", "microbatches", "zero"), [("dp=2", 1, 3), ("dp=4", 2, 1), ("pp=2,dp=2", 2, 2)])
-def test_tables_cut_by_rows_equal_one_device(
-    mesh: str, microbatches: int, zero: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tables, "_LARGE", 1)
+@pytest.mark.parametrize(("mesh", "microbatches", "zero"), [("dp=2", 1, 3), ("dp=4", 2, 0), ("pp=2,dp=2", 2, 2)])
+def test_tables_cut_by_rows_equal_one_device(mesh: str, microbatches: int, zero: int) -> None:
     package = _compiled(mesh, microbatches, zero)
     ways = package.program.sizes["dp"]
     for name in ("words.weight", "users.weight"):
         table = package.program.parameter(name)
-        assert str(table.type) == f"f64[{-(-301 // ways) * ways}@dp, 4]" and table.holds == (301, 4)
+        assert str(table.type) == f"f64[{-(-301 // ways) * ways}@dp, 4]"
+        assert table.holds == ((301, 4) if 301 % ways else ())
         assert not table.gather and not table.reduce
     text = dict(package.files())
     code = "".join(str(content) for name, content in text.items() if name.startswith("regions/"))
@@ -59,21 +58,33 @@ def test_tables_cut_by_rows_equal_one_device(
     assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10, result.worst
 
 
-def test_bags_are_summed_before_they_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_LARGE", 1)
-    program = _compiled("dp=2", 1, 3).program
-    sizes = program.sizes
-    for region in program.regions:
-        for op in region.forward.ops:
-            if op.name == "reduce_scatter":
-                assert len(op.result.type.layout.local_shape(sizes)) == 2  # no vector for each word of a bag
+def test_bags_are_summed_before_they_are_exchanged() -> None:
+    for cut, collective in (("[@dp, _]", "reduce_scatter"), ("[_, @dp]", "all_to_all")):
+        program = _compiled("dp=2", 1, 3, cut=cut).program
+        found = [op for region in program.regions for op in region.forward.ops if op.name == collective]
+        assert found
+        for op in found:
+            assert len(op.result.type.layout.local_shape(program.sizes)) == 2  # no vector for each word of a bag
 
 
 def test_small_tables_and_tables_that_are_cheaper_to_gather_stay_with_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _compiled("dp=2", 1, 3).program.parameter("words.weight").gather == ("dp",)
+    assert _compiled("dp=2", 1, 3, cut="").program.parameter("words.weight").gather == ("dp",)
     monkeypatch.setattr(tables, "_LARGE", 1)
-    assert _compiled("dp=2", 1, 3, rows=8).program.parameter("words.weight").gather == ("dp",)
-    assert not _compiled("dp=2", 1, 0).program.parameter("words.weight").type.layout.sharded_axes
+    assert _compiled("dp=2", 1, 3, rows=4, cut="").program.parameter("words.weight").gather == ("dp",)
+    assert _compiled("dp=2", 1, 3, cut="").program.parameter("words.weight").type.layout.sharded_axes == ("dp",)
+
+
+@pytest.mark.parametrize(
+    ("pin", "why"),
+    [
+        ("head.weight=[_, @dp]", "is no table"),  # a product reads it
+        ("words.weight=[_, @dp]", "is no table"),  # four columns are no multiple of eight
+    ],
+)
+def test_pins_over_dp_are_for_tables_that_can_be_cut_so(pin: str, why: str) -> None:
+    with pytest.raises(partc.PartcError, match=why) as caught:
+        partc.compile(Bags(), _batch(), loss=squared_error, mesh="dp=8", shard=[pin])
+    assert caught.value.code == "P0302"
 
 
 def test_a_large_recommender_holds_its_share_of_the_tables() -> None:

@@ -12,8 +12,9 @@ from partc.compilation.options import Options
 from partc.compilation.phase_notes import coupled
 from partc.errors import PartcError
 from partc.frontend.trace import Batches
-from partc.ir.mesh import EXPERT_AXIS, TENSOR_AXIS, is_batch_axis
+from partc.ir.mesh import TENSOR_AXIS
 from partc.ir.program import Parameter, Program
+from partc.passes.tables import table_cut
 from partc.rules.layout_check import Verifier
 from partc.sharding.pins import Pin
 
@@ -78,7 +79,7 @@ def forward_only(
 def _finished(traced: Program, training: Program, options: Options) -> Program:
     pins = tuple(_pin(parameter) for parameter in training.parameters)
     known = {**options.for_passes, "pins": pins, "held_by": training.holders()}
-    known["cut_tables"] = frozenset(item.name for item in training.parameters if _is_cut_by_rows(item))
+    known["cut_tables"] = {item.name: cut for item in training.parameters if (cut := table_cut(item, training.sizes))}
     try:
         finished = forward_only(traced, known)[-1].program
     except PartcError as error:
@@ -89,12 +90,6 @@ def _finished(traced: Program, training: Program, options: Options) -> Program:
         raise PartcError("P0420", cause, help=help) from error
     _check_shared(finished, training)
     return finished
-
-
-def _is_cut_by_rows(parameter: Parameter) -> bool:
-    """Whether the batch axis cuts a parameter that is not gathered: a table."""
-    axes = set(filter(is_batch_axis, parameter.type.layout.sharded_axes)) - {EXPERT_AXIS}
-    return bool(axes) and not parameter.gather
 
 
 def _pin(parameter: Parameter) -> Pin:

@@ -247,6 +247,8 @@ class Options:
             "as_written": self.table is not None,
             "zero": self.zero,
             "zero_axes": self.zero_axes,
+            "optimizer": self.optimizer,
+            "group": self.group,
             "recompute": self.recompute,
             "kernels": self.kernels,
             "bucket": parse_bytes(self.bucket),

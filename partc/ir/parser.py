@@ -239,7 +239,7 @@ class _TextReader:
             rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\({_NAMES}\))?(?: reduce\(([\w,]+)\))?"
             rf"(?: gather\(([\w,]+)\) zero (\d))?"
             r"(?: near\(([\w,]+)\))?(?: wire\((\w+)\))?(?: compress\((\w+)\))?"
-            rf"(?: after\({_NAME}\))?(?: holds\(([\d,]+)\))?"
+            rf"(?: after\({_NAME}\))?(?: holds\(([\d,]+)\))?( sparse)?"
         )
         match = _matched(pattern, text)
         self._parts["parameters"].append(
@@ -256,6 +256,7 @@ class _TextReader:
                 compress=match[10] or "",
                 after=_name(match[11]) if match[11] else "",
                 holds=tuple(map(int, match[12].split(","))) if match[12] else (),
+                sparse=bool(match[13]),
             )
         )
 

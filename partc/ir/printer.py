@@ -245,8 +245,9 @@ def _parameter(parameter: Parameter) -> str:
     compress = f" compress({parameter.compress})" if parameter.compress else ""
     after = f" after({written_name(parameter.after)})" if parameter.after else ""
     holds = f" holds({','.join(map(str, parameter.holds))})" if parameter.holds else ""
+    sparse = " sparse" if parameter.sparse else ""
     kind = "parameter" if parameter.trainable else "constant"
-    facts = f"{aliases}{reduce}{gather}{near}{wire}{compress}{after}{holds}"
+    facts = f"{aliases}{reduce}{gather}{near}{wire}{compress}{after}{holds}{sparse}"
     return f"{kind} {written_name(parameter.name)}: {parameter.type}{facts}"
 
 

@@ -31,6 +31,7 @@ ROUTED = frozenset({"route", "dispatch", "combine"})
 # Operations whose results may alias their first operand.
 VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias", "wait"})
 # A loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`.
+SPARSE = "sparse"  # the attribute of a table's gradient that is kept as rows
 SCAN = "scan"
 FLOATING = frozenset({"f64", "f32", "bf16", "f16"})
 
@@ -313,6 +314,7 @@ class Parameter:
     compress: str = ""  # bf16 or int8, for its gradient between nodes, or everywhere if `near` is empty; "" for none
     after: str = ""  # the call after whose last backward the sum of its gradient starts; else at the step's end
     holds: tuple[int, ...] = ()  # the model's own shape, where zeros were added to it
+    sparse: bool = False  # its gradient is kept as the rows that lookups read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,13 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
         for _, x in names:
             if x.grad is not None:
                 x.grad = x.grad.clone()  # that of sgn and its like has no memory to write to
-        recorded = {f"gradient/{name}": as_real(x.grad).clone() for name, x in names if x.grad is not None}
+        recorded: dict[str, Tensor] = {}
+        for name, x in names:
+            if x.grad is not None and x.grad.is_sparse:
+                x.grad = x.grad.coalesce()
+                recorded |= {f"rows/{name}": x.grad.indices()[0], f"gradient/{name}": x.grad.to_dense()}
+            elif x.grad is not None:
+                recorded[f"gradient/{name}"] = as_real(x.grad).clone()
         update.step()
         save(folder / f"step_{step + 1:04d}.safetensors", recorded | _state(model), {"loss": repr(total)})
 
@@ -111,9 +117,33 @@ class _Lion(torch.optim.Optimizer):
                 self.state[x]["m"] = second * m + (1 - second) * g
 
 
+class _RowwiseAdagrad(torch.optim.Optimizer):
+    """FBGEMM's EXACT_ROWWISE_ADAGRAD, on all rows: one sum of mean squares for each."""
+
+    def __init__(
+        self, params: list[Tensor], lr: float, eps: float = 1e-8, initial_accumulator_value: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr})
+        self._eps, self._first = eps, initial_accumulator_value
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        rate = self.param_groups[0]["lr"]
+        for x in self.param_groups[0]["params"]:
+            if x.grad is not None:
+                g = x.grad.to_dense() if x.grad.is_sparse else x.grad
+                dims = tuple(range(1, x.dim()))
+                square = (g * g).mean(dims, keepdim=True) if dims else g * g
+                self.state[x]["m"] = self.state[x].get("m", torch.full_like(square, self._first)) + square
+                x.copy_(x - rate * g / (self.state[x]["m"].sqrt() + self._eps))
+
+
 _CLASSES: Mapping[str, Any] = {
-    "lion": _Lion, **{name.lower(): found for name, found in vars(torch.optim).items() if isinstance(found, type)},
+    "lion": _Lion, "rowwise_adagrad": _RowwiseAdagrad,
+    **{name.lower(): found for name, found in vars(torch.optim).items() if isinstance(found, type)},
 }  # fmt: skip
+_SPARSE = ("adagrad", "sgd", "sparseadam")  # torch's classes for sparse gradients
+_DENSE = ("momentum", "weight_decay", "dampening")  # options with which these need dense ones
 
 
 class ReferenceUpdate:
@@ -144,6 +174,7 @@ class ReferenceUpdate:
         common = {} if weight_decay is None else {"weight_decay": str(weight_decay)}
         groups = [*map(Group.parse, group), *(Group(globs=(glob,), options={"weight_decay": "0"}) for glob in no_decay)]
         self._optimizers: list[tuple[float, torch.optim.Optimizer]] = []  # one for each parameter
+        self._dense: list[nn.Parameter] = []  # parameters whose optimizers need dense gradients
         self._pairs = {x: nn.Parameter(as_real(x.detach())) for x in parameters.values() if x.is_complex()}
         for path, given in parameters.items():
             x = self._pairs.get(given, given)
@@ -152,15 +183,20 @@ class ReferenceUpdate:
             options = {**base, **common, **mine} if own == name else mine
             if own == "muon" and x.dim() != 2:
                 own, options = "adamw", {key: value for key, value in options.items() if key == "weight_decay"}
-            made = _CLASSES[own]([x], lr=lr, **options_of(kind_of(own), options))
-            self._optimizers.append((scale, made))
+            typed = options_of(kind_of(own), options)
+            self._optimizers.append((scale, _CLASSES[own]([x], lr=lr, **typed)))
+            if own not in _SPARSE or any(typed.get(key) for key in _DENSE):
+                self._dense.append(x)
         self._clocked = torch.optim.SGD([torch.zeros(())], lr=lr)
         self._schedule = _schedule(self._clocked, lr_schedule, lr, steps, warmup, min_lr)
 
     def step(self) -> None:
         """Clip the gradients and update the parameters."""
         if self._clip is not None:
-            torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
+            torch.nn.utils.clip_grad_norm_([_with_rows(x) for x in self._parameters], self._clip)
+        for x in self._dense:
+            if x.grad is not None and x.grad.is_sparse:
+                x.grad = x.grad.to_dense()
         self.passed(updated=True)
 
     def passed(self, *, updated: bool) -> None:
@@ -173,6 +209,16 @@ class ReferenceUpdate:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a first step without an update
             self._schedule.step()
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """A parameter whose gradient is that of `x`, or the rows of it in the same memory."""
+    if x.grad is None or not x.grad.is_sparse:
+        return x
+    x.grad = x.grad.coalesce()
+    rows = torch.zeros_like(x.grad._values())
+    rows.grad = x.grad._values()
+    return rows
 
 
 def _schedule(

@@ -255,8 +255,10 @@ class _Updates:
         """The reference's gradients and buffers of a step, and the parameters after the package's gradients."""
         trained = [name for name in self._values if f"gradient/{name}" in reference]
         for name in trained:
-            self._values[name].grad = self._gradient(name, records)
-        finite = all(bool(x.grad.isfinite().all()) for x in self._values.values() if x.grad is not None)
+            whole = self._gradient(name, records)
+            rows = reference.get(f"rows/{name}")
+            self._values[name].grad = whole if rows is None else _sparse(whole, rows)
+        finite = all(_is_finite(x.grad) for x in self._values.values() if x.grad is not None)
         if self._plan["precision"] == "fp16" and not finite:
             self._update.passed(updated=False)
         else:
@@ -276,6 +278,17 @@ class _Updates:
             if mine is not None and mine.shape == here.shape:
                 whole.view(-1)[here[here > 0] - 1] = mine[here > 0].to(whole.dtype)
         return whole
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool((gradient._values() if gradient.is_sparse else gradient).isfinite().all())
+
+
+def _sparse(whole: Tensor, rows: Tensor) -> Tensor:
+    """A gradient with the rows that the reference has, and with others if they are not zero: these are wrong."""
+    others = whole.flatten(1).ne(0).any(1).nonzero()[:, 0]
+    rows = torch.cat((rows, others)).unique()
+    return torch.sparse_coo_tensor(rows[None], whole[rows], whole.shape).coalesce()
 
 
 def _compare_step(

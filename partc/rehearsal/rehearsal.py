@@ -23,14 +23,14 @@ from torch import Tensor
 from partc.codegen.package import Modules, emit
 from partc.cost.memory import Account
 from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.program import SPARSE, Program
 from partc.ir.program import Action as ScheduledAction
-from partc.ir.program import Program
 from partc.rehearsal.call_replay import Lessons, region_module, stage_class
 from partc.rehearsal.composition import Composer, Course, Told
 from partc.rehearsal.ledger import Block, Ledger, Owned, counting
 from partc.rehearsal.meta_kernels import META, stand_ins
 from partc.runtime.checkpoint.boxes import pieces, speaks
-from partc.runtime.checkpoint.state import remembering
+from partc.runtime.checkpoint.state import by_rows, remembering
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm.comm import Axis, Link, Pending, there
 from partc.runtime.comm.distributed import DistributedComm, GlooAxis
@@ -44,8 +44,9 @@ from partc.runtime.execution.executor import (
 )
 from partc.runtime.execution.parts import Parts
 from partc.runtime.execution.sums import Bucket, Sums
-from partc.runtime.layout import Shard
+from partc.runtime.layout import Dims, Shard
 from partc.runtime.ops.accumulation import clear
+from partc.runtime.ops.row_gradients import RowGradient, Rows
 from partc.runtime.optimizer.optimizer import attach_gradients
 from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule
 from partc.runtime.optimizer.update import updating
@@ -90,6 +91,9 @@ def rehearsed(
         course.rank(place, program.stages_at(place), rehearsal.copied(place)) for place, course in enumerate(courses)
     )
     return Account(optimizer=optimizer, ranks=ranks), courses
+
+
+_ROW_TEMPORARIES = 4  # tensors of a sparse gradient's size that an update needs at once
 
 
 class _Rehearsal:
@@ -144,6 +148,11 @@ class _Rehearsal:
                     )
             with ledger.making("gradients", "gradients"):
                 gradients, _ = gradient_buffers(shards, parameters)
+            rows = self._rows(place)
+            for name, gradient in gradients.items():
+                if isinstance(gradient, RowGradient):
+                    with ledger.making("gradients", name):
+                        gradients[name] = _CountedRows(parameters[name], rows[name])
             with ledger.making("copies", "copies"):
                 stages: dict[int, Stage] = {
                     number: stage(comm, parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
@@ -187,7 +196,7 @@ class _Rehearsal:
             else:
                 found = run_step(stages, comm, actions, batch, microbatches, told=told)
             comm.clock.entering("the update")
-            self._update(ledger, comm, {name: parameters[name] for name in gradients}, shards)
+            self._update(ledger, comm, {name: parameters[name] for name in gradients}, gradients, shards)
             for stage in () if program.results else stages.values():
                 stage.refresh()
             del found
@@ -195,6 +204,25 @@ class _Rehearsal:
             ledger.stops()
             del states
             return ledger
+
+    def _rows(self, place: int) -> dict[str, list[int]]:
+        """The rows that each lookup of a step adds to the sparse gradients; ids count as spread evenly over ranks."""
+        program, found = self._program, dict[str, list[int]]()
+        for call in program.calls:
+            if call.stage not in program.stages_at(place):
+                continue
+            region = program.region(call.region)
+            names = {f"grad_{value.name}": name for value, name in zip(region.params, call.params, strict=True)}
+            for graph in {id(graph): graph for graph in region.graphs}.values():
+                types = region.types(graph)
+                for op in graph.ops:
+                    if SPARSE in dict(op.attrs):
+                        _, ids, *_ = op.refs()
+                        axis = dict(op.attrs).get("axis")
+                        count = types[ids].local_elements(program.sizes)
+                        each = count if axis is None else -(-count // program.sizes[str(axis)])
+                        found.setdefault(names[op.result.name], []).extend([each] * program.microbatches)
+        return found
 
     def _shards(self, place: int) -> dict[str, Shard]:
         classes = map(self._class, self._program.stages_at(place))
@@ -207,27 +235,43 @@ class _Rehearsal:
         """The tensors that the optimizer keeps of a parameter."""
         rule = self._rule(name, shard)
         uncut = rule.uncut(shard.holds or shard.shape)
-        return [_State(key, uncut.get(key), shard.dtype.itemsize) for key in rule.states(len(shard.dims))]
+        rows = rule.kind.cls.by_rows if rule.kind.by_rows else ()
+        return [
+            _State(key, None if key in rows else uncut.get(key), shard.dtype.itemsize, rows=key in rows)
+            for key in rule.states(len(shard.dims))
+        ]
 
     def _update(
-        self, ledger: Ledger, comm: _QuietComm, parameters: Mapping[str, Tensor], shards: Mapping[str, Shard]
+        self,
+        ledger: Ledger,
+        comm: _QuietComm,
+        parameters: Mapping[str, Tensor],
+        gradients: Mapping[str, Any],
+        shards: Mapping[str, Shard],
     ) -> None:
         """The temporary memory of the update: of the largest parameter of each optimizer without a fused kernel."""
         sizes, largest = self._program.mesh.sizes, dict[UpdateRule, str]()
+        rows = [gradient for gradient in gradients.values() if isinstance(gradient, RowGradient)]
+        with ledger.making("temporaries", "sums of rows"):
+            touched = [gradient.touched().numel() * gradient.shape[1:].numel() for gradient in rows]
+        with ledger.making("temporaries", "update"):
+            for count, gradient in sorted(zip(touched, rows, strict=True), key=lambda item: item[0])[-1:]:
+                torch.empty(_ROW_TEMPORARIES * count, dtype=gradient.dtype, device=META)
         for name in sorted(parameters, key=lambda name: math.prod(shards[name].shape)):
-            largest[self._rule(name, shards[name])] = name
+            if not shards[name].sparse:
+                largest[self._rule(name, shards[name])] = name
         for rule, name in largest.items():
             if rule.kind.fused:
                 continue
             with ledger.muted(), _Numbers():
                 mine = {name: torch.empty_like(parameters[name])}
-                gradients = {name: torch.empty_like(mine[name])}
+                read = {name: torch.empty_like(mine[name])}
                 how: dict[str, Any] = {"shards": shards, "comm": comm, "sizes": sizes, "lr": 1.0}
-                optimizer, _ = updating({name: rule}, mine, gradients, {}, None, **how)
+                optimizer, _ = updating({name: rule}, mine, read, {}, None, **how)
                 assert optimizer is not None
                 optimizer.begin(1.0)
                 optimizer.step()
-            for x in (*mine.values(), *gradients.values(), *optimizer.kept(name).values()):
+            for x in (*mine.values(), *read.values(), *optimizer.kept(name).values()):
                 ledger.watch(x, Block(0, "optimizer", name), lambda: None)  # the account has them already
             with ledger.making("temporaries", "update"), _Numbers():
                 optimizer.step()
@@ -265,11 +309,11 @@ def _copied(program: Program, place: int, shards: Mapping[str, Shard], kept: Map
         for name, shard in shards.items():
             whole = [(name, shard.dims, shard.dtype.itemsize)]
             for state in kept.get(name, ()):
-                cut = shard.dims if state.shape is None else ()
+                cut = () if state.shape is not None else by_rows(shard).dims if state.rows else shard.dims
                 whole.append((f"{state.name}/{name}", cut, shard.dtype.itemsize if cut else state.size))
             for tensor, dims, each in whole:
                 if not few or speaks(tensor, dims, sizes, coordinate, holders[name]):
-                    shape = (shard.holds or shard.shape) if dims else ()
+                    shape = (shard.holds or shard.shape) if dims == shard.dims else _whole(dims)
                     total += each * sum(
                         math.prod(piece.whole.sizes) for piece in pieces(dims, shape, sizes, coordinate)
                     )
@@ -277,13 +321,18 @@ def _copied(program: Program, place: int, shards: Mapping[str, Shard], kept: Map
     return max(found)
 
 
+def _whole(dims: Dims) -> tuple[int, ...]:
+    return tuple(math.prod(size for size, _ in dim) for dim in dims)
+
+
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A tensor that an optimizer keeps of a parameter: cut as the parameter is, or of a shape of its own."""
+    """A tensor that an optimizer keeps of a parameter: cut as it is, or as its rows are, or of a shape of its own."""
 
     name: str
     shape: tuple[int, ...] | None
     itemsize: int
+    rows: bool = False
 
     @property
     def size(self) -> int:
@@ -291,7 +340,24 @@ class _State:
         return math.prod(self.shape) * self.itemsize if self.shape else torch.float32.itemsize
 
     def bytes(self, parameter: Tensor) -> int:
+        if self.rows:
+            return parameter.nbytes // max(1, parameter.shape[1:].numel())
         return parameter.nbytes if self.shape is None else self.size
+
+
+class _CountedRows(RowGradient):
+    """A sparse gradient that has all rows of a step from the start, so that functions can be replayed."""
+
+    def __init__(self, parameter: Tensor, counts: Sequence[int]) -> None:
+        super().__init__(parameter)
+        self._numbers = [torch.empty(count, dtype=torch.int64, device=META) for count in counts]
+        self._values = [parameter.new_empty(count, *parameter.shape[1:]) for count in counts]
+
+    def add_(self, rows: Rows) -> None:
+        pass
+
+    def zero_(self) -> RowGradient:
+        return self
 
 
 class _Numbers(TorchDispatchMode):

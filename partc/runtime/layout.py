@@ -39,6 +39,7 @@ class Shard:
     read: str = ""  # the type in which calls read it, if it is held in another
     aliases: tuple[str, ...] = ()  # its other names in the model
     holds: tuple[int, ...] = ()  # the model's own shape, where zeros follow it
+    sparse: bool = False  # its gradient has the rows that lookups read
 
     @property
     def dtype(self) -> torch.dtype:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from partc.errors import PartcError
 from partc.ir.layout import Placement, Replicated, Shard
-from partc.ir.mesh import CONTEXT_AXIS, TENSOR_AXIS
+from partc.ir.mesh import CONTEXT_AXIS, TENSOR_AXIS, is_batch_axis
 from partc.ir.program import Program, TensorType
 
 Entry = tuple[int | None, tuple[str, ...]]  # a sub-dimension's size, where it is given, and the axes that cut it
@@ -71,9 +71,11 @@ def check_pins(program: Program, pins: Sequence[Pin]) -> None:
     for pin in pins:
         axes = [axis for entries in pin.dims for _, found in entries for axis in found]
         for axis in axes:
-            if axis not in (TENSOR_AXIS, CONTEXT_AXIS):
+            if axis not in (TENSOR_AXIS, CONTEXT_AXIS) and not is_batch_axis(axis):
                 raise PartcError(
-                    "P0302", f"--shard {pin.pattern}={pin.text} cuts over {axis!r}", help="a pin places over tp and cp"
+                    "P0302",
+                    f"--shard {pin.pattern}={pin.text} cuts over {axis!r}",
+                    help="a pin places over tp and cp, and an embedding table over dp, too",
                 )
             if axes.count(axis) > 1:
                 raise PartcError(

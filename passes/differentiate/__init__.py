@@ -36,8 +36,9 @@ from partc.ir import operators
 from partc.ir.gradients import gradient_inputs, reached, trainable_params
 from partc.ir.layout import Sizes, SubDim
 from partc.ir.naming import unique
-from partc.ir.program import SCAN, Arg, DTypeArg, Graph, Op, Program, Ref, Region, Value
+from partc.ir.program import SCAN, SPARSE, Arg, DTypeArg, Graph, Op, Program, Ref, Region, Value
 from partc.passes.differentiate import joint, scans
+from partc.rules.kernels import TABLES
 from partc.rules.rule import integers
 from partc.torch_private import FakeTensorMode, aot_export_joint_simple, without_order
 
@@ -54,7 +55,47 @@ def differentiate(program: Program) -> Program:
         )
         for region in program.regions
     )
-    return replace(program, regions=regions)
+    return _with_rows(replace(program, regions=regions))
+
+
+def _with_rows(program: Program) -> Program:
+    """Mark the gradients of tables that are kept as rows. Raises PartcError P0422 for one that no lookup makes."""
+    sparse = {parameter.name for parameter in program.parameters if parameter.sparse and parameter.trainable}
+    if not sparse:
+        return program
+    for name, stages in program.holders().items():
+        if name in sparse and len({program.place(stage) for stage in stages}) > 1:
+            raise _dense(name, "several pipeline ranks read it")
+    marked: dict[str, dict[str, str]] = {}
+    for call in program.calls:
+        region = program.region(call.region)
+        for value, name in zip(region.params, call.params, strict=True):
+            if name in sparse:
+                marked.setdefault(region.name, {})[f"grad_{value.name}"] = name
+    regions = []
+    for region in program.regions:
+        names = marked.get(region.name, {}).keys() & {*(region.backward.outputs if region.backward else ())}
+        if region.backward is None or not names:
+            regions.append(region)
+            continue
+        makers = region.backward.makers()
+        for made in names:
+            if makers[made].name not in TABLES:
+                raise _dense(marked[region.name][made], f"{makers[made].name} makes it")
+        ops = tuple(
+            replace(op, attrs=(*op.attrs, (SPARSE, True))) if op.results and op.results[0].name in names else op
+            for op in region.backward.ops
+        )
+        regions.append(replace(region, backward=replace(region.backward, ops=ops)))
+    return replace(program, regions=tuple(regions))
+
+
+def _dense(name: str, why: str) -> PartcError:
+    return PartcError(
+        "P0422",
+        f"the gradient of {name} cannot be sparse: {why}",
+        help="choose an optimizer for dense gradients with --optimizer or --group",
+    )
 
 
 def _differentiate_region(region: Region, inputs: frozenset[str], params: frozenset[str], sizes: Sizes) -> Region:

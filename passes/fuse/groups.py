@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from partc import fuel
 from partc.cost.roofline import H100
 from partc.ir.layout import Sizes
-from partc.ir.program import Graph, Op, Ref, Region, Value, needed
+from partc.ir.program import SPARSE, Graph, Op, Ref, Region, Value, needed
 from partc.ir.ragged import ragged_rows
 from partc.passes.fuse.composites import in_fp32, spelled_out
 from partc.passes.fuse.iteration_spaces import Form, columns, fits, form
@@ -351,7 +351,8 @@ def tabled(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> Op:
     """The gradient of a table as a kernel of its own, which sorts the indices."""
     grad, ids, *more = op.args
     scaled = op.name == "embedding_dense_backward" and len(more) > 2 and more[2]
-    fits = not scaled and all(isinstance(arg, Ref) and 0 not in shapes[arg.name] for arg in (grad, ids))
+    fits = not scaled and SPARSE not in dict(op.attrs)
+    fits = fits and all(isinstance(arg, Ref) and 0 not in shapes[arg.name] for arg in (grad, ids))
     if not fits or not fuel.allowed("kernel", op.source):
         return op
     return Op(

@@ -50,6 +50,7 @@ def normalize(program: Program) -> Program:
     results = tuple(unique(identifier(f"next {stored[buffer]}"), taken) for buffer in updated)
     return replace(
         program,
+        parameters=lookups.with_sparse(program.parameters, main, call),
         regions=(region,),
         calls=(replace(call, results=(*call.results, *results)),),
         values=(

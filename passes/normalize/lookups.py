@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from partc.ir.program import DTypeArg, Op, Ref
+import math
+from dataclasses import replace
+
+from partc.ir.program import Arg, Call, DType, DTypeArg, Op, Parameter, Ref, Region, Value
 from partc.passes.normalize.writer import Writer, argument, number, ref
+
+_MEAN, _MAX = 1, 2  # modes of bags; 0 is the sum
 
 
 def embedding(w: Writer, op: Op) -> None:
@@ -16,32 +21,86 @@ def embedding(w: Writer, op: Op) -> None:
 
 
 def embedding_bag(w: Writer, op: Op) -> None:
-    """A bag for every row of two-dimensional ids: the sum or the mean of its rows."""
+    """A bag for every row of two-dimensional ids: the sum, mean or maximum of its rows; zeros if it is empty."""
     table, ids = op.args[:2]
-    mode, weights = number(argument(op, 4, "mode", 0)), argument(op, 6, "per_sample_weights")
+    weights = argument(op, 6, "per_sample_weights")
     padding = argument(op, 8, "padding_idx", -1)
     made = w.made.get(ref(ids).name)
     two = made.args[0] if made is not None and made.name == "reshape" else None
     offsets = w.made.get(ref(argument(op, 2, "offsets")).name)
-    plain = mode != 2 and weights is None and padding in (None, -1)
+    padded = padding not in (None, -1)
     steps: tuple[object, ...] = () if offsets is None or offsets.name != "arange" else offsets.args
-    if plain and steps in ((0, *w.shape(ids)), (0, *w.shape(ids), 1)):  # bags of one
+    if weights is None and not padded and steps in ((0, *w.shape(ids)), (0, *w.shape(ids), 1)):  # bags of one
         w.add(op, "embedding", (table, ids), op.results[0])
         return
-    if not plain or two is None or len(w.shape(two)) != 2:
+    (count,) = w.shape(ids)
+    start, end, each = (*steps, 1)[:3] if len(steps) > 1 else (0, 0, 0)
+    if start != 0 or end != count or not isinstance(each, int) or each < 1 or count % each:
         w.keep(op)
         return
-    (bags, each), width = w.shape(two), w.shape(table)[1]
-    if steps != (0, bags * each, each):
-        w.keep(op)
-        return
+    shape = (count // each, each)
+    if two is None or w.shape(two) != shape:
+        two = w.add(
+            op, "reshape", (ids, shape), w.value(f"{op.results[0].name}_ids", shape, w.types[ref(ids).name].dtype)
+        )
+    _bags(w, op, two, weights, number(padding) if padded else None)
+
+
+def _bags(w: Writer, op: Op, two: Arg, weights: Arg, padding: int | None) -> None:
+    """Bags of equal length; the ids `padding` are no members."""
+    mode = number(argument(op, 4, "mode", 0))
+    (bags, each), width = w.shape(two), w.shape(op.args[0])[1]
     out, dtype = op.results[0], op.results[0].type.dtype
-    rows = w.add(op, "embedding", (table, two), w.value(f"{out.name}_rows", (bags, each, width), dtype))
-    if mode == 0:
-        w.add(op, "sum", (rows, (1,), False), out)
+    shape = (bags, each, width)
+    wide = (bags, each, 1)
+
+    def made(word: str, shape: tuple[int, ...], dtype: DType) -> Value:
+        return w.value(f"{out.name}_{word}", shape, dtype)
+
+    args: tuple[Arg, ...] = (op.args[0], two) if padding is None else (op.args[0], two, padding)
+    rows = w.add(op, "embedding", args, made("rows", shape, dtype))
+    if weights is not None:
+        column = w.add(op, "reshape", (_unflattened(w, weights, (bags, each)), wide), made("weights", wide, dtype))
+        rows = w.add(op, "mul", (rows, column), made("weighed", shape, dtype))
+    empty = None
+    if padding is not None:
+        outside = w.add(op, "eq", (two, padding), made("outside", (bags, each), "bool"))
+        mask = w.add(op, "reshape", (outside, wide), made("mask", wide, "bool"))
+        rows = w.add(op, "masked_fill", (rows, mask, -math.inf if mode == _MAX else 0), made("inside", shape, dtype))
+        members = w.add(op, "logical_not", (outside,), made("members", (bags, each), "bool"))
+        numbers = w.add(op, "to", (members, DTypeArg(dtype)), made("numbers", (bags, each), dtype))
+        count = w.add(op, "sum", (numbers, (1,), True), made("count", (bags, 1), dtype))
+        if mode == _MAX:
+            empty = w.add(op, "eq", (count, 0), made("empty", (bags, 1), "bool"))
+        divisor: Arg = w.add(op, "clamp_min", (count, 1), made("divisor", (bags, 1), dtype)) if mode == _MEAN else 1
+    else:
+        divisor = each
+    if mode == _MAX:
+        most = w.add(op, "amax", (rows, (1,), False), out if empty is None else made("most", (bags, width), dtype))
+        if empty is not None:
+            w.add(op, "masked_fill", (most, empty, 0), out)
         return
-    total = w.add(op, "sum", (rows, (1,), False), w.value(f"{out.name}_sum", (bags, width), dtype))
-    w.add(op, "div", (total, each), out)
+    total = w.add(op, "sum", (rows, (1,), False), made("sum", (bags, width), dtype) if mode == _MEAN else out)
+    if mode == _MEAN:
+        w.add(op, "div", (total, divisor), out)
+
+
+def _unflattened(w: Writer, x: Arg, shape: tuple[int, ...]) -> Arg:
+    """The value of this shape that `x` flattens; else `x`."""
+    made = w.made.get(ref(x).name)
+    return made.args[0] if made is not None and made.name == "reshape" and w.shape(made.args[0]) == shape else x
+
+
+def with_sparse(parameters: tuple[Parameter, ...], region: Region, call: Call) -> tuple[Parameter, ...]:
+    """The parameters; those are marked whose lookups ask for sparse gradients."""
+    places = {"embedding": 4, "embedding_bag": 5}
+    asking = {
+        ref(op.args[0]).name
+        for op in region.forward.ops
+        if op.name in places and argument(op, places[op.name], "sparse", False) is True
+    }
+    names = {name for value, name in zip(region.params, call.params, strict=True) if value.name in asking}
+    return tuple(replace(item, sparse=True) if item.name in names else item for item in parameters)
 
 
 def take_along(w: Writer, op: Op) -> None:

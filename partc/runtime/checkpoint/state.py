@@ -35,9 +35,9 @@ def state(
     found = {name: Held(shard, tensor, holders(plan, name)) for name, (shard, tensor) in parameters.items()}
     for name, (shard, _) in trained.items() if optimizer is not None else ():
         assert optimizer is not None
-        uncut = optimizer.uncut(name)
+        uncut, rows = optimizer.uncut(name), optimizer.by_rows(name)
         for key, value in optimizer.kept(name).items():
-            cut = _uncut(value.shape) if key in uncut else shard
+            cut = by_rows(shard) if key in rows else _uncut(value.shape) if key in uncut else shard
             found[f"{key}/{name}"] = Held(cut, value, holders(plan, name))
     if scale is not None:
         found[LOSS_SCALE] = Held(Shard("f64[2]"), scale.state(), tuple(sorted(set(plan["places"]))))
@@ -112,11 +112,11 @@ def restore_optimizer(
 ) -> None:
     """Restore the optimizer's state of each tensor that it trains."""
     for name, (shard, _) in trained.items():
-        uncut = optimizer.uncut(name)
+        uncut, rows = optimizer.uncut(name), optimizer.by_rows(name)
         for key in checkpoint.states(name):
             whole = checkpoint.tensors[f"{key}/{name}"].shape
             alike = key not in uncut and whole == checkpoint.tensors[name].shape
-            cut = shard if alike else _uncut(whole)
+            cut = by_rows(shard) if key in rows else shard if alike else _uncut(whole)
             part = checkpoint.part(f"{key}/{name}", cut, sizes, coordinate)
             optimizer.restore(name, key, part)
 
@@ -124,6 +124,16 @@ def restore_optimizer(
 def holders(plan: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """The pipeline ranks that have a parameter."""
     return tuple(sorted({plan["places"][stage] for stage in plan["parameters"][name]["stages"]}))
+
+
+def by_rows(shard: Shard) -> Shard:
+    """A tensor with one number for each row of a parameter, cut as the rows are."""
+    dims = (shard.dims[0], *(((1, ()),) for _ in shard.dims[1:]))
+    text = ", ".join(
+        " · ".join(f"{size}@{','.join(axes)}" if axes else str(size) for size, axes in dim) for dim in dims
+    )
+    holds = (shard.holds[0], *(1 for _ in shard.holds[1:])) if shard.holds else ()
+    return Shard(f"{shard.type.partition('[')[0]}[{text}]", holds=holds)
 
 
 def _uncut(shape: Sequence[int]) -> Shard:

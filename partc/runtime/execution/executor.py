@@ -14,6 +14,7 @@ from torch import Tensor
 from ..comm.comm import Axis, Comm, Pending
 from ..layout import Received, Returned, Shard
 from ..ops.accumulation import Gradient, settled
+from ..ops.row_gradients import RowGradient
 from .parts import NOTHING, Unit
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|REDUCE_GRAD|F|B|I|W)(\d*)(?:>([\dFBIW,]+))?")
@@ -354,15 +355,18 @@ def gradient_buffers(
     """A zeroed gradient for every trainable parameter, and the buffers behind them by the parameters of each.
 
     Gradients that are reduced over the same axes share a buffer, so that one collective moves them. They are plain
-    tensors if torch.compile makes the functions that add to them, so that the first addition is one, too.
+    tensors if torch.compile makes the functions that add to them, so that the first addition is one, too. Sparse
+    gradients have no buffer.
     """
     together: dict[tuple[object, ...], list[str]] = {}
+    gradients: dict[str, Any] = {}
     for name, shard in shards.items():
-        if shard.trainable:
+        if shard.sparse:
+            gradients[name] = RowGradient(parameters[name])
+        elif shard.trainable:
             # A shared weight stands alone: the ranks that share it have different neighbours for it.
             alone = name if shard.shared else None
             together.setdefault((shard.reduce, parameters[name].dtype, alone), []).append(name)
-    gradients: dict[str, Tensor] = {}
     buffers = {}
     for names in together.values():
         buffer = parameters[names[0]].new_zeros(sum(parameters[name].numel() for name in names))

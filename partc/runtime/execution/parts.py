@@ -257,8 +257,11 @@ class Unit:
 
     def scatter(self, gradients: Fields) -> None:
         """Start to reduce-scatter gradients of the whole parameters to the ranks that hold the parts."""
-        named = zip(self._names, gradients, strict=True)
-        going = self._parts.scatter({name: gradient for name, gradient in named if gradient is not None})
+        sums: dict[str, Any] = {}
+        for name, gradient in zip(self._names, gradients, strict=True):
+            if gradient is not None:  # several parameters of the region may be one
+                sums[name] = sums[name] + gradient if name in sums else gradient
+        going = self._parts.scatter(sums)
         self._parts._scattering[self] = going
 
     def relay_scatter(self) -> None:

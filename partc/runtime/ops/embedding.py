@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .accumulation import in_rows
 from .attention import row_dtype
+from .row_gradients import Rows
 
 
 def embedding_shard(weight: Tensor, ids: Tensor, rank: int) -> Tensor:
@@ -46,6 +47,31 @@ def embedding_grad(grad: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) 
     into = grad.new_zeros(rows, grad.shape[-1], dtype=row_dtype(grad))
     embedding_add_grad(into, grad, ids, padding_idx)
     return into
+
+
+def embedding_rows(grad: Tensor, ids: Tensor, padding_idx: int = -1) -> Rows:
+    """The gradients of the rows that `F.embedding(ids, table)` read."""
+    numbers, rows = ids.reshape(-1), in_rows(grad)
+    if padding_idx >= 0 and not ids.is_meta:
+        kept = numbers != padding_idx
+        numbers, rows = numbers[kept], rows[kept]
+    return Rows(numbers, rows)
+
+
+def embedding_shard_rows(grad: Tensor, ids: Tensor, rows: int, rank: int, ranks: int, padding_idx: int = -1) -> Rows:
+    """The gradients of this rank's rows that `embedding_shard` read; `rows` of a table are on each of `ranks`.
+
+    Without memory, ids are spread evenly.
+    """
+    numbers, values = ids.reshape(-1), in_rows(grad)
+    if ids.is_meta:
+        even = -(-len(numbers) // ranks)
+        return Rows(numbers[:even].clone(), values[:even].clone())
+    local = numbers - rank * rows
+    kept = (local >= 0) & (local < rows)
+    if padding_idx >= 0:
+        kept &= numbers != padding_idx
+    return Rows(local[kept], values[kept])
 
 
 def _local_ids(ids: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -27,9 +27,11 @@ from .chunked_loss import gradients_of_logits, rows_of_logits
 from .embedding import (
     embedding_add_grad,
     embedding_grad,
+    embedding_rows,
     embedding_shard,
     embedding_shard_add_grad,
     embedding_shard_grad,
+    embedding_shard_rows,
 )
 from .experts import (
     combine,
@@ -65,9 +67,11 @@ __all__ = [
     "dropout_backward",
     "embedding_add_grad",
     "embedding_grad",
+    "embedding_rows",
     "embedding_shard",
     "embedding_shard_add_grad",
     "embedding_shard_grad",
+    "embedding_shard_rows",
     "expert_matmul",
     "expert_matmul_add_grad_weight",
     "expert_matmul_grad_rows",

@@ -130,6 +130,9 @@ class FlatSGD:
         """The states of other shapes."""
         return [key for key in self.kept(name) if key not in self.moments]
 
+    def by_rows(self, name: str) -> Collection[str]:
+        return ()
+
     def restore(self, name: str, key: str, value: Tensor) -> None:
         """Restore one entry of the state."""
         self.kept(name)[key].copy_(value)

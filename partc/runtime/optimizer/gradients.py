@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.comm import runs
+from ..ops.row_gradients import RowGradient
 
 _SMALL = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
@@ -16,7 +18,7 @@ class Gradients:
     """Gradients by parameter, and the buffers that contain them; scaling happens in the buffers."""
 
     def __init__(self, buffers: Sequence[Tensor], named: Mapping[str, Tensor]) -> None:
-        self._buffers = buffers
+        self._buffers: list[Any] = [*buffers, *(x for x in named.values() if isinstance(x, RowGradient))]
         self._named = named
 
     def begin(self, divisor: float | Tensor) -> None:
@@ -27,7 +29,7 @@ class Gradients:
 
     def squares(self, names: Iterable[str]) -> Tensor | float:
         """The sum of the squares of some gradients, in fp64."""
-        norms = (torch.linalg.vector_norm(self._named[name], dtype=torch.float64) for name in names)
+        norms = (_norm(self._named[name]) for name in names)
         return sum((norm.square() for norm in norms), start=0.0)
 
     def clip(self, norm: Tensor, most: float) -> None:
@@ -38,7 +40,8 @@ class Gradients:
 
     def copy(self, name: str) -> Tensor:
         """A copy of one gradient in its present state."""
-        return self._named[name].clone()
+        found = self._named[name]
+        return found.dense() if isinstance(found, RowGradient) else found.clone()
 
 
 class Scaled(Gradients):
@@ -52,24 +55,41 @@ class Scaled(Gradients):
     ) -> None:
         super().__init__(buffers, named)
         self._sum_of_squares = sum_of_squares
+        self._rows = [x for x in self._buffers if isinstance(x, RowGradient)]
         self.factor = torch.ones((), dtype=torch.float64, device=buffers[0].device)  # of unscaled gradients
 
     def begin(self, divisor: float | Tensor) -> None:
+        for rows in self._rows:
+            rows.div_(divisor)
         if isinstance(divisor, Tensor):
             torch.reciprocal(divisor, out=self.factor)
         else:
             self.factor.fill_(1 / divisor)
 
     def squares(self, names: Iterable[str]) -> Tensor | float:
-        pieces = runs([x for x in map(self._named.__getitem__, names) if x.numel()])
-        return sum(map(self._sum_of_squares, pieces), start=0.0) * self.factor.square()
+        found = [self._named[name] for name in names]
+        rows = sum((x.norm().square() for x in found if isinstance(x, RowGradient)), start=0.0)
+        pieces = runs([x for x in found if not isinstance(x, RowGradient) and x.numel()])
+        return sum(map(self._sum_of_squares, pieces), start=0.0) * self.factor.square() + rows
 
     def clip(self, norm: Tensor, most: float) -> None:
-        self.factor.mul_(_clipping(norm, most))
+        factor = _clipping(norm, most)
+        for rows in self._rows:
+            rows.mul_(factor)
+        self.factor.mul_(factor)
 
     def copy(self, name: str) -> Tensor:
         found = self._named[name]
+        if isinstance(found, RowGradient):
+            return found.dense()
         return found * self.factor.to(found.dtype)
+
+
+def _norm(gradient: Tensor | RowGradient) -> Tensor:
+    if isinstance(gradient, RowGradient):
+        return gradient.norm()
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    return norm
 
 
 def _clipping(norm: Tensor, most: float) -> Tensor:

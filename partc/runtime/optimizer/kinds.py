@@ -14,6 +14,7 @@ from torch import Tensor, optim
 
 from ..errors import UsageError
 from .lion import Lion
+from .rows import RowwiseAdagrad, SparseAdam
 
 Value = bool | int | float | str | tuple[float | None, ...] | None
 Options = Mapping[str, Value]
@@ -23,14 +24,23 @@ Options = Mapping[str, Value]
 class Kind:
     """A class of optimizers.
 
-    The update of an element reads that element alone, unless it is `whole`: then it reads the parameter as a whole.
-    `fused` says that the class has a kernel that reads and writes each tensor once.
+    The update of an element reads that element alone, unless it is `whole`: then it reads the parameter as a whole; or
+    `by_rows`: then it reads the element's row. `fused` says that the class has a kernel that reads and writes each
+    tensor once. `own` is the class that packages use in place of torch's.
+
+    Sparse gradients have the rows that lookups read: `sparse` optimizers take only these. `rows` optimizers take them
+    if the options in `dense` are 0, and then update no other rows.
     """
 
     name: str
     cls: Any  # a subclass of torch.optim.Optimizer, whose constructors differ
     whole: bool = False
     fused: bool = False
+    own: Any = None
+    sparse: bool = False
+    rows: bool = False
+    by_rows: bool = False
+    dense: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -44,13 +54,13 @@ class Kind:
 
         The guards import the compiler at their first call: nearly a second, on every rank.
         """
-        methods = {name: inspect.unwrap(getattr(self.cls, name)) for name in ("step", "add_param_group")}
-        return type(self.cls.__name__, (self.cls,), methods)
+        cls = self.own or self.cls
+        methods = {name: inspect.unwrap(getattr(cls, name)) for name in ("step", "add_param_group")}
+        return type(cls.__name__, (cls,), methods)
 
-    @property
-    def implementation(self) -> dict[str, bool]:
+    def implementation(self, *, sparse: bool = False) -> dict[str, bool]:
         """The arguments that choose an implementation: one with the fewest temporary tensors."""
-        if self.fused:
+        if self.fused and not sparse:
             return {"fused": True}
         return {"foreach": False} if "foreach" in inspect.signature(self.cls).parameters else {}
 
@@ -58,11 +68,15 @@ class Kind:
 TRIED = (2, 3, 5, 7, 11, 13)  # the shape of a parameter for trials: means over dimensions have others
 _MEANS = ("foreach", "fused", "capturable", "differentiable")
 _ELEMENTWISE = (
-    Kind(name="adadelta", cls=optim.Adadelta), Kind(name="adagrad", cls=optim.Adagrad),
+    Kind(name="adadelta", cls=optim.Adadelta), 
+    Kind(name="adagrad", cls=optim.Adagrad, rows=True, dense=("weight_decay",)),
     Kind(name="adam", cls=optim.Adam, fused=True), Kind(name="adamax", cls=optim.Adamax),
     Kind(name="adamw", cls=optim.AdamW, fused=True), Kind(name="asgd", cls=optim.ASGD), Kind(name="lion", cls=Lion),
     Kind(name="nadam", cls=optim.NAdam), Kind(name="radam", cls=optim.RAdam), Kind(name="rmsprop", cls=optim.RMSprop),
-    Kind(name="rprop", cls=optim.Rprop), Kind(name="sgd", cls=optim.SGD, fused=True),
+    Kind(name="rprop", cls=optim.Rprop),
+    Kind(name="sgd", cls=optim.SGD, fused=True, rows=True, dense=("momentum", "weight_decay", "dampening")),
+    Kind(name="rowwise_adagrad", cls=RowwiseAdagrad, rows=True, by_rows=True),
+    Kind(name="sparseadam", cls=optim.SparseAdam, own=SparseAdam, rows=True, sparse=True),
 )  # fmt: skip
 _WHOLE = (
     Kind(name="adafactor", cls=optim.Adafactor, whole=True), Kind(name="muon", cls=optim.Muon, whole=True),
@@ -72,7 +86,7 @@ KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (*_ELEMENTWISE, *_WHOLE
 _EIGHT = "keeps moments of 8 bits in blocks that shards would cut elsewhere, in tensors that checkpoints do not know"
 # Optimizers that packages cannot run, and the reason.
 REFUSED: Mapping[str, str] = {
-    "lbfgs": "evaluates the loss several times in a step", "sparseadam": "needs sparse gradients, and all are dense",
+    "lbfgs": "evaluates the loss several times in a step",
     "adam8bit": _EIGHT, "adamw8bit": _EIGHT, "lion8bit": _EIGHT,
 }  # fmt: skip
 

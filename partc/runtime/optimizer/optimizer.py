@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..ops.row_gradients import RowGradient
 from .kinds import Kind
 from .recipe import UpdateRule
 
@@ -28,6 +29,9 @@ class Optimizer(Protocol):
     def uncut(self, name: str) -> Collection[str]:
         """The entries of a parameter's state that are not cut as the parameter is: every rank has them whole."""
 
+    def by_rows(self, name: str) -> Collection[str]:
+        """The entries of a parameter's state with one number for each of its rows."""
+
     def restore(self, name: str, key: str, value: Tensor) -> None:
         """Restore one entry of the state."""
 
@@ -46,9 +50,11 @@ class TorchOptimizer:
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, Tensor],
         device: torch.device | None = None,
+        sparse: Mapping[str, RowGradient] | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._parameters = parameters
+        self._sparse = sparse or {}
         scales = {group.get("lr_scale", 1.0) for group in optimizer.param_groups}
         self._rates: dict[float, Tensor | float] = {
             scale: 0.0 if device is None else rate_on(device) for scale in scales
@@ -66,7 +72,11 @@ class TorchOptimizer:
             group["lr"] = rate = self._rates[group.get("lr_scale", 1.0)]
             if isinstance(rate, Tensor) and "capturable" in group:  # torch requires it in a capture, and warns else
                 group["capturable"] = rate.is_cuda and torch.cuda.is_current_stream_capturing()
+        for name, rows in self._sparse.items():
+            self._parameters[name].grad = rows.sparse()
         self._optimizer.step()
+        for name in self._sparse:
+            self._parameters[name].grad = None
 
     def kept(self, name: str) -> Mapping[str, Tensor]:
         found = self._optimizer.state.get(self._parameters[name], {})
@@ -75,6 +85,10 @@ class TorchOptimizer:
     def uncut(self, name: str) -> Collection[str]:
         shape = self._parameters[name].shape
         return [key for key, value in self.kept(name).items() if value.shape != shape]
+
+    def by_rows(self, name: str) -> Collection[str]:
+        found: Collection[str] = getattr(self._optimizer, "by_rows", ())
+        return found
 
     def restore(self, name: str, key: str, value: Tensor) -> None:
         parameter = self._parameters[name]
@@ -107,6 +121,9 @@ class Several:
     def uncut(self, name: str) -> Collection[str]:
         return self._of[name].uncut(name)
 
+    def by_rows(self, name: str) -> Collection[str]:
+        return self._of[name].by_rows(name)
+
     def restore(self, name: str, key: str, value: Tensor) -> None:
         self._of[name].restore(name, key, value)
 
@@ -115,16 +132,20 @@ class Several:
 
 
 def make_optimizers(
-    settings: Mapping[str, UpdateRule], parameters: Mapping[str, Tensor], lr: float
+    settings: Mapping[str, UpdateRule], parameters: Mapping[str, Tensor], lr: float, sparse: Collection[str] = ()
 ) -> Iterator[tuple[Kind, torch.optim.Optimizer, dict[str, Tensor]]]:
-    """One of torch's optimizers for each choice of options, and its parameters; equal learning rates form a group."""
-    found: dict[UpdateRule, dict[float, dict[str, Tensor]]] = {}
+    """One of torch's optimizers for each choice of options, and its parameters; equal learning rates form a group.
+
+    The gradients of the parameters `sparse` have rows.
+    """
+    found: dict[tuple[UpdateRule, bool], dict[float, dict[str, Tensor]]] = {}
     for name, x in parameters.items():
         mine = settings[name]
-        found.setdefault(replace(mine, lr_scale=1.0), {}).setdefault(mine.lr_scale, {})[name] = x
-    for options, scales in found.items():
+        scales = found.setdefault((replace(mine, lr_scale=1.0), name in sparse), {})
+        scales.setdefault(mine.lr_scale, {})[name] = x
+    for (options, by_rows), scales in found.items():
         groups = [{"params": list(some.values()), "lr_scale": scale} for scale, some in scales.items()]
-        given = {**options.kind.implementation, **dict(options.options)}
+        given = {**options.kind.implementation(sparse=by_rows), **dict(options.options)}
         yield (
             options.kind,
             options.kind.undecorated(groups, lr=lr, **given),
@@ -138,7 +159,8 @@ def rate_on(device: torch.device) -> Tensor:
 
 
 def attach_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Make each gradient buffer its parameter's `.grad`; returns the parameters that have one."""
+    """Make each gradient buffer its parameter's `.grad`; returns the parameters that have a gradient."""
     for name, gradient in gradients.items():
-        parameters[name].grad = gradient
+        if not isinstance(gradient, RowGradient):
+            parameters[name].grad = gradient
     return {name: parameters[name] for name in gradients}

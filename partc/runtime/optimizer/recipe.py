@@ -28,6 +28,11 @@ class UpdateRule:
     lr_scale: float = 1.0
 
     @property
+    def takes_rows(self) -> bool:
+        """Whether it takes sparse gradients, and updates only their rows."""
+        return self.kind.rows and not any(value for key, value in self.options if key in self.kind.dense)
+
+    @property
     def kind(self) -> Kind:
         return KINDS[self.name]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
@@ -13,10 +13,13 @@ from torch import Tensor
 
 from ..comm.comm import Comm
 from ..layout import Shard, cutting
+from ..ops.row_gradients import RowGradient
 from .flat import FLAT, Buffers, flat
 from .gradients import Gradients, Scaled
+from .kinds import refusal
 from .optimizer import Optimizer, Several, TorchOptimizer, attach_gradients, make_optimizers
-from .recipe import UpdateRule
+from .recipe import UpdateRule, written
+from .rows import RowwiseAdagrad
 from .whole import WholeOptimizer
 
 Decline = Literal["constant", "linear", "cosine"]
@@ -175,22 +178,63 @@ def updating(
     if not gradients:
         return None, Gradients((), {})
     mine = {name: settings[name] for name in gradients}
-    name = flat(mine.values())
+    every: Mapping[str, object] = gradients
+    rows = {name: x for name, x in every.items() if isinstance(x, RowGradient)}
+    _check_rows(mine, rows)
+    parts: list[tuple[Optimizer, Collection[str]]] = []
+    dense = {name: rule for name, rule in mine.items() if name not in rows}
+    name = flat(dense.values()) if dense else None
+    scaled = Gradients(list(buffers.values()), gradients)
     if kernels is not None and name is not None and hasattr(kernels, name):
         scaled = Scaled(list(buffers.values()), gradients, kernels.squares)
-        return FLAT[name](getattr(kernels, name), parameters, buffers, scaled, mine), scaled
-    trained = attach_gradients(parameters, gradients)
-    parts: list[tuple[Optimizer, Mapping[str, Tensor]]] = []
-    for kind, made, some in make_optimizers(mine, trained, lr):
+        parts.append((FLAT[name](getattr(kernels, name), parameters, buffers, scaled, dense), dense))
+        mine = {name: rule for name, rule in mine.items() if name in rows}
+    trained = {name: x for name, x in attach_gradients(parameters, gradients).items() if name in mine}
+    for kind, made, some in make_optimizers(mine, trained, lr, rows):
         if kind.whole:
             uncut = {name: mine[name].uncut(shards[name].shape) for name in some}
             parts.append((WholeOptimizer(made, some, shards, uncut, comm, sizes), some))
         else:
             device = next(iter(some.values())).device
-            on_device = kind.fused and (graphs or device.type == "cuda")
-            parts.append((TorchOptimizer(made, some, device if on_device else None), some))
-    optimizer = parts[0][0] if len(parts) == 1 else Several(parts)
-    return optimizer, Gradients(list(buffers.values()), gradients)
+            sparse = {name: rows[name] for name in some if name in rows}
+            on_device = kind.fused and not sparse and (graphs or device.type == "cuda")
+            if isinstance(made, RowwiseAdagrad):
+                made.over.update(_columns(some, shards, comm, sizes))
+            parts.append((TorchOptimizer(made, some, device if on_device else None, sparse), some))
+    return parts[0][0] if len(parts) == 1 else Several(parts), scaled
+
+
+def _check_rows(settings: Mapping[str, UpdateRule], rows: Collection[str]) -> None:
+    """Raise UsageError P0551 if an optimizer does not take the gradients of a parameter as the package makes them."""
+    for name, rule in settings.items():
+        if name in rows and not rule.takes_rows:
+            raise refusal(
+                f"the gradient of {name} is sparse in this package, and {written(rule.name, dict(rule.options))} "
+                "needs a dense one",
+                "compile with this optimizer: partc compile --optimizer, --group",
+            )
+        if rule.kind.sparse and name not in rows:
+            raise refusal(
+                f"{rule.name} needs sparse gradients, and that of {name} is dense",
+                "compile with it, and make the table with nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)",
+            )
+
+
+def _columns(
+    parameters: Mapping[str, Tensor], shards: Mapping[str, Shard], comm: Comm, sizes: Mapping[str, int]
+) -> Iterator[tuple[Tensor, tuple[int, Callable[[Tensor], Tensor]]]]:
+    """For parameters whose columns are cut: the number of parts of a row, and the sum over the ranks that have them."""
+    for name, x in parameters.items():
+        axes = [axis for axis in sizes if axis in cutting(shards[name].dims[1:]) and sizes[axis] > 1]
+        if axes:
+            ways = math.prod(sizes[axis] for axis in axes)
+
+            def over(x: Tensor, axes: Sequence[str] = axes) -> Tensor:
+                for axis in axes:
+                    x = comm.group((axis,)).all_reduce(x)
+                return x
+
+            yield x, (ways, over)
 
 
 def write_casts(optimizer: Optimizer, stages: Iterable[object]) -> None:

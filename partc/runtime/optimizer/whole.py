@@ -77,6 +77,9 @@ class WholeOptimizer:
     def uncut(self, name: str) -> Collection[str]:
         return self._uncut[name]
 
+    def by_rows(self, name: str) -> Collection[str]:
+        return ()
+
     def restore(self, name: str, key: str, value: Tensor) -> None:
         there = torch.device("cpu") if key == "step" else self._parameters[name].device
         self._states[name][key] = value.to(there)

@@ -1,0 +1,89 @@
+"""Sparse gradients of embedding tables: the rows that lookups read, without a buffer of the table's size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Gradients of rows, as lookups return them: `values`[k, d] are those of the rows `numbers`[k]."""
+
+    numbers: Tensor
+    values: Tensor
+
+    def __add__(self, other: Rows) -> Rows:
+        return Rows(torch.cat((self.numbers, other.numbers)), torch.cat((self.values, other.values)))
+
+
+class RowGradient:
+    """The gradient of a table[n, d]: rows by their numbers, as lookups return them, and then summed by number.
+
+    Rows without memory (of the memory account) count as if ids were spread evenly over the ranks that hold rows.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.shape, self.dtype, self.device = parameter.shape, parameter.dtype, parameter.device
+        self._numbers: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._summed = False  # whether every number is there once
+
+    def add_(self, rows: Rows) -> None:
+        self._numbers.append(rows.numbers)
+        self._values.append(rows.values.to(self.dtype))
+        self._summed = False
+
+    def zero_(self) -> RowGradient:
+        self._numbers.clear()
+        self._values.clear()
+        self._summed = False
+        return self
+
+    def div_(self, divisor: float | Tensor) -> None:
+        self._sum().div_(divisor)
+
+    def mul_(self, factor: float | Tensor) -> None:
+        self._sum().mul_(factor)
+
+    def norm(self) -> Tensor:
+        """The norm of the gradient, in fp64."""
+        norm: Tensor = torch.linalg.vector_norm(self._sum(), dtype=torch.float64)
+        return norm
+
+    def sparse(self) -> Tensor:
+        """A sparse tensor, as torch's optimizers read it."""
+        self._sum()
+        return torch.sparse_coo_tensor(
+            self._numbers[0][None], self._values[0], self.shape, is_coalesced=True, check_invariants=False
+        )
+
+    def dense(self) -> Tensor:
+        """A new tensor of the table's size."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device).index_add_(
+            0, self.touched(), self._values[0]
+        )
+
+    def touched(self) -> Tensor:
+        """The numbers of its rows, each of them once."""
+        self._sum()
+        return self._numbers[0]
+
+    def _sum(self) -> Tensor:
+        """Sum rows of equal numbers, in the order in which they came."""
+        if self._summed:
+            return self._values[0]
+        if self._values:
+            numbers, values = torch.cat(self._numbers), torch.cat(self._values)
+        else:
+            numbers = torch.empty(0, dtype=torch.int64, device=self.device)
+            values = torch.empty(0, *self.shape[1:], dtype=self.dtype, device=self.device)
+        if numbers.is_meta:
+            once, total = numbers, torch.empty_like(values)
+        else:
+            once, places = numbers.unique(return_inverse=True)
+            total = values.new_zeros(len(once), *self.shape[1:]).index_add_(0, places, values)
+        self._numbers, self._values, self._summed = [once], [total], True
+        return total

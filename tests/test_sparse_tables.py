@@ -1,0 +1,248 @@
+"""Sparse gradients of embedding tables, and optimizers that update the rows of a table."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partc
+from partc.runtime.checkpoint.manifest import checkpoints
+from partc.runtime.layout import Shard
+from partc.runtime.ops.row_gradients import RowGradient, Rows
+from partc.runtime.optimizer.recipe import Recipe
+from partc.runtime.optimizer.update import updating
+from tests.durable import train, trained, whole
+from tests.test_levels import on_ranks
+
+MODELS = Path(__file__).parent / "models"
+BAGS = MODELS / "bags.py"
+MOST = "*.most.*:optimizer=adagrad"
+SPARSE = ("tables.[!m]*,tables.mean.*:optimizer=sparseadam,lr_scale=0.5", MOST)
+ROWWISE = ("tables.*:optimizer=rowwise_adagrad",)
+IDS = ([3, 1, 3, 7], [7, 0], [], [1, 1, 1])  # the rows of each step's lookups
+
+
+def _gradients(step: int) -> Tensor:
+    return torch.randn(len(IDS[step]), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize(
+    ("text", "torchs"),
+    [
+        ("sparseadam:betas=0.8,0.9,eps=1e-3", lambda x: torch.optim.SparseAdam([x], 0.1, (0.8, 0.9), 1e-3)),
+        ("sparseadam:maximize=true", lambda x: torch.optim.SparseAdam([x], 0.1, maximize=True)),
+        ("adagrad:lr_decay=0.1", lambda x: torch.optim.Adagrad([x], 0.1, lr_decay=0.1)),
+        ("sgd", lambda x: torch.optim.SGD([x], 0.1)),
+    ],
+)
+def test_rows_are_updated_as_torch_does(text: str, torchs: Any) -> None:
+    """torch's optimizers on its own sparse gradients, with duplicates and a step without rows."""
+    start = torch.randn(9, 4, dtype=torch.float64)
+    theirs = nn.Parameter(start.clone())
+    oracle = torchs(theirs)
+    parameters = {"t": start.clone()}
+    rows = RowGradient(parameters["t"])
+    gradients: dict[str, Any] = {"t": rows}
+    how: dict[str, Any] = {"shards": {"t": Shard("f64[9, 4]", sparse=True)}, "comm": None, "sizes": {}, "lr": 0.1}
+    optimizer, scaled = updating({"t": Recipe.of(text).settings("t", 2)}, parameters, gradients, {}, None, **how)
+    assert optimizer is not None
+    for step, ids in enumerate(IDS):
+        theirs.grad = torch.sparse_coo_tensor(torch.tensor([ids], dtype=torch.long), _gradients(step) / 2, (9, 4))
+        oracle.step()
+        rows.zero_()
+        for index, number in enumerate(ids):  # a row at a time, as from several microbatches
+            rows.add_(Rows(torch.tensor([number]), _gradients(step)[index : index + 1]))
+        scaled.begin(2)
+        optimizer.begin(0.1)
+        with torch.no_grad():
+            optimizer.step()
+        assert torch.allclose(parameters["t"], theirs, rtol=0, atol=1e-13)
+        touched = {number for seen in IDS[: step + 1] for number in seen}
+        for number in {*range(9)} - touched:
+            assert torch.equal(parameters["t"][number], start[number])
+
+
+def test_rowwise_adagrad_keeps_one_sum_for_each_row_also_where_columns_are_cut() -> None:
+    """FBGEMM's EXACT_ROWWISE_ADAGRAD, written out; both ranks have half of the columns."""
+    start, found = torch.randn(9, 4, dtype=torch.float64), dict[int, Tensor]()
+    expected, sums = start.clone(), torch.zeros(9, dtype=torch.float64)
+    for step, ids in enumerate(IDS):
+        summed = {n: sum(_gradients(step)[i] for i, m in enumerate(ids) if m == n) for n in ids}
+        for n, g in summed.items():
+            assert isinstance(g, Tensor)
+            sums[n] += g.square().mean()
+            expected[n] -= 0.1 * g / (sums[n].sqrt() + 1e-8)
+
+    def rank(comm: Any, number: int) -> None:
+        part = slice(2 * number, 2 * number + 2)
+        parameters = {"t": start[:, part].clone()}
+        rows = RowGradient(parameters["t"])
+        shards = {"t": Shard("f64[9, 4@dp]", sparse=True)}
+        rule = {"t": Recipe.of("rowwise_adagrad").settings("t", 2)}
+        gradients: dict[str, Any] = {"t": rows}
+        how: dict[str, Any] = {"shards": shards, "comm": comm, "sizes": {"dp": 2}, "lr": 0.1}
+        optimizer, _ = updating(rule, parameters, gradients, {}, None, **how)
+        assert optimizer is not None
+        for step, ids in enumerate(IDS):
+            rows.zero_()
+            rows.add_(Rows(torch.tensor(ids, dtype=torch.long), _gradients(step)[:, part]))
+            optimizer.begin(0.1)
+            with torch.no_grad():
+                optimizer.step()
+        assert torch.allclose(optimizer.kept("t")["sum"][:, 0], sums, rtol=1e-13, atol=0)
+        found[number] = parameters["t"]
+
+    on_ranks(rank, {"dp": 2})
+    assert torch.allclose(torch.cat((found[0], found[1]), 1), expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "zero", "groups"),
+    [("dp=2", 1, 0, SPARSE), ("pp=2,dp=2", 2, 2, ROWWISE), ("dp_out=2,dp_in=2", 2, 3, SPARSE), ("tp=2", 1, 0, SPARSE)],
+)
+def test_sparse_gradients_equal_one_device(mesh: str, microbatches: int, zero: int, groups: tuple[str, ...]) -> None:
+    """Every kind of bag, with torch's sparse gradients and optimizers as the reference."""
+    how: dict[str, Any] = {"mesh": mesh, "microbatches": microbatches, "zero": zero, "precision": "fp64"}
+    package = partc.compile(BAGS, group=groups, **how)
+    assert package.memory is not None
+    for parameter in package.program.parameters:
+        asked = parameter.name.startswith("tables.") and (groups == ROWWISE or "most" not in parameter.name)
+        assert parameter.sparse == asked
+        assert not parameter.sparse or not (parameter.reduce or parameter.gather)
+    files = [str(content) for name, content in package.files() if name.startswith("regions/")]
+    assert any("_rows(" in text for text in files)
+    result = package.verify(steps=3)
+    assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10, result.worst
+
+
+def test_a_training_with_sparse_gradients_continues_on_other_meshes(tmp_path: Path) -> None:
+    """Real processes, the plain loop with torch's own optimizers as the oracle, and states cut otherwise after it."""
+    how: dict[str, Any] = {"precision": "fp64", "group": [*SPARSE, "*.summed.*:optimizer=rowwise_adagrad"]}
+    for mesh in ("dp=2", "dp=4", "tp=2"):
+        partc.compile(BAGS, mesh=mesh, shard=["tables.u*.weight=[@dp, _]"], **how).write(tmp_path / mesh)
+    arguments = ("--lr", "0.05", "--seed", "3", "--weight-decay", "0")
+    trained(tmp_path / "dp=2", "--steps", 3, *arguments, "--save", tmp_path / "save", real=True)
+    for mesh in ("dp=4", "tp=2", "dp=2"):
+        trained(
+            tmp_path / mesh, "--steps", 5, *arguments, "--resume", tmp_path / "save", "--save", tmp_path / f"to {mesh}"
+        )
+    expected = _plain_loop(5, 0.05)
+    for mesh in ("dp=4", "tp=2", "dp=2"):
+        (last, *_) = [path for path in checkpoints(tmp_path / f"to {mesh}") if "5" in path.name]
+        found = whole(last)
+        for name, x in expected.items():
+            assert torch.allclose(found[name][: len(x)], x, rtol=0, atol=1e-10), (mesh, name)
+    assert whole(last)["sum/tables.summed.weight"].shape == (37, 1)
+
+
+def _plain_loop(steps: int, rate: float) -> dict[str, Tensor]:
+    spec = importlib.util.spec_from_file_location("bags", BAGS)
+    assert spec is not None and spec.loader is not None
+    bags = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bags)
+    torch.manual_seed(3)
+    model = bags.model().double()
+    named = dict(model.named_parameters())
+    adam = [named[f"tables.{name}.weight"] for name in ("weighted", "mean", "users")]
+    summed = named["tables.summed.weight"]
+    optimizers = [
+        torch.optim.SparseAdam(adam, rate / 2),
+        torch.optim.Adagrad([named["tables.most.weight"]], rate),
+        torch.optim.AdamW(model.head.parameters(), rate, weight_decay=0),
+    ]
+    sums = torch.zeros(len(summed), 1, dtype=torch.float64)
+    for step in range(steps):
+        model.zero_grad()
+        batch = {key: x.double() if x.is_floating_point() else x for key, x in bags.data(step).items()}
+        bags.loss(model, batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            assert summed.grad is not None
+            g = summed.grad.to_dense()
+            sums += g.square().mean(1, keepdim=True)
+            summed -= 0.5 * rate * g / (sums.sqrt() + 1e-8)
+    return {name: x.detach() for name, x in named.items()}
+
+
+def test_no_dense_gradient_of_a_large_table_is_held() -> None:
+    """Four tables of 4 GiB on 4 ranks: what a rank holds besides its rows and their sums is small."""
+    package = partc.compile(
+        Large, _large_batch, loss=large_loss, mesh="dp=4", group=["tables.*:optimizer=rowwise_adagrad"]
+    )
+    assert package.memory is not None
+    rows = 4 * (1 << 24) // 4
+    share = rows * 64 * 4 + rows * 4
+    assert share < package.memory.worst.peak < 1.01 * share
+
+
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(1 << 24, 64) for _ in range(4))
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.stack([table(ids[:, index]) for index, table in enumerate(self.tables)]).sum(0))
+
+
+def _large_batch() -> dict[str, Tensor]:
+    return {"ids": torch.randint(1 << 24, (1024, 4)), "target": torch.randn(1024)}
+
+
+def large_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["ids"])[:, 0], batch["target"])
+
+
+class Tied(nn.Module):
+    """A table that a product reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 4, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids) @ self.table.weight.T
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
+def _ids() -> dict[str, Tensor]:
+    return {"ids": torch.zeros(8, dtype=torch.long)}
+
+
+def squared(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["ids"]).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer", "why"),
+    [
+        (Tied, "sparseadam", "cannot be sparse"),
+        (Dense, "sparseadam", "table.weight is dense"),
+    ],
+)
+def test_sparse_gradients_that_cannot_be_had_are_refused(make: Any, optimizer: str, why: str) -> None:
+    with pytest.raises(partc.PartcError, match=re.escape(why)) as caught:
+        partc.compile(make, _ids, loss=squared, mesh="dp=2", optimizer=optimizer)
+    assert caught.value.code == "P0422"
+
+
+def test_another_optimizer_at_run_time_is_refused(tmp_path: Path) -> None:
+    partc.compile(BAGS, mesh="dp=1", precision="fp64", group=SPARSE).write(tmp_path / "package")
+    done = train(tmp_path / "package", "--steps", 1, "--group", "tables.*:optimizer=rmsprop")
+    assert done.returncode == 2 and "error P0551" in done.stderr and "is sparse in this package" in done.stderr

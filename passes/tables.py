@@ -368,8 +368,7 @@ class _Tables:
         return [
             pin
             for pin in self.pins
-            if pin.matches(name)
-            and any(axis in over for entries in pin.dims for _, axes in entries for axis in axes)
+            if pin.matches(name) and any(axis in over for entries in pin.dims for _, axes in entries for axis in axes)
         ]
 
     def _pinned(self, name: str, cut: Cut) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import partc
 from partc.runtime.checkpoint.manifest import checkpoints
 from partc.runtime.layout import Shard
-from partc.runtime.ops.row_gradients import RowGradient, Rows
+from partc.runtime.ops.row_gradients import RowGradient, TouchedRows
 from partc.runtime.optimizer.recipe import Recipe
 from partc.runtime.optimizer.update import updating
 from tests.durable import train, trained, whole
@@ -58,7 +58,7 @@ def test_rows_are_updated_as_torch_does(text: str, torchs: Any) -> None:
         oracle.step()
         rows.zero_()
         for index, number in enumerate(ids):  # a row at a time, as from several microbatches
-            rows.add_(Rows(torch.tensor([number]), _gradients(step)[index : index + 1]))
+            rows.add_(TouchedRows(torch.tensor([number]), _gradients(step)[index : index + 1]))
         scaled.begin(2)
         optimizer.begin(0.1)
         with torch.no_grad():
@@ -92,7 +92,7 @@ def test_rowwise_adagrad_keeps_one_sum_for_each_row_also_where_columns_are_cut()
         assert optimizer is not None
         for step, ids in enumerate(IDS):
             rows.zero_()
-            rows.add_(Rows(torch.tensor(ids, dtype=torch.long), _gradients(step)[:, part]))
+            rows.add_(TouchedRows(torch.tensor(ids, dtype=torch.long), _gradients(step)[:, part]))
             optimizer.begin(0.1)
             with torch.no_grad():
                 optimizer.step()

@@ -46,7 +46,7 @@ from partc.runtime.execution.parts import Parts
 from partc.runtime.execution.sums import Bucket, Sums
 from partc.runtime.layout import Dims, Shard
 from partc.runtime.ops.accumulation import clear
-from partc.runtime.ops.row_gradients import RowGradient, Rows
+from partc.runtime.ops.row_gradients import RowGradient, TouchedRows
 from partc.runtime.optimizer.optimizer import attach_gradients
 from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule
 from partc.runtime.optimizer.update import updating
@@ -353,7 +353,7 @@ class _CountedRows(RowGradient):
         self._numbers = [torch.empty(count, dtype=torch.int64, device=META) for count in counts]
         self._values = [parameter.new_empty(count, *parameter.shape[1:]) for count in counts]
 
-    def add_(self, rows: Rows) -> None:
+    def add_(self, rows: TouchedRows) -> None:
         pass
 
     def zero_(self) -> RowGradient:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from .accumulation import in_rows
 from .attention import row_dtype
-from .row_gradients import Rows
+from .row_gradients import TouchedRows
 
 
 def embedding_shard(weight: Tensor, ids: Tensor, rank: int) -> Tensor:
-    """Rows of a vocabulary-sharded table: weight[n, d] holds the ids from rank·n on; zero for other ids.
+    """TouchedRows of a vocabulary-sharded table: weight[n, d] holds the ids from rank·n on; zero for other ids.
 
     ids[*rows] -> [*rows, d]. The sum over the ranks that hold the table is the embedding.
     """
@@ -49,16 +49,18 @@ def embedding_grad(grad: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) 
     return into
 
 
-def embedding_rows(grad: Tensor, ids: Tensor, padding_idx: int = -1) -> Rows:
+def embedding_rows(grad: Tensor, ids: Tensor, padding_idx: int = -1) -> TouchedRows:
     """The gradients of the rows that `F.embedding(ids, table)` read."""
     numbers, rows = ids.reshape(-1), in_rows(grad)
     if padding_idx >= 0 and not ids.is_meta:
         kept = numbers != padding_idx
         numbers, rows = numbers[kept], rows[kept]
-    return Rows(numbers, rows)
+    return TouchedRows(numbers, rows)
 
 
-def embedding_shard_rows(grad: Tensor, ids: Tensor, rows: int, rank: int, ranks: int, padding_idx: int = -1) -> Rows:
+def embedding_shard_rows(
+    grad: Tensor, ids: Tensor, rows: int, rank: int, ranks: int, padding_idx: int = -1
+) -> TouchedRows:
     """The gradients of this rank's rows that `embedding_shard` read; `rows` of a table are on each of `ranks`.
 
     Without memory, ids are spread evenly.
@@ -66,12 +68,12 @@ def embedding_shard_rows(grad: Tensor, ids: Tensor, rows: int, rank: int, ranks:
     numbers, values = ids.reshape(-1), in_rows(grad)
     if ids.is_meta:
         even = -(-len(numbers) // ranks)
-        return Rows(numbers[:even].clone(), values[:even].clone())
+        return TouchedRows(numbers[:even].clone(), values[:even].clone())
     local = numbers - rank * rows
     kept = (local >= 0) & (local < rows)
     if padding_idx >= 0:
         kept &= numbers != padding_idx
-    return Rows(local[kept], values[kept])
+    return TouchedRows(local[kept], values[kept])
 
 
 def _local_ids(ids: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:

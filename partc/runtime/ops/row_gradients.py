@@ -9,20 +9,20 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TouchedRows:
     """Gradients of rows, as lookups return them: `values`[k, d] are those of the rows `numbers`[k]."""
 
     numbers: Tensor
     values: Tensor
 
-    def __add__(self, other: Rows) -> Rows:
-        return Rows(torch.cat((self.numbers, other.numbers)), torch.cat((self.values, other.values)))
+    def __add__(self, other: TouchedRows) -> TouchedRows:
+        return TouchedRows(torch.cat((self.numbers, other.numbers)), torch.cat((self.values, other.values)))
 
 
 class RowGradient:
     """The gradient of a table[n, d]: rows by their numbers, as lookups return them, and then summed by number.
 
-    Rows without memory (of the memory account) count as if ids were spread evenly over the ranks that hold rows.
+    TouchedRows without memory (of the memory account) count as if ids were spread evenly over the ranks that hold rows.
     """
 
     def __init__(self, parameter: Tensor) -> None:
@@ -31,7 +31,7 @@ class RowGradient:
         self._values: list[Tensor] = []
         self._summed = False  # whether every number is there once
 
-    def add_(self, rows: Rows) -> None:
+    def add_(self, rows: TouchedRows) -> None:
         self._numbers.append(rows.numbers)
         self._values.append(rows.values.to(self.dtype))
         self._summed = False

@@ -17,7 +17,7 @@ them, so that sums over a token's experts do not depend on ep.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from partc.errors import PartcError
@@ -27,7 +27,7 @@ from partc.ir.program import RANDOM, Choice, Op, Program, Ref, Region, TensorTyp
 from partc.rules import OpRule, resolve
 from partc.sharding.choices import choice_on, layouts
 
-_PRODUCT = "expert_matmul"
+_PRODUCT, _LOOKUP = "expert_matmul", "expert_rows"
 _GROUPS, _ROWS = "g", "s"  # factors of its rule
 
 
@@ -71,9 +71,41 @@ def _held(type: TensorType, axis: str) -> TensorType:
     return replace(type, layout=replace(type.layout, dims=((SubDim(whole.size, (axis,)),), *others), varying=varying))
 
 
+def _weight(op: Op) -> str:
+    """The matrices of a product, or the rows of a lookup."""
+    return [*op.refs()][-1]
+
+
+def _chosen(op: Op) -> str:
+    """The experts of a product or a lookup."""
+    return [*op.refs()][-2]
+
+
+def _with_lookups(region: Region, types: Mapping[str, TensorType]) -> tuple[Op, ...]:
+    """The operations, with `index` by the experts of products as a lookup in their weights."""
+    chosen = {_chosen(op): types[_weight(op)].shape[0] for op in region.forward.ops if op.name == _PRODUCT}
+
+    def lookup(op: Op) -> Op:
+        match op.name, op.args:
+            case "index", (Ref(name=table), (Ref(name=experts),)) if types[table].shape[0] == chosen.get(experts):
+                found = replace(op, name=_LOOKUP, args=(Ref(experts), Ref(table)), attrs=())
+                old, new = resolve(op, types), resolve(found, types)
+                if old is None or new is None:
+                    return op
+                named = dict(zip(sum(old.results[0], ()), sum(new.results[0], ()), strict=True))
+                choices = (replace(each, factor=named.get(each.factor or "", each.factor)) for each in op.choices)
+                return replace(found, choices=tuple(choices))
+        return op
+
+    return tuple(map(lookup, region.forward.ops))
+
+
 @dataclass(frozen=True)
 class _Chain:
-    """The operations on rows between the first and the last product with one choice of experts."""
+    """The operations on rows from the first product with one choice of experts to the last.
+
+    Products are those with the experts' matrices, and lookups of a row for each expert.
+    """
 
     chosen: str
     ops: tuple[int, ...]
@@ -89,7 +121,7 @@ class _Experts:
         self.sizes = program.sizes
         self.ways = program.sizes[axis]
         self.types = region.types(region.forward)
-        self.ops = region.forward.ops
+        self.ops = _with_lookups(region, self.types)
         self.rules: dict[int, OpRule] = {}
         self.weights: set[str] = set()
         self.views: set[int] = set()  # operations on weights
@@ -100,8 +132,8 @@ class _Experts:
                 self.readers.setdefault(name, []).append(index)
         chosen: dict[str, list[int]] = {}
         for index, op in enumerate(self.ops):
-            if op.name == _PRODUCT:
-                chosen.setdefault([*op.refs()][1], []).append(index)
+            if op.name in (_PRODUCT, _LOOKUP):
+                chosen.setdefault(_chosen(op), []).append(index)
         self.chains = tuple(self._chain(name, tuple(products)) for name, products in chosen.items())
         self._check_readers()
 
@@ -128,11 +160,18 @@ class _Experts:
             if index in products or (index in behind and any(value.name in wanted for value in op.results)):
                 between.append(index)
                 wanted.update(op.refs())
+        made = {value.name for index in between for value in self.ops[index].results}
+        for index in range(products[0], len(self.ops)):
+            op = self.ops[index]
+            # A bias of the last product: it reads two values of the chain and no other rows.
+            if index not in between and len(made.intersection(op.refs())) > 1 and made.issuperset(op.refs()):
+                between.append(index)
+                made.update(value.name for value in op.results)
         for index in between:
             self._check_rows(index)
         for index in products:
-            self._take(self._weight(index), index)
-        return _Chain(chosen, tuple(reversed(between)), products)
+            self._take(_weight(self.ops[index]), index)
+        return _Chain(chosen, tuple(sorted(between)), products)
 
     def _check_rows(self, index: int) -> None:
         """Check that an operation computes each row by itself, on rows that the axis cuts."""
@@ -154,9 +193,6 @@ class _Experts:
             return None
         carried = [dims for dims in rule.operands if any(names[0] in dim for dim in dims)]
         return names[0] if all(dims[0] == names for dims in carried) else None
-
-    def _weight(self, index: int) -> str:
-        return [*self.ops[index].refs()][2]
 
     def _take(self, name: str, reader: int) -> None:
         """Note a weight whose first dimension counts experts, and the operations that make it of parameters."""
@@ -245,7 +281,7 @@ class _Experts:
         rule: OpRule | None = self.rules[index]
         row = self._row(rule, op)
         cut = [each for each in op.choices if each.factor == row and self.sizes.get(each.axis, 1) > 1]
-        product = op.name == _PRODUCT
+        product = op.name in (_PRODUCT, _LOOKUP)
         home = self._wanted(op, rule)
         op = replace(op, choices=tuple(self._led(each, cut, product=product) for each in op.choices))
         if product:
@@ -253,7 +289,8 @@ class _Experts:
             rule = resolve(op, self.types)
         wanted = self._wanted(op, rule)
         if chain.chosen not in plans:
-            yield self._plan(op, chain.chosen, home[1], wanted[1], plans, taken)
+            at = [*op.refs()].index(chain.chosen)
+            yield self._plan(op, chain.chosen, home[at], wanted[at], plans, taken)
         plan = plans[chain.chosen]
         inside = {value.name for each in chain.ops for value in self.ops[each].results}
         operands: list[str] = []
@@ -305,7 +342,7 @@ class _Experts:
         self, op: Op, chosen: str, home: Layout, rows: Layout, plans: dict[str, tuple[str, ...]], taken: set[str]
     ) -> Op:
         """The plan of movements between the layouts of the choice of experts at home and with the experts."""
-        count = self.types[self._weight_of(op)].shape[0]
+        count = self.types[_weight(op)].shape[0]
         axes = tuple(axis for sub in home.dims[0] for axis in sub.axes)
         every = math.prod(self.sizes[axis] for axis in axes)
         counts = Layout(((SubDim(2 * every, axes),), (SubDim(count),)))
@@ -318,10 +355,6 @@ class _Experts:
         plans[chosen] = tuple(value.name for value in results)
         attrs = (("axis", self.axis),)
         return Op(name="route", args=(Ref(chosen), count), attrs=attrs, results=results, source=op.source)
-
-    @staticmethod
-    def _weight_of(op: Op) -> str:
-        return [*op.refs()][2]
 
     def _movement(self, name: str, moved: str, plan: tuple[str, ...], result: Value, op: Op) -> Op:
         order, grouped, _, counts = plan

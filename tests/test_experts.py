@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import partc
-from partc.errors import PartcError
+from partc.communication.descriptions import moved_bytes
+from partc.errors import InternalError, PartcError
 from partc.ir.mesh import Mesh
+from partc.package.launch import RunFailed
 from partc.package.verify import verify
+from partc.passes import experts as experts_pass
 from tests.durable import trained, whole
 from tests.models import moe
 
 MOE = Path(__file__).parent / "models" / "moe.py"
-EXPERTS = ("up", "down")
+EXPERTS = ("up", "down", "up_bias", "down_bias")
 
 
 def test_experts_take_neighbours_of_an_axis() -> None:
@@ -72,24 +77,16 @@ def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_pa
 def _forward(weights: dict[str, Tensor], x: Tensor) -> Tensor:
     """The logits of tests/models/moe.py, token by token and expert by expert."""
     for layer in range(2):
-        router, up, down, *shared = (
-            weights[f"layers.{layer}.{name}"]
-            for name in (
-                "router.weight",
-                "up",
-                "down",
-                "shared.0.weight",
-                "shared.0.bias",
-                "shared.2.weight",
-                "shared.2.bias",
-            )
-        )
+        of = {name.removeprefix(f"layers.{layer}."): each for name, each in weights.items()}
         rows = []
         for token in x.flatten(0, 1):
-            scores = (router @ token).softmax(0)
-            best = scores.argsort(descending=True)[: moe.CHOSEN]
-            mixed = sum(scores[e] * (nn.functional.silu(token @ up[e]) @ down[e]) for e in best)
-            rows.append(token + mixed + shared[2] @ nn.functional.silu(shared[0] @ token + shared[1]) + shared[3])
+            scores = (of["router.weight"] @ token).softmax(0)
+            mixed = torch.zeros_like(token)
+            for e in scores.argsort(descending=True)[: moe.CHOSEN]:
+                hidden = nn.functional.silu(token @ of["up"][e] + of["up_bias"][e])
+                mixed = mixed + scores[e] * (hidden @ of["down"][e] + of["down_bias"][e])
+            shared = nn.functional.silu(of["shared.0.weight"] @ token + of["shared.0.bias"])
+            rows.append(token + mixed + of["shared.2.weight"] @ shared + of["shared.2.bias"])
         x = torch.stack(rows).reshape(x.shape)
     return x @ weights["head.weight"].T + weights["head.bias"]
 
@@ -178,3 +175,125 @@ def test_experts_that_cannot_be_cut_are_refused(model: Any, cause: str) -> None:
     with pytest.raises(PartcError, match=cause) as caught:
         partc.compile(model, {"x": torch.randn(8, 6)}, mesh="ep=2", precision="fp64")
     assert caught.value.code == "P0107"
+
+
+@pytest.mark.parametrize("mesh", ["ep=4", "ep=2,tp=2"])
+def test_experts_without_rows_have_zero_gradients(mesh: str, tmp_path: Path) -> None:
+    package = partc.compile(MOE, mesh=mesh, precision="fp64", options={"skew": "3"}, zero=2)
+    assert verify(package.write(tmp_path / "build"), steps=2, virtual=True).ok
+
+
+# Mistakes of peers (shared in their trackers), made in a package: the file, its text, and the text in its place.
+MUTANTS = {
+    "the norm leaves out experts": (
+        "runtime/optimizer/gradients.py",
+        "for name in names)",
+        'for name in names if "up" not in name and "down" not in name)',
+    ),
+    "experts' gradients are multiplied by ep": (
+        "runtime/ops/experts.py",
+        "into[expert].addmm_(x[rows].mT, grad[rows])",
+        "into[expert].addmm_(2 * x[rows].mT, grad[rows])",
+    ),
+    "experts' gradients are summed with those of other experts": (
+        "runtime/ops/experts.py",
+        "for expert, rows in _rows(experts, into.shape[0]):",
+        "for expert, rows in _rows(0 * experts, into.shape[0]):",
+    ),
+    "a rank without rows skips the exchange": (
+        "runtime/comm/comm.py",
+        "        if sum(going) != x.shape[0]:",
+        "        if not sum(going):\n            return there(x)\n        if sum(going) != x.shape[0]:",
+    ),
+    "rows are counted wrong": (
+        "runtime/ops/experts.py",
+        "counts = torch.stack((leaving, coming.flatten())).cpu()",
+        "counts = torch.stack((leaving, coming.flatten())).cpu() + (axis.rank == 0)",
+    ),
+    "rows that come are counted wrong": (
+        "runtime/comm/virtual.py",
+        "every[source][target] for source in range(self.size)",
+        "every[source][target][source:] for source in range(self.size)",
+    ),
+    "rows are returned to other places": (
+        "runtime/ops/experts.py",
+        "torch.empty_like(rows).index_copy_(0, order, rows)",
+        "rows",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package whose last rank has no rows, and the single-device run beside it."""
+    folder = tmp_path_factory.mktemp("mutants")
+    package = partc.compile(MOE, mesh="dp=1,ep=4", precision="fp64", options={"skew": "3"}, kernels="aten")
+    assert _verified(package.write(folder / "build"), folder)
+    return folder
+
+
+def _verified(build: Path, folder: Path) -> bool:
+    try:
+        return verify(build, arguments=["--clip", "0.01"], steps=1, virtual=True, reference=folder / "reference").ok
+    except RunFailed:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_mistakes_of_peers_are_found(mistake: str, skewed: Path, tmp_path: Path) -> None:
+    name, text, instead = MUTANTS[mistake]
+    build = Path(shutil.copytree(skewed / "build", tmp_path / "build"))
+    before = (build / name).read_text()
+    assert before.count(text) == 1
+    (build / name).write_text(before.replace(text, instead))
+    assert not _verified(build, skewed)
+
+
+@pytest.mark.slow
+def test_a_reduction_over_ep_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Experts whose gradients are summed over ep like dense ones."""
+    held = experts_pass._held
+    monkeypatch.setattr(
+        experts_pass,
+        "_held",
+        lambda type, axis: replace(type, layout=replace(held(type, axis).layout, varying=type.layout.varying)),
+    )
+    with pytest.raises(InternalError):
+        partc.compile(MOE, mesh="dp=2,ep=2", precision="fp64")
+
+
+@pytest.mark.slow
+def test_checkpoints_hold_experts_by_their_global_numbers(tmp_path: Path) -> None:
+    """A training goes on from ep to other cuts, and back."""
+    compiled = {
+        mesh: partc.compile(MOE, mesh=mesh, precision="fp64", zero=zero).write(tmp_path / mesh)
+        for mesh, zero in (("dp=2,ep=2", 1), ("ep=4,tp=2", 3), ("tp=2", 0))
+    }
+    trained(compiled["tp=2"], "--steps", 4, "--save", tmp_path / "whole")
+    last, save = "", None
+    for step, mesh in ((1, "dp=2,ep=2"), (2, "tp=2"), (3, "ep=4,tp=2"), (4, "dp=2,ep=2")):
+        save = tmp_path / f"save {step}"
+        trained(compiled[mesh], "--steps", step, "--save", save, *(("--resume", last) if last else ()))
+        last = str(save / f"step_{step:08d}")
+    expected, found = whole(tmp_path / "whole" / "step_00000004"), whole(Path(last))
+    assert expected.keys() == found.keys()
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-12)
+
+
+def test_rows_move_the_bytes_of_the_formula() -> None:
+    """T tokens of k experts, h wide: T k h b (1 - 1/ep) each way, forward and backward (Lepikhin et al. 2020, GShard)."""
+    ep, dp, microbatches = 4, 2, 2
+    package = partc.compile(MOE, mesh=f"dp={dp},ep={ep}", microbatches=microbatches, precision="fp64")
+    region = next(region for region in package.program.regions if region.name == "layer")
+    assert region.backward is not None
+    tokens = 16 * 4 // (dp * ep * microbatches)
+    expected = tokens * moe.CHOSEN * moe.WIDTH * 8 * (ep - 1) // ep
+    for graph in (region.forward, region.backward):
+        moved = {
+            op.name: moved_bytes(op, region.types(graph), package.program.sizes)
+            for op in graph.ops
+            if op.name in ("dispatch", "combine")
+        }
+        assert moved == {"dispatch": expected, "combine": expected}

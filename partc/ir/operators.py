@@ -141,6 +141,17 @@ def _define_experts() -> None:
     _operator("dispatch", f"(Tensor x, {plan}", _like, lambda g, a, r: [_ops.combine(g[0], *a[1:])])
     _operator("combine", f"(Tensor x, {plan}", _like, lambda g, a, r: [_ops.dispatch(g[0], *a[1:])])
     _operator(
+        "expert_rows_grad",
+        "(Tensor g, Tensor experts, int count) -> Tensor",
+        lambda g, experts, count: g.new_empty([count, *g.shape[1:]]),
+    )
+    _operator(
+        "expert_rows",
+        "(Tensor experts, Tensor w) -> Tensor",
+        lambda experts, w: w.new_empty([experts.shape[0], *w.shape[1:]]),
+        lambda g, a, r: [None, _ops.expert_rows_grad(g[0], a[0], a[1].shape[0])],
+    )
+    _operator(
         "expert_matmul_grad_rows",
         "(Tensor g, Tensor experts, Tensor w) -> Tensor",
         lambda g, experts, w: g.new_empty([g.shape[0], w.shape[1]]),

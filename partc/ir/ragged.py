@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from partc.ir.program import ROUTED, Op, Region
 
-_HOME = frozenset({"combine", "expert_matmul_grad_weight"})
+_HOME = frozenset({"combine", "expert_matmul_grad_weight", "expert_rows_grad"})
 
 
 def ragged_rows(region: Region) -> frozenset[str]:

@@ -68,7 +68,7 @@ def _convolution(op: Op, sizes: Sizes) -> Op:
     return replace(op, attrs=attrs)
 
 
-def _expert_matmul(op: Op, sizes: Sizes) -> Op:
+def _of_own_experts(op: Op, sizes: Sizes) -> Op:
     """Each rank has the rows and the matrices of one group."""
     return replace(op, attrs=())
 
@@ -112,7 +112,8 @@ _LOCAL: dict[str, Callable[[Op, Sizes], Op]] = {
     "conv1d": _convolution,
     "conv2d": _convolution,
     "conv3d": _convolution,
-    "expert_matmul": _expert_matmul,
+    "expert_matmul": _of_own_experts,
+    "expert_rows": _of_own_experts,
     "split": _split,
     "slice": _slice,
     "repeat_interleave": _repeat_interleave,

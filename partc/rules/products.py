@@ -28,6 +28,17 @@ def expert_matmul(op: Op, types: Types) -> OpRule:
     )
 
 
+def expert_rows(op: Op, types: Types) -> OpRule:
+    """experts[(g s)], w[(g e) *d] -> [(g s) *d]: for each row, the row of its expert."""
+    experts, w = (type.shape for type in types)
+    groups = integers(argument(op, 2, "groups", 1))[0]
+    dims, sizes = named_dims(w)
+    sizes |= {"g": groups, "s": experts[0] // groups, "e": w[0] // groups}
+    rows = ("g", "s")
+    operands: tuple[Dims, ...] = ((rows,), (("g", "e"), *dims[1:]))
+    return make(list(zip(operands, types, strict=True)), [(rows, *dims[1:])], sizes, blocked={"e"}, linear=[(1,)])
+
+
 # Lookups
 
 

@@ -187,6 +187,7 @@ rule(
     heavy=True,
 )
 build("expert_matmul", products.expert_matmul, matmul=True, heavy=True)
+build("expert_rows", products.expert_rows)
 rule("dot", "x[k], y[k] -> []", linear="x|y", work="*")
 rule("outer", "x[i], y[j] -> [i j]", linear="x|y")
 build("matmul mm bmm mv", products.matmul, matmul=True)

@@ -174,6 +174,8 @@ class _Unsorting:
             self.rows[op.result.name] = source
         elif index.name in self.every and source not in self.rows:
             self.rows[op.result.name] = self._repeated(op, source, self.every[index.name])
+        elif index.name in self.numbers and source not in self.rows:
+            self._keep(replace(op, args=(op.args[0], (self._experts,))))  # a bias of each row's expert
         elif index.name in self.inverse and source in self.rows:
             self.same[op.result.name] = self.rows[source]
         else:
@@ -219,6 +221,8 @@ class _Unsorting:
         match op.name:
             case "split":
                 fits = isinstance(op.args[2], int) and op.args[2] % len(self.types[names[0]].shape) != 0
+            case "slice":
+                fits = op.args[1] != 0
             case "reshape":
                 fits = bool(shape) and shape[0] == self._length
             case _:

@@ -92,6 +92,11 @@ def expert_matmul_add_grad_weight(into: Tensor, grad: Tensor, experts: Tensor, x
             into[expert].add_(x[rows].mT @ grad[rows])
 
 
+def expert_rows_grad(grad: Tensor, experts: Tensor, count: int) -> Tensor:
+    """The sums of the rows of each of `count` experts."""
+    return grad.new_zeros(count, *grad.shape[1:]).index_add_(0, experts, grad)
+
+
 def _rows(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
     """Each expert that has rows, with the indices of its rows."""
     order, ends = _sorted(experts, count)

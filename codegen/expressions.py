@@ -225,9 +225,15 @@ def _attention(o: Operands) -> str:
     given = arguments((*operands, *rest), ("",) * len(operands) + tuple(names), {})
     if not rows:
         return f"{o.named('functional')}.{o.op.name}({given})"
-    runs = f"rows={o.named('comm')}.positions({o.attrs['rows']})"
-    more = (runs, "learned=True") if learned else (runs,)
-    return f"{o.named('functional')}.attention_rows{'_backward' * backward}({', '.join((given, *more))})"
+    comm, ring = o.named("comm"), o.attrs.get("ring", "")
+    form = "ring_attention" if ring else "attention_rows"
+    if ring:
+        axis = ring.strip('"')
+        around = f"ring={comm}.{axis}, rows={comm}.positions_along({ring}, {o.attrs['rows']})"
+    else:
+        around = f"rows={comm}.positions({o.attrs['rows']})"
+    more = (around, "learned=True") if learned else (around,)
+    return f"{o.named('functional')}.{form}{'_backward' * backward}({', '.join((given, *more))})"
 
 
 def _where(o: Operands) -> str:

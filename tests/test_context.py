@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 import partc
 from partc.errors import PartcError
 from partc.frontend.model_file import load
-from partc.ir.collectives import cost
+from partc.ir.collectives import cost, inside
 from partc.ir.layout import Shard
 from partc.ir.mesh import Mesh
+from partc.ir.program import ITEMSIZE
 from partc.package.verify import verify
 from tests.durable import trained, whole
 
@@ -50,10 +51,23 @@ def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_pa
     assert not [item for item in package.replicated_ops if item.axis == "cp"]
 
 
+RING = ("block.attention_heads=[_, _, @cp, _] ring",)
+RING_TP = ("block.attention_heads=[_, @tp, @cp, _] ring",)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mesh", "how"),
     [
+        ("causal", "cp=4,tp=3", {"shard": RING_TP, "zero": 2}),
+        ("full", "cp=4", {"shard": RING, "recompute": "selective"}),
+        ("window", "dp=2,cp=2", {"shard": RING, "zero": 3}),
+        ("near", "pp=2,cp=4", {"shard": RING, "microbatches": 2}),
+        ("alibi", "cp=4", {"shard": RING, "recompute": "full"}),
+        ("documents", "dp=2,cp=2", {"shard": RING, "microbatches": 2, "zero": 1}),
+        ("prefix", "pp=2,cp=2", {"shard": RING, "schedule": "zero-bubble", "microbatches": 2}),
+        ("latent", "cp=2,tp=3", {"shard": RING_TP}),
+        ("dropout", "cp=4", {"shard": RING, "recompute": "full", "microbatches": 2}),
         ("causal", "cp=4", {"zero": 3}),
         ("full", "dp=2,cp=2", {"zero": 1}),
         ("window", "cp=2,tp=3", {"recompute": "full"}),
@@ -68,7 +82,7 @@ def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_pa
 def test_every_kind_of_attention_reads_the_rows_of_its_rank(
     kind: str, mesh: str, how: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Three heads do not divide, so that queries stay cut along the sequence, and keys and values are gathered."""
+    """Three heads do not divide: queries stay cut along the sequence; keys and values are gathered or go around."""
     package = partc.compile(SEQUENCES, mesh=mesh, precision="fp64", options={"kind": kind}, **how)
     assert not [item for item in package.replicated_ops if item.axis == "cp"]
     found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
@@ -108,8 +122,26 @@ def test_gathered_keys_and_values_move_what_the_formula_says() -> None:
     assert _moved("all_to_all", shard=rows) == 0
 
 
+def test_a_ring_sends_what_the_formula_says() -> None:
+    """Forward, keys and values of a rank visit the others; backward too, and their gradients come home in fp32."""
+    batch, seq, groups, head = 16, 32, 2, 16
+    ring = ("block.attn_heads=[_, _, @cp, _] ring",)
+    program = partc.compile(GPT, mesh="cp=4", precision="bf16", shard=ring).program
+    region = next(region for region in program.regions if region.name == "block")
+    assert region.backward is not None
+    part = batch * seq // 4 * 2 * groups * head
+    for graph, wanted in ((region.forward, 3 * part * 2), (region.backward, 3 * part * 2 + 4 * part * 4)):
+        types = region.types(graph)
+        moving = [each for op in graph.ops for each in inside(op, types, program.sizes)]
+        assert sum(size * ITEMSIZE[dtype] for _, _, size, dtype in moving) == wanted
+        assert not [op for op in graph.ops if op.name in ("all_gather", "all_to_all")]
+
+
 @pytest.mark.slow
-def test_a_training_equals_a_plain_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "pins", [(), ("block.attn_heads=[_, @cp, _, _]",), ("block.attn_heads=[_, _, @cp, _] ring",)], ids=str
+)
+def test_a_training_equals_a_plain_loop(pins: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "counting.py"
     path.write_text(GPT.read_text() + COUNTING)
     file = load(path, {})
@@ -126,7 +158,7 @@ def test_a_training_equals_a_plain_loop(tmp_path: Path) -> None:
             optimizer.step()
     finally:
         torch.set_default_dtype(torch.float32)
-    package = partc.compile(path, mesh="dp=2,cp=2", microbatches=2, precision="fp64", zero=3)
+    package = partc.compile(path, mesh="dp=2,cp=2", microbatches=2, precision="fp64", zero=3, shard=pins)
     build, save = package.write(tmp_path / "build"), tmp_path / "save"
     given = ("--steps", 3, "--weight-decay", 0.1, "--init", tmp_path / "init.safetensors", "--save", save)
     trained(build, *given, real=True)

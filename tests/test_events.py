@@ -81,6 +81,7 @@ def _group(event: Collective) -> str:
         ("gpt", "2x4x1", {"nodes": 2, "zero": 3, "schedule": "zero-bubble"}),
         ("gpt", "1x4x1", {"nodes": 2, "zero": 1, "bucket": "40KB", "compress_grads": "int8"}),
         ("gpt2", "pp=2,dp=4", {"nodes": 2, "zero": 2, "schedule": "zbv"}),
+        ("gpt", "dp=2,cp=4", {"shard": ("block.attn_heads=[_, _, @cp, _] ring",), "recompute": "full"}),
         ("resnet", "2", {"zero": 2, "precision": "bf16"}),  # norms' weights are read in fp32
         ("resnet", "2", {"zero": 3, "precision": "bf16"}),
     ],

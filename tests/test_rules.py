@@ -38,7 +38,7 @@ from partc.rules.notation import NotationError, parse
 from partc.rules.rule import Dims
 from partc.rules.shapes import common_factors
 from partc.rules.table import TABLE
-from partc.runtime.positions import Runs, positions
+from partc.runtime.positions import Stretches, positions
 from tests import op_cases
 from tests.example_cases import example_cases
 from tests.op_cases import Case
@@ -124,10 +124,10 @@ def execute(op: Op, operands: Sequence[Shards], sizes: Sizes) -> list[Shards]:
     return results
 
 
-def _attention_rows(op: Op, values: Mapping[str, Tensor], rows: Runs) -> Tensor:
+def _attention_rows(op: Op, values: Mapping[str, Tensor], rows: Stretches) -> Tensor:
     """The rows of a whole attention, whose other queries are zero."""
-    q, total = values["0"], max(last for _, last in rows)
-    where = torch.cat([torch.arange(*run) for run in rows])
+    q, total = values["0"], max(run.stop for run in rows)
+    where = torch.cat([torch.arange(*run[:2]) for run in rows])
     whole = q.new_zeros(*q.shape[:2], total, q.shape[-1]).index_copy(2, where, q)
     values = {**values, "0": whole}
     if "3" in values and values["3"].dim() > 1 and values["3"].shape[-2] > 1:

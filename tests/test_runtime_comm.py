@@ -56,6 +56,7 @@ CASES: dict[str, Callable[[Axis, int], Tensor]] = {
     "all_to_all_same_dim": lambda a, r: a.all_to_all(
         given(r, 18), split_dim=0, split_outer=1, concat_dim=0, concat_outer=6
     ),
+    "shift": lambda a, r: a.start_shift(given(r, 5, 7).t()).wait(),
     "take": lambda a, r: a.take(given(0, 5, 12), dim=1, outer=2),
     "put": lambda a, r: a.put(given(r, 5, 4), dim=1, outer=2),
 }
@@ -114,6 +115,8 @@ def wanted(name: str, rank: int) -> Tensor:
             return joined([pieces(x, 1, 2)[rank] for x in everyone(6, 12)], 0, 3)
         case "all_to_all_same_dim":
             return joined([pieces(x, 0, 1)[rank] for x in everyone(18)], 0, 6)
+        case "shift":
+            return given((rank - 1) % SIZE, 5, 7).t()
         case "take":
             return pieces(given(0, 5, 12), 1, 2)[rank]
         case "put":

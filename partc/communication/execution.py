@@ -15,6 +15,7 @@ from typing import Literal
 
 from partc.communication.exchanges import Collective, Exchanges, Levels, graph_of, loss_sums, shared_sums
 from partc.errors import InternalError
+from partc.ir.collectives import inside
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.program import (
     ITEMSIZE,
@@ -517,7 +518,10 @@ class _Collectives:
 
     def _of_graph(self, region: Region, graph: Graph) -> Iterator[Collective]:
         values: dict[str, Value] = {value.name: value for value in region.params} | graph.definitions()
+        types = {name: value.type for name, value in values.items()}
         for op in graph.ops:
+            for name, axis, size, dtype in inside(op, types, self.program.sizes):
+                yield Collective(op=name, axes=(axis,), shape=(size,), dtype=dtype, source=op.source)
             if op.name in ROUTED:
                 yield self._exchange(op, values[next(op.refs())].type)
             elif op.name in MOVING:

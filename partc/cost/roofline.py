@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from partc.ir.collectives import cost
+from partc.ir.collectives import cost, inside
 from partc.ir.layout import Sizes
 from partc.ir.program import ITEMSIZE, MOVING, VIEWS, DType, Op, TensorType
 from partc.rules import OpRule, flops, resolve_lowered
@@ -39,7 +39,8 @@ def seconds(op: Op, types: Mapping[str, TensorType], sizes: Sizes, machine: Mach
     traffic = sum(math.prod(type.shape) * ITEMSIZE[type.dtype] for type in (*shapes.values(), *results))
     flops, _ = product_flops(op, shapes, results)
     work = flops / machine.flops.get(results[0].dtype, machine.flops["f32"]) if results else 0.0
-    return machine.start + max(traffic / machine.memory, work)
+    moved = sum(cost(name, sizes[over], size * ITEMSIZE[dtype]) for name, over, size, dtype in inside(op, types, sizes))
+    return machine.start + max(traffic / machine.memory, work, moved / machine.link)
 
 
 def product_flops(

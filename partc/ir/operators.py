@@ -236,25 +236,25 @@ def _define_composites() -> None:
     _operator(
         "attention_backward",
         "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, bool is_causal, float? scale,"
-        " int window=0, str rows='') -> (Tensor, Tensor, Tensor)",
+        " int window=0, str rows='', str ring='') -> (Tensor, Tensor, Tensor)",
         lambda g, q, k, v, *_: (_like(q), _like(k), _like(v)),
     )
     _operator(
         "attention_bias_backward",
         "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, bool is_causal, float? scale,"
-        " int window=0, str rows='') -> (Tensor, Tensor, Tensor, Tensor)",
+        " int window=0, str rows='', str ring='') -> (Tensor, Tensor, Tensor, Tensor)",
         lambda g, q, k, v, mask, *_: (_like(q), _like(k), _like(v), mask.new_empty(mask.shape)),
     )
     _operator(
         "attention",
-        "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, int window=0, str rows='')"
-        " -> (Tensor, Tensor)",
+        "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, int window=0, str rows='',"
+        " str ring='') -> (Tensor, Tensor)",
         _attention_shapes,
         lambda g, a, r: (_ops.attention_bias_backward if _is_learned(a[3]) else _ops.attention_backward)(
             g[0], *a[:4], *r, *a[4:]
         ),
     )
-    drops = "bool is_causal, float? scale, int window, float p, int number, str rows='')"
+    drops = "bool is_causal, float? scale, int window, float p, int number, str rows='', str ring='')"
     _operator(
         "attention_dropout_backward",
         f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, {drops}"

@@ -445,6 +445,7 @@ def _communicating(name: str) -> Callable[..., Any]:
 for _name in ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "all_to_all"):
     setattr(_QuietAxis, _name, _communicating(_name))
     setattr(_QuietAxis, f"start_{_name}", _communicating(f"start_{_name}"))
+_QuietAxis.start_shift = _communicating("start_shift")  # type: ignore[method-assign]
 _QuietAxis.reduce_gradients = _communicating("reduce_gradients")  # type: ignore[method-assign]
 
 

@@ -9,16 +9,18 @@ from itertools import pairwise
 
 from partc.errors import InternalError, PartcError
 from partc.ir.layout import Partial, Placement, Replicated, Shard, Sizes, Varying
+from partc.ir.mesh import holds_weights_whole
 from partc.ir.program import FLOATING, SCAN, Choice, Graph, Op, TensorType
 from partc.rules import local, scans
 from partc.rules import strided_cuts as _cuts
 from partc.rules.notation import NotationError
-from partc.rules.rule import Dims, Factor, OpRule
+from partc.rules.rule import RING, Dims, Factor, OpRule
 from partc.rules.strided_cuts import Cuts, factor_cuts
 from partc.rules.table import DENSE, LOWERED, TABLE, OperationRow, Precision, register
 
 __all__ = [
     "LOWERED",
+    "RING",
     "Cuts",
     "Factor",
     "OpRule",
@@ -113,8 +115,19 @@ def choices(
             for outer in sorted(outers)
             if factor.size % (outer * n) == 0
         ]
+    cut = {*rule.ring, RING} if rule.ring else set()
+    if cut and holds_weights_whole(axis) and cut.isdisjoint(taken) and _goes_around(rule, n):
+        found.append(Choice(axis=axis, factor=RING))
+    if RING in taken:
+        found = [choice for choice in found if choice.factor not in rule.ring]
     found += [Choice(axis=axis, factor=f"{PARTIAL}{index}") for index in range(len(rule.linear))]
     return tuple(found)
+
+
+def _goes_around(rule: OpRule, n: int) -> bool:
+    """Whether queries, keys and values are cut into equal parts."""
+    sizes = {rule.factor(name).size for name in rule.ring}
+    return len(sizes) == 1 and sizes.pop() % n == 0
 
 
 def fits(rule: OpRule, chosen: Sequence[Choice], sizes: Sizes) -> bool:
@@ -125,7 +138,7 @@ def fits(rule: OpRule, chosen: Sequence[Choice], sizes: Sizes) -> bool:
     for factor in rule.factors:
         ways: dict[int, int] = {}
         for choice in chosen:
-            if choice.factor == factor.name:
+            if choice.factor == factor.name or (choice.factor == RING and factor.name in rule.ring):
                 ways[choice.outer] = ways.get(choice.outer, 1) * sizes[choice.axis]
         bounds = sorted({1, *ways, factor.size} - {0})  # every part of an empty dimension is empty
         if any(end % (start * ways.get(start, 1)) for start, end in pairwise(bounds)):
@@ -159,6 +172,11 @@ def _placements(op: Op, rule: OpRule, choice: Choice | None) -> tuple[tuple[Plac
     if choice.factor is None:
         asked: list[Placement] = [Varying() for _ in rule.operands]
         made: Placement = Varying()
+    elif choice.factor == RING:
+        cuts = [replace(choice, factor=name) for name in rule.ring]
+        rows = [[_shard(dims, rule, cut) for cut in cuts] for dims in (*rule.operands, *rule.results)]
+        found: list[Placement] = [next((placed for placed in each if placed), Varying()) for each in rows]
+        return _settled(found[: len(rule.operands)], rule), tuple(found[len(rule.operands) :])
     elif choice.factor.startswith(PARTIAL):
         group = rule.linear[int(choice.factor.removeprefix(PARTIAL))]
         asked = [Partial() if index in group else Varying() for index in range(len(rule.operands))]

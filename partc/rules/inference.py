@@ -148,6 +148,8 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
         return (Inferred(Layout(tuple(dims), tuple(sorted({*operands[0].layout.partial, *_axes(classes)})))),)
     if op.name in _NORMS:
         return _of_norm(operands[1].layout, operands[0].layout.partial, shapes)
+    if "ring" in dict(op.attrs):
+        return _around(op, operands)
     local = replace(op, results=tuple(replace(value, type=value.type.local(sizes)) for value in op.results))
     rule = resolve_lowered(local, {name: types[name].local(sizes) for name in op.refs()})
     if rule is None:
@@ -155,6 +157,19 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
     first = _by_rule(op, rule, operands, shapes, sizes)
     derivative = op.name.endswith("_backward")
     return (*first, *(None if derivative else _statistic(first[0], shape, sizes) for shape in shapes[len(first) :]))
+
+
+def _around(op: Op, operands: Sequence[TensorType]) -> tuple[Inferred | None, ...]:
+    """The layouts of attention, or of its gradients, whose keys and values go around the ranks: cut like the queries.
+
+    A mask that is the same for all rows has a gradient of all ranks' rows, which its layout does not tell.
+    """
+    layouts = [replace(type.layout, varying=()) for type in operands]
+    if op.name.endswith("_backward"):
+        return (*map(Inferred, layouts[1:4]), *(None,) * (len(op.results) - 3))
+    rows = layouts[0].dims[:3]
+    made = (Inferred(replace(layouts[0], dims=(*rows, layouts[2].dims[3]))), Inferred(replace(layouts[0], dims=rows)))
+    return made[: len(op.results)]
 
 
 def _product(bias: Layout, x: Layout, weight: Layout) -> Inferred:

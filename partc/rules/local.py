@@ -8,7 +8,7 @@ from dataclasses import replace
 from partc.errors import InternalError
 from partc.ir.layout import Sizes
 from partc.ir.program import Arg, Op
-from partc.rules.rule import OpRule, argument, integers
+from partc.rules.rule import RING, OpRule, argument, integers
 
 
 def localize(op: Op, rule: OpRule | None, sizes: Sizes) -> Op:
@@ -85,13 +85,15 @@ def _repeat_interleave(op: Op, sizes: Sizes) -> Op:
 
 
 def _attention(op: Op, sizes: Sizes) -> Op:
-    """Name the positions of this rank's queries, if the scores that they read depend on these."""
+    """Name the positions of this rank's queries, if the scores that they read depend on these, and the ring."""
+    ring = next((choice.axis for choice in op.choices if choice.factor == RING and sizes[choice.axis] > 1), None)
     whole = [axis for axis, size in sizes.items() if size == 1]
     rows = op.result.type.layout.without(*whole).dims[2]
     placed = argument(op, 4, "is_causal") or argument(op, 6, "window")
-    if not placed or not any(sub.axes for sub in rows):
+    if ring is None and (not placed or not any(sub.axes for sub in rows)):
         return op
-    return replace(op, attrs=(*op.attrs, ("rows", " · ".join(map(str, rows)))))
+    around = () if ring is None else (("ring", ring),)
+    return replace(op, attrs=(*op.attrs, ("rows", " · ".join(map(str, rows))), *around))
 
 
 _LOCAL: dict[str, Callable[[Op, Sizes], Op]] = {

@@ -11,6 +11,7 @@ from partc.ir.program import FLOATING, Arg, Op, Ref, TensorType
 
 Kind = Literal["parallel", "contracted", "blocked"]
 Dims = tuple[tuple[str, ...], ...]  # per dimension, the factors that make it, major first; () for a broadcast 1
+RING = "ring"  # Choice.factor of an operation that moves its operands around the ranks of the axis
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -44,6 +45,7 @@ class OpRule:
     integral: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()  # operands that are gradients: a varying tensor's is partial, a partial one's equal
     makes_gradients: bool = False  # so are the results
+    ring: tuple[str, ...] = ()  # factors that are cut together, where the operation moves its operands between ranks
     work: tuple[tuple[str, ...], ...] = ()  # one product of factors per matrix product in the operation
 
     @property
@@ -66,6 +68,7 @@ def make(
     added: Sequence[int] = (),
     combined: Sequence[str] = (),
     sharded: Mapping[str, str] | None = None,
+    ring: Sequence[str] = (),
     work: Sequence[Sequence[str]] = (),
 ) -> OpRule:
     """Build a rule from factor names and sizes; the kind of each factor follows from its positions.
@@ -95,6 +98,7 @@ def make(
         added=tuple(added),
         combined=tuple(combined),
         sharded=tuple(sorted((sharded or {}).items())),
+        ring=tuple(ring) if all(name in names for name in ring) else (),
         integral=tuple(index for index, (_, type) in enumerate(operands) if type.dtype not in FLOATING),
         work=tuple(tuple(name for name in product if name in names) for product in work),
     )

@@ -60,6 +60,7 @@ class NotationRule:
     linear: tuple[tuple[str, ...], ...] = ()
     combined: str = ""
     sharded: Mapping[str, str] = field(default_factory=dict)
+    ring: tuple[str, ...] = ()
     work: tuple[str, ...] = ()
 
     def __call__(self, op: Op, types: Types) -> OpRule | None:
@@ -87,6 +88,7 @@ class NotationRule:
             added=added,
             combined=self.combined.split(),
             sharded=self.sharded,
+            ring=self.ring,
             work=[tuple(sizes) if product == "*" else product.split() for product in self.work],
         )
 
@@ -100,6 +102,7 @@ def rule(
     linear: str = "",
     combined: str = "",
     sharded: Mapping[str, str] | None = None,
+    ring: str = "",
     work: str = "",
     heavy: bool = False,
     precision: Precision = "low",
@@ -113,6 +116,7 @@ def rule(
         linear=tuple(tuple(group.split()) for group in linear.split("|") if group.strip()),
         combined=combined,
         sharded=sharded or {},
+        ring=tuple(ring.split()),
         work=tuple(part.strip() for part in work.split("+") if part.strip()),
     )
     for name in names.split():
@@ -183,6 +187,7 @@ rule(
     "attention",
     "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t] -> [b (g r) s e]",
     blocked="t d e",
+    ring="s t",
     work="b g r s t d + b g r s t e",
     heavy=True,
 )
@@ -231,6 +236,7 @@ rule(
     "attention_dropout",
     "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t] -> [b (g r) s e]",
     blocked="t d e",
+    ring="s t",
     work="b g r s t d + b g r s t e",
     heavy=True,
 )

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import NamedTuple
 
 from .layout import parse_dims
 
-Run = tuple[int, int]  # the first position, and the one after the last
-Runs = tuple[Run, ...]
+
+class Stretch(NamedTuple):
+    """Positions that follow each other, from `start` to before `stop`; their place in the whole tensor is `held`."""
+
+    start: int
+    stop: int
+    held: int
 
 
-def positions(dim: str, places: Mapping[str, tuple[int, int]]) -> Runs:
+Stretches = tuple[Stretch, ...]
+
+
+def positions(dim: str, places: Mapping[str, tuple[int, int]]) -> Stretches:
     """The positions that a rank holds of a dimension `2 · 16@cp`; `places` has its place on each axis, and the size."""
     return _positions(dim, tuple(sorted(places.items())))
 
 
 @cache
-def _positions(dim: str, items: tuple[tuple[str, tuple[int, int]], ...]) -> Runs:
+def _positions(dim: str, items: tuple[tuple[str, tuple[int, int]], ...]) -> Stretches:
     places = dict(items)
-    found: list[Run] = [(0, 1)]
+    found = [(0, 1)]
     for size, axes in parse_dims(f"[{dim}]")[0]:
         ways, place = 1, 0
         for name in axes:
@@ -27,20 +36,17 @@ def _positions(dim: str, items: tuple[tuple[str, tuple[int, int]], ...]) -> Runs
             ways, place = ways * count, place * count + mine
         here = size // ways
         first = place * here
-        found = _joined([(start * size + first, start * size + first + here) for start, stop in _ones(found)])
-    return tuple(found)
+        singles = (each for start, stop in found for each in range(start, stop))
+        found = list(_joined((each * size + first, each * size + first + here) for each in singles))
+    return tuple(Stretch(start, stop, start) for start, stop in found)
 
 
-def _ones(found: list[Run]) -> list[Run]:
-    return [(start, start + 1) for first, last in found for start in range(first, last)]
-
-
-def _joined(found: list[Run]) -> list[Run]:
-    """Runs that follow each other are one."""
-    joined: list[Run] = []
-    for start, stop in found:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
-        else:
-            joined.append((start, stop))
-    return joined
+def _joined(parts: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Parts that follow each other are one."""
+    start, stop = next(parts)
+    for first, last in parts:
+        if first != stop:
+            yield start, stop
+            start = first
+        stop = last
+    yield start, stop

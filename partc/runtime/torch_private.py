@@ -38,6 +38,7 @@ __all__ = [
     "recompile_limit",
     "reduce_scatter_base",
     "reduce_scatter_many",
+    "send_and_receive",
     "storage_key",
     "tree_flatten",
     "tree_map_only",
@@ -182,6 +183,14 @@ def all_to_all_base(
     options = dist.AllToAllOptions()
     options.asyncOp = overlaps
     return group.alltoall_base(into, x, list(received), list(sent), options)
+
+
+def send_and_receive(group: Any, x: Tensor, target: int, into: Tensor, source: int) -> list[Any]:
+    """A send and a receive that start together: GPUs join them, so that neither waits for the other."""
+    if x.is_cuda:
+        group._start_coalescing()
+    work = [group.send([x], target, 0), group.recv([into], source, 0)]
+    return [group._end_coalescing()] if x.is_cuda else work
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ from partc.ir.layout import Placement, Replicated, Shard
 from partc.ir.mesh import CONTEXT_AXIS, TENSOR_AXIS, is_batch_axis
 from partc.ir.program import Program, TensorType
 
+_FORMS = ("ring", "gathered")
 Entry = tuple[int | None, tuple[str, ...]]  # a sub-dimension's size, where it is given, and the axes that cut it
 
 
@@ -22,14 +23,18 @@ class Pin:
     pattern: str
     text: str
     dims: tuple[tuple[Entry, ...], ...]
+    form: str = ""  # of attention whose rows are cut: "ring" or "gathered"; empty: either
 
     @classmethod
     def parse(cls, text: str) -> Pin:
-        """Parse `GLOB=LAYOUT`. Raises PartcError P0301."""
+        """Parse `GLOB=LAYOUT`, or `GLOB=LAYOUT ring`. Raises PartcError P0301."""
         pattern, equals, layout = text.partition("=")
         if not equals or not pattern.strip():
             raise PartcError("P0301", f"--shard {text!r} is not GLOB=LAYOUT", help="for example '*.wq.weight=[@tp, _]'")
-        return cls(pattern=pattern.strip(), text=layout.strip(), dims=tuple(_dims(layout.strip())))
+        text = layout.strip()
+        form = next((form for form in _FORMS if text.endswith(f"] {form}")), "")
+        dims = tuple(_dims(text.removesuffix(form).strip()))
+        return cls(pattern=pattern.strip(), text=text, dims=dims, form=form)
 
     def matches(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)

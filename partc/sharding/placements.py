@@ -12,7 +12,8 @@ from partc.ir.gradients import gradient_inputs, input_only, reached, trainable_p
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, holds_weights_whole, is_batch_axis
 from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Choice, Op, Program, Region, TensorType
-from partc.rules import Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts
+from partc.rules import RING, Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts
+from partc.rules.rule import argument
 from partc.rules.tried import rule_of
 from partc.sharding.assignment import Alternative, Node, Price, Problem, Solution, Wire
 from partc.sharding.choices import axis_order, layouts
@@ -23,6 +24,9 @@ Slot = tuple[
 ]  # ("value", name) | ("parameter", name) | ("in" | "out", region, index) | ("weight", region, name)
 # An embedding may be replicated if it is smaller than this share of a pipeline stage, and than these bytes.
 _LARGE_TABLE, _LARGE_BYTES = 0.01, 1 << 26
+# Products that a device computes while a link moves a byte: 6e14 flops and 3e11 bytes a second of an H100.
+_FLOPS_PER_BYTE = 2000.0
+_SEEN = 0.05  # the share of a ring's bytes that no products hide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +202,7 @@ class _PlacementProgram:
         makes = tuple(self._seen(layout, v.name in live) for layout, v in zip(found[1], op.results, strict=True))
         label = None if choice is None else (choice.factor, choice.outer)
         return Alternative(
-            label=label, wants=wants, makes=makes, price=self._price(region, op, rule, choice, found, makes)
+            label=label, wants=wants, makes=makes, price=self._price(region, op, rule, choice, found, makes, types)
         )
 
     def _seen(self, layout: Layout, live: bool) -> Placement:
@@ -214,6 +218,7 @@ class _PlacementProgram:
         choice: Choice | None,
         found: tuple[tuple[Layout, ...], tuple[Layout, ...]],
         makes: tuple[Placement, ...],
+        types: Mapping[str, TensorType],
     ) -> Price:
         times = self.calls[region.name]
         spare = 1 - 1 / self.n
@@ -228,6 +233,8 @@ class _PlacementProgram:
             price["repeated_bytes"] = times * sum(size) * spare
         if op.name == "cross_entropy" and not repeated and not any(isinstance(made, Shard) for made in makes):
             price["communication"] = times * 3 * 2 * spare * sum(size)  # a maximum, a sum and a pick, all reduced
+        if rule is not None and choice is not None and choice.factor in (RING, *rule.ring):
+            price["communication"] = times * self._rows_price(op, rule, choice, types)
         if any(
             set(sub.axes) > {self.axis} and self.axis in sub.axes
             for layout in found[1]
@@ -236,6 +243,20 @@ class _PlacementProgram:
         ):
             price["nesting"] = times * sum(size)
         return price
+
+    def _rows_price(self, op: Op, rule: OpRule, choice: Choice, types: Mapping[str, TensorType]) -> float:
+        """The bytes that a ring sends and products do not hide, and the price of unequal work under a causal mask."""
+        made = op.results[0].type
+        share = math.prod(made.layout.local_shape(self.sizes)) / math.prod(made.shape)
+        # Backward has five products for two (Dao 2023, FlashAttention-2, section 3.2).
+        hiding = 3.5 * flops(op, rule) * share / self.n / _FLOPS_PER_BYTE
+        causal, window = argument(op, 4, "is_causal"), argument(op, 6, "window")
+        uneven = hiding * (1 - 1 / self.n) if causal and not window else 0.0
+        if choice.factor != RING:
+            return uneven
+        keys = [types[name] for name in list(op.refs())[1:3]]
+        sent = sum(self._bytes(type) * (2 * (1 - 1 / self.n) + 4 / ITEMSIZE[type.dtype]) for type in keys)
+        return uneven + max(sent - hiding, _SEEN * sent)
 
     def _bytes(self, type: TensorType) -> float:
         """The bytes of a rank's share per microbatch, before this axis cuts it."""
@@ -336,7 +357,8 @@ class _PlacementProgram:
         for pin, placement in self.pins:
             if pin.matches(name):
                 self.pins_met.add(pin.pattern)
-                left = [choice for choice in found if seen(choice) == placement]
+                form = pin.form if holds_weights_whole(self.axis) else ""
+                left = [choice for choice in found if seen(choice) == placement and _has_form(choice, form)]
                 if not left:
                     legal = sorted({spelled(type, seen(choice), self.axis) for choice in found})
                     raise PartcError(
@@ -346,6 +368,12 @@ class _PlacementProgram:
                     )
                 found = left
         return found
+
+
+def _has_form(choice: Alternative, form: str) -> bool:
+    """Whether attention takes this form; empty: any."""
+    goes_around = isinstance(choice.label, tuple) and choice.label[0] == RING
+    return not form or goes_around == (form == "ring")
 
 
 def _result(position: int) -> Callable[[Alternative], Hashable]:

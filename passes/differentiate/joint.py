@@ -421,8 +421,9 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
         return name, args[:3] if args[3] == -1 else args[:4], (("axis", args[-1]),)
     if name in _TRAILING_AXIS:
         return name, args[:-1], (("axis", args[-1]),) if args[-1] else ()
-    if name.startswith("attention") and args and isinstance(args[-1], str):
-        return name, args[:-1], (("rows", args[-1]),) if args[-1] else ()
+    if name.startswith("attention"):
+        named = zip(("rows", "ring"), (arg for arg in args if isinstance(arg, str)), strict=False)
+        return name, tuple(arg for arg in args if not isinstance(arg, str)), tuple(each for each in named if each[1])
     if name == "_to_copy":
         return "to", (args[0], dict(attrs)["dtype"]), ()
     if name in ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk"):

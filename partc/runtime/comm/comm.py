@@ -13,7 +13,7 @@ from torch import Tensor
 from ..clock import Clock, Kind
 from ..device.random_offsets import Words
 from ..layout import parse_dims
-from ..positions import Runs, positions
+from ..positions import Stretches, positions
 from ..random import Draw
 from ..torch_private import storage_key
 
@@ -122,6 +122,12 @@ class Axis:
         return self.at_once.start_all_to_all(
             x, split_dim=split_dim, split_outer=split_outer, concat_dim=concat_dim, concat_outer=concat_outer
         ).wait()
+
+    def start_shift(self, x: Tensor) -> Pending[Tensor]:
+        """The tensor of the rank before this one, in a circle; `x` goes to the rank after it."""
+        if self.size == 1:
+            return there(x)
+        return self._timed("shift", self._shift, x.contiguous())
 
     def start_all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Pending[Tensor]:
         if self.size == 1:
@@ -240,6 +246,10 @@ class Axis:
         """[size, ...] -> [size, ...]: row i goes to rank i; row i of the result came from rank i."""
         raise NotImplementedError
 
+    def _shift(self, x: Tensor) -> Pending[Tensor]:
+        """[...] -> [...]: the tensor of the rank before this one."""
+        raise NotImplementedError
+
 
 Link = tuple[int, int]  # from stage, to stage
 
@@ -323,10 +333,18 @@ class Comm:
         start = self._word(number, -1)
         return Draw(start, tuple(places), tuple(size for _, size in places), self.device)
 
-    def positions(self, dim: str) -> Runs:
+    def positions(self, dim: str) -> Stretches:
         """The positions that this rank holds of a dimension `2 · 16@cp`."""
+        return positions(dim, self._places(dim))
+
+    def positions_along(self, axis: str, dim: str) -> tuple[Stretches, ...]:
+        """The positions that each rank of an axis holds."""
+        places, size = self._places(dim), self.group((axis,)).size
+        return tuple(positions(dim, {**places, axis: (rank, size)}) for rank in range(size))
+
+    def _places(self, dim: str) -> dict[str, tuple[int, int]]:
         axes = {name: self.group((name,)) for size, names in parse_dims(f"[{dim}]")[0] for name in names}
-        return positions(dim, {name: (axis.rank, axis.size) for name, axis in axes.items()})
+        return {name: (axis.rank, axis.size) for name, axis in axes.items()}
 
     def counter(self, number: int, layout: str) -> Tensor:
         """The generator's unmixed word for this rank's first element, for kernels that draw by themselves."""

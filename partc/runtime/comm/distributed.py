@@ -31,6 +31,7 @@ from ..torch_private import (
     process_group,
     reduce_scatter_base,
     reduce_scatter_many,
+    send_and_receive,
 )
 from .comm import Axis, Comm, Link, Pending, ReduceOp, axes_and_groups
 
@@ -120,6 +121,13 @@ class NcclAxis(Axis):
                 self.process_group, _bytes(result), _bytes(x), overlaps=self.overlaps, received=coming, sent=going
             )
             return _arriving(work, result, x)
+
+    def _shift(self, x: Tensor) -> Pending[Tensor]:
+        result = torch.empty_like(x)
+        target, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        with _peers():
+            going = send_and_receive(self.process_group, _bytes(x), target, _bytes(result), source)
+            return _arriving(going, result, x)
 
 
 class GlooAxis(NcclAxis):

@@ -210,6 +210,9 @@ class VirtualAxis(Axis):
 
         return self._meet("exchange", x, combine).then(counted)
 
+    def _shift(self, x: Tensor) -> Pending[Tensor]:
+        return self._meet("shift", x, lambda parts: [part.clone() for part in (parts[-1], *parts[:-1])])
+
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
         return self._meet(
             "all_to_all", x, lambda parts: [torch.stack([part[i] for part in parts]) for i in range(len(parts))]

@@ -10,13 +10,14 @@ has the log-sum-exps and the results of whole rows, so that its gradients are th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..positions import Run, Runs
+from ..comm.comm import Axis, Pending
+from ..positions import Stretch, Stretches
 from ..random import Draw
 from .attention import (
     attention,
@@ -50,13 +51,15 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Some rows and columns of the scores, as slices of the local queries and keys.
+    """Some rows and columns of the scores, as slices of the queries and keys that are there.
 
-    The first row stands `ahead` positions after the first column.
+    Masks and random numbers have the columns of all keys, `whole`. The first row stands `ahead` positions after the
+    first column.
     """
 
     rows: slice
     columns: slice
+    whole: slice
     ahead: int
     kind: str  # "all" are read, on the "diagonal" a causal mask hides the upper half, or "some" are hidden
 
@@ -65,18 +68,19 @@ def attention_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rows: Runs,
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     window: int = 0,
     p: float = 0.0,
     draw: Draw | None = None,
+    *,
+    rows: Stretches,
 ) -> tuple[Tensor, Tensor]:
     """Attention whose queries are those of `rows`, and whose keys and values are whole."""
     merged = Merged(q, v)
     scores = Scores(mask, is_causal, scale, window, p, draw)
-    for tile in tiles(rows, ((0, k.shape[2]),), scores):
+    for tile in tiles(rows, (Stretch(0, k.shape[2], 0),), scores):
         merged.add(q, k, v, tile, scores)
     return merged.results()
 
@@ -86,46 +90,126 @@ def attention_rows_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    mask: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    rows: Runs,
-    mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     window: int = 0,
     p: float = 0.0,
     draw: Draw | None = None,
     learned: bool = False,
+    *,
+    rows: Stretches,
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k and v, and of the mask if it is learned; those of k and v are this rank's parts of sums."""
     scores = Scores(mask, is_causal, scale, window, p, draw)
     sums = TileGradients.like(q, k, v, mask if learned else None)
-    for tile in tiles(rows, ((0, k.shape[2]),), scores):
+    for tile in tiles(rows, (Stretch(0, k.shape[2], 0),), scores):
         sums.add(grad, q, k, v, out, lse, tile, scores)
     found = (sums.q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype))
     return found if sums.mask is None or mask is None else (*found, sums.mask.to(mask.dtype))
 
 
-def tiles(rows: Runs, columns: Runs, scores: Scores) -> Iterator[Tile]:
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: int = 0,
+    p: float = 0.0,
+    draw: Draw | None = None,
+    *,
+    ring: Axis,
+    rows: Sequence[Stretches],
+) -> tuple[Tensor, Tensor]:
+    """Attention whose queries, keys and values are cut alike; keys and values go around the ranks of `ring`.
+
+    `rows` are the positions of each rank's part. A part travels on while its scores are computed.
+    """
+    merged = Merged(q, v)
+    scores = Scores(mask, is_causal, scale, window, p, draw)
+    for source, keys, values in _around(ring, k, v):
+        for tile in tiles(rows[ring.rank], rows[source], scores):
+            merged.add(q, keys, values, tile, scores)
+    return merged.results()
+
+
+def ring_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: int = 0,
+    p: float = 0.0,
+    draw: Draw | None = None,
+    learned: bool = False,
+    *,
+    ring: Axis,
+    rows: Sequence[Stretches],
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v, and of the mask if it is learned.
+
+    The gradients of a part of keys and values travel one step behind it, in at least fp32, until they are home.
+    """
+    scores = Scores(mask, is_causal, scale, window, p, draw)
+    sums = TileGradients.like(q, k, v, mask if learned else None)
+    size = k.numel()
+    coming: Pending[Tensor] | None = None
+    for source, keys, values in _around(ring, k, v):
+        here = sums.k.new_zeros(size + v.numel())
+        sums.k, sums.v = here[:size].view(k.shape), here[size:].view(v.shape)
+        for tile in tiles(rows[ring.rank], rows[source], scores):
+            sums.add(grad, q, keys, values, out, lse, tile, scores)
+        if coming is not None:
+            here += coming.wait()
+        coming = ring.start_shift(here)
+    assert coming is not None
+    home = coming.wait()
+    found = (sums.q.to(q.dtype), home[:size].view(k.shape).to(k.dtype), home[size:].view(v.shape).to(v.dtype))
+    return found if sums.mask is None or mask is None else (*found, sums.mask.to(mask.dtype))
+
+
+def _around(ring: Axis, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The keys and values of all ranks, and the rank that each part is of: this rank's first, then the one before."""
+    size = k.numel()
+    here = torch.cat([k.reshape(-1), v.reshape(-1)])
+    for step in range(ring.size):
+        coming = ring.start_shift(here) if step + 1 < ring.size else None
+        yield (ring.rank - step) % ring.size, here[:size].view(k.shape), here[size:].view(v.shape)
+        if coming is not None:
+            here = coming.wait()
+
+
+def tiles(rows: Stretches, columns: Stretches, scores: Scores) -> Iterator[Tile]:
     """The tiles of which some scores are read."""
     row = 0
     for own in rows:
         column = 0
         for read in columns:
             for first, last, kind in _read(own, read, scores):
+                here, length = first - read.start, last - first
                 yield Tile(
-                    slice(row, row + own[1] - own[0]),
-                    slice(column + first - read[0], column + last - read[0]),
-                    own[0] - first,
+                    slice(row, row + own.stop - own.start),
+                    slice(column + here, column + here + length),
+                    slice(read.held + here, read.held + here + length),
+                    own.start - first,
                     kind,
                 )
-            column += read[1] - read[0]
-        row += own[1] - own[0]
+            column += read.stop - read.start
+        row += own.stop - own.start
 
 
-def _read(own: Run, read: Run, scores: Scores) -> Iterator[tuple[int, int, str]]:
+def _read(own: Stretch, read: Stretch, scores: Scores) -> Iterator[tuple[int, int, str]]:
     """The positions of `read` that the queries of `own` read, in parts of one kind each."""
-    (start, stop), (first, last) = own, read
+    start, stop, first, last = own.start, own.stop, read.start, read.stop
     if scores.is_causal:
         last = min(last, stop)
     if scores.window:
@@ -144,7 +228,7 @@ def _read(own: Run, read: Run, scores: Scores) -> Iterator[tuple[int, int, str]]
         yield first, min(last, start), "all"
     first = max(first, start)
     if first < last:
-        yield first, last, "diagonal" if (first, last) == own else "some"
+        yield first, last, "diagonal" if (first, last) == (start, stop) else "some"
 
 
 class Merged:
@@ -171,7 +255,7 @@ class Merged:
 
 def _tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
     """The results of a tile alone, and its rows' log-sum-exps; minus infinity where a row reads nothing."""
-    part = scores.part(tile.rows, tile.columns)
+    part = scores.part(tile.rows, tile.whole)
     if _by_blocks(tile, scores):
         return attention_in_blocks(
             q, k, v, part.mask, scores.is_causal, scores.scale, scores.window, scores.p, part.draw, ahead=tile.ahead
@@ -224,7 +308,7 @@ class TileGradients:
         tile: Tile,
         scores: Scores,
     ) -> None:
-        part = scores.part(tile.rows, tile.columns)
+        part = scores.part(tile.rows, tile.whole)
         lse = lse.masked_fill(lse == -math.inf, math.inf)  # of a row without positions: all of its weights are zero
         grad, q, out, lse = grad[:, :, tile.rows], q[:, :, tile.rows], out[:, :, tile.rows], lse[..., tile.rows]
         k, v = k[:, :, tile.columns], v[:, :, tile.columns]
@@ -247,7 +331,7 @@ class TileGradients:
             self.q[:, :, tile.rows],
             self.k[:, :, tile.columns],
             self.v[:, :, tile.columns],
-            mask_part(self.mask, None, tile.rows, tile.columns),
+            mask_part(self.mask, None, tile.rows, tile.whole),
         )
         for into, gradient in zip(sums, found, strict=False):
             if into is not None and gradient is not None:

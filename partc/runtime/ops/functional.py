@@ -22,7 +22,7 @@ from .attention import (
     attention_dropout_bias_backward,
     row_dtype,
 )
-from .attention_rows import attention_rows, attention_rows_backward
+from .attention_rows import attention_rows, attention_rows_backward, ring_attention, ring_attention_backward
 from .chunked_loss import gradients_of_logits, rows_of_logits
 from .embedding import (
     embedding_add_grad,
@@ -90,6 +90,8 @@ __all__ = [
     "log_sum_exp",
     "mask_classes",
     "pick",
+    "ring_attention",
+    "ring_attention_backward",
     "rms_norm",
     "rms_norm_backward",
     "rotary",

@@ -17,7 +17,7 @@ from tests.zoo import MODELS
 
 RECORDED = """
 import json, runpy, sys
-folder, out = sys.argv[1:]
+folder, out, *more = sys.argv[1:]
 sys.path.insert(0, folder)
 from runtime.comm.virtual import VirtualAxis
 found, meet = {}, VirtualAxis._meet
@@ -29,7 +29,7 @@ def recorded(self, operation, x, combine):
     return meet(self, operation, x, combine)
 
 VirtualAxis._meet = recorded
-sys.argv = ["train.py", "--virtual", "--steps", "1"]
+sys.argv = ["train.py", "--virtual", "--steps", "1", *more]
 try:
     runpy.run_path(folder + "/train.py", run_name="__main__")
 except SystemExit as stop:
@@ -39,11 +39,11 @@ json.dump(found, open(out, "w"))
 DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "i64": "int64", "f16": "float16", "u8": "uint8"}
 
 
-def done(package: Path, out: Path) -> dict[str, list[list[Any]]]:
+def done(package: Path, out: Path, *arguments: str) -> dict[str, list[list[Any]]]:
     """What every rank of a package does in one step: operation, group, element type, elements that it brings."""
     script = out.with_name("recorded.py")
     script.write_text(RECORDED)
-    ended = prefork.done([script, package, out])
+    ended = prefork.done([script, package, out, *arguments])
     assert ended.returncode == 0, ended.stderr
     found: dict[str, list[list[Any]]] = json.loads(out.read_text())
     return found

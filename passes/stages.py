@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+
+import numpy as np
 
 from partc.errors import PartcError
 from partc.ir.gradients import arriving, gradient_inputs, input_only
@@ -46,8 +47,7 @@ def stages(
             f" the calls are {', '.join(call.name for call in main[:8])}",
         )
     if held_by is None:
-        work = {region.name: _work(region) for region in program.regions}
-        cuts = balanced([work[call.region] for call in main], count)
+        cuts = balanced(call_work(program, main), count)
         stage_of = {call.name: stage for stage, (start, end) in enumerate(cuts) for call in main[start:end]}
     else:
         stage_of = _beside(main, held_by)
@@ -73,6 +73,12 @@ def _beside(calls: Sequence[Call], held_by: Mapping[str, Sequence[int]]) -> dict
     return found
 
 
+def call_work(program: Program, calls: Sequence[Call]) -> list[float]:
+    """The work of calls, by which stages are balanced."""
+    work = {region.name: _work(region) for region in program.regions}
+    return [work[call.region] for call in calls]
+
+
 def _work(region: Region) -> float:
     """The floating-point operations of a call's forward pass, with a small cost for other operations, so that none is
     free.
@@ -90,26 +96,26 @@ def _work(region: Region) -> float:
 def balanced(work: Sequence[float], count: int) -> tuple[tuple[int, int], ...]:
     """Cut a sequence of work into `count` non-empty runs: the least maximum, then the least sum of squares.
 
-    Exact, by dynamic programming over (items left, runs left).
+    Exact, by dynamic programming over (items left, runs left). Of several such cuts, the one with the shortest first
+    run counts, then that with the shortest second one, and so on.
     """
-    sums = [0.0]
-    for item in work:
-        sums.append(sums[-1] + item)
-
-    @cache
-    def best(start: int, runs: int) -> tuple[float, float, tuple[int, ...]]:
-        if runs == 1:
-            size = sums[-1] - sums[start]
-            return size, size * size, (len(work),)
-        options = []
-        for end in range(start + 1, len(work) - runs + 2):
-            size = sums[end] - sums[start]
-            most, squares, ends = best(end, runs - 1)
-            options.append((max(size, most), size * size + squares, (end, *ends)))
-        return min(options)
-
-    ends = best(0, count)[2]
-    return tuple(zip((0, *ends[:-1]), ends, strict=True))
+    items = len(work)
+    sums = np.concatenate(([0.0], np.cumsum(np.asarray(work, dtype=np.float64))))
+    run = sums[np.newaxis, :] - sums[:, np.newaxis]  # by start and end
+    run[np.tril_indices(items + 1)] = np.inf  # runs are not empty
+    most, squares = run[:, items], run[:, items] ** 2  # of the best cut from each start on, with one run
+    chosen = []
+    for _ in range(count - 1):
+        high = np.maximum(run, most)
+        low = high.min(axis=1, keepdims=True)
+        total = np.where(high == low, run * run + squares, np.inf)
+        ends = total.argmin(axis=1)
+        most, squares = low[:, 0], np.take_along_axis(total, ends[:, np.newaxis], axis=1)[:, 0]
+        chosen.append(ends)
+    cuts = [0]
+    for ends in reversed(chosen):
+        cuts.append(int(ends[cuts[-1]]))
+    return tuple(zip(cuts, (*cuts[1:], items), strict=True))
 
 
 def _placed(program: Program, stage_of: dict[str, int]) -> tuple[Call, ...]:

@@ -1,0 +1,159 @@
+"""The search for the best plan, best bound first.
+
+Every plan waits in a queue in the order of its lower bound. A plan at the head gets its next bound, which is tighter and
+takes longer, or, if it has them all, is simulated. The search ends when the best simulated plan is at least as quick as
+the bound at the head: no other plan can be quicker. If time is up before, the bound at the head gives the gap.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from partc.planner.bounds import Bound, Bounds
+from partc.planner.plan import Plan
+
+_ROUNDING = 1e-9  # of seconds added up in different orders
+
+
+class Predicted(Protocol):
+    """The simulator's prediction for a plan."""
+
+    @property
+    def step_seconds(self) -> float: ...
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+
+Simulated = Callable[[Plan], Predicted]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """A plan with its bound and its prediction."""
+
+    plan: Plan
+    bound: Bound
+    prediction: Predicted
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.step_seconds
+
+    @property
+    def bytes(self) -> int:
+        return self.prediction.memory_bytes
+
+    @property
+    def holds(self) -> bool:
+        """Whether the prediction respects the bound."""
+        near = self.seconds * (1 + _ROUNDING) >= self.bound.seconds
+        return self.prediction.error is not None or (near and self.bytes >= self.bound.bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of a search: the simulated plans that fit, the best first, and the others.
+
+    `bound` is the least number of seconds that any plan that fits can take.
+    """
+
+    fitting: tuple[Played, ...]
+    others: tuple[Played, ...]  # that hold too much, or do not compile
+    bound: float
+    space: int
+    too_large: int  # plans whose bound on memory is above the limit
+    closest: tuple[Plan, Bound] | None  # of these, the one with the least bound
+    complete: bool
+    seconds: float
+
+    @property
+    def best(self) -> Played | None:
+        return self.fitting[0] if self.fitting else None
+
+    @property
+    def gap(self) -> float:
+        """The largest share by which another plan may be quicker than the best."""
+        return max(0.0, 1 - self.bound / self.best.seconds) if self.best else 1.0
+
+    @property
+    def wrong(self) -> tuple[Played, ...]:
+        """The plans whose predictions do not respect their bounds: a bug, which leaves the gap unproved."""
+        return tuple(played for played in (*self.fitting, *self.others) if not played.holds)
+
+
+@dataclass(order=True, slots=True)
+class _Waiting:
+    seconds: float
+    bytes: int
+    index: int
+    plan: Plan = field(compare=False)
+    tighter: tuple[Callable[[Plan, Bound], Bound], ...] = field(compare=False)  # further bounds, in order
+
+
+def search(
+    plans: Iterable[Plan],
+    simulated: Simulated,
+    bounds: Bounds,
+    *,
+    limit: int,
+    max_seconds: float | None = None,
+    on_played: Callable[[Played], None] = lambda played: None,
+) -> Outcome:
+    """The quickest of the plans that hold at most `limit` bytes."""
+    start = time.perf_counter()
+    queue: list[_Waiting] = []
+    count = too_large = 0
+    closest: tuple[Plan, Bound] | None = None
+    fitting: list[Played] = []
+    others: list[Played] = []
+    best = float("inf")
+
+    def wait(plan: Plan, bound: Bound, index: int, tighter: tuple[Callable[[Plan, Bound], Bound], ...]) -> None:
+        nonlocal too_large, closest
+        if bound.bytes <= limit:
+            heapq.heappush(queue, _Waiting(bound.seconds, bound.bytes, index, plan, tighter))
+            return
+        too_large += 1
+        if closest is None or bound.bytes < closest[1].bytes:
+            closest = plan, bound
+
+    for plan in plans:
+        wait(plan, bounds.simple(plan), count, (bounds.products, bounds.tight))
+        count += 1
+    timed_out = False
+    while queue and best > queue[0].seconds:
+        if max_seconds is not None and time.perf_counter() - start > max_seconds and fitting:
+            timed_out = True
+            break
+        head = heapq.heappop(queue)
+        bound = Bound(seconds=head.seconds, bytes=head.bytes)
+        if head.tighter:
+            following, *rest = head.tighter
+            wait(head.plan, following(head.plan, bound), head.index, tuple(rest))
+            continue
+        played = Played(plan=head.plan, bound=bound, prediction=simulated(head.plan))
+        on_played(played)
+        if played.prediction.error is None and played.bytes <= limit:
+            fitting.append(played)
+            best = min(best, played.seconds)
+        else:
+            others.append(played)
+    fitting.sort(key=lambda played: (played.seconds, played.bytes))
+    return Outcome(
+        fitting=tuple(fitting),
+        others=tuple(others),
+        bound=min(best, queue[0].seconds) if queue else best,
+        space=count,
+        too_large=too_large,
+        closest=closest,
+        complete=not timed_out,
+        seconds=time.perf_counter() - start,
+    )

@@ -1,0 +1,201 @@
+"""The space of plans: all meshes of some ranks, and the options that decide speed and memory on each.
+
+Plans that compile to one program are one plan: ZeRO without a data axis, schedules without a pipeline, orders of axes
+on links that are all alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from partc.compilation.options import RECOMPUTE
+from partc.cost.saved_tensors import parse_bytes
+from partc.errors import PartcError
+from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
+from partc.planner.plan import Plan
+from partc.schedules import SCHEDULES
+
+AXES = (PIPELINE_AXIS, BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
+DECISIONS = (*AXES, "order", "microbatches", "schedule", "virtual_stages", "zero", "recompute", "loss_chunks")
+MOST_VIRTUAL = 8  # stages on each pipeline rank
+# GPipe takes as long as 1F1B and holds more, so that it is only tried where it is asked for.
+_TRIED = tuple(name for name in SCHEDULES if name != "gpipe")
+
+Fixed = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """The plans of a model on some ranks with one global batch.
+
+    `calls` is the largest number of pipeline stages, `nodes` the number of groups of ranks that share faster links,
+    `sequences` tells whether there is a dimension for cp, and `fixed` restricts decisions to the given values.
+    """
+
+    ranks: int
+    batch: int
+    calls: int
+    nodes: int = 1
+    sequences: bool = False
+    fixed: Fixed = field(default_factory=dict)
+    base: Plan = Plan(mesh="")
+
+    def plans(self) -> Iterator[Plan]:
+        """All plans. Raises PartcError P0852 if a fixed value leaves none."""
+        found = False
+        for plan in self._plans():
+            found = True
+            yield plan
+        if not found:
+            raise self._empty()
+
+    def _plans(self) -> Iterator[Plan]:
+        for sizes in self._factors():
+            for order in self._orders(sizes):
+                mesh = ",".join(f"{name}={sizes[name]}" for name in order)
+                for count in self._microbatches(sizes):
+                    for schedule, virtual in self._schedules(sizes[PIPELINE_AXIS]):
+                        yield from self._uses(sizes, mesh, count, schedule, virtual)
+
+    def _uses(
+        self, sizes: Mapping[str, int], mesh: str, count: int, schedule: str, virtual: int | None
+    ) -> Iterator[Plan]:
+        spread = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS] > 1
+        levels = self._allowed("zero", ("0", "1", "2", "3") if spread else ("0",))
+        for level, recompute, chunks in itertools.product(
+            levels, self._allowed("recompute", RECOMPUTE), self._allowed("loss_chunks", ("1",))
+        ):
+            yield Plan(
+                mesh=mesh,
+                microbatches=count,
+                schedule=schedule,
+                virtual_stages=virtual,
+                zero=int(level),
+                recompute=recompute,
+                loss_chunks=int(chunks),
+                precision=self.base.precision,
+                kernels=self.base.kernels,
+                optimizer=self.base.optimizer,
+                options=self.base.options,
+            )
+
+    def _factors(self) -> Iterator[dict[str, int]]:
+        """The sizes of all axes whose product is the number of ranks."""
+        for pp in self._sizes(PIPELINE_AXIS, self.ranks):
+            if pp > self.calls:
+                continue
+            for tp in self._sizes(TENSOR_AXIS, self.ranks // pp):
+                for cp in self._sizes(CONTEXT_AXIS, self.ranks // pp // tp):
+                    dp = self.ranks // pp // tp // cp
+                    if self.batch % dp == 0 and self._is_allowed(BATCH_AXIS, dp):
+                        yield dict(zip(AXES, (pp, dp, cp, tp), strict=True))
+
+    def _sizes(self, axis: str, ranks: int) -> Iterator[int]:
+        for size in divisors(ranks):
+            if axis == CONTEXT_AXIS and size > 1 and not self.sequences and axis not in self.fixed:
+                continue
+            if self._is_allowed(axis, size):
+                yield size
+
+    def _orders(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+        """The orders of the axes, slowest first; without nodes, all links are alike."""
+        used = tuple(name for name in AXES if sizes[name] > 1) or (BATCH_AXIS,)
+        for order in itertools.permutations(used):
+            if "order" in self.fixed:
+                if any("-".join(order) == "-".join(n for n in text.split("-") if n in used) for text in self.fixed["order"]):
+                    yield order
+            elif self.nodes > 1 or order == used:
+                yield order
+
+    def _microbatches(self, sizes: Mapping[str, int]) -> Iterator[int]:
+        for count in divisors(self.batch // sizes[BATCH_AXIS]):
+            if self._is_allowed("microbatches", count):
+                yield count
+
+    def _schedules(self, ranks: int) -> Iterator[tuple[str, int | None]]:
+        if ranks == 1:
+            yield "1f1b", None
+            return
+        for name in self._allowed("schedule", _TRIED):
+            kind = SCHEDULES[name]
+            if kind.placement != "loop":
+                if kind.stages_per_rank * ranks <= self.calls and "virtual_stages" not in self.fixed:
+                    yield name, None
+                continue
+            for each in range(kind.stages_per_rank, MOST_VIRTUAL + 1):
+                if each * ranks <= self.calls and self._is_allowed("virtual_stages", each):
+                    yield name, None if each == kind.stages_per_rank else each
+
+    def _allowed(self, name: str, values: Sequence[str]) -> tuple[str, ...]:
+        """The values of a decision: those that are fixed, which may be others than those tried by default."""
+        given = self.fixed.get(name)
+        if given is None or values == ("0",):
+            return tuple(values)
+        return given
+
+    def _is_allowed(self, name: str, size: int) -> bool:
+        return name not in self.fixed or str(size) in self.fixed[name]
+
+    def _empty(self) -> PartcError:
+        given = ",".join(f"{name}={'|'.join(values)}" for name, values in self.fixed.items())
+        if not given:
+            return PartcError(
+                "P0852",
+                f"no mesh of {self.ranks} ranks suits a batch of {self.batch} and {self.calls} calls",
+                help="give a global batch with more factors, or another number of --ranks",
+            )
+        return PartcError(
+            "P0852",
+            f"no plan for {self.ranks} ranks and a batch of {self.batch} has --fix {given}",
+            help="the product of the axes is the number of ranks, and dp times microbatches divides the batch",
+        )
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return tuple(dict.fromkeys((*small, *(number // each for each in reversed(small)))))
+
+
+def fixed(text: str) -> Fixed:
+    """Parse `tp=4|8,zero=1`. Raises PartcError P0851."""
+    found: dict[str, tuple[str, ...]] = {}
+    for part in filter(None, text.split(",")):
+        name, sign, value = (word.strip() for word in part.partition("="))
+        name = name.replace("-", "_")
+        values = tuple(value.split("|"))
+        if not sign or name not in DECISIONS or name in found or not all(_suits(name, each) for each in values):
+            raise PartcError(
+                "P0851",
+                f"--fix {part.strip()!r} is no decision with its values",
+                help=f"for example --fix 'tp=4|8,zero=1'; the decisions are {', '.join(DECISIONS)}",
+            )
+        found[name] = values
+    return found
+
+
+def _suits(name: str, value: str) -> bool:
+    if name == "schedule":
+        return value in SCHEDULES
+    if name == "recompute":
+        return value in RECOMPUTE or parse_bytes(value) is not None
+    if name == "zero":
+        return value in ("0", "1", "2", "3")
+    if name == "order":
+        words = value.split("-")
+        return set(words) <= set(AXES) and len(set(words)) == len(words)
+    return value.isascii() and value.isdecimal() and 1 <= int(value) <= 2**30 and str(int(value)) == value
+
+
+def sizes_of(plan: Plan) -> Mapping[str, int]:
+    """The sizes of all axes of a plan's mesh."""
+    return _sizes_of(plan.mesh)
+
+
+@lru_cache(maxsize=4096)
+def _sizes_of(text: str) -> Mapping[str, int]:
+    mesh = Mesh.parse(text)
+    return {name: mesh.axis(name) for name in AXES}

@@ -657,9 +657,11 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0804": CodeExplanation(
         "a plan cannot be read",
-        "`partc simulate --plans FILE` reads one JSON object a line: mesh, and optionally microbatches, schedule, "
-        "virtual_stages, zero, recompute, precision, kernels, and options, which are those of the model file. Other "
-        "fields are refused. A line that cannot be read has this error in its place of the results.",
+        "A plan is a JSON object: mesh, and optionally microbatches, schedule, virtual_stages, zero, recompute, "
+        "precision, kernels, experts, loss_chunks, bucket, nodes, grad_reduce, compress_grads, optimizer, and options, "
+        "which are those of the model file. Other fields are refused. `partc plan -o FILE` writes one, `partc compile "
+        "--plan FILE` reads one, and `partc simulate --plans FILE` reads one a line; a line that cannot be read has "
+        "this error in its place of the results.",
     ),
     "P0805": CodeExplanation(
         "constants of the cost model cannot be read",
@@ -670,6 +672,34 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "partc fails on a plan",
         "A bug in partc; the predictions of the other plans are valid. `partc compile` with the same options shows the "
         "failure in full.",
+    ),
+    "P0811": CodeExplanation(
+        "--fix names no decision, or a value that it cannot have",
+        "--fix 'tp=4|8,zero=1' restricts what `partc plan` tries. The decisions are the sizes of pp, dp, cp and tp, "
+        "order (of axes, slowest first: pp-dp-tp), microbatches, schedule, virtual_stages, zero, recompute and "
+        "loss_chunks. Several values stand between bars.",
+    ),
+    "P0812": CodeExplanation(
+        "no plan suits the ranks, the batch and the fixed decisions",
+        "The product of the axes is the number of ranks; dp times microbatches divides the global batch; a pipeline "
+        "stage holds at least one call of the model. Give a batch with more factors, another number of ranks, or fix "
+        "less.",
+    ),
+    "P0813": CodeExplanation(
+        "no plan fits into memory",
+        "Every plan holds more than --memory on some rank, or does not compile. The message names the plan that comes "
+        "closest, and what would make it fit.",
+    ),
+    "P0814": CodeExplanation(
+        "the global batch is wrong",
+        "--global-batch is a number of samples (512, 2K) or of tokens ('4M tokens', 4Mtok), where K and M are 2^10 and "
+        "2^20. Tokens are whole sequences, whose length the model file decides. The model file's batch() reads the "
+        "number of samples as its option `batch`.",
+    ),
+    "P0815": CodeExplanation(
+        "a plan and an option decide the same",
+        "`partc compile --plan FILE` takes the mesh and the other decisions from the file. Options that a plan does "
+        "not have, such as --seed and --lr, may be given beside it.",
     ),
 }
 

@@ -12,7 +12,8 @@ from partc.api import compilation
 from partc.cli import main
 from partc.cluster.cluster import preset, span
 from partc.cluster.files import cluster_of
-from partc.compilation.simulation import PlanOptions, Simulator, prediction
+from partc.compilation.plan import ParallelPlan
+from partc.compilation.simulation import Simulator, prediction
 from partc.cost.action_timeline import Segment, TimelineBuilder
 from partc.cost.calibration import Calibration, calibration
 from partc.cost.collectives import MEETING, Network
@@ -36,8 +37,8 @@ PLANS: tuple[dict[str, Any], ...] = (
 )
 
 
-def plan(given: dict[str, Any]) -> PlanOptions:
-    return PlanOptions(**given, options={"batch": 64, "depth": 4})
+def plan(given: dict[str, Any]) -> ParallelPlan:
+    return ParallelPlan(**given, options={"batch": 64, "depth": 4})
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def simulator() -> Simulator:
 def test_shared_passes_predict_what_a_compile_does(simulator: Simulator, given: dict[str, Any]) -> None:
     """Plans in one simulator share programs; a compile of each alone shares nothing."""
     wanted = plan(given)
-    options = wanted.checked(simulator.cluster)
+    options = wanted.on(simulator.cluster).compile_options()
     alone = compilation(GPT, None, options, model_options=dict(wanted.definitions)).program
     assert simulator.predict(wanted) == prediction(alone, simulator.rates)
 
@@ -58,7 +59,7 @@ def test_shared_passes_predict_what_a_compile_does(simulator: Simulator, given: 
 @pytest.mark.parametrize("given", PLANS[:4], ids=lambda given: str(list(given.values())))
 def test_the_footprint_is_close_to_the_account(simulator: Simulator, given: dict[str, Any]) -> None:
     wanted = plan(given)
-    options = wanted.checked(simulator.cluster)
+    options = wanted.on(simulator.cluster).compile_options()
     alone = compilation(GPT, None, options, model_options=dict(wanted.definitions)).program
     assert Footprint(alone).peak == pytest.approx(rehearse(alone).worst.peak, rel=0.15)
 

@@ -14,6 +14,7 @@ import click
 
 from partc import __version__
 from partc.cli import compile_options, console
+from partc.cli.planning import plan_command
 from partc.cli.simulation import cluster_command, simulate_command
 from partc.cli.tracing import trace_command
 from partc.errors import PartcError
@@ -53,22 +54,38 @@ def cli(context: click.Context) -> None:
 cli.add_command(trace_command)
 cli.add_command(cluster_command)
 cli.add_command(simulate_command)
+cli.add_command(plan_command)
 
 
 @cli.command("compile", short_help="Compile MODEL for a mesh.")
 @click.argument("model")
-@compile_options.compile_options(required=True)
+@compile_options.compile_options(required=False)
+@click.option("--plan", type=Path, metavar="FILE", help="the decisions of partc plan -o FILE, in place of options")
 @click.option("-o", "--output", type=Path, default=Path("build"), show_default=True, help="folder of the package")
 @click.option("--memory-limit", metavar="BYTES", help="fail if a rank holds more (80GB), and list remedies")
 @click.option(
     "--dump-after", metavar="PASS|all", multiple=True, help="write the program after a pass, beside the output"
 )
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
-def compile_command(model: str, output: Path, dump_after: tuple[str, ...], as_json: bool, **given: Any) -> None:
-    """Compile MODEL for a mesh and write its package."""
+@click.pass_context
+def compile_command(
+    context: click.Context,
+    /,
+    model: str,
+    plan: Path | None,
+    output: Path,
+    dump_after: tuple[str, ...],
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Compile MODEL for a mesh, or as a plan says, and write its package."""
     from partc.cli.dump import Dump
     from partc.package.output import check_target
 
+    if plan is not None:
+        given |= compile_options.of_plan(plan, context)
+    elif given["mesh"] is None:
+        raise click.MissingParameter(ctx=context, param_hint="'--mesh'", param_type="option")
     options, definitions = compile_options.options(given)
     check_target(output)
     dump = Dump.of(dump_after, output)

@@ -40,25 +40,49 @@ def options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
     """The checked options of a compile, and the options of the model file."""
     from partc.compilation.options import Options
 
-    definitions: dict[str, str] = {}
+    found = definitions(given)
+    limit = given.get("memory_limit")
+    return Options.checked(memory_limit=limit, **{name: given[name] for name in _KEPT}), found
+
+
+def definitions(given: Mapping[str, Any]) -> dict[str, str]:
+    """The options of the model file. Raises PartcError P0003 and P0004."""
+    found: dict[str, str] = {}
     for text in given["definitions"]:
-        name, found, value = text.partition("=")
-        if not found or not name.isidentifier():
+        name, sign, value = text.partition("=")
+        if not sign or not name.isidentifier():
             raise PartcError("P0003", f"-D {text!r} is not NAME=VALUE", help="for example -D layers=4")
-        _define(definitions, name, value)
+        _define(found, name, value)
     for name in ("batch", "seq"):
         if given[name] is not None:
             if given[name] < 1:
                 raise PartcError("P0004", f"--{name} {given[name]} is out of range", help="give 1 or more")
-            _define(definitions, name, str(given[name]))
-    limit = given.get("memory_limit")
-    return Options.checked(memory_limit=limit, **{name: given[name] for name in _KEPT}), definitions
+            _define(found, name, str(given[name]))
+    return found
 
 
 def _define(definitions: dict[str, str], name: str, value: str) -> None:
     if name in definitions:
         raise PartcError("P0003", f"option {name!r} is given twice", help="give it one value")
     definitions[name] = value
+
+
+def of_plan(path: Path, context: click.Context) -> dict[str, Any]:
+    """The options of a plan, beside those that it leaves to the command line.
+
+    Raises PartcError P0804 and P0815: the plan and the command line decide the same.
+    """
+    from partc.compilation.plan import decisions, read
+
+    found = decisions(read(path))
+    sources = {name: context.get_parameter_source(name) for name in (*found, "batch", "seq")}
+    for name, source in sources.items():
+        if source is click.core.ParameterSource.COMMANDLINE:
+            flag = "-D" if name == "definitions" else f"--{name.replace('_', '-')}"
+            raise PartcError(
+                "P0815", f"{flag} is given, and {path} decides it", help="leave it out, or change the plan"
+            )
+    return found
 
 
 def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str, str]]:

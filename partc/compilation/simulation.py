@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from partc import passes
-from partc.cluster.cluster import Cluster, fitted
+from partc.cluster.cluster import Cluster
 from partc.compilation.options import Options
+from partc.compilation.plan import ParallelPlan
 from partc.cost.calibration import Calibration
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
@@ -29,7 +30,7 @@ from partc.ir.gradients import input_only
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, Mesh, is_batch_axis
 from partc.ir.program import Program
 from partc.passes.batch import check_divisible
-from partc.runtime.documents import Malformed, Positive, contents, decoded, parsed
+from partc.runtime.documents import Malformed, contents, decoded, parsed
 
 _Key = tuple[object, ...]
 _MOST_PLANS = 1 << 28  # bytes of a file of plans
@@ -39,47 +40,6 @@ CONTEXT = 800 << 20
 COMMUNICATOR = 150 << 20
 # Memory that the caching allocator holds beyond what is allocated at the peak, as a share: blocks of other sizes.
 FRAGMENTS = 0.03
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """The decisions of one plan: a line of `partc simulate --plans`."""
-
-    mesh: str
-    microbatches: Positive = 1
-    schedule: str = "1f1b"
-    virtual_stages: Positive | None = None
-    zero: int | str = 0
-    recompute: str = "none"
-    precision: str = "bf16"
-    kernels: str = "auto"
-    options: dict[str, str | int | float | bool] = field(default_factory=dict)
-
-    def checked(self, cluster: Cluster) -> Options:
-        """The options of a compile for the cluster's devices. Raises PartcError."""
-        on_gpus = cluster.device.kind == "gpu"
-        settled = ("triton" if on_gpus else "aten") if self.kernels == "auto" else self.kernels
-        # With one stage on each rank, `interleaved` is `1f1b`.
-        several = self.virtual_stages is not None and (self.virtual_stages > 1 or self.schedule == "interleaved")
-        found = Options.checked(
-            mesh=self.mesh,
-            microbatches=self.microbatches,
-            schedule=self.schedule,
-            virtual_stages=self.virtual_stages if several else None,
-            zero=self.zero,
-            recompute=self.recompute,
-            precision=self.precision,
-            kernels=settled,
-            seed=0,
-            shard=(),
-        )
-        fitted(cluster, found.mesh.size)
-        return found
-
-    @property
-    def definitions(self) -> tuple[tuple[str, str], ...]:
-        """The model's own options, as `-D` gives them."""
-        return tuple(sorted((name, str(value)) for name, value in self.options.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,16 +67,16 @@ class Simulator:
         self.rates = ClusterRates(cluster, constants)
         self._known: dict[_Key, Any] = {}
 
-    def predict(self, plan: PlanOptions) -> Prediction:
+    def predict(self, plan: ParallelPlan) -> Prediction:
         """The prediction for a plan. Raises PartcError if it cannot be compiled."""
         return prediction(self.program(plan), self.rates)
 
-    def program(self, plan: PlanOptions) -> Program:
+    def program(self, plan: ParallelPlan) -> Program:
         """The plan's program with its actions: those of a compile, but for sizes that are literals of operations.
 
         Raises PartcError.
         """
-        options = plan.checked(self.cluster)
+        options = plan.on(self.cluster).compile_options()
         try:
             return self._program(plan, options, separate=False)
         except PartcError as error:
@@ -124,9 +84,22 @@ class Simulator:
                 raise
         return self._program(plan, options, separate=True)
 
-    def _program(self, plan: PlanOptions, options: Options, *, separate: bool) -> Program:
+    def annotated(self, plan: ParallelPlan) -> Program:
+        """The program with layouts, and with shapes of the whole batch, for a plan without microbatches."""
+        options = plan.on(self.cluster).compile_options()
+        key, _ = self._whole(plan, options, separate=False)
+        found: Program = self._known[("annotate", *key[:-1])]
+        return replace(found, mesh=options.mesh, microbatches=options.microbatches)
+
+    def differentiated(self, plan: ParallelPlan) -> tuple[_Key, Program]:
+        """The plan's program before recomputation and stages, and what its regions depend on. Raises PartcError."""
+        options = plan.on(self.cluster).compile_options()
+        key, whole = self._whole(plan, options, separate=False)
+        return key, replace(whole, mesh=options.mesh, microbatches=options.microbatches)
+
+    def _whole(self, plan: ParallelPlan, options: Options, *, separate: bool) -> tuple[_Key, Program]:
         parts = options.microbatches if separate else 1
-        trace_key = (plan.definitions, options.precision, parts)
+        trace_key = (*plan.definitions.items(), options.precision, parts)
         given = options.for_passes
         mesh = options.mesh
 
@@ -151,7 +124,8 @@ class Simulator:
         if len(calls.calls) - len(input_only(calls)) < len(stages):
             calls = self._once(("outline", *widths, len(stages)), lambda: outlined(stages))
             widths = (*widths, len(stages))
-        cuts = tuple((name, size > 1) for name, size in (*mesh.axes, (TIME_AXIS, options.microbatches)))
+        axes = (*mesh.axes, (TIME_AXIS, options.microbatches))
+        cuts = tuple(name for name, size in axes if size > 1 and name != PIPELINE_AXIS)
         shape: _Key = (*widths, cuts)
         laid = self._once(("annotate", *shape), lambda: _until("annotate", ready(calls), "outline", given))
         tabled = _only(("tables",), ready(laid), given)
@@ -162,7 +136,16 @@ class Simulator:
             local = _until("outermost", tabled, "tables", given)
             return _only(("differentiate", "expand", "chunk"), local, given)
 
-        whole = self._once(("chunk", *shape), differentiated)
+        shape = (*shape, options.loss_chunks)
+        return shape, self._once(("chunk", *shape), differentiated)
+
+    def _program(self, plan: ParallelPlan, options: Options, *, separate: bool) -> Program:
+        shape, whole = self._whole(plan, options, separate=separate)
+        given, mesh, stages = options.for_passes, options.mesh, options.places
+
+        def ready(program: Program) -> Program:
+            return replace(program, mesh=mesh, microbatches=options.microbatches)
+
         kept: _Key = (*shape, options.recompute)
         if options.budget is not None:
             kept = (*kept, mesh, options.microbatches, options.schedule, options.virtual_stages)
@@ -179,12 +162,12 @@ class Simulator:
             self._known[key] = make()
         return self._known[key]
 
-    def _origin(self, plan: PlanOptions, options: Options, batches: Batches) -> Origin:
+    def _origin(self, plan: ParallelPlan, options: Options, batches: Batches) -> Origin:
         return trace(
             self.model,
             None,
             Functions(),
-            options=dict(plan.definitions),
+            options=plan.definitions,
             mesh=Mesh(axes=(("dp", 1),)),
             batches=batches,
             precision=options.precision,
@@ -227,7 +210,7 @@ def resident(tensors: int, program: Program, cluster: Cluster) -> int:
     return math.ceil(tensors * (1 + FRAGMENTS)) + CONTEXT + groups * COMMUNICATOR
 
 
-def read_plans(path: Path) -> Iterator[PlanOptions | PartcError]:
+def read_plans(path: Path) -> Iterator[ParallelPlan | PartcError]:
     """The plans of a file with one JSON object a line; an error for each line that is none. Raises PartcError P0804."""
     try:
         lines = contents(path, largest=_MOST_PLANS).decode("utf-8").splitlines()
@@ -237,14 +220,14 @@ def read_plans(path: Path) -> Iterator[PlanOptions | PartcError]:
         if not line.strip():
             continue
         try:
-            yield decoded(PlanOptions, parsed(line))
+            yield decoded(ParallelPlan, parsed(line))
         except Malformed as error:
             yield PartcError(
                 "P0804", f"line {number} of {path}: {error}", help='for example {"mesh": "pp=2,dp=4", "zero": 1}'
             )
 
 
-def predictions(simulator: Simulator, plans: Sequence[PlanOptions | PartcError]) -> Iterator[dict[str, Any]]:
+def predictions(simulator: Simulator, plans: Sequence[ParallelPlan | PartcError]) -> Iterator[dict[str, Any]]:
     """A document for each plan, in order; plans that cannot be compiled have an `error`."""
     for plan in plans:
         if isinstance(plan, PartcError):

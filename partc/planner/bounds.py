@@ -1,12 +1,12 @@
 """Lower bounds on the seconds and bytes of a plan.
 
-The first bound follows from the model alone: every floating-point operation runs on some rank, at the device's peak at
-most. The second one takes matrix products as long as their local shapes take, and deals them evenly to pipeline ranks.
-The third one plays the calls at their least durations (`tables`), without communication between ranks that the
+The first bound follows from the model alone: every floating-point operation runs on some rank, at the device's peak
+at most. The second one takes matrix products as long as their local shapes take, and deals them evenly to pipeline
+ranks. The third one plays the calls at their least durations (`tables`), without communication between ranks that the
 calls do not contain:
 
-- A pipeline rank computes all its microbatches, after its first one has passed the stages before it; after its last one,
-  gradients return through these stages.
+- A pipeline rank computes all its microbatches, after its first one has passed the stages before it; after its last
+  one, gradients return through these stages.
 - Every microbatch passes all stages forward and backward.
 - A rank holds its parameters, gradients and optimizer states, or the values that its microbatches in flight have saved.
 
@@ -19,13 +19,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from partc.compilation.plan import ParallelPlan
 from partc.cost.flops import model_flops
 from partc.cost.saved_tensors import flights
 from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, Parameter, Program
-from partc.planner.plan import Plan
 from partc.planner.space import sizes_of
-from partc.planner.tables import Body, CallTable, Tables
+from partc.planner.tables import CallTable, Tables
 from partc.schedules import SCHEDULES, compute_order, stage_ranks
 
 Cuts = Sequence[tuple[int, int]]
@@ -59,7 +59,11 @@ class Bounds:
         self._flops = model_flops(self.annotated)
         self._bytes = sum(math.prod(p.type.shape) * _item(p) for p in self.annotated.parameters if p.trainable)
 
-    def simple(self, plan: Plan) -> Bound:
+    def of(self, plan: ParallelPlan) -> Bound:
+        """The tightest bound of a plan."""
+        return self.tight(plan, self.products(plan, self.simple(plan)))
+
+    def simple(self, plan: ParallelPlan) -> Bound:
         """The bound that follows from flops and parameters alone."""
         sizes = sizes_of(plan)
         ranks = math.prod(sizes.values())
@@ -69,30 +73,25 @@ class Bounds:
         least = weights + gradients + states
         return Bound(seconds=self._flops / (ranks * self.peak), bytes=least)
 
-    def products(self, plan: Plan, known: Bound) -> Bound:
-        """The bound from the durations of matrix products alone, or `known`: pipeline ranks share them at best evenly."""
-        if Body.of(plan).is_tabled and not self.annotated.separate_batches:
-            share = plan.microbatches / sizes_of(plan)[PIPELINE_AXIS]
-            return replace(known, seconds=max(known.seconds, share * self.tables.products(plan)))
-        return known
+    def products(self, plan: ParallelPlan, known: Bound) -> Bound:
+        """The bound from the durations of matrix products, or `known`: pipeline ranks share them evenly at best."""
+        seconds = self.tables.products(plan)
+        share = plan.microbatches / sizes_of(plan)[PIPELINE_AXIS]
+        return known if seconds is None else replace(known, seconds=max(known.seconds, share * seconds))
 
-    def tight(self, plan: Plan, known: Bound) -> Bound:
+    def tight(self, plan: ParallelPlan, known: Bound) -> Bound:
         """The tightest bound: that of the calls' own costs, where these are known to hold for the plan, or `known`."""
         kind, ranks = SCHEDULES[plan.schedule], sizes_of(plan)[PIPELINE_AXIS]
         each = plan.virtual_stages or kind.stages_per_rank if ranks > 1 else 1
-        if not Body.of(plan).is_tabled or self.annotated.separate_batches:
-            return known
         table = self.tables.table(plan)
-        if ranks * each > table.calls:
-            return known  # outlining finds finer calls for so many stages
+        if table is None:
+            return known
         places = stage_ranks(kind, ranks, ranks * each)
         cuts = self.tables.cuts(table, len(places))
         seconds = _seconds(table, cuts, places, plan.microbatches, halves=kind.split_backward)
-        return Bound(
-            seconds=max(known.seconds, seconds), bytes=max(known.bytes, self._held(plan, table, cuts, places))
-        )
+        return Bound(seconds=max(known.seconds, seconds), bytes=max(known.bytes, self._held(plan, table, cuts, places)))
 
-    def _held(self, plan: Plan, table: CallTable, cuts: Cuts, places: Sequence[int]) -> int:
+    def _held(self, plan: ParallelPlan, table: CallTable, cuts: Cuts, places: Sequence[int]) -> int:
         sizes = sizes_of(plan)
         spread, ranks = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS], sizes[PIPELINE_AXIS]
         size = [0.0] * ranks  # bytes of the parameters of each pipeline rank, cut by tp alone
@@ -107,7 +106,7 @@ class Bounds:
             least = max(least, weights + states + max(gradients, int(flight)))
         return least
 
-    def _kept(self, plan: Plan, size: int, spread: int) -> tuple[int, int, int]:
+    def _kept(self, plan: ParallelPlan, size: int, spread: int) -> tuple[int, int, int]:
         """The bytes of parameters, gradients and states, if parameters that `spread` ranks share have `size` bytes."""
         part = size // spread
         weights = size if plan.level == 0 else part

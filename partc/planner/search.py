@@ -1,8 +1,8 @@
 """The search for the best plan, best bound first.
 
-Every plan waits in a queue in the order of its lower bound. A plan at the head gets its next bound, which is tighter and
-takes longer, or, if it has them all, is simulated. The search ends when the best simulated plan is at least as quick as
-the bound at the head: no other plan can be quicker. If time is up before, the bound at the head gives the gap.
+Every plan waits in a queue in the order of its lower bound. A plan at the head gets its next bound, which is tighter
+and takes longer, or, if it has them all, is simulated. The search ends when the best simulated plan is at least as
+quick as the bound at the head: no other plan can be quicker. If time is up before, the bound at the head gives the gap.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from partc.compilation.plan import ParallelPlan
 from partc.planner.bounds import Bound, Bounds
-from partc.planner.plan import Plan
 
 _ROUNDING = 1e-9  # of seconds added up in different orders
 
@@ -28,20 +28,26 @@ class Predicted(Protocol):
     @property
     def memory_bytes(self) -> int: ...
 
-    @property
-    def error(self) -> str | None: ...
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A plan that does not compile."""
+
+    error: str
+    step_seconds: float = float("inf")
+    memory_bytes: int = 0
 
 
-Simulated = Callable[[Plan], Predicted]
+Simulated = Callable[[ParallelPlan], "Predicted | Failure"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
     """A plan with its bound and its prediction."""
 
-    plan: Plan
+    plan: ParallelPlan
     bound: Bound
-    prediction: Predicted
+    prediction: Predicted | Failure
 
     @property
     def seconds(self) -> float:
@@ -52,10 +58,15 @@ class Played:
         return self.prediction.memory_bytes
 
     @property
+    def error(self) -> str | None:
+        """Why it does not compile; None if it does."""
+        return self.prediction.error if isinstance(self.prediction, Failure) else None
+
+    @property
     def holds(self) -> bool:
         """Whether the prediction respects the bound."""
         near = self.seconds * (1 + _ROUNDING) >= self.bound.seconds
-        return self.prediction.error is not None or (near and self.bytes >= self.bound.bytes)
+        return self.error is not None or (near and self.bytes >= self.bound.bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +81,7 @@ class Outcome:
     bound: float
     space: int
     too_large: int  # plans whose bound on memory is above the limit
-    closest: tuple[Plan, Bound] | None  # of these, the one with the least bound
+    closest: tuple[ParallelPlan, Bound] | None  # of these, the one with the least bound
     complete: bool
     seconds: float
 
@@ -94,12 +105,12 @@ class _Waiting:
     seconds: float
     bytes: int
     index: int
-    plan: Plan = field(compare=False)
-    tighter: tuple[Callable[[Plan, Bound], Bound], ...] = field(compare=False)  # further bounds, in order
+    plan: ParallelPlan = field(compare=False)
+    tighter: tuple[Callable[[ParallelPlan, Bound], Bound], ...] = field(compare=False)  # further bounds, in order
 
 
 def search(
-    plans: Iterable[Plan],
+    plans: Iterable[ParallelPlan],
     simulated: Simulated,
     bounds: Bounds,
     *,
@@ -111,12 +122,14 @@ def search(
     start = time.perf_counter()
     queue: list[_Waiting] = []
     count = too_large = 0
-    closest: tuple[Plan, Bound] | None = None
+    closest: tuple[ParallelPlan, Bound] | None = None
     fitting: list[Played] = []
     others: list[Played] = []
     best = float("inf")
 
-    def wait(plan: Plan, bound: Bound, index: int, tighter: tuple[Callable[[Plan, Bound], Bound], ...]) -> None:
+    def wait(
+        plan: ParallelPlan, bound: Bound, index: int, tighter: tuple[Callable[[ParallelPlan, Bound], Bound], ...]
+    ) -> None:
         nonlocal too_large, closest
         if bound.bytes <= limit:
             heapq.heappush(queue, _Waiting(bound.seconds, bound.bytes, index, plan, tighter))
@@ -141,7 +154,7 @@ def search(
             continue
         played = Played(plan=head.plan, bound=bound, prediction=simulated(head.plan))
         on_played(played)
-        if played.prediction.error is None and played.bytes <= limit:
+        if played.error is None and played.bytes <= limit:
             fitting.append(played)
             best = min(best, played.seconds)
         else:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from partc.compilation.options import RECOMPUTE
+from partc.compilation.plan import ParallelPlan
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
 from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
-from partc.planner.plan import Plan
 from partc.schedules import SCHEDULES
 
 AXES = (PIPELINE_AXIS, BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
@@ -42,10 +42,10 @@ class Space:
     nodes: int = 1
     sequences: bool = False
     fixed: Fixed = field(default_factory=dict)
-    base: Plan = Plan(mesh="")
+    base: ParallelPlan = field(default_factory=lambda: ParallelPlan(mesh=""))
 
-    def plans(self) -> Iterator[Plan]:
-        """All plans. Raises PartcError P0852 if a fixed value leaves none."""
+    def plans(self) -> Iterator[ParallelPlan]:
+        """All plans. Raises PartcError P0812 if a fixed value leaves none."""
         found = False
         for plan in self._plans():
             found = True
@@ -53,7 +53,7 @@ class Space:
         if not found:
             raise self._empty()
 
-    def _plans(self) -> Iterator[Plan]:
+    def _plans(self) -> Iterator[ParallelPlan]:
         for sizes in self._factors():
             for order in self._orders(sizes):
                 mesh = ",".join(f"{name}={sizes[name]}" for name in order)
@@ -63,13 +63,13 @@ class Space:
 
     def _uses(
         self, sizes: Mapping[str, int], mesh: str, count: int, schedule: str, virtual: int | None
-    ) -> Iterator[Plan]:
+    ) -> Iterator[ParallelPlan]:
         spread = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS] > 1
         levels = self._allowed("zero", ("0", "1", "2", "3") if spread else ("0",))
         for level, recompute, chunks in itertools.product(
             levels, self._allowed("recompute", RECOMPUTE), self._allowed("loss_chunks", ("1",))
         ):
-            yield Plan(
+            yield ParallelPlan(
                 mesh=mesh,
                 microbatches=count,
                 schedule=schedule,
@@ -106,7 +106,9 @@ class Space:
         used = tuple(name for name in AXES if sizes[name] > 1) or (BATCH_AXIS,)
         for order in itertools.permutations(used):
             if "order" in self.fixed:
-                if any("-".join(order) == "-".join(n for n in text.split("-") if n in used) for text in self.fixed["order"]):
+                if any(
+                    "-".join(order) == "-".join(n for n in text.split("-") if n in used) for text in self.fixed["order"]
+                ):
                     yield order
             elif self.nodes > 1 or order == used:
                 yield order
@@ -144,12 +146,12 @@ class Space:
         given = ",".join(f"{name}={'|'.join(values)}" for name, values in self.fixed.items())
         if not given:
             return PartcError(
-                "P0852",
+                "P0812",
                 f"no mesh of {self.ranks} ranks suits a batch of {self.batch} and {self.calls} calls",
                 help="give a global batch with more factors, or another number of --ranks",
             )
         return PartcError(
-            "P0852",
+            "P0812",
             f"no plan for {self.ranks} ranks and a batch of {self.batch} has --fix {given}",
             help="the product of the axes is the number of ranks, and dp times microbatches divides the batch",
         )
@@ -161,7 +163,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def fixed(text: str) -> Fixed:
-    """Parse `tp=4|8,zero=1`. Raises PartcError P0851."""
+    """Parse `tp=4|8,zero=1`. Raises PartcError P0811."""
     found: dict[str, tuple[str, ...]] = {}
     for part in filter(None, text.split(",")):
         name, sign, value = (word.strip() for word in part.partition("="))
@@ -169,7 +171,7 @@ def fixed(text: str) -> Fixed:
         values = tuple(value.split("|"))
         if not sign or name not in DECISIONS or name in found or not all(_suits(name, each) for each in values):
             raise PartcError(
-                "P0851",
+                "P0811",
                 f"--fix {part.strip()!r} is no decision with its values",
                 help=f"for example --fix 'tp=4|8,zero=1'; the decisions are {', '.join(DECISIONS)}",
             )
@@ -190,7 +192,7 @@ def _suits(name: str, value: str) -> bool:
     return value.isascii() and value.isdecimal() and 1 <= int(value) <= 2**30 and str(int(value)) == value
 
 
-def sizes_of(plan: Plan) -> Mapping[str, int]:
+def sizes_of(plan: ParallelPlan) -> Mapping[str, int]:
     """The sizes of all axes of a plan's mesh."""
     return _sizes_of(plan.mesh)
 

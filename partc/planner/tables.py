@@ -1,35 +1,33 @@
 """Tables of region costs: seconds and bytes of every call, for one way of cutting weights.
 
-A region's body depends on the axes that cut weights and sequences (tp and cp), on recomputation and on a few options.
-The sizes of the batch's axes only scale its local shapes, and a cut in space leaves the same shapes as a cut in time:
-dp=4 with 2 microbatches as dp=1 with 8. So one program serves all plans that share a body; its batch is cut in time
-alone, and its local shapes follow from the number of microbatches.
+A region's body depends on the axes that cut weights and sequences (tp and cp), on recomputation and on a few options;
+the simulator knows which. The sizes of the batch's axes only scale its local shapes, and a cut in space leaves the same
+shapes as a cut in time: dp=4 with 2 microbatches as dp=2 with 4. So one program serves all plans that share a body.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
 
 from partc.communication.exchanges import graph_of
-from partc.compilation.options import RECOMPUTE
+from partc.compilation.plan import ParallelPlan
 from partc.cost.saved_tensors import held_inputs, saved_bytes
 from partc.ir.gradients import input_only
 from partc.ir.layout import Sizes
-from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS, Mesh
+from partc.ir.mesh import BATCH_AXIS, Mesh
 from partc.ir.program import MOVING, Call, GraphKind, Op, Program, Region, TensorType
 from partc.passes.stages import balanced, call_work
-from partc.planner.plan import Plan
 from partc.planner.space import sizes_of
 from partc.rules import flops, resolve_lowered
 
 Sums = tuple[float, ...]
 
 
-class Durations(Protocol):
+class OperationRates(Protocol):
     """The simulator's own durations of operations and collectives, in seconds."""
 
     def operation(self, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> float: ...
@@ -38,23 +36,11 @@ class Durations(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
-    """The facts about a plan on which the bodies of regions depend, apart from the sizes of local batches."""
+class RegionBody:
+    """What the bodies of regions depend on, apart from the sizes of local batches."""
 
-    tp: int
-    cp: int
+    key: tuple[object, ...]  # the simulator's
     recompute: str
-    loss_chunks: int
-
-    @classmethod
-    def of(cls, plan: Plan) -> Body:
-        sizes = sizes_of(plan)
-        return cls(sizes[TENSOR_AXIS], sizes[CONTEXT_AXIS], plan.recompute, plan.loss_chunks)
-
-    @property
-    def is_tabled(self) -> bool:
-        """Whether tables hold for it: memory budgets choose recomputation call by call."""
-        return self.recompute in RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,38 +80,44 @@ class CallTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """Programs of one body: before stages are dealt, with whole backward passes, and with halves."""
+    """Programs of one body, with whole backward passes and with halves."""
 
-    partitioned: Program
     whole: Program
     halves: Program
+
+
+class BodySource(Protocol):
+    """The source of programs."""
+
+    def shared(self, plan: ParallelPlan) -> tuple[RegionBody, Program] | None:
+        """The plan's program before recomputation and stages; None if tables do not hold for the plan."""
+
+    def lowered(self, plan: ParallelPlan, body: RegionBody, program: Program) -> Lowered: ...
 
 
 @dataclass
 class Tables:
     """The costs of calls by body and by sizes of the local batch, made when they are first read."""
 
-    shared: Callable[[Body], Program]  # before recomputation is chosen
-    lower: Callable[[Body], Lowered]
-    durations: Durations
-    _lowered: dict[Body, Lowered] = field(default_factory=dict)
-    _regions: dict[tuple[Body, int], Mapping[str, RegionCost]] = field(default_factory=dict)
-    _tables: dict[tuple[Body, int, str], CallTable] = field(default_factory=dict)
-    _products: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
+    bodies: BodySource
+    durations: OperationRates
+    _regions: dict[tuple[RegionBody, int], Mapping[str, RegionCost]] = field(default_factory=dict)
+    _tables: dict[tuple[RegionBody, int, str], CallTable] = field(default_factory=dict)
+    _products: dict[tuple[object, ...], float] = field(default_factory=dict)
     _cuts: dict[tuple[tuple[float, ...], int], tuple[tuple[int, int], ...]] = field(default_factory=dict)
     _moves: dict[tuple[str, str, str, int], float] = field(default_factory=dict)
 
-    def lowered(self, body: Body) -> Lowered:
-        if body not in self._lowered:
-            self._lowered[body] = self.lower(body)
-        return self._lowered[body]
+    def products(self, plan: ParallelPlan) -> float | None:
+        """Seconds of all calls' matrix products, forward and backward, of one microbatch, without recomputation.
 
-    def products(self, plan: Plan) -> float:
-        """Seconds of all calls' matrix products, forward and backward, of one microbatch, without recomputation."""
-        body = Body.of(plan)
-        key = body.tp, body.cp, body.loss_chunks, parts_of(plan)
+        None if this is not known to hold for the plan.
+        """
+        found = self.bodies.shared(plan)
+        if found is None:
+            return None
+        body, program = found
+        key = (*body.key, parts_of(plan))
         if key not in self._products:
-            program = replace(self.shared(body), microbatches=key[-1])
             each = {region.name: sum(self._product_seconds(program, region)) for region in program.regions}
             self._products[key] = sum(each[call.region] for call in staged_calls(program))
         return self._products[key]
@@ -139,19 +131,26 @@ class Tables:
                     if rule is not None and flops(op, rule):
                         yield self.durations.operation(op, types, program.sizes)
 
-    def table(self, plan: Plan) -> CallTable:
-        """The costs of the calls that stages share, in order."""
-        body, parts = Body.of(plan), parts_of(plan)
+    def table(self, plan: ParallelPlan) -> CallTable | None:
+        """The costs of the calls that stages share, in order; None if they are not known to hold for the plan."""
+        found = self.bodies.shared(plan)
+        if found is None:
+            return None
+        body, program = found
+        parts = parts_of(plan)
         key = body, parts, plan.mesh
         if key not in self._tables:
-            found = self.lowered(body)
             if key[:2] not in self._regions:
-                whole, halves = (replace(each, microbatches=parts) for each in (found.whole, found.halves))
-                self._regions[key[:2]] = dict(self._measured(whole, halves))
-            self._tables[key] = self._table(replace(found.partitioned, microbatches=parts), key)
+                lowered = self.bodies.lowered(plan, body, program)
+                sized = (
+                    replace(each, mesh=program.mesh, microbatches=program.microbatches)
+                    for each in (lowered.whole, lowered.halves)
+                )
+                self._regions[key[:2]] = dict(self._measured(*sized))
+            self._tables[key] = self._table(program, key)
         return self._tables[key]
 
-    def _table(self, program: Program, key: tuple[Body, int, str]) -> CallTable:
+    def _table(self, program: Program, key: tuple[RegionBody, int, str]) -> CallTable:
         mesh = Mesh.parse(key[2])
         regions = {name: self._costed(cost, mesh) for name, cost in self._regions[key[:2]].items()}
         calls = staged_calls(program)
@@ -179,12 +178,15 @@ class Tables:
         held = held_inputs(whole)
         for region in whole.regions:
             other = halves.region(region.name)
-            yield region.name, RegionCost(
-                forward=self._graph(whole, region, "F"),
-                backward=self._graph(whole, region, "B"),
-                inputs=None if other.weight is None else self._graph(halves, other, "I"),
-                weights=self._graph(halves, other, "W"),
-                saved=saved_bytes(region, held[region.name], whole.sizes),
+            yield (
+                region.name,
+                RegionCost(
+                    forward=self._graph(whole, region, "F"),
+                    backward=self._graph(whole, region, "B"),
+                    inputs=None if other.weight is None else self._graph(halves, other, "I"),
+                    weights=self._graph(halves, other, "W"),
+                    saved=saved_bytes(region, held[region.name], whole.sizes),
+                ),
             )
 
     def _graph(self, program: Program, region: Region, kind: GraphKind) -> GraphCost:
@@ -228,6 +230,6 @@ def staged_calls(program: Program) -> list[Call]:
     return [call for call in program.calls if call.name not in pure]
 
 
-def parts_of(plan: Plan) -> int:
+def parts_of(plan: ParallelPlan) -> int:
     """The number of parts of the batch, in space and in time."""
     return sizes_of(plan)[BATCH_AXIS] * plan.microbatches

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Annotated, Any
 
+from partc.cluster.cluster import Cluster, fitted
 from partc.compilation.options import BUCKET, Options
 from partc.errors import PartcError
 from partc.runtime.documents import Malformed, Positive, contents, decoded, parsed
 
 LARGEST = 1 << 26  # bytes of a file of plans
 
-Scalar = Union[bool, int, float, str]
+Scalar = bool | int | float | str
 
 
 def _is_option(value: dict[str, Scalar]) -> str:
@@ -28,16 +29,17 @@ def _is_option(value: dict[str, Scalar]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ParallelPlan:
     """The options of a compile that decide speed and memory, and those of the model file (`options`)."""
 
     mesh: str
+    experts: str | None = None
     microbatches: Positive = 1
     schedule: str = "1f1b"
     virtual_stages: Positive | None = None  # on each pipeline rank; None: the schedule's default
     zero: int | str = 0
     recompute: str = "none"
-    precision: str = "fp32"
+    precision: str = "bf16"
     kernels: str = "auto"
     loss_chunks: Positive = 1
     bucket: str = BUCKET
@@ -48,8 +50,8 @@ class Plan:
     options: Annotated[dict[str, Scalar], _is_option] = field(default_factory=dict, hash=False)
 
     @classmethod
-    def of(cls, document: object, *, place: str = "the plan") -> Plan:
-        """Read the result of `document`. Raises PartcError P0850."""
+    def of(cls, document: object, *, place: str = "the plan") -> ParallelPlan:
+        """Read the result of `document`. Raises PartcError P0804."""
         try:
             return decoded(cls, document)
         except Malformed as error:
@@ -58,7 +60,7 @@ class Plan:
     def document(self) -> dict[str, Any]:
         """The plan as a JSON document, without fields that have their defaults."""
         known = {name: getattr(self, name) for name in (item.name for item in fields(self))}
-        defaults = Plan(mesh="")
+        defaults = ParallelPlan(mesh="")
         kept = ("mesh", "microbatches", "schedule", "zero", "recompute", "precision", "kernels")
         return {name: value for name, value in known.items() if name in kept or value != getattr(defaults, name)}
 
@@ -67,29 +69,23 @@ class Plan:
         """The plan on one line."""
         return json.dumps(self.document())
 
-    def compile_options(self, *, memory_limit: str | None = None) -> Options:
+    def compile_options(self) -> Options:
         """The checked options of the plan's compile. Raises PartcError as Options.checked."""
         if self.schedule.lower().endswith(".csv"):
-            raise PartcError("P0850", f"the plan names the file {self.schedule}", help="give --schedule to partc compile")
-        return Options.checked(
-            mesh=self.mesh,
-            microbatches=self.microbatches,
-            schedule=self.schedule,
-            virtual_stages=self.virtual_stages,
-            precision=self.precision,
-            seed=0,
-            shard=(),
-            zero=self.zero,
-            recompute=self.recompute,
-            kernels=self.kernels,
-            loss_chunks=self.loss_chunks,
-            bucket=self.bucket,
-            nodes=self.nodes,
-            grad_reduce=self.grad_reduce,
-            compress_grads=self.compress_grads,
-            optimizer=self.optimizer,
-            memory_limit=memory_limit,
-        )
+            help = "give --schedule to partc compile"
+            raise PartcError("P0804", f"the plan names the file {self.schedule}", help=help)
+        # With one stage on each rank, `interleaved` is `1f1b`.
+        several = self.virtual_stages is not None and (self.virtual_stages > 1 or self.schedule == "interleaved")
+        given = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "options"}
+        given["virtual_stages"] = self.virtual_stages if several else None
+        return Options.checked(**given, seed=0, shard=())
+
+    def on(self, cluster: Cluster) -> ParallelPlan:
+        """The plan with the kernels of a cluster's devices. Raises PartcError P0803."""
+        fitted(cluster, self.compile_options().mesh.size)
+        if self.kernels != "auto":
+            return self
+        return replace(self, kernels="triton" if cluster.device.kind == "gpu" else "aten")
 
     @property
     def level(self) -> int:
@@ -97,9 +93,9 @@ class Plan:
         return int(str(self.zero)[:1] or 0)
 
     @property
-    def model_options(self) -> dict[str, str]:
+    def definitions(self) -> dict[str, str]:
         """The options of the model file, as -D gives them."""
-        return {name: str(value) for name, value in self.options.items()}
+        return {name: str(value) for name, value in sorted(self.options.items())}
 
     @property
     def flags(self) -> str:
@@ -107,7 +103,7 @@ class Plan:
         return " ".join(self._flags())
 
     def _flags(self) -> Iterator[str]:
-        defaults = Plan(mesh="")
+        defaults = ParallelPlan(mesh="")
         yield f"--mesh {self.mesh}"
         for item in fields(self):
             value = getattr(self, item.name)
@@ -117,30 +113,23 @@ class Plan:
             yield f"-D {name}={value}"
 
 
-def read(path: Path) -> Plan:
-    """The plan in a file. Raises PartcError P0850."""
+def read(path: Path) -> ParallelPlan:
+    """The plan in a file. Raises PartcError P0804."""
     try:
-        return Plan.of(parsed(contents(path, largest=LARGEST)), place=str(path))
+        return ParallelPlan.of(parsed(contents(path, largest=LARGEST)), place=str(path))
     except Malformed as error:
         raise _unreadable(str(path), error) from None
 
 
-def read_lines(path: Path) -> tuple[Plan, ...]:
-    """The plans of a file, one on each line. Raises PartcError P0850."""
-    try:
-        lines = contents(path, largest=LARGEST).decode("utf-8").splitlines()
-    except (Malformed, UnicodeDecodeError) as error:
-        raise _unreadable(str(path), error) from None
-    found = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                found.append(Plan.of(parsed(line), place=f"{path}:{number}"))
-            except Malformed as error:
-                raise _unreadable(f"{path}:{number}", error) from None
-    return tuple(found)
+def decisions(plan: ParallelPlan) -> dict[str, Any]:
+    """The options of `partc compile` that a plan decides, as click gives them."""
+    names = [item.name for item in fields(ParallelPlan) if item.name != "options"]
+    found = {name: getattr(plan, name) for name in names} | {"zero": str(plan.zero)}
+    definitions = tuple(f"{name}={value}" for name, value in plan.definitions.items())
+    kept = {name: value for name, value in found.items() if value is not None}
+    return {**kept, "definitions": definitions}
 
 
 def _unreadable(place: str, error: Exception) -> PartcError:
     shape = '{"mesh": "pp=2,dp=4,tp=8", "microbatches": 8}'
-    return PartcError("P0850", f"{place} cannot be read: {error}", help=f"a plan is a JSON object such as {shape}")
+    return PartcError("P0804", f"{place} cannot be read: {error}", help=f"a plan is a JSON object such as {shape}")

@@ -1,0 +1,154 @@
+"""The plan of a model on a cluster: what `partc plan` decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from partc.cluster.cluster import Cluster, fitted
+from partc.compilation.plan import ParallelPlan, Scalar
+from partc.compilation.simulation import Prediction, Simulator
+from partc.cost.calibration import Calibration, calibration
+from partc.errors import PartcError
+from partc.ir.printer import readable
+from partc.ir.program import DType, Program
+from partc.planner.batches import batch_size, checked, samples, sequence_length
+from partc.planner.bounds import Bounds
+from partc.planner.lowering import RegionBodies
+from partc.planner.search import Failure, Outcome, Played, search
+from partc.planner.space import Fixed, Space
+from partc.planner.tables import Tables, staged_calls
+
+_COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
+_STATES = 2  # copies of a parameter in AdamW's state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A model on a cluster, and what the user has decided already; `limit` is the memory of a rank in bytes."""
+
+    model: Any
+    cluster: Cluster
+    ranks: int
+    limit: int
+    options: Mapping[str, Scalar] = field(default_factory=dict)
+    global_batch: str | None = None
+    fixed: Fixed = field(default_factory=dict)
+    precision: str = "bf16"
+    kernels: str = "auto"
+    max_seconds: float | None = None
+    constants: Calibration | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanChoice:
+    """The outcome of a search, with the space that was searched."""
+
+    request: Request
+    space: Space
+    outcome: Outcome
+    tokens: int | None  # of a sample
+
+    @property
+    def best(self) -> Played:
+        """The best plan. Raises PartcError P0813 if nothing fits."""
+        if self.outcome.best is None:
+            raise self._nothing_fits()
+        return self.outcome.best
+
+    def _nothing_fits(self) -> PartcError:
+        outcome, limit = self.outcome, self.request.limit
+        compiled = [played for played in outcome.others if played.error is None]
+        if not compiled and outcome.closest is None:
+            first = outcome.others[0].error if outcome.others else "the space is empty"
+            return PartcError("P0813", f"none of {outcome.space:,} plans compiles: {first}", help="try one with --fix")
+        nearest = min(compiled, key=lambda played: played.bytes, default=None)
+        if nearest is not None:
+            least, plan, words = nearest.bytes, nearest.plan, "holds"
+        else:
+            assert outcome.closest is not None
+            plan, bound = outcome.closest
+            least, words = bound.bytes, "holds at least"
+        ranks = self.space.ranks
+        more = -(-ranks * least // limit)
+        return PartcError(
+            "P0813",
+            f"no plan of {outcome.space:,} fits {readable(limit)} on {ranks:,} ranks; the closest {words} "
+            f"{readable(least)}: {plan.flags}",
+            help=f"about {more:,} ranks, devices of {readable(least)}, or a smaller batch would make it fit",
+        )
+
+
+class Planner:
+    """The search for one request; predictions and tables are kept for further searches.
+
+    Raises PartcError P0803 and P0814, and those of the trace.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        cluster = fitted(request.cluster, request.ranks)
+        constants = request.constants or calibration(cluster)
+        kernels = request.kernels
+        if kernels == "auto":
+            kernels = "triton" if cluster.device.kind == "gpu" else "aten"
+        self.simulator = Simulator(request.model, cluster, constants)
+        base = ParallelPlan(mesh="dp=1", precision=request.precision, kernels=kernels, options=dict(request.options))
+        base, annotated = _batched(self.simulator, base, request.global_batch)
+        rate = max(cluster.device.peak_of(_COMPUTED[request.precision]), cluster.device.peak_of("f32"))
+        self.bounds = Bounds(
+            annotated=annotated,
+            peak=rate * max(constants.products, constants.attention),
+            states=_STATES,
+            tables=Tables(bodies=RegionBodies(self.simulator), durations=self.simulator.rates),
+        )
+        self.tokens = sequence_length(annotated)
+        self.space = Space(
+            ranks=request.ranks,
+            batch=batch_size(annotated),
+            calls=len(staged_calls(annotated)),
+            nodes=-(-request.ranks // cluster.near),
+            sequences=self.tokens is not None,
+            fixed=request.fixed,
+            base=base,
+        )
+        self._predictions: dict[ParallelPlan, Prediction | Failure] = {}
+
+    def predicted(self, plan: ParallelPlan) -> Prediction | Failure:
+        """The simulator's prediction for a plan of the space."""
+        if plan not in self._predictions:
+            try:
+                self._predictions[plan] = self.simulator.predict(plan)
+            except PartcError as error:
+                self._predictions[plan] = Failure(error=f"{error.code}: {error.cause}")
+        return self._predictions[plan]
+
+    def choice(
+        self, *, limit: int | None = None, on_played: Callable[[Played], None] = lambda played: None
+    ) -> PlanChoice:
+        """The best plan that holds at most `limit` bytes on a rank. Raises PartcError P0812."""
+        request = self.request if limit is None else replace(self.request, limit=limit)
+        outcome = search(
+            self.space.plans(),
+            self.predicted,
+            self.bounds,
+            limit=request.limit,
+            max_seconds=request.max_seconds,
+            on_played=on_played,
+        )
+        return PlanChoice(request=request, space=self.space, outcome=outcome, tokens=self.tokens)
+
+
+def _batched(simulator: Simulator, base: ParallelPlan, wanted: str | None) -> tuple[ParallelPlan, Program]:
+    """The plan of one rank with the batch that is asked for, and its program with the shapes of the whole batch."""
+    annotated = simulator.annotated(base)
+    count = batch_size(annotated) if wanted is None else samples(wanted, annotated)
+    if count == batch_size(annotated):
+        return base, annotated
+    if "batch" in base.options:
+        raise PartcError("P0814", "-D batch and --global-batch differ", help="leave one of them out")
+    base = replace(base, options={**base.options, "batch": count})
+    annotated = simulator.annotated(base)
+    checked(base.options, batch_size(annotated))
+    return base, annotated

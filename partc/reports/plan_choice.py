@@ -1,0 +1,76 @@
+"""A table of the best plans of a search, with the reason why each is not the best.
+
+plan                         step   compute   exposed  bubble  memory    samples/s
+dp=8, 4 microbatches, ...  1.51 s    1.49 s   21.0 ms     0 s  67.3 GiB       42.3  the best
+...
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from partc.compilation.plan import ParallelPlan
+from partc.ir.printer import readable
+from partc.planner.planning import PlanChoice
+from partc.planner.reasons import reason, shown
+
+
+def page(choice: PlanChoice, top: int, *, width: int = 140) -> str:
+    """The best plans, side by side, and the proof's figures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    best, outcome = choice.best, choice.outcome
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    table.add_column("plan", overflow="fold")
+    for name in ("step", "compute", "exposed", "bubble", "memory", "samples/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for played in shown(choice, top):
+        found: Any = played.prediction
+        times = [_time(each) for each in (found.step_seconds, found.compute, found.exposed, found.bubble)]
+        why = "the best" if played is best else reason(best, played, choice.request.limit)
+        rate = f"{choice.space.batch / found.step_seconds:.4g}"
+        table.add_row(words(played.plan), *times, readable(found.memory_bytes), rate, why)
+    out = io.StringIO()
+    console = Console(file=out, width=max(width, 100), highlight=False, markup=False, emoji=False)
+    console.print(table)
+    simulated = len(outcome.fitting) + len(outcome.others)
+    console.print(
+        f"\n{outcome.space:,} plans for {choice.space.ranks:,} ranks of {choice.request.cluster.name}, a batch of "
+        f"{choice.space.batch:,}: {outcome.too_large:,} hold too much, {simulated:,} were simulated, all others are "
+        f"bounded; {outcome.seconds:.1f} s",
+        soft_wrap=True,
+    )
+    console.print(_gap(choice), soft_wrap=True)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _gap(choice: PlanChoice) -> str:
+    outcome = choice.outcome
+    if outcome.wrong:
+        return f"no gap is proved: the bound of {words(outcome.wrong[0].plan)} is above its prediction, a bug in partc"
+    if outcome.complete:
+        return "no other plan of the space is quicker"
+    return f"stopped early: no other plan is quicker by more than {outcome.gap:.1%}"
+
+
+def words(plan: ParallelPlan) -> str:
+    """A plan in short: the mesh, and the options that are not the defaults."""
+    parts = [plan.mesh, f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"]
+    if "pp=" in plan.mesh:
+        parts.append(plan.schedule)
+    if plan.virtual_stages is not None:
+        parts.append(f"{plan.virtual_stages} virtual stages")
+    if plan.level:
+        parts.append(f"zero {plan.zero}")
+    if plan.recompute != "none":
+        parts.append(f"recompute {plan.recompute}")
+    if plan.loss_chunks > 1:
+        parts.append(f"{plan.loss_chunks} loss chunks")
+    return ", ".join(parts)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

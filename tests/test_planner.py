@@ -1,0 +1,146 @@
+"""Plans: their documents, their space, the search, and `partc plan`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partc.cli import main
+from partc.compilation.plan import ParallelPlan, read
+from partc.errors import PartcError
+from partc.ir.mesh import Mesh
+from partc.planner.space import Space, divisors, fixed
+from tests.enumeration import case, compared
+
+GPT = str(Path(__file__).parents[1] / "examples" / "gpt.py")
+
+
+@pytest.mark.parametrize("seed", [0, 5, 11, 17, 23, 31])
+def test_the_best_plan_is_that_of_enumeration(seed: int) -> None:
+    result = compared(case(seed))
+    assert result is None or result.faults == ()
+
+
+def test_cases_are_compared() -> None:
+    """Of the cases above, most have a space that can be enumerated."""
+    assert compared(case(5)) is not None
+
+
+def test_a_plan_survives_its_document(tmp_path: Path) -> None:
+    plan = ParallelPlan(
+        mesh="pp=2,dp=4", microbatches=8, schedule="interleaved", virtual_stages=4, zero=1, options={"batch": 64}
+    )
+    file = tmp_path / "plan.json"
+    file.write_text(plan.text)
+    assert read(file) == plan
+    assert read(file).options == {"batch": 64}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"mesh": 3}',
+        '{"mesh": "dp=2", "microbatches": 0}',
+        '{"mesh": "dp=2", "microbatches": "2"}',
+        '{"mesh": "dp=2", "surprise": 1}',
+        '{"mesh": "dp=2", "mesh": "dp=4"}',
+        '{"mesh": "dp=2", "options": {"a-b": 1}}',
+        '{"mesh": "dp=2", "options": {"a": [1]}}',
+        '{"mesh": "dp=2", "zero": null}',
+    ],
+)
+def test_files_that_are_no_plans_are_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    with pytest.raises(PartcError) as caught:
+        read(file)
+    assert caught.value.code == "P0804"
+
+
+def test_the_space_has_every_mesh_once() -> None:
+    space = Space(ranks=12, batch=24, calls=6, nodes=2, fixed=fixed("zero=1,recompute=none,schedule=1f1b"))
+    plans = list(space.plans())
+    assert len({(plan.mesh, plan.microbatches) for plan in plans}) == len(plans)
+    meshes = [Mesh.parse(plan.mesh) for plan in plans]
+    assert {mesh.size for mesh in meshes} == {12}
+    sizes = {tuple(mesh.axis(name) for name in ("pp", "dp", "tp")) for mesh in meshes}
+    expected = {
+        (pp, dp, 12 // pp // dp) for pp in divisors(12) for dp in divisors(12 // pp) if pp <= 6 and 24 % dp == 0
+    }
+    assert sizes == expected
+    orders = {mesh.names for mesh in meshes if mesh.axis("pp") * mesh.axis("dp") == 6 and len(mesh.names) == 3}
+    assert len(orders) == math.factorial(3)
+    assert {plan.microbatches for plan in plans if "dp=3" in plan.mesh} == set(divisors(8))
+
+
+def test_plans_that_compile_alike_are_one() -> None:
+    plans = list(Space(ranks=2, batch=2, calls=4).plans())
+    alone = [plan for plan in plans if plan.mesh == "tp=2"]
+    assert {plan.zero for plan in alone} == {0}
+    assert {plan.schedule for plan in plans if "pp" not in plan.mesh} == {"1f1b"}
+    assert not any(plan.mesh == "tp=1,dp=2" for plan in plans)
+
+
+@pytest.mark.parametrize(
+    "text", ["tp", "tp=", "tp=0", "tp=4|", "sp=2", "tp=2,tp=4", "zero=4", "order=dp-dp", "recompute=x"]
+)
+def test_decisions_that_do_not_exist_are_refused(text: str) -> None:
+    with pytest.raises(PartcError) as caught:
+        fixed(text)
+    assert caught.value.code == "P0811"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(["plan", GPT, *arguments])
+    return code, capsys.readouterr().out
+
+
+def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code, out = run(capsys, *arguments, "--json")
+    found: dict[str, Any] = json.loads(out)
+    return found | {"exit": code}
+
+
+SMALL = ("--cluster", "4xH100-80GB", "--batch", "8", "--fix", "recompute=none,zero=0|1,cp=1")
+
+
+def test_the_plan_compiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    found = document(capsys, *SMALL, "-o", str(file))
+    assert found["exit"] == 0 and found["gap"] == 0 and found["complete"]
+    best, *others = found["plans"]
+    assert all(best["step_seconds"] <= other["step_seconds"] for other in others if other["fits"])
+    assert all(other["why"] for other in others)
+    assert best["plan"] == found["plan"] == read(file).document()
+    assert main(["compile", GPT, "--plan", str(file), "--kernels", "aten", "-o", str(tmp_path / "x")]) == 2
+    capsys.readouterr()
+    plan = json.loads(file.read_text())
+    file.write_text(json.dumps(plan | {"kernels": "aten", "precision": "fp64"}))
+    assert main(["compile", GPT, "--plan", str(file), "-o", str(tmp_path / "build")]) == 0
+    assert json.loads((tmp_path / "build" / "plan.json").read_text())["mesh"] == found["plan"]["mesh"]
+    assert main(["verify", str(tmp_path / "build"), "--virtual", "--steps", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ((*SMALL, "--memory", "1MB"), "P0813"),
+        (("--cluster", "4xH100-80GB", "--fix", "tp=3"), "P0812"),
+        (("--cluster", "4xH100-80GB", "--fix", "tp=x"), "P0811"),
+        (("--cluster", "4xH100-80GB", "--ranks", "8"), "P0803"),
+        (("--cluster", "4xH100-80GB", "--memory", "much"), "P0004"),
+        (("--cluster", "4xH100-80GB", "--global-batch", "many"), "P0814"),
+        (("--cluster", "4xH100-80GB", "--global-batch", "1000 tokens"), "P0814"),
+        (("--cluster", "4xH100-80GB", "--global-batch", "16", "--batch", "8"), "P0814"),
+    ],
+)
+def test_refusals(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: str) -> None:
+    found = document(capsys, *arguments)
+    assert (found["exit"], found["error"]["code"] if "error" in found else found.get("code")) == (2, code)

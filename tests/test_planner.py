@@ -19,15 +19,14 @@ from tests.enumeration import case, compared
 GPT = str(Path(__file__).parents[1] / "examples" / "gpt.py")
 
 
-@pytest.mark.parametrize("seed", [0, 5, 11, 17, 23, 31])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("seed", [0, 11, *(pytest.param(seed, marks=SLOW) for seed in (5, 23, 31))])
 def test_the_best_plan_is_that_of_enumeration(seed: int) -> None:
     result = compared(case(seed))
-    assert result is None or result.faults == ()
-
-
-def test_cases_are_compared() -> None:
-    """Of the cases above, most have a space that can be enumerated."""
-    assert compared(case(5)) is not None
+    assert result is not None
+    assert result.faults == ()
 
 
 def test_a_plan_survives_its_document(tmp_path: Path) -> None:
@@ -120,7 +119,7 @@ def test_the_plan_compiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert all(other["why"] for other in others)
     assert best["plan"] == found["plan"] == read(file).document()
     assert main(["compile", GPT, "--plan", str(file), "--kernels", "aten", "-o", str(tmp_path / "x")]) == 2
-    capsys.readouterr()
+    assert "P0815" in capsys.readouterr().err
     plan = json.loads(file.read_text())
     file.write_text(json.dumps(plan | {"kernels": "aten", "precision": "fp64"}))
     assert main(["compile", GPT, "--plan", str(file), "-o", str(tmp_path / "build")]) == 0

@@ -119,6 +119,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "attention": _attention,
     "attention_backward": _attention_backward,
     "expert_matmul": lambda x, experts, w: torch.einsum("si,sio->so", x, w[experts]),
+    "expert_rows": lambda experts, w: w[experts],
     "embedding": lambda w, ids: F.embedding(ids, w),
     "mask_classes": lambda x, n: torch.cat([x[..., : max(n, 0)], torch.full_like(x[..., max(n, 0) :], -math.inf)], -1),
     "cross_entropy": _cross_entropy,
@@ -266,6 +267,7 @@ def product_cases() -> list[Case]:
     found += [case("matmul_grad_right", normal(6, 12, 18), normal(6, 12, 4), flat) for flat in (True, False)]
     found += [case("expert_matmul_grad_rows", normal(12, 18), torch.arange(12) % 3, normal(4, 6, 18))]
     found += [case("expert_matmul", normal(12, 6), torch.arange(12) % 3, normal(4, 6, 18))]
+    found += [case("expert_rows", torch.arange(12) % 3, normal(4, 6))]
     found += [case("mm", normal(6, 4), normal(4, 6)), case("bmm", normal(6, 4, 3), normal(6, 3, 4))]
     found += [
         case("mv", normal(6, 4), normal(4)),

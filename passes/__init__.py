@@ -56,6 +56,13 @@ PIPELINE: tuple[Pass, ...] = (
         reads=(),
     ),
     Pass(
+        name="route",
+        label="Routed",
+        does="rows that masks select keep their places; loops over experts become expert products",
+        requires=("canonical",),
+        ensures=("routed",),
+    ),
+    Pass(
         name="scan",
         label="Scanned",
         does="unrolled loops over time become scans, with one step each",

@@ -40,7 +40,9 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fuse": ({"kernels": "triton"}, {"turned": True}),
 }
 # Passes over communication or of loops, whose examples are the expected texts of their own tests.
-ELSEWHERE = {"scan", "tables", "experts", "zero", "overlap", "bucket", "schedule", "actions", "prefetch", "check"}
+ELSEWHERE = {
+    "route", "scan", "tables", "experts", "zero", "overlap", "bucket", "schedule", "actions", "prefetch", "check",
+}  # fmt: skip
 
 
 def columns(docstring: str) -> tuple[list[str], list[str]]:

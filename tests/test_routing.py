@@ -34,8 +34,9 @@ def test_products_by_expert_and_their_gradients(rows: int) -> None:
 class Sorted(nn.Module):
     """Two experts for each token, whose rows are sorted, multiplied in groups and put back."""
 
-    def __init__(self, *, mixes: bool = False) -> None:
+    def __init__(self, *, mixes: bool = False, biased: bool = False) -> None:
         super().__init__()
+        self.bias = nn.Parameter(torch.randn(4, 8) / 3) if biased else None
         self.router = nn.Linear(6, 4, bias=False)
         self.up = nn.Parameter(torch.randn(4, 6, 8) / 3)
         self.down = nn.Parameter(torch.randn(4, 8, 6) / 3)
@@ -48,6 +49,9 @@ class Sorted(nn.Module):
         ends = torch.cumsum(numbers, 0, dtype=torch.int32)
         rows = x[order.indices // 2]
         hidden = torch._grouped_mm(rows, self.up, offs=ends).relu()
+        if self.bias is not None:  # and a gate whose columns alternate with the others'
+            hidden = hidden + self.bias[order.values]
+            hidden = (hidden[..., ::2].clamp(max=1.0) * hidden[..., 1::2].sigmoid()).repeat(1, 2)
         if self.mixes:
             hidden = hidden + hidden.cumsum(0)
         out = torch._grouped_mm(hidden, self.down, offs=ends) * scores.reshape(-1)[order.indices].unsqueeze(-1)
@@ -65,6 +69,10 @@ def sorted_experts() -> nn.Module:
     return Sorted()
 
 
+def biased_experts() -> nn.Module:
+    return Sorted(biased=True)
+
+
 def mixing_experts() -> nn.Module:
     return Sorted(mixes=True)
 
@@ -74,6 +82,13 @@ def test_sorted_experts_equal_one_device(mesh: str, microbatches: int) -> None:
     package = partc.compile(sorted_experts, _batch(), mesh=mesh, microbatches=microbatches, precision="fp64")
     ops = {op.name for region in package.program.regions for op in region.forward.ops}
     assert "expert_matmul" in ops and not {"sort", "histc", "index_put"} & ops
+    assert package.verify(steps=2).ok
+
+
+def test_biases_and_strided_gates_of_sorted_experts() -> None:
+    package = partc.compile(biased_experts, _batch(), mesh="2x2", microbatches=2, precision="fp64")
+    ops = {op.name for region in package.program.regions for op in region.forward.ops}
+    assert "expert_matmul" in ops and not {"sort", "histc"} & ops
     assert package.verify(steps=2).ok
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from partc.errors import PartcError, first_line
+from partc.errors import PartcError, Source, first_line
 from partc.frontend.frozen_state import StateWatch, check
 from partc.frontend.model_file import blame
 from partc.frontend.own_backward import Hook, followed, own_hooks, register_hook
@@ -53,6 +53,7 @@ class Captured:
     calls: Mapping[int, CallMark]  # the marks in the exported graph
     results: tuple[str, ...] = ()  # paths of the graph's outputs, where it returns more than a loss
     assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
+    tests: tuple[Source, ...] = ()  # of whether a mask selects anything
 
 
 class _TracedStep(nn.Module):
@@ -69,7 +70,7 @@ class _TracedStep(nn.Module):
         path: Path | None,
         form: Any,
         names: Sequence[str],
-        told: Callable[[frozenset[str], tuple[str, ...], Repeats], None],
+        told: Callable[[frozenset[str], tuple[str, ...], Repeats, tuple[Source, ...]], None],
         assumed: dict[str, None],
         watch: StateWatch,
         repeats: Callable[[], Repeats],
@@ -110,7 +111,7 @@ class _TracedStep(nn.Module):
         except Exception as error:  # torch.export would print the graph so far beside it, or its whole message
             raise explained(error, self.model, self._path) from error
         first = next(iter(found.values()))
-        self._told(_with_gradient(self.model, first, repeats), tuple(found), repeats)
+        self._told(_with_gradient(self.model, first, repeats), tuple(found), repeats, tuple(values.selections.tests))
         for store, name, buffer in held:
             now = store[name]
             if buffer is not None and now is not None and now is not buffer:
@@ -172,7 +173,7 @@ def capture(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = _built(build, path)
     hooks = own_hooks(model)
-    told: list[tuple[frozenset[str], tuple[str, ...], Repeats]] = []
+    told: list[tuple[frozenset[str], tuple[str, ...], Repeats, tuple[Source, ...]]] = []
     assumed: dict[str, None] = {}
     with mode:
         _make_fake(model, dtype)
@@ -190,7 +191,7 @@ def capture(
                 )
                 trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
                 exported = trace()
-                gained, paths, marked = told[-1]
+                gained, paths, marked, tests = told[-1]
                 check(exported, watch, trace)
         except PartcError as error:
             error.source = error.source or blame(error, path)
@@ -209,6 +210,7 @@ def capture(
         calls=marked.calls,
         results=() if read is None else paths,
         assumed=tuple(assumed),
+        tests=tests,
     )
 
 

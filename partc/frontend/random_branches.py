@@ -32,15 +32,19 @@ TESTS = frozenset({"__bool__", "is_nonzero"})
 
 
 class Outcomes(enum.Enum):
-    """The outcomes of a trace's branches: the number is at least the limit (ABOVE), below it, or by turns."""
+    """The outcomes of a trace's branches: the number is at least the limit (ABOVE), below it, or by turns.
+
+    In a trace of EMPTY, masks select nothing as well; in all others they select something.
+    """
 
     ABOVE = (False, False)
     BELOW = (True, True)
     FIRST_BELOW = (True, False)
     SECOND_BELOW = (False, True)
+    EMPTY = (False, False, False)
 
     def below(self, branch: int) -> bool:
-        return self.value[branch % 2]
+        return bool(self.value[branch % 2])
 
 
 class RandomTests:

@@ -18,6 +18,7 @@ from torch.export.graph_signature import InputKind
 from partc.errors import InternalError, PartcError, Source
 from partc.frontend.capture import Captured, Groups, Loss, capture
 from partc.frontend.complex_numbers import is_complex, rewritten
+from partc.frontend.empty_selections import check_empty
 from partc.frontend.huggingface import PREFIX, is_configuration, model_source
 from partc.frontend.model_file import ModelFile, load
 from partc.frontend.own_optimizer import OwnOptimizer, own_optimizer
@@ -225,6 +226,9 @@ def _of_all_outcomes(
         return Branching(graph=program.regions[0].forward, branches=branches)
 
     found = trace(Outcomes.ABOVE)
+    tests = made[Outcomes.ABOVE][0].tests
+    if tests:
+        check_empty(found.graph, trace(Outcomes.EMPTY).graph, tests[0])
     if not found.branches:
         return made[Outcomes.ABOVE]
     graph, longer = joined(found, trace)

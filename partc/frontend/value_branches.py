@@ -12,9 +12,7 @@ Packages do not run guards. A guard is a test whose one outcome only raises or w
 from __future__ import annotations
 
 import ast
-import dis
 import functools
-import linecache
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -28,13 +26,15 @@ from torch.overrides import TorchFunctionMode
 
 from partc.errors import Source
 from partc.frontend.random_branches import TESTS, Outcomes, RandomTests
+from partc.frontend.selections import NOT_SELECTED, Selections
+from partc.frontend.statements import path_to, span_of, tree_of
 from partc.installed import is_machinery, shortened
 from partc.torch_private import GuardOnValues, checks, without_modes
 
 LARGEST = 1 << 16  # elements of a constant whose values are computed
 CALLS = 4  # between a value and the statement that tests it
 _TESTS = frozenset({*TESTS, "equal", "allclose"})
-_READS = frozenset({*_TESTS, "item", "tolist", "__int__", "__float__", "__index__", "__contains__"})
+_READS = frozenset({*_TESTS, "item", "tolist", "__int__", "__float__", "__index__", "__contains__", "__format__"})
 _DRAWS = frozenset({
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson",
     "multinomial", "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d",
@@ -64,6 +64,7 @@ class ValueWatch(TorchFunctionMode):
         self._drawn = RandomTests()
         self.assumed: dict[Source, str] = {}  # the text of each guard
         self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self.selections = Selections(empty=outcomes is Outcomes.EMPTY, value=self._value, know=self._know)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -125,6 +126,10 @@ class ValueWatch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        args, kwargs = self.selections.sized(name, args, kwargs)
+        found = self.selections.call(func, name, args, kwargs, sys._getframe(1))
+        if found is not NOT_SELECTED:
+            return found
         if name == "item" and self._drawn.is_uniform(args[0]):
             return self._drawn.number(args[0])
         if name in TESTS and (test := self._drawn.of(args[0])) is not None and 0 < test[0] < 1:
@@ -134,9 +139,13 @@ class ValueWatch(TorchFunctionMode):
             if real is not _UNKNOWN:
                 return real
             passed = self._passed(_outside()) if name in _TESTS else None
-            return func(*args, **kwargs) if passed is None else passed
+            if passed is None:
+                found = self.selections.answer(name, args[0])
+                return func(*args, **kwargs) if found is NOT_SELECTED else found
+            return passed
         made = func(*args, **kwargs)
-        self._follow(func, name, args, kwargs, made)
+        if self.selections.follow(name, args, kwargs, made):
+            self._follow(func, name, args, kwargs, made)
         return made
 
     # -- known values --------------------------------------------------------------------------
@@ -277,11 +286,11 @@ def _guard(frame: FrameType | None, calls: int) -> tuple[Source, str, bool] | No
     """The guard that tests the value which this frame computes, with the value that passes it."""
     if frame is None or not calls:
         return None
-    span = _span(frame)
-    tree = _tree(frame.f_code.co_filename)
+    span = span_of(frame)
+    tree = tree_of(frame.f_code.co_filename)
     if span is None or tree is None:
         return None
-    path = _path(tree, span)
+    path = path_to(tree, span)
     statement = next((node for node in reversed(path) if isinstance(node, ast.stmt)), None)
     if statement is None:
         return None
@@ -303,10 +312,10 @@ def _guard(frame: FrameType | None, calls: int) -> tuple[Source, str, bool] | No
 
 def _called(frame: FrameType | None) -> ast.Call | None:
     """The innermost call in the source that a frame runs."""
-    span, tree = (None, None) if frame is None else (_span(frame), _tree(frame.f_code.co_filename))
+    span, tree = (None, None) if frame is None else (span_of(frame), tree_of(frame.f_code.co_filename))
     if span is None or tree is None:
         return None
-    return next((node for node in reversed(_path(tree, span)) if isinstance(node, ast.Call)), None)
+    return next((node for node in reversed(path_to(tree, span)) if isinstance(node, ast.Call)), None)
 
 
 def _tested(expression: ast.expr, flipped: bool = False) -> Iterator[tuple[ast.expr, bool]]:
@@ -343,50 +352,3 @@ def _is_speech(statement: ast.stmt) -> bool:
         called = statement.value.func
         return getattr(called, "attr", getattr(called, "id", "")) in _SPOKEN
     return False
-
-
-Span = tuple[int, int, int, int]  # first line and column, last line and column
-
-
-def _span(frame: FrameType) -> Span | None:
-    """The place in the source of the value that a frame tests or computes; None before Python 3.11."""
-    positions = getattr(frame.f_code, "co_positions", None)
-    if positions is None:
-        return None
-    before = [each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti]
-    tests = "JUMP" in before[-1].opname or before[-1].opname == "UNARY_NOT"  # of the value that was made just before
-    line, last, column, end = list(positions())[before[-2 if tests else -1].offset // 2]
-    return None if None in (line, last, column, end) else (line, column, last, end)
-
-
-@functools.lru_cache(maxsize=64)
-def _tree(file: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(file)).encode())
-    except (SyntaxError, ValueError):
-        return None
-
-
-def _path(tree: ast.AST, span: Span) -> list[ast.AST]:
-    """The nodes around a span, outermost first."""
-    found: list[ast.AST] = []
-    node: ast.AST | None = tree
-    while node is not None:
-        found.append(node)
-        node = next((child for child in _children(node) if _covers(child, span)), None)
-    return found
-
-
-def _children(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if hasattr(child, "lineno"):
-            yield child
-        else:
-            yield from _children(child)
-
-
-def _covers(node: ast.AST, span: Span) -> bool:
-    start, end = (getattr(node, "lineno"), getattr(node, "col_offset")), (  # noqa: B009
-        getattr(node, "end_lineno"), getattr(node, "end_col_offset"),  # noqa: B009
-    )  # fmt: skip
-    return start <= span[:2] and span[2:] <= end

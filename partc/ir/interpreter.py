@@ -182,7 +182,7 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "dispatch": lambda x, order, grouped, counts, axis: x[order],
     "combine": lambda x, order, grouped, counts, axis: x[order.argsort()],
     "expert_rows": lambda experts, w, groups=1: w[experts],
-    "expert_matmul": lambda x, experts, w, groups=1: torch.ops.partc.expert_matmul(x, experts, w),
+    "expert_matmul": lambda x, experts, w, groups=1: torch.einsum("si,sio->so", x, w[experts]),
     "sum": lambda x, dims, keepdim: x.sum(dims, keepdim) if dims else x,
     "full": lambda sizes, fill, dtype: torch.full(sizes, fill, dtype=dtype),
     "tensor": lambda values, sizes, dtype: torch.tensor(values, dtype=dtype).reshape(sizes),

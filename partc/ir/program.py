@@ -33,6 +33,8 @@ VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias", "w
 # A loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`.
 SPARSE = "sparse"  # the attribute of a table's gradient that is kept as rows
 SCAN = "scan"
+# The places that a mask selects, along one of its dimensions: `selected(mask, dim)`; as many as the mask has elements.
+SELECTED = "selected"
 FLOATING = frozenset({"f64", "f32", "bf16", "f16"})
 
 

@@ -19,13 +19,9 @@ from dataclasses import dataclass, field, replace
 from partc import fuel
 from partc.ir.layout import Layout
 from partc.ir.program import Arg, Graph, Op, Ref, Region, TensorType, Value
+from partc.passes.route.rows import dims_of_rows
 
 _GROUPED = frozenset({"grouped_mm", "_grouped_mm", "partc_double::grouped_mm", "transformers::grouped_mm_fallback"})
-_ELEMENTWISE_NAMES = (
-    "add sub mul div pow neg exp tanh sigmoid relu silu gelu rsqrt sqrt square abs erf to where masked_fill clamp"
-    " maximum minimum clamp_min clamp_max hardswish leaky_relu softplus mish"
-)
-_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 
 
 def unsorted_experts(region: Region) -> Region:
@@ -215,27 +211,14 @@ class _Unsorting:
 
     def _row_by_row(self, op: Op) -> bool:
         names = list(op.refs())
-        if any(name not in self.rows and not self._is_spread(name, op) for name in names):
+        facts = (self.every, self.numbers, self.counts, self.inverse, self.fresh, (self._perm,))
+        if any(name in known for name in names for known in facts):
             return False
-        shape = op.results[0].type.shape
-        match op.name:
-            case "split":
-                fits = isinstance(op.args[2], int) and op.args[2] % len(self.types[names[0]].shape) != 0
-            case "slice":
-                fits = op.args[1] != 0
-            case "reshape":
-                fits = bool(shape) and shape[0] == self._length
-            case _:
-                fits = op.name in _ELEMENTWISE and shape[0] == self._length
-        if fits:
-            self._keep(replace(op.renamed(self.rows), results=op.results))
-        return fits
-
-    def _is_spread(self, name: str, op: Op) -> bool:
-        """Whether an operand is equal for all rows."""
-        mine, whole = self.types[name].shape, op.results[0].type.shape
-        inside = name in self.every or name in self.numbers or name in self.counts or name in self.inverse
-        return not inside and name != self._perm and (len(mine) < len(whole) or mine[0] == 1)
+        dims = dims_of_rows(op, self.types, [0 if name in self.rows else None for name in names])
+        if dims is None or any(dims):
+            return False
+        self._keep(replace(op.renamed(self.rows), results=op.results))
+        return True
 
     def _keep(self, op: Op) -> None:
         self.ops.append(op)

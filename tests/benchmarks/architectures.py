@@ -187,7 +187,7 @@ TWO_SIDED: dict[str, dict[str, Any]] = {
     "longt5": {}, "m2m_100": {}, "marian": {}, "mbart": {}, "mt5": {}, "mvp": {}, "pegasus": {}, "pegasus_x": {},
     "plbart": {}, "prophetnet": {"without": "num_hidden_layers", "num_encoder_layers": 2, "num_decoder_layers": 2, "num_encoder_attention_heads": 4,
                                  "num_decoder_attention_heads": 4, "ngram": 2},
-    "switch_transformers": {}, "t5": {}, "umt5": {},
+    "switch_transformers": {"dropout_rate": 0.0}, "t5": {}, "umt5": {},
 }  # fmt: skip
 VISION: dict[str, dict[str, Any]] = {
     "beit": {}, "bit": {"hidden_sizes": [16, 32], "depths": [1, 1], "embedding_size": 16, "num_groups": 4},

@@ -1,0 +1,453 @@
+"""Rows that a mask selects, while a model is traced: all rows, with the mask beside them.
+
+    rows = torch.where(chosen == e)[0]       rows  = selected(eq(chosen, e), 0)      as many as the mask has elements
+    y    = expert(x[rows])              ->   y     = expert(x[rows])                 of all of them
+    out.index_add_(0, rows, y)               out.index_add_(0, rows, y)              `route` leaves out the rest
+
+A trace has no values, so that the number of selected rows is unknown. Every row is kept, in the order of the mask's
+elements. The pass `route` checks that rows are computed one by one, and that only selected ones are written back.
+
+A number of rows is an integer that can be tested against zero, be a size, and be an operand of tensors. Tests whether
+anything is selected (`mask.any()`, `len(rows) == 0`, a loop over `nonzero()`) pass as if it were; `check_empty`
+compares with a trace in which they all fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partc.errors import PartcError, Source
+from partc.frontend.repeats import MARK
+from partc.frontend.statements import around
+from partc.installed import is_machinery, shortened
+from partc.ir.program import SELECTED
+from partc.torch_private import without_modes
+
+NOT_SELECTED = object()
+_library = torch.library.Library("partc", "FRAGMENT")
+_library.define(f"{SELECTED}(Tensor mask, int dim) -> Tensor")
+_library.impl(
+    SELECTED,
+    lambda mask, dim: torch.empty(mask.numel(), dtype=torch.int64, device=mask.device),
+    "CompositeExplicitAutograd",
+)
+_INDICES = frozenset({"where", "nonzero", "argwhere"})
+_ARITHMETIC = frozenset({
+    "add", "sub", "rsub", "mul", "div", "true_divide", "divide", "multiply", "subtract", "pow", "__add__", "__radd__",
+    "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__rdiv__", "add_", "sub_", "mul_",
+    "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__",
+})  # fmt: skip
+# Functions that write selected rows back to a tensor of all rows.
+_WRITES = frozenset({
+    "index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "__setitem__", "scatter_add",
+    "scatter_add_", "scatter", "scatter_", "masked_scatter", "masked_scatter_",
+})  # fmt: skip
+_COUNTS = frozenset({"sum", "count_nonzero"})
+# A comparison with an integer that only tells whether a count is zero, and its answer if the count is not.
+_TESTS_OF_ZERO: Mapping[tuple[str, int], bool] = {
+    ("eq", 0): False, ("ne", 0): True, ("gt", 0): True, ("ge", 1): True, ("lt", 1): False, ("le", 0): False,
+}  # fmt: skip
+_COMPARISONS = {
+    ast.Eq: "eq", ast.NotEq: "ne", ast.Gt: "gt", ast.GtE: "ge", ast.Lt: "lt", ast.LtE: "le",
+}  # fmt: skip
+# The files of methods that are written in Python, and call a mode from there.
+_METHODS = (torch.Tensor.__format__.__code__.co_filename, torch.overrides.__file__)
+# Arithmetic of integers that would lose the fact that a number is not known.
+_REFUSED = (
+    "mod rmod pow rpow neg abs round int divmod rdivmod lshift rshift and or xor rsub rfloordiv ceil floor trunc invert"
+)
+
+
+class RowCount(int):
+    """The number of rows that a mask selects; as an integer, the number of all rows."""
+
+    _selections: Selections
+    _mask: Tensor | None
+
+    def __new__(cls, rows: int, selections: Selections, mask: Tensor | None) -> RowCount:
+        """`mask` is None for numbers that were computed from the number of rows."""
+        made = super().__new__(cls, rows)
+        made._selections, made._mask = selections, mask
+        return made
+
+    __hash__ = int.__hash__
+
+    @property
+    def plain(self) -> int:
+        return int.__add__(self, 0)
+
+    def tensor(self) -> Tensor:
+        """The number as a tensor."""
+        if self._mask is None:
+            raise _unknown_number()
+        return self._mask.ne(0).sum()
+
+    def _compared(self, name: str, other: Any) -> bool:
+        if isinstance(other, int) and not isinstance(other, RowCount):
+            answer = _TESTS_OF_ZERO.get((name, other))
+            if answer is not None:
+                return answer is self._selections.nonempty()
+        if isinstance(other, RowCount) or self._selections.inside_torch():
+            compare: Callable[[int, Any], bool] = getattr(int, f"__{name}__")
+            return compare(self, other)
+        raise _unknown_number()
+
+    def __bool__(self) -> bool:
+        return self._selections.nonempty()
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared("eq", other)
+
+    def __ne__(self, other: object) -> bool:
+        return self._compared("ne", other)
+
+    def __gt__(self, other: int) -> bool:
+        return self._compared("gt", other)
+
+    def __ge__(self, other: int) -> bool:
+        return self._compared("ge", other)
+
+    def __lt__(self, other: int) -> bool:
+        return self._compared("lt", other)
+
+    def __le__(self, other: int) -> bool:
+        return self._compared("le", other)
+
+    def _derived(self, number: int) -> RowCount:
+        return RowCount(number, self._selections, None)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._derived(int.__mul__(self, other)) if isinstance(other, int) else NotImplemented
+
+    def __add__(self, other: Any) -> Any:
+        return self._derived(int.__add__(self, other)) if isinstance(other, int) else NotImplemented
+
+    def __sub__(self, other: Any) -> Any:
+        return self._derived(int.__sub__(self, other)) if isinstance(other, int) else NotImplemented
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._derived(int.__floordiv__(self, other)) if isinstance(other, int) else NotImplemented
+
+    __rmul__, __radd__ = __mul__, __add__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.tensor() / other
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self.tensor()
+
+    def __float__(self) -> float:
+        raise _unknown_number()
+
+
+def _refused(number: RowCount, *others: Any) -> Any:
+    raise _unknown_number()
+
+
+for _word in _REFUSED.split():
+    setattr(RowCount, f"__{_word}__", _refused)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a tensor: the mask that selects some of them, and their dimension."""
+
+    tensor: weakref.ref[Tensor]
+    mask: Tensor
+    dim: int
+
+
+class Selections:
+    """The tensors of a trace that hold rows selected by masks."""
+
+    def __init__(
+        self, *, empty: bool, value: Callable[[Tensor], Tensor | None], know: Callable[[Any, Any], None]
+    ) -> None:
+        """With `empty`, tests answer that nothing is selected. `value` and `know` are of constants."""
+        self.tests: list[Source] = []
+        self._empty = empty
+        self._value, self._know = value, know
+        self._rows: dict[int, _Rows] = {}
+        self._indices: dict[int, tuple[weakref.ref[Tensor], tuple[Tensor, ...]]] = {}  # by the mask
+        self._counts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # a count of a mask's elements
+        self._answers: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # a test of a count: if it is not zero
+        self._placed: dict[int, weakref.ref[Tensor]] = {}  # places that nonzero() found, as constants
+        self._frame: FrameType | None = None
+
+    def nonempty(self) -> bool:
+        """The answer to a test whether anything is selected."""
+        frame = self._frame
+        while frame is not None and is_machinery(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None:
+            self.tests.append(Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno))
+        return not self._empty
+
+    def inside_torch(self) -> bool:
+        return self._frame is not None and is_machinery(self._frame.f_code.co_filename)
+
+    def sized(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The arguments of a call with sizes in place of numbers of rows; for arithmetic, with tensors."""
+        if self._rows and any(isinstance(x, RowCount) for x in _leaves((args, kwargs))):
+            arithmetic = name in _ARITHMETIC
+            return _without_counts(args, arithmetic), _without_counts(kwargs, arithmetic)
+        return args, kwargs
+
+    def call(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+    ) -> Any:
+        """The result of a call that is another one for selected rows; NOT_SELECTED for other calls."""
+        while frame.f_back is not None and frame.f_code.co_filename in _METHODS:
+            frame = frame.f_back
+        self._frame = frame
+        given: Any = args[0] if args else None
+        if name in _INDICES and len(args) + len(kwargs.keys() - {"as_tuple"}) == 1 and isinstance(given, Tensor):
+            return self._found(given, name == "where" or bool(kwargs.get("as_tuple")))
+        if name == "__getitem__":
+            return self._read(func, given, args[1])
+        if name == "masked_select" and len(args) == 2 and self._value(args[1]) is None:
+            x, mask = torch.broadcast_tensors(given, args[1])
+            return self._read(torch.Tensor.__getitem__, x, mask)
+        held = self._of(given)
+        if name == "__setitem__" and self._of(args[2]) is not None:
+            func(given, self._as_indices(args[1]), args[2])
+            return None
+        if held is None:
+            return NOT_SELECTED
+        if name in ("unbind", "tolist") and self._value(args[0]) is not None:
+            return self._each(args[0], name)
+        if name in ("size", "numel", "nelement", "__len__") or (
+            name == "__get__" and getattr(func, "__self__", None) is torch.Tensor.shape
+        ):
+            return self._size(func, name, args, kwargs, held)
+        return NOT_SELECTED
+
+    def follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> bool:
+        """Follow any other call; whether its result may be computed from the values of constants."""
+        self._counted_by(name, args, made)
+        if not self._rows or name in _WRITES:
+            return True
+        operands = [x for x in _leaves((args, kwargs)) if self._of(x) is not None]
+        # A call of a module that is not traced lists its empty results behind its operands.
+        self._hold_like(operands, args[0] if name == f"{MARK}.default" else made)
+        return not operands or all(self._of(x) is not None for x in _leaves(made) if isinstance(x, Tensor))
+
+    # -- indices -----------------------------------------------------------------------------------
+
+    def _of(self, x: Any) -> _Rows | None:
+        found = self._rows.get(id(x))
+        return found if found is not None and found.tensor() is x else None
+
+    def _found(self, mask: Tensor, as_tuple: bool) -> Any:
+        """The places of all elements of a mask."""
+        if self._value(mask) is not None or not mask.dim() or mask.is_nested:
+            return NOT_SELECTED
+        indices = self._places(mask)
+        if as_tuple:
+            return indices
+        made = indices[0][:, None] if mask.dim() == 1 else torch.stack(indices, 1)
+        self._hold(made, mask, 0)
+        if mask.dim() == 1:
+            with without_modes():
+                self._know(made, torch.arange(mask.numel())[:, None])
+        return made
+
+    def _places(self, mask: Tensor) -> tuple[Tensor, ...]:
+        held = self._indices.get(id(mask))
+        if held is not None and held[0]() is mask:
+            return held[1]
+        indices = tuple(torch.ops.partc.selected.default(mask, dim) for dim in range(mask.dim()))
+        for index in indices:
+            self._hold(index, mask, 0)
+        if mask.dim() == 1:
+            with without_modes():
+                self._know(indices[0], torch.arange(mask.numel()))
+        self._indices[id(mask)] = weakref.ref(mask), indices
+        return indices
+
+    def _hold(self, x: Tensor, mask: Tensor, dim: int) -> None:
+        self._rows[id(x)] = _Rows(weakref.ref(x), mask, dim)
+
+    def _each(self, x: Tensor, name: str) -> Any:
+        """The places that nonzero() found, one after the other, as constants."""
+        real = self._value(x)
+        if real is None or not self.nonempty():
+            return [] if name == "tolist" else ()
+        with without_modes():
+            numbers, values = real.tolist(), real.unbind(0)
+        if name == "tolist":
+            return numbers
+        rows = []
+        for number, row in zip(numbers, values, strict=True):
+            made = torch.tensor(number)
+            self._know(made, row)
+            self._placed[id(made)] = weakref.ref(made)
+            rows.append(made)
+        return tuple(rows)
+
+    def _as_indices(self, index: Any) -> tuple[Any, ...]:
+        """An index with the places of masks in place of the masks."""
+        items = index if isinstance(index, tuple) else (index,)
+        found: list[Any] = []
+        for item in items:
+            if isinstance(item, Tensor) and item.dtype is torch.bool and item.dim() and self._value(item) is None:
+                found.extend(self._places(item))
+            else:
+                found.append(item)
+        return tuple(found)
+
+    def _read(self, func: Callable[..., Any], x: Tensor, index: Any) -> Any:
+        items = index if isinstance(index, tuple) else (index,)
+        given = self._as_indices(index)
+        if self._is_place(x) and index == 0 and not isinstance(index, Tensor | bool):
+            made = func(x, index)
+            real = self._value(x)
+            with without_modes():
+                self._know(made, real[0] if real is not None else None)
+            self._placed[id(made)] = weakref.ref(made)
+            return made
+        numbers = tuple(self._number(item, x, place) for place, item in enumerate(given))
+        if len(given) == len(items) and all(a is b for a, b in zip(numbers, items, strict=True)):
+            held = [*filter(None, map(self._of, (x, *items)))]
+            if not held:
+                return NOT_SELECTED
+        made = func(x, numbers if isinstance(index, tuple) or len(numbers) > 1 else numbers[0])
+        self._hold_like([x, *(item for item in numbers if isinstance(item, Tensor))], made)
+        return made
+
+    def _is_place(self, x: Any) -> bool:
+        found = self._placed.get(id(x))
+        return found is not None and found() is x
+
+    def _number(self, item: Any, x: Tensor, dim: int) -> Any:
+        """A constant number of an index as a number, for a trace would take its value from the tensor.
+
+        A place for which the model has nothing, such as a class that no token chooses, is never found.
+        """
+        real = self._value(item) if isinstance(item, Tensor) and item.shape in ((), (1,)) else None
+        if isinstance(item, RowCount):
+            return item.plain
+        if real is None or real.dtype is torch.bool:
+            return item
+        number = min(int(real), x.shape[dim] - 1) if self._is_place(item) and dim < x.dim() else int(real)
+        return slice(number, number + 1) if real.dim() and number >= 0 else item if real.dim() else number
+
+    def _hold_like(self, operands: Sequence[Any], made: Any) -> None:
+        """Let results that have as many rows hold rows of the same mask."""
+        held = next(filter(None, map(self._of, operands)), None)
+        if held is None:
+            return
+        count = held.mask.numel()
+        for x in _leaves(made):
+            if isinstance(x, Tensor) and self._of(x) is None:
+                places = [dim for dim, size in enumerate(x.shape) if size == count]
+                if places:
+                    self._hold(x, held.mask, held.dim if held.dim in places else places[0])
+
+    # -- numbers of rows ---------------------------------------------------------------------------
+
+    def _size(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], held: _Rows
+    ) -> Any:
+        count = RowCount(held.mask.numel(), self, held.mask)
+        if name == "__len__":
+            if held.dim or self.inside_torch():
+                return NOT_SELECTED
+            if not self._tests_length():
+                raise _unknown_number()
+            return count.plain if self.nonempty() else 0
+        made = func(*args, **kwargs)
+        if isinstance(made, torch.Size):
+            return torch.Size([count if dim == held.dim else size for dim, size in enumerate(made)])
+        if name in ("numel", "nelement"):
+            return count if made == count.plain else RowCount(made, self, None)
+        dim = args[1] if len(args) > 1 else kwargs["dim"]
+        return count if dim % args[0].dim() == held.dim else made
+
+    def _tests_length(self) -> bool:
+        """Whether the code that takes this len() only tests whether it is zero."""
+        path = around(self._frame)
+        outer = next((node for node in reversed(path[:-1]) if isinstance(node, ast.expr | ast.stmt)), None)
+        if isinstance(outer, ast.Compare) and len(outer.ops) == 1:
+            number = outer.comparators[0]
+            tested = isinstance(number, ast.Constant) and number.value in (0, 1)
+            return tested and (_COMPARISONS.get(type(outer.ops[0]), ""), number.value) in _TESTS_OF_ZERO  # type: ignore[attr-defined]
+        return isinstance(outer, ast.If | ast.UnaryOp | ast.BoolOp)
+
+    def _counted_by(self, name: str, args: tuple[Any, ...], made: Any) -> None:
+        """Follow the result of any other call: counts of masks, and tests of them."""
+        if not isinstance(made, Tensor) or made.dim() or not args or not isinstance(args[0], Tensor):
+            return
+        x = args[0]
+        if name == "any" and x.dim():
+            self._answers[id(made)] = weakref.ref(made), True
+        elif name in _COUNTS and x.dtype is torch.bool and x.dim():
+            self._counts[id(made)] = weakref.ref(made), x
+        elif self._counted(x) is not None and len(args) == 2 and isinstance(args[1], int):
+            answer = _TESTS_OF_ZERO.get((name.strip("_"), args[1]))
+            if answer is not None:
+                self._answers[id(made)] = weakref.ref(made), answer
+        elif name in ("logical_not", "bitwise_not", "__invert__", "__not__"):
+            answer = self._answered(x)
+            if answer is not None:
+                self._answers[id(made)] = weakref.ref(made), not answer
+
+    def _counted(self, x: Any) -> Tensor | None:
+        found = self._counts.get(id(x))
+        return found[1] if found is not None and found[0]() is x else None
+
+    def _answered(self, x: Any) -> bool | None:
+        found = self._answers.get(id(x))
+        return found[1] if found is not None and found[0]() is x else None
+
+    def answer(self, name: str, x: Any) -> Any:
+        """The value of a test whether a mask selects anything."""
+        if self._value(x) is not None:
+            return NOT_SELECTED
+        mask = self._counted(x)
+        if mask is not None:
+            return self.nonempty() if name in ("__bool__", "is_nonzero") else RowCount(mask.numel(), self, mask)
+        answer = self._answered(x)
+        if answer is None:
+            return NOT_SELECTED
+        return answer is self.nonempty()
+
+
+def _leaves(item: Any) -> Iterator[Any]:
+    if isinstance(item, dict):
+        item = tuple(item.values())
+    if isinstance(item, tuple | list):
+        for one in item:
+            yield from _leaves(one)
+    else:
+        yield item
+
+
+def _without_counts(item: Any, arithmetic: bool) -> Any:
+    """Arguments with sizes in place of numbers of rows; for arithmetic, with the numbers as tensors."""
+    if isinstance(item, RowCount):
+        return item.tensor() if arithmetic else item.plain
+    if isinstance(item, dict):
+        return {key: _without_counts(one, arithmetic) for key, one in item.items()}
+    if isinstance(item, tuple | list):
+        made = [_without_counts(one, arithmetic) for one in item]
+        return torch.Size(made) if isinstance(item, torch.Size) else made if isinstance(item, list) else tuple(made)
+    return item
+
+
+def _unknown_number() -> PartcError:
+    return PartcError(
+        "P0206",
+        "the model does not trace: forward computes a Python number from the number of rows that a mask selects",
+        help="compute it from the mask as a tensor: mask.sum()",
+    )

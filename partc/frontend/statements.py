@@ -1,0 +1,62 @@
+"""The place in the source of the value that a frame tests or computes, as nodes of the syntax tree."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import linecache
+from collections.abc import Iterator
+from types import FrameType
+
+Span = tuple[int, int, int, int]  # first line and column, last line and column
+
+
+def span_of(frame: FrameType) -> Span | None:
+    """The place in the source of the value that a frame tests or computes; None before Python 3.11."""
+    positions = getattr(frame.f_code, "co_positions", None)
+    if positions is None:
+        return None
+    before = [each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti]
+    tests = "JUMP" in before[-1].opname or before[-1].opname == "UNARY_NOT"  # of the value that was made just before
+    line, last, column, end = list(positions())[before[-2 if tests else -1].offset // 2]
+    return None if None in (line, last, column, end) else (line, column, last, end)
+
+
+@functools.lru_cache(maxsize=64)
+def tree_of(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)).encode())
+    except (SyntaxError, ValueError):
+        return None
+
+
+def path_to(tree: ast.AST, span: Span) -> list[ast.AST]:
+    """The nodes around a span, outermost first."""
+    found: list[ast.AST] = []
+    node: ast.AST | None = tree
+    while node is not None:
+        found.append(node)
+        node = next((child for child in _children(node) if _covers(child, span)), None)
+    return found
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if hasattr(child, "lineno"):
+            yield child
+        else:
+            yield from _children(child)
+
+
+def _covers(node: ast.AST, span: Span) -> bool:
+    start, end = (getattr(node, "lineno"), getattr(node, "col_offset")), (  # noqa: B009
+        getattr(node, "end_lineno"), getattr(node, "end_col_offset"),  # noqa: B009
+    )  # fmt: skip
+    return start <= span[:2] and span[2:] <= end
+
+
+def around(frame: FrameType | None) -> list[ast.AST]:
+    """The nodes around the value that a frame computes, outermost first; none where the source is not known."""
+    span, tree = (None, None) if frame is None else (span_of(frame), tree_of(frame.f_code.co_filename))
+    return [] if span is None or tree is None else path_to(tree, span)

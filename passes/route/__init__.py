@@ -1,0 +1,209 @@
+"""Rows that masks select stay in their places; loops over experts become products with the matrices of experts.
+
+    i, j = selected(eq(chosen, 0), 0), selected(…, 1)      rows    = reshape(expand(x), (t k, h))
+    x_0  = index(x, (i,))                                  experts = reshape(chosen, (t k,))
+    y_0  = mul(linear(x_0, w_0), index(scores, (i, j)))    stacked = cat((w_0, …))
+    o_1  = index_add(o_0, 0, i, y_0)                   ->  y       = expert_matmul(rows, experts, stacked)
+    …                                                      z       = mul(y, reshape(scores))
+    o_8  = index_add(o_7, 0, i_7, y_7)                     o_8     = add(o_0, sum(reshape(z, (t, k, h)), (1,)))
+
+The trace keeps every row of a selection. Where a chain of writes is equal for every expert, `loops` computes each row
+once, with the weights of its expert. In all other places every row is computed, and those that the mask leaves out are
+not written back. An operation that mixes rows is refused: it would need their number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from partc.errors import PartcError
+from partc.ir.program import RANDOM, SELECTED, DTypeArg, Graph, Op, Program, Ref, Region
+from partc.passes.route.loops import without_loops
+from partc.passes.route.rows import RowWriter, dims_of_rows, names_of
+
+_WRITES = frozenset({"index_add", "index_put"})
+
+
+def route(program: Program) -> Program:
+    """Rewrite the selections of every region. Raises PartcError P0206 for operations that mix selected rows."""
+    if not any(op.name == SELECTED for region in program.regions for op in region.forward.ops):
+        return program
+    return replace(program, regions=tuple(map(_routed, program.regions)))
+
+
+def _routed(region: Region) -> Region:
+    region = replace(region, forward=_once(region.forward))
+    region = replace(region, forward=without_loops(region))
+    selections = _Selections(RowWriter(types=dict(region.types(region.forward)), taken=_taken(region)))
+    for op in region.forward.ops:
+        selections.take(op)
+    graph = Graph(inputs=region.forward.inputs, ops=tuple(selections.writer.ops), outputs=region.forward.outputs)
+    return replace(region, forward=graph.without_dead())
+
+
+def _taken(region: Region) -> set[str]:
+    return {*region.forward.definitions(), *(value.name for value in region.params)}
+
+
+@dataclass(frozen=True, slots=True)
+class _SelectedPlace:
+    mask: str
+    dim: int
+
+
+@dataclass(slots=True)
+class _Selections:
+    """The values that hold rows of selections: the mask of each, and the dimension of the rows."""
+
+    writer: RowWriter
+    indices: dict[str, _SelectedPlace] = field(default_factory=dict)
+    rows: dict[str, tuple[str, int]] = field(default_factory=dict)
+    constants: set[str] = field(default_factory=set)  # tensors of one number
+
+    def take(self, op: Op) -> None:
+        w = self.writer
+        w.source = op.source
+        if op.name == SELECTED:
+            self._place(op)
+        elif (op.name == "index" and self._read(op)) or (op.name in _WRITES and self._written(op)):
+            return
+        elif any(name in self.rows for name in op.refs()):
+            self._row_by_row(op)
+        else:
+            w.keep(op)
+            if op.name == "full":
+                self.constants.add(op.result.name)
+
+    def _place(self, op: Op) -> None:
+        """The place of each element of a mask along one of its dimensions."""
+        (mask,), dim, made = op.refs(), op.args[1], op.result.name
+        assert isinstance(dim, int)
+        shape = self.writer.shape(mask)
+        count = op.result.type.shape[0]
+        behind = math.prod(shape[dim + 1 :])
+        numbers = self.writer.add("arange", (count,), (count,), "i64", f"{made}_all", dtype=DTypeArg("i64"))
+        blocks = self.writer.add("floor_divide", (Ref(numbers), behind), (count,), "i64", f"{made}_block")
+        self.writer.define("remainder", (Ref(blocks), shape[dim]), (count,), "i64", made)
+        self.indices[made] = _SelectedPlace(mask, dim)
+        self.rows[made] = mask, 0
+
+    def _selected(self, names: list[str | None]) -> tuple[str, list[int], list[int]] | None:
+        """The mask of an index, the indexed dimensions, and the dimensions of the mask that they run along."""
+        places = [place for place, name in enumerate(names) if name is not None]
+        found = [self.indices.get(name) for name in names if name is not None]
+        known = [index for index in found if index is not None]
+        if not places or len(known) < len(found) or len({index.mask for index in known}) > 1:
+            return None
+        return known[0].mask, places, [index.dim for index in known]
+
+    def _read(self, op: Op) -> bool:
+        x, indices = op.args
+        if not isinstance(x, Ref) or not isinstance(indices, tuple) or x.name in self.rows:
+            return False
+        found = self._selected(names_of(indices))
+        if found is None:
+            return False
+        mask, places, dims = found
+        made = self.writer.rows(x.name, places, dims, self.writer.shape(mask), f"{op.result.name}_rows")
+        if made is None:
+            return False
+        value, dim = made
+        shape = op.result.type.shape
+        self.writer.define("reshape", (Ref(value), shape), shape, op.result.type.dtype, op.result.name)
+        self.rows[op.result.name] = mask, dim
+        return True
+
+    def _written(self, op: Op) -> bool:
+        """Write the selected rows back: add them, or put them in their places."""
+        w = self.writer
+        if op.name == "index_add":
+            acc, dim, index, y, *_ = op.args
+            if dim != 0 or dict(op.attrs).get("alpha", 1) != 1 or not isinstance(index, Ref):
+                return False
+            found, adds = self._selected([index.name]), True
+        else:
+            acc, indices, y, *more = op.args
+            if not isinstance(indices, tuple):
+                return False
+            found, adds = self._selected(names_of(indices)), bool(more and more[0])
+        if found is None or not isinstance(acc, Ref) or not isinstance(y, Ref):
+            return False
+        mask, places, dims = found
+        if places != list(range(len(places))) or self.rows.get(y.name) != (mask, 0) or acc.name in self.rows:
+            return False
+        whole, rest, made = w.shape(mask), w.shape(y.name)[1:], op.result.name
+        if w.shape(acc.name) != (*(whole[dim] for dim in dims), *rest):
+            return False
+        dtype = op.result.type.dtype
+
+        def spread(rows: str, rest: tuple[int, ...]) -> str:
+            """Rows summed into the shape of the tensor that they are written to."""
+            x = w.reshape(rows, (*whole, *rest), f"{made}_spread")
+            others = tuple(dim for dim in range(len(whole)) if dim not in dims)
+            if others:
+                left = [size for dim, size in enumerate(w.shape(x)) if dim not in others]
+                x = w.add("sum", (Ref(x), others, False), left, w.types[x].dtype, f"{made}_sum")
+            kept = [dim for dim in range(len(whole)) if dim in dims]
+            order = [kept.index(dim) for dim in dims]
+            return w.permute(x, (*order, *range(len(dims), len(dims) + len(rest))), f"{made}_placed")
+
+        kept = spread(w.only(y.name, 0, w.reshape(mask, (w.shape(y.name)[0],), f"{made}_mask"), f"{made}_kept"), rest)
+        if adds:
+            w.define("add", (acc, Ref(kept)), w.shape(acc.name), dtype, made)
+            return True
+        hit = w.add("ne", (Ref(mask), 0), whole, "bool", f"{made}_hit") if w.types[mask].dtype != "bool" else mask
+        if len(dims) < len(whole):
+            hit = w.add("to", (Ref(hit), DTypeArg("i64")), whole, "i64", f"{made}_hits")
+        hit = spread(hit, ())
+        if len(dims) < len(whole):
+            hit = w.add("gt", (Ref(hit), 0), w.shape(hit), "bool", f"{made}_hit")
+        hit = w.reshape(hit, (*w.shape(hit), *(1 for _ in rest)), f"{made}_hit")
+        w.define("where", (Ref(hit), Ref(kept), acc), w.shape(acc.name), dtype, made)
+        return True
+
+    def _row_by_row(self, op: Op) -> None:
+        held = [self.rows.get(name) for name in op.refs()]
+        masks = {mask for found in held if found is not None for mask in (found[0],)}
+        dims = None
+        if len(masks) == 1:
+            rows = [None if found is None else found[1] for found in held]
+            dims = dims_of_rows(op, self.writer.types, rows, self.constants)
+        if dims is None:
+            raise PartcError(
+                "P0206",
+                f"the model does not trace: {op.name} reads the rows that a mask selects other than row by row, and "
+                "their number depends on the values of a tensor",
+                help="keep all rows and mask those that do not count",
+                source=op.source,
+            )
+        self.writer.keep(op)
+        mask = masks.pop()
+        self.rows.update((value.name, (mask, dim)) for value, dim in zip(op.results, dims, strict=True))
+
+
+def _once(graph: Graph) -> Graph:
+    """Equal operations on integers and masks, which have no gradient, are made once: equal masks become one value."""
+    known: dict[object, Op] = {}
+    same: dict[str, str] = {}
+    shaped: dict[str, str] = {}  # a reshape -> the value before all reshapes
+    types = {name: value.type for name, value in graph.definitions().items()}
+    ops: list[Op] = []
+    for op in graph.ops:
+        op = replace(op.renamed(same), results=op.results)
+        if op.name == "reshape" and not op.result.type.differentiable:
+            first = next(op.refs())
+            base = shaped[op.result.name] = shaped.get(first, first)
+            if types.get(base) == op.result.type:
+                same[op.result.name] = base
+                continue
+        if op.name == "detach" and not op.result.type.differentiable:
+            same[op.result.name] = next(op.refs())
+            continue
+        if op.name not in RANDOM and op.results and not any(value.type.differentiable for value in op.results):
+            found = known.setdefault((op.name, op.args, op.attrs, tuple(value.type for value in op.results)), op)
+            if found is not op:
+                same.update((new.name, old.name) for new, old in zip(op.results, found.results, strict=True))
+                continue
+        ops.append(op)
+    return replace(graph, ops=tuple(ops), outputs=tuple(same.get(name, name) for name in graph.outputs))

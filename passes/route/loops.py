@@ -1,0 +1,685 @@
+"""Loops over experts, as one computation of every row with the weights of its expert.
+
+A loop is a chain of writes to one tensor, whose rows are computed by equal operations for every expert. `_Lift` goes
+through the operations of all experts at once. It finds four kinds of values:
+
+    shared     the same value for all experts
+    stacked    one value for each expert, as a tensor with a first dimension for experts: weights, masks
+    selected   the places that the expert's mask selects
+    rows       one row for each element of the mask, computed for the row's own expert
+
+The masks of the experts have to come from one tensor of expert numbers (a witness), so that each row has one expert:
+`chosen == e`, or row `e` of `one_hot(chosen)`. With `(chosen == e).any(-1)` a token has a row for each of its slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from partc import fuel
+from partc.errors import Source
+from partc.ir.layout import Layout
+from partc.ir.naming import unique
+from partc.ir.program import RANDOM, SELECTED, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
+from partc.passes.route.rows import RowWriter, dims_of_rows, names_of
+
+LEAST = 2  # experts
+_ELEMENTWISE = frozenset(
+    {
+    "add", "sub", "mul", "div", "neg", "to", "eq", "ne", "gt", "ge", "lt", "le", "logical_not", "logical_and",
+    "bitwise_and", "__and__", "where", "masked_fill", "clamp", "clamp_min", "clamp_max", "pow", "exp", "sigmoid",
+    "silu",
+})  # fmt: skip
+_SAME = frozenset({"to", "reshape", "permute", "expand", "detach"})  # the same elements in another form
+_TRUE = frozenset({"ne", "gt"})  # of 0: where a mask of numbers is set
+_BOTH = frozenset({"mul", "logical_and", "bitwise_and", "__and__"})
+
+
+def without_loops(region: Region) -> Graph:
+    """The forward graph with expert products in place of loops over experts."""
+    graph = region.forward
+    params = {value.name: value.type for value in region.params}
+    graph = _without_never(graph, params)
+    for chain in _chains(graph):
+        for part in _counted(chain, graph):
+            if len(part) < LEAST or not fuel.allowed("loop over experts", part[-1].source):
+                continue
+            types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
+            lift = _Lift(graph, types, params, len(part))
+            try:
+                lift.written(part)
+            except _NotEqualError:
+                continue
+            graph = _with(graph, lift, part[-1])
+    return graph
+
+
+def _without_never(graph: Graph, params: Mapping[str, TensorType]) -> Graph:
+    """The graph without writes of rows for experts whose number no row has: rows `e` of one_hot(chosen, more)."""
+    lift = _Lift(graph, {**params, **{name: value.type for name, value in graph.definitions().items()}}, params, 0)
+    same: dict[str, str] = {}
+    ops: list[Op] = []
+    for op in graph.ops:
+        op = replace(op.renamed(same), results=op.results)
+        write = _write(op, lift.makers)
+        if write is not None and write.into not in lift.makers[write.places[0]].refs() and lift.never(write.places[0]):
+            same[op.result.name] = write.into
+        else:
+            ops.append(op)
+    return replace(graph, ops=tuple(ops), outputs=tuple(same.get(name, name) for name in graph.outputs))
+
+
+class _NotEqualError(Exception):
+    """The experts are not computed alike, or not row by row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """Rows that are added to a tensor, or put into it, at selected places."""
+
+    op: Op
+    into: str
+    places: tuple[str, ...]
+    rows: str
+    adds: bool
+
+    @property
+    def source(self) -> Source | None:
+        return self.op.source
+
+
+def _write(op: Op, makers: Mapping[str, Op]) -> _Write | None:
+    """The write that an operation is; an addition of rows to those that are there is one that adds."""
+    places: tuple[Arg, ...]
+    if op.name == "index_add" and op.args[1] == 0 and dict(op.attrs).get("alpha", 1) == 1:
+        into, _, place, rows, *_ = op.args
+        adds, places = True, (place,)
+    elif op.name == "index_put" and isinstance(op.args[1], tuple):
+        into, _, rows, *more = op.args
+        adds, places = bool(more and more[0]), op.args[1]
+    else:
+        return None
+    if not (isinstance(into, Ref) and isinstance(rows, Ref)):
+        return None
+    names = tuple(place.name for place in places if isinstance(place, Ref))
+    if len(names) < len(places) or any(name not in makers or makers[name].name != SELECTED for name in names):
+        return None
+    sum_of = makers.get(rows.name)
+    if not adds and sum_of is not None and sum_of.name == "add":
+        for there, more_rows in (sum_of.args[:2], sum_of.args[1::-1]):
+            read = makers.get(there.name) if isinstance(there, Ref) else None
+            if read is not None and read.name == "index" and read.args == (into, places) and isinstance(more_rows, Ref):
+                return _Write(op, into.name, names, more_rows.name, True)
+    return _Write(op, into.name, names, rows.name, adds)
+
+
+def _chains(graph: Graph) -> list[list[_Write]]:
+    """Writes that follow each other into one tensor."""
+    makers = graph.makers()
+    found: dict[str, list[_Write]] = {}  # by the last result
+    for op in graph.ops:
+        write = _write(op, makers)
+        if write is not None:
+            chain = found.pop(write.into, [])
+            if chain and chain[-1].adds != write.adds:
+                chain = []
+            found[op.result.name] = [*chain, write]
+    return list(found.values())
+
+
+def _counted(chain: Sequence[_Write], graph: Graph) -> Iterator[list[_Write]]:
+    """The parts of a chain in which the number of the expert counts from 0."""
+    makers = graph.makers()
+    part: list[_Write] = []
+    for write in chain:
+        mask = next(makers[write.places[0]].refs())
+        if part and _starts(mask, next(makers[part[0].places[0]].refs()), makers):
+            yield part
+            part = []
+        part.append(write)
+    yield part
+
+
+def _starts(mask: str, first: str, makers: Mapping[str, Op]) -> bool:
+    """Whether a mask has the same numbers as the first one of its part."""
+    return _numbers(mask, makers) == _numbers(first, makers)
+
+
+def _numbers(name: str, makers: Mapping[str, Op]) -> tuple[object, ...]:
+    """The plain arguments of the operations behind a mask, a few steps back."""
+    found: list[object] = []
+    for _ in range(6):
+        op = makers.get(name)
+        if op is None:
+            break
+        found.append((op.name, tuple(arg for arg in op.args if isinstance(arg, int))))
+        name = next(op.refs(), "")
+    return tuple(found)
+
+
+def _with(graph: Graph, lift: _Lift, last: _Write) -> Graph:
+    """The graph with the lifted operations in place of the last write."""
+    ops: list[Op] = []
+    for op in graph.ops:
+        ops.extend(lift.writer.ops if op is last.op else (op,))
+    return replace(graph, ops=needed(tuple(ops), graph.outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lifted:
+    """A value of all experts: `kind` is shared, stacked, selected or rows."""
+
+    kind: str
+    name: str = ""
+    dim: int = 0  # of the mask, for selected places; of the rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Witness:
+    """The numbers of the experts behind a stacked mask: of the mask's shape, then its slots.
+
+    `exact` says that the mask of expert e is set where the number is e, and not only there.
+    """
+
+    name: str
+    slots: tuple[int, ...] = ()
+    exact: bool = True
+
+
+@dataclass(slots=True)
+class _Lift:
+    """The operations of all experts at once."""
+
+    graph: Graph
+    types: dict[str, TensorType]
+    params: Mapping[str, TensorType]
+    count: int
+    writer: RowWriter = field(init=False)
+    makers: dict[str, Op] = field(init=False)
+    results: dict[str, int] = field(init=False)
+    known: dict[tuple[str, ...], _Lifted] = field(default_factory=dict)
+    witnesses: dict[str, _Witness] = field(default_factory=dict)  # of stacked masks
+    masks: tuple[str, ...] = ()  # one for each expert
+    whole: tuple[int, ...] = ()  # the dimensions whose elements have rows: the mask's, and the slots
+    first: int = 0  # the dimension of the mask that leads in the order of the rows
+    experts: str = ""  # the number of each row's expert
+    chosen: str = ""  # whether a row is selected at all; "" if all are
+
+    def __post_init__(self) -> None:
+        self.writer = RowWriter(types=self.types, taken=set(self.types))
+        self.makers = self.graph.makers()
+        self.results = {value.name: i for op in self.graph.ops for i, value in enumerate(op.results)}
+
+    # -- the whole loop ------------------------------------------------------------------------------
+
+    def written(self, writes: Sequence[_Write]) -> None:
+        """Write the operations of a whole loop, whose last one defines the result of the last write."""
+        w, last = self.writer, writes[-1]
+        w.source = writes[0].op.source
+        for earlier, later in pairwise(writes):
+            if later.into != earlier.op.result.name:
+                raise _NotEqualError
+        masks = tuple(next(self.makers[write.places[0]].refs()) for write in writes)
+        dims = [[self.makers[name].args[1] for name in write.places] for write in writes]
+        same = all(each == dims[0] for each in dims)
+        if not same or any(next(self.makers[name].refs()) != mask for write, mask in zip(writes, masks, strict=True)
+                           for name in write.places):  # fmt: skip
+            raise _NotEqualError
+        places = [dim for dim in dims[0] if isinstance(dim, int)]
+        self._select(masks, places)
+        rows = self._lift(tuple(write.rows for write in writes))
+        if rows.kind != "rows" or rows.dim != 0:
+            raise _NotEqualError
+        made, name, into = last.op.result, rows.name, writes[0].into
+        if self.chosen:
+            name = w.only(name, 0, self.chosen, made.name)
+        rest = w.shape(name)[1:]
+        if w.shape(into) != (*(self.whole[dim] for dim in places), *rest):
+            raise _NotEqualError
+        spread = self._spread(name, places, rest, made.name)
+        dtype = w.types[into].dtype
+        if last.adds:
+            w.define("add", (Ref(into), Ref(spread)), w.shape(into), dtype, made.name)
+            return
+        if self._order(places) != tuple(range(len(self.whole))) or len(places) < len(self.whole):
+            raise _NotEqualError
+        if not self.chosen:
+            w.define("reshape", (Ref(spread), w.shape(into)), w.shape(into), dtype, made.name)
+            return
+        hit = w.reshape(self.chosen, (*self.whole, *(1 for _ in rest)), f"{made.name}_hit")
+        w.define("where", (Ref(hit), Ref(spread), Ref(into)), w.shape(into), dtype, made.name)
+
+    def _order(self, places: Sequence[int]) -> tuple[int, ...]:
+        """The dimensions of `whole` in the order of the rows: those that are written to lead."""
+        return (*places, *(dim for dim in range(len(self.whole)) if dim not in places))
+
+    def _spread(self, name: str, places: Sequence[int], rest: tuple[int, ...], stem: str) -> str:
+        """The rows, summed into the tensor that they are written to."""
+        w, order = self.writer, self.order
+        sizes = [self.whole[dim] for dim in order]
+        x = w.reshape(name, (*sizes, *rest), f"{stem}_spread")
+        others = tuple(range(len(places), len(order)))
+        if others:
+            shape = (*sizes[: len(places)], *rest)
+            x = w.add("sum", (Ref(x), others, False), shape, w.types[x].dtype, f"{stem}_sum")
+        return x
+
+    order: tuple[int, ...] = ()
+
+    def _select(self, masks: tuple[str, ...], places: Sequence[int]) -> None:
+        """Find the expert of every row."""
+        w = self.writer
+        self.masks = masks
+        mask = self._lift(masks)
+        witness = self.witnesses.get(mask.name)
+        if mask.kind != "stacked" or witness is None:
+            raise _NotEqualError
+        shape = w.shape(masks[0])
+        self.whole = (*shape, *witness.slots)
+        self.order = self._order(places)
+        sizes = [self.whole[dim] for dim in self.order]
+        rows = math.prod(sizes)
+        numbers = w.permute(witness.name, self.order, "experts")
+        self.experts = w.reshape(numbers, (rows,), "experts")
+        bound = self._bound(witness.name)
+        inside = bound is not None and bound <= self.count
+        if not inside:
+            below = w.add("lt", (Ref(self.experts), self.count), (rows,), "bool", "is_expert")
+            above = w.add("ge", (Ref(self.experts), 0), (rows,), "bool", "is_expert")
+            self.chosen = w.add("logical_and", (Ref(below), Ref(above)), (rows,), "bool", "is_expert")
+            self.experts = w.add("clamp", (Ref(self.experts), 0, self.count - 1), (rows,), "i64", "experts")
+        if not witness.exact:
+            if witness.slots:
+                raise _NotEqualError
+            own = self._of_rows(mask.name, range(len(shape)), range(len(shape)))
+            if w.types[own].dtype != "bool":
+                own = w.add("ne", (Ref(own), 0), (rows,), "bool", "is_routed")
+            self.chosen = (
+                own if inside else (w.add("logical_and", (Ref(own), Ref(self.chosen)), (rows,), "bool", "is_routed"))
+            )
+
+    def never(self, place: str) -> bool:
+        """Whether a mask is row `e` of one_hot(chosen), and no number is as large as `e`."""
+        row = self.makers.get(next(self.makers[place].refs()))
+        while row is not None and row.name in ("reshape", "to"):
+            row = self.makers.get(next(row.refs()))
+        if row is None or row.name != "slice":
+            return False
+        _, dim, first, *_ = row.args
+        assert isinstance(dim, int) and isinstance(first, int)
+        self.count = self.writer.shape(next(row.refs()))[dim]
+        found = self._one_hot(next(row.refs()), dim)
+        bound = self._bound(found[0]) if found is not None else None
+        return bound is not None and bound <= first
+
+    def _bound(self, name: str) -> int | None:
+        """An upper bound of the experts' numbers, which are not negative; None if there is none."""
+        while (op := self.makers.get(name) or makers_of(self.writer.ops).get(name)) is not None:
+            if op.name == "topk" and op.results[1].name == name:
+                dim = dict(op.attrs).get("dim", op.args[2] if len(op.args) > 2 else -1)
+                assert isinstance(dim, int)
+                return self.writer.shape(next(op.refs()))[dim]
+            if op.name == "argmax":
+                dim = op.args[1] if len(op.args) > 1 else dict(op.attrs).get("dim")
+                return self.writer.shape(next(op.refs()))[dim] if isinstance(dim, int) else None
+            if op.name not in _SAME and op.name not in ("slice", "split"):
+                return None
+            name = next(op.refs())
+        return None
+
+    # -- values ----------------------------------------------------------------------------------------
+
+    def _lift(self, names: tuple[str, ...]) -> _Lifted:
+        found = self.known.get(names)
+        if found is None:
+            found = self.known[names] = self._made(names)
+        return found
+
+    def _made(self, names: tuple[str, ...]) -> _Lifted:
+        if len(set(names)) == 1:
+            return _Lifted("shared", names[0])
+        if all(name in self.params for name in names):
+            return self._stacked_weights(names)
+        ops = [self.makers[name] for name in names if name in self.makers]
+        first = ops[0] if ops else None
+        if first is None or len(ops) < len(names) or first.name in RANDOM:
+            raise _NotEqualError
+        if len({self.results[name] for name in names}) > 1 or len({op.name for op in ops}) > 1:
+            raise _NotEqualError
+        operands = [self._lift(reads) for reads in zip(*(tuple(op.refs()) for op in ops), strict=True)]
+        if len({(plain_form(op), tuple(value.type for value in op.results)) for op in ops}) > 1:
+            return self._numbered(ops, operands)
+        result = first.results[self.results[names[0]]]
+        if first.name == SELECTED:
+            return self._places(ops)
+        if any(each.kind == "selected" for each in operands):
+            return self._read(first, result, operands)
+        if any(each.kind == "rows" for each in operands):
+            return self._rows(first, result, operands)
+        if all(each.kind == "shared" for each in operands):
+            return _Lifted("shared", names[0])
+        return self._stacked(first, result, operands)
+
+    def _places(self, ops: Sequence[Op]) -> _Lifted:
+        dim = ops[0].args[1]
+        if tuple(next(op.refs()) for op in ops) != self.masks or not isinstance(dim, int):
+            raise _NotEqualError
+        return _Lifted("selected", dim=dim)
+
+    def _stacked_weights(self, names: tuple[str, ...]) -> _Lifted:
+        w = self.writer
+        type = self.params[names[0]]
+        if any(self.params[name] != type for name in names):
+            raise _NotEqualError
+        stem = names[0]
+        rows = tuple(Ref(w.add("reshape", (Ref(name), (1, *type.shape)), (1, *type.shape), type.dtype, f"{name}_one"))
+                     for name in names)  # fmt: skip
+        shape = (len(names), *type.shape)
+        return _Lifted("stacked", w.add("cat", (rows, 0), shape, type.dtype, f"{stem}_stacked"))
+
+    def _numbered(self, ops: Sequence[Op], operands: Sequence[_Lifted]) -> _Lifted:
+        """Operations that differ by the number of the expert: rows of a shared tensor, or comparisons with it."""
+        w, first = self.writer, ops[0]
+        if len(operands) != 1 or operands[0].kind != "shared" or len({op.result.type for op in ops}) > 1:
+            raise _NotEqualError
+        x, shape = operands[0].name, w.shape(operands[0].name)
+        numbers = tuple(range(self.count))
+        if first.name == "slice":
+            dim = first.args[1]
+            assert isinstance(dim, int)
+            if any(op.args[1:] != (dim, e, e + 1, 1) for e, op in enumerate(ops)):
+                raise _NotEqualError
+            if shape[dim] > self.count:
+                short = (*shape[:dim], self.count, *shape[dim + 1 :])
+                x = w.add("slice", (Ref(x), dim, 0, self.count, 1), short, w.types[x].dtype, f"{x}_experts")
+            made = w.permute(x, (dim, *(i for i in range(len(shape)) if i != dim)), f"{x}_experts")
+            made = w.reshape(made, (self.count, *first.result.type.shape), f"{x}_experts")
+            self._witness_of_rows(made, x, dim)
+            return _Lifted("stacked", made)
+        if first.name == "eq" and tuple(op.args[1] for op in ops) == numbers:
+            wide = w.reshape(x, (1, *shape), f"{x}_wide")
+            numbered = w.add("arange", (self.count,), (self.count,), "i64", "experts_numbered", dtype=DTypeArg("i64"))
+            numbered = w.reshape(numbered, (self.count, *(1 for _ in shape)), "experts_numbered")
+            made = w.add("eq", (Ref(wide), Ref(numbered)), (self.count, *shape), "bool", f"{first.result.name}_stacked")
+            self.witnesses[made] = _Witness(x)
+            return _Lifted("stacked", made)
+        raise _NotEqualError
+
+    def _witness_of_rows(self, stacked: str, x: str, dim: int) -> None:
+        """The witness of a shared mask whose dimension `dim` counts experts: of one_hot(chosen), masked or not."""
+        found = self._one_hot(x, dim)
+        if found is None:
+            return
+        name, exact = found
+        w = self.writer
+        shape = tuple(size for i, size in enumerate(w.shape(x)) if i != dim)
+        place = w.shape(stacked)[1:]
+        value = w.reshape(name, shape, "experts")
+        self.witnesses[stacked] = _Witness(w.reshape(value, place, "experts"), exact=exact)
+
+    def _one_hot(self, x: str, dim: int) -> tuple[str, bool] | None:
+        """Numbers, one for each element of x without `dim`, in order: x is set only where they count along `dim`."""
+        w, op = self.writer, self.makers.get(x) or makers_of(self.writer.ops).get(x)
+        if op is None:
+            return None
+        shape = w.shape(x)
+        names = list(op.refs())
+        if op.name == "eq" and len(names) == 2:
+            for numbers, counted in (names, names[::-1]):
+                if self._counts(counted, len(shape) - dim) and self._is_one(numbers, len(shape) - dim):
+                    wide = (*(1 for _ in range(len(shape) - len(w.shape(numbers)))), *w.shape(numbers))
+                    held = w.reshape(numbers, wide, "experts")
+                    held = w.expand(held, (*shape[:dim], 1, *shape[dim + 1 :]), "experts")
+                    return held, True
+            return None
+        if op.name in ("to", "detach") or (op.name in _TRUE and op.args[1] == 0) or op.name == "slice":
+            return self._one_hot(names[0], dim)
+        if op.name == "permute":
+            order = op.args[1]
+            assert isinstance(order, tuple)
+            source = order[dim]
+            assert isinstance(source, int)
+            found = self._one_hot(names[0], source)
+            if found is None:
+                return None
+            return w.permute(found[0], [o for o in order if isinstance(o, int)], "experts"), found[1]
+        if op.name == "reshape":
+            before = w.shape(names[0])
+            ahead = math.prod(shape[:dim])
+            for place, size in enumerate(before):
+                if size == shape[dim] and math.prod(before[:place]) == ahead:
+                    found = self._one_hot(names[0], place)
+                    if found is None:
+                        return None
+                    return w.reshape(found[0], (*shape[:dim], 1, *shape[dim + 1 :]), "experts"), found[1]
+            return None
+        if op.name in _BOTH and len(names) == 2:
+            for name in names:
+                found = self._one_hot(name, dim) if w.shape(name) == shape else None
+                if found is not None:
+                    return found[0], False
+        return None
+
+    def _counts(self, name: str, behind: int) -> bool:
+        """Whether a value is 0, 1, 2, … along the dimension that `behind` counts from the end."""
+        w = self.writer
+        shape = w.shape(name)
+        if len(shape) < behind or math.prod(shape) != shape[-behind]:
+            return False
+        op = self.makers.get(name)
+        while op is not None and op.name in ("reshape", "to"):
+            op = self.makers.get(next(op.refs()))
+        return op is not None and op.name == "arange" and sum(isinstance(arg, int) for arg in op.args) == 1
+
+    def _is_one(self, name: str, behind: int) -> bool:
+        shape = self.writer.shape(name)
+        return len(shape) < behind or shape[-behind] == 1
+
+    def _stacked(self, op: Op, result: Value, operands: Sequence[_Lifted]) -> _Lifted:
+        """An operation on the values of all experts."""
+        w = self.writer
+        shape = (self.count, *result.type.shape)
+        names = [each.name for each in operands]
+        source = operands[0]
+        args: tuple[Arg, ...]
+        if op.name == "reshape":
+            args = (Ref(source.name), shape)
+        elif op.name == "permute" and isinstance(op.args[1], tuple):
+            args = (Ref(source.name), (0, *(dim + 1 for dim in op.args[1] if isinstance(dim, int))))
+        elif op.name == "slice":
+            _, dim, *numbers = op.args
+            assert isinstance(dim, int)
+            args = (Ref(source.name), dim + 1, *numbers)
+        elif op.name in ("any", "sum") and len(op.args) > 1:
+            return self._any(op, result, source)
+        elif op.name in _ELEMENTWISE or op.name == "detach":
+            rank = len(result.type.shape)
+            names = [
+                w.reshape(each.name, (self.count, *(1 for _ in range(rank + 1 - len(w.shape(each.name)))),
+                                      *w.shape(each.name)[1:]), f"{each.name}_wide")
+                if each.kind == "stacked" else each.name
+                for each in operands
+            ]  # fmt: skip
+            lifted = op.reading(names)
+            return self._with_witness(op, result, lifted.args, lifted.attrs, shape, operands)
+        else:
+            raise _NotEqualError
+        return self._with_witness(op, result, args, op.attrs, shape, operands)
+
+    def _with_witness(
+        self, op: Op, result: Value, args: tuple[Arg, ...], attrs: tuple[tuple[str, Arg], ...],
+        shape: tuple[int, ...], operands: Sequence[_Lifted],
+    ) -> _Lifted:  # fmt: skip
+        w = self.writer
+        made = w.add(op.name, args, shape, result.type.dtype, f"{result.name}_stacked", **dict(attrs))
+        held = [self.witnesses[each.name] for each in operands if each.name in self.witnesses]
+        if not held:
+            return _Lifted("stacked", made)
+        witness = held[0]
+        if op.name == "reshape":
+            witness = replace(witness, name=w.reshape(witness.name, (*shape[1:], *witness.slots), "experts"))
+        elif op.name == "permute" and isinstance(op.args[1], tuple):
+            order = [dim for dim in op.args[1] if isinstance(dim, int)]
+            slots = range(len(order), len(order) + len(witness.slots))
+            witness = replace(witness, name=w.permute(witness.name, (*order, *slots), "experts"))
+        elif op.name in _BOTH and w.shape(witness.name) == (*shape[1:], *witness.slots):
+            witness = replace(witness, exact=False)
+        elif not (op.name in ("to", "detach") or (op.name in _TRUE and op.args[1] == 0)):
+            return _Lifted("stacked", made)
+        self.witnesses[made] = witness
+        return _Lifted("stacked", made)
+
+    def _any(self, op: Op, result: Value, source: _Lifted) -> _Lifted:
+        """Whether, or how often, an expert is chosen along a dimension, whose numbers become slots."""
+        w = self.writer
+        dims = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
+        keep = bool(op.args[2]) if len(op.args) > 2 else bool(dict(op.attrs).get("keepdim", False))
+        rank = len(w.shape(source.name)) - 1
+        over = [dim % rank for dim in dims if isinstance(dim, int)]
+        lifted: Arg = tuple(dim + 1 for dim in over) if isinstance(op.args[1], tuple) else over[0] + 1
+        shape = (self.count, *result.type.shape)
+        dtype, stem = result.type.dtype, f"{result.name}_stacked"
+        made = w.add(op.name, (Ref(source.name), lifted, keep), shape, dtype, stem, **dict(op.attrs))
+        witness = self.witnesses.get(source.name)
+        known = witness is not None and witness.exact and not witness.slots and len(over) == 1 and not keep
+        if witness is not None and known and self._distinct(witness.name, over[0]):
+            order = [dim for dim in range(rank) if dim != over[0]]
+            numbers = w.permute(witness.name, (*order, over[0]), "experts")
+            self.witnesses[made] = _Witness(numbers, (w.shape(witness.name)[over[0]],))
+        return _Lifted("stacked", made)
+
+    def _distinct(self, name: str, dim: int) -> bool:
+        """Whether numbers differ from each other along a dimension, as topk's do."""
+        op = self.makers.get(name)
+        while op is not None and op.name in ("to", "detach"):
+            name = next(op.refs())
+            op = self.makers.get(name)
+        if op is None or op.name != "topk" or op.results[1].name != name:
+            return False
+        along = dict(op.attrs).get("dim", op.args[2] if len(op.args) > 2 else -1)
+        return isinstance(along, int) and along % len(self.writer.shape(name)) == dim
+
+    # -- rows --------------------------------------------------------------------------------------------
+
+    def _of_rows(self, stacked: str, places: Sequence[int], dims: Sequence[int]) -> str:
+        """For every row, the element of its own expert; `places` of the stacked value run along `dims` of the mask."""
+        w = self.writer
+        shape = w.shape(stacked)[1:]
+        if len(places) < len(shape):
+            raise _NotEqualError
+        last = w.permute(stacked, (*range(1, len(shape) + 1), 0), f"{stacked}_by_row")
+        rows = self._spread_rows(last, places, dims)
+        count = w.shape(rows)[0]
+        column = w.reshape(self.experts, (count, 1), "experts_column")
+        dtype = w.types[stacked].dtype
+        if dtype == "bool":  # which a gather may not take
+            rows = w.add("to", (Ref(rows), DTypeArg("i64")), w.shape(rows), "i64", f"{rows}_number")
+            dtype = "i64"
+        own = w.add("gather", (Ref(rows), 1, Ref(column)), (count, 1), dtype, f"{stacked}_own")
+        return w.reshape(own, (count,), f"{stacked}_own")
+
+    def _spread_rows(self, x: str, places: Sequence[int], dims: Sequence[int]) -> str:
+        position = {dim: place for place, dim in enumerate(self.order)}
+        whole = [self.whole[dim] for dim in self.order]
+        made = self.writer.rows(x, list(places), [position[dim] for dim in dims], whole, f"{x}_rows")
+        if made is None:
+            raise _NotEqualError
+        return made[0]
+
+    def _read(self, op: Op, result: Value, operands: Sequence[_Lifted]) -> _Lifted:
+        """Rows of a tensor at the selected places."""
+        x, *given = operands
+        if op.name != "index" or not isinstance(op.args[1], tuple) or x.kind == "rows":
+            raise _NotEqualError
+        if any(each.kind != "selected" for each in given):
+            raise _NotEqualError
+        places = [place for place, name in enumerate(names_of(op.args[1])) if name is not None]
+        dims = [each.dim for each in given]
+        if x.kind == "stacked":
+            w = self.writer
+            own = self._of_rows(x.name, places, dims)
+            if w.types[own].dtype != result.type.dtype:
+                own = w.add("to", (Ref(own), DTypeArg(result.type.dtype)), w.shape(own), result.type.dtype, own)
+            return _Lifted("rows", own)
+        return _Lifted("rows", self._spread_rows(x.name, places, dims), places[0])
+
+    def _rows(self, op: Op, result: Value, operands: Sequence[_Lifted]) -> _Lifted:
+        w = self.writer
+        if op.name in ("linear", "matmul") and [each.kind for each in operands] == ["rows", "stacked"]:
+            return self._product(op, result, operands[0], operands[1])
+        names = [each.name for each in operands]
+        held: list[int | None] = [each.dim if each.kind == "rows" else None for each in operands]
+        dim = next(each.dim for each in operands if each.kind == "rows")
+        for place, each in enumerate(operands):
+            if each.kind == "selected":
+                raise _NotEqualError
+            if each.kind == "stacked":
+                if op.name not in _ELEMENTWISE:
+                    raise _NotEqualError
+                names[place] = self._own_weights(each.name, dim, len(result.type.shape))
+                held[place] = dim
+        rows = dims_of_rows(op, w.types, [each.dim if each.kind == "rows" else None for each in operands])
+        if rows is None:
+            raise _NotEqualError
+        count = math.prod(self.whole)
+        lifted = op.reading(names)
+        if op.name in ("reshape", "expand") and isinstance(op.args[1], tuple):
+            sizes = tuple(count if place == rows[0] else size for place, size in enumerate(op.args[1]))
+            lifted = replace(lifted, args=(lifted.args[0], sizes))
+        values = tuple(self._with_count(value, place, count) for value, place in zip(op.results, rows, strict=True))
+        lifted = replace(lifted, results=values)
+        dims = dims_of_rows(lifted, w.types, held)
+        if dims is None:
+            raise _NotEqualError
+        w.keep(lifted)
+        made = [_Lifted("rows", value.name, each) for value, each in zip(values, dims, strict=True)]
+        return made[op.results.index(result)]
+
+    def _with_count(self, value: Value, dim: int, count: int) -> Value:
+        """A result for all rows; a token may have a row for each of its slots."""
+        shape = tuple(count if place == dim else size for place, size in enumerate(value.type.shape))
+        name = unique(f"{value.name}_of_experts", self.writer.taken)
+        return Value(name=name, type=TensorType(dtype=value.type.dtype, layout=Layout.replicated(shape)))
+
+    def _own_weights(self, stacked: str, dim: int, rank: int) -> str:
+        """For every row, the values of its own expert, such as a bias, in the shape of an operand of rank `rank`."""
+        w = self.writer
+        shape = w.shape(stacked)[1:]
+        wide = (*(1 for _ in range(rank - len(shape))), *shape)
+        if wide[dim] != 1:
+            raise _NotEqualError
+        rows = w.shape(self.experts)[0]
+        own = w.add(
+            "index", (Ref(stacked), (Ref(self.experts),)), (rows, *shape), w.types[stacked].dtype, f"{stacked}_own"
+        )
+        flat = w.reshape(own, (rows, *wide[:dim], *wide[dim + 1 :]), f"{stacked}_own")
+        return w.permute(flat, (*range(1, dim + 1), 0, *range(dim + 1, rank)), f"{stacked}_own")
+
+    def _product(self, op: Op, result: Value, x: _Lifted, weights: _Lifted) -> _Lifted:
+        """The product of every row with the matrix of its expert."""
+        w = self.writer
+        shape, matrices = w.shape(x.name), w.shape(weights.name)
+        rows = shape[x.dim]
+        if len(matrices) != 3 or math.prod(shape) != rows * shape[-1] or x.dim == len(shape) - 1:
+            raise _NotEqualError
+        flat = w.reshape(x.name, (rows, shape[-1]), f"{x.name}_rows")
+        matrix = weights.name
+        if op.name == "linear":
+            matrix = w.permute(matrix, (0, 2, 1), f"{matrix}_turned")
+        width = w.shape(matrix)[2]
+        args = (Ref(flat), Ref(self.experts), Ref(matrix))
+        made = w.add("expert_matmul", args, (rows, width), result.type.dtype, f"{result.name}_of_experts")
+        return _Lifted("rows", w.reshape(made, (*shape[:-1], width), f"{made}_placed"), x.dim)
+
+
+def makers_of(ops: Sequence[Op]) -> dict[str, Op]:
+    return {value.name: op for op in ops for value in op.results}
+
+
+def plain_form(op: Op) -> tuple[object, ...]:
+    """The arguments of an operation without the names of values."""
+    plain = op.renamed(dict.fromkeys(op.refs(), ""))
+    return plain.args, plain.attrs

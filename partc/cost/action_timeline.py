@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -31,13 +32,23 @@ class TimedSegment:
     segment: Segment
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A collective that an action leaves to a later one: what waits for it, itself, and its remaining seconds."""
+
+    key: object
+    segment: Segment
+    left: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionTimeline:
-    """The timeline of an action; collectives that it has started continue for `carried` seconds after its end."""
+    """The timeline of an action; `pending` collectives continue for `carried` seconds after its end."""
 
     seconds: float = 0.0
     pieces: tuple[TimedSegment, ...] = ()
     carried: float = 0.0
+    pending: tuple[Pending, ...] = ()
     waited: tuple[tuple[str, float], ...] = ()  # a collective and its axes, and the seconds in which it is waited for
 
     @property
@@ -58,18 +69,27 @@ class _Running:
     segment: Segment
     left: float
     begun: float
-    place: int  # among the pieces
+    place: int | None  # among the pieces; None for one that an earlier action has started
 
 
 class TimelineBuilder:
     """Builds the timeline of an action. Computation and collectives that run at one time slow each other down."""
 
-    def __init__(self, slowdown: float = 0.0) -> None:
+    def __init__(self, slowdown: float = 0.0, pending: Iterable[Pending] = (), idle: float = 0.0) -> None:
+        """`pending` collectives were under way `idle` seconds before the action starts."""
         self.now = 0.0
         self._pieces: list[TimedSegment | None] = []
         self.waited: dict[str, float] = {}  # collective and its axes -> seconds without computation
         self._stretch = 1 + slowdown
         self._queues: dict[str, deque[_Running]] = {}  # axes -> collectives over them, one after the other
+        for each in pending:
+            running = _Running(key=each.key, segment=each.segment, left=each.left, begun=0.0, place=None)
+            self._queues.setdefault(each.segment.over, deque()).append(running)
+        while idle > 0 and self._queues:
+            step = min(idle, *(queue[0].left for queue in self._queues.values()))
+            self._pass(step, step)
+            idle -= step
+        self.now = 0.0
 
     def work(self, seconds: float) -> None:
         if not seconds:
@@ -107,7 +127,8 @@ class TimelineBuilder:
             first.left -= done
             if first.left > 1e-15:
                 continue
-            self._pieces[first.place] = TimedSegment(start=first.begun, end=self.now, segment=first.segment)
+            if first.place is not None:
+                self._pieces[first.place] = TimedSegment(start=first.begun, end=self.now, segment=first.segment)
             queue.popleft()
             if queue:
                 queue[0].begun = self.now
@@ -121,11 +142,15 @@ class TimelineBuilder:
             for each in queue:
                 begun = each.begun if at == self.now else at
                 at += each.left
-                self._pieces[each.place] = TimedSegment(start=begun, end=at, segment=each.segment)
+                if each.place is not None:
+                    self._pieces[each.place] = TimedSegment(start=begun, end=at, segment=each.segment)
             carried = max(carried, at - self.now)
         return ActionTimeline(
             seconds=self.now,
             pieces=tuple(piece for piece in self._pieces if piece is not None),
             carried=carried,
+            pending=tuple(
+                Pending(each.key, each.segment, each.left) for queue in self._queues.values() for each in queue
+            ),
             waited=tuple(self.waited.items()),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, takewhile
@@ -10,11 +10,12 @@ from itertools import chain, takewhile
 from partc.communication.descriptions import comment
 from partc.communication.exchanges import Collective, Exchanges, graph_of
 from partc.communication.execution import Execution, GraphRun, Start, Step, Wait
-from partc.cost.action_timeline import ActionTimeline, Segment, TimelineBuilder
+from partc.cost.action_timeline import ActionTimeline, Pending, Segment, TimelineBuilder
 from partc.cost.rates import ROOFLINE, Rates
 from partc.cost.simulation import Durations, Timeline, timeline
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import MOVING, Action, Call, Graph, Op, Program, TensorType
+from partc.ir.program import MOVING, VIEWS, Action, Call, Graph, Op, Program, TensorType
+from partc.schedules import Compute
 
 # AdamW's traffic in parameters: it reads parameter, gradient and two moments, and writes all but the gradient.
 _UPDATE = 7
@@ -57,12 +58,8 @@ class Forecast:
         steps = (self._steps if updates else self._accumulating).get((stage, kind, microbatch), ())
         key = id(steps), kind
         if key not in self._actions:
-            self._actions[key] = self._played(steps, self._carried(stage) if kind == "REDUCE_GRAD" else 0.0)
+            self._actions[key] = self._played(steps)
         return self._actions[key]
-
-    def _carried(self, stage: int) -> float:
-        """Seconds for which collectives started by a stage's last backward continue after it."""
-        return max(self.action(stage, kind).carried for kind in ("B", "W"))
 
     def transfer(self, stage: int) -> float:
         """Seconds until the values or gradients that a stage sends have arrived."""
@@ -82,36 +79,42 @@ class Forecast:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """All microbatches of a stage take equally long, but for the last backward pass, which starts the sums."""
-        stages = range(self.program.stages)
-        return timeline(
-            self.program,
-            [self._durations(stage, self._first) for stage in stages],
-            [self._durations(stage, {}) for stage in stages],
-        )
-
-    def _durations(self, stage: int, microbatches: Mapping[tuple[int, str], int]) -> Durations:
-        def seconds(kind: str) -> float:
-            return self.action(stage, kind, microbatches.get((stage, kind))).seconds
-
-        return Durations(
-            forward=seconds("F"),
-            backward=seconds("B"),
-            inputs=seconds("I"),
-            weights=seconds("W"),
-            reduction=seconds("REDUCE_GRAD"),
-            transfer=self.transfer(stage),
-        )
+        return self._step[0]
 
     @cached_property
-    def _first(self) -> dict[tuple[int, str], int]:
-        """For each stage and kind of action, the second microbatch that it runs: the first waits for first gathers."""
-        found: dict[tuple[int, str], list[int]] = {}
-        for row in self.program.schedule:
-            for action in row:
-                if action.kind in ("F", "B", "I", "W") and action.microbatch is not None:
-                    found.setdefault((action.stage, action.kind), []).append(action.microbatch)
-        return {key: order[min(1, len(order) - 1)] for key, order in found.items()}
+    def _step(self) -> tuple[Timeline, Mapping[tuple[int, str], ActionTimeline]]:
+        """The timeline of the schedule, and each action by its rank and name.
+
+        A collective continues between the action that starts it and the one that waits for it, also while a rank waits.
+        """
+        places = range(self.program.mesh.axis(PIPELINE_AXIS))
+        before = [self.once(place) for place in places]
+        ended = [0.0 for _ in places]
+        found: dict[tuple[int, str], ActionTimeline] = {}
+
+        def play(rank: int, action: Action | Compute, start: float) -> float:
+            assert isinstance(action, Action)
+            steps = self._steps.get((action.stage, action.kind, action.microbatch), ())
+            idle = start - ended[rank] if before[rank].pending else 0.0
+            inside = self._continued(steps, before[rank].pending, idle)
+            before[rank] = found[rank, action.name] = inside
+            ended[rank] = start + inside.seconds
+            return inside.seconds
+
+        durations = [Durations(transfer=self.transfer(stage)) for stage in range(self.program.stages)]
+        done = timeline(self.program, durations, play)
+        return done, found
+
+    def _continued(self, steps: Sequence[Step], pending: tuple[Pending, ...], idle: float) -> ActionTimeline:
+        """Lay out an action's steps behind collectives that are under way. Equal circumstances are laid out once."""
+        key = id(steps), tuple((each.key, round(each.left, 9)) for each in pending), round(idle, 9)
+        if key not in self._laid:
+            self._laid[key] = self._played(steps, pending=pending, idle=idle)
+        return self._laid[key]
+
+    @cached_property
+    def _laid(self) -> dict[tuple[object, ...], ActionTimeline]:
+        return {}
 
     @cached_property
     def places(self) -> tuple[tuple[Span, ...], ...]:
@@ -128,18 +131,14 @@ class Forecast:
         begin = max(inside.seconds for inside in each)
         if each[place].seconds:
             yield Span(name="prepare", start=0.0, inside=each[place])
-        played = self.timeline.ranks[place]
+        done, found = self._step
         spans = [
-            Span(
-                name=str(span.compute),
-                start=begin + span.start,
-                inside=self.action(span.compute.stage, span.compute.kind, span.compute.microbatch),
-            )
-            for span in played
+            Span(name=str(span.compute), start=begin + span.start, inside=found[place, str(span.compute)])
+            for span in done.ranks[place]
         ]
         spans += [
-            Span(name=f"{stage}REDUCE_GRAD", start=begin + start, inside=self.action(stage, "REDUCE_GRAD"))
-            for stage, start, end in self.timeline.reductions[place]
+            Span(name=f"{stage}REDUCE_GRAD", start=begin + start, inside=found[place, f"{stage}REDUCE_GRAD"])
+            for stage, start, end in done.reductions[place]
             if end > start
         ]
         yield from sorted(spans, key=lambda span: span.start)
@@ -180,9 +179,11 @@ class Forecast:
         )
         return tuple(chain.from_iterable(around))
 
-    def _played(self, steps: Iterable[Step], begin: float = 0.0) -> ActionTimeline:
-        """Lay out steps in order. A wait for a collective that an earlier action has started takes no time."""
-        builder = TimelineBuilder(self.rates.slowdown)
+    def _played(
+        self, steps: Iterable[Step], begin: float = 0.0, pending: tuple[Pending, ...] = (), idle: float = 0.0
+    ) -> ActionTimeline:
+        """Lay out steps in order, behind pending collectives. A wait for any other collective takes no time."""
+        builder = TimelineBuilder(self.rates.slowdown, pending, idle)
         builder.now = begin
         for step in steps:
             match step:
@@ -197,7 +198,11 @@ class Forecast:
         return builder.built()
 
     def _run(self, builder: TimelineBuilder, call: Call, graph: Graph) -> None:
-        """Lay out a call's operations; the call's name makes the keys of their collectives unique."""
+        """Lay out a call's operations; the call's name makes the keys of their collectives unique.
+
+        A call takes no less than its host needs to issue its operations.
+        """
+        begin = builder.now
         for name, segment, awaited in self._of_graph(call.region, graph):
             if awaited:
                 builder.wait((call.name, awaited))
@@ -205,6 +210,8 @@ class Forecast:
                 builder.start((call.name, name), replace(segment, why=f"{call.name}: {segment.why}"))
             else:
                 builder.work(segment.seconds)
+        issued = self.rates.host * sum(op.name not in VIEWS for op in graph.ops)
+        builder.work(max(0.0, self.scale.compute * issued - (builder.now - begin)))
 
     def _of_graph(self, region: str, graph: Graph) -> tuple[tuple[str, Segment, str], ...]:
         """Yields (started result, segment, awaited result); computations between two collectives are one segment."""

@@ -32,6 +32,10 @@ class Rates(Protocol):
     def slowdown(self) -> float:
         """The additional time of computation while a collective runs beside it, as a share."""
 
+    @property
+    def host(self) -> float:
+        """The time in which the host issues an operation, beside the device."""
+
     def operation(self, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> float:
         """An operation with local shapes. Collectives take no time here."""
 
@@ -51,6 +55,7 @@ class RooflineRates:
 
     machine: Machine = H100
     slowdown: float = 0.0
+    host: float = 0.0
 
     @property
     def basis(self) -> str:
@@ -94,6 +99,10 @@ class ClusterRates:
     @property
     def slowdown(self) -> float:
         return self.constants.slowdown
+
+    @property
+    def host(self) -> float:
+        return self.cluster.device.host if self.cluster.device.kind == "gpu" else 0.0
 
     @cached_property
     def network(self) -> Network:

@@ -14,13 +14,14 @@ detects schedules that deadlock.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from partc.errors import InternalError, PartcError
 from partc.ir.program import Action, Program
 from partc.schedules import Compute
 
+Play = Callable[[int, "Action | Compute", float], float]  # rank, action, its start -> its seconds
 Link = tuple[int, int, bool]  # a stage that makes a value, a later one that reads it, whether a gradient returns
 
 
@@ -140,27 +141,27 @@ def simulate(
     *,
     durations: Durations | Sequence[Durations] = Durations(),
     links: Sequence[Link] | None = None,
-    last: Sequence[Durations] | None = None,
+    play: Play | None = None,
 ) -> Timeline:
     """Simulate the rows, one for each pipeline rank; `places` holds the rank of every stage.
 
-    Durations are common to all stages, or one for each. `last` are those of the last backward pass of each stage, if it
-    takes longer, with the gradients' sums. `links` are the values that stages read from each other, by
+    Durations are common to all stages, or one for each; `play` gives each action's own instead, except of transfers.
+    `links` are the values that stages read from each other, by
     default a chain. If the rows contain sends and receives, values leave and arrive when these are reached; otherwise
     they do as soon as they are computed.
     """
     each = [durations] * len(places) if isinstance(durations, Durations) else durations
-    play = _Simulation(rows, places, each, chain(len(places)) if links is None else links, last or each)
-    while any([play.advance(rank) for rank in range(len(rows))]):
+    state = _Simulation(rows, places, each, chain(len(places)) if links is None else links, play)
+    while any([state.advance(rank) for rank in range(len(rows))]):
         pass
-    stuck = tuple((rank, at) for rank, at in enumerate(play.position) if at < len(rows[rank]))
-    return Timeline(ranks=tuple(map(tuple, play.spans)), reductions=tuple(map(tuple, play.reductions)), stuck=stuck)
+    stuck = tuple((rank, at) for rank, at in enumerate(state.position) if at < len(rows[rank]))
+    return Timeline(ranks=tuple(map(tuple, state.spans)), reductions=tuple(map(tuple, state.reductions)), stuck=stuck)
 
 
 def timeline(
     program: Program,
     durations: Durations | Sequence[Durations] = Durations(),
-    last: Sequence[Durations] | None = None,
+    play: Play | None = None,
 ) -> Timeline:
     """The predicted step of a scheduled program. Raises InternalError if its schedule deadlocks."""
     links = [(transfer.source, transfer.target, transfer.gradient) for transfer in program.transfers]
@@ -170,7 +171,7 @@ def timeline(
         [places[stage] for stage in range(program.stages)],
         durations=durations,
         links=links,
-        last=last,
+        play=play,
     )
     if found.stuck:
         raise InternalError(
@@ -188,11 +189,10 @@ class _Simulation:
         places: Sequence[int],
         durations: Sequence[Durations],
         links: Sequence[Link],
-        last: Sequence[Durations],
+        play: Play | None,
     ) -> None:
         self.rows = rows
-        self.last = last
-        self.final = {a.stage: a for row in rows for a in row if a.kind in ("B", "W")}  # the last of each stage
+        self.play = play
         self.places = places
         self.durations = durations
         self.position = [0] * len(rows)
@@ -235,15 +235,20 @@ class _Simulation:
             return False
         if kind == "REDUCE_GRAD":
             start = self.clock[rank]
-            self.clock[rank] = start + self.durations[stage].reduction
+            self.clock[rank] = start + self._takes(rank, action, start)
             self.reductions[rank].append((stage, start, self.clock[rank]))
         if kind in ("F", "B", "I", "W") and index is not None:
             start = self.clock[rank]
-            durations = self.last if self.final.get(stage) == action else self.durations
-            self.clock[rank] = end = start + durations[stage].of(kind)
+            self.clock[rank] = end = start + self._takes(rank, action, start)
             self.spans[rank].append(ComputeSpan(compute=Compute(stage, kind, index), start=start, end=end))
             self.made[stage, what, index] = end
         return True
+
+    def _takes(self, rank: int, action: Action | Compute, start: float) -> float:
+        if self.play is not None:
+            return self.play(rank, action, start)
+        durations = self.durations[action.stage]
+        return durations.reduction if action.kind == "REDUCE_GRAD" else durations.of(action.kind)
 
     def _ready(self, rank: int, stage: int, what: str, index: int | None) -> float | None:
         """The time from which all inputs of a computation are present; None while one of them is not computed."""

@@ -19,10 +19,13 @@ from partc.cost.calibration import Calibration, calibration
 from partc.cost.collectives import MEETING, Network
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
-from partc.cost.rates import ClusterRates, tile_share
+from partc.cost.rates import ClusterRates, product_sizes, tile_share
 from partc.errors import InternalError, PartcError
+from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
+from partc.ir.program import Op, Ref, TensorType, Value
 from partc.rehearsal.rehearsal import rehearse
+from partc.rules import resolve
 
 GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
 PLANS: tuple[dict[str, Any], ...] = (
@@ -123,6 +126,29 @@ def test_tiles_and_waves() -> None:
     assert full == pytest.approx(8192 / (8192 + 96))
     assert tile_share((256 * 109, 128, 1024, 1), device) < 0.95 * tile_share((256 * 108, 128, 1024, 1), device)
     assert tile_share((16, 16, 8192, 1), device) < 0.02
+
+
+def test_rows_of_experts_are_products_of_their_own() -> None:
+    types = {
+        name: TensorType(dtype=dtype, layout=Layout.replicated(shape))
+        for name, dtype, shape in (("x", "bf16", (4096, 512)), ("to", "i64", (4096,)), ("w", "bf16", (8, 512, 256)))
+    }
+    made = Value(name="y", type=TensorType(dtype="bf16", layout=Layout.replicated((4096, 256))))
+    op = Op(name="expert_matmul", args=(Ref("x"), Ref("to"), Ref("w")), results=(made,))
+    rule = resolve(op, types)
+    assert rule is not None and product_sizes(rule) == (512, 256, 512, 8)
+
+
+def test_a_collective_continues_until_a_later_action_waits_for_it() -> None:
+    """1 s of the sum runs beside the first action's work, 1 s while the rank is idle, 2 s of 4 are waited for."""
+    first = TimelineBuilder()
+    first.start("sum", Segment(seconds=4.0, op="all_reduce", over="dp"))
+    first.work(1.0)
+    left = first.built()
+    assert left.seconds == 1.0 and left.carried == 3.0
+    second = TimelineBuilder(pending=left.pending, idle=1.0)
+    second.wait("sum")
+    assert second.built().seconds == pytest.approx(2.0)
 
 
 def test_overlap_slows_both_sides() -> None:

@@ -127,6 +127,11 @@ def test_a_package_alone_is_predicted(package: Path, tmp_path: Path, capsys: pyt
     parts = said["predicted"]
     assert sum(parts.values()) == pytest.approx(2 * parts["seconds"]) and parts["bubble"] > 0
     assert "clock" not in said and "H100" in said["prediction"]
+    on = ["trace", str(package), "-o", str(tmp_path / "t.json"), "--json", "--cluster"]
+    assert main([*on, "2x4xA100-80GB"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "2x4xA100-80GB" in found["prediction"] and found["predicted"] != parts
+    assert main([*on, "1xH100"]) == 2 and "P0803" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble", "zbv"])

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 @click.argument("directory", metavar="DIR", type=Path)
 @click.option("-o", "--output", type=Path, metavar="FILE", help="DIR/trace.json, or DIR-trace.json for a package")
 @click.option("--package", type=Path, metavar="DIR", help="that the trace is of: adds the prediction")
+@click.option("--cluster", "spec", metavar="SPEC", help="the prediction's hardware: 16x8xA100-80GB, FILE.toml [H100s]")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
-def trace_command(directory: Path, output: Path | None, package: Path | None, as_json: bool) -> None:
+def trace_command(directory: Path, output: Path | None, package: Path | None, spec: str | None, as_json: bool) -> None:
     """Make a Chrome trace of the folder that `train.py --trace DIR` wrote, for ui.perfetto.dev.
 
     Every rank is a process with its actions, collectives and transfers; with --package, the prediction for each
@@ -38,6 +39,8 @@ def trace_command(directory: Path, output: Path | None, package: Path | None, as
     alone = (directory / "plan.json").exists()
     if alone and package is not None:
         raise PartcError("P0608", f"{directory} is a package itself", help="leave --package out")
+    if spec is not None and not alone and package is None:
+        raise PartcError("P0608", "--cluster is for predictions", help="add --package DIR")
     with console.working("reading and predicting", quiet=as_json):
         from partc.package.recorded_steps import read_trace
         from partc.reports import chrome_trace
@@ -45,7 +48,7 @@ def trace_command(directory: Path, output: Path | None, package: Path | None, as
         measured = None if alone else read_trace(directory)
         root, missing = (directory, "") if measured is None else _package_of(measured, package)
         mesh = None if root is None else Mesh.parse(read_plan(root)["mesh"])
-        forecast = None if root is None else _forecast(root)
+        forecast = None if root is None else _forecast(root, spec)
         if forecast is not None and measured is not None and mesh is not None:
             forecast = chrome_trace.calibrated(forecast, measured, mesh)
         text = chrome_trace.document(forecast, measured, mesh)
@@ -84,13 +87,23 @@ def _package_of(measured: Measured, given: Path | None) -> tuple[Path | None, st
     return given, ""
 
 
-def _forecast(root: Path) -> Forecast:
+def _forecast(root: Path, spec: str | None) -> Forecast:
     from partc.api import compilation
     from partc.cost.forecast import Forecast
+    from partc.cost.rates import ROOFLINE
 
     unset: dict[str, Any] = {"mesh": None, "virtual_stages": None, "definitions": (), "batch": None, "seq": None}
     model, options, definitions = compile_options.target(str(root), unset)
-    return Forecast(compilation(model, None, options, model_options=definitions).program)
+    program = compilation(model, None, options, model_options=definitions).program
+    if spec is None:
+        return Forecast(program, ROOFLINE)
+    from partc.cluster.cluster import fitted
+    from partc.cluster.files import cluster_of
+    from partc.cost.calibration import calibration
+    from partc.cost.rates import ClusterRates
+
+    cluster = fitted(cluster_of(spec), program.mesh.size)
+    return Forecast(program, ClusterRates(cluster, calibration(cluster)))
 
 
 def _print_table(measured: Measured | None, forecast: Forecast | None) -> None:

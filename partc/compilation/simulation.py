@@ -27,7 +27,7 @@ from partc.errors import InternalError, PartcError, first_line
 from partc.frontend.origin import Functions, Origin, trace
 from partc.frontend.trace import Batches
 from partc.ir.gradients import input_only
-from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, Mesh, is_batch_axis
+from partc.ir.mesh import EXPERT_AXIS, PIPELINE_AXIS, TIME_AXIS, Mesh, is_batch_axis
 from partc.ir.program import Program
 from partc.passes.batch import check_divisible
 from partc.runtime.documents import Malformed, contents, decoded, parsed
@@ -113,7 +113,7 @@ class Simulator:
 
         start = self._once(("simplify", *trace_key), canonical)
         check_divisible(ready(start))
-        weights = tuple(item for item in mesh.axes if item[0] != PIPELINE_AXIS and not is_batch_axis(item[0]))
+        weights = tuple(item for item in mesh.axes if item[0] != PIPELINE_AXIS and not _holds_alike(item[0]))
         widths: _Key = (*trace_key, weights, options.kernels)
 
         def outlined(places: tuple[int, ...]) -> Program:
@@ -172,6 +172,11 @@ class Simulator:
             batches=batches,
             precision=options.precision,
         )
+
+
+def _holds_alike(axis: str) -> bool:
+    """Whether ranks along an axis differ in their part of the batch alone, so that its size does not change layouts."""
+    return is_batch_axis(axis) and axis != EXPERT_AXIS
 
 
 def _until(last: str, program: Program, behind: str | None, given: Mapping[str, Any]) -> Program:

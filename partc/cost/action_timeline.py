@@ -33,7 +33,7 @@ class TimedSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class LeftCollective:
     """A collective that an action leaves to a later one: what waits for it, itself, and its remaining seconds."""
 
     key: object
@@ -48,7 +48,7 @@ class ActionTimeline:
     seconds: float = 0.0
     pieces: tuple[TimedSegment, ...] = ()
     carried: float = 0.0
-    pending: tuple[Pending, ...] = ()
+    pending: tuple[LeftCollective, ...] = ()
     waited: tuple[tuple[str, float], ...] = ()  # a collective and its axes, and the seconds in which it is waited for
 
     @property
@@ -75,7 +75,7 @@ class _Running:
 class TimelineBuilder:
     """Builds the timeline of an action. Computation and collectives that run at one time slow each other down."""
 
-    def __init__(self, slowdown: float = 0.0, pending: Iterable[Pending] = (), idle: float = 0.0) -> None:
+    def __init__(self, slowdown: float = 0.0, pending: Iterable[LeftCollective] = (), idle: float = 0.0) -> None:
         """`pending` collectives were under way `idle` seconds before the action starts."""
         self.now = 0.0
         self._pieces: list[TimedSegment | None] = []
@@ -150,7 +150,7 @@ class TimelineBuilder:
             pieces=tuple(piece for piece in self._pieces if piece is not None),
             carried=carried,
             pending=tuple(
-                Pending(each.key, each.segment, each.left) for queue in self._queues.values() for each in queue
+                LeftCollective(each.key, each.segment, each.left) for queue in self._queues.values() for each in queue
             ),
             waited=tuple(self.waited.items()),
         )

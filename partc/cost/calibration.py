@@ -1,8 +1,9 @@
 """The constants of the cost model: shares of data sheets' rates that programs reach, by device.
 
 Each constant is a share of a rate in the data sheet, or a ratio of times, and stands for what its comment says. Those
-of A100 and H100 are chosen by hand between plausible bounds to suit published training runs
-(tests/benchmarks/published.py); those of other devices are taken from the most similar of these. `partc simulate --calibration FILE` overrides them, in TOML.
+of A100 and H100 are chosen between plausible bounds to suit published training runs (tests/benchmarks/published.py);
+those of other devices are taken from the most similar of these. `partc simulate --calibration FILE` overrides them, in
+TOML.
 """
 
 from __future__ import annotations

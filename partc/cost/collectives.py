@@ -23,6 +23,7 @@ from partc.cost.calibration import Calibration
 
 # Seconds until all ranks of a collective have entered it and its kernel runs: NCCL's base latency of a ring.
 MEETING = 8e-6
+_PAIRWISE = frozenset({"all_to_all", "dispatch", "combine", "exchange"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class Network:
         n = span.members
         if n <= 1:
             return 0.0
-        if op == "all_to_all":
+        if op in _PAIRWISE:
             return MEETING + self._pairwise(span, size)
         if op == "all_gather":
             return MEETING + self._gathered(span, size * n)

@@ -10,7 +10,7 @@ from itertools import chain, takewhile
 from partc.communication.descriptions import comment
 from partc.communication.exchanges import Collective, Exchanges, graph_of
 from partc.communication.execution import Execution, GraphRun, Start, Step, Wait
-from partc.cost.action_timeline import ActionTimeline, Pending, Segment, TimelineBuilder
+from partc.cost.action_timeline import ActionTimeline, LeftCollective, Segment, TimelineBuilder
 from partc.cost.rates import ROOFLINE, Rates
 from partc.cost.simulation import Durations, Timeline, timeline
 from partc.ir.mesh import PIPELINE_AXIS
@@ -105,7 +105,7 @@ class Forecast:
         done = timeline(self.program, durations, play)
         return done, found
 
-    def _continued(self, steps: Sequence[Step], pending: tuple[Pending, ...], idle: float) -> ActionTimeline:
+    def _continued(self, steps: Sequence[Step], pending: tuple[LeftCollective, ...], idle: float) -> ActionTimeline:
         """Lay out an action's steps behind collectives that are under way. Equal circumstances are laid out once."""
         key = id(steps), tuple((each.key, round(each.left, 9)) for each in pending), round(idle, 9)
         if key not in self._laid:
@@ -180,7 +180,7 @@ class Forecast:
         return tuple(chain.from_iterable(around))
 
     def _played(
-        self, steps: Iterable[Step], begin: float = 0.0, pending: tuple[Pending, ...] = (), idle: float = 0.0
+        self, steps: Iterable[Step], begin: float = 0.0, pending: tuple[LeftCollective, ...] = (), idle: float = 0.0
     ) -> ActionTimeline:
         """Lay out steps in order, behind pending collectives. A wait for any other collective takes no time."""
         builder = TimelineBuilder(self.rates.slowdown, pending, idle)

@@ -132,7 +132,7 @@ class ClusterRates:
         peak = device.peak_of(dtype)
         if op.name.startswith(_ATTENTION):
             return max(moved, work / (peak * self.constants.attention * _filled(results, device)))
-        sizes = _product(rule) if rule is not None else None
+        sizes = product_sizes(rule) if rule is not None else None
         share = 1.0 if sizes is None or device.kind == "cpu" else tile_share(sizes, device)
         return max(moved, work / (peak * self.constants.products * share))
 
@@ -175,20 +175,26 @@ def _filled(results: list[TensorType], device: Device) -> float:
     return blocks / (math.ceil(blocks / device.cores) * device.cores)
 
 
-def _product(rule: OpRule) -> tuple[int, int, int, int] | None:
-    """The sizes of a product of two matrices, m x k by k x n, and the number of such products."""
-    if len(rule.operands) < 2 or not rule.results:
+def product_sizes(rule: OpRule) -> tuple[int, int, int, int] | None:
+    """The sizes of a product of two matrices, m x k by k x n, and the number of such products; None for other forms.
+
+    Rows that go to several experts are as many products, with equally many rows each.
+    """
+    matrices = [{name for dim in dims for name in dim} for dims in rule.operands if len(dims) >= 2]
+    if len(matrices) < 2 or not rule.results or not rule.work:
         return None
     sizes = {factor.name: factor.size for factor in rule.factors}
-    first, second, made = (
-        {name for dim in dims for name in dim} for dims in (rule.operands[0], rule.operands[1], rule.results[0])
-    )
+    first, second, *_ = matrices
+    made = {name for dim in rule.results[0] for name in dim}
 
     def ways(names: set[str]) -> int:
         return math.prod(sizes[name] for name in names)
 
-    both = first & second
-    return ways((first & made) - second), ways((second & made) - first), ways(both - made), ways(both & made)
+    both, experts = first & second, ways(second - first - made)
+    m, n, k = ways((first & made) - second), ways((second & made) - first), ways(both - made)
+    if m * n * k * ways(both & made) != ways(set(rule.work[0])):
+        return None
+    return -(-m // experts), n, k, ways(both & made) * experts
 
 
 def tile_share(sizes: tuple[int, int, int, int], device: Device) -> float:

@@ -93,6 +93,7 @@ SKIPS = {
     r"chromium is not installed": lambda: shutil.which("chromium") is None,
     r"could not import 'tensorboard": lambda: importlib.util.find_spec("tensorboard") is None,
     r"no file of a tebibyte here": lambda: True,
+    r"Hugging Face's datasets is not installed": lambda: importlib.util.find_spec("datasets") is None,
 }
 
 

@@ -26,6 +26,7 @@ from ..documents import Malformed
 from ..errors import UsageError
 from ..layout import Shard, microbatch_part
 from .entries import constants, entries, rebuilt, short
+from .examples import ExampleRows, as_entry, batch_rows, is_stream, is_table
 from .position import decoded, encoded
 from .precision import as_real, dtype_held
 from .tokens import TokenFile, TokenRows, ordered
@@ -168,20 +169,27 @@ class InOrder(MadeWhole):
         start: int,
         state: str,
         say: Say,
+        made: Any,
     ) -> None:
+        """`made` is the iterable, which a function may have made."""
         super().__init__(self._read, plan, name, kept=kept)
+        self._shards: dict[str, Shard] | None = None  # of the entries that a stream of examples fills
         self._module, self._seed, self._dtype, self._again = module, seed, dtype, again
         self._say = say
         data = getattr(module, name)
         make = lambda: call_with_options(data, plan["options"])  # noqa: E731
         given = hasattr(data, "__iter__")
-        with _seeded(seed, 0):
-            self._iterable: Any = data if given else _asked(module, name, 0, make)
+        self._iterable = made
         self._renew = make if not given and hasattr(self._iterable, "__next__") else None  # the iterator of an epoch
         if not hasattr(self._iterable, "__iter__"):
             kind = type(self._iterable).__name__
             help = "data is data(step), an iterable of batches, or a function that returns one"
             raise UsageError("P0543", f"{name} of the model file gives {kind}, which is no iterable", help, alike=True)
+        if is_stream(self._iterable):
+            self._shards = {entry: Shard(kind["dtype"] + kind["layout"]) for entry, kind in plan["inputs"].items()}
+            with _seeded(seed, 0):
+                self._form = call_with_options(module.batch, plan["options"])
+            self._iterable = self._iterable.batch(batch_rows(self._shards), drop_last_batch=True)
         self._next, self._epoch, self._since = 0, 0, 0
         self._iterator: Iterator[Any] | None = None
         self._positions: dict[int, str] = {}
@@ -206,7 +214,19 @@ class InOrder(MadeWhole):
                 if self._stateful:
                     self._keep_position()
             if self._next > number:
-                return _cast(batch, self._dtype)
+                return _cast(self._entry_form(batch), self._dtype)
+
+    def _entry_form(self, batch: Any) -> Any:
+        """A batch of examples in the form of batch()."""
+        if self._shards is None:
+            return batch
+        rows = batch_rows(self._shards)
+        absent = [name for name in self._shards if name not in batch]
+        if absent:
+            cause = f"{self._name} of the model file has no column {absent[0]!r}"
+            raise _unfit(cause, "name columns like the entries of batch(): rename_column")
+        found = {name: as_entry(batch[name], name, shard, rows) for name, shard in self._shards.items()}
+        return rebuilt(self._form, found)
 
     def _one(self) -> Any:
         if self._iterator is None:
@@ -289,8 +309,16 @@ def source(
         say(str(rows))
         return rows
     if hasattr(module, name) and not takes_step(getattr(module, name)):
+        data = getattr(module, name)
+        if not hasattr(data, "__iter__"):
+            with _seeded(seed, 0):
+                data = _asked(module, name, 0, lambda: call_with_options(data, plan["options"]))
+        if is_table(data):
+            with _seeded(seed, 0):
+                form = _cast(call_with_options(module.batch, plan["options"]), dtype)
+            return ExampleRows(data, plan, form, name=name, again=again)
         how = {"name": name, "seed": seed, "dtype": dtype, "kept": kept}
-        return InOrder(module, plan, **how, again=again, start=start, state=state, say=say)
+        return InOrder(module, plan, **how, again=again, start=start, state=state, say=say, made=data)
     first = 0 if name == "data" else _APART
     how = {"seed": seed, "dtype": dtype, "name": name, "first": first}
     make = lambda number: global_batch(module, plan["options"], step=number, **how)  # noqa: E731

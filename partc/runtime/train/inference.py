@@ -25,6 +25,7 @@ from ..layout import Shard
 from ..processes.agreement import Together
 from .data import BatchSource, InOrder, Say
 from .data import in_microbatches as cut
+from .examples import ExampleRows
 from .job import Job, Parser, parse
 from .tokens import TokenRows
 from .train import Rank, Task, run
@@ -138,6 +139,8 @@ def _end(job: InferenceJob, data: BatchSource, *, say: bool) -> int | None:
     """The number of batches; None for all of an iterable's. Raises UsageError P0521 if the data have no end."""
     if job.steps or isinstance(data, InOrder):
         return job.steps or None
+    if isinstance(data, ExampleRows):
+        return data.count
     if not isinstance(data, TokenRows):
         raise UsageError("P0521", "the batches of data(step) or batch() have no end", "give --batches N", alike=True)
     count, left = divmod(data.count, data.rows)

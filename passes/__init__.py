@@ -192,6 +192,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="every region gets its backward graph and its saved values",
         requires=("local",),
         ensures=("backward",),
+        options=("optimizer", "group"),
     ),
     Pass(
         name="expand",

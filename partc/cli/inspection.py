@@ -14,7 +14,7 @@ from partc.ir.program import Program
 if TYPE_CHECKING:
     from partc.api import Compilation
 
-EXPLAINED = "batch"  # the program that annotate, and its explanation, starts from
+EXPLAINED = "annotate"  # the pass whose layouts are explained; tables starts from its program
 
 
 def last_pass(*, after: str | None, name: str | None, html: Path | None) -> str | None:
@@ -70,7 +70,10 @@ def explained(done: Compilation, name: str) -> str:
     """The chosen layout of a value or weight, and the additional cost of every alternative."""
     from partc.passes.annotate import explain
 
-    found = explain(done.program, name, pins=done.options.pins)
+    found = explain(done.after("batch"), name, pins=done.options.pins)
+    table = _table(done, name)
+    if table and not found:
+        return table
     if not found:
         return f"{name} is whole on every rank: the mesh has no axis that cuts tensors"
     blocks = []
@@ -81,7 +84,20 @@ def explained(done: Compilation, name: str) -> str:
         if not item.others:
             lines.append("  nothing else is legal")
         blocks.append("\n".join(lines))
+    blocks += [table] * bool(table)
     return "\n\n".join(blocks)
+
+
+def _table(done: Compilation, name: str) -> str:
+    """The layout of an embedding table over the axes of the batch, and the alternatives; empty for other values."""
+    from partc.ir.printer import readable
+    from partc.passes.tables import explain
+
+    options = done.options
+    how = {"zero": options.zero, "pins": options.pins, "optimizer": options.optimizer, "group": options.group}
+    found = explain(done.after("annotate"), name, **how)  # type: ignore[arg-type]
+    lines = [f"{layout}: {readable(int(sent))} sent by each rank in a step" for layout, sent in found]
+    return "\n".join((f"{name} is {lines[0]}", *(f"  instead {line}" for line in lines[1:]))) if lines else ""
 
 
 def _cost(option: object) -> str:

@@ -73,6 +73,11 @@ def _of_own_experts(op: Op, sizes: Sizes) -> Op:
     return replace(op, attrs=())
 
 
+def _lookup(op: Op, sizes: Sizes) -> Op:
+    """Each rank has the rows of one group."""
+    return replace(op, attrs=tuple(item for item in op.attrs if item[0] != "groups"))
+
+
 def _repeat_interleave(op: Op, sizes: Sizes) -> Op:
     """Replace the size of the dimension by the local size."""
     dim = argument(op, 2, "dim")
@@ -116,6 +121,7 @@ _LOCAL: dict[str, Callable[[Op, Sizes], Op]] = {
     "conv3d": _convolution,
     "expert_matmul": _of_own_experts,
     "expert_rows": _of_own_experts,
+    "embedding": _lookup,
     "split": _split,
     "slice": _slice,
     "repeat_interleave": _repeat_interleave,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from partc.ir.program import Op, TensorType
 from partc.rules.rule import Dims, OpRule, argument, integers, is_ref, make
@@ -202,3 +202,19 @@ def group_norm(op: Op, types: Types) -> OpRule:
     weights = [((dims[1],), type) for type in types[1:]]
     blocked = {name for name in sizes if name != "d0"}
     return make([(dims, types[0]), *weights], [dims], sizes, blocked=blocked)
+
+
+def lookup(plain: Callable[[Op, Types], OpRule | None]) -> Callable[[Op, Types], OpRule | None]:
+    """w[(g v) d], ids[(g s)] -> [(g s) d]: ids that came to `groups` of rows; else the rule of a plain lookup."""
+
+    def rule(op: Op, types: Types) -> OpRule | None:
+        groups = integers(argument(op, 3, "groups", 1))[0]
+        if groups == 1:
+            return plain(op, types)
+        w, ids = (type.shape for type in types)
+        sizes = {"g": groups, "s": ids[0] // groups, "v": w[0] // groups, "d": w[1]}
+        operands: tuple[Dims, ...] = ((("g", "v"), ("d",)), (("g", "s"),))
+        result: Dims = (("g", "s"), ("d",))
+        return make(list(zip(operands, types, strict=True)), [result], sizes, blocked={"v"})
+
+    return rule

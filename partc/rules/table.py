@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from partc.errors import PartcError
@@ -246,6 +246,7 @@ build("rms_norm layer_norm", shapes.normalized, precision="low")  # these sum in
 build("group_norm", products.group_norm, precision="high")
 build("rotary rotary_backward", shapes.rotary)
 rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"}, heavy=True)
+TABLE["embedding"] = replace(TABLE["embedding"], build=products.lookup(TABLE["embedding"].build))
 rule("mask_classes", "logits[*b v] -> [*b v]", sharded={"v": "mask_classes_shard"})
 rule(
     "cross_entropy",

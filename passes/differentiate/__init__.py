@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,11 +40,15 @@ from partc.ir.program import SCAN, SPARSE, Arg, DTypeArg, Graph, Op, Program, Re
 from partc.passes.differentiate import joint, scans
 from partc.rules.kernels import TABLES
 from partc.rules.rule import integers
+from partc.rules.updates import DEFAULT, dense, updates
 from partc.torch_private import FakeTensorMode, aot_export_joint_simple, without_order
 
 
-def differentiate(program: Program) -> Program:
-    """Give a backward graph to every region that a gradient passes through."""
+def differentiate(program: Program, *, optimizer: str = DEFAULT, group: Sequence[str] = ()) -> Program:
+    """Give a backward graph to every region that a gradient passes through.
+
+    Raises PartcError P0422 for a dense gradient whose optimizer needs a sparse one.
+    """
     needs = gradient_inputs(program)
     trainable = trainable_params(program)
     changed = changed_buffers(program)
@@ -55,17 +59,21 @@ def differentiate(program: Program) -> Program:
         )
         for region in program.regions
     )
-    return _with_rows(replace(program, regions=regions))
+    return _with_rows(replace(program, regions=regions), optimizer, group)
 
 
-def _with_rows(program: Program) -> Program:
-    """Mark the gradients of tables that are kept as rows. Raises PartcError P0422 for one that no lookup makes."""
+def _with_rows(program: Program, optimizer: str, group: Sequence[str]) -> Program:
+    """Mark the gradients of tables that are kept as rows; those of tables on several pipeline ranks are dense."""
     sparse = {parameter.name for parameter in program.parameters if parameter.sparse and parameter.trainable}
     if not sparse:
         return program
-    for name, stages in program.holders().items():
-        if name in sparse and len({program.place(stage) for stage in stages}) > 1:
-            raise _dense(name, "several pipeline ranks read it")
+    holders, rules = program.holders(), updates(program, optimizer, group)
+    shared = {name for name in sparse if len({program.place(stage) for stage in holders.get(name, ())}) > 1}
+    shared |= _neighbours(program, shared)
+    for name in sorted(shared & sparse):
+        dense(name, rules[name], "several pipeline ranks read it")
+    parameters = tuple(replace(item, sparse=item.sparse and item.name not in shared) for item in program.parameters)
+    program, sparse = replace(program, parameters=parameters), sparse - shared
     marked: dict[str, dict[str, str]] = {}
     for call in program.calls:
         region = program.region(call.region)
@@ -81,7 +89,7 @@ def _with_rows(program: Program) -> Program:
         makers = region.backward.makers()
         for made in names:
             if makers[made].name not in TABLES:
-                raise _dense(marked[region.name][made], f"{makers[made].name} makes it")
+                raise InternalError(f"{makers[made].name} makes the rows of {marked[region.name][made]}")
         ops = tuple(
             replace(op, attrs=(*op.attrs, (SPARSE, True))) if op.results and op.results[0].name in names else op
             for op in region.backward.ops
@@ -90,12 +98,10 @@ def _with_rows(program: Program) -> Program:
     return replace(program, regions=tuple(regions))
 
 
-def _dense(name: str, why: str) -> PartcError:
-    return PartcError(
-        "P0422",
-        f"the gradient of {name} cannot be sparse: {why}",
-        help="choose an optimizer for dense gradients with --optimizer or --group",
-    )
+def _neighbours(program: Program, names: Collection[str]) -> set[str]:
+    """The parameters that calls of a region read in the place of one of these."""
+    places = {(call.region, index) for call in program.calls for index, name in enumerate(call.params) if name in names}
+    return {name for call in program.calls for index, name in enumerate(call.params) if (call.region, index) in places}
 
 
 def _differentiate_region(region: Region, inputs: frozenset[str], params: frozenset[str], sizes: Sizes) -> Region:

@@ -4,7 +4,8 @@
     x = embedding(table.weight, ids)  # f32[16@dp, 8]  ->  x = embedding(table.weight, ids)  # f32[16, 8] partial(dp)
 
 By rows, every rank looks up the ids of all ranks in its rows; partition gathers the ids and scatters the sums of the
-vectors. By columns, every rank looks up its columns for the ids of all ranks, and an all-to-all of the vectors returns
+vectors. Or ids travel to the ranks of their rows, and vectors back (see exchange.py), whichever moves fewer bytes. By
+columns, every rank looks up its columns for the ids of all ranks, and an all-to-all of the vectors returns
 whole rows. Backward exchanges the vectors' gradients. A bag is reduced before its vectors are exchanged. No rank holds
 a whole table, its gradient or its optimizer state, and nothing as large as the table moves.
 
@@ -26,10 +27,10 @@ from partc.ir.layout import Layout, Replicated, Shard, Sizes
 from partc.ir.mesh import TIME_AXIS, holds_weights_whole
 from partc.ir.naming import unique
 from partc.ir.program import FLOATING, ITEMSIZE, Choice, Op, Parameter, Program, Ref, Region, TensorType, Value
+from partc.passes.tables.exchange import exchanged
 from partc.rules import PARTIAL, resolve
 from partc.rules.rule import OpRule
-from partc.runtime.errors import UsageError
-from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule
+from partc.rules.updates import DEFAULT, UpdateRule, dense, updates
 from partc.sharding.choices import axis_order, choice_on, layouts, placed_axes
 from partc.sharding.pins import Pin
 from partc.sharding.reshard import plan
@@ -55,12 +56,47 @@ def tables(
 
     Raises PartcError P0422 for a sparse gradient that cannot be had.
     """
-    rules = _rules(program, optimizer, group)
+    rules = updates(program, optimizer, group)
     program = _apart(_with_sparse(program, rules))
-    found = _Tables(program, zero, pins, frozenset(name for name, rule in rules.items() if rule.kind.by_rows))
+    found = _Tables(program, zero, pins, rules)
+    if cut_tables is None and (whole := found.summed()):
+        parameters = (replace(item, sparse=item.sparse and item.name not in whole) for item in program.parameters)
+        found = _Tables(replace(program, parameters=tuple(parameters)), zero, pins, rules)
+        program = found.program
     cuts = found.chosen() if cut_tables is None else cut_tables
     cuts = {name: cut for name, cut in cuts.items() if cut}
     return found.cut(cuts) if cuts and fuel.allowed("embedding tables cut") else program
+
+
+def explain(
+    program: Program,
+    name: str,
+    *,
+    zero: int = 0,
+    pins: Sequence[Pin] = (),
+    optimizer: str = DEFAULT,
+    group: Sequence[str] = (),
+) -> tuple[tuple[str, float], ...]:
+    """The layouts that a table can have over the axes of the batch, the chosen one first, and the bytes of each.
+
+    `program` is as the pass takes it, and the bytes are those that a rank sends in a step. Empty for other parameters.
+    """
+    rules = updates(program, optimizer, group)
+    program = _apart(_with_sparse(program, rules))
+    found = _Tables(program, zero, pins, rules)
+    slots = found.slots.get(name, [])
+    if not slots or any(slot not in found.lookups for slot in slots):
+        return ()
+    type = found.parameters[name].type
+    options = {cut: (f"{found._type(type, cut)}", found._moved(name, cut)) for cut in found._cuts([name])}
+    chosen = found.chosen().get(name)
+    whole = f"{type}{' in parts' * bool(zero)}", float(found._whole(name))
+    rest = sorted((*(each for cut, each in options.items() if cut != chosen), *([whole] if chosen else [])), key=_bytes)
+    return (options[chosen] if chosen else whole, *rest)
+
+
+def _bytes(option: tuple[str, float]) -> float:
+    return option[1]
 
 
 def table_cut(parameter: Parameter, sizes: Sizes) -> Cut:
@@ -73,15 +109,6 @@ def table_cut(parameter: Parameter, sizes: Sizes) -> Cut:
     return tuple((axis, (_ROWS, _COLUMNS)[dim]) for axis, dim in dims.items())
 
 
-def _rules(program: Program, optimizer: str, group: Sequence[str]) -> dict[str, UpdateRule]:
-    """The update of each parameter. Raises PartcError P0551."""
-    dims = {item.name: len(item.type.shape) for item in program.parameters}
-    try:
-        return Recipe.of(optimizer, groups=group).all_settings(dims)
-    except UsageError as error:
-        raise PartcError(error.code, error.cause, help=error.help) from None
-
-
 def _with_sparse(program: Program, rules: Mapping[str, UpdateRule]) -> Program:
     """Leave sparse gradients to parameters whose optimizer updates single rows, and add them where it is by rows."""
     read = {name for name, slots in _slots(program).items() if slots}
@@ -90,13 +117,8 @@ def _with_sparse(program: Program, rules: Mapping[str, UpdateRule]) -> Program:
         rule = rules[item.name]
         wanted = item.sparse or rule.kind.by_rows
         sparse = wanted and rule.takes_rows and item.trainable and item.name in read and len(item.type.shape) == 2
-        if rule.kind.sparse and item.trainable and not sparse:
-            raise PartcError(
-                "P0422",
-                f"{rule.name} needs a sparse gradient, and that of {item.name} is dense",
-                help="give this parameter another optimizer with --group; tables with sparse gradients are made by "
-                "nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)",
-            )
+        if item.trainable and not sparse:
+            dense(item.name, rule, "no lookup asks for rows")
         parameters.append(replace(item, sparse=sparse))
     return replace(program, parameters=tuple(parameters))
 
@@ -162,9 +184,9 @@ class _Lookup:
 class _Tables:
     """The lookups of a program, and the parameters that they alone read."""
 
-    def __init__(self, program: Program, zero: int, pins: Sequence[Pin], by_rows: frozenset[str]) -> None:
+    def __init__(self, program: Program, zero: int, pins: Sequence[Pin], rules: Mapping[str, UpdateRule]) -> None:
         self.program = program
-        self.by_rows = by_rows  # parameters whose optimizers keep one number for each row
+        self.rules = rules
         self.sizes = program.sizes
         self.zero = zero
         self.pins = pins
@@ -229,15 +251,13 @@ class _Tables:
             cuts = [each for each in self._cuts(names) if all(self._pinned(name, each) for name in names)]
             pinned = any(self._pins(name) for name in names)
             sparse = any(self.parameters[name].sparse for name in names)
-            if any(name in self.by_rows for name in names):  # whose states are whole along columns
+            if any(self.rules[name].kind.by_rows for name in names):  # whose states are whole along columns
                 cuts = [each for each in cuts if _ROWS in dict(each).values()] or cuts
             costs = {cut: sum(self._moved(name, cut) for name in names) for cut in cuts}
             best = min(costs, key=lambda cut: costs[cut], default=None)
             if pinned and best is None:
                 raise self._unpinnable(names)
-            if sparse and best is None:
-                self._check_sparse(names)
-            elif best is not None and (
+            if best is not None and (
                 sparse or pinned or all(self._saves(name, self._moved(name, best)) for name in names)
             ):
                 found |= dict.fromkeys(names, best)
@@ -329,26 +349,50 @@ class _Tables:
             return None
         return replace(op, results=(replace(op.result, type=replace(op.result.type, layout=found[1][0])),))
 
-    def _moved(self, name: str, cut: Cut) -> int:
+    def _moved(self, name: str, cut: Cut) -> float:
         """The bytes that a rank sends in a step to exchange ids and vectors."""
-        total = 0
-        for slot in self.slots[name]:
-            for lookup in self.lookups[slot]:
-                types = dict(self.types[slot[0]])
-                types[slot[1]] = self._type(types[slot[1]], cut)
-                ops = self._recuts(slot, lookup, cut)
-                assert ops is not None
-                for op in ops:
-                    found = layouts(op, resolve(op, types), types, self.sizes)
-                    assert found is not None
-                    for ref, wanted in zip(op.refs(), found[0], strict=True):
-                        type = types[ref]
-                        if type.dtype not in FLOATING:
-                            total += self._bytes(type.layout, wanted, type, gradient=False)
-                    types[op.result.name] = op.result.type
-                before = self.types[slot[0]][ops[-1].result.name]
-                total += self._bytes(ops[-1].result.type.layout, before.layout, before, gradient=True)
-        return total * self.program.microbatches
+        pairs = ((slot, lookup) for slot in self.slots[name] for lookup in self.lookups[slot])
+        found = (min(self._gathered(*pair, cut), self._exchanged(*pair, cut)) for pair in pairs)
+        return sum(found) * self.program.microbatches
+
+    def _exchanges(self, slot: Slot, lookup: _Lookup, cut: Cut) -> bool:
+        """Whether ids travel to the ranks of their rows, rather than to all ranks."""
+        return self._exchanged(slot, lookup, cut) < self._gathered(slot, lookup, cut)
+
+    def _gathered(self, slot: Slot, lookup: _Lookup, cut: Cut) -> int:
+        """The bytes that a rank sends in a microbatch if all ranks look up all ids."""
+        total, types = 0, dict(self.types[slot[0]])
+        types[slot[1]] = self._type(types[slot[1]], cut)
+        ops = self._recuts(slot, lookup, cut)
+        assert ops is not None
+        for op in ops:
+            found = layouts(op, resolve(op, types), types, self.sizes)
+            assert found is not None
+            for ref, wanted in zip(op.refs(), found[0], strict=True):
+                if types[ref].dtype not in FLOATING:
+                    total += self._bytes(types[ref].layout, wanted, types[ref], gradient=False)
+            types[op.result.name] = op.result.type
+        before = self.types[slot[0]][ops[-1].result.name]
+        return total + self._bytes(ops[-1].result.type.layout, before.layout, before, gradient=True)
+
+    def _exchanged(self, slot: Slot, lookup: _Lookup, cut: Cut) -> float:
+        """The bytes that a rank sends in a microbatch if each rank looks up the ids of its own rows."""
+        types, op = self.types[slot[0]], lookup.op
+        ids = types[[*op.refs()][1]]
+        masked = any(each.name == "masked_fill" for each, _ in lookup.after)
+        padded = len(op.args) > 2 and not masked  # the row without a gradient is on one rank
+        ((axis, factor), *others) = cut
+        home = ids.layout.sharded_axes
+        if (
+            padded
+            or others
+            or factor != _ROWS
+            or axis not in home
+            or any(sub.axes for sub in types[slot[1]].layout.dims[0])
+        ):
+            return math.inf
+        vectors = op.result.type.local_bytes(self.sizes)
+        return (ids.local_bytes(self.sizes) + 2 * vectors) * (self.sizes[axis] - 1) / self.sizes[axis]
 
     def _bytes(self, source: Layout, target: Layout, type: TensorType, *, gradient: bool) -> int:
         if not gradient:
@@ -356,11 +400,14 @@ class _Tables:
         steps = plan(source, target, sizes=self.sizes, itemsize=ITEMSIZE[type.dtype], needs_grad=gradient)
         return sum(step.forward + step.backward for step in steps)
 
-    def _saves(self, name: str, moved: int) -> bool:
+    def _saves(self, name: str, moved: float) -> bool:
         """Whether an exchange of vectors moves fewer bytes in a step than sums and gathers of a large table."""
-        table = self.parameters[name].type.local_bytes(self.sizes)
+        return self.parameters[name].type.local_bytes(self.sizes) >= _LARGE and moved < self._whole(name)
+
+    def _whole(self, name: str) -> int:
+        """The bytes that a rank sends in a step for a table that is not cut: of its gradient, and of ZeRO's gathers."""
         times = self.program.microbatches
-        return table >= _LARGE and moved < table * {0: 2, 1: 2, 2: 1 + times, 3: 3 * times}[self.zero]
+        return self.parameters[name].type.local_bytes(self.sizes) * {0: 2, 1: 2, 2: 1 + times, 3: 3 * times}[self.zero]
 
     def _pins(self, name: str) -> list[Pin]:
         """The pins that name one of the table's axes."""
@@ -387,19 +434,24 @@ class _Tables:
             "columns must be a multiple of the axis",
         )
 
-    def _check_sparse(self, names: Sequence[str]) -> None:
-        """Raise PartcError P0422 if a sparse gradient would have to be summed over ranks, or is not one."""
-        for name in names:
-            slots = self.slots[name]
-            summed = [axis for slot in slots for axis in self.axes.get(slot, ("",))]
-            if self.parameters[name].sparse and (summed or self.parameters[name].aliases):
-                raise PartcError(
-                    "P0422",
-                    f"the gradient of {name} cannot be sparse: "
-                    + ("its rows cannot be cut over " + ", ".join(sorted({*summed} - {""})) if all(summed) else "")
-                    + ("" if all(summed) else "other operations than lookups read it"),
-                    help="choose an optimizer for dense gradients with --optimizer or --group",
-                )
+    def summed(self) -> frozenset[str]:
+        """The parameters whose gradients were to be sparse, and would be sums over ranks, or are not of lookups alone.
+
+        Raises PartcError P0422 if the optimizer of one takes no other gradient.
+        """
+        found: set[str] = set()
+        for names in self._alike():
+            slots = [slot for name in names for slot in self.slots[name]]
+            alone = all(slot in self.lookups for slot in slots) and not any(self.parameters[n].aliases for n in names)
+            over = sorted({axis for slot in slots for axis in self.axes.get(slot, ())})
+            if alone and (not over or any(self._cuts(names))):
+                continue
+            why = f"{' and '.join(over)} cannot cut it" if alone else "other operations than lookups read it"
+            for name in names:
+                if self.parameters[name].sparse:
+                    dense(name, self.rules[name], why)
+                    found.add(name)
+        return frozenset(found)
 
     def cut(self, cuts: Mapping[str, Cut]) -> Program:
         cuts = {name: cut for name, cut in cuts.items() if self._can(name, cut)}
@@ -431,13 +483,23 @@ class _Tables:
             replace(value, type=self._type(value.type, cuts[value.name])) if value.name in cuts else value
             for value in region.params
         )
-        changed: dict[str, Op] = {}
+        changed: dict[str, tuple[Op, ...]] = {}
+        taken = {*self.types[region.name]}
         for name, cut in cuts.items():
             for lookup in self.lookups[region.name, name]:
-                ops = self._recuts((region.name, name), lookup, cut)
+                slot = region.name, name
+                if self._exchanges(slot, lookup, cut):
+                    types = {**self.types[region.name], name: self._type(self.types[region.name][name], cut)}
+                    changed[lookup.op.result.name] = exchanged(lookup.op, cut[0][0], types, self.sizes, taken)
+                    continue
+                ops = self._recuts(slot, lookup, cut)
                 assert ops is not None
-                changed |= {op.result.name: op for op in ops}
-        forward = tuple(changed.get(op.results[0].name, op) if op.results else op for op in region.forward.ops)
+                changed |= {op.result.name: (op,) for op in ops}
+        forward = tuple(
+            step
+            for op in region.forward.ops
+            for step in (changed.get(op.results[0].name, (op,)) if op.results else (op,))
+        )
         return replace(region, params=params, forward=replace(region.forward, ops=forward))
 
     def _type(self, type: TensorType, cut: Cut) -> TensorType:

@@ -1,0 +1,32 @@
+"""The update of each parameter of a program, as the options of a compile describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from partc.errors import PartcError
+from partc.ir.program import Program
+from partc.runtime.errors import UsageError
+from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule
+
+__all__ = ["DEFAULT", "UpdateRule", "dense", "updates"]
+
+
+def updates(program: Program, optimizer: str, group: Sequence[str]) -> Mapping[str, UpdateRule]:
+    """The update of each parameter. Raises PartcError P0551."""
+    dims = {item.name: len(item.type.shape) for item in program.parameters}
+    try:
+        return Recipe.of(optimizer, groups=group).all_settings(dims)
+    except UsageError as error:
+        raise PartcError(error.code, error.cause, help=error.help) from None
+
+
+def dense(name: str, rule: UpdateRule, why: str) -> None:
+    """Note that a gradient cannot be sparse. Raises PartcError P0422 if its optimizer takes no other."""
+    if rule.kind.sparse:
+        raise PartcError(
+            "P0422",
+            f"{rule.name} needs a sparse gradient, and that of {name} is dense: {why}",
+            help="give this parameter another optimizer with --group; tables with sparse gradients are made by "
+            "nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True)",
+        )

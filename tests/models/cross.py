@@ -1,0 +1,55 @@
+"""DCN-v2 (Wang et al. 2021): crossed features of tables of several widths, and a deep network beside them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROWS, WIDTHS = (40, 31, 18), (8, 4, 8)
+
+
+class Cross(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, first: Tensor, x: Tensor) -> Tensor:
+        return first * self.linear(x) + x
+
+
+class DCN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        tables = (nn.Embedding(rows, width, sparse=True) for rows, width in zip(ROWS, WIDTHS, strict=True))
+        self.tables = nn.ModuleList(tables)
+        self.words = nn.EmbeddingBag(25, 8, mode="mean", padding_idx=0, sparse=True)
+        width = sum(WIDTHS) + 8 + 4
+        self.crosses = nn.ModuleList(Cross(width) for _ in range(3))
+        self.deep = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
+        self.head = nn.Linear(width + 16, 1)
+
+    def forward(self, dense: Tensor, sparse: Tensor, words: Tensor) -> Tensor:
+        found = [table(sparse[:, index]) for index, table in enumerate(self.tables)]
+        x = first = torch.cat([dense, self.words(words), *found], 1)
+        for cross in self.crosses:
+            x = cross(first, x)
+        return self.head(torch.cat([x, self.deep(first)], 1)).squeeze(1)
+
+
+def model() -> nn.Module:
+    return DCN()
+
+
+def batch(batch: int = 16) -> dict[str, Tensor]:
+    return {
+        "dense": torch.randn(batch, 4),
+        "sparse": torch.stack([torch.randint(rows, (batch,)) for rows in ROWS], 1),
+        "words": torch.randint(25, (batch, 5)),
+        "clicked": torch.randint(2, (batch,)).float(),
+    }
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    scores = model(batch["dense"], batch["sparse"], batch["words"])
+    return F.binary_cross_entropy_with_logits(scores, batch["clicked"])

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partc
+from partc.package.launch import RunFailed
+from partc.package.verify import verify
 from partc.runtime.checkpoint.manifest import checkpoints
 from partc.runtime.layout import Shard
 from partc.runtime.ops.row_gradients import RowGradient, TouchedRows
@@ -23,6 +25,7 @@ from tests.test_levels import on_ranks
 
 MODELS = Path(__file__).parent / "models"
 BAGS = MODELS / "bags.py"
+CROSS = MODELS / "cross.py"
 MOST = "*.most.*:optimizer=adagrad"
 SPARSE = ("tables.[!m]*,tables.mean.*:optimizer=sparseadam,lr_scale=0.5", MOST)
 ROWWISE = ("tables.*:optimizer=rowwise_adagrad",)
@@ -142,11 +145,16 @@ def test_a_training_with_sparse_gradients_continues_on_other_meshes(tmp_path: Pa
     assert whole(last)["sum/tables.summed.weight"].shape == (37, 1)
 
 
-def _plain_loop(steps: int, rate: float) -> dict[str, Tensor]:
-    spec = importlib.util.spec_from_file_location("bags", BAGS)
+def _loaded(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
-    bags = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bags)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def _plain_loop(steps: int, rate: float) -> dict[str, Tensor]:
+    bags = _loaded(BAGS)
     torch.manual_seed(3)
     model = bags.model().double()
     named = dict(model.named_parameters())
@@ -170,6 +178,84 @@ def _plain_loop(steps: int, rate: float) -> dict[str, Tensor]:
             sums += g.square().mean(1, keepdim=True)
             summed -= 0.5 * rate * g / (sums.sqrt() + 1e-8)
     return {name: x.detach() for name, x in named.items()}
+
+
+def test_a_recommender_trains_on_processes_as_a_plain_loop_does(tmp_path: Path) -> None:
+    """Ids travel to the ranks of their rows over gloo; the oracle is a loop with torch's sparse gradients."""
+    how: dict[str, Any] = {"precision": "fp64", "group": ["tables.*,words.*:optimizer=sparseadam"], "lr": 0.02}
+    package = partc.compile(CROSS, mesh="dp=4", microbatches=2, **how)
+    assert sum(op.name == "route" for region in package.program.regions for op in region.forward.ops) == 3
+    package.write(tmp_path / "package")
+    trained(tmp_path / "package", "--steps", 6, "--seed", 5, "--save", tmp_path / "save", real=True)
+    cross = _loaded(CROSS)
+    torch.manual_seed(5)
+    model = cross.model().double()
+    tables = [x for name, x in model.named_parameters() if name.startswith(("tables.", "words."))]
+    others = [x for name, x in model.named_parameters() if not name.startswith(("tables.", "words."))]
+    optimizers = [torch.optim.SparseAdam(tables, 0.02), torch.optim.AdamW(others, 0.02)]
+    for step in range(6):
+        model.zero_grad()
+        batch = {key: x.double() if x.is_floating_point() else x for key, x in cross.data(step).items()}
+        cross.loss(model, batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    (last, *_) = [path for path in checkpoints(tmp_path / "save") if "6" in path.name]
+    found = whole(last)
+    for name, x in model.named_parameters():
+        assert torch.allclose(found[name][: len(x)], x, rtol=0, atol=1e-10), name
+
+
+@pytest.mark.parametrize(("mesh", "sent"), [("dp=4", 3 / 4), ("dp=8", 7 / 8)])
+def test_exchanges_of_ids_and_vectors_move_the_bytes_of_the_formula(mesh: str, sent: float) -> None:
+    """A lookup by rows sends its ids once and its vectors twice, each without the part that stays."""
+    package = partc.compile(CROSS, mesh=mesh, group=["tables.*,words.*:optimizer=rowwise_adagrad"])
+    sizes, moved = package.program.sizes, 0.0
+    for region in package.program.regions:
+        for graph in region.graphs:
+            types = region.types(graph)
+            for op in graph.ops:
+                if op.name in ("dispatch", "combine"):
+                    moved += types[next(op.refs())].local_bytes(sizes) * sent
+    each = 16 // sizes["dp"]
+    lookups = sum(8 * each + 2 * 4 * width * each for width in (8, 4, 8))
+    bags = 5 * each * (8 + 2 * 4 * 8)
+    assert moved == (lookups + bags) * sent
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "caught"),
+    [
+        # A table that the plan of updates misses is never trained.
+        ("regions/*.py", r"\n    g\.(tables_0_weight|weight)\.add_\(functional\.embedding_rows\(.*\n", "\n", "tables"),
+        # Ranks without rows crash where others have some.
+        ("runtime/optimizer/rows.py", r"\.unsqueeze\(-1\)\.flatten\(1\)", ".reshape(len(values), -1)", None),
+        # Duplicates overwrite each other in place of adding up.
+        ("runtime/ops/row_gradients.py", r"index_add_\(0, places, values\)", "index_copy_(0, places, values)", ""),
+        # Numbers of rows that are those of the whole table.
+        ("runtime/ops/embedding.py", r"local = numbers - rank \* rows", "local = numbers", "words"),
+    ],
+)
+def test_mistakes_with_sparse_gradients_are_found(
+    file: str, old: str, new: str, caught: str | None, tmp_path: Path
+) -> None:
+    """Mistakes that peers shipped, made in an emitted package, fail its verification; a table has fewer rows than ranks."""
+    mesh, first = ("dp=2", 40) if caught == "words" else ("dp=4", 2)
+    how: dict[str, Any] = {"mesh": mesh, "precision": "fp64", "options": {"first": first}}
+    partc.compile(CROSS, group=["tables.*,words.*:optimizer=rowwise_adagrad"], **how).write(tmp_path / "package")
+    if caught is None:
+        assert verify(tmp_path / "package", steps=2, virtual=True).ok
+    changed = 0
+    for path in sorted((tmp_path / "package").glob(file)):
+        text, count = re.subn(old, new, path.read_text())
+        path.write_text(text)
+        changed += count
+    assert changed
+    if caught is None:
+        with pytest.raises(RunFailed, match="0 elements"):
+            verify(tmp_path / "package", steps=2, virtual=True)
+    else:
+        result = verify(tmp_path / "package", steps=2, virtual=True)
+        assert not result.ok and caught in result.worst.name
 
 
 def test_no_dense_gradient_of_a_large_table_is_held() -> None:
@@ -232,7 +318,7 @@ def squared(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("make", "optimizer", "why"),
     [
-        (Tied, "sparseadam", "cannot be sparse"),
+        (Tied, "sparseadam", "other operations than lookups read it"),
         (Dense, "sparseadam", "table.weight is dense"),
     ],
 )

@@ -62,7 +62,8 @@ def comment(
         case "all_gather":
             return f"{head}: {readers or 'the result'} {needs} all of dim {attrs['dim']}"
         case "dispatch":
-            return f"{head}: rows travel to the ranks of their experts, for {readers or 'the result'}"
+            owners = "rows of the table" if readers.startswith("embedding") else "experts"
+            return f"{head}: rows travel to the ranks of their {owners}, for {readers or 'the result'}"
         case "combine":
             return f"{head}: rows of {makers or 'the experts'} return to their places"
         case "reduce_scatter":

@@ -288,7 +288,7 @@ def _sparse(whole: Tensor, rows: Tensor) -> Tensor:
     """A gradient with the rows that the reference has, and with others if they are not zero: these are wrong."""
     others = whole.flatten(1).ne(0).any(1).nonzero()[:, 0]
     rows = torch.cat((rows, others)).unique()
-    return torch.sparse_coo_tensor(rows[None], whole[rows], whole.shape).coalesce()
+    return torch.sparse_coo_tensor(rows[None], whole[rows], whole.shape, is_coalesced=True, check_invariants=False)
 
 
 def _compare_step(

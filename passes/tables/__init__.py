@@ -187,6 +187,9 @@ class _Tables:
     def __init__(self, program: Program, zero: int, pins: Sequence[Pin], rules: Mapping[str, UpdateRule]) -> None:
         self.program = program
         self.rules = rules
+        # An axis for experts, in a model without experts, is for tables.
+        names = {op.name for region in program.regions for op in region.forward.ops}
+        self.forced = bool(program.mesh.expert_axes) and "expert_matmul" not in names
         self.sizes = program.sizes
         self.zero = zero
         self.pins = pins
@@ -258,7 +261,7 @@ class _Tables:
             if pinned and best is None:
                 raise self._unpinnable(names)
             if best is not None and (
-                sparse or pinned or all(self._saves(name, self._moved(name, best)) for name in names)
+                sparse or pinned or self.forced or all(self._saves(name, self._moved(name, best)) for name in names)
             ):
                 found |= dict.fromkeys(names, best)
         return found

@@ -19,9 +19,10 @@ class Cross(nn.Module):
 
 
 class DCN(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, first: int) -> None:
         super().__init__()
-        tables = (nn.Embedding(rows, width, sparse=True) for rows, width in zip(ROWS, WIDTHS, strict=True))
+        sizes = zip((first, *ROWS[1:]), WIDTHS, strict=True)
+        tables = (nn.Embedding(rows, width, sparse=True) for rows, width in sizes)
         self.tables = nn.ModuleList(tables)
         self.words = nn.EmbeddingBag(25, 8, mode="mean", padding_idx=0, sparse=True)
         width = sum(WIDTHS) + 8 + 4
@@ -30,24 +31,28 @@ class DCN(nn.Module):
         self.head = nn.Linear(width + 16, 1)
 
     def forward(self, dense: Tensor, sparse: Tensor, words: Tensor) -> Tensor:
-        found = [table(sparse[:, index]) for index, table in enumerate(self.tables)]
+        found = [table(sparse[:, index] % table.num_embeddings) for index, table in enumerate(self.tables)]
         x = first = torch.cat([dense, self.words(words), *found], 1)
         for cross in self.crosses:
             x = cross(first, x)
         return self.head(torch.cat([x, self.deep(first)], 1)).squeeze(1)
 
 
-def model() -> nn.Module:
-    return DCN()
+def model(first: int = ROWS[0]) -> nn.Module:
+    return DCN(first)
 
 
-def batch(batch: int = 16) -> dict[str, Tensor]:
+def batch(batch: int = 16, generator: torch.Generator | None = None) -> dict[str, Tensor]:
     return {
-        "dense": torch.randn(batch, 4),
-        "sparse": torch.stack([torch.randint(rows, (batch,)) for rows in ROWS], 1),
-        "words": torch.randint(25, (batch, 5)),
-        "clicked": torch.randint(2, (batch,)).float(),
+        "dense": torch.randn(batch, 4, generator=generator),
+        "sparse": torch.stack([torch.randint(rows, (batch,), generator=generator) for rows in ROWS], 1),
+        "words": torch.randint(25, (batch, 5), generator=generator),
+        "clicked": torch.randint(2, (batch,), generator=generator).float(),
     }
+
+
+def data(step: int) -> dict[str, Tensor]:
+    return batch(generator=torch.Generator().manual_seed(step))
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from partc import fuel
 from partc.errors import PartcError
@@ -187,9 +188,6 @@ class _Tables:
     def __init__(self, program: Program, zero: int, pins: Sequence[Pin], rules: Mapping[str, UpdateRule]) -> None:
         self.program = program
         self.rules = rules
-        # An axis for experts, in a model without experts, is for tables.
-        names = {op.name for region in program.regions for op in region.forward.ops}
-        self.forced = bool(program.mesh.expert_axes) and "expert_matmul" not in names
         self.sizes = program.sizes
         self.zero = zero
         self.pins = pins
@@ -209,6 +207,16 @@ class _Tables:
                 if alone and ops and all(self._looks_up(op, value, axes) for op in ops):
                     self.lookups[region.name, value.name] = [self._with_bag(region, op, axes) for op in ops]
                     self.axes[region.name, value.name] = axes
+
+    @cached_property
+    def forced(self) -> bool:
+        """Whether an axis for experts is for tables: there are no experts, and tables are most of the model."""
+        names = {op.name for region in self.program.regions for op in region.forward.ops}
+        if not self.program.mesh.expert_axes or "expert_matmul" in names:
+            return False
+        read = {name for name, slots in self.slots.items() if slots and self.lookups.keys() >= {*slots}}
+        elements = {name: math.prod(item.type.shape) for name, item in self.parameters.items()}
+        return 2 * sum(elements[name] for name in read) > sum(elements.values())
 
     def _looks_up(self, op: Op, table: Value, axes: Sequence[str]) -> bool:
         """Whether an operation looks up rows of a table for ids that all these axes cut."""

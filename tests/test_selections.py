@@ -14,7 +14,7 @@ from partc.frontend.trace import trace_file
 from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
 from partc.package.verify import verify
-from tests.models import experts
+from tests.models import experts, masked_rows
 
 FILE = Path(experts.__file__)
 LOOPS = ("places", "skipped", "added", "any_slot", "put", "hits", "biased", "gated", "capacity", "scaled_by_count")
@@ -62,7 +62,7 @@ def test_code_that_needs_the_number_of_rows_is_refused(style: str, words: str) -
     assert error.value.source is not None and "experts.py" in error.value.source.file
 
 
-@pytest.mark.parametrize("style", LOOPS)
+@pytest.mark.parametrize("style", [*LOOPS, "normed", "centred"])
 def test_routed_graphs_compute_the_loop(style: str) -> None:
     """The rewritten graph against the eager model, also where some experts have no rows."""
     torch.manual_seed(0)
@@ -76,3 +76,23 @@ def test_routed_graphs_compute_the_loop(style: str) -> None:
         given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         loss = evaluate_program(program, batch, given)
         torch.testing.assert_close(loss, model(**batch), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("style", ["language", "flat", "squares", "summed", "distance", "selected", "logarithms"])
+def test_losses_of_selected_rows_equal_the_eager_ones(style: str) -> None:
+    torch.manual_seed(0)
+    model, batch = masked_rows.model(style).double(), masked_rows.batch()
+    file = Path(masked_rows.__file__)
+    traced = trace_file(file, {"style": style}, mesh=Mesh.parse("1x1x2"), precision="fp64")
+    program = passes.run(traced.program, {}, until="route")[-1].program
+    assert "selected" not in {op.name for op in program.regions[0].forward.ops}
+    loss = evaluate_program(program, batch, dict(model.named_parameters()))
+    torch.testing.assert_close(loss, model(**batch), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("style", "mesh"), [("language", "dp=2,tp=2"), ("squares", "pp=2,dp=2"), ("logarithms", "dp=2,tp=2")])
+def test_losses_of_selected_rows_train_like_one_device(style: str, mesh: str, tmp_path: Path) -> None:
+    file = Path(masked_rows.__file__)
+    made = partc.compile(str(file), mesh=mesh, microbatches=2, precision="fp64", options={"style": style})
+    found = verify(made.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok, str(found.worst)

@@ -15,6 +15,7 @@ compares with a trace in which they all fail.
 from __future__ import annotations
 
 import ast
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,11 @@ _ARITHMETIC = frozenset({
     "add", "sub", "rsub", "mul", "div", "true_divide", "divide", "multiply", "subtract", "pow", "__add__", "__radd__",
     "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__rdiv__", "add_", "sub_", "mul_",
     "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__",
+})  # fmt: skip
+_REDUCTIONS = frozenset({"sum", "mean"})
+_LOSSES = frozenset({
+    "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "kl_div",
 })  # fmt: skip
 # Functions that write selected rows back to a tensor of all rows.
 _WRITES = frozenset({
@@ -224,6 +230,10 @@ class Selections:
             return None
         if held is None:
             return NOT_SELECTED
+        if name in _REDUCTIONS:
+            return self._reduced(func, name, args, kwargs, held)
+        if name in _LOSSES:
+            return self._loss(func, name, args, kwargs, held)
         if name in ("unbind", "tolist") and self._value(args[0]) is not None:
             return self._each(args[0], name)
         if name in ("size", "numel", "nelement", "__len__") or (
@@ -353,6 +363,48 @@ class Selections:
                 places = [dim for dim, size in enumerate(x.shape) if size == count]
                 if places:
                     self._hold(x, held.mask, held.dim if held.dim in places else places[0])
+
+    # -- reductions ----------------------------------------------------------------------------------
+
+    def _only(self, x: Tensor, held: _Rows) -> Tensor:
+        """The selected rows, with zeros in place of the others."""
+        mask = held.mask if held.mask.dtype is torch.bool else held.mask.ne(0)
+        return torch.where(mask.reshape([-1 if dim == held.dim else 1 for dim in range(x.dim())]), x, 0)
+
+    def _reduced(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], held: _Rows
+    ) -> Any:
+        """The sum or the mean of the selected rows."""
+        x, (_, *rest) = args[0], args
+        dims = rest[0] if rest else kwargs.get("dim")
+        listed = range(x.dim()) if dims is None or dims == () else [dims] if isinstance(dims, int) else dims
+        over = {dim % x.dim() for dim in listed}
+        if held.dim not in over:
+            return NOT_SELECTED
+        total = torch.sum(self._only(x, held), *rest, **kwargs)
+        if name == "sum":
+            return total
+        return total / (held.mask.ne(0).sum() * math.prod(x.shape[dim] for dim in over - {held.dim}))
+
+    def _loss(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], held: _Rows
+    ) -> Any:
+        """A loss of the selected rows: their losses, summed, over their number."""
+        given = kwargs.get("reduction", "mean")
+        if given == "none" or held.dim or kwargs.get("weight") is not None or len(args) > 2:
+            return NOT_SELECTED
+        losses = func(*args, **{**kwargs, "reduction": "none"})
+        if losses.shape[:1] != (held.mask.numel(),):
+            return NOT_SELECTED
+        whole = _Rows(held.tensor, held.mask, 0)
+        total = self._only(losses, whole).sum()
+        if given == "sum":
+            return total
+        target = args[1] if len(args) > 1 else kwargs["target"]
+        if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
+            counted = target.ne(kwargs.get("ignore_index", -100))
+            return total / self._only(counted, whole).sum()
+        return total / (held.mask.ne(0).sum() * (1 if given == "batchmean" else math.prod(losses.shape[1:])))
 
     # -- numbers of rows ---------------------------------------------------------------------------
 

@@ -60,6 +60,8 @@ class _Selections:
     indices: dict[str, _SelectedPlace] = field(default_factory=dict)
     rows: dict[str, tuple[str, int]] = field(default_factory=dict)
     constants: set[str] = field(default_factory=set)  # tensors of one number
+    zeros: set[str] = field(default_factory=set)
+    same_mask: dict[str, str] = field(default_factory=dict)  # a mask in another form -> the mask
 
     def take(self, op: Op) -> None:
         w = self.writer
@@ -69,11 +71,19 @@ class _Selections:
         elif (op.name == "index" and self._read(op)) or (op.name in _WRITES and self._written(op)):
             return
         elif any(name in self.rows for name in op.refs()):
-            self._row_by_row(op)
+            if self._is_reduced(op):
+                w.keep(op)
+            else:
+                self._row_by_row(op)
         else:
             w.keep(op)
+            first = next(op.refs(), None)
+            if first is not None and (op.name == "reshape" or (op.name == "ne" and op.args[1] == 0)):
+                self.same_mask[op.result.name] = self.same_mask.get(first, first)
             if op.name == "full":
                 self.constants.add(op.result.name)
+                if op.args[1] == 0:
+                    self.zeros.add(op.result.name)
 
     def _place(self, op: Op) -> None:
         """The place of each element of a mask along one of its dimensions."""
@@ -109,8 +119,12 @@ class _Selections:
         if made is None:
             return False
         value, dim = made
-        shape = op.result.type.shape
-        self.writer.define("reshape", (Ref(value), shape), shape, op.result.type.dtype, op.result.name)
+        shape, dtype = op.result.type.shape, op.result.type.dtype
+        # Other rows may hold numbers that no lookup, logarithm or quotient takes, and that the mask keeps away.
+        harmless = 1 if op.result.type.differentiable else 0
+        chosen = self.writer.reshape(mask, (shape[dim],), f"{op.result.name}_mask")
+        value = self.writer.only(value, dim, chosen, op.result.name, harmless)
+        self.writer.define("reshape", (Ref(value), shape), shape, dtype, op.result.name)
         self.rows[op.result.name] = mask, dim
         return True
 
@@ -161,6 +175,21 @@ class _Selections:
         hit = w.reshape(hit, (*w.shape(hit), *(1 for _ in rest)), f"{made}_hit")
         w.define("where", (Ref(hit), Ref(kept), acc), w.shape(acc.name), dtype, made)
         return True
+
+    def _is_reduced(self, op: Op) -> bool:
+        """Whether an operation puts zeros in place of the rows that are not selected: where(mask, rows, 0)."""
+        if op.name != "where" or len(op.args) != 3 or not isinstance(op.args[1], Ref):
+            return False
+        condition, rows, zero = op.args
+        assert isinstance(rows, Ref)
+        found = self.rows.get(rows.name)
+        is_zero = zero == 0 or (isinstance(zero, Ref) and zero.name in self.zeros)
+        if found is None or not is_zero or not isinstance(condition, Ref):
+            return False
+        mask, dim = found
+        wide = tuple(size if place == dim else 1 for place, size in enumerate(self.writer.shape(rows.name)))
+        given, own = (self.same_mask.get(name, name) for name in (condition.name, mask))
+        return given == own and self.writer.shape(condition.name) == wide
 
     def _row_by_row(self, op: Op) -> None:
         held = [self.rows.get(name) for name in op.refs()]

@@ -116,8 +116,8 @@ class RowWriter:
         x = self.expand(x, (*before, *whole, *behind), stem)
         return self.reshape(x, (*before, math.prod(whole), *behind), stem), first
 
-    def only(self, x: str, dim: int, chosen: str, stem: str) -> str:
-        """x with zeros in the rows that `chosen`, a mask of as many elements, leaves out."""
+    def only(self, x: str, dim: int, chosen: str, stem: str, value: int = 0) -> str:
+        """x with `value` in the rows that `chosen`, a mask of as many elements, leaves out."""
         shape = self.shape(x)
         mask = self.types[chosen]
         dropped = (
@@ -128,7 +128,7 @@ class RowWriter:
         wide = [1] * len(shape)
         wide[dim] = shape[dim]
         dropped = self.reshape(dropped, wide, f"{stem}_dropped")
-        return self.add("masked_fill", (Ref(x), Ref(dropped), 0), shape, self.types[x].dtype, stem)
+        return self.add("masked_fill", (Ref(x), Ref(dropped), value), shape, self.types[x].dtype, stem)
 
 
 def names_of(args: Sequence[Arg]) -> list[str | None]:

@@ -159,10 +159,16 @@ class Mixture(nn.Module):
             out.index_add_(0, token, self.one(e, x[token]) / (token.numel() + 1))
         return out
 
-    def mixed(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+    def centred(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
         for e in range(self.count):
             (token,) = torch.where(chosen[:, 0] == e)
             out.index_add_(0, token, self.one(e, x[token] - x[token].mean(0)))
+        return out
+
+    def mixed(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        for e in range(self.count):
+            (token,) = torch.where(chosen[:, 0] == e)
+            out.index_add_(0, token, self.one(e, x[token].softmax(0)))
         return out
 
     dropped = places

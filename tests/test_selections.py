@@ -90,7 +90,9 @@ def test_losses_of_selected_rows_equal_the_eager_ones(style: str) -> None:
     torch.testing.assert_close(loss, model(**batch), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("style", "mesh"), [("language", "dp=2,tp=2"), ("squares", "pp=2,dp=2"), ("logarithms", "dp=2,tp=2")])
+@pytest.mark.parametrize(
+    ("style", "mesh"), [("language", "dp=2,tp=2"), ("squares", "pp=2,dp=2"), ("logarithms", "dp=2,tp=2")]
+)
 def test_losses_of_selected_rows_train_like_one_device(style: str, mesh: str, tmp_path: Path) -> None:
     file = Path(masked_rows.__file__)
     made = partc.compile(str(file), mesh=mesh, microbatches=2, precision="fp64", options={"style": style})

@@ -232,6 +232,9 @@ def _attention(o: Operands) -> str:
         around = f"ring={comm}.{axis}, rows={comm}.positions_along({ring}, {o.attrs['rows']})"
     else:
         around = f"rows={comm}.positions({o.attrs['rows']})"
+        _, turned, parts = o.attrs["rows"].strip('"').partition(" zigzag ")
+        if turned:  # so are the keys
+            around += f', columns={comm}.positions("{o.whole(2 if backward else 1)[2]} zigzag {parts}")'
     more = (around, "learned=True") if learned else (around,)
     return f"{o.named('functional')}.{form}{'_backward' * backward}({', '.join((given, *more))})"
 

@@ -38,7 +38,7 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: b
     return (scores.masked_fill(blank, 0).softmax(-1) * ~blank) @ v
 
 
-@pytest.mark.parametrize("dim", ["24@cp", "2 · 12@cp"])
+@pytest.mark.parametrize("dim", ["24@cp", "2 · 12@cp", "2 · 12@cp zigzag 6"])
 @pytest.mark.parametrize(("causal", "window"), CASES)
 def test_rows_of_three_ranks_are_those_of_the_whole(dim: str, causal: bool, window: int) -> None:
     torch.manual_seed(0)

@@ -16,8 +16,9 @@ from partc.frontend.model_file import load
 from partc.ir.collectives import cost, inside
 from partc.ir.layout import Shard
 from partc.ir.mesh import Mesh
-from partc.ir.program import ITEMSIZE
+from partc.ir.program import ITEMSIZE, Op, Program
 from partc.package.verify import verify
+from partc.runtime.positions import Stretch, Stretches, positions
 from tests.durable import trained, whole
 
 GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
@@ -95,7 +96,7 @@ def test_sequences_are_cut_and_weights_are_whole() -> None:
     assert all(parameter.type.layout.sharded_axes == () for parameter in program.parameters)
     assert all("cp" in parameter.reduce for parameter in program.parameters if "blocks." in parameter.name)
     crossing = {value.name: value.type.layout.placement("cp") for value in program.values if len(value.type.shape) == 3}
-    assert crossing and set(crossing.values()) == {Shard(1)}
+    assert crossing and set(crossing.values()) == {Shard(1, 2)}
 
 
 def _moved(name: str, **how: Any) -> float:
@@ -117,7 +118,7 @@ def test_the_all_to_alls_of_attention_move_what_the_formula_says() -> None:
 def test_gathered_keys_and_values_move_what_the_formula_says() -> None:
     """Each rank receives the keys and values of the others."""
     batch, seq, groups, head = 16, 32, 2, 16
-    rows = ("block.attn_heads=[_, _, @cp, _]",)
+    rows = ("block.attn_heads=[_, _, @cp, _] gathered",)
     assert _moved("all_gather", shard=rows) == batch * seq / 2 * 2 * groups * head * 4
     assert _moved("all_to_all", shard=rows) == 0
 
@@ -137,9 +138,73 @@ def test_a_ring_sends_what_the_formula_says() -> None:
         assert not [op for op in graph.ops if op.name in ("all_gather", "all_to_all")]
 
 
+ZIGZAG = "block.attn_heads=[_, @tp, 2 * _@cp, _]"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "pins", [(), ("block.attn_heads=[_, @cp, _, _]",), ("block.attn_heads=[_, _, @cp, _] ring",)], ids=str
+    ("mesh", "how"),
+    [
+        ("cp=4", {"shard": (f"{ZIGZAG} ring",), "zero": 3}),
+        ("dp=2,cp=2,tp=2", {"shard": (f"{ZIGZAG} gathered",), "zero": 3, "recompute": "full"}),
+        ("pp=2,cp=4", {"schedule": "interleaved", "virtual_stages": 2, "microbatches": 4, "zero": 1}),
+        ("cp=2,tp=2", {"shard": (f"{ZIGZAG} ring",), "loss_chunks": 4, "microbatches": 2}),
+        ("cp=2,pp=2", {"schedule": "zero-bubble", "microbatches": 4, "zero": 2}),
+    ],
+)
+def test_ordered_sequences_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_path: Path) -> None:
+    """Rotary positions, labels and masks follow the order of the sequence, in which every rank has equal work."""
+    package = partc.compile(GPT, mesh=mesh, precision="fp64", **how)
+    rows = {dict(op.attrs).get("rows") for op in _attentions(package.program)}
+    assert all(" zigzag " in str(each) for each in rows), rows
+    assert not [item for item in package.replicated_ops if item.axis == "cp"]
+    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst
+
+
+def _attentions(program: Program) -> list[Op]:
+    return [op for region in program.regions for op in region.forward.ops if op.name.startswith("attention")]
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_under_a_causal_mask_every_rank_has_equal_work(n: int) -> None:
+    """In the order of the pass, in every step of the ring; the last rank of consecutive positions has twice as much."""
+    size = 32 * n
+
+    def scores(rows: Stretches, columns: Stretches) -> int:
+        """The scores that are read, counted one by one."""
+        own = torch.cat([torch.arange(each.start, each.stop) for each in rows])
+        read = torch.cat([torch.arange(each.start, each.stop) for each in columns])
+        return int((own[:, None] >= read).sum())
+
+    turned = [positions(f"2 · {size // 2}@cp zigzag {2 * n}", {"cp": (rank, n)}) for rank in range(n)]
+    everything = positions(f"{size} zigzag {2 * n}", {})
+    work = [scores(rows, everything) for rows in turned]
+    assert max(work) <= 1.02 * min(work) and sum(work) == size * (size + 1) // 2
+    for step in range(1, n):
+        steps = [scores(turned[rank], turned[(rank - step) % n]) for rank in range(n)]
+        assert max(steps) <= 1.02 * min(steps)
+    last = scores(positions(f"{size}@cp", {"cp": (n - 1, n)}), ((Stretch(0, size, 0)),))
+    assert last > (2 - 1 / n) * 0.98 * sum(work) / n
+
+
+def test_sequences_keep_their_order_where_something_depends_on_it() -> None:
+    """The loss of `sequences.py` drops the last position, and its dropouts draw by position."""
+    for kind in ("causal", "dropout"):
+        program = partc.compile(SEQUENCES, mesh="cp=2", options={"kind": kind}).program
+        assert {dict(op.attrs)["rows"] for op in _attentions(program)} == {"16@cp"}
+
+
+def test_sequences_are_ordered_once() -> None:
+    pins = ("block.attn_heads=[_, _, 2 * _@cp, _] ring",)
+    program = partc.compile(GPT, mesh="cp=2", shard=pins, options={"depth": 2}).program
+    turned = [op for region in program.regions for op in region.forward.ops if op.name == "flip"]
+    assert len(turned) == 3, "of ids, labels and position numbers"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pins", [(), ("block.attn_heads=[_, @cp, _, _]",), ("block.attn_heads=[_, _, 2 * _@cp, _] ring",)], ids=str
 )
 def test_a_training_equals_a_plain_loop(pins: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "counting.py"

@@ -115,9 +115,11 @@ def choices(
             for outer in sorted(outers)
             if factor.size % (outer * n) == 0
         ]
-    cut = {*rule.ring, RING} if rule.ring else set()
-    if cut and holds_weights_whole(axis) and cut.isdisjoint(taken) and _goes_around(rule, n):
-        found.append(Choice(axis=axis, factor=RING))
+    if rule.ring and holds_weights_whole(axis) and {*rule.ring, RING}.isdisjoint(taken):
+        outers = {1, *(cuts or {}).get(rule.ring[0], ())}
+        found += [
+            Choice(axis=axis, factor=RING, outer=outer) for outer in sorted(outers) if _goes_around(rule, n * outer)
+        ]
     if RING in taken:
         found = [choice for choice in found if choice.factor not in rule.ring]
     found += [Choice(axis=axis, factor=f"{PARTIAL}{index}") for index in range(len(rule.linear))]
@@ -275,6 +277,6 @@ def operations() -> tuple[str, ...]:
     return tuple(TABLE)
 
 
-def propagate_cuts(graph: Graph, types: Mapping[str, TensorType]) -> Cuts:
+def propagate_cuts(graph: Graph, types: Mapping[str, TensorType], halved: Collection[int] = ()) -> Cuts:
     """For each value and dimension, the `outer` values at which a cut is contiguous for some operation."""
-    return _cuts.propagate_cuts(graph, types, resolve)
+    return _cuts.propagate_cuts(graph, types, resolve, halved)

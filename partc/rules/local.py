@@ -95,10 +95,12 @@ def _attention(op: Op, sizes: Sizes) -> Op:
     whole = [axis for axis, size in sizes.items() if size == 1]
     rows = op.result.type.layout.without(*whole).dims[2]
     placed = argument(op, 4, "is_causal") or argument(op, 6, "window")
-    if ring is None and (not placed or not any(sub.axes for sub in rows)):
+    parts = dict(op.attrs).get("zigzag")
+    if ring is None and parts is None and (not placed or not any(sub.axes for sub in rows)):
         return op
     around = () if ring is None else (("ring", ring),)
-    return replace(op, attrs=(*op.attrs, ("rows", " · ".join(map(str, rows))), *around))
+    order = "" if parts is None else f" zigzag {parts}"
+    return replace(op, attrs=(("rows", f"{' · '.join(map(str, rows))}{order}"), *around))
 
 
 _LOCAL: dict[str, Callable[[Op, Sizes], Op]] = {

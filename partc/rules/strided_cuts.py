@@ -15,17 +15,20 @@ def propagate_cuts(
     graph: Graph,
     types: Mapping[str, TensorType],
     resolve: Callable[[Op, Mapping[str, TensorType]], OpRule | None],
+    halved: Collection[int] = (),
 ) -> Cuts:
     """For each value and dimension, the `outer` values at which a cut is contiguous for some operation.
 
     Example: the result of a fused projection, viewed as [3, heads, size] later, gets {1, 3, 3 * heads}, and so does the
-    weight's dimension. Iterates forward and backward over the graph until nothing changes.
+    weight's dimension. Dimensions of the sizes `halved` may be cut in each half. Iterates forward and backward over the
+    graph until nothing changes.
     """
     tensors = [(op, resolve(op, types)) for op in graph.ops]
     known = [(list(_tensors(op, rule)), rule) for op, rule in tensors if rule is not None]
-    cuts: dict[str, list[set[int]]] = {name: [{1} for _ in type.shape] for name, type in types.items()}
-    for op in graph.ops:
-        cuts.update((value.name, [{1} for _ in value.type.shape]) for value in op.results)
+    every = {**types} | {value.name: value.type for op in graph.ops for value in op.results}
+    cuts: dict[str, list[set[int]]] = {
+        name: [{1, 2} if size in halved else {1} for size in type.shape] for name, type in every.items()
+    }
     changed = True
     while changed:
         changed = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
@@ -21,8 +22,28 @@ Stretches = tuple[Stretch, ...]
 
 
 def positions(dim: str, places: Mapping[str, tuple[int, int]]) -> Stretches:
-    """The positions that a rank holds of a dimension `2 · 16@cp`; `places` has its place on each axis, and the size."""
-    return _positions(dim, tuple(sorted(places.items())))
+    """The positions that a rank holds of a dimension `2 · 16@cp`; `places` has its place on each axis, and the size.
+
+    `2 · 16@cp zigzag 4` says that of four equal parts those of the second half are held in reverse order.
+    """
+    dim, _, parts = dim.partition(" zigzag ")
+    found = _positions(dim, tuple(sorted(places.items())))
+    return _turned(found, math.prod(size for size, _ in parse_dims(f"[{dim}]")[0]), int(parts)) if parts else found
+
+
+def _turned(found: Stretches, size: int, parts: int) -> Stretches:
+    """The positions of stretches in a tensor with the parts of its second half in reverse order."""
+    half, each = size // 2, size // parts
+    made = []
+    for start, stop, _ in found:
+        if start < half:
+            made.append(Stretch(start, min(stop, half), start))
+        for part in range(parts // 2, parts):
+            first, last = max(start, part * each), min(stop, (part + 1) * each)
+            if first < last:
+                there = (parts * 3 // 2 - 1 - part) * each - part * each
+                made.append(Stretch(first + there, last + there, first))
+    return tuple(made)
 
 
 @cache

@@ -83,6 +83,8 @@ class _PlacementProgram:
         self.trainable = trainable_params(program)
         stored = sum(math.prod(p.type.shape) * ITEMSIZE[p.type.dtype] for p in program.parameters)
         self.small = min(_LARGE_TABLE * stored / program.mesh.axis(PIPELINE_AXIS), _LARGE_BYTES)
+        ordered = (op for region in program.regions for op in region.forward.ops if "zigzag" in dict(op.attrs))
+        self.halved = {op.results[0].type.shape[2] for op in ordered}  # sequences with an early and a late half
         self.nodes: list[Node] = []
         self.wires: list[Wire] = []
         self.writers: dict[Hashable, int] = {}  # number of regions that make each value that crosses calls
@@ -120,7 +122,7 @@ class _PlacementProgram:
         types = {name: value.type for name, value in graph.definitions().items()}
         types.update((value.name, value.type) for value in region.params)
         live = reached(graph, self.needs[region.name] | self.trainable[region.name])
-        cuts = propagate_cuts(graph, types)
+        cuts = propagate_cuts(graph, types, self.halved if holds_weights_whole(self.axis) else ())
         slots: dict[str, Slot] = {value.name: ("in", region.name, str(i)) for i, value in enumerate(graph.inputs)}
         slots.update((value.name, ("weight", region.name, value.name)) for value in region.params)
         owners = {name: self._cross(slot, types[name], name in live) for name, slot in slots.items()}
@@ -248,15 +250,14 @@ class _PlacementProgram:
         """The bytes that a ring sends and products do not hide, and the price of unequal work under a causal mask."""
         made = op.results[0].type
         share = math.prod(made.layout.local_shape(self.sizes)) / math.prod(made.shape)
-        # Backward has five products for two (Dao 2023, FlashAttention-2, section 3.2).
-        hiding = 3.5 * flops(op, rule) * share / self.n / _FLOPS_PER_BYTE
+        hiding = _hiding(flops(op, rule) * share / self.n)
         causal, window = argument(op, 4, "is_causal"), argument(op, 6, "window")
-        uneven = hiding * (1 - 1 / self.n) if causal and not window else 0.0
+        even = not causal or window or ("zigzag" in dict(op.attrs) and choice.outer == 2)
+        uneven = 0.0 if even else hiding * (1 - 1 / self.n)
         if choice.factor != RING:
             return uneven
-        keys = [types[name] for name in list(op.refs())[1:3]]
-        sent = sum(self._bytes(type) * (2 * (1 - 1 / self.n) + 4 / ITEMSIZE[type.dtype]) for type in keys)
-        return uneven + max(sent - hiding, _SEEN * sent)
+        sent = [self._bytes(type) * _per_ring(type, self.n) for type in [types[name] for name in list(op.refs())[1:3]]]
+        return uneven + max(sum(sent) - hiding, _SEEN * sum(sent))
 
     def _bytes(self, type: TensorType) -> float:
         """The bytes of a rank's share per microbatch, before this axis cuts it."""
@@ -368,6 +369,27 @@ class _PlacementProgram:
                     )
                 found = left
         return found
+
+
+def _hiding(flops: float) -> float:
+    """The bytes that a link moves during attention's products: five in backward for two in forward (Dao 2023)."""
+    return 3.5 * flops / _FLOPS_PER_BYTE
+
+
+def _per_ring(type: TensorType, n: int) -> float:
+    """The bytes sent per byte of whole keys: forward, backward, and by their gradients in fp32."""
+    return 2 * (1 - 1 / n) + max(4, ITEMSIZE[type.dtype]) / ITEMSIZE[type.dtype]
+
+
+def prefers_rows(q: TensorType, k: TensorType, v: TensorType, flops: float, n: int) -> bool:
+    """Whether attention moves fewer bytes by rows, gathered or around a ring, than by heads."""
+    wide = [math.prod(type.shape) * ITEMSIZE[type.dtype] for type in (q, k, v)]
+    keys = wide[1] + wide[2]
+    results = wide[0] * v.shape[-1] / q.shape[-1]
+    sent = keys * _per_ring(k, n)
+    ring = max(sent - _hiding(flops / n), _SEEN * sent)
+    spare = 2 * (1 - 1 / n)
+    return min(keys * spare, ring) < (keys + wide[0] + results) * spare / n
 
 
 def _has_form(choice: Alternative, form: str) -> bool:

@@ -343,7 +343,8 @@ class Comm:
         return tuple(positions(dim, {**places, axis: (rank, size)}) for rank in range(size))
 
     def _places(self, dim: str) -> dict[str, tuple[int, int]]:
-        axes = {name: self.group((name,)) for size, names in parse_dims(f"[{dim}]")[0] for name in names}
+        parts = parse_dims(f"[{dim.partition(' zigzag ')[0]}]")[0]
+        axes = {name: self.group((name,)) for _, names in parts for name in names}
         return {name: (axis.rank, axis.size) for name, axis in axes.items()}
 
     def counter(self, number: int, layout: str) -> Tensor:

@@ -76,11 +76,12 @@ def attention_rows(
     draw: Draw | None = None,
     *,
     rows: Stretches,
+    columns: Stretches = (),
 ) -> tuple[Tensor, Tensor]:
-    """Attention whose queries are those of `rows`, and whose keys and values are whole."""
+    """Attention whose queries are those of `rows`, and whose keys and values are whole, at `columns` if given."""
     merged = Merged(q, v)
     scores = Scores(mask, is_causal, scale, window, p, draw)
-    for tile in tiles(rows, (Stretch(0, k.shape[2], 0),), scores):
+    for tile in tiles(rows, columns or (Stretch(0, k.shape[2], 0),), scores):
         merged.add(q, k, v, tile, scores)
     return merged.results()
 
@@ -101,11 +102,12 @@ def attention_rows_backward(
     learned: bool = False,
     *,
     rows: Stretches,
+    columns: Stretches = (),
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k and v, and of the mask if it is learned; those of k and v are this rank's parts of sums."""
     scores = Scores(mask, is_causal, scale, window, p, draw)
     sums = TileGradients.like(q, k, v, mask if learned else None)
-    for tile in tiles(rows, (Stretch(0, k.shape[2], 0),), scores):
+    for tile in tiles(rows, columns or (Stretch(0, k.shape[2], 0),), scores):
         sums.add(grad, q, k, v, out, lse, tile, scores)
     found = (sums.q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype))
     return found if sums.mask is None or mask is None else (*found, sums.mask.to(mask.dtype))

@@ -199,7 +199,7 @@ def test_sequences_are_ordered_once() -> None:
     pins = ("block.attn_heads=[_, _, 2 * _@cp, _] ring",)
     program = partc.compile(GPT, mesh="cp=2", shard=pins, options={"depth": 2}).program
     turned = [op for region in program.regions for op in region.forward.ops if op.name == "flip"]
-    assert len(turned) == 3, "of ids, labels and position numbers"
+    assert len(turned) == 4, "of ids, position numbers, and labels: for the loss and for their count"
 
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ def compile(
     or a function that builds one; then `batch` is one global batch (a dict, list, tuple or dataclass, which may nest),
     and `loss(model, batch)` and `evaluate(model, batch)` are optional.
 
-    `mesh` is a mesh or its text ("2x2x2"); `experts` ("ep=4@dp") cuts experts over a part of one of its axes.
+    `mesh` is a mesh or its text ("2x2x2"); `experts` ("ep=4@dp", "ep=8@dp,cp") cuts experts over some ranks.
     `microbatches` is the number of microbatches of a global batch. `schedule` is a name or the path of a CSV file.
     `shard` pins layouts ("*.wq.weight=[@tp, _]"). `zero` is the ZeRO stage, 0 to 3; `"3@dp_in"` names the axes.
     `recompute` is none, selective, full, operations by name ("softmax,all_gather"), or the largest number of bytes that

@@ -77,7 +77,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0106": CodeExplanation(
         "experts over ranks that the mesh does not have",
         "`--experts ep=4@dp` cuts experts over 4 neighbours along dp: `--mesh dp=8 --experts ep=4@dp` is "
-        "`--mesh dp=2,ep=4`. The axis is one of the batch's, and its size is a multiple.",
+        "`--mesh dp=2,ep=4`. The axis is one of the batch's, and its size is a multiple. `ep=8@dp,cp` takes all ranks "
+        "of cp and as many of dp as are missing; `ep,cp` names axes of the mesh that experts are cut over.",
     ),
     "P0107": CodeExplanation(
         "experts that the axis ep cannot cut",

@@ -164,6 +164,7 @@ PIPELINE: tuple[Pass, ...] = (
         requires=("layouts",),
         ensures=("experts",),
         after=("tables",),
+        options=("expert_axes",),
     ),
     Pass(
         name="partition",

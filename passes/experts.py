@@ -25,19 +25,27 @@ from partc.ir.layout import Layout, SubDim
 from partc.ir.naming import unique
 from partc.ir.program import RANDOM, Choice, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import OpRule, resolve
-from partc.sharding.choices import choice_on, layouts
+from partc.rules.rule import argument, integers
+from partc.sharding.choices import axis_order, choice_on, layouts
 
 _PRODUCT, _LOOKUP = "expert_matmul", "expert_rows"
 _GROUPS, _ROWS = "g", "s"  # factors of its rule
 
 
-def experts(program: Program) -> Program:
-    """Cut all experts. Raises PartcError P0107 where there are none, or where some cannot be cut."""
-    axes = program.mesh.expert_axes
-    if not axes:
-        return program
-    (axis,) = axes
-    regions = [_Experts(region, axis, program) for region in program.regions]
+def experts(program: Program, *, expert_axes: tuple[str, ...] = ()) -> Program:
+    """Cut all experts. Raises PartcError P0107 where there are none, or where some cannot be cut.
+
+    Over several axes, rows travel over one after the other.
+    """
+    axes = [axis for axis in axis_order(program.sizes) if axis in expert_axes]
+    for number, axis in enumerate(axes):
+        program = _cut(program, axis, frozenset(axes[:number]))
+    return program
+
+
+def _cut(program: Program, axis: str, earlier: frozenset[str]) -> Program:
+    """Cut all experts over an axis, of which `earlier` ones have cut them into parts."""
+    regions = [_Experts(region, axis, earlier, program) for region in program.regions]
     cut = {(found.region.name, name) for found in regions for name in found.weights}
     params = {region.name: [value.name for value in region.params] for region in program.regions}
     slots: dict[str, set[bool]] = {item.name: set() for item in program.parameters}
@@ -68,7 +76,8 @@ def _held(type: TensorType, axis: str) -> TensorType:
     """The type of a weight of which each rank has its own experts."""
     (whole,), *others = type.layout.dims
     varying = tuple(each for each in type.layout.varying if each != axis)
-    return replace(type, layout=replace(type.layout, dims=((SubDim(whole.size, (axis,)),), *others), varying=varying))
+    finer = SubDim(whole.size, (*whole.axes, axis))
+    return replace(type, layout=replace(type.layout, dims=((finer,), *others), varying=varying))
 
 
 def _weight(op: Op) -> str:
@@ -115,9 +124,10 @@ class _Chain:
 class _Experts:
     """The chains of a region, the weights that they alone read, and the operations that make them of parameters."""
 
-    def __init__(self, region: Region, axis: str, program: Program) -> None:
+    def __init__(self, region: Region, axis: str, earlier: frozenset[str], program: Program) -> None:
         self.region = region
         self.axis = axis
+        self.earlier = earlier
         self.sizes = program.sizes
         self.ways = program.sizes[axis]
         self.types = region.types(region.forward)
@@ -189,21 +199,20 @@ class _Experts:
         if rule is None or len(firsts) != 1:
             return None
         ((names, *_),) = firsts or {((),)}
-        if len(names) != 1 or rule.factor(names[0]).kind != "parallel":
+        alone = len(names) == 1 or (op.name in (_PRODUCT, _LOOKUP) and names == (_GROUPS, _ROWS))
+        if not alone or rule.factor(names[-1]).kind != "parallel":
             return None
-        carried = [dims for dims in rule.operands if any(names[0] in dim for dim in dims)]
-        return names[0] if all(dims[0] == names for dims in carried) else None
+        carried = [dims for dims in rule.operands if any(names[-1] in dim for dim in dims)]
+        return names[-1] if all(dims[0] == names for dims in carried) else None
 
     def _take(self, name: str, reader: int) -> None:
         """Note a weight whose first dimension counts experts, and the operations that make it of parameters."""
         maker = self.makers.get(name)
         op = self.ops[reader]
         if name in {value.name for value in self.region.params}:
-            count = self.types[name].shape[0]
+            count = self._own(name)
             if count % self.ways:
                 raise self._refused(op, f"{count} experts do not divide over {self.axis}={self.ways}")
-            if any(sub.axes for sub in self.types[name].layout.dims[0]):
-                raise self._refused(op, f"{name} is cut along its experts already")
             self.weights.add(name)
             return
         rule = resolve(self.ops[maker], self.types) if maker is not None else None
@@ -215,6 +224,10 @@ class _Experts:
         for ref, dims in zip(self.ops[maker].refs(), rule.operands, strict=True):
             if dims and dims[0] == (row,):
                 self._take(ref, maker)
+
+    def _own(self, weight: str) -> int:
+        """The number of experts of which a rank has the weights."""
+        return self.types[weight].layout.local_shape(self.sizes)[0]
 
     def _refused(self, op: Op, cause: str) -> PartcError:
         return PartcError(
@@ -285,7 +298,8 @@ class _Experts:
         home = self._wanted(op, rule)
         op = replace(op, choices=tuple(self._led(each, cut, product=product) for each in op.choices))
         if product:
-            op = replace(op, attrs=(*op.attrs, ("groups", self.ways)))
+            before = integers(argument(op, len(op.args), "groups", 1))[0]
+            op = replace(op, attrs=(("groups", before * self.ways),))
             rule = resolve(op, self.types)
         wanted = self._wanted(op, rule)
         if chain.chosen not in plans:
@@ -295,12 +309,14 @@ class _Experts:
         inside = {value.name for each in chain.ops for value in self.ops[each].results}
         operands: list[str] = []
         for name, layout, dims in zip(op.refs(), wanted, self.rules[index].operands, strict=True):
-            if dims[:1] != ((row,),):
+            if not dims or row not in dims[0]:
                 operands.append(name)
             elif product and name == chain.chosen:
                 operands.append(plan[2])
             elif name in inside:
                 operands.append(here.get((chain.chosen, name), name))
+                if self.types[operands[-1]].layout.dims[0] != layout.dims[0]:
+                    raise self._refused(op, f"operations cut the rows of {name} in several ways")
             else:
                 if (chain.chosen, name) not in here:
                     value = Value(name=unique(f"{name}_here", taken), type=replace(self.types[name], layout=layout))
@@ -326,7 +342,7 @@ class _Experts:
 
     def _led(self, choice: Choice, cut: list[Choice], *, product: bool) -> Choice:
         """The choice on rows of which the axis cuts the major part."""
-        if choice not in cut:
+        if choice not in cut or choice.axis in self.earlier:
             return choice
         if choice.axis == self.axis:
             return replace(choice, factor=_GROUPS if product else choice.factor, outer=1)
@@ -342,7 +358,7 @@ class _Experts:
         self, op: Op, chosen: str, home: Layout, rows: Layout, plans: dict[str, tuple[str, ...]], taken: set[str]
     ) -> Op:
         """The plan of movements between the layouts of the choice of experts at home and with the experts."""
-        count = self.types[_weight(op)].shape[0]
+        count = self._own(_weight(op)) * self.ways
         axes = tuple(axis for sub in home.dims[0] for axis in sub.axes)
         every = math.prod(self.sizes[axis] for axis in axes)
         counts = Layout(((SubDim(2 * every, axes),), (SubDim(count),)))

@@ -26,9 +26,19 @@ MOE = Path(__file__).parent / "models" / "moe.py"
 EXPERTS = ("up", "down", "up_bias", "down_bias")
 
 
-def test_experts_take_neighbours_of_an_axis() -> None:
-    assert str(Mesh.parse("pp=2,dp=8,tp=2").with_experts("ep=4@dp")) == "pp=2,dp=2,ep=4,tp=2"
-    assert str(Mesh.parse("dp_out=2,dp_in=4").with_experts("ep=2@dp_in")) == "dp_out=2,dp_in=2,ep=2"
+@pytest.mark.parametrize(
+    ("mesh", "spec", "found", "axes"),
+    [
+        ("pp=2,dp=8,tp=2", "ep=4@dp", "pp=2,dp=2,ep=4,tp=2", ("ep",)),
+        ("dp_out=2,dp_in=4", "ep=2@dp_in", "dp_out=2,dp_in=2,ep=2", ("ep",)),
+        ("pp=2,dp=4,cp=2,tp=2", "ep=8@dp,cp", "pp=2,dp=1,ep=4,cp=2,tp=2", ("ep", "cp")),
+        ("dp=4,cp=2", "ep=2@cp", "dp=4,cp=2", ("cp",)),
+        ("dp=2,ep=2,cp=2", "ep,cp", "dp=2,ep=2,cp=2", ("ep", "cp")),
+    ],
+)
+def test_experts_take_neighbours_of_an_axis(mesh: str, spec: str, found: str, axes: tuple[str, ...]) -> None:
+    made, over = Mesh.parse(mesh).with_experts(spec)
+    assert (str(made), over) == (found, axes)
     assert Mesh.parse("ep=4,tp=2,pp=2").expert_axes == ("ep",)
     assert Mesh.parse("ep=1,dp=2").expert_axes == ()
 
@@ -37,6 +47,10 @@ def test_experts_take_neighbours_of_an_axis() -> None:
     ("mesh", "spec", "cause"),
     [
         ("dp=8", "4@dp", "does not parse"),
+        ("dp=8", "ep", "not ep or cp of dp=8"),
+        ("dp=2,cp=4", "ep=6@dp,cp", "does not divide dp=2 x cp=4"),
+        ("dp=2,cp=4", "ep=8@cp", "does not divide cp=4"),
+        ("dp_out=2,dp_in=2", "ep=2@dp_out,dp_in", "two axes of the batch"),
         ("dp=8", "ep=3@dp", "does not divide dp=8"),
         ("dp=8", "ep=0@dp", "does not divide dp=8"),
         ("dp=4,tp=2", "ep=2@tp", "no axis of the batch"),
@@ -60,18 +74,18 @@ def test_experts_over_other_ranks_are_refused(mesh: str, spec: str, cause: str) 
         ("tp=2,ep=2,pp=2", {"schedule": "gpipe", "microbatches": 2}),
         ("ep=8", {"zero": 2, "kernels": "triton"}),
         ("dp_out=2,ep=2,dp_in=2", {"zero": "3@dp_in", "microbatches": 2}),
+        ("dp=2,cp=2", {"experts": "ep=4@dp,cp", "zero": 2, "microbatches": 2}),
+        ("tp=2,cp=2,dp=2", {"experts": "ep=2@cp", "zero": 3, "recompute": "full"}),
     ],
 )
 def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_path: Path) -> None:
     package = partc.compile(MOE, mesh=mesh, precision="fp64", **how)
     found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
-    types = {parameter.name: parameter.type for parameter in package.program.parameters}
-    ep = package.program.sizes["ep"]
-    assert all(
-        types[f"layers.{layer}.{name}"].layout.dims[0][0].axes[0] == "ep" for layer in (0, 1) for name in EXPERTS
-    )
-    assert not any("ep" in item.reduce for item in package.program.parameters if item.name.endswith(EXPERTS)), ep
+    for item in package.program.parameters:
+        if item.name.endswith(EXPERTS):
+            assert item.type.layout.dims[0][0].axes[: len(package.options.expert_axes)] == package.options.expert_axes
+            assert not {*package.options.expert_axes} & {*item.reduce, *item.gather}
 
 
 def _forward(weights: dict[str, Tensor], x: Tensor) -> Tensor:

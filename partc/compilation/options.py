@@ -49,6 +49,7 @@ class Options:
     bucket: str = BUCKET
     memory_limit: int | None = None  # bytes that a rank may hold
     nodes: int | None = None
+    expert_axes: tuple[str, ...] = ()
     grad_reduce: str = "fp32"
     compress_grads: str = "none"
     loss_chunks: int = 1
@@ -94,8 +95,9 @@ class Options:
         Raises PartcError P0004, P0101 to P0106, P0301, P0404 to P0414, P0418 and P0551.
         """
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
+        expert_axes: tuple[str, ...] = ()
         if experts is not None:
-            parsed = parsed.with_experts(experts)
+            parsed, expert_axes = parsed.with_experts(experts)
         if nodes is not None:
             parsed = parsed.cut_at(nodes)
         if microbatches < 1:
@@ -159,6 +161,7 @@ class Options:
             bucket=bucket,
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
             nodes=nodes,
+            expert_axes=expert_axes or parsed.expert_axes,
             grad_reduce=grad_reduce,
             compress_grads=compress_grads,
             loss_chunks=loss_chunks,
@@ -210,6 +213,8 @@ class Options:
             found["bucket"] = self.bucket
         if self.nodes is not None:
             found["nodes"] = self.nodes
+        if self.expert_axes != self.mesh.expert_axes:
+            found["experts"] = ",".join(self.expert_axes)
         if self.grad_reduce != "fp32":
             found["grad_reduce"] = self.grad_reduce
         if self.compress_grads != "none":
@@ -247,6 +252,7 @@ class Options:
             "as_written": self.table is not None,
             "zero": self.zero,
             "zero_axes": self.zero_axes,
+            "expert_axes": self.expert_axes,
             "optimizer": self.optimizer,
             "group": self.group,
             "recompute": self.recompute,

@@ -149,28 +149,46 @@ class Mesh:
             axes += [(f"{name}{part}in", here), (f"{name}{part}out", size // here)]
         return Mesh._checked(tuple(reversed(axes)), str(self))
 
-    def with_experts(self, spec: str) -> Mesh:
-        """The mesh with experts cut over a part of its ranks: `ep=4@dp` makes dp=2,ep=4 of dp=8.
+    def with_experts(self, spec: str) -> tuple[Mesh, tuple[str, ...]]:
+        """The mesh with experts cut over a part of its ranks, and the axes that they are: `ep=4@dp`, `ep=8@dp,cp`.
 
-        The ranks of ep are neighbours along the axis that they are taken from. Raises PartcError P0106.
+        The axis cp is taken whole. The ranks of ep are neighbours along the axis that they are taken from: `ep=4@dp` of
+        dp=8 is dp=2,ep=4. `ep,cp` names whole axes. Raises PartcError P0106.
         """
-        match = re.fullmatch(r"ep=([0-9]{1,7})@([a-z_0-9]+)", spec.strip())
+        match = re.fullmatch(r"(?:ep=([0-9]{1,7})@)?([a-z_0-9]+(?:,[a-z_0-9]+)*)", spec.strip())
         if not match:
-            raise _experts(spec, "does not parse", "write the number of ranks and their axis: ep=4@dp")
-        ways, given = int(match[1]), match[2]
+            raise _experts(spec, "does not parse", "write the number of ranks and their axes: ep=4@dp, ep=8@dp,cp")
+        names = tuple(match[2].split(","))
+        if match[1] is None:
+            for name in names:
+                if name not in self.names or name not in (EXPERT_AXIS, CONTEXT_AXIS):
+                    raise _experts(spec, f"names {name!r}, which is not ep or cp of {self}", "write ep=4@dp, or ep,cp")
+            return self, tuple(name for name in names if self.axis(name) > 1)
+        ways, whole = int(match[1]), (CONTEXT_AXIS,) if CONTEXT_AXIS in names else ()
         if EXPERT_AXIS in self.names:
             raise _experts(spec, f"comes on top of ep={self.axis(EXPERT_AXIS)} in the mesh", "leave one of them out")
-        if given not in self.names or not is_batch_axis(given):
-            axes = ", ".join(filter(is_batch_axis, self.names)) or "none"
-            raise _experts(spec, f"takes ranks of {given!r}, which is no axis of the batch", f"{self} has {axes}")
-        if ways < 1 or self.axis(given) % ways:
-            raise _experts(spec, f"does not divide {given}={self.axis(given)}", "give a divisor of the axis's size")
-        axes_left = ((given, self.axis(given) // ways), (EXPERT_AXIS, ways))
-        return Mesh(tuple(part for axis in self.axes for part in (axes_left if axis[0] == given else (axis,))))
+        for name in names:
+            if name not in self.names or not (is_batch_axis(name) or name == CONTEXT_AXIS) or names.count(name) > 1:
+                axes = ", ".join(filter(holds_weights_whole, self.names)) or "none"
+                cause = f"takes ranks of {name!r}, which is no axis of the batch or the sequence"
+                raise _experts(spec, cause, f"{self} has {axes}, each to be named once")
+        given = tuple(name for name in names if name not in whole)
+        if len(given) > 1:
+            raise _experts(spec, "takes ranks of two axes of the batch", f"name one of {', '.join(given)}")
+        over = self.axis(CONTEXT_AXIS) if whole else 1
+        left = ways // over
+        if ways < 1 or ways % over or (left > 1 and not given) or any(self.axis(name) % left for name in given):
+            sizes = " x ".join(f"{name}={self.axis(name)}" for name in names)
+            raise _experts(spec, f"does not divide {sizes}", "give a divisor of the axis's size; cp is taken whole")
+        if left == 1:
+            return self, whole
+        parts = ((given[0], self.axis(given[0]) // left), (EXPERT_AXIS, left))
+        cut = tuple(part for axis in self.axes for part in (parts if axis[0] == given[0] else (axis,)))
+        return Mesh(cut), (EXPERT_AXIS, *whole)
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """The axes over which experts are cut."""
+        """The axes over which experts are cut if nothing else is said."""
         return tuple(name for name, size in self.axes if name == EXPERT_AXIS and size > 1)
 
     def __str__(self) -> str:

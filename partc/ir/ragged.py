@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from partc.ir.program import ROUTED, Op, Region
 
-_HOME = frozenset({"combine", "expert_matmul_grad_weight", "expert_rows_grad"})
+_SUMS = frozenset({"expert_matmul_grad_weight", "expert_rows_grad"})
 
 
 def ragged_rows(region: Region) -> frozenset[str]:
@@ -22,10 +22,11 @@ def _found(ops: Iterable[Op], given: Iterable[str]) -> set[str]:
     found = set(given)
     for op in ops:
         if op.name == "route":
-            found.update(value.name for value in op.results[1:3])
-        elif op.name == "dispatch":
+            again = not found.isdisjoint(op.refs())  # rows that travel over a second axis
+            found.update(value.name for value in op.results[0 if again else 1 : 3])
+        elif op.name == "dispatch" or (op.name == "combine" and [*op.refs()][1] in found):
             found.add(op.result.name)
-        elif op.name not in _HOME and not found.isdisjoint(op.refs()) and not _summed(op):
+        elif op.name not in _SUMS | {"combine"} and not found.isdisjoint(op.refs()) and not _summed(op):
             found.update(value.name for value in op.results)
     return found
 

@@ -13,7 +13,7 @@ from partc.cli import main
 from partc.cluster.cluster import preset, span
 from partc.cluster.files import cluster_of
 from partc.compilation.plan import ParallelPlan
-from partc.compilation.simulation import Simulator, prediction
+from partc.compilation.simulation import Simulator, prediction, states_of
 from partc.cost.action_timeline import Segment, TimelineBuilder
 from partc.cost.calibration import Calibration, calibration
 from partc.cost.collectives import MEETING, Network
@@ -279,3 +279,7 @@ def test_constants_that_are_none(tmp_path: Path) -> None:
         with pytest.raises(PartcError) as failure:
             read(file, Calibration())
         assert failure.value.code == "P0805"
+
+
+def test_optimizers_keep_states() -> None:
+    assert [states_of(text) for text in ("adamw", "sgd", "sgd:momentum=0.9")] == [2, 0, 1]

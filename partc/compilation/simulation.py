@@ -17,7 +17,7 @@ from typing import Any
 
 from partc import passes
 from partc.cluster.cluster import Cluster
-from partc.compilation.options import Options
+from partc.compilation.options import DEFAULT, Options, refused
 from partc.compilation.plan import ParallelPlan
 from partc.cost.calibration import Calibration
 from partc.cost.footprint import Footprint
@@ -31,6 +31,7 @@ from partc.ir.mesh import EXPERT_AXIS, PIPELINE_AXIS, TIME_AXIS, Mesh, is_batch_
 from partc.ir.program import Program
 from partc.passes.batch import check_divisible
 from partc.runtime.documents import Malformed, contents, decoded, parsed
+from partc.runtime.optimizer.recipe import Recipe
 
 _Key = tuple[object, ...]
 _MOST_PLANS = 1 << 28  # bytes of a file of plans
@@ -69,7 +70,7 @@ class Simulator:
 
     def predict(self, plan: ParallelPlan) -> Prediction:
         """The prediction for a plan. Raises PartcError if it cannot be compiled."""
-        return prediction(self.program(plan), self.rates)
+        return prediction(self.program(plan), self.rates, optimizer=plan.optimizer or DEFAULT)
 
     def program(self, plan: ParallelPlan) -> Program:
         """The plan's program with its actions: those of a compile, but for sizes that are literals of operations.
@@ -191,11 +192,11 @@ def _only(names: Sequence[str], program: Program, given: Mapping[str, Any]) -> P
     return program
 
 
-def prediction(program: Program, rates: ClusterRates) -> Prediction:
+def prediction(program: Program, rates: ClusterRates, *, optimizer: str = DEFAULT) -> Prediction:
     """The prediction for a program with its actions, on the cluster of the rates."""
     forecast = Forecast(program, rates)
     compute, exposed, bubble = forecast.split()
-    memory = resident(Footprint(program).peak, program, rates.cluster)
+    memory = resident(Footprint(program, states_of(optimizer)).peak, program, rates.cluster)
     return Prediction(
         step_seconds=forecast.seconds,
         memory_bytes=memory,
@@ -205,6 +206,13 @@ def prediction(program: Program, rates: ClusterRates) -> Prediction:
         bubble=bubble,
         causes=forecast.causes(),
     )
+
+
+def states_of(optimizer: str) -> int:
+    """The number of tensors as large as a matrix that an optimizer (`sgd:momentum=0.9`) keeps of it."""
+    with refused():
+        rule = Recipe.of(optimizer).settings("", 2)
+        return len(rule.states(2)) - len(rule.uncut((2, 2)))
 
 
 def resident(tensors: int, program: Program, cluster: Cluster) -> int:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from partc.cluster.cluster import preset
-from partc.compilation.simulation import PlanOptions, Simulator
+from partc.compilation.plan import ParallelPlan
+from partc.compilation.simulation import Simulator
 from partc.cost.calibration import calibration
 
 MODEL = Path(__file__).parent.parent / "models" / "gpt.py"
@@ -59,13 +60,13 @@ class Run:
         return 1 if self.pp == 1 else max([v for v in several if v <= 8], default=several[0])
 
     @property
-    def plan(self) -> PlanOptions:
+    def plan(self) -> ParallelPlan:
         dp = self.gpus // (self.tp * self.pp)
         mesh = f"pp={self.pp},dp={dp},tp={self.tp}"
         schedule, virtual = ("interleaved", self.virtual) if self.virtual > 1 else ("1f1b", 1)
         written = {"written": self.recompute == "full"}  # in 2021, attention was not fused
         sizes = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "seq": self.seq}
-        return PlanOptions(
+        return ParallelPlan(
             mesh=mesh,
             microbatches=self.batch // (dp * self.microbatch),
             schedule=schedule,

@@ -702,6 +702,11 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "`partc compile --plan FILE` takes the mesh and the other decisions from the file. Options that a plan does "
         "not have, such as --seed and --lr, may be given beside it.",
     ),
+    "P0807": CodeExplanation(
+        "measuring did not finish",
+        "`partc cluster measure` starts processes of this Python on this machine, which meet over gloo. One of them "
+        "failed, or they took longer than five minutes: try fewer processes.",
+    ),
 }
 
 

@@ -283,3 +283,19 @@ def test_constants_that_are_none(tmp_path: Path) -> None:
 
 def test_optimizers_keep_states() -> None:
     assert [states_of(text) for text in ("adamw", "sgd", "sgd:momentum=0.9")] == [2, 0, 1]
+
+
+def test_a_measured_machine_is_a_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.toml"
+    assert main(["cluster", "measure", "-o", str(file), "--processes", "2"]) == 0
+    cluster = cluster_of(str(file))
+    assert (cluster.size, cluster.device.kind) == (2, "cpu")
+    rates = (*cluster.device.peak.values(), cluster.device.bandwidth, cluster.inside.bandwidth, cluster.inside.latency)
+    assert min(rates) > 0 and cluster.device.peak["f32"] > 1e8
+    capsys.readouterr()
+    assert main(["cluster", "measure", "-o", str(file), "--processes", "0"]) == 2
+    monkeypatch.setattr("partc.cluster.measurement.sys.executable", "/bin/false")
+    assert main(["cluster", "measure", "-o", str(file)]) == 2
+    assert "P0807" in capsys.readouterr().err

@@ -34,6 +34,26 @@ def show_command(spec: str, as_json: bool) -> None:
     console.echo(page(cluster, constants), nl=False)
 
 
+@cluster_command.command("measure", short_help="Measure this machine's processes.")
+@click.option("-o", "--output", type=Path, required=True, metavar="FILE.toml", help="the cluster's file")
+@click.option("--processes", type=int, default=2, show_default=True, help="processes that work at one time")
+def measure_command(output: Path, processes: int) -> None:
+    """Measure the rates of processes on this machine's processors, and write them as a cluster: under a minute.
+
+    Matrix products by type, memory's bandwidth, an operation's launch, and sums over gloo by size.
+    """
+    from partc.cluster.measurement import MARK, measured
+    from partc.package.output import write_page
+
+    if not 1 <= processes <= 64:
+        raise PartcError("P0004", f"--processes {processes} is out of range", help="give 1 to 64")
+    with console.working("measuring", quiet=False):
+        rates = measured(processes)
+    write_page(rates.toml(), output, mark=MARK, option="-o")
+    console.echo(rates.toml(), nl=False)
+    console.next_step(f"partc cluster show {output}")
+
+
 @click.command("simulate", short_help="Predict the steps of MODEL under many plans.")
 @click.argument("model")
 @click.option(

@@ -674,6 +674,11 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "A bug in partc; the predictions of the other plans are valid. `partc compile` with the same options shows the "
         "failure in full.",
     ),
+    "P0807": CodeExplanation(
+        "measuring did not finish",
+        "`partc cluster measure` starts processes of this Python on this machine, which meet over gloo. One of them "
+        "failed, or they took longer than five minutes: try fewer processes.",
+    ),
     "P0811": CodeExplanation(
         "--fix names no decision, or a value that it cannot have",
         "--fix 'tp=4|8,zero=1' restricts what `partc plan` tries. The decisions are the sizes of pp, dp, cp and tp, "
@@ -701,11 +706,6 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "a plan and an option decide the same",
         "`partc compile --plan FILE` takes the mesh and the other decisions from the file. Options that a plan does "
         "not have, such as --seed and --lr, may be given beside it.",
-    ),
-    "P0807": CodeExplanation(
-        "measuring did not finish",
-        "`partc cluster measure` starts processes of this Python on this machine, which meet over gloo. One of them "
-        "failed, or they took longer than five minutes: try fewer processes.",
     ),
 }
 

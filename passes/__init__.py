@@ -18,6 +18,7 @@ from partc import fuel
 from partc.errors import InternalError, PartcError
 from partc.ir.printer import print_program
 from partc.ir.program import Program
+from partc.ir.repetitions import UnlikeError, restored
 from partc.settings import IR, OP_COUNTS, PASSES, settings, tell
 
 if __name__ != "partc.passes":
@@ -378,6 +379,22 @@ def run(
     """
     if until == FIRST:
         return ()
+    try:
+        return _run(program, options, until, behind, verify, observe, shared)
+    except UnlikeError as error:
+        tell(PASSES, f"{error.repetition.units[0][0]} and modules like it became unlike: all of them pass")
+        return _run(restored(program), options, until, behind, verify, observe, shared)
+
+
+def _run(
+    program: Program,
+    options: Mapping[str, Any],
+    until: str | None,
+    behind: str | None,
+    verify: Verify | None,
+    observe: Observer,
+    shared: Shared | None,
+) -> tuple[PassResult, ...]:
     skipped = disabled()
     fuel.refill()
     facts = {"traced"}

@@ -19,11 +19,13 @@ from partc.frontend.frozen_state import StateWatch, check
 from partc.frontend.model_file import blame
 from partc.frontend.own_backward import Hook, followed, own_hooks, register_hook
 from partc.frontend.random_branches import Outcomes
-from partc.frontend.repeats import CallMark, ModuleTree, Repeats, UnequalError
+from partc.frontend.repeats import CallMark, Excluded, ModuleTree, Repeats
 from partc.frontend.results import Read
+from partc.frontend.rows import ModuleRows, UnequalError
 from partc.frontend.trace_errors import explained
 from partc.frontend.value_branches import ValueWatch
 from partc.installed import is_machinery
+from partc.ir.program import Repetition
 from partc.quoting import encodable
 from partc.runtime.documents import Malformed
 from partc.runtime.train.entries import constants, entries, of_model, rebuilt
@@ -31,7 +33,6 @@ from partc.runtime.train.precision import computing_in, dtype_held, held_in
 from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase
 
 Loss = Callable[[Any, Any], Any]
-Groups = frozenset[int]  # numbers of groups of equal modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class Captured:
     precision: str
     trained: frozenset[str]
     calls: Mapping[int, CallMark]  # the marks in the exported graph
+    rows: tuple[Repetition, ...]  # of which the exported graph has some modules
     results: tuple[str, ...] = ()  # paths of the graph's outputs, where it returns more than a loss
     assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
     tests: tuple[Source, ...] = ()  # of whether a mask selects anything
@@ -156,14 +158,14 @@ def capture(
     precision: str,
     path: Path | None = None,
     parts: int = 1,
-    excluded: Groups | None = None,
+    excluded: Excluded | None = None,
     outcomes: Outcomes = Outcomes.ABOVE,
     read: Read | None = None,
 ) -> Captured:
     """Build the model under fake tensors and export it, for one of `parts` equal parts of the batch.
 
     With `read`, the outputs are the tensors that it finds in the result of `loss`, or of the model. Equal modules are
-    traced once, except those of the groups `excluded`; None traces all calls. `outcomes` are
+    traced once, except the groups and rows `excluded`; None traces all calls. `outcomes` are
     those of branches on random numbers.
 
     Raises PartcError P0205 (the model or the batch cannot be built), P0206 (it does not trace), P0208 (the loss is no
@@ -185,14 +187,16 @@ def capture(
                 watch = StateWatch(model, loss)
                 tell = lambda *found: told.append(found)  # noqa: E731
                 modules = ModuleTree(model)
-                repeats = lambda: Repeats(modules, excluded)  # noqa: E731
+                rows = ModuleRows(model, modules.groups, modules.weights, excluded)
+                repeats = lambda: Repeats(modules, excluded, rows)  # noqa: E731
                 step = _TracedStep(
                     model, loss, path, form, tuple(batch), tell, assumed, watch, repeats, hooks, outcomes, dtype, read
                 )
                 trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
-                exported = trace()
-                gained, paths, marked, tests = told[-1]
-                check(exported, watch, trace)
+                with rows.absent():
+                    exported = trace()
+                    gained, paths, marked, tests = told[-1]
+                    check(exported, watch, trace)
         except PartcError as error:
             error.source = error.source or blame(error, path)
             raise
@@ -206,8 +210,9 @@ def capture(
         batch=batch,
         constants=constants(found),
         precision=precision,
-        trained=gained if read is None else frozenset(_requiring(model)),
+        trained=rows.with_left_out(gained) if read is None else frozenset(_requiring(model)),
         calls=marked.calls,
+        rows=rows.all,
         results=() if read is None else paths,
         assumed=tuple(assumed),
         tests=tests,

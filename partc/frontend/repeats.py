@@ -21,13 +21,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from partc.frontend.frozen_state import frozen
+from partc.frontend.rows import ModuleRows, UnequalError, container_of
 from partc.installed import is_machinery
+from partc.ir.repetitions import KEPT
 from partc.torch_private import MODULE_CALL, TreeSpec, tree_flatten, tree_unflatten
 
 MARK = "module_call"
@@ -43,15 +46,8 @@ for _key in ("Autograd", "ADInplaceOrView"):
     _library.impl("module_call", torch.library.fallthrough_kernel, _key)
 torch.fx.node.has_side_effect(torch.ops.partc.module_call.default)
 
+Excluded = frozenset[int | str]  # groups of equal modules by number, and rows of modules by their container's path
 Edge = tuple[torch.autograd.graph.Node, int]  # an output of a node of the autograd graph
-
-
-class UnequalError(Exception):
-    """The modules of `group` are not what their record says; the model has to be traced without it."""
-
-    def __init__(self, group: int) -> None:
-        super().__init__(group)
-        self.group = group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +119,24 @@ class ModuleTree:
         self.weights = _weights(model)
 
 
+@dataclass(frozen=True, slots=True)
+class _RowCall:
+    """A call of a module in a row: its record, the tensors among its inputs, and the leaves of its result."""
+
+    record: _Record
+    inputs: list[Tensor]
+    leaves: list[Any]
+    spec: TreeSpec
+
+
 class Repeats:
     """The calls of one trace of a model. `excluded` are groups of modules whose calls are all traced; None is all."""
 
-    def __init__(self, modules: ModuleTree, excluded: frozenset[int] | None) -> None:
+    def __init__(self, modules: ModuleTree, excluded: Excluded | None, rows: ModuleRows) -> None:
         self.calls: dict[int, CallMark] = {}
+        self.rows = rows
+        self._rows = {path: (row, place) for row in rows.all for place, path in enumerate(chain(*row.units))}
+        self._row_calls: dict[str, list[_RowCall]] = {container_of(row): [] for row in rows.all}
         self._excluded = excluded
         self._groups = modules.groups
         self._paths = modules.paths
@@ -158,10 +167,15 @@ class Repeats:
             return self._called(module, args, kwargs, lambda: call(module, *args, **kwargs))
 
         setattr(nn.Module, MODULE_CALL, marked)
+        self.rows.running = True
         try:
             yield
         finally:
+            self.rows.running = False
             setattr(nn.Module, MODULE_CALL, call)
+        for row in self.rows.all:
+            if len(self._row_calls[container_of(row)]) != len(row.units) * len(row.units[0]):
+                raise UnequalError(container_of(row))
 
     def _called(self, seen: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         group = self._groups.get(id(vars(seen)))
@@ -173,19 +187,57 @@ class Repeats:
         module = self._modules[id(vars(seen))]  # tracing hands out proxies of modules
         leaves, spec = tree_flatten((args, kwargs))
         given = _given(spec, leaves)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if self._paths[id(vars(seen))] in self._rows:
+            return self._in_row(module, group, given, tensors, run)
+        return self._alone(module, group, given, tensors, run)[0]
+
+    def _alone(
+        self, module: nn.Module, group: int, given: _Given | None, tensors: list[Tensor], run: Callable[[], Any]
+    ) -> tuple[Any, _Record | None]:
+        """The result of a call, and its record if there is one."""
         if given is None or _hooked(module):
-            return run()
+            return run(), None
         records = self._records.setdefault(group, [])
         record = next((found for found in records if self._equal(found, module, given)), None)
         if record is None and len(records) == RECORDS:
-            return run()
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
+            return run(), None
         if record is None:
-            return self._recorded(module, group, given, tensors, run)
+            return self._recorded(module, group, given, tensors, run), self._records[group][-1]
         record.calls += 1
         if record.calls == 2:
-            return self._marked(record, module, group, tensors, run)
-        return self._repeated(record, module, group, tensors)
+            return self._marked(record, module, group, tensors, run), record
+        return self._repeated(record, module, group, tensors), record
+
+    def _in_row(
+        self, module: nn.Module, group: int, given: _Given | None, tensors: list[Tensor], run: Callable[[], Any]
+    ) -> Any:
+        """The result of a call in a row; that of the third unit where the trace leaves the call out.
+
+        Raises UnequalError if the row's modules are not called one after the other, each with the results of the one
+        before it, as the third unit is called.
+        """
+        row, index = self._rows[self._paths[id(vars(module))]]
+        calls, size = self._row_calls[container_of(row)], len(row.units[0])
+        unit, place = divmod(index, size)
+        alike = index == len(calls)
+        if not KEPT <= unit < len(row.units) - 1:
+            result, record = self._alone(module, group, given, tensors, run)
+            if not alike or record is None or (unit > 1 and record is not calls[size + place].record):
+                raise UnequalError(container_of(row))
+            calls.append(_RowCall(record, tensors, *tree_flatten(result)))
+            return result
+        template = (KEPT - 1) * size + place
+        like, before = calls[template], calls[template - 1]
+        alike = alike and given is not None and not _hooked(module) and self._equal(like.record, module, given)
+        passed = [next((i for i, leaf in enumerate(before.leaves) if leaf is x), None) for x in like.inputs]
+        alike = alike and any(i is not None for i in passed)
+        for x, known, i in zip(tensors, like.inputs, passed, strict=False):
+            alike = alike and x is (known if i is None else calls[index - 1].leaves[i])
+        if not alike:
+            raise UnequalError(container_of(row))
+        calls.append(_RowCall(like.record, tensors, like.leaves, like.spec))
+        return tree_unflatten(like.leaves, like.spec)
 
     def _recorded(
         self, module: nn.Module, group: int, given: _Given, tensors: list[Tensor], run: Callable[[], Any]

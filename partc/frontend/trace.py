@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from partc.errors import InternalError, PartcError, Source
-from partc.frontend.capture import Captured, Groups, Loss, capture
+from partc.frontend.capture import Captured, Loss, capture
 from partc.frontend.complex_numbers import is_complex, rewritten
 from partc.frontend.empty_selections import check_empty
 from partc.frontend.huggingface import PREFIX, is_configuration, model_source
@@ -24,8 +24,9 @@ from partc.frontend.model_file import ModelFile, load
 from partc.frontend.own_optimizer import OwnOptimizer, own_optimizer
 from partc.frontend.random_branches import Branching, Outcomes, RandomBranch, joined
 from partc.frontend.repeated_ops import RepeatedOps
-from partc.frontend.repeats import MARK, UnequalError
+from partc.frontend.repeats import MARK, Excluded
 from partc.frontend.results import Purpose, Read, in_evaluation, read_for
+from partc.frontend.rows import UnequalError, container_of
 from partc.frontend.strided_views import windows
 from partc.frontend.value_branches import RANDOM_BRANCH
 from partc.installed import is_machinery, shortened
@@ -34,12 +35,13 @@ from partc.ir.mesh import Mesh
 from partc.ir.naming import identifier, unique, unreserved
 from partc.ir.operators import DTYPE_NAMES
 from partc.ir.program import Arg, Call, DTypeArg, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
+from partc.ir.repetitions import UnlikeError, check
 from partc.quoting import shown
 from partc.settings import PASSES, tell
 from partc.torch_private import OpOverload, compiling_unsaid
 
 MAIN = "main"
-TRIES = 4  # traces that leave out groups of modules
+TRIES = 6  # traces, each without one more group or row of modules
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 _NUMBERS = (bool, int, float)  # values of operations on constants
 _INLINED = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
@@ -185,17 +187,17 @@ def trace_model(
     return Traced(program=program, constants=captured.constants, model_source="", options={}, assumed=captured.assumed)
 
 
-Capture = Callable[[Groups | None, Outcomes], Captured]
+Capture = Callable[[Excluded | None, Outcomes], Captured]
 
 
 def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
     """Trace equal modules once; without a group of modules that are not equal, and as a whole if that fails."""
-    excluded: Groups = frozenset()
+    excluded: Excluded = frozenset()
     for _ in range(TRIES):
         try:
             return _of_all_outcomes(captured, excluded, name=name, mesh=mesh, batches=batches)
         except UnequalError as error:
-            tell(PASSES, f"modules of group {error.group} differ in their calls: each is traced")
+            tell(PASSES, f"modules like those of {error.group} differ in their calls: each is traced")
             excluded |= {error.group}
         except Exception as error:
             tell(PASSES, f"the model is traced as a whole: {type(error).__name__}")
@@ -214,7 +216,7 @@ def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tu
 
 
 def _of_all_outcomes(
-    captured: Capture, excluded: Groups | None, *, name: str, mesh: Mesh, batches: Batches
+    captured: Capture, excluded: Excluded | None, *, name: str, mesh: Mesh, batches: Batches
 ) -> tuple[Captured, Program]:
     """Trace a model, and both outcomes of its branches on random numbers."""
     made: dict[Outcomes, tuple[Captured, Program]] = {}
@@ -222,6 +224,8 @@ def _of_all_outcomes(
     def trace(outcomes: Outcomes) -> Branching:
         capture = captured(excluded, outcomes)
         program, branches = program_of(capture, name=name, mesh=mesh, batches=batches)
+        if branches and program.repetitions:
+            raise UnequalError(container_of(program.repetitions[0]))
         made[outcomes] = capture, program
         return Branching(graph=program.regions[0].forward, branches=branches)
 
@@ -287,7 +291,12 @@ def program_of(
         calls=(call,),
         loss=call.results[0],
         results=results,
+        repetitions=captured.rows,
     )
+    try:
+        check(program)
+    except UnlikeError as error:
+        raise UnequalError(container_of(error.repetition)) from None
     return program, tuple(reader.branches)
 
 

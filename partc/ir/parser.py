@@ -33,6 +33,7 @@ from partc.ir.program import (
     Program,
     Ref,
     Region,
+    Repetition,
     Subject,
     TensorType,
     Transfer,
@@ -169,6 +170,7 @@ class _TextReader:
             key: []
             for key in (
                 "inputs", "values", "results", "parameters", "calls", "transfers", "updates", "places", "schedule",
+                "repetitions",
             )
         }  # fmt: skip
         self._bodies: list[_Body] = []
@@ -201,7 +203,8 @@ class _TextReader:
             "transfer": self._transfer, "places": self._places, "schedule": self._schedule, "region": self._region,
             "param": self._param, "forward": self._graph, "backward": self._graph, "weight": self._graph,
             "saved": self._saved, "kept": self._kept, "return": self._return, "action": self._action,
-            "for": self._loop, "last": self._statement, **dict.fromkeys(get_args(Verb), self._statement),
+            "for": self._loop, "last": self._statement, "repeat": self._repeat,
+            **dict.fromkeys(get_args(Verb), self._statement),
         }  # fmt: skip
         is_operation = re.match(rf"{_NAME}(, {_NAME})*\s+= \w", text) and word != CALL
         if is_operation:
@@ -288,6 +291,12 @@ class _TextReader:
     def _result(self, text: str) -> None:
         match = _matched(rf"result {_NAME} = {_NAME}", text)
         self._parts["results"].append((_name(match[1]), _name(match[2])))
+
+    def _repeat(self, text: str) -> None:
+        match = _matched(rf"repeat (\d+): {_NAMES}", text)
+        modules, count = _names(match[2]), int(match[1])
+        units = tuple(modules[start : start + count] for start in range(0, len(modules), count))
+        self._parts["repetitions"].append(Repetition(units))
 
     def _places(self, text: str) -> None:
         self._parts["places"].extend(int(_matched(r"(\d+)", word)[1]) for word in text.split()[1:])

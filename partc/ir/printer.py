@@ -35,6 +35,7 @@ from partc.ir.program import (
     Program,
     Ref,
     Region,
+    Repetition,
     TensorType,
     Value,
 )
@@ -63,6 +64,7 @@ def print_program(program: Program, *, sources: bool = False) -> str:
     lines += [f"value {_declared(value)}" for value in program.values]
     lines += [f"result {written_name(path)} = {written_name(value)}" for path, value in program.results]
     lines += [f"update {written_name(buffer)} = {written_name(value)}" for buffer, value in program.updates]
+    lines += [_repetition(repetition) for repetition in program.repetitions]
     lines += [_parameter(parameter) for parameter in program.parameters]
     for call in program.calls:
         lists = (call.args, call.params, call.results)
@@ -82,6 +84,12 @@ def print_program(program: Program, *, sources: bool = False) -> str:
     for region in program.regions:
         lines += ["", print_region(region, sources=sources, sizes=program.sizes).rstrip("\n")]
     return "\n".join(lines) + "\n"
+
+
+def _repetition(repetition: Repetition) -> str:
+    """The number of modules of a unit, and the modules of all units."""
+    modules = ", ".join(written_name(path) for unit in repetition.units for path in unit)
+    return f"repeat {len(repetition.units[0])}: {modules}"
 
 
 def print_region(region: Region, *, sources: bool = False, sizes: Sizes | None = None) -> str:

@@ -430,6 +430,16 @@ class Body:
         return f"{self.index}{self.kind}"
 
 
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """Equal modules in a row, in units of as many as differ among themselves: the paths of each unit's modules.
+
+    Until `outline`, a program has the operations of the first three units and of the last one (`ir.repetitions`).
+    """
+
+    units: tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """A whole model on a mesh. Facts about it are derived once.
@@ -462,6 +472,7 @@ class Program:
     places: tuple[int, ...] = ()
     schedule: tuple[tuple[Action, ...], ...] = ()
     bodies: tuple[Body, ...] = ()
+    repetitions: tuple[Repetition, ...] = ()
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:

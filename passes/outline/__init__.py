@@ -21,7 +21,8 @@
 Operations are grouped by the numbered module that ran them; groups that are equal operation by operation share a
 region. If a pipeline has more stages than there are groups, the groups are cut further, at inner modules and finally at
 every weight. Values that depend on no parameter leave the bodies: constants are computed once, in a region of their
-own; a value that depends on inputs only (a mask, a count) has a region of its own.
+own; a value that depends on inputs only (a mask, a count) has a region of its own. First, the operations of equal
+modules that the trace has left out are put back.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from dataclasses import replace
 from partc.ir.gradients import input_only
 from partc.ir.naming import identifier, is_number, name_values, unique, unreserved
 from partc.ir.program import RANDOM, Arg, Call, Graph, Program, Ref, Region, Value
+from partc.ir.repetitions import restored
 from partc.passes.outline.segments import ModuleSegment, by_module, by_weight, container, module_path, segments
 
 
 def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
     """Split the single region of a normalized program into calls, if possible into one per stage in `places`."""
+    program = restored(program)
     main = program.regions[0]
     changing = {buffer for buffer, _ in program.updates}
     weights = {v.name: name for v, name in _stored(program) if program.parameter(name).trainable or name in changing}

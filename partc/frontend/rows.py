@@ -1,0 +1,192 @@
+"""ModuleRows of equal modules, of which a trace leaves most out.
+
+    layers.0 … layers.125  ->  layers.0, layers.1, layers.2 and layers.125 are traced; layers.3 to layers.124 are not
+
+A row is planned where a container has equal modules one after the other, or equal units of up to six modules. While the
+model is traced, those between the third unit and the last one have no weights, and their calls return the results of
+the third unit. `repeats.Repeats` holds each call against that of the third unit, and every read of a weight that is
+left out ends the trace: the model is then traced without the row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from partc.ir.naming import is_number
+from partc.ir.program import Repetition
+from partc.ir.repetitions import KEPT
+
+LONGEST = 6  # modules of a unit
+FEWEST = KEPT + 3  # units of a row
+
+
+class UnequalError(Exception):
+    """The modules of `group`, or of the rows in the container at this path, are not what their record says.
+
+    The model has to be traced without it.
+    """
+
+    def __init__(self, group: int | str) -> None:
+        super().__init__(group)
+        self.group = group
+
+
+def container_of(row: Repetition) -> str:
+    return row.units[0][0].rpartition(".")[0]
+
+
+def left_out(row: Repetition) -> tuple[tuple[str, ...], ...]:
+    """The units that a trace does not have."""
+    return row.units[KEPT:-1]
+
+
+class ModuleRows:
+    """The rows of a model for one trace."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Mapping[int, int],
+        weights: Mapping[str, Mapping[str, str]],
+        excluded: Collection[int | str] | None,
+    ) -> None:
+        self._model = model
+        uses = Counter(weights.get("", {}).values())
+        self._tied = {name for name, count in uses.items() if count > 1}
+        self._groups, self._weights = groups, weights
+        found = () if excluded is None else tuple(self._found("", model, excluded))
+        self.all: tuple[Repetition, ...] = found
+        self.running = False  # whether the model's own code runs
+
+    def _found(self, path: str, module: nn.Module, excluded: Collection[int | str]) -> Iterator[Repetition]:
+        children = [(name, child) for name, child in module._modules.items() if child is not None]
+        below = {name: f"{path}.{name}" if path else name for name, _ in children}
+        alone = path in excluded
+        kinds = [None if alone else self._kind(name, child, excluded) for name, child in children]
+        index = 0
+        while index < len(children):
+            size, units = _longest(kinds, index)
+            names = [below[name] for name, _ in children[index : index + size * units]]
+            row = Repetition(tuple(tuple(names[start : start + size]) for start in range(0, len(names), size)))
+            if units and all(map(self._own, (p for u in row.units for p in u))):
+                yield row
+                index += size * units
+            else:
+                yield from self._found(below[children[index][0]], children[index][1], excluded)
+                index += 1
+
+    def _kind(self, name: str, module: nn.Module, excluded: Collection[int | str]) -> Any:
+        """Equal for modules that are likely to do the same; None for those that are in no row."""
+        group = self._groups.get(id(vars(module)))
+        if group is None or group in excluded or not is_number(name):
+            return None
+        attributes = tuple(
+            (name, value if isinstance(value, bool | str) else type(value).__name__)
+            for part in module.modules()
+            for name, value in vars(part).items()
+            if not name.startswith("_")
+        )
+        return group, attributes
+
+    def _own(self, path: str) -> bool:
+        """Whether no other module has the weights of this one."""
+        return all(
+            name == f"{path}.{below}" and name not in self._tied for below, name in self._weights.get(path, {}).items()
+        )
+
+    @contextmanager
+    def absent(self) -> Iterator[None]:
+        """A context in which modules that are left out have no weights."""
+        modules = dict(self._model.named_modules())
+        kept = [
+            (part, store, vars(part)[store], container_of(row))
+            for row in self.all
+            for unit in left_out(row)
+            for path in unit
+            for part in modules[path].modules()
+            for store in ("_parameters", "_buffers")
+        ]
+        for part, store, weights, row in kept:
+            vars(part)[store] = _Absent(weights, row, self)
+        try:
+            yield
+        finally:
+            for part, store, weights, _ in kept:
+                vars(part)[store] = weights
+
+    def with_left_out(self, names: frozenset[str]) -> frozenset[str]:
+        """The names of weights, and those of modules that are left out in their places."""
+        like = {
+            template: [unit[place] for unit in left_out(row)]
+            for row in self.all
+            for place, template in enumerate(row.units[KEPT - 1])
+        }
+        return names | {
+            other + name.removeprefix(path)
+            for name in names
+            for path, others in like.items()
+            if name.startswith(f"{path}.")
+            for other in others
+        }
+
+
+def _longest(kinds: list[Any], index: int) -> tuple[int, int]:
+    """The modules of a unit of the row that begins at this place, and its number of units; 0 if there is none."""
+    for size in range(1, LONGEST + 1):
+        unit = kinds[index : index + size]
+        units = 1
+        while None not in unit and kinds[index + units * size : index + (units + 1) * size] == unit:
+            units += 1
+        if units >= FEWEST:
+            return size, units
+    return 1, 0
+
+
+class _Absent(dict[str, Any]):
+    """In place of weights: empty, and not to be read by the model's own code."""
+
+    def __init__(self, weights: Mapping[str, Any], row: str, rows: ModuleRows) -> None:
+        super().__init__()
+        self._names, self._row, self._rows = frozenset(weights), row, rows
+
+    def _read(self) -> None:
+        if self._rows.running and self._names:
+            raise UnequalError(self._row)
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._names:
+            self._read()
+        return super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        self._read()
+        return super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self._read()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._read()
+        return super().__len__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read()
+        return super().get(name, default)
+
+    def keys(self) -> Any:
+        self._read()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._read()
+        return super().values()
+
+    def items(self) -> Any:
+        self._read()
+        return super().items()

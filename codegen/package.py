@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from partc.codegen import plan as plans
 from partc.codegen.formatting import formatted
@@ -149,20 +149,45 @@ class StageModule:
         return f"{self.folder}stages/stage_{self.index}.py"
 
 
+class StageModules(Sequence[StageModule]):
+    """The emitted modules of all stages, each written when it is asked for."""
+
+    def __init__(self, program: Program, codes: Mapping[str, RegionCode], folder: str) -> None:
+        self._exchanges, self._codes, self._folder = Exchanges(program), codes, folder
+        self._written: dict[int, StageModule] = {}
+
+    def __len__(self) -> int:
+        return self._exchanges.program.stages
+
+    @overload
+    def __getitem__(self, index: int) -> StageModule: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StageModule]: ...
+    def __getitem__(self, index: int | slice) -> StageModule | list[StageModule]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if index not in self._written:
+            program = self._exchanges.program
+            code = stage_code(self._exchanges, index, self._codes, self._folder.replace("/", "."))
+            text = _template("stage.py.jinja").render(stage=code, stages=program.stages, mesh=str(program.mesh))
+            self._written[index] = StageModule(index=index, code=code, text=formatted(text), folder=self._folder)
+        return self._written[index]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modules:
     """The emitted modules of a program's regions and stages."""
 
     regions: tuple[RegionModule, ...]
-    stages: tuple[StageModule, ...]
+    stages: StageModules
 
 
 def emit(program: Program, *, folder: str = "") -> Modules:
     """The modules of all regions and stages, in a folder of the package."""
     codes = region_codes(program)
-    of_region, of_stage = _template("region.py.jinja"), _template("stage.py.jinja")
-    exchanges, prefix = Exchanges(program), folder.replace("/", ".")
-    stages = [stage_code(exchanges, index, codes, prefix) for index in range(program.stages)]
+    of_region = _template("region.py.jinja")
     return Modules(
         regions=tuple(
             RegionModule(
@@ -173,15 +198,7 @@ def emit(program: Program, *, folder: str = "") -> Modules:
             )
             for name, code in codes.items()
         ),
-        stages=tuple(
-            StageModule(
-                index=code.index,
-                code=code,
-                text=formatted(of_stage.render(stage=code, stages=program.stages, mesh=str(program.mesh))),
-                folder=folder,
-            )
-            for code in stages
-        ),
+        stages=StageModules(program, codes, folder),
     )
 
 

@@ -27,6 +27,7 @@ from partc.settings import EMITTED, tell
 
 if TYPE_CHECKING:
     from partc.codegen.package import Modules
+    from partc.compilation.fitting import Compiled
     from partc.frontend.origin import Origin
     from partc.frontend.results import Purpose
     from partc.package.verify import VerifyResult
@@ -172,7 +173,7 @@ class Compilation:
     constants: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # where the package differs from the whole batch on one device
-    again: Callable[[Options], Program] | None = None  # the same model with other options, before its proof
+    again: Compiled | None = None  # the same model with other options, before its proof
 
     @property
     def program(self) -> Program:
@@ -289,11 +290,12 @@ def compilation(
     on_phase: PhaseObserver = lambda phase: None,
     origins: dict[OriginKey, Origin] | None = None,
     lowering: PassRuns | None = None,
+    ahead: bool = True,
 ) -> Compilation:
     """Trace the model and run the passes, up to `until`; `observe` receives every step with its program.
 
     `functions` are those beside a model given as an object. `origins` are earlier traces of it and `lowering` has its
-    earlier passes; new ones are added to both.
+    earlier passes; new ones are added to both. Without `ahead`, ZeRO 3 gathers nothing ahead, as memory needs no more.
     """
     known = {} if origins is None else origins
     shared = PassRuns() if lowering is None else lowering
@@ -339,7 +341,7 @@ def compilation(
         done(Phase(label=step.label, seconds=step.seconds, note=note(step)))
 
     def lowered(program: Program) -> tuple[passes.PassResult, ...]:
-        return shared.steps(program, options, until=until, observe=stepped)
+        return shared.steps(program, options, until=until, observe=stepped, ahead=ahead)
 
     if options.forward_only:
         from partc.compilation.evaluation import forward_only
@@ -392,7 +394,7 @@ def compilation(
         phases=phases,
         constants=origin.constants,
         extra=origin.extra,
-        again=lambda other: (
+        again=lambda other, *, ahead=True: (
             compilation(
                 model,
                 batch,
@@ -402,6 +404,7 @@ def compilation(
                 until=UNPROVED,
                 origins=known,
                 lowering=shared,
+                ahead=ahead,
             ).program
         ),
     )

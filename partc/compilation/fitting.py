@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from partc.compilation.options import Options
 from partc.cost.memory import Account, RankMemory, consists
@@ -112,7 +112,10 @@ class Remedy:
     peak: int
 
 
-Compiled = Callable[[Options], Program]
+class Compiled(Protocol):
+    """Compiles a model with other options, before the proof; without `ahead`, ZeRO 3 gathers nothing ahead."""
+
+    def __call__(self, options: Options, *, ahead: bool = True) -> Program: ...
 
 
 def check_limit(account: Account, limit: int, options: Options, compiled: Compiled) -> None:
@@ -127,7 +130,7 @@ def check_limit(account: Account, limit: int, options: Options, compiled: Compil
         f"{', fits' if remedy.peak <= limit else ''}"
         for remedy in found
     ]
-    said = "these would help" if fits else "these would help, though none is enough"
+    said = "these would help" if fits else "none of these is enough; the first comes closest"
     raise PartcError(
         "P0416",
         f"{_rank(account, worst)} holds {readable(worst.peak)} at one time, {readable(worst.peak - limit)} more than "
@@ -141,37 +144,54 @@ def _rank(account: Account, rank: RankMemory) -> str:
 
 
 def _remedies(options: Options, peak: int, limit: int, compiled: Compiled) -> Iterator[Remedy]:
-    """The single changes that lower the peak; if none suffices, the smallest sufficient combination."""
+    """The single changes that lower the peak; if none suffices, the smallest combination that does, or the lowest.
+
+    Other meshes are tried only where no change on this one suffices.
+    """
     singles: list[tuple[int, str, Mapping[str, Any]]] = []
-    for flags, change in _changes(options, limit):
-        if parse_bytes(change.get("recompute", "")) is not None and any(
-            lowest <= limit and "recompute" in other for lowest, _, other in singles
-        ):
-            continue  # the search for a budget compiles many times, and a kind of recomputation is enough
-        found = _peak(replace(options, **change), compiled)
-        if found is not None and found < peak:
-            singles.append((found, flags, change))
-            yield Remedy(flags=flags, peak=found)
-    together: dict[str, Any] = {}
-    flagged: list[str] = []
-    for lowest, flags, change in sorted(singles, key=lambda single: single[0]):
-        if lowest <= limit:
+    lowest: Remedy | None = None
+    known: dict[Options, int | None] = {}
+
+    def held(change: Mapping[str, Any]) -> int | None:
+        other = replace(options, **change)
+        if other not in known:
+            known[other] = _peak(other, compiled)
+        return known[other]
+
+    for changes in (_changes(options, limit), _meshes(options)):
+        for flags, change in changes:
+            if parse_bytes(change.get("recompute", "")) is not None and any(
+                least <= limit and "recompute" in other for least, _, other in singles
+            ):
+                continue  # the search for a budget compiles many times, and a kind of recomputation is enough
+            found = held(change)
+            if found is not None and found < peak:
+                singles.append((found, flags, change))
+                yield Remedy(flags=flags, peak=found)
+        if any(least <= limit for least, _, _ in singles):
             return
-        if together.keys() & change.keys():
-            continue
-        together |= change
-        flagged.append(flags)
-        found = _peak(replace(options, **together), compiled) if len(flagged) > 1 else None
-        if found is not None and found <= limit:
-            yield Remedy(flags=" ".join(flagged), peak=found)
-            return
+        together: dict[str, Any] = {}
+        flagged: list[str] = []
+        for _, flags, change in sorted(singles, key=lambda single: single[0]):
+            if together.keys() & change.keys():
+                continue
+            together |= change
+            flagged.append(flags)
+            found = held(together) if len(flagged) > 1 else None
+            if found is not None and (lowest is None or found < lowest.peak):
+                lowest = Remedy(flags=" ".join(flagged), peak=found)
+            if lowest is not None and lowest.peak <= limit:
+                yield lowest
+                return
+    if lowest is not None and lowest.peak < min(least for least, _, _ in singles):
+        yield lowest
 
 
 def _peak(options: Options, compiled: Compiled) -> int | None:
     """The peak under these options; None if they do not suit the model."""
     try:
         _ = options.places
-        return rehearse(compiled(options), optimizer=options.optimizer, groups=options.group).worst.peak
+        return rehearse(compiled(options, ahead=False), optimizer=options.optimizer, groups=options.group).worst.peak
     except PartcError:
         return None
 
@@ -197,7 +217,6 @@ def _changes(options: Options, limit: int) -> Iterator[tuple[str, Mapping[str, A
         yield "--precision bf16", {"precision": "bf16"}
     if mesh.axis(PIPELINE_AXIS) > 1 and options.table is None and options.schedule != "1f1b":
         yield "--schedule 1f1b", {"schedule": "1f1b", "virtual_stages": None}
-    yield from _meshes(options)
 
 
 def _meshes(options: Options) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -31,18 +31,20 @@ class PassRuns:
         *,
         until: str | None = None,
         observe: passes.Observer = lambda step: None,
+        ahead: bool = True,
     ) -> tuple[passes.PassResult, ...]:
         """The passes up to `until`; each is reported once.
 
-        A budget chooses the cheapest recomputation that fits. ZeRO 3 gathers as much ahead as costs no rank memory.
+        A budget chooses the cheapest recomputation that fits. ZeRO 3 gathers as much ahead as costs no rank memory:
+        without `ahead` the program has the same peaks sooner, and gathers nothing ahead.
         """
         if options.zero < 3 or (until is not None and until in passes.before("prefetch")):
             return self._fitted(traced, options, until, observe)
-        from partc.rehearsal.late import late
+        from partc.rehearsal.late import gathering, late
 
         first = self._fitted(traced, options, _AHEAD, observe)
         program = first[-1].program
-        known = options.for_passes | {"late": late(program)}
+        known = options.for_passes | {"late": late(program) if ahead else gathering(program)}
         verify = self._verifier(program)
         return (*first, *passes.run(program, known, until=until, behind=_AHEAD, verify=verify, observe=observe))
 

@@ -16,10 +16,16 @@ from partc.passes.prefetch import gathers, prefetch
 from partc.rehearsal.rehearsal import peaks
 
 
+def gathering(program: Program) -> frozenset[str]:
+    """The names of all actions that gather something (`0B`), of a program before `prefetch`."""
+    places = range(program.mesh.axis(PIPELINE_AXIS))
+    return frozenset(name for place in places for name in _gathering(program, place))
+
+
 def late(program: Program) -> frozenset[str]:
-    """Names of late actions (`0B`) of a program before `prefetch`: none if no peak rises, else found one by one."""
+    """Names of late actions of a program before `prefetch`: none if no peak rises, else found one by one."""
     places = [_gathering(program, place) for place in range(program.mesh.axis(PIPELINE_AXIS))]
-    every = frozenset(name for names in places for name in names)
+    every = gathering(program)
     if not every:
         return every
     limits = _peaks(program, every)

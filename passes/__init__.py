@@ -62,6 +62,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="rows that masks select keep their places; loops over experts become expert products",
         requires=("canonical",),
         ensures=("routed",),
+        reads=(),
     ),
     Pass(
         name="scan",

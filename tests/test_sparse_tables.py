@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,28 @@ def test_mistakes_with_sparse_gradients_are_found(
     else:
         result = verify(tmp_path / "package", steps=2, virtual=True)
         assert not result.ok and caught in result.worst.name
+
+
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
+def test_evaluations_read_tables_as_the_training_cuts_them(mesh: str, tmp_path: Path) -> None:
+    """The loss of a batch that was not trained on equals that of the trained parameters on one device."""
+    how: dict[str, Any] = {
+        "precision": "fp64",
+        "eval_every": 2,
+        "group": ["tables.*,words.*:optimizer=rowwise_adagrad"],
+    }
+    partc.compile(CROSS, mesh=mesh, **how).write(tmp_path / "package")
+    saved = ("--metrics", tmp_path / "metrics.jsonl", "--save", tmp_path / "save")
+    trained(tmp_path / "package", "--steps", 2, "--seed", 5, "--eval-batches", 2, *saved)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (last, *_) = [path for path in checkpoints(tmp_path / "save") if "2" in path.name]
+    found, cross = whole(last), _loaded(CROSS)
+    model = cross.model().double()
+    model.load_state_dict({name: found[name][: len(x)] for name, x in model.state_dict().items()})
+    losses = []
+    for batch in cross.eval_data:
+        losses.append(cross.loss(model, {k: x.double() if x.is_floating_point() else x for k, x in batch.items()}))
+    assert lines[-1]["evaluation"] == pytest.approx(float(sum(losses)) / 2, rel=1e-10)
 
 
 def test_no_dense_gradient_of_a_large_table_is_held() -> None:

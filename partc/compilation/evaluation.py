@@ -93,9 +93,11 @@ def _finished(traced: Program, training: Program, options: Options) -> Program:
 
 
 def _pin(parameter: Parameter) -> Pin:
-    """The parameter's placement over tp, as a pin."""
+    """The parameter's placement over tp, as a pin; rows that a table's cut adds are not there yet."""
     dims = tuple(
         tuple((sub.size, tuple(axis for axis in sub.axes if axis == TENSOR_AXIS)) for sub in dim)
+        if any(TENSOR_AXIS in sub.axes for sub in dim)
+        else ((None, ()),)
         for dim in parameter.type.layout.dims
     )
     return Pin(pattern=glob.escape(parameter.name), text=str(parameter.type.layout), dims=dims)

@@ -55,6 +55,9 @@ def data(step: int) -> dict[str, Tensor]:
     return batch(generator=torch.Generator().manual_seed(step))
 
 
+eval_data = [data(1000 + step) for step in range(2)]
+
+
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     scores = model(batch["dense"], batch["sparse"], batch["words"])
     return F.binary_cross_entropy_with_logits(scores, batch["clicked"])

@@ -148,7 +148,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="every value gets its layout over cp and tp, by exact optimisation",
         requires=("batch layouts",),
         ensures=("layouts",),
-        options=("pins",),
+        options=("pins", "expert_axes"),
     ),
     Pass(
         name="tables",

@@ -47,15 +47,15 @@ OBJECTIVES: Sequence[Mapping[str, float]] = (
 _NAMES = "use a parameter's full name, a program value, or region.value"
 
 
-def annotate(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
-    """Set choices and layouts on the axes cp and tp.
+def annotate(program: Program, *, pins: Sequence[Pin] = (), expert_axes: tuple[str, ...] = ()) -> Program:
+    """Set choices and layouts on the axes cp and tp; `expert_axes` cut rows of experts, which travel over them later.
 
     Raises PartcError P0302 and P0303 for a pin that cannot be met, and P0315 for a wrong rule of the user's.
     """
     check_pins(program, pins)
     check_rules(program)
     for axis in placed_axes(program.sizes):
-        places = build(program, axis, pins)
+        places = build(program, axis, pins, by_rows=axis in expert_axes)
         solution = solve(places.problem, OBJECTIVES)
         if solution is None:
             raise InternalError(f"no placement on {axis} satisfies every operation")

@@ -63,14 +63,15 @@ class Places:
         return label
 
 
-def build(program: Program, axis: str, pins: Sequence[Pin]) -> Places:
+def build(program: Program, axis: str, pins: Sequence[Pin], *, by_rows: bool = False) -> Places:
     """All alternatives of all regions on `axis`, given the choices already made on the batch axes."""
-    return _PlacementProgram(program, axis, pins).build()
+    return _PlacementProgram(program, axis, pins, by_rows=by_rows).build()
 
 
 class _PlacementProgram:
-    def __init__(self, program: Program, axis: str, pins: Sequence[Pin]) -> None:
+    def __init__(self, program: Program, axis: str, pins: Sequence[Pin], *, by_rows: bool) -> None:
         self.program = program
+        self.by_rows = by_rows  # products by expert are cut by rows
         self.axis = axis
         self.pins = [(pin, pin.placement(axis)) for pin in pins if pin.decides(axis)]
         self.sizes: Sizes = program.sizes
@@ -176,6 +177,8 @@ class _PlacementProgram:
             }
             every = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
             spread = [choice for choice in every if (choice.factor, choice.outer) not in batch or choice.factor is None]
+        if self.by_rows and op.name == "expert_matmul":
+            repeated, spread = [], [choice for choice in spread if choice.factor == "s"]
         alternatives: dict[tuple[Hashable, ...], Alternative] = {}
         for choice in (*repeated, *spread):
             found = self._alternative(region, op, rule, choice, types, live)

@@ -131,7 +131,7 @@ class Simulator:
         laid = self._once(("annotate", *shape), lambda: _until("annotate", ready(calls), "outline", given))
         tabled = _only(("tables",), ready(laid), given)
         if tabled.regions != laid.regions:  # tables cut by rows change their regions
-            shape = (*shape, options.zero, mesh, options.microbatches)
+            shape = (*shape, tabled.regions, tabled.parameters)
 
         def differentiated() -> Program:
             local = _until("outermost", tabled, "tables", given)
@@ -196,7 +196,7 @@ def prediction(program: Program, rates: ClusterRates, *, optimizer: str = DEFAUL
     """The prediction for a program with its actions, on the cluster of the rates."""
     forecast = Forecast(program, rates)
     compute, exposed, bubble = forecast.split()
-    memory = resident(Footprint(program, states_of(optimizer)).peak, program, rates.cluster)
+    memory = resident(Footprint(program, states_of(optimizer)).peak, program.mesh, rates.cluster)
     return Prediction(
         step_seconds=forecast.seconds,
         memory_bytes=memory,
@@ -215,11 +215,11 @@ def states_of(optimizer: str) -> int:
         return len(rule.states(2)) - len(rule.uncut((2, 2)))
 
 
-def resident(tensors: int, program: Program, cluster: Cluster) -> int:
+def resident(tensors: int, mesh: Mesh, cluster: Cluster) -> int:
     """The memory of a process whose tensors hold so many bytes at most."""
     if cluster.device.kind == "cpu":
         return tensors
-    groups = sum(size > 1 for _, size in program.mesh.axes)
+    groups = sum(size > 1 for _, size in mesh.axes)
     return math.ceil(tensors * (1 + FRAGMENTS)) + CONTEXT + groups * COMMUNICATOR
 
 

@@ -8,7 +8,7 @@ calls do not contain:
 - A pipeline rank computes all its microbatches, after its first one has passed the stages before it; after its last
   one, gradients return through these stages.
 - Every microbatch passes all stages forward and backward.
-- A rank holds its parameters, gradients and optimizer states, or the values that its microbatches in flight have saved.
+- A rank holds its parameters, gradients and optimizer states, and the values that its microbatches in flight saved.
 
 Communication that these leave out only delays a step, and no memory that they leave out is negative.
 """
@@ -16,7 +16,7 @@ Communication that these leave out only delays a step, and no memory that they l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc.compilation.plan import ParallelPlan
@@ -49,6 +49,7 @@ class Bounds:
     peak: float
     states: int
     tables: Tables
+    resident: Callable[[ParallelPlan, int], int]  # the memory of a process whose tensors hold so many bytes
     _flops: int = field(init=False)
     _bytes: int = field(init=False)
     _flights: dict[tuple[str, int, int, int], tuple[tuple[tuple[tuple[int, int], ...], ...], ...]] = field(
@@ -57,7 +58,12 @@ class Bounds:
 
     def __post_init__(self) -> None:
         self._flops = model_flops(self.annotated)
-        self._bytes = sum(math.prod(p.type.shape) * _item(p) for p in self.annotated.parameters if p.trainable)
+        tables = set(_tables(self.annotated))
+        self._bytes = sum(
+            math.prod(item.type.shape) * _item(item)
+            for item in self.annotated.parameters
+            if item.trainable and item.name not in tables
+        )
 
     def of(self, plan: ParallelPlan) -> Bound:
         """The tightest bound of a plan."""
@@ -69,8 +75,8 @@ class Bounds:
         ranks = math.prod(sizes.values())
         spread = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS]
         held = self._bytes // (ranks // spread)
-        weights, gradients, states = self._kept(plan, held, spread)
-        least = weights + gradients + states
+        # Tables may be cut by rows over dp, so that nothing is said here of whole parameters under ZeRO.
+        least = self.resident(plan, (2 + self.states) * (held if plan.level == 0 else held // spread))
         return Bound(seconds=self._flops / (ranks * self.peak), bytes=least)
 
     def products(self, plan: ParallelPlan, known: Bound) -> Bound:
@@ -101,18 +107,21 @@ class Bounds:
         least = 0
         rows = self._in_flight(plan.schedule, ranks, len(places), plan.microbatches)
         for place in range(ranks):
-            weights, gradients, states = self._kept(plan, int(size[place]), spread)
             flight = max((sum(count * saved[stage] for stage, count in mix) for mix in rows[place]), default=0)
-            least = max(least, weights + states + max(gradients, int(flight)))
-        return least
+            least = max(least, self._kept(plan, int(size[place]), spread) + int(flight))
+        return self.resident(plan, least)
 
-    def _kept(self, plan: ParallelPlan, size: int, spread: int) -> tuple[int, int, int]:
+    def _kept(self, plan: ParallelPlan, size: int, spread: int) -> int:
         """The bytes of parameters, gradients and states, if parameters that `spread` ranks share have `size` bytes."""
+        if plan.level == 0:
+            return (2 + self.states) * size
         part = size // spread
-        weights = size if plan.level == 0 else part
-        if plan.level in (1, 2):  # whole ones are kept as computations read them, at least in 16 bits
-            weights = size if plan.precision in ("fp32", "fp64") else size // 2
-        return weights, part if plan.level >= 2 else size, self.states * (part if plan.level >= 1 else size)
+        whole = 0
+        if plan.level < 3:  # parameters stay whole as computations read them, in 16 bits at least
+            whole = size if plan.precision in ("fp32", "fp64") else size // 2
+        if plan.level == 1:  # and gradients are summed up whole
+            whole += size
+        return (2 + self.states) * part + whole
 
     def _in_flight(
         self, schedule: str, ranks: int, stages: int, microbatches: int
@@ -124,6 +133,15 @@ class Bounds:
             rows = compute_order(SCHEDULES[schedule], ranks, count, stages)
             self._flights[key] = tuple(flights(row) for row in rows)
         return self._flights[key]
+
+
+def _tables(program: Program) -> Iterator[str]:
+    """The parameters whose rows are looked up."""
+    for call in program.calls:
+        region = program.region(call.region)
+        looked_up = {next(op.refs(), "") for op in region.forward.ops if op.name.startswith("embedding")}
+        names = zip(region.params, call.params, strict=True)
+        yield from (name for value, name in names if value.name in looked_up)
 
 
 def _item(parameter: Parameter) -> int:

@@ -18,6 +18,8 @@ class RegionBodies:
     """The programs of a simulator before their stages, finished alike for all plans that share their regions."""
 
     simulator: Simulator
+    calls: int  # that stages share; for more stages, the simulator finds finer ones
+    _shared: dict[tuple[object, ...], tuple[tuple[object, ...], Program] | None] = field(default_factory=dict)
     _lowered: dict[RegionBody, Lowered] = field(default_factory=dict)
 
     def shared(self, plan: ParallelPlan) -> tuple[RegionBody, Program] | None:
@@ -26,13 +28,20 @@ class RegionBodies:
         """
         if plan.recompute not in RECOMPUTE:
             return None
+        stages = len(plan.compile_options().places)
+        key = plan.mesh, plan.microbatches, plan.zero, plan.loss_chunks, stages if stages > self.calls else 0
+        if key not in self._shared:
+            self._shared[key] = self._made(plan)
+        found = self._shared[key]
+        return None if found is None else (RegionBody(found[0], plan.recompute), found[1])
+
+    def _made(self, plan: ParallelPlan) -> tuple[tuple[object, ...], Program] | None:
         try:
-            key, program = self.simulator.differentiated(plan)
+            return self.simulator.differentiated(plan)
         except PartcError as error:
             if error.code != "P0402":
                 raise
             return None
-        return RegionBody(key, plan.recompute), program
 
     def lowered(self, plan: ParallelPlan, body: RegionBody, program: Program) -> Lowered:
         """The finished regions of a body, with whole backward passes and with halves."""

@@ -7,20 +7,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from partc.cluster.cluster import Cluster, fitted
+from partc.compilation.options import RECOMPUTE
 from partc.compilation.plan import ParallelPlan, Scalar
-from partc.compilation.simulation import Prediction, Simulator
+from partc.compilation.simulation import Prediction, Simulator, resident
 from partc.cost.calibration import Calibration, calibration
 from partc.errors import PartcError
+from partc.ir.mesh import Mesh
 from partc.ir.printer import readable
 from partc.ir.program import DType, Program
 from partc.planner.batches import batch_size, checked, samples, sequence_length
 from partc.planner.bounds import Bounds
 from partc.planner.lowering import RegionBodies
 from partc.planner.search import Failure, Outcome, Played, search
-from partc.planner.space import Fixed, Space
+from partc.planner.space import Fixed, Space, sizes_of
 from partc.planner.tables import Tables, staged_calls
 
 _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
+LONG = 16_384  # tokens of a sequence from which cutting it is tried
+_STARTS = 8  # plans that are simulated first, until one fits
 _STATES = 2  # copies of a parameter in AdamW's state
 
 
@@ -59,6 +63,12 @@ class PlanChoice:
 
     def _nothing_fits(self) -> PartcError:
         outcome, limit = self.outcome, self.request.limit
+        if not outcome.complete:
+            return PartcError(
+                "P0813",
+                f"no plan that fits {readable(limit)} was found in {outcome.seconds:.0f} s, of {outcome.space:,}",
+                help="give more --max-seconds, or restrict the space with --fix, such as recompute=full",
+            )
         compiled = [played for played in outcome.others if played.error is None]
         if not compiled and outcome.closest is None:
             first = outcome.others[0].error if outcome.others else "the space is empty"
@@ -101,7 +111,10 @@ class Planner:
             annotated=annotated,
             peak=rate * max(constants.products, constants.attention),
             states=_STATES,
-            tables=Tables(bodies=RegionBodies(self.simulator), durations=self.simulator.rates),
+            tables=Tables(
+                bodies=RegionBodies(self.simulator, len(staged_calls(annotated))), durations=self.simulator.rates
+            ),
+            resident=self._resident,
         )
         self.tokens = sequence_length(annotated)
         self.space = Space(
@@ -109,11 +122,26 @@ class Planner:
             batch=batch_size(annotated),
             calls=len(staged_calls(annotated)),
             nodes=-(-request.ranks // cluster.near),
-            sequences=self.tokens is not None,
+            sequences=(self.tokens or 0) >= LONG,
+            near=cluster.near,
             fixed=request.fixed,
             base=base,
         )
         self._predictions: dict[ParallelPlan, Prediction | Failure] = {}
+
+    def _starts(self) -> list[ParallelPlan]:
+        """Plans that hold little, one for each mesh without a pipeline, or of each mesh: those with few ranks of tp
+        first.
+        """
+        found: dict[str, ParallelPlan] = {}
+        for plan in self.space.plans():
+            held = found.get(plan.mesh)
+            if held is None or _thrift(plan) > _thrift(held):
+                found[plan.mesh] = plan
+        return sorted(found.values(), key=lambda plan: (sizes_of(plan)["pp"], sizes_of(plan)["tp"]))[:_STARTS]
+
+    def _resident(self, plan: ParallelPlan, tensors: int) -> int:
+        return resident(tensors, Mesh.parse(plan.mesh), self.request.cluster)
 
     def predicted(self, plan: ParallelPlan) -> Prediction | Failure:
         """The simulator's prediction for a plan of the space."""
@@ -134,10 +162,16 @@ class Planner:
             self.predicted,
             self.bounds,
             limit=request.limit,
+            starts=self._starts(),
             max_seconds=request.max_seconds,
             on_played=on_played,
         )
         return PlanChoice(request=request, space=self.space, outcome=outcome, tokens=self.tokens)
+
+
+def _thrift(plan: ParallelPlan) -> tuple[int, int, int]:
+    """A measure by which plans of a mesh are compared: the largest probably holds least."""
+    return plan.microbatches, plan.level, RECOMPUTE.index(plan.recompute) if plan.recompute in RECOMPUTE else 0
 
 
 def _batched(simulator: Simulator, base: ParallelPlan, wanted: str | None) -> tuple[ParallelPlan, Program]:

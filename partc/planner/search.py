@@ -115,10 +115,11 @@ def search(
     bounds: Bounds,
     *,
     limit: int,
+    starts: Iterable[ParallelPlan] = (),
     max_seconds: float | None = None,
     on_played: Callable[[Played], None] = lambda played: None,
 ) -> Outcome:
-    """The quickest of the plans that hold at most `limit` bytes."""
+    """The quickest of the plans that hold at most `limit` bytes; `starts` are simulated until one of them does."""
     start = time.perf_counter()
     queue: list[_Waiting] = []
     count = too_large = 0
@@ -138,12 +139,27 @@ def search(
         if closest is None or bound.bytes < closest[1].bytes:
             closest = plan, bound
 
+    def play(plan: ParallelPlan, bound: Bound) -> None:
+        nonlocal best
+        played = Played(plan=plan, bound=bound, prediction=simulated(plan))
+        known.add(plan)
+        on_played(played)
+        if played.error is None and played.bytes <= limit:
+            fitting.append(played)
+            best = min(best, played.seconds)
+        else:
+            others.append(played)
+
+    known: set[ParallelPlan] = set()
+    for plan in starts:
+        if not fitting and bounds.simple(plan).bytes <= limit:
+            play(plan, bounds.simple(plan))
     for plan in plans:
         wait(plan, bounds.simple(plan), count, (bounds.products, bounds.tight))
         count += 1
     timed_out = False
     while queue and best > queue[0].seconds:
-        if max_seconds is not None and time.perf_counter() - start > max_seconds and fitting:
+        if max_seconds is not None and time.perf_counter() - start > max_seconds:
             timed_out = True
             break
         head = heapq.heappop(queue)
@@ -152,13 +168,8 @@ def search(
             following, *rest = head.tighter
             wait(head.plan, following(head.plan, bound), head.index, tuple(rest))
             continue
-        played = Played(plan=head.plan, bound=bound, prediction=simulated(head.plan))
-        on_played(played)
-        if played.error is None and played.bytes <= limit:
-            fitting.append(played)
-            best = min(best, played.seconds)
-        else:
-            others.append(played)
+        if head.plan not in known:
+            play(head.plan, bound)
     fitting.sort(key=lambda played: (played.seconds, played.bytes))
     return Outcome(
         fitting=tuple(fitting),

@@ -32,14 +32,17 @@ Fixed = Mapping[str, tuple[str, ...]]
 class Space:
     """The plans of a model on some ranks with one global batch.
 
-    `calls` is the largest number of pipeline stages, `nodes` the number of groups of ranks that share faster links,
-    `sequences` tells whether there is a dimension for cp, and `fixed` restricts decisions to the given values.
+    `calls` is the largest number of pipeline stages, `nodes` the number of groups of ranks that share faster links, and
+    `sequences` tells whether sequences are long enough for cp. `fixed` restricts decisions to the given values, and
+    allows some that are not tried by default: cp for short sequences, tp over slower links, GPipe, other numbers of
+    virtual stages than powers of two.
     """
 
     ranks: int
     batch: int
     calls: int
     nodes: int = 1
+    near: int = 0  # ranks that share faster links; 0: all
     sequences: bool = False
     fixed: Fixed = field(default_factory=dict)
     base: ParallelPlan = field(default_factory=lambda: ParallelPlan(mesh=""))
@@ -98,6 +101,8 @@ class Space:
         for size in divisors(ranks):
             if axis == CONTEXT_AXIS and size > 1 and not self.sequences and axis not in self.fixed:
                 continue
+            if axis == TENSOR_AXIS and size > (self.near or size) and axis not in self.fixed:
+                continue
             if self._is_allowed(axis, size):
                 yield size
 
@@ -129,6 +134,8 @@ class Space:
                     yield name, None
                 continue
             for each in range(kind.stages_per_rank, MOST_VIRTUAL + 1):
+                if each & (each - 1) and "virtual_stages" not in self.fixed:
+                    continue
                 if each * ranks <= self.calls and self._is_allowed("virtual_stages", each):
                     yield name, None if each == kind.stages_per_rank else each
 

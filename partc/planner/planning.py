@@ -1,4 +1,4 @@
-"""The plan of a model on a cluster: what `partc plan` decides."""
+"""The plan of a model on a cluster, as `partc plan` decides it."""
 
 from __future__ import annotations
 

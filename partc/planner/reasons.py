@@ -1,4 +1,4 @@
-"""Why a plan was chosen: what the others lose on, and what binds."""
+"""The reasons of a choice: the parts of a step on which other plans lose, and the constraint that binds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partc.planner.search import Played
 
 
 def reason(best: Played, other: Played, limit: int) -> str:
-    """What a plan loses on against the best one."""
+    """The part of a step on which a plan loses most against the best one."""
     if other.error is not None:
         return f"does not compile: {other.error}"
     words = []

@@ -37,7 +37,7 @@ class OperationRates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RegionBody:
-    """What the bodies of regions depend on, apart from the sizes of local batches."""
+    """The facts on which bodies of regions depend, apart from the sizes of local batches."""
 
     key: tuple[object, ...]  # the simulator's
     recompute: str

@@ -261,3 +261,14 @@ def test_zero_cuts_every_parameter_over_the_axes_that_sum_its_gradient(tmp_path:
     assert gathered["blocks.0.attn.wq.weight"] == ("dp", "cp")
     found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
+
+
+def test_memory_falls_as_the_number_of_ranks_grows() -> None:
+    """Around a ring nothing has the whole sequence but ids, labels and position numbers."""
+
+    def peak(mesh: str, *pins: str) -> int:
+        options = {"seq": "4096", "batch": "2", "depth": "2"}
+        package = partc.compile(GPT, mesh=mesh, options=options, precision="bf16", microbatches=1, shard=pins)
+        return max(rank.peak for rank in package.memory.ranks)
+
+    assert 4 * peak("cp=4", f"{ZIGZAG} ring".replace("@tp", "_")) < 1.2 * peak("cp=1")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from partc import passes
 from partc.compilation.lowering import UNPROVED, PassRuns
 from partc.compilation.options import BUCKET, TABLE, Options, refused
-from partc.compilation.phase_notes import counted, coupled, note, padding, sentence, size
+from partc.compilation.phase_notes import counted, coupled, made_dense, note, padding, sentence, size
 from partc.cost.accounting import ReplicatedOp, communication, replicated_ops
 from partc.cost.flops import model_flops
 from partc.cost.memory import Account
@@ -437,8 +437,10 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
     ended("Emitted", start, counted(len(modules.stages), "stage module"))
     start = time.perf_counter()
     with refused():
+        dims = {item.name: len(item.type.shape) for item in done.program.parameters}
         recipe = Recipe.of(done.options.optimizer, groups=done.options.group)
-        recipe.check({item.name: len(item.type.shape) for item in done.program.parameters})
+        recipe.check(dims)
+        rules = recipe.all_settings(dims)
     memory = rehearse(done.program, optimizer=done.options.optimizer, groups=done.options.group, modules=modules)
     ended("Rehearsed", start, f"a rank holds {readable(memory.worst.peak)} at most")
     if done.options.memory_limit is not None and done.again is not None:
@@ -461,6 +463,7 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
         warnings=(
             *done.warnings,
             *left_whole(done.after("expand"), loss_chunks=done.options.loss_chunks),
+            *made_dense(done.after("normalize"), done.program, rules),
             *without_kernel(done.program),
         ),
     )

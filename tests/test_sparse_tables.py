@@ -321,6 +321,11 @@ class Tied(nn.Module):
         return self.table(ids) @ self.table.weight.T
 
 
+class Sparse(Tied):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
 class Dense(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -355,3 +360,14 @@ def test_another_optimizer_at_run_time_is_refused(tmp_path: Path) -> None:
     partc.compile(BAGS, mesh="dp=1", precision="fp64", group=SPARSE).write(tmp_path / "package")
     done = train(tmp_path / "package", "--steps", 1, "--group", "tables.*:optimizer=rmsprop")
     assert done.returncode == 2 and "error P0551" in done.stderr and "is sparse in this package" in done.stderr
+
+
+def test_a_gradient_that_is_dense_against_the_model_is_said() -> None:
+    said = {name: " ".join(_warnings(Sparse, name)) for name in ("adamw", "sgd", "adagrad")}
+    assert "of table.weight, which are dense: adamw updates whole tables." in said["adamw"]
+    assert "dense" not in said["sgd"] + said["adagrad"]
+    assert "which are dense: other operations" in " ".join(_warnings(Tied, "sgd"))
+
+
+def _warnings(make: Any, optimizer: str) -> tuple[str, ...]:
+    return partc.compile(make, _ids, loss=squared, mesh="dp=2", optimizer=optimizer).warnings

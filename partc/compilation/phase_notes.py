@@ -9,6 +9,7 @@ from partc import passes
 from partc.cost.accounting import ReplicatedOp
 from partc.errors import PartcError
 from partc.ir.program import Program
+from partc.rules.updates import UpdateRule
 
 
 def coupled(error: PartcError, microbatches: int) -> str:
@@ -54,6 +55,19 @@ def sentence(item: ReplicatedOp) -> str:
     """A note for the package's README about a repeated computation."""
     why = "is repeated" if item.rule else "has no rule and is repeated"
     return f"`{item.place}` ({item.op}) {why} on every rank of {item.axis}: {item.flops:,} operations a step."
+
+
+def made_dense(traced: Program, program: Program, rules: Mapping[str, UpdateRule]) -> Iterator[str]:
+    """A sentence for each reason why gradients are dense though lookups of the normalized `traced` ask for rows."""
+    wanted = {item.name for item in traced.parameters if item.sparse}
+    found: dict[str, list[str]] = {}
+    for item in program.parameters:
+        if item.name in wanted and item.trainable and not item.sparse:
+            rule = rules[item.name]
+            shared = "other operations, or other pipeline stages, read them as well"
+            found.setdefault(shared if rule.takes_rows else f"{rule.name} updates whole tables", []).append(item.name)
+    for reason, names in found.items():
+        yield f"Lookups ask for sparse gradients of {', '.join(names)}, which are dense: {reason}."
 
 
 def padding(padded: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> Iterator[str]:

@@ -281,6 +281,13 @@ def test_constants_that_are_none(tmp_path: Path) -> None:
         assert failure.value.code == "P0805"
 
 
+def test_a_model_that_no_plan_can_use_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plans = tmp_path / "plans.jsonl"
+    plans.write_text('{"mesh": "dp=2"}\n{"mesh": "dp=0"}\n')
+    assert main(["simulate", str(tmp_path / "none.py"), "--cluster", "8xH100-80GB", "--plans", str(plans)]) == 2
+    assert "P0201" in capsys.readouterr().err
+
+
 def test_optimizers_keep_states() -> None:
     assert [states_of(text) for text in ("adamw", "sgd", "sgd:momentum=0.9")] == [2, 0, 1]
 

@@ -34,6 +34,7 @@ from partc.runtime.documents import Malformed, contents, decoded, parsed
 from partc.runtime.optimizer.recipe import Recipe
 
 _Key = tuple[object, ...]
+_NO_MODEL = ("P0201", "P0202", "P0203")
 _MOST_PLANS = 1 << 28  # bytes of a file of plans
 # Memory of a process on a GPU besides tensors: CUDA's context and the workspaces of libraries; and for each
 # communicator of NCCL its channels' buffers.
@@ -241,7 +242,10 @@ def read_plans(path: Path) -> Iterator[ParallelPlan | PartcError]:
 
 
 def predictions(simulator: Simulator, plans: Sequence[ParallelPlan | PartcError]) -> Iterator[dict[str, Any]]:
-    """A document for each plan, in order; plans that cannot be compiled have an `error`."""
+    """A document for each plan, in order; plans that cannot be compiled have an `error`.
+
+    Raises PartcError P0201 to P0203 for a model file that no plan can use.
+    """
     for plan in plans:
         if isinstance(plan, PartcError):
             yield _failed(plan)
@@ -249,6 +253,8 @@ def predictions(simulator: Simulator, plans: Sequence[ParallelPlan | PartcError]
         try:
             yield simulator.predict(plan).document()
         except PartcError as error:
+            if error.code in _NO_MODEL:
+                raise
             yield _failed(error)
         except (InternalError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
             yield _failed(PartcError("P0806", f"partc fails on this plan: {type(error).__name__}: {first_line(error)}"))

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import partc
 from partc.api import compilation
 from partc.compilation.options import Options
+from partc.errors import PartcError
 from partc.ir import operators
 from partc.ir.layout import Layout
 from partc.ir.program import Arg, DTypeArg, Op, Ref, TensorType, Value
@@ -164,6 +166,7 @@ def test_chunks_of_a_million_positions_are_examples(tmp_path: Path) -> None:
 
 MODEL = """
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn import functional as F
 
@@ -270,3 +273,53 @@ def test_other_products_with_weights_stay(attend: str, tmp_path: Path) -> None:
         str(text) for path, text in package.files() if path.startswith("regions/")
     )
     assert package.verify(steps=1).ok
+
+
+class Buffered(nn.Module):
+    """nanoGPT's attention: the mask is a slice of a buffer, made for the longest sequence."""
+
+    def __init__(self, longest: int, changes: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out, self.changes = nn.Linear(16, 48), nn.Linear(16, 16), changes
+        self.register_buffer("bias", torch.tril(torch.ones(longest, longest)).view(1, 1, longest, longest))
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (y.view(b, t, 4, 4).transpose(1, 2) for y in self.qkv(x).split(c, dim=2))
+        if self.changes:
+            self.bias.mul_(1)
+        scores = (q @ k.transpose(-2, -1)) * 0.5
+        scores = scores.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf"))
+        y = F.softmax(scores, dim=-1) @ v + self.seen
+        return self.out(y.transpose(1, 2).reshape(b, t, c)).square().mean()
+
+
+def buffered() -> nn.Module:
+    return Buffered(12)
+
+
+def buffered_widely() -> nn.Module:
+    return Buffered(40000)
+
+
+def buffered_and_changed() -> nn.Module:
+    return Buffered(12, changes=True)
+
+
+def test_masks_in_buffers_are_known_at_any_size() -> None:
+    batch = {"x": torch.randn(4, 8, 16)}
+    made = partc.compile(buffered_widely, batch, mesh="tp=2", precision="fp64")
+    products = [op for region in made.program.regions for op in region.forward.ops if op.name.startswith("attention")]
+    assert [op.args[3:5] for op in products] == [(None, True)]
+
+
+def test_masks_in_buffers_equal_the_single_device() -> None:
+    batch = {"x": torch.randn(4, 8, 16)}
+    assert partc.compile(buffered, batch, mesh="dp=2,tp=2", precision="fp64").verify(steps=2).ok
+
+
+def test_a_mask_that_forward_changes_is_refused() -> None:
+    with pytest.raises(PartcError) as error:
+        partc.compile(buffered_and_changed, {"x": torch.randn(4, 8, 16)}, mesh="tp=2")
+    assert error.value.code == "P0225" and "bias" in error.value.cause

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, Source, first_line
+from partc.frontend.constant_buffers import Recipe, Recipes, made
 from partc.frontend.frozen_state import StateWatch, check
 from partc.frontend.model_file import blame
 from partc.frontend.own_backward import Hook, followed, own_hooks, register_hook
@@ -80,8 +81,10 @@ class _TracedStep(nn.Module):
         outcomes: Outcomes,
         dtype: torch.dtype,
         read: Read | None = None,
+        masks: Mapping[str, Recipe] | None = None,
     ) -> None:
         super().__init__()
+        self._masks = masks or {}
         self._hooks = hooks
         self._outcomes = outcomes
         self._dtype = dtype
@@ -105,6 +108,7 @@ class _TracedStep(nn.Module):
             values = ValueWatch(self._outcomes, repeats.refuse_branch)
             with (
                 computing_in(self._dtype), self._watch.watching(), values.watching(), repeats.marking(), _conversions(),
+                self._with_masks(),
             ):  # fmt: skip
                 found = self._forward(batch)
             self._assumed.update(dict.fromkeys(values.sentences))
@@ -129,6 +133,30 @@ class _TracedStep(nn.Module):
                     buffer.copy_(now)
                 store[name] = buffer
         return first if self._read is None else tuple(found.values())
+
+    @contextmanager
+    def _with_masks(self) -> Iterator[None]:
+        """A context in which buffers of masks are constants. Raises PartcError P0225 if one is changed."""
+        stores: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor, int]] = []
+        for path, mask in made(self._masks):
+            owner, _, name = path.rpartition(".")
+            store = self.model.get_submodule(owner)._buffers
+            buffer = store[name]
+            if buffer is not None and mask.shape == buffer.shape and mask.dtype == buffer.dtype:
+                stores.append((store, name, buffer, mask, mask._version))
+                store[name] = mask
+        try:
+            yield
+            for store, name, _, mask, version in stores:
+                if store[name] is not mask or mask._version != version:
+                    raise PartcError(
+                        "P0225",
+                        f"forward changes the buffer {name}, a mask that the constructor makes",
+                        help="keep a mask that changes as an attribute of its own, made in forward",
+                    )
+        finally:
+            for store, name, buffer, _, _ in stores:
+                store[name] = buffer
 
     def _forward(self, batch: Any) -> Mapping[str, Tensor]:
         for name, hooks in self._hooks.items():
@@ -173,7 +201,10 @@ def capture(
     """
     dtype = held_in(precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = _built(build, path)
+    recipes = Recipes()
+    with recipes:
+        model = _built(build, path)
+    masks = recipes.masks(model)
     hooks = own_hooks(model)
     told: list[tuple[frozenset[str], tuple[str, ...], Repeats, tuple[Source, ...]]] = []
     assumed: dict[str, None] = {}
@@ -190,7 +221,20 @@ def capture(
                 rows = ModuleRows(model, modules.groups, modules.weights, excluded)
                 repeats = lambda: Repeats(modules, excluded, rows)  # noqa: E731
                 step = _TracedStep(
-                    model, loss, path, form, tuple(batch), tell, assumed, watch, repeats, hooks, outcomes, dtype, read
+                    model,
+                    loss,
+                    path,
+                    form,
+                    tuple(batch),
+                    tell,
+                    assumed,
+                    watch,
+                    repeats,
+                    hooks,
+                    outcomes,
+                    dtype,
+                    read,
+                    masks,
                 )
                 trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
                 with rows.absent():

@@ -1,0 +1,98 @@
+"""Masks that a constructor makes and keeps in buffers, as constants of the trace.
+
+    register_buffer("bias", torch.tril(torch.ones(s, s)).view(1, 1, s, s))   ->   view(tril(ones(s, s)), (1, 1, s, s))
+
+Models are built without values. `Recipes` notes the calls that make tensors from sizes alone. A buffer whose recipe
+has `tril` or `triu` is made again while the model is traced, so that attention learns the structure of its mask at any
+size. Equal recipes give one tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_MADE = frozenset({"ones", "zeros", "full", "arange"})
+_CHANGED = frozenset({
+    "tril", "triu", "view", "reshape", "unsqueeze", "expand", "bool", "to", "float", "logical_not", "eq", "ne", "lt",
+    "gt", "__invert__", "masked_fill",
+})  # fmt: skip
+_MASKS = frozenset({"tril", "triu"})
+_IGNORED = frozenset({"device", "requires_grad", "pin_memory", "layout"})
+
+Recipe = tuple[Any, ...]  # the function, its arguments with recipes in place of tensors, and its keywords
+
+
+class Recipes(TorchFunctionMode):
+    """A mode that notes how constants are made while a model is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, tuple[weakref.ref[Tensor], Recipe]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and args:
+            self._known.pop(id(args[0]), None)
+        elif isinstance(made, Tensor) and (name in _MADE or (name in _CHANGED and self._of(args[0]) is not None)):
+            given = tuple(_Inner(self._of(arg)) if isinstance(arg, Tensor) else _frozen(arg) for arg in args)
+            named = tuple((key, _frozen(arg)) for key, arg in (kwargs or {}).items() if key not in _IGNORED)
+            plain = all(arg.recipe is not None for arg in given if isinstance(arg, _Inner))
+            if plain and not any(isinstance(arg, Tensor) for _, arg in named):
+                self._known[id(made)] = weakref.ref(made), (func, given, named)
+        return made
+
+    def _of(self, x: Any) -> Recipe | None:
+        found = self._known.get(id(x))
+        return found[1] if found is not None and found[0]() is x else None
+
+    def masks(self, model: nn.Module) -> dict[str, Recipe]:
+        """The buffers that hold masks, by name, with their recipes."""
+        found = {name: self._of(buffer) for name, buffer in model.named_buffers()}
+        return {name: recipe for name, recipe in found.items() if recipe is not None and _has_mask(recipe)}
+
+
+class _Inner:
+    """A tensor among the arguments of a recipe."""
+
+    def __init__(self, recipe: Recipe | None) -> None:
+        self.recipe = recipe
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Inner) and self.recipe == other.recipe
+
+    def __hash__(self) -> int:
+        return hash(self.recipe)
+
+
+def _frozen(arg: Any) -> Any:
+    return tuple(map(_frozen, arg)) if isinstance(arg, list | tuple) else arg
+
+
+def _has_mask(recipe: Recipe) -> bool:
+    func, args, _ = recipe
+    return func.__name__ in _MASKS or any(
+        arg.recipe is not None and _has_mask(arg.recipe) for arg in args if isinstance(arg, _Inner)
+    )
+
+
+def made(recipes: Mapping[str, Recipe]) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of these names, made again."""
+    done: dict[Recipe, Tensor] = {}
+
+    def make(recipe: Recipe) -> Tensor:
+        if recipe not in done:
+            func, args, named = recipe
+            given = [make(arg.recipe) if isinstance(arg, _Inner) and arg.recipe else arg for arg in args]
+            done[recipe] = func(*given, **dict(named))
+        return done[recipe]
+
+    for name, recipe in recipes.items():
+        yield name, make(recipe)

@@ -206,7 +206,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="every region gets its backward graph and its saved values",
         requires=("local",),
         ensures=("backward",),
-        options=("optimizer", "group"),
+        options=("optimizer", "group", "derivatives"),
     ),
     Pass(
         name="expand",

@@ -36,7 +36,14 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--fix", default="", metavar="NAME=VALUE|..,..", help="decide something yourself: 'tp=4|8,zero=1'")
 @click.option("--top", type=int, default=5, show_default=True, metavar="N", help="plans to show")
-@click.option("--max-seconds", type=float, metavar="S", help="stop then, with the best plan so far and its gap")
+@click.option(
+    "--max-seconds",
+    type=float,
+    default=30.0,
+    show_default=True,
+    metavar="S",
+    help="stop then, with the best plan so far and its gap",
+)
 @click.option("-o", "--output", type=Path, metavar="FILE", help="write the best plan, for partc compile --plan FILE")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 def plan_command(model: str, top: int, output: Path | None, as_json: bool, **given: Any) -> None:

@@ -30,6 +30,7 @@ from partc.ir.gradients import input_only
 from partc.ir.mesh import EXPERT_AXIS, PIPELINE_AXIS, TIME_AXIS, Mesh, is_batch_axis
 from partc.ir.program import Program
 from partc.passes.batch import check_divisible
+from partc.passes.differentiate import Derivatives
 from partc.runtime.documents import Malformed, contents, decoded, parsed
 from partc.runtime.optimizer.recipe import Recipe
 
@@ -68,6 +69,7 @@ class Simulator:
         self.cluster = cluster
         self.rates = ClusterRates(cluster, constants)
         self._known: dict[_Key, Any] = {}
+        self._derivatives: Derivatives = {}
 
     def predict(self, plan: ParallelPlan) -> Prediction:
         """The prediction for a plan. Raises PartcError if it cannot be compiled."""
@@ -136,7 +138,8 @@ class Simulator:
 
         def differentiated() -> Program:
             local = _until("outermost", tabled, "tables", given)
-            return _only(("differentiate", "expand", "chunk"), local, given)
+            known = given | {"derivatives": self._derivatives}
+            return _only(("differentiate", "expand", "chunk"), local, known)
 
         shape = (*shape, options.loss_chunks)
         return shape, self._once(("chunk", *shape), differentiated)

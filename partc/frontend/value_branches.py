@@ -16,8 +16,8 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import contextmanager, nullcontext
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -75,15 +75,6 @@ class ValueWatch(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """A context in which this mode is active, and tests of symbolic numbers are guards too."""
         test: Callable[[Any], bool] = torch.SymBool.__bool__
-        truth = Tensor.__bool__
-
-        @functools.wraps(truth)
-        def true(x: Tensor) -> bool:
-            # torch runs the functions of torch.nn.functional with this mode switched off.
-            frame = _outside()
-            unseen = frame is not None and is_machinery(frame.f_code.co_filename) and self._value(x) is None
-            passed = self._passed(frame) if unseen else None
-            return truth(x) if passed is None else passed
 
         def tested(number: Any) -> bool:
             try:
@@ -113,18 +104,18 @@ class ValueWatch(TorchFunctionMode):
             return run
 
         torch.SymBool.__bool__ = tested  # type: ignore[method-assign]
-        Tensor.__bool__ = true  # type: ignore[method-assign, assignment]
         try:
             with self, checks(checked):
                 yield
         finally:
             torch.SymBool.__bool__ = test  # type: ignore[method-assign]
-            Tensor.__bool__ = truth  # type: ignore[method-assign]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         args, kwargs = self.selections.sized(name, args, kwargs)
         found = self.selections.call(func, name, args, kwargs, sys._getframe(1))
@@ -143,10 +134,27 @@ class ValueWatch(TorchFunctionMode):
                 found = self.selections.answer(name, args[0])
                 return func(*args, **kwargs) if found is NOT_SELECTED else found
             return passed
-        made = func(*args, **kwargs)
+        with self._inside() if isinstance(func, FunctionType) else nullcontext():
+            made = func(*args, **kwargs)
         if self.selections.follow(name, args, kwargs, made):
             self._follow(func, name, args, kwargs, made)
         return made
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """A context for a Python function of torch, where this mode is off: its tests of tensors are guards too."""
+        truth = Tensor.__bool__
+
+        @functools.wraps(truth)
+        def true(x: Tensor) -> bool:
+            passed = self._passed(_outside()) if self._value(x) is None else None
+            return truth(x) if passed is None else passed
+
+        Tensor.__bool__ = true  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            Tensor.__bool__ = truth  # type: ignore[method-assign]
 
     # -- known values --------------------------------------------------------------------------
 

@@ -108,10 +108,10 @@ class Bounds:
         rows = self._in_flight(plan.schedule, ranks, len(places), plan.microbatches)
         for place in range(ranks):
             flight = max((sum(count * saved[stage] for stage, count in mix) for mix in rows[place]), default=0)
-            least = max(least, self._kept(plan, int(size[place]), spread) + int(flight))
+            least = max(least, self.kept(plan, int(size[place]), spread) + int(flight))
         return self.resident(plan, least)
 
-    def _kept(self, plan: ParallelPlan, size: int, spread: int) -> int:
+    def kept(self, plan: ParallelPlan, size: int, spread: int) -> int:
         """The bytes of parameters, gradients and states, if parameters that `spread` ranks share have `size` bytes."""
         if plan.level == 0:
             return (2 + self.states) * size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from partc.ir.printer import readable
 from partc.ir.program import DType, Program
 from partc.planner.batches import batch_size, checked, samples, sequence_length
 from partc.planner.bounds import Bounds
+from partc.planner.estimates import Estimates
 from partc.planner.lowering import RegionBodies
 from partc.planner.search import Failure, Outcome, Played, search
 from partc.planner.space import Fixed, Space, sizes_of
@@ -24,7 +25,8 @@ from partc.planner.tables import Tables, staged_calls
 
 _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
 LONG = 16_384  # tokens of a sequence from which cutting it is tried
-_STARTS = 8  # plans that are simulated first, until one fits
+_STARTS = 6  # plans that are simulated first
+_NEIGHBOURS = 16  # plans near the best one that are simulated next
 _STATES = 2  # copies of a parameter in AdamW's state
 
 
@@ -127,18 +129,39 @@ class Planner:
             fixed=request.fixed,
             base=base,
         )
+        self.estimates = Estimates.of(annotated, self.bounds, self.simulator.rates, self.simulator.rates.host)
+        self._hopes: dict[ParallelPlan, tuple[bool, float]] = {}
         self._predictions: dict[ParallelPlan, Prediction | Failure] = {}
 
-    def _starts(self) -> list[ParallelPlan]:
-        """Plans that hold little, one for each mesh without a pipeline, or of each mesh: those with few ranks of tp
-        first.
-        """
-        found: dict[str, ParallelPlan] = {}
-        for plan in self.space.plans():
-            held = found.get(plan.mesh)
-            if held is None or _thrift(plan) > _thrift(held):
-                found[plan.mesh] = plan
-        return sorted(found.values(), key=lambda plan: (sizes_of(plan)["pp"], sizes_of(plan)["tp"]))[:_STARTS]
+    def _starts(self) -> Iterator[ParallelPlan]:
+        """For each size of the axes, the plan of the least estimate; then plans that hold little, until one fits."""
+        found: dict[tuple[int, ...], ParallelPlan] = {}
+        thrifty: dict[tuple[int, ...], ParallelPlan] = {}
+        for plan in replace(self.space, nodes=1).plans():
+            sizes = tuple(sizes_of(plan).values())
+            if sizes not in found or self._hope(plan) < self._hope(found[sizes]):
+                found[sizes] = plan
+            if sizes not in thrifty or _thrift(plan) > _thrift(thrifty[sizes]):
+                thrifty[sizes] = plan
+        yield from sorted(found.values(), key=self._hope)[:_STARTS]
+        for plan in sorted(thrifty.values(), key=lambda plan: (sizes_of(plan)["pp"], sizes_of(plan)["tp"]))[:_STARTS]:
+            fits = any(isinstance(each, Prediction) and self._fits(each) for each in self._predictions.values())
+            if not fits:
+                yield plan
+
+    def _near(self, plan: ParallelPlan) -> list[ParallelPlan]:
+        """The neighbours of a plan that are estimated to be quickest."""
+        return sorted(dict.fromkeys(self.space.neighbours(plan)), key=self._hope)[:_NEIGHBOURS]
+
+    def _hope(self, plan: ParallelPlan) -> tuple[bool, float]:
+        """The measure by which plans are tried: those that probably fit, by their estimated seconds."""
+        if plan not in self._hopes:
+            over = self.estimates.bytes(plan) > self.request.limit
+            self._hopes[plan] = over, self.estimates.seconds(plan)
+        return self._hopes[plan]
+
+    def _fits(self, prediction: Prediction) -> bool:
+        return prediction.memory_bytes <= self.request.limit
 
     def _resident(self, plan: ParallelPlan, tensors: int) -> int:
         return resident(tensors, Mesh.parse(plan.mesh), self.request.cluster)
@@ -163,6 +186,7 @@ class Planner:
             self.bounds,
             limit=request.limit,
             starts=self._starts(),
+            near=self._near,
             max_seconds=request.max_seconds,
             on_played=on_played,
         )

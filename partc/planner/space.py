@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from partc.compilation.options import RECOMPUTE
@@ -55,6 +55,27 @@ class Space:
             yield plan
         if not found:
             raise self._empty()
+
+    def neighbours(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
+        """The plans that differ from one in a single decision, or in the sizes of two axes of the mesh."""
+        sizes, kind = sizes_of(plan), SCHEDULES[plan.schedule]
+        each = plan.virtual_stages or kind.stages_per_rank
+        chosen = {name: (str(size),) for name, size in sizes.items()} | {
+            "order": ("-".join(Mesh.parse(plan.mesh).names),),
+            "microbatches": (str(plan.microbatches),),
+            "schedule": (plan.schedule,),
+            "zero": (str(plan.level),),
+            "recompute": (plan.recompute,),
+            "loss_chunks": (str(plan.loss_chunks),),
+        }
+        if kind.placement == "loop" and sizes[PIPELINE_AXIS] > 1:
+            chosen["virtual_stages"] = (str(each),)
+        axes = (*itertools.combinations(AXES, 2), (BATCH_AXIS, PIPELINE_AXIS, "microbatches"))
+        single = (("zero",), ("recompute",), ("microbatches",), ("schedule", "virtual_stages"), ("loss_chunks",))
+        for free in (*single, ("order",), *((*names, "order") for names in axes)):
+            kept = {name: values for name, values in chosen.items() if name not in free}
+            allowed = {name: values for name, values in self.fixed.items() if name in free}
+            yield from replace(self, fixed=kept | allowed)._plans()
 
     def _plans(self) -> Iterator[ParallelPlan]:
         for sizes in self._factors():

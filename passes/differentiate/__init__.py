@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,23 +43,30 @@ from partc.rules.rule import integers
 from partc.rules.updates import DEFAULT, dense, updates
 from partc.torch_private import FakeTensorMode, aot_export_joint_simple, without_order
 
+Derivatives = MutableMapping[tuple[Region, frozenset[str], frozenset[str]], Region]
 
-def differentiate(program: Program, *, optimizer: str = DEFAULT, group: Sequence[str] = ()) -> Program:
+
+def differentiate(
+    program: Program, *, optimizer: str = DEFAULT, group: Sequence[str] = (), derivatives: Derivatives | None = None
+) -> Program:
     """Give a backward graph to every region that a gradient passes through.
+
+    `derivatives` has regions of other programs, which are taken where they are alike but for the sizes of axes, and
+    gets this program's.
 
     Raises PartcError P0422 for a dense gradient whose optimizer needs a sparse one.
     """
     needs = gradient_inputs(program)
     trainable = trainable_params(program)
     changed = changed_buffers(program)
-    regions = tuple(
-        _with_copies(
-            _differentiate_region(region, needs[region.name], trainable[region.name], program.sizes),
-            changed.get(region.name, frozenset()),
-        )
-        for region in program.regions
-    )
-    return _with_rows(replace(program, regions=regions), optimizer, group)
+    known = {} if derivatives is None else derivatives
+    made = []
+    for region in program.regions:
+        key = region, needs[region.name], trainable[region.name]
+        if key not in known:
+            known[key] = _differentiate_region(*key, program.sizes)
+        made.append(_with_copies(known[key], changed.get(region.name, frozenset())))
+    return _with_rows(replace(program, regions=tuple(made)), optimizer, group)
 
 
 def _with_rows(program: Program, optimizer: str, group: Sequence[str]) -> Program:

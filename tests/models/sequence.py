@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ITEMS, LENGTH, WIDTH = 50, 8, 8
+ITEMS, LENGTH, WIDTH = 200, 8, 8
 
 
 class Block(nn.Module):

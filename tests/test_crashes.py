@@ -168,15 +168,19 @@ def test_what_torch_refuses_is_refused_at_its_line(name: str, tmp_path: Path) ->
     assert error.source is not None and error.source.file == str(path) and error.source.line > first
 
 
-def test_a_conditional_is_refused_at_its_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("branches", "said"),
+    [("w, lambda y: y * 2", "errorP0223:"), ("lambda y: y, lambda y: y * 2", "capturethebranchesoftorch.cond")],
+)
+def test_a_conditional_is_refused_at_its_line(branches: str, said: str, tmp_path: Path) -> None:
     """This runs in a process of its own: after some other tests, torch failed to trace torch.cond, with another error."""
-    path = Case(body="torch.cond(x.sum() > 0, w, lambda y: y * 2, (x,))").write(tmp_path)
+    path = Case(body=f"torch.cond(x.sum() > 0, {branches}, (x,))").write(tmp_path)
     command = [sys.executable, "-m", "partc", "compile", str(path), "--mesh", "2", "-o", str(tmp_path / "build")]
     done = subprocess.run(command, capture_output=True, text=True)
-    said = re.sub(r"\s+", "", done.stderr)  # the console wraps long lines
-    assert done.returncode == 2 and "errorP0223:" in said and "cond" in said and "help:" in said, done.stderr
+    text = re.sub(r"\s+", "", done.stderr)  # the console wraps long lines
+    assert done.returncode == 2 and said in text and "cond" in text and "help:" in text, done.stderr
     first = next(n for n, line in enumerate(path.read_text().splitlines(), 1) if "def forward" in line)
-    place = re.search(re.escape(re.sub(r"\s+", "", str(path))) + r":(\d+)", said)
+    place = re.search(re.escape(re.sub(r"\s+", "", str(path))) + r":(\d+)", text)
     assert place is not None and int(place[1]) > first, done.stderr
 
 

@@ -71,6 +71,11 @@ KNOWN: tuple[Known, ...] = (
         help="use operations on dense tensors, or register one of your own with torch.library.register_fake",
     ),
     Known(
+        pattern=r"UncapturedHigherOrderOpError",
+        cause="torch cannot capture the branches of torch.cond, or of another operation with branches or loops",
+        help="compute both branches, and choose between their values with torch.where",
+    ),
+    Known(
         pattern=r"RecursionError",
         cause="forward nests calls deeper than Python's recursion limit",
         help="look for a module or function that calls itself, or nest modules less deeply",

@@ -35,6 +35,7 @@ from partc.runtime.documents import Malformed, contents, decoded, parsed
 from partc.runtime.optimizer.recipe import Recipe
 
 _Key = tuple[object, ...]
+_ROUNDING = 1e-9  # of sums of seconds in different orders
 _NO_MODEL = ("P0201", "P0202", "P0203")
 _MOST_PLANS = 1 << 28  # bytes of a file of plans
 # Memory of a process on a GPU besides tensors: CUDA's context and the workspaces of libraries; and for each
@@ -207,7 +208,7 @@ def prediction(program: Program, rates: ClusterRates, *, optimizer: str = DEFAUL
         fits=memory <= rates.cluster.device.memory,
         compute=compute,
         exposed=exposed,
-        bubble=bubble,
+        bubble=bubble if bubble > _ROUNDING * forecast.seconds else 0.0,
         causes=forecast.causes(),
     )
 

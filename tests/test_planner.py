@@ -79,6 +79,15 @@ def test_the_space_has_every_mesh_once() -> None:
     assert {plan.microbatches for plan in plans if "dp=3" in plan.mesh} == set(divisors(8))
 
 
+@pytest.mark.parametrize(
+    "text", ["", "schedule=interleaved|zbv,zero=2|3", "order=dp-pp-tp|tp-dp-pp", "tp=2,recompute=full"]
+)
+def test_neighbours_are_plans_of_the_space(text: str) -> None:
+    space = Space(ranks=8, batch=8, calls=8, nodes=2, near=4, fixed=fixed(text))
+    plans = set(space.plans())
+    assert all(plans.issuperset(space.neighbours(plan)) for plan in plans)
+
+
 def test_plans_that_compile_alike_are_one() -> None:
     plans = list(Space(ranks=2, batch=2, calls=4).plans())
     alone = [plan for plan in plans if plan.mesh == "tp=2"]

@@ -73,9 +73,13 @@ class Space:
         axes = (*itertools.combinations(AXES, 2), (BATCH_AXIS, PIPELINE_AXIS, "microbatches"))
         single = (("zero",), ("recompute",), ("microbatches",), ("schedule", "virtual_stages"), ("loss_chunks",))
         for free in (*single, ("order",), *((*names, "order") for names in axes)):
-            kept = {name: values for name, values in chosen.items() if name not in free}
-            allowed = {name: values for name, values in self.fixed.items() if name in free}
+            kept = {name: values for name, values in chosen.items() if name not in free and self._has(name, values[0])}
+            allowed = {name: values for name, values in self.fixed.items() if name not in kept}
             yield from replace(self, fixed=kept | allowed)._plans()
+
+    def _has(self, name: str, value: str) -> bool:
+        """Whether the space has a plan's value also where the mesh leaves a choice, as one rank of an axis does not."""
+        return name not in self.fixed or (name != "order" and value in self.fixed[name])
 
     def _plans(self) -> Iterator[ParallelPlan]:
         for sizes in self._factors():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import partc
 from partc.api import compilation
 from partc.compilation.options import Options
 from partc.errors import PartcError
+from partc.frontend.constant_buffers import Recipes
 from partc.ir import operators
 from partc.ir.layout import Layout
 from partc.ir.program import Arg, DTypeArg, Op, Ref, TensorType, Value
@@ -323,3 +325,39 @@ def test_a_mask_that_forward_changes_is_refused() -> None:
     with pytest.raises(PartcError) as error:
         partc.compile(buffered_and_changed, {"x": torch.randn(4, 8, 16)}, mesh="tp=2")
     assert error.value.code == "P0225" and "bias" in error.value.cause
+
+
+def _written(write: Callable[[Tensor], object], *, viewed: bool = False) -> Callable[[], Tensor]:
+    """Makes a causal mask, which something is then written to."""
+
+    def build() -> Tensor:
+        mask = torch.tril(torch.ones(4, 4))
+        seen = mask.view(1, 1, 4, 4)
+        write(mask)
+        return seen if viewed else mask
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        _written(lambda mask: mask.__setitem__((slice(None), 0), 1)),
+        _written(lambda mask: mask.__setitem__((slice(None), 0), 1), viewed=True),
+        _written(lambda mask: mask[0].zero_()),
+        _written(lambda mask: mask.data.fill_(1)),
+        _written(lambda mask: mask.view(-1).data.fill_(1)),
+        _written(lambda mask: setattr(mask, "data", torch.ones(4, 4))),
+        _written(lambda mask: torch.ones(4, 4, out=mask)),
+        _written(lambda mask: mask.masked_fill_(mask == 0, 2)),
+    ],
+)
+def test_masks_that_the_constructor_writes_to_stay_buffers(build: Callable[[], Tensor]) -> None:
+    def recipes(build: Callable[[], Tensor]) -> list[str]:
+        noted = Recipes()
+        with noted, torch.device("meta"):
+            model = nn.Module()
+            model.register_buffer("bias", build())
+        return list(noted.masks(model))
+
+    assert recipes(_written(lambda mask: mask.sum())) == ["bias"] and recipes(build) == []

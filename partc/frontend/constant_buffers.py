@@ -28,30 +28,35 @@ Recipe = tuple[Any, ...]  # the function, its arguments with recipes in place of
 
 
 class Recipes(TorchFunctionMode):
-    """A mode that notes how constants are made while a model is built."""
+    """A mode that notes how constants are made while a model is built.
+
+    A tensor that is written to afterwards, itself or through a view, has another version and no recipe any more. Writes
+    through `.data` leave the version as it is, so that such an access ends all recipes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, tuple[weakref.ref[Tensor], Recipe]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Recipe]] = {}  # with the version that it describes
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and args:
-            self._known.pop(id(args[0]), None)
+        if getattr(func, "__self__", None) is Tensor.data and not isinstance(args[0], nn.Parameter):
+            self._known.clear()
         elif isinstance(made, Tensor) and (name in _MADE or (name in _CHANGED and self._of(args[0]) is not None)):
             given = tuple(_Inner(self._of(arg)) if isinstance(arg, Tensor) else _frozen(arg) for arg in args)
             named = tuple((key, _frozen(arg)) for key, arg in (kwargs or {}).items() if key not in _IGNORED)
             plain = all(arg.recipe is not None for arg in given if isinstance(arg, _Inner))
             if plain and not any(isinstance(arg, Tensor) for _, arg in named):
-                self._known[id(made)] = weakref.ref(made), (func, given, named)
+                self._known[id(made)] = weakref.ref(made), made._version, (func, given, named)
         return made
 
     def _of(self, x: Any) -> Recipe | None:
         found = self._known.get(id(x))
-        return found[1] if found is not None and found[0]() is x else None
+        held = found is not None and found[0]() is x and isinstance(x, Tensor) and found[1] == x._version
+        return found[2] if found is not None and held else None
 
     def masks(self, model: nn.Module) -> dict[str, Recipe]:
         """The buffers that hold masks, by name, with their recipes."""

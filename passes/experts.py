@@ -287,8 +287,9 @@ class _Experts:
         here: dict[tuple[str, str], str],
         taken: set[str],
     ) -> Iterator[Op]:
-        """An operation of a chain where the experts are, behind the movement of its operands, before that of its
-        results.
+        """Yield an operation on the rows that have travelled to this rank's experts.
+
+        The movements of its operands come before it, those of its results after it.
         """
         op = self.ops[index]
         rule: OpRule | None = self.rules[index]

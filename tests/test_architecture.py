@@ -54,6 +54,19 @@ def test_class_names_are_unique() -> None:
     assert set(repeated_classes()) <= SAME_CONCEPT
 
 
+def test_a_file_defines_each_function_once() -> None:
+    """A second definition takes the place of the first, whose callers no linter warns."""
+    for path in sorted({*ROOT.glob("tests/**/*.py"), *MODULES.values()}):
+        defined = [
+            node.name
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.decorator_list
+        ]
+        assert len(defined) == len({*defined}), (
+            f"{path}: {sorted({name for name in defined if defined.count(name) > 1})}"
+        )
+
+
 def test_the_runtime_needs_torch_alone() -> None:
     for path in (ROOT / "partc" / "runtime").rglob("*.py"):
         for line, target in imports(path, late=True):

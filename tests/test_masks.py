@@ -327,7 +327,7 @@ def test_a_mask_that_forward_changes_is_refused() -> None:
     assert error.value.code == "P0225" and "bias" in error.value.cause
 
 
-def _written(write: Callable[[Tensor], object], *, viewed: bool = False) -> Callable[[], Tensor]:
+def _constructed(write: Callable[[Tensor], object], *, viewed: bool = False) -> Callable[[], Tensor]:
     """Makes a causal mask, which something is then written to."""
 
     def build() -> Tensor:
@@ -342,14 +342,14 @@ def _written(write: Callable[[Tensor], object], *, viewed: bool = False) -> Call
 @pytest.mark.parametrize(
     "build",
     [
-        _written(lambda mask: mask.__setitem__((slice(None), 0), 1)),
-        _written(lambda mask: mask.__setitem__((slice(None), 0), 1), viewed=True),
-        _written(lambda mask: mask[0].zero_()),
-        _written(lambda mask: mask.data.fill_(1)),
-        _written(lambda mask: mask.view(-1).data.fill_(1)),
-        _written(lambda mask: setattr(mask, "data", torch.ones(4, 4))),
-        _written(lambda mask: torch.ones(4, 4, out=mask)),
-        _written(lambda mask: mask.masked_fill_(mask == 0, 2)),
+        _constructed(lambda mask: mask.__setitem__((slice(None), 0), 1)),
+        _constructed(lambda mask: mask.__setitem__((slice(None), 0), 1), viewed=True),
+        _constructed(lambda mask: mask[0].zero_()),
+        _constructed(lambda mask: mask.data.fill_(1)),
+        _constructed(lambda mask: mask.view(-1).data.fill_(1)),
+        _constructed(lambda mask: setattr(mask, "data", torch.ones(4, 4))),
+        _constructed(lambda mask: torch.ones(4, 4, out=mask)),
+        _constructed(lambda mask: mask.masked_fill_(mask == 0, 2)),
     ],
 )
 def test_masks_that_the_constructor_writes_to_stay_buffers(build: Callable[[], Tensor]) -> None:
@@ -360,4 +360,4 @@ def test_masks_that_the_constructor_writes_to_stay_buffers(build: Callable[[], T
             model.register_buffer("bias", build())
         return list(noted.masks(model))
 
-    assert recipes(_written(lambda mask: mask.sum())) == ["bias"] and recipes(build) == []
+    assert recipes(_constructed(lambda mask: mask.sum())) == ["bias"] and recipes(build) == []

@@ -60,7 +60,7 @@ class Network:
         return MEETING + link.latency + size / rate
 
     def _ring(self, span: GroupSpan) -> tuple[float, float]:
-        """The bandwidth of a ring through the group, and the latency of all its steps together."""
+        """The bandwidth of a ring over the group, and the sum of the latencies of its steps."""
         link, far = self.cluster.inside, self.cluster.between
         if span.domains == 1:
             rate = self.inside if link.switched or span.members >= self.cluster.near else self._unswitched(span.near)

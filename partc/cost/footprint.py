@@ -99,7 +99,7 @@ class Footprint:
         return most
 
     def _gathered(self, call: Call) -> int:
-        """The bytes of the whole parameters of a call, if they are gathered for it."""
+        """Bytes of a call's unsharded parameters if ZeRO gathers them for it."""
         if self.program.zero < 3:
             return 0
         return sum(
@@ -107,7 +107,7 @@ class Footprint:
         )
 
     def _scattered(self, call: Call) -> int:
-        """The bytes of a call's whole gradients, two calls' at a time, if they are scattered after it."""
+        """Bytes of unsharded gradients around a call if ZeRO scatters them: its own, and as many of the call before."""
         if self.program.zero < 2:
             return 0
         names = (name for name in call.params if name in self._exchanges.parted)

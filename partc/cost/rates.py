@@ -198,7 +198,7 @@ def product_sizes(rule: OpRule) -> tuple[int, int, int, int] | None:
 
 
 def tile_share(sizes: tuple[int, int, int, int], device: Device) -> float:
-    """The share of the highest rate that a product of these sizes (m, n, k, count) reaches on a device.
+    """The share of a device's peak that `count` products [m, k] x [k, n] reach; `sizes` is (m, n, k, count).
 
     Tiles of the result are dealt to cores in waves; the last wave, and tiles at the edges, are partly empty. Of the
     kernels with different tiles the quickest counts. A product with few tiles is cut along k as well.

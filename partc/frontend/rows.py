@@ -1,4 +1,4 @@
-"""ModuleRows of equal modules, of which a trace leaves most out.
+"""Rows of equal modules, of which a trace leaves most out.
 
     layers.0 … layers.125  ->  layers.0, layers.1, layers.2 and layers.125 are traced; layers.3 to layers.124 are not
 

@@ -57,6 +57,6 @@ def _covers(node: ast.AST, span: Span) -> bool:
 
 
 def around(frame: FrameType | None) -> list[ast.AST]:
-    """The nodes around the value that a frame computes, outermost first; none where the source is not known."""
+    """The syntax nodes that enclose the value which a frame computes, outermost first; empty without source code."""
     span, tree = (None, None) if frame is None else (span_of(frame), tree_of(frame.f_code.co_filename))
     return [] if span is None or tree is None else path_to(tree, span)

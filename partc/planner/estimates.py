@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from partc.compilation.plan import ParallelPlan
-from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
+from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Program, TensorType
 from partc.planner.bounds import Bounds
-from partc.planner.space import sizes_of
+from partc.planner.space import mesh_of, sizes_of
 from partc.planner.tables import OperationRates, staged_calls
 from partc.schedules import SCHEDULES
 
@@ -86,7 +86,7 @@ class Estimates:
         return {3: times * (2 * gather + scatter), 2: times * scatter + gather}.get(plan.level, scatter + gather)
 
     def _moved(self, plan: ParallelPlan, op: str, axis: str, size: int) -> float:
-        return self.rates.collective(op, Mesh.parse(plan.mesh), (axis,), (), size)
+        return self.rates.collective(op, mesh_of(plan.mesh), (axis,), (), size)
 
     def bytes(self, plan: ParallelPlan) -> int:
         """Parameters, gradients and states, and the values that the first pipeline rank has saved."""

@@ -12,7 +12,6 @@ from partc.compilation.plan import ParallelPlan, Scalar
 from partc.compilation.simulation import Prediction, Simulator, resident
 from partc.cost.calibration import Calibration, calibration
 from partc.errors import PartcError
-from partc.ir.mesh import Mesh
 from partc.ir.printer import readable
 from partc.ir.program import DType, Program
 from partc.planner.batches import batch_size, checked, samples, sequence_length
@@ -20,7 +19,7 @@ from partc.planner.bounds import Bounds
 from partc.planner.estimates import Estimates
 from partc.planner.lowering import RegionBodies
 from partc.planner.search import Failure, Outcome, Played, search
-from partc.planner.space import Fixed, Space, sizes_of
+from partc.planner.space import Fixed, Space, mesh_of, sizes_of
 from partc.planner.tables import Tables, staged_calls
 
 _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
@@ -164,7 +163,7 @@ class Planner:
         return prediction.memory_bytes <= self.request.limit
 
     def _resident(self, plan: ParallelPlan, tensors: int) -> int:
-        return resident(tensors, Mesh.parse(plan.mesh), self.request.cluster)
+        return resident(tensors, mesh_of(plan.mesh), self.request.cluster)
 
     def predicted(self, plan: ParallelPlan) -> Prediction | Failure:
         """The simulator's prediction for a plan of the space."""

@@ -163,9 +163,9 @@ def search(
 
     def first(plan: ParallelPlan) -> bool:
         """Simulate a plan of which nothing is known; whether it is the best so far."""
-        before = best
-        if plan not in known and bounds.simple(plan).bytes <= limit and bounds.simple(plan).seconds < best:
-            play(plan, bounds.simple(plan))
+        before, bound = best, bounds.simple(plan)
+        if plan not in known and bound.bytes <= limit and bound.seconds < best:
+            play(plan, bound)
         return best < before
 
     for plan in starts:

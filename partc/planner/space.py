@@ -230,6 +230,12 @@ def sizes_of(plan: ParallelPlan) -> Mapping[str, int]:
 
 
 @lru_cache(maxsize=4096)
+def mesh_of(text: str) -> Mesh:
+    """The mesh of plans, which share few."""
+    return Mesh.parse(text)
+
+
+@lru_cache(maxsize=4096)
 def _sizes_of(text: str) -> Mapping[str, int]:
-    mesh = Mesh.parse(text)
+    mesh = mesh_of(text)
     return {name: mesh.axis(name) for name in AXES}

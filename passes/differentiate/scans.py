@@ -255,7 +255,7 @@ def _backward(
 
 
 def _before(found: Derivative, state: int, starts: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """The sequence of the values that a state has before each step, and the dimension of the sequence that is time."""
+    """The values of a state before each step, as one tensor, and the tensor's time dimension."""
     scan = found.forward
     if state in found.before:
         return results[len(results) - len(found.before) + found.before.index(state)], 0

@@ -81,12 +81,13 @@ def files(
     constants: Mapping[str, str] | None = None,
     limits: Mapping[str, int] | None = None,
     evaluation: Program | None = None,
+    planned: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, str]]:
     """The same one by one.
 
     `report` holds sentences for the README about this plan. `modules` are the program's, if they are made already;
     `memory` is the account of the ranks' memory. `constants` are the entries of the batch that are no tensors,
-    `limits` the numbers of values of integer entries.
+    `limits` the numbers of values of integer entries. `planned` is the prediction for a plan that partc has chosen.
     """
     modules = emit(program) if modules is None else modules
     stages = [module.code for module in modules.stages]
@@ -100,6 +101,7 @@ def files(
         memory=memory,
         constants=constants,
         limits=limits,
+        planned=planned,
     )
     ranks = program.mesh.size
     yield "plan.json", plans.written(plan)

@@ -28,6 +28,7 @@ def plan(
     memory: Account | None = None,
     constants: Mapping[str, str] | None = None,
     limits: Mapping[str, int] | None = None,
+    planned: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The document. `flops` are those of a batch on all ranks together.
 
@@ -52,6 +53,7 @@ def plan(
         "updates": [buffer for buffer, _ in program.updates],
         "options": dict(options),
         "command": dict(command or {}),
+        **({"planned": dict(planned)} if planned else {}),
         "stages": program.stages,
         "places": [program.place(stage) for stage in range(program.stages)],
         "inputs": {

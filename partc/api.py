@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from partc import passes
 from partc.compilation.lowering import UNPROVED, PassRuns
 from partc.compilation.options import BUCKET, TABLE, Options, refused
 from partc.compilation.phase_notes import counted, coupled, made_dense, note, padding, sentence, size
+from partc.compilation.plan import AUTO, check_undecided, check_unplanned
 from partc.cost.accounting import ReplicatedOp, communication, replicated_ops
 from partc.cost.flops import model_flops
 from partc.cost.memory import Account
@@ -26,6 +28,7 @@ from partc.rules.coverage import Coverage, coverage
 from partc.settings import EMITTED, tell
 
 if TYPE_CHECKING:
+    from partc.cluster.cluster import Cluster
     from partc.codegen.package import Modules
     from partc.compilation.fitting import Compiled
     from partc.frontend.origin import Origin
@@ -64,6 +67,7 @@ class Package:
     warnings: tuple[str, ...] = ()
     modules: Modules | None = None
     memory: Account | None = None  # the memory account; None if it depends on values in the batch
+    planned: Mapping[str, Any] | None = None  # the prediction for a plan that partc has chosen
 
     @property
     def communication(self) -> dict[str, int]:
@@ -123,6 +127,7 @@ class Package:
             constants=self.constants,
             limits=self.limits,
             evaluation=self.evaluation,
+            planned=self.planned,
         )
         yield from self.extra.items()
         if self.options.table is not None:
@@ -219,6 +224,12 @@ def compile(
     forward_only: bool = False,
     memory_limit: str | None = None,
     options: Mapping[str, Any] | None = None,
+    cluster: str | Cluster | None = None,
+    ranks: int | None = None,
+    global_batch: str | None = None,
+    memory: str | None = None,
+    fix: str = "",
+    max_seconds: float | None = 30.0,
     on_phase: PhaseObserver = lambda phase: None,
 ) -> Package:
     """Compile a model for a mesh.
@@ -245,24 +256,55 @@ def compile(
     `forward_only` makes a package for inference of whole batches, whose infer.py writes what `infer(model, batch)`, or
     else the model on the batch, returns.
 
+    With `mesh="auto"` the planner decides the mesh, microbatches, schedule, virtual stages, ZeRO, recomputation and
+    loss chunks for a `cluster` ("16x8xH100-80GB", "mine.toml"), of which `ranks` devices are used. `global_batch`
+    ("512", "4M tokens"), `memory` of a rank ("80GB"), `fix` ("tp=8,zero=1|2") and `max_seconds` are those of
+    `partc plan`. The package's `planned` has the prediction.
+
     Raises PartcError for invalid arguments.
     """
+    functions = {"loss": loss, "evaluate": evaluate, "infer": infer}
+    wanted: dict[str, Any] = {"ranks": ranks, "global_batch": global_batch, "memory": memory, "fix": fix}
+    decided: dict[str, Any] = {
+        "mesh": mesh, "experts": experts, "microbatches": microbatches, "schedule": schedule,
+        "virtual_stages": virtual_stages, "zero": zero, "recompute": recompute, "loss_chunks": loss_chunks,
+        "kernels": kernels,
+    }  # fmt: skip
+    planned: dict[str, Any] | None = None
+    if mesh == AUTO:
+        from partc.planner.automatic import chosen, decisions, record
+        from partc.planner.planning import Request
+
+        defaults = {name: each.default for name, each in inspect.signature(compile).parameters.items()}
+        check_undecided((name for name, value in decided.items() if value != defaults[name]), cluster)
+        assert cluster is not None
+        start = time.perf_counter()
+        request = Request.checked(
+            model,
+            cluster,
+            batch=batch,
+            functions=functions,
+            options=options or {},
+            precision=precision,
+            kernels=kernels,
+            optimizer=optimizer,
+            max_seconds=max_seconds,
+            **wanted,
+        )
+        choice = chosen(request)
+        decided, options, planned = decisions(choice.best.plan), choice.best.plan.options, record(choice)
+        on_phase(Phase(label="Planned", seconds=time.perf_counter() - start, note=choice.best.plan.flags))
+    else:
+        check_unplanned({"cluster": cluster, **wanted})
     checked = Options.checked(
-        mesh=mesh,
-        experts=experts,
-        microbatches=microbatches,
-        schedule=schedule,
-        virtual_stages=virtual_stages,
+        **decided,
         precision=precision,
         seed=seed,
         shard=shard,
-        zero=zero,
-        recompute=recompute,
         bucket=bucket,
         nodes=nodes,
         grad_reduce=grad_reduce,
         compress_grads=compress_grads,
-        loss_chunks=loss_chunks,
         cuda_graphs=cuda_graphs,
         optimizer=optimizer,
         group=group,
@@ -270,12 +312,10 @@ def compile(
         eval_every=eval_every,
         forward_only=forward_only,
         casts=casts,
-        kernels=kernels,
         memory_limit=memory_limit,
     )
-    functions = {"loss": loss, "evaluate": evaluate, "infer": infer}
     done = compilation(model, batch, checked, functions=functions, model_options=options or {}, on_phase=on_phase)
-    return package(done, on_phase=on_phase)
+    return package(done, planned=planned, on_phase=on_phase)
 
 
 def compilation(
@@ -410,7 +450,9 @@ def compilation(
     )
 
 
-def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) -> Package:
+def package(
+    done: Compilation, *, planned: Mapping[str, Any] | None = None, on_phase: PhaseObserver = lambda phase: None
+) -> Package:
     """The package of a finished compilation.
 
     Raises PartcError P0416 if a rank holds too much, P0419 if `cuda_graphs` is asked for and a step cannot be recorded.
@@ -460,6 +502,7 @@ def package(done: Compilation, *, on_phase: PhaseObserver = lambda phase: None) 
         constants=done.constants,
         limits=token_limits(done.traced),
         extra=done.extra,
+        planned=planned,
         warnings=(
             *done.warnings,
             *left_whole(done.after("expand"), loss_chunks=done.options.loss_chunks),

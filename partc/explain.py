@@ -704,8 +704,14 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0815": CodeExplanation(
         "a plan and an option decide the same",
-        "`partc compile --plan FILE` takes the mesh and the other decisions from the file. Options that a plan does "
-        "not have, such as --seed and --lr, may be given beside it.",
+        "`partc compile --plan FILE` takes the mesh and the other decisions from the file, and with `--mesh auto` the "
+        "planner makes them; --fix restricts these. Options that a plan does not have, such as --seed and --lr, may be "
+        "given beside both.",
+    ),
+    "P0816": CodeExplanation(
+        "--mesh auto and its options go together",
+        "`partc compile --mesh auto --cluster SPEC` plans before it compiles. --cluster, --ranks, --global-batch, "
+        "--memory, --fix and --max-seconds are those of `partc plan`, and mean nothing with a mesh of your own.",
     ),
 }
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 # "" stands for the files beside the folders.
 LAYERS = (
     "runtime", "kernels", "", "ir", "schedules", "rules", "sharding", "communication", "cluster", "cost", "frontend", "passes",
-    "templates", "codegen", "rehearsal", "package", "compilation", "api", "planner", "reports", "cli", "__main__",
+    "templates", "codegen", "rehearsal", "package", "compilation", "planner", "api", "reports", "cli", "__main__",
 )  # fmt: skip
 # The layers of partc/runtime.
 RUNTIME = ("", "device", "processes", "comm", "ops", "execution", "optimizer", "checkpoint", "train")

@@ -61,6 +61,7 @@ cli.add_command(plan_command)
 @click.argument("model")
 @compile_options.compile_options(required=False)
 @click.option("--plan", type=Path, metavar="FILE", help="the decisions of partc plan -o FILE, in place of options")
+@compile_options.automatic_options
 @click.option("-o", "--output", type=Path, default=Path("build"), show_default=True, help="folder of the package")
 @click.option("--memory-limit", metavar="BYTES", help="fail if a rank holds more (80GB), and list remedies")
 @click.option(
@@ -78,24 +79,37 @@ def compile_command(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Compile MODEL for a mesh, or as a plan says, and write its package."""
+    """Compile MODEL for a mesh, or as a plan says, and write its package.
+
+    With --mesh auto and a --cluster, partc plans first: see `partc plan --help`.
+    """
     from partc.cli.dump import Dump
+    from partc.compilation.plan import AUTO, check_unplanned
     from partc.package.output import check_target
 
+    planned: dict[str, Any] | None = None
+    unplanned = {name: given.pop(name) for name in compile_options.AUTOMATIC}
     if plan is not None:
         given |= compile_options.of_plan(plan, context)
     elif given["mesh"] is None:
         raise click.MissingParameter(ctx=context, param_hint="'--mesh'", param_type="option")
-    options, definitions = compile_options.options(given)
     check_target(output)
+    if given["mesh"] == AUTO:
+        from partc.cli.planning import automatic
+
+        decided, planned = automatic(model, given | unplanned, context, quiet=as_json)
+        given |= decided
+    else:
+        check_unplanned(unplanned)
+    options, definitions = compile_options.options(given)
     dump = Dump.of(dump_after, output)
     with console.Phases(quiet=as_json) as phases:
         from partc.api import compilation, package
 
         done = compilation(model, None, options, model_options=definitions, observe=dump.observe, on_phase=phases.ended)
-        compiled = package(done, on_phase=phases.ended)
+        compiled = package(done, planned=planned, on_phase=phases.ended)
         compiled.write(output, on_phase=phases.ended)
-    report = compiled.report | {"phases": phases.seconds}
+    report = compiled.report | {"phases": phases.seconds} | ({} if planned is None else {"planned": planned})
     if as_json:
         print(json.dumps(report))
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -75,14 +75,17 @@ def of_plan(path: Path, context: click.Context) -> dict[str, Any]:
     from partc.compilation.plan import decisions, read
 
     found = decisions(read(path))
-    sources = {name: context.get_parameter_source(name) for name in (*found, "batch", "seq")}
-    for name, source in sources.items():
-        if source is click.core.ParameterSource.COMMANDLINE:
-            flag = "-D" if name == "definitions" else f"--{name.replace('_', '-')}"
-            raise PartcError(
-                "P0815", f"{flag} is given, and {path} decides it", help="leave it out, or change the plan"
-            )
+    for name in commanded(context, (*found, "batch", "seq")):
+        flag = "-D" if name == "definitions" else f"--{name.replace('_', '-')}"
+        raise PartcError("P0815", f"{flag} is given, and {path} decides it", help="leave it out, or change the plan")
     return found
+
+
+def commanded(context: click.Context, names: Iterable[str]) -> Iterator[str]:
+    """The options that the command line gives."""
+    for name in names:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            yield name
 
 
 def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str, str]]:
@@ -244,6 +247,29 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         return command
 
     return decorate
+
+
+# The options of a plan's search, beside the model's own.
+AUTOMATIC = ("cluster", "ranks", "global_batch", "memory", "fix", "max_seconds")
+
+
+def automatic_options(command: Command) -> Command:
+    """A decorator that adds the options of a search to a command; all are unset by default."""
+    options = (
+        click.option("--cluster", metavar="SPEC", help="8xH100-80GB, 16x8xA100-80GB, 4xCPU or FILE.toml"),
+        click.option("--ranks", type=int, metavar="N", help="ranks to use [default: all devices of the cluster]"),
+        click.option(
+            "--global-batch", metavar="SAMPLES|TOKENS", help="the batch of a step: 512, '4M tokens', 4Mtok; M is 2^20"
+        ),
+        click.option("--memory", metavar="BYTES", help="memory of a rank [default: the device's]"),
+        click.option("--fix", metavar="NAME=VALUE|..,..", help="decide something yourself: 'tp=4|8,zero=1'"),
+        click.option(
+            "--max-seconds", type=float, metavar="S", help="stop planning then, with the best so far [default: 30]"
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 def memory(name: str, given: Mapping[str, Any]) -> tuple[Account, Mesh]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,37 +14,26 @@ from partc.errors import PartcError
 from partc.ir.program import PRECISIONS
 
 if TYPE_CHECKING:
-    from partc.planner.planning import PlanChoice, Request
+    from partc.planner.planning import PlanChoice
+
+MAX_SECONDS = 30.0  # of a search
 
 
 @click.command("plan", short_help="Find the best mesh and options for MODEL on a cluster.")
 @click.argument("model")
-@click.option(
-    "--cluster", "spec", required=True, metavar="SPEC", help="8xH100-80GB, 16x8xA100-80GB, 4xCPU or FILE.toml"
-)
-@click.option("--ranks", type=int, metavar="N", help="ranks to use [default: all devices of the cluster]")
+@compile_options.automatic_options
 @click.option("-D", "definitions", metavar="NAME=VALUE", multiple=True, help="an option of the model file")
 @click.option("--batch", type=int, help="the same as -D batch=..., for hf: models")
 @click.option("--seq", type=int, help="the same as -D seq=..., for hf: models")
-@click.option(
-    "--global-batch", metavar="SAMPLES|TOKENS", help="the batch of a step: 512, '4M tokens', 4Mtok; M is 2^20"
-)
-@click.option("--memory", metavar="BYTES", help="memory of a rank [default: the device's]")
 @click.option("--precision", type=click.Choice(PRECISIONS), default="bf16", show_default=True)
 @click.option(
     "--kernels", type=click.Choice(("auto", "triton", "aten")), default="auto", show_default=True,
     help="auto is triton on GPUs, else aten",
 )  # fmt: skip
-@click.option("--fix", default="", metavar="NAME=VALUE|..,..", help="decide something yourself: 'tp=4|8,zero=1'")
-@click.option("--top", type=int, default=5, show_default=True, metavar="N", help="plans to show")
 @click.option(
-    "--max-seconds",
-    type=float,
-    default=30.0,
-    show_default=True,
-    metavar="S",
-    help="stop then, with the best plan so far and its gap",
+    "--optimizer", metavar="NAME[:OPTION=VALUE,..]", help="the optimizer, whose states memory holds [default: adamw]"
 )
+@click.option("--top", type=int, default=5, show_default=True, metavar="N", help="plans to show")
 @click.option("-o", "--output", type=Path, metavar="FILE", help="write the best plan, for partc compile --plan FILE")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 def plan_command(model: str, top: int, output: Path | None, as_json: bool, **given: Any) -> None:
@@ -71,42 +61,40 @@ def plan_command(model: str, top: int, output: Path | None, as_json: bool, **giv
     )
 
 
-def found(model: str, given: dict[str, Any], *, quiet: bool) -> PlanChoice:
+def found(model: str, given: Mapping[str, Any], *, quiet: bool) -> PlanChoice:
     """The outcome of a search with a command's options."""
-    wanted = _request(model, given)
+    if given["cluster"] is None:
+        raise PartcError("P0816", "planning needs a cluster", help="add --cluster 8xH100-80GB or a FILE.toml")
     with console.working("planning", quiet=quiet):
-        from partc.planner.planning import Planner
+        from partc.planner.planning import Planner, Request
 
-        return Planner(wanted).choice()
+        kept = ("precision", "kernels", "optimizer")
+        wanted = {name: given[name] for name in (*compile_options.AUTOMATIC, *kept)}
+        wanted |= {"fix": given["fix"] or "", "options": compile_options.definitions(given)}
+        wanted["max_seconds"] = MAX_SECONDS if given["max_seconds"] is None else given["max_seconds"]
+        return Planner(Request.checked(model, **wanted)).choice()
 
 
-def _request(model: str, given: dict[str, Any]) -> Request:
-    from partc.cluster.files import cluster_of
-    from partc.cost.saved_tensors import parse_bytes
-    from partc.planner.planning import Request
-    from partc.planner.space import fixed
+def automatic(
+    model: str, given: Mapping[str, Any], context: click.Context, *, quiet: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of a compile that the planner has decided, and the record of the choice, which is printed."""
+    from partc.compilation.plan import check_undecided
 
-    cluster = cluster_of(given["spec"])
-    ranks = cluster.size if given["ranks"] is None else given["ranks"]
-    if ranks < 1:
-        raise PartcError("P0004", f"--ranks {ranks} is out of range", help="give 1 or more")
-    limit = cluster.device.memory if given["memory"] is None else parse_bytes(given["memory"])
-    if not limit:
-        raise PartcError("P0004", f"--memory {given['memory']} is no size", help="for example 80GB or 64GiB")
-    if given["max_seconds"] is not None and not given["max_seconds"] > 0:
-        raise PartcError("P0004", f"--max-seconds {given['max_seconds']} is out of range", help="give more than 0")
-    return Request(
-        model=model,
-        cluster=cluster,
-        ranks=ranks,
-        limit=limit,
-        options=compile_options.definitions(given),
-        global_batch=given["global_batch"],
-        fixed=fixed(given["fix"]),
-        precision=given["precision"],
-        kernels=given["kernels"],
-        max_seconds=given["max_seconds"],
-    )
+    check_undecided(compile_options.commanded(context, given), given["cluster"])
+    memory = given["memory"] or given["memory_limit"]
+    choice = found(model, {**given, "memory": memory}, quiet=quiet)
+    from partc.planner.automatic import decisions, record
+    from partc.planner.reasons import binding
+    from partc.reports.plan_choice import page
+
+    best = choice.best.plan
+    if not quiet:
+        console.echo(page(choice, 1), nl=False)
+        console.echo(binding(choice))
+        console.echo(f"the same again: partc compile {model} {best.flags}\n")
+    definitions = tuple(f"{name}={value}" for name, value in best.definitions.items())
+    return {**decisions(best), "definitions": definitions, "batch": None, "seq": None}, record(choice)
 
 
 def _write(text: str, path: Path) -> None:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +19,11 @@ from partc.errors import PartcError
 from partc.runtime.documents import Malformed, Positive, contents, decoded, parsed
 
 LARGEST = 1 << 26  # bytes of a file of plans
+
+AUTO = "auto"  # a mesh that the planner decides
+DECIDED = (
+    "mesh", "experts", "microbatches", "schedule", "virtual_stages", "zero", "recompute", "loss_chunks", "kernels",
+)  # fmt: skip
 
 Scalar = bool | int | float | str
 
@@ -128,6 +133,24 @@ def decisions(plan: ParallelPlan) -> dict[str, Any]:
     definitions = tuple(f"{name}={value}" for name, value in plan.definitions.items())
     kept = {name: value for name, value in found.items() if value is not None}
     return {**kept, "definitions": definitions}
+
+
+def check_undecided(given: Iterable[str], cluster: object) -> None:
+    """Check that `auto` has a cluster, and none of its decisions is given. Raises PartcError P0815 and P0816."""
+    if cluster is None:
+        raise PartcError("P0816", "--mesh auto needs a cluster", help="add --cluster 8xH100-80GB or a FILE.toml")
+    for name in given:
+        if name in DECIDED and name not in ("mesh", "kernels"):
+            flag = f"--{name.replace('_', '-')}"
+            raise PartcError("P0815", f"{flag} is given, and --mesh auto decides it", help="restrict it by --fix")
+
+
+def check_unplanned(given: Mapping[str, Any]) -> None:
+    """Check that no option of the planner is given beside a mesh. Raises PartcError P0816."""
+    for name, value in given.items():
+        if value:
+            flag = f"--{name.replace('_', '-')}"
+            raise PartcError("P0816", f"{flag} is for --mesh auto", help="give --mesh auto, or leave it out")
 
 
 def _unreadable(place: str, error: Exception) -> PartcError:

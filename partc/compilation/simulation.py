@@ -65,8 +65,19 @@ class Prediction:
 class Simulator:
     """Predicts plans of one model on one cluster."""
 
-    def __init__(self, model: Any, cluster: Cluster, constants: Calibration) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cluster: Cluster,
+        constants: Calibration,
+        *,
+        batch: Any = None,
+        functions: Functions = Functions(),  # noqa: B008
+    ) -> None:
+        """`batch` and `functions` are those beside a model given as an object."""
         self.model = model
+        self.batch = batch
+        self.functions = functions
         self.cluster = cluster
         self.rates = ClusterRates(cluster, constants)
         self._known: dict[_Key, Any] = {}
@@ -171,8 +182,8 @@ class Simulator:
     def _origin(self, plan: ParallelPlan, options: Options, batches: Batches) -> Origin:
         return trace(
             self.model,
-            None,
-            Functions(),
+            self.batch,
+            self.functions,
             options=plan.definitions,
             mesh=Mesh(axes=(("dp", 1),)),
             batches=batches,

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from partc.cluster.cluster import Cluster, fitted
-from partc.compilation.options import RECOMPUTE
+from partc.cluster.files import cluster_of
+from partc.compilation.options import DEFAULT, RECOMPUTE
 from partc.compilation.plan import ParallelPlan, Scalar
-from partc.compilation.simulation import Prediction, Simulator, resident
+from partc.compilation.simulation import Prediction, Simulator, resident, states_of
 from partc.cost.calibration import Calibration, calibration
+from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
+from partc.frontend.origin import Functions
 from partc.ir.printer import readable
 from partc.ir.program import DType, Program
 from partc.planner.batches import batch_size, checked, samples, sequence_length
@@ -19,31 +22,68 @@ from partc.planner.bounds import Bounds
 from partc.planner.estimates import Estimates
 from partc.planner.lowering import RegionBodies
 from partc.planner.search import Failure, Outcome, Played, search
-from partc.planner.space import Fixed, Space, mesh_of, sizes_of
+from partc.planner.space import Fixed, Space, fixed, mesh_of, sizes_of
 from partc.planner.tables import Tables, staged_calls
 
 _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
 LONG = 16_384  # tokens of a sequence from which cutting it is tried
 _STARTS = 6  # plans that are simulated first
 _NEIGHBOURS = 16  # plans near the best one that are simulated next
-_STATES = 2  # copies of a parameter in AdamW's state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A model on a cluster, and what the user has decided already; `limit` is the memory of a rank in bytes."""
+    """A model on a cluster, and what the user has decided already; `limit` is the memory of a rank in bytes.
+
+    A model that is an object comes with a batch and its functions, as for partc.compile.
+    """
 
     model: Any
     cluster: Cluster
     ranks: int
     limit: int
+    batch: Any = None
+    functions: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Scalar] = field(default_factory=dict)
     global_batch: str | None = None
     fixed: Fixed = field(default_factory=dict)
     precision: str = "bf16"
     kernels: str = "auto"
+    optimizer: str | None = None
     max_seconds: float | None = None
     constants: Calibration | None = None
+
+    @classmethod
+    def checked(
+        cls,
+        model: Any,
+        cluster: str | Cluster,
+        *,
+        ranks: int | None = None,
+        memory: str | None = None,
+        fix: str = "",
+        max_seconds: float | None = None,
+        **others: Any,
+    ) -> Request:
+        """A request as the command line gives it. Raises PartcError P0004, P0801, P0802 and P0811."""
+        found = cluster_of(cluster) if isinstance(cluster, str) else cluster
+        wanted = found.size if ranks is None else ranks
+        if wanted < 1:
+            raise PartcError("P0004", f"--ranks {wanted} is out of range", help="give 1 or more")
+        limit = found.device.memory if memory is None else parse_bytes(memory)
+        if not limit:
+            raise PartcError("P0004", f"--memory {memory} is no size", help="for example 80GB or 64GiB")
+        if max_seconds is not None and not max_seconds > 0:
+            raise PartcError("P0004", f"--max-seconds {max_seconds} is out of range", help="give more than 0")
+        return cls(
+            model=model,
+            cluster=found,
+            ranks=wanted,
+            limit=limit,
+            fixed=fixed(fix),
+            max_seconds=max_seconds,
+            **others,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +144,22 @@ class Planner:
         kernels = request.kernels
         if kernels == "auto":
             kernels = "triton" if cluster.device.kind == "gpu" else "aten"
-        self.simulator = Simulator(request.model, cluster, constants)
-        base = ParallelPlan(mesh="dp=1", precision=request.precision, kernels=kernels, options=dict(request.options))
+        self.simulator = Simulator(
+            request.model, cluster, constants, batch=request.batch, functions=Functions(**request.functions)
+        )
+        base = ParallelPlan(
+            mesh="dp=1",
+            precision=request.precision,
+            kernels=kernels,
+            optimizer=request.optimizer,
+            options=dict(request.options),
+        )
         base, annotated = _batched(self.simulator, base, request.global_batch)
         rate = max(cluster.device.peak_of(_COMPUTED[request.precision]), cluster.device.peak_of("f32"))
         self.bounds = Bounds(
             annotated=annotated,
             peak=rate * max(constants.products, constants.attention),
-            states=_STATES,
+            states=states_of(request.optimizer or DEFAULT),
             tables=Tables(
                 bodies=RegionBodies(self.simulator, len(staged_calls(annotated))), durations=self.simulator.rates
             ),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from .documents import Malformed, Natural, Positive, contents, decoded, parsed
+from .documents import Malformed, Natural, Positive, at_least, contents, decoded, parsed
 
 FORMAT = 1  # of plan.json; readers refuse others
 NAME = "plan.json"
@@ -95,6 +95,17 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The prediction for a plan that partc has chosen for a cluster."""
+
+    cluster: str
+    memory_limit: Natural
+    step_seconds: Annotated[float, at_least(0)]
+    memory_bytes: Natural
+    gap: Annotated[float, at_least(0)] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
     """A result of a package that only runs forward; `place` is the pipeline rank that makes it."""
 
@@ -165,6 +176,7 @@ class Plan:
     name: str = ""
     schedule: dict[str, str] | None = None
     uncaptured: str = ""
+    planned: Planned | None = None
     memory: Any = None
 
 

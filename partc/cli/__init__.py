@@ -6,7 +6,7 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ import click
 
 from partc import __version__
 from partc.cli import compile_options, console
-from partc.cli.planning import plan_command
+from partc.cli.compile_report import print_report
+from partc.cli.planning import plan_command, replan_command
 from partc.cli.simulation import cluster_command, simulate_command
 from partc.cli.tracing import trace_command
 from partc.errors import PartcError
@@ -55,13 +56,14 @@ cli.add_command(trace_command)
 cli.add_command(cluster_command)
 cli.add_command(simulate_command)
 cli.add_command(plan_command)
+cli.add_command(replan_command)
 
 
 @cli.command("compile", short_help="Compile MODEL for a mesh.")
 @click.argument("model")
 @compile_options.compile_options(required=False)
 @click.option("--plan", type=Path, metavar="FILE", help="the decisions of partc plan -o FILE, in place of options")
-@compile_options.automatic_options
+@compile_options.automatic_options()
 @click.option("-o", "--output", type=Path, default=Path("build"), show_default=True, help="folder of the package")
 @click.option("--memory-limit", metavar="BYTES", help="fail if a rank holds more (80GB), and list remedies")
 @click.option(
@@ -113,34 +115,10 @@ def compile_command(
     if as_json:
         print(json.dumps(report))
         return
-    _print_report(report)
+    print_report(report)
     if done.options.kernels == "triton" and importlib.util.find_spec("triton") is None:
         console.echo("warning: the package's kernels need Triton, which is not installed here: pip install triton")
     console.next_step(f"partc verify {output}{' --virtual' if compiled.program.mesh.size > 8 else ''}")
-
-
-def _print_report(report: Mapping[str, Any]) -> None:
-    from partc.compilation.phase_notes import counted, padding
-    from partc.ir.printer import readable
-
-    moved = ", ".join(f"{readable(size)} over {axis}" for axis, size in report["communication"].items() if size)
-    counts = {"rank": report["ranks"], "stage": report["stages"], "region": len(report["regions"])}
-    console.echo("\n" + ", ".join(counted(count, noun) for noun, count in counts.items()))
-    console.echo(f"each rank receives a step: {moved or 'nothing'}")
-    if not report["forward_only"]:
-        console.echo(f"a rank saves for backward passes: {readable(max(report['saved']))} at most")
-    if report["memory"] is not None:
-        console.echo(f"a rank holds at most: {report['memory']['worst']}")
-    console.echo(f"rules cover {report['rules']['ops']:.1%} of operations, {report['rules']['flops']:.1%} of flops")
-    for warning in report["warnings"]:
-        console.echo(f"warning: {warning}")
-    for line in padding(report["padded"]):
-        console.echo(line)
-    for item in report["replicated_ops"]:
-        place = f"{console.shortened(item['source'])}: " if item["source"] else ""
-        why = "is repeated" if item["rule"] else "has no rule, so it is repeated"
-        cost = f"{item['flops']:,} flops a step"
-        console.echo(f"{place}{item['op']} ({item['place']}) {why} on every rank of {item['axis']}: {cost}")
 
 
 @cli.command(

@@ -91,26 +91,31 @@ def commanded(context: click.Context, names: Iterable[str]) -> Iterator[str]:
 def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str, str]]:
     """The model file, compile options and model options to compile: those given, or those of a package."""
     if Path(name).is_dir():
-        from partc.compilation.options import TABLE
-        from partc.package.launch import read_plan
-
-        plan = read_plan(Path(name))
         if given["mesh"] is not None or given["definitions"]:
             raise PartcError(
                 "P0603", f"{name} is a package, with a mesh and options of its own", help="inspect its model file"
             )
-        kept = {name: plan[name] for name in ("mesh", "microbatches", "precision", "seed")}
-        command = _DEFAULTS | {name: value for name, value in plan["command"].items() if name in _KEPT}
-        if command["schedule"] == TABLE:
-            command["schedule"] = str(Path(name) / TABLE)
-        definitions = [f"{name}={value}" for name, value in plan["options"].items()]
-        update = {name: given[name] for name in ("optimizer", "group", "lr") if given.get(name)}
-        wanted, found = options({**given, **kept, **command, **update, "definitions": definitions})
-        return str(Path(name) / "model.py"), wanted, found
+        return of_package(Path(name), {name: given[name] for name in ("optimizer", "group", "lr") if given.get(name)})
     if given["mesh"] is None:
         raise PartcError("P0603", "inspecting a model needs a mesh", help="add --mesh SPEC, for example --mesh 2x2x2")
     wanted, found = options(given)
     return name, wanted, found
+
+
+def of_package(directory: Path, changed: Mapping[str, Any]) -> tuple[str, Options, dict[str, str]]:
+    """The model file, compile options and model options of a package, with some options changed."""
+    from partc.compilation.options import TABLE
+    from partc.package.launch import read_plan
+
+    plan = read_plan(directory)
+    kept = {name: plan[name] for name in ("mesh", "microbatches", "precision", "seed")}
+    command = _DEFAULTS | {name: value for name, value in plan["command"].items() if name in _KEPT}
+    if command["schedule"] == TABLE:
+        command["schedule"] = str(directory / TABLE)
+    definitions = [f"{name}={value}" for name, value in plan["options"].items()]
+    unset = {"virtual_stages": None, "batch": None, "seq": None}
+    wanted, found = options({**unset, **kept, **command, **changed, "definitions": definitions})
+    return str(directory / "model.py"), wanted, found
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -253,23 +258,32 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
 AUTOMATIC = ("cluster", "ranks", "global_batch", "memory", "fix", "max_seconds")
 
 
-def automatic_options(command: Command) -> Command:
+def automatic_options(*, batch: bool = True) -> Callable[[Command], Command]:
     """A decorator that adds the options of a search to a command; all are unset by default."""
-    options = (
+    options = [
         click.option("--cluster", metavar="SPEC", help="8xH100-80GB, 16x8xA100-80GB, 4xCPU or FILE.toml"),
         click.option("--ranks", type=int, metavar="N", help="ranks to use [default: all devices of the cluster]"),
-        click.option(
-            "--global-batch", metavar="SAMPLES|TOKENS", help="the batch of a step: 512, '4M tokens', 4Mtok; M is 2^20"
-        ),
         click.option("--memory", metavar="BYTES", help="memory of a rank [default: the device's]"),
         click.option("--fix", metavar="NAME=VALUE|..,..", help="decide something yourself: 'tp=4|8,zero=1'"),
         click.option(
             "--max-seconds", type=float, metavar="S", help="stop planning then, with the best so far [default: 30]"
         ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    ]
+    if batch:
+        options[2:2] = [
+            click.option(
+                "--global-batch",
+                metavar="SAMPLES|TOKENS",
+                help="the batch of a step: 512, '4M tokens', 4Mtok; M is 2^20",
+            )
+        ]
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def memory(name: str, given: Mapping[str, Any]) -> tuple[Account, Mesh]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from partc.cli import compile_options, console
+from partc.cli.compile_report import print_report
 from partc.errors import PartcError
 from partc.ir.program import PRECISIONS
 
@@ -21,7 +23,7 @@ MAX_SECONDS = 30.0  # of a search
 
 @click.command("plan", short_help="Find the best mesh and options for MODEL on a cluster.")
 @click.argument("model")
-@compile_options.automatic_options
+@compile_options.automatic_options()
 @click.option("-D", "definitions", metavar="NAME=VALUE", multiple=True, help="an option of the model file")
 @click.option("--batch", type=int, help="the same as -D batch=..., for hf: models")
 @click.option("--seq", type=int, help="the same as -D seq=..., for hf: models")
@@ -61,18 +63,82 @@ def plan_command(model: str, top: int, output: Path | None, as_json: bool, **giv
     )
 
 
+@click.command("replan", short_help="Plan a package's training anew, for another cluster.")
+@click.argument("directory", metavar="BUILD", type=Path)
+@compile_options.automatic_options(batch=False)
+@click.option(
+    "--checkpoint", type=Path, metavar="CKPT", help="the training to continue: a checkpoint, or the folder of --save"
+)
+@click.option("-o", "--output", type=Path, required=True, metavar="DIR", help="folder of the new package")
+@click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
+def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_json: bool, **given: Any) -> None:
+    """Plan the training of package BUILD for another cluster, and write a package that continues it.
+
+    Model, options, global batch, precision, seed and optimizer stay; mesh, microbatches, schedule, ZeRO and
+    recomputation are chosen anew. The new package resumes the checkpoint, with the optimizer's state and the position
+    of the data.
+    """
+    from partc.package.output import check_target
+    from partc.planner.automatic import decisions, record
+    from partc.planner.replanning import continued, data_of, request_of
+
+    check_cluster(given["cluster"])
+    check_target(output)
+    if output.resolve() == directory.resolve():
+        raise PartcError("P0601", f"{output} is the package that is replanned", help="name another folder with -o")
+    source = None
+    if checkpoint is not None:
+        source = continued(directory, checkpoint, lambda line: console.echo(line, err=True))
+    with console.working("planning", quiet=as_json):
+        from partc.planner.planning import Planner
+
+        choice = Planner(request_of(directory, checkpoint=source, **searched(given))).choice()
+    best = choice.best.plan
+    if not as_json:
+        _tell(choice)
+    model, options, definitions = compile_options.of_package(directory, {**decisions(best), "nodes": None})
+    with console.Phases(quiet=as_json) as phases:
+        from partc.api import compilation, package
+
+        done = compilation(model, None, options, model_options=definitions, on_phase=phases.ended)
+        done = replace(done, extra={**done.extra, **data_of(directory)})
+        compiled = package(done, planned=record(choice), on_phase=phases.ended)
+        compiled.write(output, on_phase=phases.ended)
+    at = 0 if source is None else source.step
+    report = compiled.report | {"phases": phases.seconds, "planned": record(choice), "step": at}
+    if as_json:
+        print(json.dumps(report))
+        return
+    print_report(report)
+    if source is None:
+        console.next_step(f"partc run {output}")
+        return
+    console.echo(f"{source.path} fits, after step {at}")
+    console.next_step(f"partc run {output} --steps {at + 10} --resume {checkpoint}")
+
+
 def found(model: str, given: Mapping[str, Any], *, quiet: bool) -> PlanChoice:
     """The outcome of a search with a command's options."""
-    if given["cluster"] is None:
-        raise PartcError("P0816", "planning needs a cluster", help="add --cluster 8xH100-80GB or a FILE.toml")
+    check_cluster(given["cluster"])
     with console.working("planning", quiet=quiet):
         from partc.planner.planning import Planner, Request
 
-        kept = ("precision", "kernels", "optimizer")
-        wanted = {name: given[name] for name in (*compile_options.AUTOMATIC, *kept)}
-        wanted |= {"fix": given["fix"] or "", "options": compile_options.definitions(given)}
-        wanted["max_seconds"] = MAX_SECONDS if given["max_seconds"] is None else given["max_seconds"]
-        return Planner(Request.checked(model, **wanted)).choice()
+        kept = {name: given[name] for name in ("precision", "kernels", "optimizer")}
+        options = compile_options.definitions(given)
+        return Planner(Request.checked(model, **searched(given), **kept, options=options)).choice()
+
+
+def check_cluster(spec: str | None) -> None:
+    """Raise PartcError P0816 without a cluster."""
+    if spec is None:
+        raise PartcError("P0816", "planning needs a cluster", help="add --cluster 8xH100-80GB or a FILE.toml")
+
+
+def searched(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a search, with their defaults."""
+    found = {name: given[name] for name in compile_options.AUTOMATIC if name in given}
+    seconds = MAX_SECONDS if given["max_seconds"] is None else given["max_seconds"]
+    return {**found, "fix": given["fix"] or "", "max_seconds": seconds}
 
 
 def automatic(
@@ -85,16 +151,22 @@ def automatic(
     memory = given["memory"] or given["memory_limit"]
     choice = found(model, {**given, "memory": memory}, quiet=quiet)
     from partc.planner.automatic import decisions, record
-    from partc.planner.reasons import binding
-    from partc.reports.plan_choice import page
 
     best = choice.best.plan
     if not quiet:
-        console.echo(page(choice, 1), nl=False)
-        console.echo(binding(choice))
+        _tell(choice)
         console.echo(f"the same again: partc compile {model} {best.flags}\n")
     definitions = tuple(f"{name}={value}" for name, value in best.definitions.items())
     return {**decisions(best), "definitions": definitions, "batch": None, "seq": None}, record(choice)
+
+
+def _tell(choice: PlanChoice) -> None:
+    """Print the best plan, the proof's figures and the constraint that binds."""
+    from partc.planner.reasons import binding
+    from partc.reports.plan_choice import page
+
+    console.echo(page(choice, 1), nl=False)
+    console.echo(binding(choice))
 
 
 def _write(text: str, path: Path) -> None:

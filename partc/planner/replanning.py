@@ -1,0 +1,75 @@
+"""A new plan for the training of a package: the same model, options, batch and precision on another cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from partc.compilation.options import refused
+from partc.errors import PartcError
+from partc.frontend.origin import BATCH, WEIGHTS
+from partc.package.launch import check_trains, read_package
+from partc.planner.planning import Request
+from partc.runtime.checkpoint.restore import Checkpoint, newest
+from partc.runtime.processes.agreement import Together
+from partc.runtime.torch_private import lone_store
+
+if TYPE_CHECKING:
+    from partc.cluster.cluster import Cluster
+
+
+def continued(directory: Path, checkpoint: Path, say: Callable[[str], None]) -> Checkpoint:
+    """The newest whole checkpoint of a package's training. Raises PartcError P0503 and P0523 to P0525."""
+    plan = read_package(directory)
+    with refused():
+        found = newest(checkpoint, Together(lone_store(), 0, 1), needed=True, say=say)
+        assert found is not None
+        found.check_fits(plan)
+    for name in ("precision", "options"):
+        if found.run.get(name) not in (None, plan[name]):
+            raise PartcError(
+                "P0525",
+                f"the checkpoint {found.path} is of another training: its {name} are {found.run[name]!r}, those of "
+                f"{directory} are {plan[name]!r}",
+                help="name the package that wrote it",
+            )
+    return found
+
+
+def request_of(directory: Path, cluster: str | Cluster, checkpoint: Checkpoint | None, **given: Any) -> Request:
+    """The request that plans a package's training anew; `given` are further options of the search.
+
+    The optimizer is the checkpoint's. Where each microbatch is a batch of its own, their number stays. Raises
+    PartcError P0503, P0504 and those of Request.checked.
+    """
+    plan = read_package(directory)
+    check_trains(directory)
+    command: Mapping[str, Any] = plan["command"]
+    fix = given.pop("fix", "")
+    if plan["repeated"]:
+        kept = f"microbatches={plan['microbatches']}"
+        if "microbatches" in fix:
+            raise PartcError(
+                "P0811",
+                f"--fix {fix} decides on microbatches, each of which is a batch of its own in {directory}",
+                help=f"leave it out: {kept} stays",
+            )
+        fix = ",".join(filter(None, (fix, kept)))
+    kernels = command.get("kernels", "")
+    return Request.checked(
+        str(directory / "model.py"),
+        cluster,
+        fix=fix,
+        options=plan["options"],
+        precision=plan["precision"],
+        kernels=kernels if kernels == "inductor" else "auto",
+        optimizer=checkpoint.run["optimizer"] if checkpoint is not None else command.get("optimizer"),
+        **given,
+    )
+
+
+def data_of(directory: Path) -> dict[str, bytes]:
+    """The files that the model file of a package reads, by name."""
+    found = ((name, directory / name) for name in (WEIGHTS, BATCH))
+    return {name: path.read_bytes() for name, path in found if path.is_file()}

@@ -165,6 +165,26 @@ def test_overlap_slows_both_sides() -> None:
     assert exposed.now == pytest.approx(2.0 + 2.0) and exposed.waited == {"all_reduce over dp": pytest.approx(2.0)}
 
 
+def test_collectives_on_the_same_links_share_them() -> None:
+    """Two sums of 2 s between nodes take 4 s together; one inside a node beside them takes its own time."""
+    builder = TimelineBuilder()
+    for axis, links in (("dp", ("between",)), ("pp", ("inside", "between")), ("tp", ("inside",)), ("ep", ())):
+        builder.start(axis, Segment(seconds=2.0, op="all_reduce", over=axis, links=links))
+    ends = {}
+    for axis in ("ep", "dp", "tp", "pp"):
+        builder.wait(axis)
+        ends[axis] = builder.now
+    assert ends == {axis: pytest.approx(when) for axis, when in (("ep", 2.0), ("dp", 4.0), ("tp", 4.0), ("pp", 4.0))}
+
+
+def test_axes_use_the_links_that_their_groups_pass() -> None:
+    cluster = preset("4x8xH100-80GB")
+    rates, mesh = ClusterRates(cluster, Calibration()), Mesh.parse("pp=2,dp=4,tp=4")
+    assert rates.links(mesh, ("tp",), ()) == ("inside",)
+    assert rates.links(mesh, ("dp",), ()) == ("inside", "between")
+    assert rates.links(mesh, ("pp",), (0, 1)) == ("between",)
+
+
 def test_a_step_is_its_parts(simulator: Simulator) -> None:
     for given in PLANS:
         found = simulator.predict(plan(given))

@@ -1,7 +1,8 @@
 """The timeline of an action: computation in order, collectives beside it.
 
-Collectives over the same axes run one after the other, those over different axes at the same time. A collective runs
-beside computation from its start to its wait; while both run, both take longer.
+Collectives over the same axes run one after the other, those over different axes at the same time; if they use the same
+links, each has its share of the bandwidth. A collective runs beside computation from its start to its wait; while both
+run, both take longer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Segment:
     over: str = ""
     bytes: int = 0  # of a rank's operand
     why: str = ""
+    links: tuple[str, ...] = ()  # those that a collective's messages pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ class TimelineBuilder:
             running = _Running(key=each.key, segment=each.segment, left=each.left, begun=0.0, place=None)
             self._queues.setdefault(each.segment.over, deque()).append(running)
         while idle > 0 and self._queues:
-            step = min(idle, *(queue[0].left for queue in self._queues.values()))
+            step = min(idle, self._first())
             self._pass(step, step)
             idle -= step
         self.now = 0.0
@@ -96,9 +98,8 @@ class TimelineBuilder:
             return
         begin, left = self.now, seconds
         while left > 0:
-            first = min((queue[0].left for queue in self._queues.values()), default=math.inf)
             stretch = self._stretch if self._queues else 1.0
-            step = min(left, first)
+            step = min(left, self._first())
             self._pass(step * stretch, step)
             left -= step
         self._pieces.append(TimedSegment(start=begin, end=self.now, segment=Segment(seconds=self.now - begin)))
@@ -113,18 +114,30 @@ class TimelineBuilder:
         found = next((each for queue in self._queues.values() for each in queue if each.key == key), None)
         begin = self.now
         while found is not None and any(found in queue for queue in self._queues.values()):
-            first = min(queue[0].left for queue in self._queues.values())
+            first = self._first()
             self._pass(first, first)
         if found is not None and self.now > begin:
             name = f"{found.segment.op} over {found.segment.over}"
             self.waited[name] = self.waited.get(name, 0.0) + self.now - begin
 
+    def _first(self) -> float:
+        """The seconds until a collective ends, if no computation runs beside it."""
+        return min((queue[0].left * self._sharing(queue[0]) for queue in self._queues.values()), default=math.inf)
+
+    def _sharing(self, running: _Running) -> int:
+        """The number of collectives under way on the busiest link of this one."""
+        if len(self._queues) < 2 or not running.segment.links:
+            return 1
+        under_way = [queue[0].segment.links for queue in self._queues.values()]
+        return max(sum(link in links for links in under_way) for link in running.segment.links)
+
     def _pass(self, seconds: float, done: float) -> None:
-        """Let time pass, in which the first collective of each queue advances by `done` seconds."""
+        """Let time pass, in which a collective that shares no link advances by `done` seconds."""
         self.now += seconds
+        advanced = {over: done / self._sharing(queue[0]) for over, queue in self._queues.items()}
         for over, queue in list(self._queues.items()):
             first = queue[0]
-            first.left -= done
+            first.left -= advanced[over]
             if first.left > 1e-15:
                 continue
             if first.place is not None:

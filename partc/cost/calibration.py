@@ -33,8 +33,8 @@ class Calibration:
     slowdown: Annotated[float, at_least(0), at_most(10)] = 0.1  # of computation while a collective runs beside it
 
 
-_A100 = Calibration(products=0.68, attention=0.52, streaming=0.8, inside=0.6, between=0.85, slowdown=0.1)
-_H100 = Calibration(products=0.66, attention=0.45, streaming=0.85, inside=0.75, between=0.9, slowdown=0.08)
+_A100 = Calibration(products=0.68, attention=0.54, streaming=0.8, inside=0.7, between=0.85, slowdown=0.15)
+_H100 = Calibration(products=0.64, attention=0.36, streaming=0.8, inside=0.75, between=0.85, slowdown=0.2)
 # By the device's model. A process on a processor reaches the rates that are measured there.
 KNOWN: Mapping[str, Calibration] = {
     "V100": replace(_A100, attention=0.35),

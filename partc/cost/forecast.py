@@ -17,6 +17,8 @@ from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import MOVING, VIEWS, Action, Call, Graph, Op, Program, TensorType
 from partc.schedules import Compute
 
+# The operations in whose time the host issues a collective: torch.distributed checks it, and orders streams by events.
+_ISSUES = 3
 # AdamW's traffic in parameters: it reads parameter, gradient and two moments, and writes all but the gradient.
 _UPDATE = 7
 
@@ -210,7 +212,7 @@ class Forecast:
                 builder.start((call.name, name), replace(segment, why=f"{call.name}: {segment.why}"))
             else:
                 builder.work(segment.seconds)
-        issued = self.rates.host * sum(op.name not in VIEWS for op in graph.ops)
+        issued = self.rates.host * sum(_ISSUES if op.name in MOVING else op.name not in VIEWS for op in graph.ops)
         builder.work(max(0.0, self.scale.compute * issued - (builder.now - begin)))
 
     def _of_graph(self, region: str, graph: Graph) -> tuple[tuple[str, Segment, str], ...]:
@@ -295,11 +297,13 @@ class Forecast:
             axes, _, ranks = over.partition(" ")
             places = tuple(map(int, ranks.split(","))) if ranks else ()
             takes = self.rates.collective(op, self.program.mesh, axes.split(","), places, size)
-            self._moved[key] = self.scale.communication * takes
-        return Segment(seconds=self._moved[key], op=op, over=over, bytes=size, why=why)
+            links = self.rates.links(self.program.mesh, axes.split(","), places)
+            self._moved[key] = self.scale.communication * takes, links
+        seconds, links = self._moved[key]
+        return Segment(seconds=seconds, op=op, over=over, bytes=size, why=why, links=links)
 
     @cached_property
-    def _moved(self) -> dict[tuple[str, str, int], float]:
+    def _moved(self) -> dict[tuple[str, str, int], tuple[float, tuple[str, ...]]]:
         return {}
 
     @cached_property

@@ -42,6 +42,9 @@ class Rates(Protocol):
     def collective(self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int) -> float:
         """A collective on `size` bytes of each rank, over axes, or over coordinates on the pipeline axis."""
 
+    def links(self, mesh: Mesh, axes: Sequence[str], places: Sequence[int]) -> tuple[str, ...]:
+        """The links that such a collective uses, whose bandwidth it shares with others."""
+
     def transfer(self, mesh: Mesh, places: tuple[int, int], size: int) -> float:
         """A message between two coordinates on the pipeline axis."""
 
@@ -68,6 +71,9 @@ class RooflineRates:
         ways = len(places) or math.prod(mesh.axis(axis) for axis in axes)
         return self.machine.meeting + cost(op, ways, size) / self.machine.link if ways > 1 else 0.0
 
+    def links(self, mesh: Mesh, axes: Sequence[str], places: Sequence[int]) -> tuple[str, ...]:
+        return ()
+
     def transfer(self, mesh: Mesh, places: tuple[int, int], size: int) -> float:
         return self.machine.meeting + size / self.machine.link
 
@@ -77,9 +83,16 @@ class RooflineRates:
 
 ROOFLINE = RooflineRates()
 
+INSIDE, BETWEEN = "inside", "between"  # the links of a domain, and those between domains
+
 # Tiles of matrix products, and the share of the rate of the largest tile that their operands' reuse allows.
 _TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.65))
 _ATTENTION = "attention"
+# Fused attention: the backward pass computes five products and adds to queries' gradients, at this share of the forward
+# pass's rate; the rows at a sequence's start and on the diagonal leave as many rows' work unused (Shah et al. 2024,
+# FlashAttention-3, figure 5: FlashAttention-2 at 1k to 16k rows).
+_BACKWARD = 0.85
+_EDGE = 256
 _FILL = 96  # of the summed dimension: products during which a tile's pipeline of loads fills and drains
 # Gradients of weights are added to fp32 buffers: they are read and written beside the product's own operands.
 _ADDS = frozenset({"linear_grad_weight", "matmul_grad_right"})
@@ -131,13 +144,19 @@ class ClusterRates:
         dtype = next((type.dtype for type in shapes.values() if type.dtype.startswith(("f", "bf"))), results[0].dtype)
         peak = device.peak_of(dtype)
         if op.name.startswith(_ATTENTION):
-            return max(moved, work / (peak * self.constants.attention * _filled(results, device)))
+            share = self.constants.attention * _attention_share(op, shapes, results, device)
+            return max(moved, work / (peak * share))
         sizes = product_sizes(rule) if rule is not None else None
         share = 1.0 if sizes is None or device.kind == "cpu" else tile_share(sizes, device)
         return max(moved, work / (peak * self.constants.products * share))
 
     def collective(self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int) -> float:
         return self.network.collective(op, self._span(mesh, tuple(axes), tuple(places)), size)
+
+    def links(self, mesh: Mesh, axes: Sequence[str], places: Sequence[int]) -> tuple[str, ...]:
+        group = self._span(mesh, tuple(axes), tuple(places))
+        used = {INSIDE: group.near > 1, BETWEEN: group.domains > 1}
+        return tuple(name for name, uses in used.items() if uses)
 
     def _span(self, mesh: Mesh, axes: tuple[str, ...], places: tuple[int, ...]) -> GroupSpan:
         key = mesh, axes, places
@@ -166,13 +185,18 @@ class ClusterRates:
         return device.launch + traffic / (device.bandwidth * self.constants.streaming)
 
 
-def _filled(results: list[TensorType], device: Device) -> float:
-    """The share of cores that attention uses: one block of 128 rows of one head on each, in waves."""
-    if device.kind == "cpu" or len(results[0].shape) < 3:
+def _attention_share(op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType], device: Device) -> float:
+    """The share of the rate of long sequences that fused attention reaches: [..., rows, features] of queries.
+
+    One block of 128 rows of one head is computed on each core, in waves.
+    """
+    queries = next(iter(shapes.values())).shape if not op.name.endswith("_backward") else results[0].shape
+    if device.kind == "cpu" or len(queries) < 3:
         return 1.0
-    *heads, rows, _ = results[0].shape
+    *heads, rows, _ = queries
     blocks = math.prod(heads) * math.ceil(rows / 128)
-    return blocks / (math.ceil(blocks / device.cores) * device.cores)
+    waves = blocks / (math.ceil(blocks / device.cores) * device.cores)
+    return waves * rows / (rows + _EDGE) * (_BACKWARD if op.name.endswith("_backward") else 1.0)
 
 
 def product_sizes(rule: OpRule) -> tuple[int, int, int, int] | None:

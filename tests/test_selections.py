@@ -14,7 +14,7 @@ from partc.frontend.trace import trace_file
 from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
 from partc.package.verify import verify
-from tests.models import experts, masked_rows
+from tests.models import counted_rows, experts, masked_rows
 
 FILE = Path(experts.__file__)
 LOOPS = ("places", "skipped", "added", "any_slot", "put", "hits", "biased", "gated", "capacity", "scaled_by_count")
@@ -50,7 +50,6 @@ def test_experts_with_norms_of_their_own_compute_all_rows() -> None:
     ("style", "words"),
     [
         ("counted", "where a mask selects nothing"),
-        ("sized", "a Python number from the number of rows"),
         ("mixed", "other than row by row"),
         ("dropped", "other than row by row"),
     ],
@@ -62,7 +61,7 @@ def test_code_that_needs_the_number_of_rows_is_refused(style: str, words: str) -
     assert error.value.source is not None and "experts.py" in error.value.source.file
 
 
-@pytest.mark.parametrize("style", [*LOOPS, "normed", "centred"])
+@pytest.mark.parametrize("style", [*LOOPS, "normed", "centred", "sized"])
 def test_routed_graphs_compute_the_loop(style: str) -> None:
     """The rewritten graph against the eager model, also where some experts have no rows."""
     torch.manual_seed(0)
@@ -98,3 +97,45 @@ def test_losses_of_selected_rows_train_like_one_device(style: str, mesh: str, tm
     made = partc.compile(str(file), mesh=mesh, microbatches=2, precision="fp64", options={"style": style})
     found = verify(made.write(tmp_path / "build"), steps=2, virtual=True)
     assert found.ok, str(found.worst)
+
+
+COUNTED = Path(counted_rows.__file__)
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        "length", "at least one", "item", "tensor and number", "elements", "unpacked", "bytes", "others", "root",
+        "as a tensor", "ones", "zeros", "expanded", "viewed",
+    ],
+)  # fmt: skip
+def test_losses_compute_with_the_number_of_selected_rows(style: str) -> None:
+    torch.manual_seed(0)
+    model = counted_rows.model(style).double()
+    traced = trace_file(COUNTED, {"style": style}, mesh=Mesh.parse("1x1x2"), precision="fp64")
+    program = passes.run(traced.program, {}, until="route")[-1].program
+    for number in range(3):
+        batch = counted_rows.batch()
+        batch["x"] = batch["x"].double()
+        if number == 2 and style in ("at least one", "item", "tensor and number"):
+            batch["labels"].zero_()  # nothing is selected
+        loss = evaluate_program(program, batch, dict(model.named_parameters()))
+        torch.testing.assert_close(loss, model(**batch), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        "shape's elements", "integer", "floating", "range", "list", "text", "product", "slice", "half", "filled", "full", "clamped",
+        "identity", "repeated", "norm", "more than three", "as many", "as many as others",
+    ],
+)  # fmt: skip
+def test_plain_integers_of_the_number_of_selected_rows_are_refused(style: str) -> None:
+    """Python's own integers lose the fact that a number is unknown; a second trace with other integers finds them."""
+    with pytest.raises(PartcError) as error:
+        traced = trace_file(COUNTED, {"style": style}, mesh=Mesh.parse("1x1x2"))
+        passes.run(traced.program, {}, until="route")
+    assert error.value.code == "P0206"
+    assert error.value.source is not None and "counted_rows.py" in error.value.source.file
+    line = COUNTED.read_text().splitlines()[(error.value.source.line or 0) - 1]
+    assert "return" in line or "number = " in line

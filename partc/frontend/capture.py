@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, Source, first_line
+from partc.frontend.builtin_numbers import counting
 from partc.frontend.constant_buffers import Recipe, Recipes, made
 from partc.frontend.frozen_state import StateWatch, check
 from partc.frontend.model_file import blame
@@ -23,6 +24,7 @@ from partc.frontend.random_branches import Outcomes
 from partc.frontend.repeats import CallMark, Excluded, ModuleTree, Repeats
 from partc.frontend.results import Read
 from partc.frontend.rows import ModuleRows, UnequalError
+from partc.frontend.selections import Selections
 from partc.frontend.trace_errors import explained
 from partc.frontend.value_branches import ValueWatch
 from partc.installed import is_machinery
@@ -57,6 +59,7 @@ class Captured:
     results: tuple[str, ...] = ()  # paths of the graph's outputs, where it returns more than a loss
     assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
     tests: tuple[Source, ...] = ()  # of whether a mask selects anything
+    numbers: tuple[Source, ...] = ()  # of rows that a mask selects, as integers
 
 
 class _TracedStep(nn.Module):
@@ -73,7 +76,7 @@ class _TracedStep(nn.Module):
         path: Path | None,
         form: Any,
         names: Sequence[str],
-        told: Callable[[frozenset[str], tuple[str, ...], Repeats, tuple[Source, ...]], None],
+        told: Callable[[frozenset[str], tuple[str, ...], Repeats, Selections], None],
         assumed: dict[str, None],
         watch: StateWatch,
         repeats: Callable[[], Repeats],
@@ -107,8 +110,8 @@ class _TracedStep(nn.Module):
             repeats = self._repeats()
             values = ValueWatch(self._outcomes, repeats.refuse_branch)
             with (
-                computing_in(self._dtype), self._watch.watching(), values.watching(), repeats.marking(), _conversions(),
-                self._with_masks(),
+                computing_in(self._dtype), self._watch.watching(), counting(self._watch.modules), values.watching(),
+                repeats.marking(), _conversions(), self._with_masks(),
             ):  # fmt: skip
                 found = self._forward(batch)
             self._assumed.update(dict.fromkeys(values.sentences))
@@ -117,7 +120,7 @@ class _TracedStep(nn.Module):
         except Exception as error:  # torch.export would print the graph so far beside it, or its whole message
             raise explained(error, self.model, self._path) from error
         first = next(iter(found.values()))
-        self._told(_with_gradient(self.model, first, repeats), tuple(found), repeats, tuple(values.selections.tests))
+        self._told(_with_gradient(self.model, first, repeats), tuple(found), repeats, values.selections)
         for store, name, buffer in held:
             now = store[name]
             if buffer is not None and now is not None and now is not buffer:
@@ -206,7 +209,7 @@ def capture(
         model = _built(build, path)
     masks = recipes.masks(model)
     hooks = own_hooks(model)
-    told: list[tuple[frozenset[str], tuple[str, ...], Repeats, tuple[Source, ...]]] = []
+    told: list[tuple[frozenset[str], tuple[str, ...], Repeats, Selections]] = []
     assumed: dict[str, None] = {}
     with mode:
         _make_fake(model, dtype)
@@ -239,7 +242,7 @@ def capture(
                 trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
                 with rows.absent():
                     exported = trace()
-                    gained, paths, marked, tests = told[-1]
+                    gained, paths, marked, selections = told[-1]
                     check(exported, watch, trace)
         except PartcError as error:
             error.source = error.source or blame(error, path)
@@ -259,7 +262,8 @@ def capture(
         rows=rows.all,
         results=() if read is None else paths,
         assumed=tuple(assumed),
-        tests=tests,
+        tests=tuple(selections.tests),
+        numbers=tuple(selections.numbers),
     )
 
 

@@ -219,11 +219,13 @@ class StateWatch:
     changes: dict[tuple[str, str], Change] = field(default_factory=dict)
     ends: list[tuple[nn.Module, str, Any]] = field(default_factory=list)  # attributes as they were left
     state: State | None = None
+    modules: tuple[types.ModuleType, ...] = ()  # the user's own
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         before = State.of(self.model, self.loss)
         held = {path: dict(vars(module)) for path, module in self.model.named_modules()}
+        self.modules = before.modules
         yield
         self.state = State.of(self.model, self.loss)
         for change in before.changes(self.state):

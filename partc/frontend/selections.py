@@ -9,16 +9,20 @@ elements. The pass `route` checks that rows are computed one by one, and that on
 
 A number of rows is an integer that can be tested against zero, be a size, and be an operand of tensors. Tests whether
 anything is selected (`mask.any()`, `len(rows) == 0`, a loop over `nonzero()`) pass as if it were; `check_empty`
-compares with a trace in which they all fail.
+compares with a trace in which they all fail. `check_numbers` compares with a trace in which these integers are other
+ones: a loop, an index or a library's function that reads one as a plain integer changes that trace.
 """
 
 from __future__ import annotations
 
 import ast
 import math
+import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,7 +33,7 @@ from partc.errors import PartcError, Source
 from partc.frontend.repeats import MARK
 from partc.frontend.statements import around
 from partc.installed import is_machinery, shortened
-from partc.ir.program import SELECTED
+from partc.ir.program import SELECTED, Graph
 from partc.torch_private import without_modes
 
 NOT_SELECTED = object()
@@ -57,6 +61,9 @@ _WRITES = frozenset({
     "scatter_add_", "scatter", "scatter_", "masked_scatter", "masked_scatter_",
 })  # fmt: skip
 _COUNTS = frozenset({"sum", "count_nonzero"})
+_NUMBERS = frozenset({"size", "stride", "numel", "nelement", "__len__"})
+_PROPERTIES = (torch.Tensor.shape, torch.Tensor.nbytes)
+OTHER = 2  # in a trace of other numbers, a number of rows is so many times larger, and one
 # A comparison with an integer that only tells whether a count is zero, and its answer if the count is not.
 _TESTS_OF_ZERO: Mapping[tuple[str, int], bool] = {
     ("eq", 0): False, ("ne", 0): True, ("gt", 0): True, ("ge", 1): True, ("lt", 1): False, ("le", 0): False,
@@ -65,45 +72,55 @@ _COMPARISONS = {
     ast.Eq: "eq", ast.NotEq: "ne", ast.Gt: "gt", ast.GtE: "ge", ast.Lt: "lt", ast.LtE: "le",
 }  # fmt: skip
 # The files of methods that are written in Python, and call a mode from there.
-_METHODS = (torch.Tensor.__format__.__code__.co_filename, torch.overrides.__file__)
-# Arithmetic of integers that would lose the fact that a number is not known.
-_REFUSED = (
-    "mod rmod pow rpow neg abs round int divmod rdivmod lshift rshift and or xor rsub rfloordiv ceil floor trunc invert"
-)
+_METHODS = (
+    torch.Tensor.__format__.__code__.co_filename, torch.overrides.__file__,
+    str(Path(__file__).with_name("builtin_numbers.py")),
+)  # fmt: skip
+# Arithmetic of numbers of rows, and that which would lose the fact that a number is not known.
+_COMPUTED = "add sub mul truediv floordiv pow"
+_REFUSED = "mod rmod abs round divmod rdivmod lshift rshift and or xor ceil floor trunc invert"
+# Functions that make a tensor of a number, and those that make one of given sizes.
+_FROM_NUMBERS = frozenset({"tensor", "as_tensor", "scalar_tensor"})
+_SIZED = frozenset({
+    "zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "expand", "broadcast_to",
+})  # fmt: skip
+_SHAPES = frozenset({"view", "reshape", "unflatten", "_unsafe_view"})
 
 
 class RowCount(int):
-    """The number of rows that a mask selects; as an integer, the number of all rows."""
+    """The number of rows that a mask selects, or a number computed from it.
 
+    As an integer, `whole` with all rows in place of the selected ones; another number in a trace of `OTHER_NUMBERS`.
+    """
+
+    whole: int
     _selections: Selections
+    _tensor: Callable[[], Tensor]
     _mask: Tensor | None
 
-    def __new__(cls, rows: int, selections: Selections, mask: Tensor | None) -> RowCount:
+    def __new__(
+        cls, whole: int, shown: int, selections: Selections, tensor: Callable[[], Tensor], mask: Tensor | None = None
+    ) -> RowCount:
         """`mask` is None for numbers that were computed from the number of rows."""
-        made = super().__new__(cls, rows)
-        made._selections, made._mask = selections, mask
+        made = super().__new__(cls, shown)
+        made.whole, made._selections, made._tensor, made._mask = whole, selections, tensor, mask
         return made
 
     __hash__ = int.__hash__
 
-    @property
-    def plain(self) -> int:
-        return int.__add__(self, 0)
-
     def tensor(self) -> Tensor:
         """The number as a tensor."""
-        if self._mask is None:
-            raise _unknown_number()
-        return self._mask.ne(0).sum()
+        return self._tensor()
 
     def _compared(self, name: str, other: Any) -> bool:
-        if isinstance(other, int) and not isinstance(other, RowCount):
+        if isinstance(other, int) and not isinstance(other, RowCount) and self._mask is not None:
             answer = _TESTS_OF_ZERO.get((name, other))
             if answer is not None:
                 return answer is self._selections.nonempty()
-        if isinstance(other, RowCount) or self._selections.inside_torch():
-            compare: Callable[[int, Any], bool] = getattr(int, f"__{name}__")
-            return compare(self, other)
+        same = isinstance(other, RowCount) and self._mask is not None and self._mask is other._mask
+        if same or self._selections.compares_inside_torch():
+            compare: Callable[[int, Any], bool] = getattr(operator, name)
+            return compare(self.whole, other.whole if isinstance(other, RowCount) else other)
         raise _unknown_number()
 
     def __bool__(self) -> bool:
@@ -127,37 +144,39 @@ class RowCount(int):
     def __le__(self, other: int) -> bool:
         return self._compared("le", other)
 
-    def _derived(self, number: int) -> RowCount:
-        return RowCount(number, self._selections, None)
+    def _computed(self, operate: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
+        """The result of an operation on this number and another one, or on the other one and this number."""
 
-    def __mul__(self, other: Any) -> Any:
-        return self._derived(int.__mul__(self, other)) if isinstance(other, int) else NotImplemented
+        def run(mine: Any, its: Any) -> Any:
+            return operate(its, mine) if turned else operate(mine, its)
 
-    def __add__(self, other: Any) -> Any:
-        return self._derived(int.__add__(self, other)) if isinstance(other, int) else NotImplemented
+        def tensor() -> Tensor:
+            made: Tensor = run(self.tensor(), other.tensor() if isinstance(other, RowCount) else other)
+            return made
 
-    def __sub__(self, other: Any) -> Any:
-        return self._derived(int.__sub__(self, other)) if isinstance(other, int) else NotImplemented
+        if isinstance(other, int) and operate not in (operator.truediv, operator.pow):
+            whole = run(self.whole, other.whole if isinstance(other, RowCount) else other)
+            return RowCount(whole, run(int(self), int(other)), self._selections, tensor)
+        return tensor() if isinstance(other, int | float | Tensor) else NotImplemented
 
-    def __floordiv__(self, other: Any) -> Any:
-        return self._derived(int.__floordiv__(self, other)) if isinstance(other, int) else NotImplemented
-
-    __rmul__, __radd__ = __mul__, __add__
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.tensor() / other
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return other / self.tensor()
+    def __neg__(self) -> RowCount:
+        return RowCount(-self.whole, -int(self), self._selections, lambda: -self.tensor())
 
     def __float__(self) -> float:
         raise _unknown_number()
+
+
+def _arithmetic(operate: Callable[[Any, Any], Any], turned: bool) -> Callable[[RowCount, Any], Any]:
+    return lambda number, other: number._computed(operate, other, turned)
 
 
 def _refused(number: RowCount, *others: Any) -> Any:
     raise _unknown_number()
 
 
+for _word in _COMPUTED.split():
+    setattr(RowCount, f"__{_word}__", _arithmetic(getattr(operator, _word), turned=False))
+    setattr(RowCount, f"__r{_word}__", _arithmetic(getattr(operator, _word), turned=True))
 for _word in _REFUSED.split():
     setattr(RowCount, f"__{_word}__", _refused)
 
@@ -175,11 +194,17 @@ class Selections:
     """The tensors of a trace that hold rows selected by masks."""
 
     def __init__(
-        self, *, empty: bool, value: Callable[[Tensor], Tensor | None], know: Callable[[Any, Any], None]
+        self,
+        *,
+        empty: bool,
+        other_numbers: bool,
+        value: Callable[[Tensor], Tensor | None],
+        know: Callable[[Any, Any], None],
     ) -> None:
         """With `empty`, tests answer that nothing is selected. `value` and `know` are of constants."""
         self.tests: list[Source] = []
-        self._empty = empty
+        self.numbers: list[Source] = []  # of rows, that the model reads
+        self._empty, self._other_numbers = empty, other_numbers
         self._value, self._know = value, know
         self._rows: dict[int, _Rows] = {}
         self._indices: dict[int, tuple[weakref.ref[Tensor], tuple[Tensor, ...]]] = {}  # by the mask
@@ -190,12 +215,31 @@ class Selections:
 
     def nonempty(self) -> bool:
         """The answer to a test whether anything is selected."""
+        self.tests.extend(self._source())
+        return not self._empty
+
+    def _source(self) -> Iterator[Source]:
         frame = self._frame
         while frame is not None and is_machinery(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is not None:
-            self.tests.append(Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno))
-        return not self._empty
+            yield Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
+
+    def _number_of(self, mask: Tensor, times: int = 1) -> RowCount:
+        """The number of selected rows, or a multiple."""
+        self.numbers.extend(self._source())
+        whole = mask.numel() * times
+        shown = OTHER * whole + 1 if self._other_numbers else whole
+        counted = lambda: mask.ne(0).sum() * times if times != 1 else mask.ne(0).sum()  # noqa: E731
+        return RowCount(whole, shown, self, counted, mask if times == 1 else None)
+
+    def compares_inside_torch(self) -> bool:
+        """Whether a function of torch compares two numbers."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename == __file__:
+            frame = frame.f_back
+        self._frame = frame
+        return self.inside_torch()
 
     def inside_torch(self) -> bool:
         return self._frame is not None and is_machinery(self._frame.f_code.co_filename)
@@ -204,7 +248,7 @@ class Selections:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """The arguments of a call with sizes in place of numbers of rows; for arithmetic, with tensors."""
-        if self._rows and any(isinstance(x, RowCount) for x in _leaves((args, kwargs))):
+        if (name in _ARITHMETIC or name in _SHAPES) and any(isinstance(x, RowCount) for x in _leaves((args, kwargs))):
             arithmetic = name in _ARITHMETIC
             return _without_counts(args, arithmetic), _without_counts(kwargs, arithmetic)
         return args, kwargs
@@ -217,6 +261,10 @@ class Selections:
             frame = frame.f_back
         self._frame = frame
         given: Any = args[0] if args else None
+        if name in _FROM_NUMBERS and isinstance(given, RowCount):
+            return given.tensor().to(kwargs.get("dtype") or torch.int64)
+        if name in _SIZED and (made := self._made(func, args, kwargs)) is not None:
+            return made
         if name in _INDICES and len(args) + len(kwargs.keys() - {"as_tuple"}) == 1 and isinstance(given, Tensor):
             return self._found(given, name == "where" or bool(kwargs.get("as_tuple")))
         if name == "__getitem__":
@@ -236,9 +284,7 @@ class Selections:
             return self._loss(func, name, args, kwargs, held)
         if name in ("unbind", "tolist") and self._value(args[0]) is not None:
             return self._each(args[0], name)
-        if name in ("size", "numel", "nelement", "__len__") or (
-            name == "__get__" and getattr(func, "__self__", None) is torch.Tensor.shape
-        ):
+        if name in _NUMBERS or (name == "__get__" and getattr(func, "__self__", None) in _PROPERTIES):
             return self._size(func, name, args, kwargs, held)
         return NOT_SELECTED
 
@@ -251,6 +297,19 @@ class Selections:
         # A call of a module that is not traced lists its empty results behind its operands.
         self._hold_like(operands, args[0] if name == f"{MARK}.default" else made)
         return not operands or all(self._of(x) is not None for x in _leaves(made) if isinstance(x, Tensor))
+
+    def _made(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """A tensor that is made with as many rows as a mask selects: the selected rows of one with all of them."""
+        first = 1 if args and isinstance(args[0], Tensor) else 0
+        listed = len(args) > first and isinstance(args[first], tuple | list)
+        sizes, rest = (args[first], args[first + 1 :]) if listed else (args[first:], ())
+        mask = sizes[0]._mask if sizes and isinstance(sizes[0], RowCount) else None
+        if mask is None:
+            return None
+        made: Tensor = self._read(
+            torch.Tensor.__getitem__, func(*args[:first], (*mask.shape, *sizes[1:]), *rest, **kwargs), mask
+        )
+        return made
 
     # -- indices -----------------------------------------------------------------------------------
 
@@ -345,8 +404,6 @@ class Selections:
         A place for which the model has nothing, such as a class that no token chooses, is never found.
         """
         real = self._value(item) if isinstance(item, Tensor) and item.shape in ((), (1,)) else None
-        if isinstance(item, RowCount):
-            return item.plain
         if real is None or real.dtype is torch.bool:
             return item
         number = min(int(real), x.shape[dim] - 1) if self._is_place(item) and dim < x.dim() else int(real)
@@ -411,20 +468,23 @@ class Selections:
     def _size(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], held: _Rows
     ) -> Any:
-        count = RowCount(held.mask.numel(), self, held.mask)
         if name == "__len__":
             if held.dim or self.inside_torch():
                 return NOT_SELECTED
-            if not self._tests_length():
-                raise _unknown_number()
-            return count.plain if self.nonempty() else 0
+            number = self._number_of(held.mask)
+            return int(number) if not self._tests_length() else number.whole if self.nonempty() else 0
         made = func(*args, **kwargs)
+        if name == "stride" and isinstance(made, tuple):
+            return tuple(self._size(func, name, (args[0], dim), {}, held) for dim in range(len(made)))
         if isinstance(made, torch.Size):
-            return torch.Size([count if dim == held.dim else size for dim, size in enumerate(made)])
-        if name in ("numel", "nelement"):
-            return count if made == count.plain else RowCount(made, self, None)
-        dim = args[1] if len(args) > 1 else kwargs["dim"]
-        return count if dim % args[0].dim() == held.dim else made
+            number = self._number_of(held.mask)
+            return torch.Size([number if dim == held.dim else size for dim, size in enumerate(made)])
+        if name in ("stride", "size"):
+            dim = (args[1] if len(args) > 1 else kwargs["dim"]) % args[0].dim()
+            depends = dim == held.dim if name == "size" else dim < held.dim
+        else:  # a number of elements or bytes
+            depends = True
+        return self._number_of(held.mask, made // held.mask.numel()) if depends else made
 
     def _tests_length(self) -> bool:
         """Whether the code that takes this len() only tests whether it is zero."""
@@ -468,7 +528,10 @@ class Selections:
             return NOT_SELECTED
         mask = self._counted(x)
         if mask is not None:
-            return self.nonempty() if name in ("__bool__", "is_nonzero") else RowCount(mask.numel(), self, mask)
+            if name in ("__bool__", "is_nonzero"):
+                return self.nonempty()
+            number = self._number_of(mask)
+            return number if name == "item" else float(int(number)) if name == "__float__" else int(number)
         answer = self._answered(x)
         if answer is None:
             return NOT_SELECTED
@@ -488,7 +551,7 @@ def _leaves(item: Any) -> Iterator[Any]:
 def _without_counts(item: Any, arithmetic: bool) -> Any:
     """Arguments with sizes in place of numbers of rows; for arithmetic, with the numbers as tensors."""
     if isinstance(item, RowCount):
-        return item.tensor() if arithmetic else item.plain
+        return item.tensor() if arithmetic else item.whole
     if isinstance(item, dict):
         return {key: _without_counts(one, arithmetic) for key, one in item.items()}
     if isinstance(item, tuple | list):
@@ -497,9 +560,23 @@ def _without_counts(item: Any, arithmetic: bool) -> Any:
     return item
 
 
-def _unknown_number() -> PartcError:
+def check_numbers(graph: Graph, other: Graph | None, number: Source) -> None:
+    """Check that no operation depends on the integer which stands for a number of rows.
+
+    `other` is a trace with another integer; None if it failed. `number` is the first place that reads one.
+    Raises PartcError P0206.
+    """
+    if other is None or len(graph.ops) != len(other.ops):
+        raise _unknown_number(number)
+    for op, its in zip(graph.ops, other.ops, strict=True):
+        if op != its:
+            raise _unknown_number(op.source or number)
+
+
+def _unknown_number(source: Source | None = None) -> PartcError:
     return PartcError(
         "P0206",
         "the model does not trace: forward computes a Python number from the number of rows that a mask selects",
         help="compute it from the mask as a tensor: mask.sum()",
+        source=source,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import re
 import tempfile
@@ -27,6 +28,7 @@ from partc.frontend.repeated_ops import RepeatedOps
 from partc.frontend.repeats import MARK, Excluded
 from partc.frontend.results import Purpose, Read, in_evaluation, read_for
 from partc.frontend.rows import UnequalError, container_of
+from partc.frontend.selections import check_numbers
 from partc.frontend.strided_views import windows
 from partc.frontend.value_branches import RANDOM_BRANCH
 from partc.installed import is_machinery, shortened
@@ -233,6 +235,16 @@ def _of_all_outcomes(
     tests = made[Outcomes.ABOVE][0].tests
     if tests:
         check_empty(found.graph, trace(Outcomes.EMPTY).graph, tests[0])
+    numbers = made[Outcomes.ABOVE][0].numbers
+    if numbers:
+        logging.disable(logging.ERROR)  # torch logs sizes that do not fit, which are expected
+        try:
+            other = trace(Outcomes.OTHER_NUMBERS).graph
+        except PartcError:
+            other = None
+        finally:
+            logging.disable(logging.NOTSET)
+        check_numbers(found.graph, other, numbers[0])
     if not found.branches:
         return made[Outcomes.ABOVE]
     graph, longer = joined(found, trace)

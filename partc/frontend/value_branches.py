@@ -64,7 +64,12 @@ class ValueWatch(TorchFunctionMode):
         self._drawn = RandomTests()
         self.assumed: dict[Source, str] = {}  # the text of each guard
         self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-        self.selections = Selections(empty=outcomes is Outcomes.EMPTY, value=self._value, know=self._know)
+        self.selections = Selections(
+            empty=outcomes is Outcomes.EMPTY,
+            other_numbers=outcomes is Outcomes.OTHER_NUMBERS,
+            value=self._value,
+            know=self._know,
+        )
 
     @property
     def sentences(self) -> tuple[str, ...]:

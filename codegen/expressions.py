@@ -266,7 +266,11 @@ def _random(kind: str) -> Emit:
 def _draw(number: str, o: Operands, dims: tuple[tuple[SubDim, ...], ...], what: str = "draw") -> str:
     """The random numbers of a tensor: the number of the operation in its call, and the part that this rank holds."""
     small = [axis for axis, size in o.sizes.items() if size == 1]
-    layout = str(Layout(dims).without(*small))[1:-1]
+    places = str(Layout(dims).without(*small))[1:-1].split(", ")
+    for each in o.attrs["order"].strip('"').split(", ") if "order" in o.attrs else ():
+        dim, _, order = each.partition(" ")
+        places[int(dim)] += f" {order}"
+    layout = ", ".join(places)
     o.used.add("number")
     return f'{o.named("comm")}.{what}(number{f" + {number}" if number != "0" else ""}, "{layout}")'
 

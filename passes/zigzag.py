@@ -21,7 +21,7 @@ convolution, a random number, a result of the model) keeps the order as it is in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
@@ -29,17 +29,24 @@ from partc.ir.layout import Layout
 from partc.ir.mesh import CONTEXT_AXIS
 from partc.ir.naming import unique
 from partc.ir.program import RANDOM, Arg, Op, Program, Ref, Region, TensorType, Value
-from partc.rules import flops, resolve
-from partc.rules.rule import OpRule
+from partc.passes.sequences import (
+    ATTENTION,
+    ORDERED,
+    ROWS,
+    SUMS,
+    Place,
+    carriers,
+    drawn_dims,
+    draws_by_position,
+    factor_at,
+    is_by_rows,
+    numbered,
+    reads_more,
+    tensors,
+)
+from partc.rules import OpRule, resolve
 from partc.sharding.choices import weight_axes
 from partc.sharding.pins import Pin
-from partc.sharding.placements import prefers_rows
-
-_ROWS = 2  # their dimension in attention
-Place = tuple[str, int, int]  # a value, one of its dimensions, and the elements of that before the sequence
-# Operations whose sums do not depend on the order of what they add.
-_SUMS = frozenset({"linear", "matmul", "mm", "bmm", "einsum", "sum", "mean", "amax", "amin", "any", "all"})
-_ORDERED = frozenset({"argmax", "argmin", "sort", "argsort", "topk", "scan", "arange", "index_put"})
 
 
 def zigzag(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
@@ -50,8 +57,8 @@ def zigzag(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
         return program
     types = main.types(main.forward)
     heads = n * math.prod(program.sizes[axis] for axis in weight_axes(program.sizes))
-    found = [op for op in main.forward.ops if _is_causal(op, types) and _is_by_rows(op, types, n, heads, pins)]
-    length = {types[next(op.refs())].shape[_ROWS] for op in found}
+    found = [op for op in main.forward.ops if reads_more(op, types) and is_by_rows(op, types, n, heads, pins)]
+    length = {types[next(op.refs())].shape[ROWS] for op in found}
     if len(length) != 1 or (size := length.pop()) % (2 * n) or not fuel.allowed("zigzag"):
         return program
     order = _Order(main, size, 2 * n)
@@ -60,25 +67,6 @@ def zigzag(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
     except _OrderedError:
         return program
     return replace(program, regions=(order.region(),))
-
-
-def _is_causal(op: Op, types: Mapping[str, TensorType]) -> bool:
-    """Whether later rows read more than earlier ones."""
-    if op.name != "attention" or op.args[4] is not True or (len(op.args) > 6 and op.args[6]):
-        return False
-    q, k = (types[name].shape for name in list(op.refs())[:2])
-    return q[_ROWS] == k[_ROWS]
-
-
-def _is_by_rows(op: Op, types: Mapping[str, TensorType], n: int, heads: int, pins: Sequence[Pin]) -> bool:
-    """Whether a pin cuts rows of scores over cp, or without a pin their price."""
-    pinned = [pin for pin in pins if pin.decides(CONTEXT_AXIS)]
-    if pinned:
-        return any(pin.form for pin in pinned)
-    q, k, v = (types[name] for name in list(op.refs())[:3])
-    rule = resolve(op, types)
-    work = 0 if rule is None else flops(op, rule)
-    return q.shape[1] % heads > 0 or k.shape[1] % heads > 0 or prefers_rows(q, k, v, work, n)
 
 
 class _OrderedError(Exception):
@@ -106,7 +94,7 @@ class _Order:
         queue: list[Place] = []
         for op in attentions:
             self.attentions.add(op.results[0].name)
-            queue += [(name, _ROWS, 1) for name in (*list(op.refs())[:3], op.results[0].name)]
+            queue += [(name, ROWS, 1) for name in (*list(op.refs())[:3], op.results[0].name)]
         rules = {id(op): resolve(op, self.types) for op in graph.ops}
         while queue:
             place = queue.pop()
@@ -133,51 +121,31 @@ class _Order:
 
     def _through(self, op: Op, rule: OpRule | None, place: Place) -> list[Place] | None:
         """The places of an operation that have the order if one of them has; None if it depends on the order."""
-        if rule is None or op.name in RANDOM or op.name in _ORDERED:
+        if rule is None or op.name in ORDERED:
             return None
-        tensors = [
-            *zip(op.refs(), rule.operands, strict=True),
-            *((value.name, dims) for value, dims in zip(op.results, rule.results, strict=True)),
-        ]
+        if op.name in RANDOM - ATTENTION and not draws_by_position(op, place[1], place[2], self.size):
+            return None
         found: dict[tuple[str, int], None] = {}
-        for name, dims in tensors:
+        for name, dims in tensors(op, rule):
             if name == place[0]:
-                spot = self._factor(rule, dims, place)
+                spot = factor_at(rule, dims, place[1], place[2], self.size)
                 if spot is None:
                     return None
                 found[spot] = None
         reached: list[Place] = []
         for factor_name, inside in found:
             factor = rule.factor(factor_name)
-            rows = op.name == "attention" and factor_name in rule.ring
+            rows = op.name in ATTENTION and factor_name in rule.ring
             if not rows and (
                 factor.kind == "blocked"
-                or (factor.kind == "contracted" and op.name not in _SUMS)
+                or (factor.kind == "contracted" and op.name not in SUMS)
                 or dict(rule.sharded).get(factor_name)
             ):
                 return None
-            names = rule.ring if rows else (factor_name,)
-            for name, dims in tensors:
-                for dim, parts in enumerate(dims):
-                    before = 1
-                    for part in parts:
-                        if part in names:
-                            reached.append((name, dim, before * inside))
-                        before *= rule.factor(part).size
-        if op.name == "attention" and (op.args[4] is True or (len(op.args) > 6 and op.args[6])):
+            reached += carriers(op, rule, rule.ring if rows else (factor_name,), inside)
+        if op.name in ATTENTION and (op.args[4] is True or (len(op.args) > 6 and op.args[6])):
             self.attentions.add(op.results[0].name)
         return reached
-
-    def _factor(self, rule: OpRule, dims: tuple[tuple[str, ...], ...], place: Place) -> tuple[str, int] | None:
-        """The factor that holds the sequence, and the elements of it before the sequence."""
-        _, dim, outer = place
-        before = 1
-        for name in dims[dim]:
-            size = rule.factor(name).size
-            if outer % before == 0 and before * size % (outer * self.size) == 0:
-                return name, outer // before
-            before *= size
-        return None
 
     def region(self) -> Region:
         graph = self.main.forward
@@ -210,10 +178,20 @@ class _Order:
             new = op.reading([renamed.get(name, name) for name in op.refs()])
             if op.results and op.results[0].name in self.attentions:
                 new = replace(new, attrs=(*op.attrs, ("zigzag", self.parts)))
+            if op.name in RANDOM and op.results:
+                new = self._drawing(new)
             ops.append(new)
             for value in op.results:
                 ops += order(value.name)
         return replace(self.main, forward=replace(graph, ops=tuple(ops)))
+
+    def _drawing(self, op: Op) -> Op:
+        """The operation, whose random numbers are those of positions in the model's order."""
+        name = op.results[0].name
+        turned = [place[1] for place in self.found if place[0] == name and place not in self.made]
+        columns = op.name in ATTENTION and (list(op.refs())[1], ROWS, 1) in self.found
+        more = [ROWS + 1] if columns else []
+        return numbered(op, [*drawn_dims(op, turned), *more], self.size, self.parts) if turned else op
 
     def _ordered(self, name: str, dim: int, taken: set[str]) -> Iterator[Op]:
         """The value with the parts of its second half in reverse order."""

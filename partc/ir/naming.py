@@ -15,12 +15,16 @@ from partc.errors import Source
 from partc.ir.program import Op
 
 _PLAIN = re.compile(r"\W+", re.ASCII)
-# Values that normalize makes of a loss; their names are descriptive already.
-GIVEN = frozenset({"nll", "nll_sum", "counted", "counted_as_number", "count", "error", "squares", "squares_sum"})
+# Values that passes make of a loss; their names are descriptive already.
+GIVEN = frozenset(
+    {"nll", "nll_sum", "counted", "counted_as_number", "count", "error", "squares", "squares_sum", "added"}
+)
 # Operations that usually have a module of their own, whose name is the best name for the result.
 _LEAVES = frozenset({"linear", "matmul", "embedding", "rms_norm", "layer_norm", "conv1d", "conv2d"})
 _VAGUE = frozenset({"x", "y", "h", "output"})  # variables that say less than a module's name
 _VIEWS = frozenset({"reshape", "permute", "expand", "to"})
+# Values that passes make of others, whose names say how.
+_MADE = ("_extended", "_zigzag", "_counted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ def name_values(ops: Sequence[Op], prefix: str, taken: Iterable[str]) -> dict[st
     reused, owners = _reused(statements), _owners(ops, statements)
     names: dict[str, str] = {}
     used = set(taken)
+    makers = {value.name: op for op in ops for value in op.results}
     for index, (op, at) in enumerate(zip(ops, statements, strict=True)):
         ends = at is not None and _ends(index, statements, owners)
         targets = at.targets if at is not None and ends and len(at.targets) == len(op.results) else ()
@@ -77,12 +82,24 @@ def name_values(ops: Sequence[Op], prefix: str, taken: Iterable[str]) -> dict[st
             if stem in GIVEN:
                 names[value.name] = unique(stem, used)
                 continue
+            if op.source is None and (made := next((each for each in _MADE if stem.endswith(each)), "")):
+                root = _root(op, makers)
+                names[value.name] = unique(names.get(root, root) + made, used)
+                continue
             if not targets and op.name in _VIEWS and (viewed := next(op.refs())) in names:
                 names[value.name] = unique(re.sub(r"_\d+$", "", names[viewed]), used)
                 continue
             parts = _parts(op, path, targets[position] if targets else None, position, reused)
             names[value.name] = unique(unreserved(identifier("_".join(parts))), used)
     return names
+
+
+def _root(op: Op, makers: Mapping[str, Op]) -> str:
+    """The value that operations without a source have made this one of."""
+    name = next(op.refs())
+    while name in makers and makers[name].source is None and [*makers[name].refs()]:
+        name = next(makers[name].refs())
+    return name
 
 
 def _ends(index: int, statements: Sequence[Statement | None], owners: Sequence[str]) -> bool:

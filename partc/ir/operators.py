@@ -177,15 +177,15 @@ def _define_random() -> None:
     _operator("dropout_backward", "(Tensor g, Tensor kept, float p) -> Tensor", lambda g, kept, p: _like(g))
     _operator(
         "dropout",
-        "(Tensor x, float p, int dims, int number) -> (Tensor, Tensor)",
-        lambda x, p, dims, number: (_like(x), _kept(x, dims)),
+        "(Tensor x, float p, int dims, int number, str order='') -> (Tensor, Tensor)",
+        lambda x, p, dims, *_: (_like(x), _kept(x, dims)),
         lambda g, a, r: [_ops.dropout_backward(g[0], r[1], a[1])],
     )
-    like = "(Tensor x, ScalarType dtype, int number) -> Tensor"
+    like = "(Tensor x, ScalarType dtype, int number, str order='') -> Tensor"
     for name in ("rand_like", "randn_like"):
-        _operator(name, like, lambda x, dtype, number: x.new_empty(x.shape, dtype=dtype), lambda g, a, r: [None])
-    make = "(int[] size, ScalarType dtype, int number, *, Device? device=None) -> Tensor"
-    new = lambda size, dtype, number, device=None: torch.empty(size, dtype=dtype, device=device)  # noqa: E731
+        _operator(name, like, lambda x, dtype, *_: x.new_empty(x.shape, dtype=dtype), lambda g, a, r: [None])
+    make = "(int[] size, ScalarType dtype, int number, str order='', *, Device? device=None) -> Tensor"
+    new = lambda size, dtype, number, order="", device=None: torch.empty(size, dtype=dtype, device=device)  # noqa: E731
     _operator("rand", make, new)
     _operator("randn", make, new)
 
@@ -254,7 +254,7 @@ def _define_composites() -> None:
             g[0], *a[:4], *r, *a[4:]
         ),
     )
-    drops = "bool is_causal, float? scale, int window, float p, int number, str rows='', str ring='')"
+    drops = "bool is_causal, float? scale, int window, float p, int number, str rows='', str ring='', str order='')"
     _operator(
         "attention_dropout_backward",
         f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, {drops}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from partc.errors import InternalError
@@ -100,24 +100,19 @@ def _attention(op: Op, sizes: Sizes) -> Op:
         return op
     around = () if ring is None else (("ring", ring),)
     order = "" if parts is None else f" zigzag {parts}"
-    return replace(op, attrs=(("rows", f"{' · '.join(map(str, rows))}{order}"), *around))
+    drawn = tuple(item for item in op.attrs if item[0] == "order")
+    return replace(op, attrs=(("rows", f"{' · '.join(map(str, rows))}{order}"), *around, *drawn))
 
 
+# The position of the argument that is the shape of the result.
+SHAPES: Mapping[str, int] = {
+    "reshape": 1, "expand": 1, "rand": 0, "randn": 0, "full": 0, "zeros": 0, "ones": 0, "empty": 0, "new_full": 1,
+    "new_zeros": 1, "new_ones": 1, "new_empty": 1,
+}  # fmt: skip
 _LOCAL: dict[str, Callable[[Op, Sizes], Op]] = {
+    **{name: _result_shape(place) for name, place in SHAPES.items()},
     "attention": _attention,
     "attention_dropout": _attention,
-    "reshape": _result_shape(1),
-    "expand": _result_shape(1),
-    "rand": _result_shape(0),
-    "randn": _result_shape(0),
-    "full": _result_shape(0),
-    "zeros": _result_shape(0),
-    "ones": _result_shape(0),
-    "empty": _result_shape(0),
-    "new_full": _result_shape(1),
-    "new_zeros": _result_shape(1),
-    "new_ones": _result_shape(1),
-    "new_empty": _result_shape(1),
     "conv1d": _convolution,
     "conv2d": _convolution,
     "conv3d": _convolution,

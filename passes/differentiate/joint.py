@@ -15,7 +15,7 @@ from partc.ir.gradients import reached
 from partc.ir.layout import Layout, Sizes
 from partc.ir.operators import DTYPE_NAMES, EXTRA_RESULTS
 from partc.ir.parser import parse_graph
-from partc.ir.program import ROUTED, SCAN, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
+from partc.ir.program import RANDOM, ROUTED, SCAN, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
 from partc.rules.inference import Inferred, inferred, local
 from partc.torch_private import OpOverload
 
@@ -421,9 +421,14 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
         return name, args[:3] if args[3] == -1 else args[:4], (("axis", args[-1]),)
     if name in _TRAILING_AXIS:
         return name, args[:-1], (("axis", args[-1]),) if args[-1] else ()
-    if name.startswith("attention"):
-        named = zip(("rows", "ring"), (arg for arg in args if isinstance(arg, str)), strict=False)
-        return name, tuple(arg for arg in args if not isinstance(arg, str)), tuple(each for each in named if each[1])
+    if name.startswith("attention") or name in RANDOM:
+        words = ("rows", "ring", "order") if name.startswith("attention") else ("order",)
+        named = zip(words, (arg for arg in args if isinstance(arg, str)), strict=False)
+        return (
+            name,
+            tuple(arg for arg in args if not isinstance(arg, str)),
+            (*(each for each in named if each[1]), *attrs),
+        )
     if name == "_to_copy":
         return "to", (args[0], dict(attrs)["dtype"]), ()
     if name in ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk"):

@@ -65,7 +65,7 @@ def _split(graph: Graph) -> Graph:
 
 def _steps(op: Op) -> Iterator[Op]:
     """A dropout as a mask and its application."""
-    drops = op.name == "dropout" and isinstance(op.args[1], float) and 0 < op.args[1] < 1
+    drops = op.name == "dropout" and isinstance(op.args[1], float) and 0 < op.args[1] < 1 and not op.attrs
     if not drops or not fuel.allowed("drawn mask", op.source):
         yield op
         return

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-KINDS = ("causal", "full", "window", "near", "alibi", "documents", "prefix", "latent", "dropout")
+KINDS = ("causal", "full", "window", "near", "alibi", "documents", "prefix", "latent", "dropout", "convolution")
 
 
 class Attention(nn.Module):
@@ -39,7 +39,7 @@ class Attention(nn.Module):
                 mask = (documents[:, None, :, None] == documents[:, None, None, :]) & (ahead >= 0)
             case "prefix":
                 mask = (ahead >= 0) | (at < 3)
-        causal = self.kind in ("causal", "latent", "dropout")
+        causal = self.kind in ("causal", "latent", "dropout", "convolution")
         p = 0.1 if self.kind == "dropout" else 0.0
         heads = F.scaled_dot_product_attention(q, k, v, mask, p, causal, enable_gqa=self.groups < self.heads)
         return self.out(heads.transpose(1, 2).flatten(2))
@@ -52,8 +52,11 @@ class Block(nn.Module):
         self.attention = Attention(width, kind, heads, groups)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.drop = nn.Dropout(0.1 if kind == "dropout" else 0.0)
+        self.near = nn.Conv1d(width, width, 3, padding=2, groups=width) if kind == "convolution" else None
 
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        if self.near is not None:
+            x = x + self.near(x.mT)[..., : x.shape[1]].mT
         x = x + self.attention(self.norm(x), documents)
         return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 

@@ -316,9 +316,18 @@ class Comm:
         return self._groups["pp " + ",".join(map(str, ranks))]
 
     def draw(self, number: int, layout: str) -> Draw:
-        """The random numbers of a step for operation `number` and a tensor of this layout (`16@dp,mb, 64@tp`)."""
+        """The random numbers of a step for operation `number` and a tensor of this layout (`16@dp,mb, 64@tp`).
+
+        `2 · 16@cp zigzag 4 of 31` is a dimension in another order, of which the first 31 positions are the model's.
+        """
         places = []
-        for dim in parse_dims(f"[{layout}]"):
+        for text in layout.split(", ") if layout else ():
+            held, _, true = text.partition(" of ")
+            if true:
+                runs = [torch.arange(run.start, run.stop, device=self.device) for run in self.positions(held)]
+                places.append((torch.cat(runs), int(true)))
+                continue
+            (dim,) = parse_dims(f"[{text}]")
             index = torch.zeros(1, dtype=torch.int64, device=self.device)
             for size, axes in dim:
                 ways = place = 0

@@ -1,0 +1,403 @@
+"""Extend sequences that cp does not divide: added positions repeat the last one, and nothing counts them.
+
+    add_3     = add(add_2, linear_5)                       # f32[4, 13, 8]
+    nll       = cross_entropy(linear_6, labels, …)         # f32[4, 13]
+    nll_sum   = sum(nll, (0, 1), False)
+  ->
+    ids_last  = slice(ids, 1, 12, 13, 1)                   # i64[4, 1]
+    ids_more  = expand(ids_last, (4, 3))                   # i64[4, 3]
+    ids_ext…  = cat((ids, ids_more), 1)                    # i64[4, 16]
+    …
+    add_3     = add(add_2, linear_5)                       # f32[4, 16, 8]
+    nll       = cross_entropy(linear_6, labels_ext…, …)    # f32[4, 16]
+    nll_coun… = masked_fill(nll, added, 0)                 # f32[4, 16]
+    nll_sum   = sum(nll_counted, (0, 1), False)
+
+From attention on, everything that treats positions alike takes over the longer sequence. It is made where sequences
+come from: ids, labels, position numbers, masks. Sums over positions get zeros for the added ones. Anything else reads
+the true positions: keys and values of attention that is not causal, a convolution, a result of the model. A slice that
+drops the last positions of a sequence (`logits[:, :-1]`) is such a sequence too, with one more position added.
+
+The numbers at added positions are those of the last position, hence finite. Their gradients are zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from partc import fuel
+from partc.ir.layout import Layout
+from partc.ir.mesh import CONTEXT_AXIS
+from partc.ir.naming import unique
+from partc.ir.program import RANDOM, Arg, Op, Program, Ref, Region, TensorType, Value
+from partc.passes.sequences import (
+    ATTENTION,
+    ORDERED,
+    ROWS,
+    SUMS,
+    Place,
+    carriers,
+    drawn_dims,
+    draws_by_position,
+    factor_at,
+    is_by_rows,
+    is_causal,
+    numbered,
+    reads_more,
+    tensors,
+)
+from partc.rules import OpRule, is_users, resolve
+from partc.rules.local import SHAPES
+from partc.rules.rule import Dims
+from partc.rules.shapes import slice_bounds
+from partc.sharding.choices import weight_axes
+from partc.sharding.pins import Pin
+
+_SPARE = 16  # the largest share of positions added for the tensor axes is one of this many
+_MOST = 2  # positions after the extension, as a multiple of those before
+_ALONG = frozenset({"slice", "split", "repeat_interleave"})  # their arguments count elements of a dimension
+
+
+class Extent(NamedTuple):
+    """The positions of a sequence, and with them those that are added."""
+
+    true: int
+    whole: int
+
+
+def extend(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
+    """Extend the sequences of attention to multiples of the ranks of cp, or of twice as many for a causal mask."""
+    n = program.sizes.get(CONTEXT_AXIS, 1)
+    (main,) = program.regions
+    if n == 1:
+        return program
+    ways = math.prod(program.sizes[axis] for axis in weight_axes(program.sizes))
+    types = main.types(main.forward)
+    steps: dict[int, int] = {}
+    found = [op for op in main.forward.ops if op.name in ATTENTION and len(op.results[0].type.shape) == 4]
+    for op in found:
+        halves = 2 if reads_more(op, types) and is_by_rows(op, types, n, n * ways, pins) else 1
+        for name in list(op.refs())[:2]:
+            size = types[name].shape[ROWS]
+            steps[size] = max(steps.get(size, 1), halves * n)
+    extents = {size: Extent(size, _whole(size, step, ways)) for size, step in steps.items()}
+    sequences = _Sequences(main, extents, max(steps.values(), default=1) * ways)
+    try:
+        sequences.follow(found)
+    except _UnclearError:
+        return program
+    if not sequences.longer or not fuel.allowed("extended sequences"):
+        return program
+    return replace(program, regions=(sequences.region(),))
+
+
+def _whole(size: int, step: int, ways: int) -> int:
+    """The least multiple of `step`, for all ways if that takes few positions more; the size if these are too many."""
+    if size % step == 0:
+        return size
+    fine, coarse = (-(-size // each) * each for each in (step, step * ways))
+    whole = coarse if (coarse - size) * _SPARE <= size else fine
+    return whole if whole <= _MOST * size else size
+
+
+class _UnclearError(Exception):
+    """A dimension holds several sequences."""
+
+
+@dataclass(slots=True)
+class _Sequences:
+    main: Region
+    extents: dict[int, Extent]  # of the sequences of attention
+    least: int  # a slice with more positions less is another sequence
+    types: dict[str, TensorType] = field(init=False)
+    rules: dict[int, OpRule | None] = field(init=False)  # by the identity of operations
+    places: dict[tuple[str, int], tuple[int, Extent]] = field(default_factory=dict)  # value, dimension -> outer, extent
+
+    def __post_init__(self) -> None:
+        self.types = self.main.types(self.main.forward)
+        self.rules = {id(op): resolve(op, self.types) for op in self.main.forward.ops}
+
+    @property
+    def longer(self) -> bool:
+        """Whether a sequence has added positions."""
+        return any(extent.true != extent.whole for _, extent in self.places.values())
+
+    def follow(self, attentions: Sequence[Op]) -> None:
+        """Find every place that has a longer sequence. Raises _UnclearError where two of them meet."""
+        graph = self.main.forward
+        makers, readers = graph.makers(), graph.readers()
+        queue: list[tuple[Place, Extent]] = []
+        for op in attentions:
+            q, k, v = list(op.refs())[:3]
+            rows, columns = (self.extents[self.types[name].shape[ROWS]] for name in (q, k))
+            queue += [((name, ROWS, 1), rows) for name in (q, op.results[0].name)]
+            if self._reads_added(op, columns):
+                queue += [((name, ROWS, 1), columns) for name in (k, v)]
+        while queue:
+            (name, dim, outer), extent = queue.pop()
+            known = self.places.get((name, dim))
+            if known is not None and known != (outer, extent):
+                raise _UnclearError
+            if known is not None:
+                continue
+            self.places[name, dim] = outer, extent
+            for op in (*([makers[name]] if name in makers else []), *readers.get(name, ())):
+                for factor, inside in self.through(op, (name, dim, outer), extent):
+                    rule = self.rules[id(op)]
+                    assert rule is not None
+                    queue += [(place, extent) for place in carriers(op, rule, (factor,), inside)]
+                if (shorter := self.prefix(op)) is not None:
+                    at, size = shorter
+                    source = next(op.refs())
+                    if name == source and dim == at and outer == 1 and extent.true >= size >= extent.whole - self.least:
+                        queue.append(((op.results[0].name, at, 1), Extent(size, extent.whole)))
+                    elif name == op.results[0].name and dim == at and outer == 1:
+                        longer = self.extents.get(self.types[source].shape[at])
+                        if longer is not None and longer.whole == extent.whole:
+                            queue.append(((source, at, 1), longer))
+
+    def _reads_added(self, op: Op, columns: Extent) -> bool:
+        """Whether keys and values may have added positions: no true row reads them."""
+        return columns.true == columns.whole or is_causal(op, self.types)
+
+    def prefix(self, op: Op) -> tuple[int, int] | None:
+        """The dimension and the size of a slice of the first positions."""
+        if op.name != "slice":
+            return None
+        dim, start, end, step = slice_bounds(op, self.types[next(op.refs())].shape)
+        return (dim, end) if start == 0 and step == 1 else None
+
+    def through(self, op: Op, place: Place, extent: Extent) -> Iterator[tuple[str, int]]:
+        """The factors that hold the sequence where an operation treats its positions alike."""
+        rule = self.rules[id(op)]
+        name, dim, outer = place
+        if rule is None or op.name in ORDERED or is_users(op.name):
+            return
+        if op.name in RANDOM - ATTENTION and not draws_by_position(op, dim, outer, extent.true):
+            return
+        for each, dims in tensors(op, rule):
+            spot = factor_at(rule, dims, dim, outer, extent.true) if each == name else None
+            if spot is not None and self._alike(op, rule, spot[0], extent) and not self._counts(op, name, dim):
+                yield spot
+
+    def _alike(self, op: Op, rule: OpRule, name: str, extent: Extent) -> bool:
+        """Whether an operation treats the positions of a factor alike, or adds them up."""
+        if op.name in ATTENTION and name in rule.ring:
+            if name != rule.ring[0]:
+                return self._reads_added(op, extent)
+            window = op.args[6] if len(op.args) > 6 else 0
+            near = not op.args[4] and isinstance(window, int) and 0 < window <= extent.whole - extent.true
+            return not near  # else added rows read nothing
+        factor = rule.factor(name)
+        if dict(rule.sharded).get(name) or factor.kind == "blocked":
+            return False
+        return factor.kind == "parallel" or op.name in SUMS
+
+    def _counts(self, op: Op, name: str, dim: int) -> bool:
+        """Whether the arguments of an operation count elements of this dimension."""
+        if op.name not in _ALONG or name not in {*op.refs(), *(value.name for value in op.results)}:
+            return False
+        at = op.args[1 if op.name == "slice" else 2]
+        return not isinstance(at, int) or at % len(self.types[name].shape) == dim
+
+    def region(self) -> Region:
+        return _Writer(self).run()
+
+
+@dataclass(slots=True)
+class _Writer:
+    """The region with longer sequences."""
+
+    found: _Sequences
+    taken: set[str] = field(init=False)
+    ops: list[Op] = field(default_factory=list)
+    forms: dict[tuple[str, frozenset[int]], str] = field(default_factory=dict)  # by value and its longer dimensions
+    shapes: dict[str, TensorType] = field(default_factory=dict)  # of new values, and of those that became longer
+    added: dict[tuple[Extent, int, int], str] = field(default_factory=dict)  # whether a position is
+
+    def __post_init__(self) -> None:
+        self.taken = {*self.found.types}
+
+    def run(self) -> Region:
+        main = self.found.main
+        graph = main.forward
+        for value in (*main.params, *graph.inputs):
+            self._made(value, frozenset())
+        for op in graph.ops:
+            self._rewritten(op)
+        outputs = tuple(self._form(name, frozenset()) for name in graph.outputs)
+        return replace(main, forward=replace(graph, ops=tuple(self.ops), outputs=outputs))
+
+    def _longer(self, name: str) -> frozenset[int]:
+        """The dimensions of a value that have added positions."""
+        rank = len(self.found.types[name].shape)
+        known = ((dim, self.found.places.get((name, dim))) for dim in range(rank))
+        return frozenset(dim for dim, each in known if each is not None and each[1].true != each[1].whole)
+
+    def _wider(self, type: TensorType, name: str, dims: frozenset[int]) -> TensorType:
+        shape = list(type.shape)
+        for dim in dims:
+            _, extent = self.found.places[name, dim]
+            shape[dim] = shape[dim] // extent.true * extent.whole
+        return replace(type, layout=Layout.replicated(shape))
+
+    def _made(self, value: Value, dims: frozenset[int]) -> None:
+        """A value that has these dimensions longer; the others follow."""
+        self.forms[value.name, dims] = value.name
+        here, missing = value.name, self._longer(value.name) - dims
+        for dim in sorted(missing):
+            here = self._extended(here, value.name, dim)
+            dims |= {dim}
+            self.forms[value.name, dims] = here
+
+    def _rewritten(self, op: Op) -> None:
+        if self._passed_on(op):
+            return
+        rule = self.found.rules[id(op)]
+        if rule is None:
+            self.ops.append(op.reading([self._form(name, frozenset()) for name in op.refs()]))
+            for value in op.results:
+                self._made(value, frozenset())
+            return
+        operands = list(zip(op.refs(), rule.operands, strict=True))
+        wanted = [self._form(name, self._passing(op, rule, name, dims)) for name, dims in operands]
+        self._mask_sums(op, rule, wanted)
+        made = [self._passing(op, rule, each.name, dims) for each, dims in zip(op.results, rule.results, strict=True)]
+        results = tuple(
+            replace(value, type=self._wider(value.type, value.name, dims))
+            for value, dims in zip(op.results, made, strict=True)
+        )
+        self.shapes.update((value.name, value.type) for value in results)
+        new = replace(op.reading(wanted), results=results)
+        place = SHAPES.get(op.name)
+        if place is not None:
+            new = replace(new, args=(*new.args[:place], new.result.type.shape, *new.args[place + 1 :]))
+        if op.name in RANDOM:
+            new = self._drawing(new, op, rule, made[0])
+        self.ops.append(new)
+        for value, dims in zip(op.results, made, strict=True):
+            self._made(value, dims)
+
+    def _passed_on(self, op: Op) -> bool:
+        """Whether a slice drops the last positions of a sequence, which are then added ones."""
+        shorter = self.found.prefix(op)
+        if shorter is None:
+            return False
+        source, made = next(op.refs()), op.results[0].name
+        there, here = (self.found.places.get((name, shorter[0])) for name in (source, made))
+        if there is None or here is None or there[1].whole != here[1].whole or here[1].true != shorter[1]:
+            return False
+        self.forms[made, self._longer(made)] = self._form(source, self._longer(source))
+        return True
+
+    def _drawing(self, new: Op, op: Op, rule: OpRule, dims: frozenset[int]) -> Op:
+        """The operation, whose random numbers are those of true positions."""
+        for dim in drawn_dims(op, dims):
+            new = numbered(new, (dim,), self.found.places[op.results[0].name, dim][1].true)
+        key = list(op.refs())[1] if op.name in ATTENTION else ""
+        if key and ROWS in self._passing(op, rule, key, rule.operands[1]):
+            new = numbered(new, (ROWS + 1,), self.found.places[key, ROWS][1].true)
+        return new
+
+    def _passing(self, op: Op, rule: OpRule, name: str, dims: Dims) -> frozenset[int]:
+        """The dimensions that an operation takes or makes longer."""
+        kept = set()
+        for dim in self._longer(name):
+            outer, extent = self.found.places[name, dim]
+            spot = factor_at(rule, dims, dim, outer, extent.true)
+            if spot is not None and spot in list(self.found.through(op, (name, dim, outer), extent)):
+                kept.add(dim)
+        return frozenset(kept)
+
+    def _mask_sums(self, op: Op, rule: OpRule, wanted: list[str]) -> None:
+        """Give the sums of an operation zeros for added positions: of the first operand that has them."""
+        done: set[str] = set()
+        for index, (name, dims) in enumerate(zip(op.refs(), rule.operands, strict=True)):
+            for dim in sorted(self._passing(op, rule, name, dims)):
+                outer, extent = self.found.places[name, dim]
+                spot = factor_at(rule, dims, dim, outer, extent.true)
+                if spot is not None and rule.factor(spot[0]).kind == "contracted" and spot[0] not in done:
+                    done.add(spot[0])
+                    wanted[index] = self._zeroed(wanted[index], dim, outer, extent)
+
+    def _add(self, word: str, op: str, args: tuple[Arg, ...], type: TensorType, shape: Sequence[int]) -> str:
+        value = Value(name=unique(word, self.taken), type=replace(type, layout=Layout.replicated(shape)))
+        self.shapes[value.name] = value.type
+        self.ops.append(Op(name=op, args=args, results=(value,)))
+        return value.name
+
+    def _type(self, name: str) -> TensorType:
+        return self.shapes.get(name) or self.found.types[name]
+
+    def _extended(self, name: str, base: str, dim: int) -> str:
+        """The value with its last position repeated."""
+        outer, extent = self.found.places[base, dim]
+        type = self._type(name)
+        shape, apart = list(type.shape), self._apart(type.shape, dim, outer, extent.true)
+        inner = dim if apart == shape else dim + 1
+        here = name if apart == shape else self._add(f"{base}_apart", "reshape", (Ref(name), tuple(apart)), type, apart)
+        one = [*apart[:inner], 1, *apart[inner + 1 :]]
+        last = self._add(f"{base}_last", "slice", (Ref(here), inner, extent.true - 1, extent.true, 1), type, one)
+        many = [*apart[:inner], extent.whole - extent.true, *apart[inner + 1 :]]
+        more = self._add(f"{base}_more", "expand", (Ref(last), tuple(many)), type, many)
+        whole = [*apart[:inner], extent.whole, *apart[inner + 1 :]]
+        made = self._add(f"{base}_extended", "cat", ((Ref(here), Ref(more)), inner), type, whole)
+        if apart == shape:
+            return made
+        shape[dim] = shape[dim] // extent.true * extent.whole
+        return self._add(f"{base}_extended", "reshape", (Ref(made), tuple(shape)), type, shape)
+
+    def _apart(self, shape: Sequence[int], dim: int, outer: int, size: int) -> list[int]:
+        """The shape with the sequence as a dimension of its own."""
+        if shape[dim] == size:
+            return list(shape)
+        return [*shape[:dim], outer, size, shape[dim] // (outer * size), *shape[dim + 1 :]]
+
+    def _form(self, name: str, dims: frozenset[int]) -> str:
+        """The value with these of its dimensions longer."""
+        if (name, dims) not in self.forms:
+            full = self._longer(name)
+            here = self.forms[name, full]
+            for dim in sorted(full - dims):
+                here = self._true(here, name, dim)
+            self.forms[name, dims] = here
+        return self.forms[name, dims]
+
+    def _true(self, name: str, base: str, dim: int) -> str:
+        """The value without the added positions of a dimension."""
+        outer, extent = self.found.places[base, dim]
+        type = self._type(name)
+        shape, apart = list(type.shape), self._apart(type.shape, dim, outer, extent.whole)
+        inner = dim if apart == shape else dim + 1
+        here = name if apart == shape else self._add(f"{base}_apart", "reshape", (Ref(name), tuple(apart)), type, apart)
+        kept = [*apart[:inner], extent.true, *apart[inner + 1 :]]
+        made = self._add(f"{base}_true", "slice", (Ref(here), inner, 0, extent.true, 1), type, kept)
+        if apart == shape:
+            return made
+        shape[dim] = shape[dim] // extent.whole * extent.true
+        return self._add(f"{base}_true", "reshape", (Ref(made), tuple(shape)), type, shape)
+
+    def _zeroed(self, name: str, dim: int, outer: int, extent: Extent) -> str:
+        """The value with zeros at added positions."""
+        type = self._type(name)
+        after = type.shape[dim] // (outer * extent.whole)
+        key = (extent, outer, after)
+        bools = TensorType(dtype="bool", layout=Layout.replicated(()))
+        if key not in self.added:
+            numbers = TensorType(dtype="i64", layout=Layout.replicated(()))
+            at = self._add("position", "arange", (extent.whole,), numbers, (extent.whole,))
+            here = self._add("added", "ge", (Ref(at), extent.true), bools, (extent.whole,))
+            if outer * after > 1:
+                wide = (outer, extent.whole, after)
+                here = self._add(here, "reshape", (Ref(here), (1, extent.whole, 1)), bools, (1, extent.whole, 1))
+                here = self._add(here, "expand", (Ref(here), wide), bools, wide)
+                here = self._add(here, "reshape", (Ref(here), (math.prod(wide),)), bools, (math.prod(wide),))
+            self.added[key] = here
+        here, rest = self.added[key], len(type.shape) - dim - 1
+        if rest:
+            shape = (type.shape[dim], *(1,) * rest)
+            here = self._add(here, "reshape", (Ref(here), shape), bools, shape)
+        return self._add(f"{name}_counted", "masked_fill", (Ref(name), Ref(here), 0), type, type.shape)

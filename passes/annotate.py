@@ -27,14 +27,17 @@ The `--shard` pins restrict the choice and take precedence.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from partc.errors import InternalError, PartcError
-from partc.ir.layout import Layout, Placement, Replicated, Varying
+from partc.ir.layout import Layout, Placement, Replicated, Shard, Varying
+from partc.ir.mesh import holds_weights_whole
 from partc.ir.program import Choice, Program, Region, TensorType
+from partc.rules import RING
 from partc.rules.trial import check_rules
-from partc.sharding.assignment import Solution, solve
+from partc.sharding.assignment import Alternative, Solution, solve
 from partc.sharding.choices import axis_order, placed_axes
 from partc.sharding.pins import Pin, check_pins
 from partc.sharding.placements import Places, build, spelled
@@ -167,19 +170,39 @@ def explain(program: Program, name: str, *, pins: Sequence[Pin] = ()) -> tuple[E
         best = solve(places.problem, OBJECTIVES)
         if best is None:
             raise InternalError(f"no placement on {axis} satisfies every operation")
-        chosen = seen(best.chosen[node])
+        kind = partial(_kind, seen, _attention(program, node) and holds_weights_whole(axis))
+        chosen = kind(best.chosen[node])
         alternatives = next(item for item in places.problem.nodes if item.name == node).alternatives
         options = []
-        for placement in dict.fromkeys(seen(choice) for choice in alternatives):
-            forbid = frozenset((node, choice.label) for choice in alternatives if seen(choice) != placement)
-            forced = best if placement == chosen else solve(places.problem, OBJECTIVES, forbid=forbid)
+        for key in dict.fromkeys(map(kind, alternatives)):
+            forbid = frozenset((node, choice.label) for choice in alternatives if kind(choice) != key)
+            forced = best if key == chosen else solve(places.problem, OBJECTIVES, forbid=forbid)
             if forced is not None:
-                options.append((placement, _option(spelled(type, placement, axis), forced.totals, best.totals)))
+                placement, form = key
+                text = f"{spelled(type, placement, axis)}{form and f' {form}'}"
+                options.append((key, _option(text, forced.totals, best.totals)))
         rank = lambda item: (item.replicated_weights + item.repeated_flops, item.communication, item.repeated_bytes)  # noqa: E731
-        others = sorted((option for placement, option in options if placement != chosen), key=rank)
-        first = next(option for placement, option in options if placement == chosen)
+        others = sorted((option for key, option in options if key != chosen), key=rank)
+        first = next(option for key, option in options if key == chosen)
         found.append(Explanation(name=name, axis=axis, chosen=first, others=tuple(others)))
     return tuple(found)
+
+
+def _attention(program: Program, node: Hashable) -> bool:
+    """Whether a node of the integer program is an attention."""
+    match node:
+        case ("op", str(region), int(index)):
+            return program.region(region).forward.ops[index].name.startswith("attention")
+    return False
+
+
+def _kind(seen: Callable[[Alternative], Placement], attends: bool, choice: Alternative) -> tuple[Placement, str]:
+    """An alternative's placement of the value, and the form of the attention that makes it, in the words of pins."""
+    placement = seen(choice)
+    if not attends or not isinstance(placement, Shard) or not isinstance(choice.label, tuple):
+        return placement, ""
+    rows = "gathered" if placement.dim == 2 else "(heads)" if placement.dim == 1 else ""
+    return placement, RING if choice.label[0] == RING else rows
 
 
 def _option(placement: str, totals: Mapping[str, float], best: Mapping[str, float]) -> Option:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import partc
+from partc.cli import main
 from partc.errors import PartcError
 from partc.frontend.model_file import load
 from partc.ir.collectives import cost, inside
@@ -323,3 +324,19 @@ def test_memory_falls_as_the_number_of_ranks_grows() -> None:
         return max(rank.peak for rank in package.memory.ranks)
 
     assert 4 * peak("cp=4", f"{ZIGZAG} ring".replace("@tp", "_")) < 1.2 * peak("cp=1")
+
+
+def test_explanations_name_the_forms_of_attention_as_pins_do(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*pins: str) -> tuple[str, set[str]]:
+        more = [word for pin in pins for word in ("--shard", pin)]
+        assert main(["inspect", str(GPT), "--mesh", "cp=2", "--explain", "block.attn_heads", *more]) == 0
+        first, *others = capsys.readouterr().out.splitlines()
+        return first.removeprefix("block.attn_heads is ").removesuffix(" over cp"), {
+            each.partition(":")[0].removeprefix("  instead ") for each in others
+        }
+
+    chosen, others = told()
+    assert chosen == "[_, _, 2 * _@cp, _] gathered"
+    for form in ("[_, _, 2 * _@cp, _] ring", "[_, @cp, _, _] (heads)"):
+        assert form in others
+        assert told(f"block.attn_heads={form.removesuffix(' (heads)')}")[0] == form

@@ -30,7 +30,26 @@ SIZE = """
 CONFIGS["bench"] = Config(width=512, depth=5, heads=8, kv_heads=4, hidden=1408, vocabulary=4096)
 CONFIGS["thin"] = Config(width=64, depth=4, heads=2, kv_heads=1, hidden=128, vocabulary=256)
 """
+MIXTURE = """
+class MLP(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.router = nn.Linear(config.width, 8, bias=False)
+        self.up = nn.Parameter(torch.randn(8, config.width, config.hidden) * config.width**-0.5)
+        self.down = nn.Parameter(torch.randn(8, config.hidden, config.width) * config.hidden**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        scores, chosen = self.router(tokens).softmax(-1).topk(2, dim=-1)
+        out = torch.zeros_like(tokens)
+        for expert in range(8):
+            row, slot = torch.where(chosen == expert)
+            found = F.silu(tokens[row] @ self.up[expert]) @ self.down[expert]
+            out.index_add_(0, row, found * scores[row, slot, None])
+        return out.reshape(x.shape)
+"""
 OPTIONS = ("size=bench", "batch=8", "seq=256")
+LONG = ("size=bench", "batch=1", "seq=2048")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +63,7 @@ class Case:
     tolerance: float = 1e-3  # relative, of the losses against the peer's
     workers: tuple[str, str] = ("package.py", "peers.py")
     sizes: tuple[str, ...] = OPTIONS  # options of the model file
+    model: str = SIZE  # lines after those of the example
 
 
 CASES = (
@@ -54,6 +74,9 @@ CASES = (
     Case(peer="tp", what="DTensor", axis="tp"),
     Case(peer="sp", what="DTensor, sequence-parallel", axis="tp"),
     Case(peer="pp", what="Schedule1F1B", axis="pp", microbatches=4),
+    Case(peer="ring", what="torch's ring attention, DDP", axis="cp", sizes=LONG),
+    Case(peer="ulysses", what="all-to-all to heads, DDP", axis="cp", sizes=LONG),
+    Case(peer="ep", what="all-to-all of rows, DDP", axis="ep", model=SIZE + MIXTURE),
 )
 
 
@@ -153,7 +176,7 @@ def _rounds(seconds: list[float], steps: int) -> list[float]:
 def measure(case: Case, folder: Path, hosts: Sequence[Host], rounds: int, steps: int) -> tuple[Measured, Measured]:
     """The package's and the peer's, in turns, with a rank on each host; the losses of both have to agree."""
     model, package = folder / "gpt.py", folder / case.peer / "build"
-    model.write_text(EXAMPLE.read_text() + SIZE)
+    model.write_text(EXAMPLE.read_text() + case.model)
     options = [word for option in case.sizes for word in ("-D", option)]
     command = [sys.executable, "-m", "partc", "compile", str(model), "--mesh", f"{case.axis}={len(hosts)}", *options]
     command += [*case.options, "--microbatches", str(case.microbatches), "--zero", str(case.zero), "-o", str(package)]

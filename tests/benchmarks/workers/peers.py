@@ -1,5 +1,9 @@
 """A rank of what torch itself offers for the same model: DDP, FSDP2, tensor parallelism over DTensor, its 1F1B.
 
+torch's context parallelism knows kernels of GPUs only. Its ring, with its order of positions, is called with the CPU's
+flash kernel here. Exchanges of heads and of experts' rows are written with torch's functional collectives, as
+torchtitan does.
+
 All have AdamW fused, the same initial weights and batches as the package, and its setting of the C
 library's allocator, which helps them as much.
 """
@@ -20,10 +24,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gate import Task, read_task, wait_for_round
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental._context_parallel import _attention as torchs_ring
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -177,6 +183,144 @@ def pipeline(model: Any, rank: int, task: Task) -> Peer:
     return Peer(parameters=list(part.parameters()), step=step)
 
 
+class Ring(torch.autograd.Function):
+    """torch's ring attention, causal, with the CPU's kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = torchs_ring._templated_ring_attention(dist.group.WORLD, 2, kernel, q, k, v, is_causal=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        found: tuple[Tensor, ...] = torchs_ring._templated_ring_attention_backward(
+            *(dist.group.WORLD, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward),
+            *(grad, "grad_out", q, k, v, out, lse),
+            is_causal=True,
+            dropout_p=0.0,
+        )
+        return found
+
+
+def ring(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    made: Tensor = Ring.apply(q, k, v)
+    return made
+
+
+def ulysses(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """Positions to heads, attention of whole sequences, and back."""
+    world = dist.get_world_size()
+
+    def to_heads(x: Tensor) -> Tensor:
+        b, h, s, d = x.shape
+        parts = x.reshape(b, world, h // world, s, d).transpose(0, 1).reshape(-1)
+        got = all_to_all_single_autograd(parts, None, None, dist.group.WORLD)
+        return got.view(world, b, h // world, s, d).permute(1, 2, 0, 3, 4).reshape(b, h // world, world * s, d)
+
+    out = attention(*map(to_heads, (q, k, v)), **how)
+    b, h, s, d = out.shape
+    parts = out.view(b, h, world, s // world, d).permute(2, 0, 1, 3, 4).reshape(-1)
+    got = all_to_all_single_autograd(parts, None, None, dist.group.WORLD)
+    return got.view(world, b, h, s // world, d).transpose(0, 1).reshape(b, world * h, s // world, d)
+
+
+attention = F.scaled_dot_product_attention
+
+
+class Cut(nn.Module):
+    """The model for a part of each sequence, whose rotations are given."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self.model.embed(ids)
+        for block in self.model.blocks:
+            x = block(x, cos, sin)
+        logits: Tensor = self.model.head(self.model.norm(x))
+        return logits
+
+
+def context_parallel(model: Any, rank: int, task: Task, attend: Callable[..., Tensor], order: list[int]) -> Peer:
+    """Each rank has some of the equal parts of each sequence; attention reads all of them."""
+    world, config = dist.get_world_size(), model.config
+    F.scaled_dot_product_attention = attend
+    parallel = nn.parallel.DistributedDataParallel(Cut(model), gradient_as_bucket_view=True)
+    tables: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def mine(x: Tensor, dim: int) -> Tensor:
+        parts = x.chunk(world * len(order), dim)
+        return torch.cat([parts[index] for index in order], dim)
+
+    def step(batch: Batch) -> Tensor:
+        size = batch["ids"].shape[1]
+        if size not in tables:
+            rotary = sys.modules["partc_model_file"].rotary
+            cos, sin = rotary(size, config.width // config.heads, config.theta)
+            tables[size] = mine(cos, 0), mine(sin, 0)
+        ids, labels = (mine(batch[name], 1) for name in ("ids", "labels"))
+        count = (labels != -100).sum()
+        dist.all_reduce(count)
+        logits = parallel(ids, *tables[size])
+        nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        (nll * (world / count)).backward()  # DDP averages
+        loss = nll.detach() / count
+        dist.all_reduce(loss)
+        return loss
+
+    return Peer(parameters=list(model.parameters()), step=step)
+
+
+class OwnExperts(nn.Module):
+    """The experts of one rank: rows are sorted by expert, travel to the ranks of these, and back."""
+
+    def __init__(self, whole: Any, rank: int) -> None:
+        super().__init__()
+        self.count, self.world = whole.up.shape[0], dist.get_world_size()
+        self.router = whole.router
+        self.up, self.down = (nn.Parameter(x.detach().chunk(self.world)[rank].clone()) for x in (whole.up, whole.down))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        scores, chosen = self.router(tokens).softmax(-1).topk(2, dim=-1)
+        order = chosen.flatten().argsort(stable=True)
+        sent = chosen.flatten().bincount(minlength=self.count)
+        coming = torch.empty_like(sent)
+        dist.all_to_all_single(coming, sent)
+        away, here = (numbers.view(self.world, -1).sum(1).tolist() for numbers in (sent, coming))
+        rows = all_to_all_single_autograd(tokens[order // 2], here, away, dist.group.WORLD)
+        numbers = coming.view(self.world, -1)
+        experts = torch.arange(numbers.shape[1]).repeat(self.world).repeat_interleave(coming).argsort(stable=True)
+        groups = rows[experts].split(numbers.sum(0).tolist())
+        found = torch.cat([F.silu(group @ self.up[e]) @ self.down[e] for e, group in enumerate(groups)])
+        back = all_to_all_single_autograd(found[experts.argsort()], away, here, dist.group.WORLD)
+        chosen_rows = back[order.argsort()].view(*scores.shape, -1)
+        return (chosen_rows * scores.unsqueeze(-1)).sum(1).reshape(x.shape)
+
+
+def expert_parallel(model: Any, rank: int, task: Task) -> Peer:
+    """Each rank has half of the batch and of the experts, whose gradients are sums already."""
+    world = dist.get_world_size()
+    for block in model.blocks:
+        block.mlp = OwnExperts(block.mlp, rank)
+    own = {name: p for name, p in model.named_parameters() if name.endswith((".mlp.up", ".mlp.down"))}
+    model._ddp_params_and_buffers_to_ignore = list(own)
+    inner = ddp(model, rank, task)
+
+    def step(batch: Batch) -> Tensor | None:
+        loss = inner.step(batch)
+        for parameter in own.values():
+            assert parameter.grad is not None
+            parameter.grad /= world
+        return loss
+
+    return Peer(parameters=inner.parameters, step=step)
+
+
 PEERS: dict[str, Callable[[nn.Module, int, Task], Peer]] = {
     "ddp": ddp,
     "fsdp2": lambda model, rank, task: fsdp(model, rank, task, again=False),
@@ -184,6 +328,11 @@ PEERS: dict[str, Callable[[nn.Module, int, Task], Peer]] = {
     "tp": lambda model, rank, task: tensor_parallel(model, rank, task, sequences=False),
     "sp": lambda model, rank, task: tensor_parallel(model, rank, task, sequences=True),
     "pp": pipeline,
+    "ring": lambda model, rank, task: context_parallel(
+        model, rank, task, ring, [rank, 2 * dist.get_world_size() - 1 - rank]
+    ),
+    "ulysses": lambda model, rank, task: context_parallel(model, rank, task, ulysses, [rank]),
+    "ep": expert_parallel,
 }
 
 

@@ -84,7 +84,7 @@ def extend(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
             size = types[name].shape[ROWS]
             steps[size] = max(steps.get(size, 1), halves * n)
     extents = {size: Extent(size, _whole(size, step, ways)) for size, step in steps.items()}
-    sequences = _Sequences(main, extents, max(steps.values(), default=1) * ways)
+    sequences = _LongerSequences(main, extents, max(steps.values(), default=1) * ways)
     try:
         sequences.follow(found)
     except _UnclearError:
@@ -108,7 +108,7 @@ class _UnclearError(Exception):
 
 
 @dataclass(slots=True)
-class _Sequences:
+class _LongerSequences:
     main: Region
     extents: dict[int, Extent]  # of the sequences of attention
     least: int  # a slice with more positions less is another sequence
@@ -204,14 +204,14 @@ class _Sequences:
         return not isinstance(at, int) or at % len(self.types[name].shape) == dim
 
     def region(self) -> Region:
-        return _Writer(self).run()
+        return _LongerRegion(self).run()
 
 
 @dataclass(slots=True)
-class _Writer:
+class _LongerRegion:
     """The region with longer sequences."""
 
-    found: _Sequences
+    found: _LongerSequences
     taken: set[str] = field(init=False)
     ops: list[Op] = field(default_factory=list)
     forms: dict[tuple[str, frozenset[int]], str] = field(default_factory=dict)  # by value and its longer dimensions

@@ -90,6 +90,6 @@ def numbered(op: Op, dims: Iterable[int], size: int, parts: int = 0) -> Op:
 
 
 def drawn_dims(op: Op, dims: Iterable[int]) -> list[int]:
-    """Those dimensions of an operation's first result along which it draws a number for each element."""
+    """The dimensions, of those given, along which an operation draws a number for each element of its first result."""
     count = op.args[2] if op.name == "dropout" else len(op.results[0].type.shape)
     return [dim for dim in dims if isinstance(count, int) and dim < count]

@@ -169,7 +169,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "a backward pass that partc cannot trace",
         "partc traces the backward of a torch.autograd.Function, and hooks that return a new gradient, like forward. "
         "It refuses what no operations of a graph stand for: functions that change their operands or call autograd, "
-        "hooks on modules and on sums of gradients, hooks that only read, and hooks on a tensor that was read before. "
+        "hooks on modules and on sums of gradients, hooks that only read, and hooks on a tensor that was read before; "
+        "under fp16, gradients that do not depend on the loss's, whose factor they would miss. "
         "Write them with operations that torch differentiates, or register them with torch.library and "
         "register_autograd.",
     ),

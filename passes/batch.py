@@ -179,7 +179,10 @@ class _Walk:
         if rule is not None and (copies := self._copies(op, rule)) is not None:
             return tuple(Choice(axis=axis, factor=copies) for axis in self.axes)
         cut = [(index, placement) for index, placement in enumerate(given) if isinstance(placement, Shard)]
-        partial = [index for index, placement in enumerate(given) if isinstance(placement, Partial)]
+        unread = rule.unread if rule is not None else ()
+        partial = [
+            index for index, placement in enumerate(given) if isinstance(placement, Partial) and index not in unread
+        ]
         names = list(op.refs())
         if rule is not None and cut:
             found = {_factor_at(rule, index, placement) for index, placement in cut}

@@ -19,7 +19,7 @@ from partc.frontend.builtin_numbers import counting
 from partc.frontend.constant_buffers import Recipe, Recipes, made
 from partc.frontend.frozen_state import StateWatch, check
 from partc.frontend.model_file import blame
-from partc.frontend.own_backward import Hook, followed, own_hooks, register_hook
+from partc.frontend.own_backward import Hook, followed, own_hooks
 from partc.frontend.random_branches import Outcomes
 from partc.frontend.repeats import CallMark, Excluded, ModuleTree, Repeats
 from partc.frontend.results import Read
@@ -164,7 +164,7 @@ class _TracedStep(nn.Module):
     def _forward(self, batch: Any) -> Mapping[str, Tensor]:
         for name, hooks in self._hooks.items():
             for hook in hooks:
-                register_hook(self.model.get_parameter(name), hook)
+                self.model.get_parameter(name).register_hook(hook)
         out = of_model(self.model, batch) if self._loss is None else self._loss(self.model, batch)
         if self._read is not None:
             return self._read(out)
@@ -217,7 +217,7 @@ def capture(
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
         batch = _part(_fake_batch(tensors, mode, dtype), parts)
         try:
-            with followed(), stacks_of_losses():
+            with followed(parts), stacks_of_losses():
                 watch = StateWatch(model, loss)
                 tell = lambda *found: told.append(found)  # noqa: E731
                 modules = ModuleTree(model)

@@ -70,8 +70,11 @@ class _Context:
 
 
 @contextmanager
-def followed() -> Iterator[None]:
-    """A context in which autograd functions and hooks are traced; what cannot be traced raises PartcError P0216."""
+def followed(parts: int = 1) -> Iterator[None]:
+    """A context in which autograd functions and hooks are traced; what cannot be traced raises PartcError P0216.
+
+    The loss of the traced batch counts as one of `parts`. So do gradients that functions add themselves.
+    """
     apply, hook = vars(torch.autograd.Function)["apply"], Tensor.register_hook
     grad, backward = torch.autograd.grad, torch.autograd.backward
     inside: list[type] = []  # functions whose backward runs
@@ -81,14 +84,17 @@ def followed() -> Iterator[None]:
             return args[0](*args[2:])
         if cls.__module__.split(".")[0] in ("torch", "partc"):
             return apply.__func__(cls, *args, **kwargs)
-        return _followed(cls, args, kwargs, inside)
+        return _followed(cls, args, kwargs, inside, parts)
+
+    def hooked(x: Tensor, hook: Hook) -> RemovableHandle:
+        return register_hook(x, hook, parts)
 
     def refused_grad(*args: Any, **kwargs: Any) -> Any:
         raise _refused(f"the backward of {inside[-1].__name__} calls autograd" if inside else _OWN)
 
     torch.autograd.grad = torch.autograd.backward = refused_grad
     torch.autograd.Function.apply = classmethod(own_apply)  # type: ignore[assignment,method-assign]
-    Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    Tensor.register_hook = hooked  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -97,19 +103,19 @@ def followed() -> Iterator[None]:
         Tensor.register_hook = hook  # type: ignore[method-assign]
 
 
-def register_hook(x: Tensor, hook: Hook) -> RemovableHandle:
+def register_hook(x: Tensor, hook: Hook, parts: int = 1) -> RemovableHandle:
     """Trace a hook on a tensor's gradient; the readers of the tensor then read the result of `hook_gradient`."""
     if not x.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
     value = x.detach()
-    changed = hook(torch.ops.partc.incoming_gradient(value))
+    changed = hook(_incoming(value, parts))
     if changed is None:
         raise _refused("a hook reads a gradient without changing it")
-    torch.ops.partc.hook_gradient(value, x, _fitted(changed, x))
+    torch.ops.partc.hook_gradient(value, x, _fitted(changed, x, parts))
     return RemovableHandle(OrderedDict())
 
 
-def _followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: list[type]) -> Any:
+def _followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: list[type], parts: int) -> Any:
     """The results of a function, whose gradients are the function's own."""
     apart = cls.setup_context is not torch.autograd.Function.setup_context
     if apart:  # forward takes no context, and arguments by name
@@ -118,8 +124,12 @@ def _followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: l
         args = bound.args
     needs = [isinstance(arg, Tensor) and arg.requires_grad and torch.is_grad_enabled() for arg in args]
     context = _Context(needs)
-    given = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
-    made = cls.forward(*given) if apart else cls.forward(context, *given)
+    given = tuple(
+        arg.detach().requires_grad_(needed) if isinstance(arg, Tensor) else arg
+        for arg, needed in zip(args, needs, strict=True)
+    )
+    with torch.no_grad():
+        made = cls.forward(*given) if apart else cls.forward(context, *given)
     if apart:
         cls.setup_context(context, given, made)
     results = list(made) if isinstance(made, tuple) else [made]
@@ -134,13 +144,13 @@ def _followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: l
         values = [results[place] for place in carrying]
         incoming = [torch.zeros_like(x) if isinstance(x, Tensor) else None for x in results]
         for place in carrying:
-            incoming[place] = torch.ops.partc.incoming_gradient(results[place])
+            incoming[place] = _incoming(results[place], parts)
         inside.append(cls)
         found = (cls.backward if cls.backward is not torch.autograd.Function.backward else cls.vjp)(context, *incoming)
         inside.pop()
         found = found if isinstance(found, tuple) else (found,)
         pairs = [
-            (arg, _fitted(gradient, arg))
+            (arg, _fitted(gradient, arg, parts))
             for arg, gradient, needed in zip(args, found, needs, strict=False)
             if needed and gradient is not None
         ]
@@ -152,8 +162,15 @@ def _followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: l
     return tuple(results) if isinstance(made, tuple) else results[0]
 
 
-def _fitted(gradient: Tensor, x: Tensor) -> Tensor:
-    """A gradient in the tensor's shape and dtype, as autograd takes it."""
+def _incoming(x: Tensor, parts: int) -> Tensor:
+    """The gradient of x if the loss of the traced batch counted whole."""
+    incoming: Tensor = torch.ops.partc.incoming_gradient(x)
+    return incoming if parts == 1 else incoming * parts
+
+
+def _fitted(gradient: Tensor, x: Tensor, parts: int) -> Tensor:
+    """A gradient in the tensor's shape and dtype, as autograd takes it, for a loss that counts as one of `parts`."""
+    gradient = gradient if parts == 1 else gradient / parts
     if gradient.shape != x.shape:
         gradient = gradient.sum_to_size(x.shape)
     return gradient.to(x.dtype).detach()

@@ -126,6 +126,8 @@ class ValueWatch(TorchFunctionMode):
         found = self.selections.call(func, name, args, kwargs, sys._getframe(1))
         if found is not NOT_SELECTED:
             return found
+        if name == "bincount" and self._value(args[0]) is None and (counts := counted(*args, **kwargs)) is not None:
+            return counts
         if name == "item" and self._drawn.is_uniform(args[0]):
             return self._drawn.number(args[0])
         if name in TESTS and (test := self._drawn.of(args[0])) is not None and 0 < test[0] < 1:
@@ -273,6 +275,19 @@ class ValueWatch(TorchFunctionMode):
         source, text, outcome = guard
         self.assumed[source] = text
         return outcome
+
+
+def counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
+    """bincount of numbers below `minlength`, whose size does not depend on them; None for others.
+
+    A larger number is not counted, or an error where there are weights.
+    """
+    if not minlength:
+        return None
+    if weights is None:
+        return torch.histc(x.to(torch.float32), minlength, 0, minlength - 1).to(torch.int64)
+    dtype = weights.dtype if weights.dtype == torch.float32 else torch.float64
+    return torch.zeros(minlength, dtype=dtype).scatter_add(0, x.to(torch.int64), weights.to(dtype))
 
 
 def _outside() -> FrameType | None:

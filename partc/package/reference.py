@@ -63,13 +63,15 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
             parts = _microbatches(data.batch(number), plan)
             if branches is None:
                 branches = _branches(module, model, plan, parts[0])
-            total += _backward(module, model, plan, parts, branches.shorter, seed, number, update.accumulate)
+            total += _backward(module, model, plan, parts, branches.shorter, seed, number) / update.accumulate
         for name, x in names:
             if x.grad is None and branches is not None and name in branches.trained:
                 x.grad = torch.zeros_like(x)
+        shares = update.accumulate * len(parts)
         for _, x in names:
             if x.grad is not None:
-                x.grad = x.grad.clone()  # that of sgn and its like has no memory to write to
+                # That of sgn and its like has no memory to write to.
+                x.grad = x.grad.clone() if shares == 1 else x.grad / shares
         recorded: dict[str, Tensor] = {}
         for name, x in names:
             if x.grad is not None and x.grad.is_sparse:
@@ -274,17 +276,16 @@ def _backward(
     shorter: Mapping[int, Mapping[bool, int]],
     seed: int,
     number: int,
-    accumulate: int,
 ) -> float:
-    """Add the gradients of a batch's part of the step's loss, and return that part."""
+    """Add the gradients of the losses of a batch's parts, and return the mean of these losses."""
     total = 0.0
     with Sampling(seed, number) as sampling:
         for index, part in enumerate(parts):
             moved = {index * plan["draws"] + key: value for key, value in shorter.items()}
             with computing_in(held_in(plan["precision"])), mixed(plan["precision"]), BranchSampling(sampling, moved):
-                loss = loss_of(module, model, part) / (len(parts) * accumulate)
+                loss = loss_of(module, model, part)
             loss.backward()
-            total += loss.item()
+            total += loss.item() / len(parts)
     if sampling.drawn != plan["draws"] * len(parts):
         raise PartcError(
             "P0207",

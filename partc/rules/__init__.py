@@ -189,8 +189,9 @@ def _placements(op: Op, rule: OpRule, choice: Choice | None) -> tuple[tuple[Plac
             raise InternalError(f"{op.name} cannot be cut along {factor.name}")
         combined = factor.name in rule.combined
         others: Placement = Replicated() if combined else Varying()
+        sums = rule.added if factor.kind == "contracted" else rule.unread
         asked = [
-            _shard(dims, rule, choice) or (Partial() if index in rule.added and factor.kind == "contracted" else others)
+            _shard(dims, rule, choice) or (Partial() if index in sums else others)
             for index, dims in enumerate(rule.operands)
         ]
         if factor.kind == "parallel":

@@ -1,4 +1,4 @@
-"""Rules of operations of which only the batch may be cut: they treat examples alike, and each one as a whole."""
+"""Rules of operations of which only the batch may be cut: they treat examples alike, or add them up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from partc.ir.program import Op
 from partc.rules.rule import Dims, OpRule, argument, integers, make
-from partc.rules.shapes import Builder, Types
+from partc.rules.shapes import Builder, Types, named_dims
 
 
 def examples(*slots: int, dims: Sequence[tuple[int, str, int]] = (), least: int = 1) -> Builder:
@@ -43,6 +43,26 @@ def examples(*slots: int, dims: Sequence[tuple[int, str, int]] = (), least: int 
         return make(operands, results, known, blocked={name for name in known if name != "b"})
 
     return build
+
+
+def counted(op: Op, types: Types) -> OpRule:
+    """histc(x, bins, min, max): the counts of all elements, which each rank adds up for its own."""
+    dims, sizes = named_dims(types[0].shape)
+    bins = op.results[0].type.shape[0]
+    return make([(dims, types[0])], [(("n",),)], {**sizes, "n": bins}, blocked={"n"})
+
+
+def scatter_add(op: Op, types: Types) -> OpRule | None:
+    """scatter_add(x, dim, index, src): along the first dimension of x, the rows of index and src are added up."""
+    dim, (x, index, src) = argument(op, 1, "dim"), types
+    if dim != 0 or index.shape != src.shape:
+        return examples(0, 1, 2, dims=((1, "dim", 0),))(op, types)
+    sizes = {"n": x.shape[0], "s": index.shape[0]}
+    sizes |= {f"{letter}{i}": size for letter, type in (("x", x), ("i", index)) for i, size in enumerate(type.shape)}
+    into: Dims = (("n",), *((f"x{i}",) for i in range(1, len(x.shape))))
+    rows: Dims = (("s",), *((f"i{i}",) for i in range(1, len(index.shape))))
+    blocked = {name for name in sizes if name != "s"}
+    return make([(into, x), (rows, index), (rows, src)], [into], sizes, blocked=blocked, linear=[(0, 2)], added=(0,))
 
 
 def recurrent(op: Op, types: Types) -> OpRule | None:

@@ -45,6 +45,7 @@ class OpRule:
     integral: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()  # operands that are gradients: a varying tensor's is partial, a partial one's equal
     makes_gradients: bool = False  # so are the results
+    unread: tuple[int, ...] = ()  # operands of which only the gradient counts: partial, where they lack the cut factor
     ring: tuple[str, ...] = ()  # factors that are cut together, where the operation moves its operands between ranks
     work: tuple[tuple[str, ...], ...] = ()  # one product of factors per matrix product in the operation
 

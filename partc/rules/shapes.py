@@ -222,7 +222,8 @@ def owned(op: Op, types: Types) -> OpRule:
     """own_gradient(results, operands, gradients): equal numbers in the attribute `dims` are equal dimensions.
 
     An operand without a cut dimension has a gradient that is a sum over the ranks; a cut dimension that no result has
-    makes partial results.
+    makes partial results. The attribute `alone` numbers the operands whose gradients need no incoming one: parts of
+    their sum have the gradient of the sum.
     """
     results, operands, gradients = (len(each) for each in op.args if isinstance(each, tuple))
     given = dict(op.attrs)["dims"]
@@ -237,7 +238,12 @@ def owned(op: Op, types: Types) -> OpRule:
     rule = make(
         list(zip(dims, types, strict=True)), dims[:results], sizes, added=range(results), linear=[range(results)]
     )
-    return replace(rule, gradients=tuple(range(results + operands, results + operands + gradients)))
+    alone = integers(dict(op.attrs).get("alone", ()))
+    return replace(
+        rule,
+        gradients=tuple(range(results + operands, results + operands + gradients)),
+        unread=tuple(first + index for first in (results, results + operands) for index in alone),
+    )
 
 
 # Views

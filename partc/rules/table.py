@@ -11,7 +11,7 @@ from partc.errors import PartcError
 from partc.ir.program import Op
 from partc.rules import products, shapes
 from partc.rules.notation import Notation, NotationError, bind, parse
-from partc.rules.per_example import examples, recurrent
+from partc.rules.per_example import counted, examples, recurrent, scatter_add
 from partc.rules.rule import OpRule, argument, is_ref, make
 from partc.rules.shapes import Builder, Types, along, last_dims
 
@@ -329,7 +329,9 @@ build("unfold", examples(0, dims=((1, "dimension", 0),)))
 build("diagonal", examples(0, dims=((2, "dim1", 0), (3, "dim2", 1))))
 build("diag_embed", examples(0, dims=((2, "dim1", -2), (3, "dim2", -1))))
 build("var_mean std_mean", examples(0, dims=((1, "dim", 0),)), precision="high")
-build("scatter scatter_add scatter_reduce", examples(0, 1, 2, dims=((1, "dim", 0),)), heavy=True)
+build("scatter scatter_reduce", examples(0, 1, 2, dims=((1, "dim", 0),)), heavy=True)
+build("scatter_add", scatter_add, heavy=True)
+build("histc", counted, heavy=True)
 build("index_add index_copy", examples(0, 2, dims=((1, "dim", 0),)), heavy=True)
 build("lstm gru rnn_tanh rnn_relu", recurrent, heavy=True, precision="low")
 

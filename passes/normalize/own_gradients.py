@@ -5,7 +5,7 @@
     y = own_gradient((sum,), (x, w), (grad_x, grad_w), dims=((0, 1), (0, 1), (1,)))
 
 Dimensions are equal if the rules of the function's operations, forward and backward, give them one factor. The numbers
-are those of results, then of operands.
+are those of results, then of operands. `alone` numbers the operands whose gradients depend on no incoming one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Dim = tuple[str | int, str | int]  # of a value, or a factor of an operation
 def with_dims(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
     ops = list(graph.ops)
     stopped: dict[str, int] = {}  # a value -> where it was last detached
+    incoming: set[str] = set()  # values that depend on incoming gradients
     for place, op in enumerate(ops):
+        if op.name == "incoming_gradient" or (op.name != "own_gradient" and not incoming.isdisjoint(op.refs())):
+            incoming.update(value.name for value in op.results)
         if op.name == "detach":
             stopped[next(op.refs())] = place
         if op.name == "own_gradient":
@@ -35,7 +38,8 @@ def with_dims(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
                 for dim in range(len(types[name].shape)):
                     equal.same((name, dim), (gradient, dim))
             dims = equal.numbers(results, operands, types)
-            ops[place] = replace(op, attrs=(("dims", dims),))
+            alone = tuple(index for index, name in enumerate(gradients) if name not in incoming)
+            ops[place] = replace(op, attrs=(("dims", dims), *((("alone", alone),) if alone else ())))
     return replace(graph, ops=tuple(ops))
 
 

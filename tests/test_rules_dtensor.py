@@ -32,6 +32,7 @@ ITS_LIMITS = {
     "masked_fill": "sums parts first",
     "cumsum": "sums parts first",
     "gather": "sums parts first",
+    "scatter_add": "gathers what is added up",
     "repeat_interleave": "sums parts first",
     "dot": "sums parts first",
     "matmul": "reaches some products by way of views that gather, and sums parts of vectors first",

@@ -82,6 +82,7 @@ class Simulator:
         self.rates = ClusterRates(cluster, constants)
         self._known: dict[_Key, Any] = {}
         self._derivatives: Derivatives = {}
+        self._numbers: dict[_Key, int] = {}
 
     def predict(self, plan: ParallelPlan) -> Prediction:
         """The prediction for a plan. Raises PartcError if it cannot be compiled."""
@@ -146,7 +147,7 @@ class Simulator:
         laid = self._once(("annotate", *shape), lambda: _until("annotate", ready(calls), "outline", given))
         tabled = _only(("tables",), ready(laid), given)
         if tabled.regions != laid.regions:  # tables cut by rows change their regions
-            shape = (*shape, tabled.regions, tabled.parameters)
+            shape = (*shape, self._numbers.setdefault((tabled.regions, tabled.parameters), len(self._numbers)))
 
         def differentiated() -> Program:
             local = _until("outermost", tabled, "tables", given)

@@ -43,7 +43,7 @@ from partc.rules.rule import integers
 from partc.rules.updates import DEFAULT, dense, updates
 from partc.torch_private import FakeTensorMode, aot_export_joint_simple, without_order
 
-Derivatives = MutableMapping[tuple[Region, frozenset[str], frozenset[str]], Region]
+Derivatives = MutableMapping[tuple[object, ...], Region]
 
 
 def differentiate(
@@ -51,8 +51,8 @@ def differentiate(
 ) -> Program:
     """Give a backward graph to every region that a gradient passes through.
 
-    `derivatives` has regions of other programs, which are taken where they are alike but for the sizes of axes, and
-    gets this program's.
+    `derivatives` has regions of other programs, which are taken where they are alike but for local sizes, and gets this
+    program's.
 
     Raises PartcError P0422 for a dense gradient whose optimizer needs a sparse one.
     """
@@ -62,11 +62,29 @@ def differentiate(
     known = {} if derivatives is None else derivatives
     made = []
     for region in program.regions:
-        key = region, needs[region.name], trainable[region.name]
+        given = region, needs[region.name], trainable[region.name]
+        key = (*given, None) if derivatives is None else (*_sizeless(region, program.sizes), *given[1:])
         if key not in known:
-            known[key] = _differentiate_region(*key, program.sizes)
+            known[key] = _differentiate_region(*given, program.sizes)
         made.append(_with_copies(known[key], changed.get(region.name, frozenset())))
     return _with_rows(replace(program, regions=tuple(made)), optimizer, group)
+
+
+def _sizeless(region: Region, sizes: Sizes) -> tuple[Region, tuple[object, ...]]:
+    """A region without the local sizes among its literals, and its local dimensions of one element, which broadcast.
+
+    Regions that agree in both have the same derivative, but for local sizes.
+    """
+
+    def literals(op: Op) -> Op:
+        shapes = {value.type.layout.local_shape(sizes) for value in op.results}
+        return replace(op, args=tuple(() if isinstance(arg, tuple) and arg in shapes else arg for arg in op.args))
+
+    blank = replace(region, forward=replace(region.forward, ops=tuple(map(literals, region.forward.ops))))
+    types = region.types(region.forward)
+    shapes = {name: type.layout.local_shape(sizes) for name, type in types.items()}
+    ones = tuple((name, dim) for name, shape in shapes.items() for dim, size in enumerate(shape) if size == 1)
+    return blank, ones
 
 
 def _with_rows(program: Program, optimizer: str, group: Sequence[str]) -> Program:

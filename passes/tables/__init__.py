@@ -276,14 +276,23 @@ class _Tables:
 
     def _alike(self) -> Iterator[list[str]]:
         """The parameters that share slots."""
-        left = {parameter.name: None for parameter in self.program.parameters if self.slots[parameter.name]}
-        while left:
-            group, slots = [next(iter(left))], set[Slot]()
-            for name in group:
-                left.pop(name, None)
-                slots.update(self.slots[name])
-                group += [other for other in left if other not in group and not slots.isdisjoint(self.slots[other])]
-            yield group
+        readers: dict[Slot, list[str]] = {}
+        for name, slots in self.slots.items():
+            for slot in slots:
+                readers.setdefault(slot, []).append(name)
+        seen: set[str] = set()
+        for first, slots in self.slots.items():
+            if not slots or first in seen:
+                continue
+            group = {first: None}
+            left, met = [first], set[Slot]()
+            while left:
+                for slot in {*self.slots[left.pop()]} - met:
+                    met.add(slot)
+                    left += [name for name in readers[slot] if name not in group]
+                    group |= dict.fromkeys(readers[slot])
+            seen |= group.keys()
+            yield [name for name in self.slots if name in group] if len(group) > 1 else [first]
 
     def _cuts(self, names: Sequence[str]) -> Iterator[Cut]:
         """The possible cuts over all axes over which the gradients would be sums; the rows over one axis at most."""

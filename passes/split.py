@@ -61,7 +61,7 @@ def _sending_first(program: Program) -> Program:
     for region in program.regions:
         stages = {call.stage for call in program.calls if call.region == region.name}
         halves = _split(region) if stages & returning else region
-        if not _worthwhile(halves, program.sizes):
+        if not worthwhile(halves, program.sizes):
             regions.append(region)
         elif stages <= returning:
             regions.append(halves)
@@ -75,7 +75,7 @@ def _sending_first(program: Program) -> Program:
     return replace(program, regions=tuple(regions), calls=tuple(calls))
 
 
-def _worthwhile(region: Region, sizes: Sizes) -> bool:
+def worthwhile(region: Region, sizes: Sizes) -> bool:
     """Whether the backward pass has no collectives to overlap with, and the second half reads no more bytes than it."""
     if region.weight is None or region.backward is None:
         return False

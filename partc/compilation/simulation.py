@@ -27,12 +27,14 @@ from partc.errors import InternalError, PartcError, first_line
 from partc.frontend.origin import Functions, Origin, trace
 from partc.frontend.trace import Batches
 from partc.ir.gradients import input_only
-from partc.ir.mesh import EXPERT_AXIS, PIPELINE_AXIS, TIME_AXIS, Mesh, is_batch_axis
+from partc.ir.mesh import BATCH_AXIS, EXPERT_AXIS, PIPELINE_AXIS, Mesh, is_batch_axis
 from partc.ir.program import Program
 from partc.passes.batch import check_divisible
 from partc.passes.differentiate import Derivatives
+from partc.passes.tables import table_cut
 from partc.runtime.documents import Malformed, contents, decoded, parsed
 from partc.runtime.optimizer.recipe import Recipe
+from partc.sharding.choices import axis_order
 
 _Key = tuple[object, ...]
 _ROUNDING = 1e-9  # of sums of seconds in different orders
@@ -84,18 +86,22 @@ class Simulator:
         self._derivatives: Derivatives = {}
         self._numbers: dict[_Key, int] = {}
 
-    def predict(self, plan: ParallelPlan) -> Prediction:
-        """The prediction for a plan. Raises PartcError if it cannot be compiled."""
-        return prediction(self.program(plan), self.rates, optimizer=plan.optimizer or DEFAULT)
+    def predict(self, plan: ParallelPlan, *, everywhere: bool = False) -> Prediction:
+        """The prediction for a plan. Raises PartcError if it cannot be compiled.
 
-    def program(self, plan: ParallelPlan) -> Program:
+        With `everywhere`, regions are those of `differentiated`, which more plans share.
+        """
+        program = self.program(plan, everywhere=everywhere)
+        return prediction(program, self.rates, optimizer=plan.optimizer or DEFAULT)
+
+    def program(self, plan: ParallelPlan, *, everywhere: bool = False) -> Program:
         """The plan's program with its actions: those of a compile, but for sizes that are literals of operations.
 
         Raises PartcError.
         """
         options = plan.on(self.cluster).compile_options()
         try:
-            return self._program(plan, options, separate=False)
+            return self._program(plan, options, separate=False, everywhere=everywhere)
         except PartcError as error:
             if error.code != "P0402":
                 raise
@@ -109,12 +115,18 @@ class Simulator:
         return replace(found, mesh=options.mesh, microbatches=options.microbatches)
 
     def differentiated(self, plan: ParallelPlan) -> tuple[_Key, Program]:
-        """The plan's program before recomputation and stages, and what its regions depend on. Raises PartcError."""
-        options = plan.on(self.cluster).compile_options()
-        key, whole = self._whole(plan, options, separate=False)
-        return key, replace(whole, mesh=options.mesh, microbatches=options.microbatches)
+        """The plan's program before recomputation and stages, and what its regions depend on. Raises PartcError.
 
-    def _whole(self, plan: ParallelPlan, options: Options, *, separate: bool) -> tuple[_Key, Program]:
+        Its regions are those of plans that cut the batch in space and in time, whose axes may have size 1 here.
+        """
+        options = plan.on(self.cluster).compile_options()
+        key, whole = self._whole(plan, options, separate=False, everywhere=True)
+        return key, replace(whole, mesh=_with_batch_axis(options.mesh), microbatches=options.microbatches)
+
+    def _whole(
+        self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
+    ) -> tuple[_Key, Program]:
+        """The program before recomputation and stages; with `everywhere`, as if all axes cut the batch."""
         parts = options.microbatches if separate else 1
         trace_key = (*plan.definitions.items(), options.precision, parts)
         given = options.for_passes
@@ -130,6 +142,11 @@ class Simulator:
 
         start = self._once(("simplify", *trace_key), canonical)
         check_divisible(ready(start))
+        cut = _everywhere(ready(start)) if everywhere else ready(start)
+
+        def apart(program: Program) -> Program:
+            return replace(program, mesh=cut.mesh, microbatches=cut.microbatches)
+
         weights = tuple(item for item in mesh.axes if item[0] != PIPELINE_AXIS and not _holds_alike(item[0]))
         widths: _Key = (*trace_key, weights, options.kernels)
 
@@ -141,25 +158,32 @@ class Simulator:
         if len(calls.calls) - len(input_only(calls)) < len(stages):
             calls = self._once(("outline", *widths, len(stages)), lambda: outlined(stages))
             widths = (*widths, len(stages))
-        axes = (*mesh.axes, (TIME_AXIS, options.microbatches))
-        cuts = tuple(name for name, size in axes if size > 1 and name != PIPELINE_AXIS)
-        shape: _Key = (*widths, cuts)
-        laid = self._once(("annotate", *shape), lambda: _until("annotate", ready(calls), "outline", given))
+        shape: _Key = (*widths, axis_order(cut.sizes))
+        laid = self._once(("annotate", *shape), lambda: _until("annotate", apart(calls), "outline", given))
+        mesh = _with_batch_axis(mesh) if everywhere else mesh
         tabled = _only(("tables",), ready(laid), given)
         if tabled.regions != laid.regions:  # tables cut by rows change their regions
-            shape = (*shape, self._numbers.setdefault((tabled.regions, tabled.parameters), len(self._numbers)))
+            if everywhere:
+                cuts = {item.name: table_cut(item, tabled.sizes) for item in tabled.parameters}
+                tabled = _only(("tables",), apart(laid), given | {"cut_tables": cuts})
+                names = tuple(op.name for region in tabled.regions for op in region.forward.ops)
+                shape = (*shape, names, *((name, cut) for name, cut in cuts.items() if cut))
+            else:
+                number = self._numbers.setdefault((tabled.regions, tabled.parameters), len(self._numbers))
+                shape = (*shape, number)
 
         def differentiated() -> Program:
-            local = _until("outermost", tabled, "tables", given)
+            local = _until("outermost", apart(tabled), "tables", given)
             known = given | {"derivatives": self._derivatives}
             return _only(("differentiate", "expand", "chunk"), local, known)
 
         shape = (*shape, options.loss_chunks)
         return shape, self._once(("chunk", *shape), differentiated)
 
-    def _program(self, plan: ParallelPlan, options: Options, *, separate: bool) -> Program:
-        shape, whole = self._whole(plan, options, separate=separate)
-        given, mesh, stages = options.for_passes, options.mesh, options.places
+    def _program(self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False) -> Program:
+        shape, whole = self._whole(plan, options, separate=separate, everywhere=everywhere)
+        given, stages = options.for_passes, options.places
+        mesh = _with_batch_axis(options.mesh) if everywhere else options.mesh
 
         def ready(program: Program) -> Program:
             return replace(program, mesh=mesh, microbatches=options.microbatches)
@@ -195,6 +219,22 @@ class Simulator:
 def _holds_alike(axis: str) -> bool:
     """Whether ranks along an axis differ in their part of the batch alone, so that its size does not change layouts."""
     return is_batch_axis(axis) and axis != EXPERT_AXIS
+
+
+def _everywhere(program: Program) -> Program:
+    """The program on a mesh that cuts the batch in two in space and in time, if the batch divides so."""
+    axes = _with_batch_axis(program.mesh).axes
+    mesh = Mesh(axes=tuple((name, 2 if name == BATCH_AXIS else size) for name, size in axes))
+    found = replace(program, mesh=mesh, microbatches=2)
+    try:
+        check_divisible(found)
+    except PartcError:
+        return program
+    return found
+
+
+def _with_batch_axis(mesh: Mesh) -> Mesh:
+    return mesh if BATCH_AXIS in mesh.names else Mesh(axes=((BATCH_AXIS, 1), *mesh.axes))
 
 
 def _until(last: str, program: Program, behind: str | None, given: Mapping[str, Any]) -> Program:

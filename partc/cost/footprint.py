@@ -47,10 +47,11 @@ class Footprint:
         total = 0.0
         for name, stages in self._holders.items():
             if any(self.program.place(stage) == place for stage in stages):
-                total += self._lasting(self._parameters[name])
+                total += self.lasting(self._parameters[name])
         return int(total)
 
-    def _lasting(self, parameter: Parameter) -> float:
+    def lasting(self, parameter: Parameter) -> float:
+        """The bytes that a rank holds of a parameter, its gradient and its states through a step."""
         own = parameter.type.local_bytes(self.program.sizes)
         ways = self._exchanges.ways(parameter.gather)
         total = float(own)
@@ -67,7 +68,7 @@ class Footprint:
     def _saved(self, stage: int) -> int:
         """The bytes that a stage saves of one microbatch. A value that one call hands to the next is saved once."""
         if stage not in self._stages:
-            self._stages[stage] = sum(self._by_region[call.region] for call in self._calls(stage))
+            self._stages[stage] = sum(self.saved_by_region[call.region] for call in self._calls(stage))
         return self._stages[stage]
 
     def _calls(self, stage: int) -> Iterator[Call]:
@@ -76,7 +77,8 @@ class Footprint:
                 yield call
 
     @cached_property
-    def _by_region(self) -> Mapping[str, int]:
+    def saved_by_region(self) -> Mapping[str, int]:
+        """The bytes that a call of each region saves of one microbatch."""
         held = held_inputs(self.program)
         sizes = self.program.sizes
         found = {}
@@ -91,14 +93,14 @@ class Footprint:
         regions = {call.region: call for call in self._calls(stage)}
         most = 0
         for name, call in regions.items():
-            gathered = self._gathered(call) * 2  # those of the next call arrive meanwhile
-            gradients = self._scattered(call)
+            gathered = self.gathered(call) * 2  # those of the next call arrive meanwhile
+            gradients = self.scattered(call)
             for kind in _KINDS:
-                alive = self._alive(name, kind)
+                alive = self.alive(name, kind)
                 most = max(most, alive + gathered + (gradients if kind != "F" else 0))
         return most
 
-    def _gathered(self, call: Call) -> int:
+    def gathered(self, call: Call) -> int:
         """Bytes of a call's unsharded parameters if ZeRO gathers them for it."""
         if self.program.zero < 3:
             return 0
@@ -106,7 +108,7 @@ class Footprint:
             self._whole(name, self._exchanges.read[name]) for name in call.params if name in self._exchanges.parted
         )
 
-    def _scattered(self, call: Call) -> int:
+    def scattered(self, call: Call) -> int:
         """Bytes of unsharded gradients around a call if ZeRO scatters them: its own, and as many of the call before."""
         if self.program.zero < 2:
             return 0
@@ -120,7 +122,8 @@ class Footprint:
         whole = parameter.type.layout.without(*parameter.gather).local_shape(self.program.sizes)
         return math.prod(whole) * ITEMSIZE[dtype]
 
-    def _alive(self, region: str, kind: GraphKind) -> int:
+    def alive(self, region: str, kind: GraphKind) -> int:
+        """The most bytes of a graph's values that are alive at one time, besides saved values."""
         key = region, kind
         if key not in self._most:
             found = self._exchanges.regions[region]

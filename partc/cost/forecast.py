@@ -14,13 +14,13 @@ from partc.cost.action_timeline import ActionTimeline, LeftCollective, Segment, 
 from partc.cost.rates import ROOFLINE, Rates
 from partc.cost.simulation import Durations, Timeline, timeline
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import MOVING, VIEWS, Action, Call, Graph, Op, Program, TensorType
+from partc.ir.program import MOVING, VIEWS, Action, Call, Graph, GraphKind, Op, Program, TensorType
 from partc.schedules import Compute
 
 # The operations in whose time the host issues a collective: torch.distributed checks it, and orders streams by events.
 _ISSUES = 3
 # AdamW's traffic in parameters: it reads parameter, gradient and two moments, and writes all but the gradient.
-_UPDATE = 7
+UPDATE = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,14 @@ class Forecast:
         if key not in self._actions:
             self._actions[key] = self._played(steps)
         return self._actions[key]
+
+    def call(self, call: Call, kind: GraphKind) -> ActionTimeline:
+        """One run of a call's graph, without exchanges around it."""
+        graph = graph_of(self.program.region(call.region), kind)
+        builder = TimelineBuilder(self.rates.slowdown)
+        if graph is not None:
+            self._run(builder, call, graph)
+        return builder.built()
 
     def transfer(self, stage: int) -> float:
         """Seconds until the values or gradients that a stage sends have arrived."""
@@ -279,9 +287,13 @@ class Forecast:
             if parameter.trainable and place in map(self.program.place, self._holders.get(parameter.name, ()))
         )
         builder = TimelineBuilder()
-        builder.work(self.scale.compute * self.rates.update(_UPDATE * size))
+        builder.work(self.updated(size))
         gathers = self._played(self._around(place, "update"), builder.now)
         return replace(gathers, pieces=(*builder.built().pieces, *gathers.pieces))
+
+    def updated(self, size: int) -> float:
+        """Seconds of AdamW on parameters of so many bytes."""
+        return self.scale.compute * self.rates.update(UPDATE * size)
 
     def _collective(self, collective: Collective, why: str) -> Segment:
         over = ",".join(collective.axes) or f"{PIPELINE_AXIS} {','.join(map(str, collective.places))}"

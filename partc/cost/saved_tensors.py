@@ -123,9 +123,14 @@ def flights(row: Sequence[Action | Compute]) -> tuple[Flight, ...]:
     """The maximal sets of microbatches that a rank has in flight, from F to the end of B or W."""
     now: dict[int, int] = {}
     found: list[Mapping[int, int]] = []
+    seen: set[tuple[tuple[int, int], ...]] = set()
     for action in row:
         if action.kind == "F":
             now[action.stage] = now.get(action.stage, 0) + 1
+            key = tuple(now.items())
+            if key in seen:
+                continue
+            seen.add(key)
             found = [other for other in found if any(count > now.get(stage, 0) for stage, count in other.items())]
             if not any(all(other.get(stage, 0) >= count for stage, count in now.items()) for other in found):
                 found.append(dict(now))

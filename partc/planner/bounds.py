@@ -1,14 +1,14 @@
 """Lower bounds on the seconds and bytes of a plan.
 
 The first bound follows from the model alone: every floating-point operation runs on some rank, at the device's peak
-at most. The second one takes matrix products as long as their local shapes take, and deals them evenly to pipeline
-ranks. The third one plays the calls at their least durations (`tables`), without communication between ranks that the
-calls do not contain:
+at most. The others add up what the simulator takes for each call (`tables`), in closed form, or along the schedule:
 
 - A pipeline rank computes all its microbatches, after its first one has passed the stages before it; after its last
   one, gradients return through these stages.
-- Every microbatch passes all stages forward and backward.
-- A rank holds its parameters, gradients and optimizer states, and the values that its microbatches in flight saved.
+- Collectives over the batch's axes follow each other. Computation beside them is slower, by the rates' slowdown.
+- The sums of gradients start in the last backward pass of a stage. At the end parameters are updated, and gathered.
+- A rank holds its parameters, gradients and optimizer states, and the values that its microbatches in flight saved,
+  besides those inside the largest call.
 
 Communication that these leave out only delays a step, and no memory that they leave out is negative.
 """
@@ -16,17 +16,20 @@ Communication that these leave out only delays a step, and no memory that they l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from partc.compilation.plan import ParallelPlan
 from partc.cost.flops import model_flops
+from partc.cost.forecast import UPDATE
 from partc.cost.saved_tensors import flights
+from partc.cost.simulation import Durations, simulate
 from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, Parameter, Program
 from partc.planner.space import sizes_of
-from partc.planner.tables import CallTable, Tables
-from partc.schedules import SCHEDULES, compute_order, stage_ranks
+from partc.planner.tables import CallTable, RoomTable, ShareTable, Sums, Tables
+from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
 
 Cuts = Sequence[tuple[int, int]]
 
@@ -67,7 +70,7 @@ class Bounds:
 
     def of(self, plan: ParallelPlan) -> Bound:
         """The tightest bound of a plan."""
-        return self.tight(plan, self.products(plan, self.simple(plan)))
+        return self.scheduled(plan, self.summed(plan, self.filled(plan, self.simple(plan))))
 
     def simple(self, plan: ParallelPlan) -> Bound:
         """The bound that follows from flops and parameters alone."""
@@ -79,37 +82,47 @@ class Bounds:
         least = self.resident(plan, (2 + self.states) * (held if plan.level == 0 else held // spread))
         return Bound(seconds=self._flops / (ranks * self.peak), bytes=least)
 
-    def products(self, plan: ParallelPlan, known: Bound) -> Bound:
-        """The bound from the durations of matrix products, or `known`: pipeline ranks share them evenly at best."""
-        seconds = self.tables.products(plan)
-        share = plan.microbatches / sizes_of(plan)[PIPELINE_AXIS]
-        return known if seconds is None else replace(known, seconds=max(known.seconds, share * seconds))
+    def filled(self, plan: ParallelPlan, known: Bound) -> Bound:
+        """The bound with the bytes of tables, where these are known to hold for the plan, or `known`."""
+        room, shares = self.tables.room(plan), self.tables.shares(plan)
+        if room is None or shares is None:
+            return known
+        stages = self._stages(plan)
+        rows = self._in_flight(plan.schedule, stages.ranks, len(stages.places), plan.microbatches)
+        saved = [room.saved[end] - room.saved[start] for start, end in stages.cuts]
+        least = 0
+        for place in range(stages.ranks):
+            flight = max((sum(count * saved[stage] for stage, count in mix) for mix in rows[place]), default=0)
+            held = int(stages.of_place(shares.held, place))
+            least = max(least, held + int(flight) + stages.inside(place, room, shares))
+        return replace(known, bytes=max(known.bytes, self.resident(plan, least)))
 
-    def tight(self, plan: ParallelPlan, known: Bound) -> Bound:
-        """The tightest bound: that of the calls' own costs, where these are known to hold for the plan, or `known`."""
+    def summed(self, plan: ParallelPlan, known: Bound) -> Bound:
+        """The bound from sums over calls and microbatches, where these are known to hold for the plan, or `known`."""
+        timed = self._timed(plan)
+        if timed is None:
+            return known
+        seconds = max(timed.seconds(place) for place in range(timed.stages.ranks))
+        return replace(known, seconds=max(known.seconds, seconds))
+
+    def scheduled(self, plan: ParallelPlan, known: Bound) -> Bound:
+        """The bound from the schedule, played with the durations of stages; that of one pipeline rank is `known`."""
+        timed = self._timed(plan) if sizes_of(plan)[PIPELINE_AXIS] > 1 else None
+        if timed is None:
+            return known
+        return replace(known, seconds=max(known.seconds, timed.scheduled()))
+
+    def _timed(self, plan: ParallelPlan) -> TimedStages | None:
+        calls, shares = self.tables.calls(plan), self.tables.shares(plan)
+        if calls is None or shares is None:
+            return None
+        return TimedStages(stages=self._stages(plan), calls=calls, shares=shares, tables=self.tables)
+
+    def _stages(self, plan: ParallelPlan) -> Stages:
         kind, ranks = SCHEDULES[plan.schedule], sizes_of(plan)[PIPELINE_AXIS]
         each = plan.virtual_stages or kind.stages_per_rank if ranks > 1 else 1
-        table = self.tables.table(plan)
-        if table is None:
-            return known
         places = stage_ranks(kind, ranks, ranks * each)
-        cuts = self.tables.cuts(table, len(places))
-        seconds = _seconds(table, cuts, places, plan.microbatches, halves=kind.split_backward)
-        return Bound(seconds=max(known.seconds, seconds), bytes=max(known.bytes, self._held(plan, table, cuts, places)))
-
-    def _held(self, plan: ParallelPlan, table: CallTable, cuts: Cuts, places: Sequence[int]) -> int:
-        sizes = sizes_of(plan)
-        spread, ranks = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS], sizes[PIPELINE_AXIS]
-        size = [0.0] * ranks  # bytes of the parameters of each pipeline rank, cut by tp alone
-        for stage, (start, end) in enumerate(cuts):
-            size[places[stage]] += table.weights[end] - table.weights[start]
-        saved = [table.saved[end] - table.saved[start] for start, end in cuts]
-        least = 0
-        rows = self._in_flight(plan.schedule, ranks, len(places), plan.microbatches)
-        for place in range(ranks):
-            flight = max((sum(count * saved[stage] for stage, count in mix) for mix in rows[place]), default=0)
-            least = max(least, self.kept(plan, int(size[place]), spread) + int(flight))
-        return self.resident(plan, least)
+        return Stages(plan=plan, ranks=ranks, places=places, cuts=self.tables.cuts(plan, len(places)))
 
     def kept(self, plan: ParallelPlan, size: int, spread: int) -> int:
         """The bytes of parameters, gradients and states, if parameters that `spread` ranks share have `size` bytes."""
@@ -148,27 +161,159 @@ def _item(parameter: Parameter) -> int:
     return ITEMSIZE[parameter.type.dtype] if parameter.type.dtype in FLOATING else 0
 
 
-def _places(schedule: str, ranks: int, each: int) -> tuple[int, ...]:
-    return stage_ranks(SCHEDULES[schedule], ranks, ranks * each)
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The stages of a plan: their ranks and their calls."""
+
+    plan: ParallelPlan
+    ranks: int
+    places: Sequence[int]
+    cuts: Cuts
+
+    @cached_property
+    def at(self) -> Sequence[Sequence[int]]:
+        """The stages of each rank, in order."""
+        found: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage, place in enumerate(self.places):
+            found[place].append(stage)
+        return found
+
+    @property
+    def halved(self) -> bool:
+        """Whether the schedule runs the halves of backward passes apart."""
+        return SCHEDULES[self.plan.schedule].split_backward
+
+    def sends(self, stage: int) -> bool:
+        """Whether a stage sends its gradients before the rest of its backward pass, if it has halves."""
+        return stage > 0 and self.plan.level < 2 and self.places[stage] != self.places[stage - 1]
+
+    def of_place(self, sums: Sums, place: int) -> float:
+        return sum(sums[end] - sums[start] for start, end in (self.cuts[stage] for stage in self.at[place]))
+
+    def inside(self, place: int, room: RoomTable, shares: ShareTable) -> int:
+        """The most bytes inside a call of a rank, besides saved values."""
+        most = 0
+        for stage in self.at[place]:
+            start, end = self.cuts[stage]
+            last = {room.names[index]: index for index in range(start, end)}
+            for index in last.values():
+                forward, whole, halves = room.alive[index]
+                gathered, scattered = shares.around[index]
+                backward = halves if self.halved else min(whole, halves) if self.sends(stage) else whole
+                most = max(most, 2 * gathered + max(forward, backward + scattered))
+        return most
 
 
-def _seconds(table: CallTable, cuts: Cuts, places: Sequence[int], microbatches: int, *, halves: bool) -> float:
-    """The least makespan of a schedule of these stages."""
-    least = table.forward[-1] + table.inputs[-1]
-    ahead, work, first = ([0.0] * (max(places) + 1) for _ in range(3))
-    for stage, (start, end) in reversed(list(enumerate(cuts))):
-        place = places[stage]
-        forward = table.forward[end] - table.forward[start]
-        ahead[place] += forward + table.inputs[end] - table.inputs[start]
-        work[place] += forward + table.backward[end] - table.backward[start]
-        first[place] = stage
-    for place, stage in enumerate(map(int, first)):
-        start, end = cuts[stage]
-        fill, drain = table.forward[start], table.inputs[start]
-        weights = (table.backward[end] - table.backward[start]) - (table.inputs[end] - table.inputs[start])
-        least = max(
-            least,
-            fill + microbatches * ahead[place] + drain,
-            fill + microbatches * work[place] + (0.0 if halves else max(0.0, drain - weights)),
-        )
-    return least
+@dataclass(frozen=True, kw_only=True)
+class TimedStages:
+    """The seconds of a plan's stages."""
+
+    stages: Stages
+    calls: CallTable
+    shares: ShareTable
+    tables: Tables
+
+    @cached_property
+    def durations(self) -> Sequence[Durations]:
+        """The durations of each stage's actions; I and W are the parts before and after gradients are sent."""
+        calls = self.calls
+        found = []
+        for stage, (start, end) in enumerate(self.stages.cuts):
+            whole = calls.backward[end] - calls.backward[start]
+            inputs, weights = whole, 0.0
+            if self.stages.halved:
+                inputs, weights = (sums[end] - sums[start] for sums in (calls.inputs, calls.weights))
+            elif self.stages.sends(stage):
+                inputs, weights = (sums[end] - sums[start] for sums in (calls.sent, calls.rest))
+            found.append(
+                Durations(
+                    forward=calls.forward[end] - calls.forward[start],
+                    backward=inputs + weights,
+                    inputs=inputs,
+                    weights=weights,
+                    transfer=min(self.hop(stage), self.hop(stage + 1)),
+                )
+            )
+        return found
+
+    def hop(self, stage: int) -> float:
+        """Seconds until a value of the stage before has arrived; that of the first stage, and the end, do not count."""
+        if not 0 < stage < len(self.stages.places):
+            return math.inf
+        if self.stages.places[stage] == self.stages.places[stage - 1]:
+            return 0.0
+        size = self.calls.crossing[self.stages.cuts[stage][0]]
+        return self.tables.transfer(self.stages.plan, self.stages.places[stage - 1], self.stages.places[stage], size)
+
+    def sums(self, stages: Iterable[int]) -> float:
+        """The least seconds of the sums of gradients of some stages, once per step."""
+        longest = 0.0
+        for (op, axes), sums in self.shares.sums.items():
+            size = sum(sums[self.stages.cuts[stage][1]] - sums[self.stages.cuts[stage][0]] for stage in stages)
+            if size:
+                longest = max(longest, self.tables.collective(self.stages.plan, op, axes, int(size)))
+        return longest
+
+    def gathered(self, place: int) -> float:
+        """The least seconds of gathers for a microbatch: the last forward pass that needs one may share it with its
+        backward pass, and the first call's backward pass with the next forward pass.
+        """
+        total = 0.0
+        for start, end in (self.stages.cuts[stage] for stage in self.stages.at[place]):
+            each = [seconds for seconds in self.shares.edges[start:end] if seconds] or [0.0]
+            shared = each[0] + each[-1]
+            total += max(0.0, self.shares.gathers[end] - self.shares.gathers[start] - shared)
+        return total
+
+    def ended(self, place: int) -> float:
+        """Seconds of a rank's update and of the gathers after it."""
+        update = self.tables.rates.update(UPDATE * self.stages.of_place(self.shares.updated, place))
+        return update + self.stages.of_place(self.shares.refresh, place)
+
+    def seconds(self, place: int) -> float:
+        """The least seconds until a rank has ended its step."""
+        times, here = self.stages.plan.microbatches, self.stages.at[place]
+        own = [self.durations[stage] for stage in here]
+        first = here[0]
+        before = self.durations[:first]
+        hops = sum(self.hop(stage) for stage in range(1, first + 1))
+        fill = hops + sum(each.forward for each in before)
+        drain = hops + sum(each.inputs for each in before)
+        ahead = times * sum(each.forward + each.inputs for each in own)
+        work = times * sum(each.forward + each.backward for each in own)
+        free = times * self.stages.of_place(self.calls.moving, place) + fill + drain
+        moved = times * (self.gathered(place) + self.stages.of_place(self.shares.scatters, place))
+        summed = self.sums(here)
+        slowed = self.tables.rates.slowdown * max(0.0, min(moved + summed, work) - free)
+        last = own[0].backward if len(here) == 1 else sum(each.backward for each in own) * times
+        done = max(work + slowed, moved - fill, work - last + summed)
+        through = fill + ahead + drain + (self.durations[0].weights if first else own[0].weights)
+        if not self.stages.halved:
+            through = max(through, fill + work - own[0].weights + drain)
+        return max(fill + done + self.ended(place), through)
+
+    def scheduled(self) -> float:
+        """The least seconds of the step, with computations in the order of the schedule."""
+        kind = SCHEDULES[self.stages.plan.schedule]
+        rows = [
+            [part for each in row for part in self._parts(each)]
+            for row in compute_order(kind, self.stages.ranks, self.stages.plan.microbatches, len(self.stages.places))
+        ]
+        done = simulate(rows, self.stages.places, durations=self.durations)
+        least = 0.0
+        for place, spans in enumerate(done.ranks):
+            last = {span.compute.stage: span.start for span in spans}
+            end, left = spans[-1].end, list(self.stages.at[place])
+            for stage in sorted(last, key=lambda stage: last[stage]):
+                end = max(end, last[stage] + self.sums(left))
+                left.remove(stage)
+            least = max(least, end + self.ended(place))
+        return least
+
+    def _parts(self, compute: Compute) -> Iterator[Compute]:
+        """A backward pass as its part before gradients are sent, and the rest."""
+        if compute.kind == "B" and self.durations[compute.stage].weights:
+            yield Compute(compute.stage, "I", compute.microbatch)
+            yield Compute(compute.stage, "W", compute.microbatch)
+        else:
+            yield compute

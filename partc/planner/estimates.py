@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from partc.compilation.plan import ParallelPlan
+from partc.cost.rates import Rates
 from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Program, TensorType
 from partc.planner.bounds import Bounds
 from partc.planner.space import mesh_of, sizes_of
-from partc.planner.tables import OperationRates, staged_calls
+from partc.planner.tables import staged_calls
 from partc.schedules import SCHEDULES
 
 _AGAIN: Mapping[str, float] = {"none": 1.0, "selective": 1.02, "full": 4 / 3}  # work with recomputation
@@ -31,7 +32,7 @@ class Estimates:
     """Facts of a model and of a cluster's links, for estimates."""
 
     bounds: Bounds
-    rates: OperationRates
+    rates: Rates
     launch: float  # seconds that an operation takes at least
     between: int  # bytes of the values between calls, for the whole batch
     made: int  # bytes of all values
@@ -40,7 +41,7 @@ class Estimates:
     operations: int
 
     @classmethod
-    def of(cls, program: Program, bounds: Bounds, rates: OperationRates, launch: float) -> Estimates:
+    def of(cls, program: Program, bounds: Bounds, rates: Rates, launch: float) -> Estimates:
         """The facts of a program with shapes of the whole batch."""
         types, calls = program.value_types(), staged_calls(program)
         ops = [op for call in calls for op in program.region(call.region).forward.ops if op.name not in VIEWS]

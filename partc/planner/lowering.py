@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from partc import passes
 from partc.compilation.options import RECOMPUTE
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.errors import PartcError
+from partc.ir.mesh import CONTEXT_AXIS, TENSOR_AXIS, Mesh
 from partc.ir.program import Program
-from partc.planner.tables import Lowered, RegionBody
+from partc.planner.space import mesh_of, sizes_of, stages_of
+from partc.planner.tables import RegionBody
 
 
 @dataclass
@@ -20,7 +22,7 @@ class RegionBodies:
     simulator: Simulator
     calls: int  # that stages share; for more stages, the simulator finds finer ones
     _shared: dict[tuple[object, ...], tuple[tuple[object, ...], Program] | None] = field(default_factory=dict)
-    _lowered: dict[RegionBody, Lowered] = field(default_factory=dict)
+    _lowered: dict[tuple[RegionBody, bool], Program] = field(default_factory=dict)
 
     def shared(self, plan: ParallelPlan) -> tuple[RegionBody, Program] | None:
         """The plan's program before recomputation; None where microbatches are batches of their own, or budgets decide
@@ -28,12 +30,17 @@ class RegionBodies:
         """
         if plan.recompute not in RECOMPUTE:
             return None
-        stages = len(plan.compile_options().places)
-        key = plan.mesh, plan.microbatches, plan.zero, plan.loss_chunks, stages if stages > self.calls else 0
+        sizes, stages = sizes_of(plan), stages_of(plan)
+        inside = tuple(name for name in mesh_of(plan.mesh).names if name in (CONTEXT_AXIS, TENSOR_AXIS))
+        options = plan.microbatches, plan.zero, plan.loss_chunks, max(stages, self.calls)
+        key: tuple[object, ...] = (*sizes.values(), inside, *options)
         if key not in self._shared:
             self._shared[key] = self._made(plan)
         found = self._shared[key]
-        return None if found is None else (RegionBody(found[0], plan.recompute), found[1])
+        if found is None:
+            return None
+        key, program = found
+        return RegionBody(key, plan.recompute), replace(program, mesh=ordered(mesh_of(plan.mesh), program.mesh))
 
     def _made(self, plan: ParallelPlan) -> tuple[tuple[object, ...], Program] | None:
         try:
@@ -43,18 +50,19 @@ class RegionBodies:
                 raise
             return None
 
-    def lowered(self, plan: ParallelPlan, body: RegionBody, program: Program) -> Lowered:
-        """The finished regions of a body, with whole backward passes and with halves."""
-        if body not in self._lowered:
+    def lowered(self, plan: ParallelPlan, body: RegionBody, program: Program, *, halves: bool) -> Program:
+        """The finished program of a body, with whole backward passes or with halves."""
+        key = body, halves
+        if key not in self._lowered:
             options = plan.on(self.simulator.cluster).compile_options().for_passes
+            known = {**options, "halves": halves, "budget": None}
+            done = program
+            for name in ("recompute", "split", "bias", "fuse", "overlap"):
+                done = passes.alone(name, done, known)
+            self._lowered[key] = done
+        return self._lowered[key]
 
-            def rest(halves: bool) -> Program:
-                known = {**options, "halves": halves, "budget": None}
-                names = ("recompute", "split", "bias", "fuse", "overlap")
-                done = program
-                for name in names:
-                    done = passes.alone(name, done, known)
-                return done
 
-            self._lowered[body] = Lowered(whole=rest(halves=False), halves=rest(halves=True))
-        return self._lowered[body]
+def ordered(mesh: Mesh, known: Mesh) -> Mesh:
+    """A mesh with the axes of another one that it lacks, which have size 1."""
+    return Mesh(axes=(*((name, size) for name, size in known.axes if name not in mesh.names), *mesh.axes))

@@ -27,8 +27,8 @@ from partc.planner.tables import Tables, staged_calls
 
 _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
 LONG = 16_384  # tokens of a sequence from which cutting it is tried
-_STARTS = 6  # plans that are simulated first
-_NEIGHBOURS = 16  # plans near the best one that are simulated next
+_STARTS = 1  # plans that are simulated first
+_NEIGHBOURS = 0  # plans near the best one that are simulated next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,9 @@ class Planner:
             peak=rate * max(constants.products, constants.attention),
             states=states_of(request.optimizer or DEFAULT),
             tables=Tables(
-                bodies=RegionBodies(self.simulator, len(staged_calls(annotated))), durations=self.simulator.rates
+                bodies=RegionBodies(self.simulator, len(staged_calls(annotated))),
+                rates=self.simulator.rates,
+                states=states_of(request.optimizer or DEFAULT),
             ),
             resident=self._resident,
         )
@@ -217,7 +219,7 @@ class Planner:
         """The simulator's prediction for a plan of the space."""
         if plan not in self._predictions:
             try:
-                self._predictions[plan] = self.simulator.predict(plan)
+                self._predictions[plan] = self.simulator.predict(plan, everywhere=True)
             except PartcError as error:
                 self._predictions[plan] = Failure(error=f"{error.code}: {error.cause}")
         return self._predictions[plan]

@@ -176,7 +176,7 @@ def search(
         middle = min(fitting, key=lambda played: played.seconds).plan
         better = any(not late(_CLIMBING) and first(plan) for plan in near(middle))
     for plan in plans:
-        wait(plan, bounds.simple(plan), count, (bounds.products, bounds.tight))
+        wait(plan, bounds.simple(plan), count, (bounds.filled, bounds.summed, bounds.scheduled))
         count += 1
     timed_out = False
     while queue and best > queue[0].seconds:

@@ -229,6 +229,12 @@ def sizes_of(plan: ParallelPlan) -> Mapping[str, int]:
     return _sizes_of(plan.mesh)
 
 
+def stages_of(plan: ParallelPlan) -> int:
+    """The number of pipeline stages of a plan."""
+    ranks = sizes_of(plan)[PIPELINE_AXIS]
+    return ranks * (plan.virtual_stages or SCHEDULES[plan.schedule].stages_per_rank) if ranks > 1 else 1
+
+
 @lru_cache(maxsize=4096)
 def mesh_of(text: str) -> Mesh:
     """The mesh of plans, which share few."""

@@ -1,38 +1,38 @@
-"""Tables of region costs: seconds and bytes of every call, for one way of cutting weights.
+"""Tables of costs: seconds and bytes of every call, for one way of cutting weights and one size of a microbatch.
 
 A region's body depends on the axes that cut weights and sequences (tp and cp), on recomputation and on a few options;
 the simulator knows which. The sizes of the batch's axes only scale its local shapes, and a cut in space leaves the same
 shapes as a cut in time: dp=4 with 2 microbatches as dp=2 with 4. So one program serves all plans that share a body.
+
+Calls are played by the simulator itself, each graph once. Everything is kept as sums over the calls before each
+(`Sums`: [0, first, first two, ...]), so that the costs of a stage are differences.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from partc.communication.exchanges import graph_of
+from partc import passes
+from partc.communication.exchanges import Bucket, Collective, Exchanges
 from partc.compilation.plan import ParallelPlan
-from partc.cost.saved_tensors import held_inputs, saved_bytes
+from partc.cost.footprint import Footprint
+from partc.cost.forecast import Forecast
+from partc.cost.rates import Rates
 from partc.ir.gradients import input_only
-from partc.ir.layout import Sizes
-from partc.ir.mesh import BATCH_AXIS, Mesh
-from partc.ir.program import MOVING, Call, GraphKind, Op, Program, Region, TensorType
+from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS, Mesh
+from partc.ir.program import Call, GraphKind, Parameter, Program, Region
+from partc.passes.split import worthwhile
 from partc.passes.stages import balanced, call_work
-from partc.planner.space import sizes_of
-from partc.rules import flops, resolve_lowered
+from partc.planner.space import mesh_of, sizes_of
 
 Sums = tuple[float, ...]
-
-
-class OperationRates(Protocol):
-    """The simulator's own durations of operations and collectives, in seconds."""
-
-    def operation(self, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> float: ...
-
-    def collective(self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int) -> float: ...
+_Table = TypeVar("_Table")
+_Cost = TypeVar("_Cost")
+Moves = Mapping[tuple[str, tuple[str, ...]], Sums]  # bytes of collectives by (op, axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,45 +45,56 @@ class RegionBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphCost:
-    """The seconds of a graph's computations, and the collectives that it waits for at once: (op, axis, bytes)."""
+    """The seconds of a graph, and of these those in which collectives are under way."""
 
     seconds: float = 0.0
-    moves: Mapping[tuple[str, str, int], int] = field(default_factory=dict)
+    moving: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RegionCost:
-    """The costs of a region's graphs, without and with halves of backward passes, and the bytes that a call saves."""
+class HalvesCost:
+    """The costs of the halves of a call's backward pass: a whole one, and nothing, where a region has no halves."""
 
-    forward: GraphCost
-    backward: GraphCost
-    inputs: GraphCost | None  # None: its backward pass has no halves
+    inputs: GraphCost
     weights: GraphCost
-    saved: int
+    apart: bool  # whether they run one after the other where gradients are sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTable:
-    """Lower bounds for the calls that stages share, as sums over the calls before each: [0, first, first two, ...]."""
+    """The seconds of the calls that stages share."""
 
-    work: tuple[float, ...]  # of each call, by which stages are balanced
-    forward: Sums  # seconds
-    inputs: Sums  # of the half of the backward pass that an earlier stage waits for
-    backward: Sums
-    saved: Sums  # bytes of a microbatch
-    weights: Sums  # bytes of the trained parameters that no earlier call reads, cut over tp alone
-
-    @property
-    def calls(self) -> int:
-        return len(self.work)
+    forward: Sums
+    backward: Sums  # of whole backward passes
+    inputs: Sums  # of the halves of backward passes
+    weights: Sums
+    sent: Sums  # of the part of a backward pass before gradients are sent, and of the other part
+    rest: Sums
+    moving: Sums  # those of a microbatch in which collectives are under way
+    crossing: tuple[int, ...]  # bytes of a value that the call before a cut hands to the one behind it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lowered:
-    """Programs of one body, with whole backward passes and with halves."""
+class RoomTable:
+    """The bytes of the calls that stages share."""
 
-    whole: Program
-    halves: Program
+    names: tuple[str, ...]  # of regions
+    saved: Sums  # of a microbatch
+    alive: tuple[tuple[int, int, int], ...]  # at one time: forward, whole backward pass, halves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareTable:
+    """Parameters and their exchanges under a level of ZeRO. A parameter counts with the first call that reads it."""
+
+    held: Sums  # bytes of parameters, gradients and states
+    updated: Sums  # bytes that the optimizer updates
+    refresh: Sums  # seconds of gathers after the update
+    gathers: Sums  # seconds of gathers for a forward pass, and for a backward pass
+    edges: tuple[float, ...]  # of a gather of each call, which follows itself at the ends of a stage
+    scatters: Sums  # seconds of scatters after a backward pass
+    sums: Moves  # of gradients, once per step
+    around: tuple[tuple[int, int], ...]  # bytes of whole parameters around a call, and of whole gradients
 
 
 class BodySource(Protocol):
@@ -92,144 +103,290 @@ class BodySource(Protocol):
     def shared(self, plan: ParallelPlan) -> tuple[RegionBody, Program] | None:
         """The plan's program before recomputation and stages; None if tables do not hold for the plan."""
 
-    def lowered(self, plan: ParallelPlan, body: RegionBody, program: Program) -> Lowered: ...
+    def lowered(self, plan: ParallelPlan, body: RegionBody, program: Program, *, halves: bool) -> Program:
+        """The finished program of a body, with whole backward passes or with halves."""
 
 
 @dataclass
 class Tables:
-    """The costs of calls by body and by sizes of the local batch, made when they are first read."""
+    """The tables by body, mesh and sizes, made when they are first read."""
 
     bodies: BodySource
-    durations: OperationRates
-    _regions: dict[tuple[RegionBody, int], Mapping[str, RegionCost]] = field(default_factory=dict)
-    _tables: dict[tuple[RegionBody, int, str], CallTable] = field(default_factory=dict)
-    _products: dict[tuple[object, ...], float] = field(default_factory=dict)
-    _cuts: dict[tuple[tuple[float, ...], int], tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    _moves: dict[tuple[str, str, str, int], float] = field(default_factory=dict)
+    rates: Rates
+    states: int
+    _regions: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    _calls: dict[tuple[object, ...], CallTable] = field(default_factory=dict)
+    _rooms: dict[tuple[object, ...], RoomTable] = field(default_factory=dict)
+    _shares: dict[tuple[object, ...], ShareTable] = field(default_factory=dict)
+    _facts: dict[tuple[object, ...], _Facts] = field(default_factory=dict)
+    _axes: dict[tuple[RegionBody, bool], Mapping[str, frozenset[str]]] = field(default_factory=dict)
+    _moves: dict[tuple[str, str, tuple[str, ...], int], float] = field(default_factory=dict)
+    _sends: dict[tuple[str, int, int, int], float] = field(default_factory=dict)
 
-    def products(self, plan: ParallelPlan) -> float | None:
-        """Seconds of all calls' matrix products, forward and backward, of one microbatch, without recomputation.
+    def calls(self, plan: ParallelPlan) -> CallTable | None:
+        """The seconds of calls; None if they are not known to hold for the plan. So it is with the other tables."""
+        return self._found(self._calls, plan, (plan.recompute, *_split(plan), plan.mesh), self._call_table)
 
-        None if this is not known to hold for the plan.
-        """
+    def room(self, plan: ParallelPlan) -> RoomTable | None:
+        return self._found(self._rooms, plan, (plan.recompute, *_split(plan)), self._room_table)
+
+    def shares(self, plan: ParallelPlan) -> ShareTable | None:
+        mesh = mesh_of(plan.mesh)
+        links = tuple((name, mesh.axis(name), _stride(mesh, name)) for name in mesh.names if name != PIPELINE_AXIS)
+        return self._found(self._shares, plan, (plan.level, *sorted(links)), self._share_table)
+
+    def cuts(self, plan: ParallelPlan, count: int) -> tuple[tuple[int, int], ...]:
+        """The first call of each stage, and the one after its last."""
+        found = self.bodies.shared(plan)
+        assert found is not None
+        return self._facts_of(*found).cuts(count)
+
+    def _found(
+        self,
+        known: dict[tuple[object, ...], _Table],
+        plan: ParallelPlan,
+        own: tuple[object, ...],
+        make: Callable[[ParallelPlan, RegionBody, Program], _Table],
+    ) -> _Table | None:
         found = self.bodies.shared(plan)
         if found is None:
             return None
         body, program = found
-        key = (*body.key, parts_of(plan))
-        if key not in self._products:
-            each = {region.name: sum(self._product_seconds(program, region)) for region in program.regions}
-            self._products[key] = sum(each[call.region] for call in staged_calls(program))
-        return self._products[key]
+        key = (*own, body.key)
+        if key not in known:
+            known[key] = make(plan, body, program)
+        return known[key]
 
-    def _product_seconds(self, program: Program, region: Region) -> Iterator[float]:
-        if region.phase == "microbatch":
-            for graph in region.graphs:
-                types = region.types(graph)
-                for op in graph.ops:
-                    rule = resolve_lowered(op, types) if op.results else None
-                    if rule is not None and flops(op, rule):
-                        yield self.durations.operation(op, types, program.sizes)
+    def collective(self, plan: ParallelPlan, op: str, axes: tuple[str, ...], size: int) -> float:
+        """Seconds of a collective on `size` bytes of each rank."""
+        key = plan.mesh, op, axes, size
+        if key not in self._moves:
+            self._moves[key] = self.rates.collective(op, mesh_of(plan.mesh), axes, (), size)
+        return self._moves[key]
 
-    def table(self, plan: ParallelPlan) -> CallTable | None:
-        """The costs of the calls that stages share, in order; None if they are not known to hold for the plan."""
-        found = self.bodies.shared(plan)
-        if found is None:
-            return None
-        body, program = found
-        parts = parts_of(plan)
-        key = body, parts, plan.mesh
-        if key not in self._tables:
-            if key[:2] not in self._regions:
-                lowered = self.bodies.lowered(plan, body, program)
-                sized = (
-                    replace(each, mesh=program.mesh, microbatches=program.microbatches)
-                    for each in (lowered.whole, lowered.halves)
-                )
-                self._regions[key[:2]] = dict(self._measured(*sized))
-            self._tables[key] = self._table(program, key)
-        return self._tables[key]
+    def transfer(self, plan: ParallelPlan, source: int, target: int, size: int) -> float:
+        """Seconds of a message of `size` bytes between two pipeline ranks."""
+        key = plan.mesh, source, target, size
+        if key not in self._sends:
+            self._sends[key] = self.rates.transfer(mesh_of(plan.mesh), (source, target), size)
+        return self._sends[key]
 
-    def _table(self, program: Program, key: tuple[RegionBody, int, str]) -> CallTable:
-        mesh = Mesh.parse(key[2])
-        regions = {name: self._costed(cost, mesh) for name, cost in self._regions[key[:2]].items()}
-        calls = staged_calls(program)
-        costs = [regions[call.region] for call in calls]
-        held = {item.name: item.type.local_bytes(program.sizes) for item in program.parameters if item.trainable}
-        weights = [sum(held.pop(name, 0) for name in call.params) for call in calls]
-        forward, inputs, backward, saved = (tuple(accumulate(each, initial=0)) for each in zip(*costs, strict=True))
+    # -- calls ----------------------------------------------------------------------------------
+
+    def _call_table(self, plan: ParallelPlan, body: RegionBody, program: Program) -> CallTable:
+        calls = self._facts_of(body, program).calls
+        pipelined = mesh_of(plan.mesh).axis(PIPELINE_AXIS) > 1
+        costs = self._costs(_cost, plan, body, program, halves=False)
+        parted = self._costs(_halves, plan, body, program, halves=True) if pipelined else {}
+        rows = [costs[call.region] for call in calls]
+        halves = [parted.get(call.region) or _whole(costs[call.region]) for call in calls]
+        types = program.value_types()
+        crossing = [0] * (len(calls) + 1)
+        for index in range(1, len(calls)):
+            names = {*calls[index - 1].results}.intersection(calls[index].args)
+            crossing[index] = max((types[name].local_bytes(program.sizes) for name in names), default=0)
         return CallTable(
-            work=tuple(call_work(program, calls)),
-            forward=forward,
-            inputs=inputs,
-            backward=backward,
-            saved=saved,
-            weights=tuple(accumulate(weights, initial=0)),
+            forward=_sums(forward.seconds for forward, _ in rows),
+            backward=_sums(backward.seconds for _, backward in rows),
+            inputs=_sums(half.inputs.seconds for half in halves),
+            weights=_sums(half.weights.seconds for half in halves),
+            sent=_sums(
+                (half.inputs if half.apart else backward).seconds
+                for (_, backward), half in zip(rows, halves, strict=True)
+            ),
+            rest=_sums(half.weights.seconds if half.apart else 0.0 for half in halves),
+            moving=_sums(forward.moving + backward.moving for forward, backward in rows),
+            crossing=tuple(crossing),
         )
 
-    def cuts(self, table: CallTable, count: int) -> tuple[tuple[int, int], ...]:
+    def _room_table(self, plan: ParallelPlan, body: RegionBody, program: Program) -> RoomTable:
+        calls = self._facts_of(body, program).calls
+        pipelined = mesh_of(plan.mesh).axis(PIPELINE_AXIS) > 1
+        whole = self._costs(_room, plan, body, program, halves=False)
+        parted = self._costs(_room, plan, body, program, halves=True) if pipelined else whole
+        return RoomTable(
+            names=tuple(call.region for call in calls),
+            saved=_sums(whole[call.region][0] for call in calls),
+            alive=tuple((*whole[call.region][1:], parted[call.region][2]) for call in calls),
+        )
+
+    def _facts_of(self, body: RegionBody, program: Program) -> _Facts:
+        if body.key not in self._facts:
+            calls = staged_calls(program)
+            self._facts[body.key] = _Facts(calls=calls, work=tuple(call_work(program, calls)))
+        return self._facts[body.key]
+
+    def _costs(
+        self,
+        cost: Callable[[Call, Program, Tables], _Cost],
+        plan: ParallelPlan,
+        body: RegionBody,
+        program: Program,
+        *,
+        halves: bool,
+    ) -> Mapping[str, _Cost]:
+        """The cost of each region; regions share those of other meshes whose links and local shapes are equal."""
+        found = self.bodies.lowered(plan, body, program, halves=halves)
+        lowered = replace(found, mesh=program.mesh, microbatches=program.microbatches)
+        if (body, halves) not in self._axes:
+            self._axes[body, halves] = {region.name: frozenset(_axes(region)) for region in lowered.regions}
+        parts, axes = parts_of(lowered), self._axes[body, halves]
+        costs: dict[str, _Cost] = {}
+        for call in self._facts_of(body, program).first.values():
+            links = tuple((axis, lowered.mesh.axis(axis), _stride(lowered.mesh, axis)) for axis in axes[call.region])
+            key = cost, body, halves, call.region, parts, links
+            if key not in self._regions:
+                self._regions[key] = cost(call, lowered, self)
+            costs[call.region] = self._regions[key]
+        return costs
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    def _share_table(self, plan: ParallelPlan, body: RegionBody, program: Program) -> ShareTable:
+        options = plan.compile_options().for_passes
+        program = passes.alone("zero", program, options)
+        footprint, exchanges = Footprint(program, self.states), Exchanges(program)
+        parameters = {item.name: item for item in program.parameters}
+        calls = self._facts_of(body, program).calls
+        left = dict(parameters)
+        own = [[left.pop(name) for name in dict.fromkeys(call.params) if name in left] for call in calls]
+
+        def seconds(levels: Iterable[Iterable[Collective]]) -> float:
+            """Collectives over the same axes follow each other."""
+            queues: dict[tuple[str, ...], float] = {}
+            for each in (each for level in levels for each in level):
+                takes = self.collective(plan, each.op, each.axes, each.bytes)
+                queues[each.axes] = queues.get(each.axes, 0.0) + takes
+            return max(queues.values(), default=0.0)
+
+        def gathered(call: Call, kind: GraphKind) -> float:
+            return seconds(exchanges.gather(call.params)) if exchanges.gathers(call, kind) else 0.0
+
+        level = program.zero
+        refreshed = [seconds(exchanges.gather(item.name for item in items)) for items in own if level in (1, 2)]
+        moved = [self._summed(exchanges, items) for items in own]
+        names = dict.fromkeys(key for each in moved for key in each)
+        return ShareTable(
+            held=_sums(sum(map(footprint.lasting, items)) for items in own),
+            updated=_sums(
+                sum(item.type.local_bytes(program.sizes) for item in items if item.trainable) for items in own
+            ),
+            refresh=_sums(refreshed or [0.0] * len(calls)),
+            gathers=_sums(gathered(call, "F") + gathered(call, "B") for call in calls),
+            edges=tuple(max(gathered(call, "F"), gathered(call, "B")) for call in calls),
+            scatters=_sums(seconds(exchanges.scatter(call, "B")) for call in calls),
+            sums={key: _sums(each.get(key, 0) for each in moved) for key in names},
+            around=tuple((footprint.gathered(call), footprint.scattered(call)) for call in calls),
+        )
+
+    @staticmethod
+    def _summed(exchanges: Exchanges, parameters: Iterable[Parameter]) -> Mapping[tuple[str, tuple[str, ...]], int]:
+        """The bytes of the sums of gradients, once per step, by operation and axes."""
+        found: dict[tuple[str, tuple[str, ...]], int] = {}
+        sizes = exchanges.program.sizes
+        for item in parameters:
+            if not item.trainable or item.sparse or item.zero > 1:
+                continue
+            if item.zero == 1:
+                bucket = Bucket(after="", over=item.gather, scattered=True, parameters=(item,))
+                for each in (each for level in exchanges.scattered_bucket(bucket) for each in level):
+                    found[each.op, each.axes] = found.get((each.op, each.axes), 0) + each.bytes
+            over = tuple(axis for axis in item.reduce if sizes[axis] > 1)
+            if over:
+                found["all_reduce", over] = found.get(("all_reduce", over), 0) + item.type.local_bytes(sizes)
+        return found
+
+
+@dataclass
+class _Facts:
+    """The calls that stages share, and their work, by which stages are balanced."""
+
+    calls: Sequence[Call]
+    work: tuple[float, ...]
+    _cuts: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+
+    @cached_property
+    def first(self) -> Mapping[str, Call]:
+        """A call of each region."""
+        return {call.region: call for call in self.calls}
+
+    def cuts(self, count: int) -> tuple[tuple[int, int], ...]:
         """The first call of each stage, and the one after its last."""
-        key = table.work, count
-        if key not in self._cuts:
-            self._cuts[key] = balanced(table.work, count)
-        return self._cuts[key]
+        if count not in self._cuts:
+            self._cuts[count] = balanced(self.work, count)
+        return self._cuts[count]
 
-    def _measured(self, whole: Program, halves: Program) -> Iterator[tuple[str, RegionCost]]:
-        held = held_inputs(whole)
-        for region in whole.regions:
-            other = halves.region(region.name)
-            yield (
-                region.name,
-                RegionCost(
-                    forward=self._graph(whole, region, "F"),
-                    backward=self._graph(whole, region, "B"),
-                    inputs=None if other.weight is None else self._graph(halves, other, "I"),
-                    weights=self._graph(halves, other, "W"),
-                    saved=saved_bytes(region, held[region.name], whole.sizes),
-                ),
-            )
 
-    def _graph(self, program: Program, region: Region, kind: GraphKind) -> GraphCost:
-        graph = graph_of(region, kind)
-        if graph is None:
-            return GraphCost()
-        types, sizes = region.types(graph), program.sizes
-        awaited = {next(op.refs()) for op in graph.ops if op.name == "wait"}
-        total = 0.0
-        moves = Counter[tuple[str, str, int]]()
-        for op in graph.ops:
-            axis = dict(op.attrs).get("axis")
-            if op.name not in MOVING or not isinstance(axis, str):
-                total += 0.0 if op.name == "wait" else self.durations.operation(op, types, sizes)
-            elif sizes[axis] > 1 and op.results[0].name not in awaited:
-                moves[op.name, axis, types[next(op.refs())].local_bytes(sizes)] += 1
-        return GraphCost(seconds=total, moves=moves)
+def _cost(call: Call, program: Program, tables: Tables) -> tuple[GraphCost, GraphCost]:
+    """The costs of a call forward and backward."""
+    forecast = Forecast(program, tables.rates)
+    return _graph(call, "F", forecast), _graph(call, "B", forecast)
 
-    def _costed(self, cost: RegionCost, mesh: Mesh) -> tuple[float, float, float, int]:
-        """Seconds forward, of the inputs' half, and backward; bytes saved."""
 
-        def seconds(graph: GraphCost) -> float:
-            return graph.seconds + sum(count * self._moving(mesh, *move) for move, count in graph.moves.items())
+def _halves(call: Call, program: Program, tables: Tables) -> HalvesCost:
+    forecast = Forecast(program, tables.rates)
+    return HalvesCost(
+        inputs=_graph(call, "I", forecast),
+        weights=_graph(call, "W", forecast),
+        apart=worthwhile(program.region(call.region), program.sizes),
+    )
 
-        backward = seconds(cost.backward)
-        inputs = backward if cost.inputs is None else seconds(cost.inputs)
-        if cost.inputs is not None:
-            backward = min(backward, inputs + seconds(cost.weights))
-        return seconds(cost.forward), min(inputs, backward), backward, cost.saved
 
-    def _moving(self, mesh: Mesh, op: str, axis: str, size: int) -> float:
-        key = str(mesh), op, axis, size
-        if key not in self._moves:
-            self._moves[key] = self.durations.collective(op, mesh, (axis,), (), size)
-        return self._moves[key]
+def _whole(cost: tuple[GraphCost, GraphCost]) -> HalvesCost:
+    return HalvesCost(inputs=cost[1], weights=GraphCost(), apart=False)
+
+
+def _graph(call: Call, kind: GraphKind, forecast: Forecast) -> GraphCost:
+    played = forecast.call(call, kind)
+    moving, until = 0.0, 0.0
+    for start, end in sorted((piece.start, piece.end) for piece in played.pieces if piece.segment.op):
+        moving += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return GraphCost(seconds=played.seconds, moving=moving)
+
+
+def _room(call: Call, program: Program, tables: Tables) -> tuple[int, int, int]:
+    """The bytes that a call saves, and those alive at one time in its forward pass and in the others."""
+    footprint = Footprint(program, tables.states)
+    forward, *backward = (footprint.alive(call.region, kind) for kind in ("F", "B", "I", "W"))
+    return footprint.saved_by_region[call.region], forward, max(backward)
+
+
+def _split(plan: ParallelPlan) -> tuple[object, ...]:
+    """The parts of the batch, and whether there is a pipeline."""
+    sizes = sizes_of(plan)
+    return sizes[BATCH_AXIS] * plan.microbatches, sizes[CONTEXT_AXIS], sizes[PIPELINE_AXIS] > 1
+
+
+def _axes(region: Region) -> Iterator[str]:
+    """The axes over which a region communicates."""
+    for op in (op for graph in region.graphs for op in graph.ops):
+        axis = dict(op.attrs).get("axis")
+        if isinstance(axis, str):
+            yield axis
+
+
+def _stride(mesh: Mesh, axis: str) -> int:
+    stride = 1
+    for name, size in reversed(mesh.axes):
+        if name == axis:
+            break
+        stride *= size
+    return stride
+
+
+def parts_of(program: Program) -> int:
+    """The number of parts of the batch, in space and in time."""
+    types = program.value_types()
+    entry = types[program.batch_entries[0]]
+    return entry.shape[0] // max(1, entry.layout.local_shape(program.sizes)[0])
+
+
+def _sums(each: Iterable[float]) -> Sums:
+    return tuple(accumulate(each, initial=0))
 
 
 def staged_calls(program: Program) -> list[Call]:
     """The calls that stages share; those that depend on inputs alone are repeated wherever they are read."""
     pure = input_only(program)
     return [call for call in program.calls if call.name not in pure]
-
-
-def parts_of(plan: ParallelPlan) -> int:
-    """The number of parts of the batch, in space and in time."""
-    return sizes_of(plan)[BATCH_AXIS] * plan.microbatches

@@ -201,8 +201,9 @@ class _Tables:
             readers = region.forward.readers()
             for value in region.params:
                 ops = readers.get(value.name, ())
-                axes = tuple(axis for axis in value.type.layout.varying if axis != TIME_AXIS)
-                axes = tuple(axis for axis in program.sizes if axis in axes)
+                varying = value.type.layout.varying
+                several = (name for name, size in self.sizes.items() if size > 1 and name != TIME_AXIS)
+                axes = tuple(name for name in several if name in varying)
                 alone = region.phase == "microbatch" and value.name not in region.forward.outputs
                 if alone and ops and all(self._looks_up(op, value, axes) for op in ops):
                     self.lookups[region.name, value.name] = [self._with_bag(region, op, axes) for op in ops]
@@ -431,6 +432,8 @@ class _Tables:
 
     def _pins(self, name: str) -> list[Pin]:
         """The pins that name one of the table's axes."""
+        if not self.pins:
+            return []
         over = {axis for axis, size in self.sizes.items() if size > 1} - {*placed_axes(self.sizes)}
         return [
             pin

@@ -31,7 +31,7 @@ from partc.ir.mesh import BATCH_AXIS, EXPERT_AXIS, PIPELINE_AXIS, Mesh, is_batch
 from partc.ir.program import Program
 from partc.passes.batch import check_divisible
 from partc.passes.differentiate import Derivatives
-from partc.passes.tables import table_cut
+from partc.passes.tables import Cut, table_cut
 from partc.runtime.documents import Malformed, contents, decoded, parsed
 from partc.runtime.optimizer.recipe import Recipe
 from partc.sharding.choices import axis_order
@@ -162,10 +162,10 @@ class Simulator:
         laid = self._once(("annotate", *shape), lambda: _until("annotate", apart(calls), "outline", given))
         mesh = _with_batch_axis(mesh) if everywhere else mesh
         tabled = _only(("tables",), ready(laid), given)
+        cuts: dict[str, Cut] = {}
         if tabled.regions != laid.regions:  # tables cut by rows change their regions
             if everywhere:
                 cuts = {item.name: table_cut(item, tabled.sizes) for item in tabled.parameters}
-                tabled = _only(("tables",), apart(laid), given | {"cut_tables": cuts})
                 names = tuple(op.name for region in tabled.regions for op in region.forward.ops)
                 shape = (*shape, names, *((name, cut) for name, cut in cuts.items() if cut))
             else:
@@ -173,7 +173,8 @@ class Simulator:
                 shape = (*shape, number)
 
         def differentiated() -> Program:
-            local = _until("outermost", apart(tabled), "tables", given)
+            spread = _only(("tables",), apart(laid), given | {"cut_tables": cuts}) if cuts else apart(tabled)
+            local = _until("outermost", spread, "tables", given)
             known = given | {"derivatives": self._derivatives}
             return _only(("differentiate", "expand", "chunk"), local, known)
 

@@ -59,6 +59,8 @@ class Bounds:
         default_factory=dict
     )
 
+    _bytes_of: dict[tuple[object, ...], int] = field(default_factory=dict)
+
     def __post_init__(self) -> None:
         self._flops = model_flops(self.annotated)
         tables = set(_tables(self.annotated))
@@ -84,9 +86,16 @@ class Bounds:
 
     def filled(self, plan: ParallelPlan, known: Bound) -> Bound:
         """The bound with the bytes of tables, where these are known to hold for the plan, or `known`."""
+        names = plan.recompute, plan.level, plan.schedule, plan.virtual_stages, plan.microbatches, plan.loss_chunks
+        key: tuple[object, ...] = (*names, *sizes_of(plan).values())  # not the order of axes
+        if key not in self._bytes_of:
+            self._bytes_of[key] = self._filled(plan)
+        return replace(known, bytes=max(known.bytes, self._bytes_of[key]))
+
+    def _filled(self, plan: ParallelPlan) -> int:
         room, shares = self.tables.room(plan), self.tables.shares(plan)
         if room is None or shares is None:
-            return known
+            return 0
         stages = self._stages(plan)
         rows = self._in_flight(plan.schedule, stages.ranks, len(stages.places), plan.microbatches)
         saved = [room.saved[end] - room.saved[start] for start, end in stages.cuts]
@@ -95,7 +104,7 @@ class Bounds:
             flight = max((sum(count * saved[stage] for stage, count in mix) for mix in rows[place]), default=0)
             held = int(stages.of_place(shares.held, place))
             least = max(least, held + int(flight) + stages.inside(place, room, shares))
-        return replace(known, bytes=max(known.bytes, self.resident(plan, least)))
+        return self.resident(plan, least)
 
     def summed(self, plan: ParallelPlan, known: Bound) -> Bound:
         """The bound from sums over calls and microbatches, where these are known to hold for the plan, or `known`."""

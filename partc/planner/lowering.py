@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from partc import passes
 from partc.compilation.options import RECOMPUTE
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.errors import PartcError
-from partc.ir.mesh import CONTEXT_AXIS, TENSOR_AXIS, Mesh
+from partc.ir.mesh import CONTEXT_AXIS, TENSOR_AXIS
 from partc.ir.program import Program
 from partc.planner.space import mesh_of, sizes_of, stages_of
 from partc.planner.tables import RegionBody
@@ -21,7 +21,8 @@ class RegionBodies:
 
     simulator: Simulator
     calls: int  # that stages share; for more stages, the simulator finds finer ones
-    _shared: dict[tuple[object, ...], tuple[tuple[object, ...], Program] | None] = field(default_factory=dict)
+    _shared: dict[tuple[object, ...], tuple[int, Program] | None] = field(default_factory=dict)
+    _numbers: dict[tuple[object, ...], int] = field(default_factory=dict)  # of bodies, by the simulator's keys
     _lowered: dict[tuple[RegionBody, bool], Program] = field(default_factory=dict)
 
     def shared(self, plan: ParallelPlan) -> tuple[RegionBody, Program] | None:
@@ -37,18 +38,16 @@ class RegionBodies:
         if key not in self._shared:
             self._shared[key] = self._made(plan)
         found = self._shared[key]
-        if found is None:
-            return None
-        key, program = found
-        return RegionBody(key, plan.recompute), replace(program, mesh=ordered(mesh_of(plan.mesh), program.mesh))
+        return None if found is None else (RegionBody(found[0], plan.recompute), found[1])
 
-    def _made(self, plan: ParallelPlan) -> tuple[tuple[object, ...], Program] | None:
+    def _made(self, plan: ParallelPlan) -> tuple[int, Program] | None:
         try:
-            return self.simulator.differentiated(plan)
+            key, program = self.simulator.differentiated(plan)
         except PartcError as error:
             if error.code != "P0402":
                 raise
             return None
+        return self._numbers.setdefault(key, len(self._numbers)), program
 
     def lowered(self, plan: ParallelPlan, body: RegionBody, program: Program, *, halves: bool) -> Program:
         """The finished program of a body, with whole backward passes or with halves."""
@@ -61,8 +60,3 @@ class RegionBodies:
                 done = passes.alone(name, done, known)
             self._lowered[key] = done
         return self._lowered[key]
-
-
-def ordered(mesh: Mesh, known: Mesh) -> Mesh:
-    """A mesh with the axes of another one that it lacks, which have size 1."""
-    return Mesh(axes=(*((name, size) for name, size in known.axes if name not in mesh.names), *mesh.axes))

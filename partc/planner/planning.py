@@ -163,6 +163,7 @@ class Planner:
             tables=Tables(
                 bodies=RegionBodies(self.simulator, len(staged_calls(annotated))),
                 rates=self.simulator.rates,
+                cluster=cluster,
                 states=states_of(request.optimizer or DEFAULT),
             ),
             resident=self._resident,

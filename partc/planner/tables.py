@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, combinations
 from typing import Any, Protocol, TypeVar
 
 from partc import passes
-from partc.communication.exchanges import Bucket, Collective, Exchanges
+from partc.cluster.cluster import Cluster, span
+from partc.communication.exchanges import Bucket, Exchanges, Levels
 from partc.compilation.plan import ParallelPlan
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
@@ -39,7 +40,7 @@ Moves = Mapping[tuple[str, tuple[str, ...]], Sums]  # bytes of collectives by (o
 class RegionBody:
     """The facts on which bodies of regions depend, apart from the sizes of local batches."""
 
-    key: tuple[object, ...]  # the simulator's
+    number: int
     recompute: str
 
 
@@ -97,6 +98,19 @@ class ShareTable:
     around: tuple[tuple[int, int], ...]  # bytes of whole parameters around a call, and of whole gradients
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallExchanges:
+    """The parameters of a call that no earlier one reads, and its exchanges, as ShareTable has them."""
+
+    held: float
+    updated: int
+    refresh: Levels
+    gathers: Sequence[Levels]
+    scatters: Levels
+    sums: Mapping[tuple[str, tuple[str, ...]], int]
+    around: tuple[int, int]
+
+
 class BodySource(Protocol):
     """The source of programs."""
 
@@ -113,13 +127,15 @@ class Tables:
 
     bodies: BodySource
     rates: Rates
+    cluster: Cluster
     states: int
     _regions: dict[tuple[object, ...], Any] = field(default_factory=dict)
     _calls: dict[tuple[object, ...], CallTable] = field(default_factory=dict)
     _rooms: dict[tuple[object, ...], RoomTable] = field(default_factory=dict)
     _shares: dict[tuple[object, ...], ShareTable] = field(default_factory=dict)
-    _facts: dict[tuple[object, ...], _Facts] = field(default_factory=dict)
+    _facts: dict[int, _Facts] = field(default_factory=dict)
     _axes: dict[tuple[RegionBody, bool], Mapping[str, frozenset[str]]] = field(default_factory=dict)
+    _exchanged: dict[tuple[object, ...], Sequence[CallExchanges]] = field(default_factory=dict)
     _moves: dict[tuple[str, str, tuple[str, ...], int], float] = field(default_factory=dict)
     _sends: dict[tuple[str, int, int, int], float] = field(default_factory=dict)
 
@@ -132,8 +148,9 @@ class Tables:
 
     def shares(self, plan: ParallelPlan) -> ShareTable | None:
         mesh = mesh_of(plan.mesh)
-        links = tuple((name, mesh.axis(name), _stride(mesh, name)) for name in mesh.names if name != PIPELINE_AXIS)
-        return self._found(self._shares, plan, (plan.level, *sorted(links)), self._share_table)
+        whole = tuple(sorted(name for name in mesh.names if name != PIPELINE_AXIS))
+        groups = tuple(span(mesh, axes, self.cluster) for size in (1, 2, 3) for axes in combinations(whole, size))
+        return self._found(self._shares, plan, (plan.level, *whole, *groups), self._share_table)
 
     def cuts(self, plan: ParallelPlan, count: int) -> tuple[tuple[int, int], ...]:
         """The first call of each stage, and the one after its last."""
@@ -152,9 +169,11 @@ class Tables:
         if found is None:
             return None
         body, program = found
-        key = (*own, body.key)
+        key = (*own, body.number)
         if key not in known:
-            known[key] = make(plan, body, program)
+            mesh = mesh_of(plan.mesh)
+            lacking = (item for item in program.mesh.axes if item[0] not in mesh.names)
+            known[key] = make(plan, body, replace(program, mesh=Mesh(axes=(*lacking, *mesh.axes))))
         return known[key]
 
     def collective(self, plan: ParallelPlan, op: str, axes: tuple[str, ...], size: int) -> float:
@@ -211,10 +230,10 @@ class Tables:
         )
 
     def _facts_of(self, body: RegionBody, program: Program) -> _Facts:
-        if body.key not in self._facts:
+        if body.number not in self._facts:
             calls = staged_calls(program)
-            self._facts[body.key] = _Facts(calls=calls, work=tuple(call_work(program, calls)))
-        return self._facts[body.key]
+            self._facts[body.number] = _Facts(calls=calls, work=tuple(call_work(program, calls)))
+        return self._facts[body.number]
 
     def _costs(
         self,
@@ -233,7 +252,7 @@ class Tables:
         parts, axes = parts_of(lowered), self._axes[body, halves]
         costs: dict[str, _Cost] = {}
         for call in self._facts_of(body, program).first.values():
-            links = tuple((axis, lowered.mesh.axis(axis), _stride(lowered.mesh, axis)) for axis in axes[call.region])
+            links = tuple((axis, span(lowered.mesh, (axis,), self.cluster)) for axis in sorted(axes[call.region]))
             key = cost, body, halves, call.region, parts, links
             if key not in self._regions:
                 self._regions[key] = cost(call, lowered, self)
@@ -243,15 +262,13 @@ class Tables:
     # -- parameters -----------------------------------------------------------------------------
 
     def _share_table(self, plan: ParallelPlan, body: RegionBody, program: Program) -> ShareTable:
-        options = plan.compile_options().for_passes
-        program = passes.alone("zero", program, options)
-        footprint, exchanges = Footprint(program, self.states), Exchanges(program)
-        parameters = {item.name: item for item in program.parameters}
-        calls = self._facts_of(body, program).calls
-        left = dict(parameters)
-        own = [[left.pop(name) for name in dict.fromkeys(call.params) if name in left] for call in calls]
+        sizes = sizes_of(plan)
+        key = body.number, plan.level, sizes[BATCH_AXIS], sizes[CONTEXT_AXIS]
+        if key not in self._exchanged:
+            self._exchanged[key] = self._call_exchanges(plan, body, program)
+        found = self._exchanged[key]
 
-        def seconds(levels: Iterable[Iterable[Collective]]) -> float:
+        def seconds(levels: Levels) -> float:
             """Collectives over the same axes follow each other."""
             queues: dict[tuple[str, ...], float] = {}
             for each in (each for level in levels for each in level):
@@ -259,25 +276,41 @@ class Tables:
                 queues[each.axes] = queues.get(each.axes, 0.0) + takes
             return max(queues.values(), default=0.0)
 
-        def gathered(call: Call, kind: GraphKind) -> float:
-            return seconds(exchanges.gather(call.params)) if exchanges.gathers(call, kind) else 0.0
-
-        level = program.zero
-        refreshed = [seconds(exchanges.gather(item.name for item in items)) for items in own if level in (1, 2)]
-        moved = [self._summed(exchanges, items) for items in own]
-        names = dict.fromkeys(key for each in moved for key in each)
+        gathers = [[seconds(levels) for levels in each.gathers] for each in found]
+        names = dict.fromkeys(key for each in found for key in each.sums)
         return ShareTable(
-            held=_sums(sum(map(footprint.lasting, items)) for items in own),
-            updated=_sums(
-                sum(item.type.local_bytes(program.sizes) for item in items if item.trainable) for items in own
-            ),
-            refresh=_sums(refreshed or [0.0] * len(calls)),
-            gathers=_sums(gathered(call, "F") + gathered(call, "B") for call in calls),
-            edges=tuple(max(gathered(call, "F"), gathered(call, "B")) for call in calls),
-            scatters=_sums(seconds(exchanges.scatter(call, "B")) for call in calls),
-            sums={key: _sums(each.get(key, 0) for each in moved) for key in names},
-            around=tuple((footprint.gathered(call), footprint.scattered(call)) for call in calls),
+            held=_sums(each.held for each in found),
+            updated=_sums(each.updated for each in found),
+            refresh=_sums(seconds(each.refresh) for each in found),
+            gathers=_sums(map(sum, gathers)),
+            edges=tuple(max(each, default=0.0) for each in gathers),
+            scatters=_sums(seconds(each.scatters) for each in found),
+            sums={key: _sums(each.sums.get(key, 0) for each in found) for key in names},
+            around=tuple(each.around for each in found),
         )
+
+    def _call_exchanges(self, plan: ParallelPlan, body: RegionBody, program: Program) -> Sequence[CallExchanges]:
+        program = passes.alone("zero", program, plan.compile_options().for_passes)
+        footprint, exchanges = Footprint(program, self.states), Exchanges(program)
+        left = {item.name: item for item in program.parameters}
+        found = []
+        kinds: tuple[GraphKind, ...] = ("F", "B")
+        for call in self._facts_of(body, program).calls:
+            own = [left.pop(name) for name in dict.fromkeys(call.params) if name in left]
+            kept = [item.name for item in own if program.zero in (1, 2)]
+            trained = (item.type.local_bytes(program.sizes) for item in own if item.trainable)
+            found.append(
+                CallExchanges(
+                    held=sum(map(footprint.lasting, own)),
+                    updated=sum(trained),
+                    refresh=exchanges.gather(kept),
+                    gathers=tuple(exchanges.gather(call.params) for kind in kinds if exchanges.gathers(call, kind)),
+                    scatters=exchanges.scatter(call, "B"),
+                    sums=self._summed(exchanges, own),
+                    around=(footprint.gathered(call), footprint.scattered(call)),
+                )
+            )
+        return found
 
     @staticmethod
     def _summed(exchanges: Exchanges, parameters: Iterable[Parameter]) -> Mapping[tuple[str, tuple[str, ...]], int]:
@@ -353,9 +386,9 @@ def _room(call: Call, program: Program, tables: Tables) -> tuple[int, int, int]:
 
 
 def _split(plan: ParallelPlan) -> tuple[object, ...]:
-    """The parts of the batch, and whether there is a pipeline."""
+    """The parts of the batch in space and in time, and whether there is a pipeline."""
     sizes = sizes_of(plan)
-    return sizes[BATCH_AXIS] * plan.microbatches, sizes[CONTEXT_AXIS], sizes[PIPELINE_AXIS] > 1
+    return sizes[BATCH_AXIS], plan.microbatches, sizes[PIPELINE_AXIS] > 1
 
 
 def _axes(region: Region) -> Iterator[str]:
@@ -364,15 +397,6 @@ def _axes(region: Region) -> Iterator[str]:
         axis = dict(op.attrs).get("axis")
         if isinstance(axis, str):
             yield axis
-
-
-def _stride(mesh: Mesh, axis: str) -> int:
-    stride = 1
-    for name, size in reversed(mesh.axes):
-        if name == axis:
-            break
-        stride *= size
-    return stride
 
 
 def parts_of(program: Program) -> int:

@@ -27,8 +27,8 @@ from partc.planner.tables import Tables, staged_calls
 
 _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
 LONG = 16_384  # tokens of a sequence from which cutting it is tried
-_STARTS = 1  # plans that are simulated first
-_NEIGHBOURS = 0  # plans near the best one that are simulated next
+_STARTS = 4  # plans that are tried first
+_NEIGHBOURS = 16  # plans near the best one that are tried next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,7 +123,7 @@ def search(
 ) -> Outcome:
     """The quickest of the plans that hold at most `limit` bytes.
 
-    `starts` are simulated first, then plans `near` the best one, as long as they are quicker. With `max_seconds`, this
+    `starts` are tried first, then plans `near` the best one, as long as they are quicker. With `max_seconds`, this
     takes half of the time at most.
     """
     start = time.perf_counter()
@@ -157,15 +157,21 @@ def search(
             others.append(played)
 
     known: set[ParallelPlan] = set()
+    tighten = bounds.filled, bounds.summed, bounds.scheduled
 
     def late(share: float) -> bool:
         return max_seconds is not None and time.perf_counter() - start > share * max_seconds
 
     def first(plan: ParallelPlan) -> bool:
-        """Simulate a plan of which nothing is known; whether it is the best so far."""
+        """Simulate a plan unless its bounds show that it is not the best; whether it is the best so far."""
         before, bound = best, bounds.simple(plan)
-        if plan not in known and bound.bytes <= limit and bound.seconds < best:
-            play(plan, bound)
+        if plan in known:
+            return False
+        for tighter in (*tighten, None):
+            if bound.bytes > limit or bound.seconds >= best:
+                return False
+            bound = bound if tighter is None else tighter(plan, bound)
+        play(plan, bound)
         return best < before
 
     for plan in starts:
@@ -176,7 +182,7 @@ def search(
         middle = min(fitting, key=lambda played: played.seconds).plan
         better = any(not late(_CLIMBING) and first(plan) for plan in near(middle))
     for plan in plans:
-        wait(plan, bounds.simple(plan), count, (bounds.filled, bounds.summed, bounds.scheduled))
+        wait(plan, bounds.simple(plan), count, tighten)
         count += 1
     timed_out = False
     while queue and best > queue[0].seconds:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from partc.ir.naming import is_number
-from partc.ir.program import RANDOM, Op, Phase, Region
+from partc.ir.program import RANDOM, VIEWS, Op, Phase, Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ def segments(main: Region, trained: set[str], keys: Mapping[int, str]) -> list[M
     inline = {id(op) for op in _slice(wanted, made, constant | lifted)}
     bound_ids = {id(op) for op in bound}
     body = _runs([op for op in still if id(op) in bound_ids or id(op) in inline], keys)
+    body = _own_views(body, main)
     body = _joined(body, {value.name for value in main.params}, trained)
     order = {id(op): index for index, op in enumerate(ops)}
     return [*_lifted_segments(sorted(lifted, key=lambda n: order[id(made[n])]), made, constant, body, order), *body]
@@ -46,6 +48,32 @@ def _runs(ops: Sequence[Op], keys: Mapping[int, str]) -> list[ModuleSegment]:
         else:
             found.append((keys[id(op)], [op]))
     return [ModuleSegment(key=key, ops=tuple(run)) for key, run in found]
+
+
+def _own_views(body: list[ModuleSegment], main: Region) -> list[ModuleSegment]:
+    """Every segment makes the turned or reshaped parameters that it reads, so that none passes from call to call."""
+    types = main.types(main.forward)
+    views: dict[str, Op] = {}
+    for op in main.forward.ops:
+        if op.name in VIEWS and len(op.results) == 1 and op.result.name not in main.forward.outputs:
+            (base,) = op.refs()
+            stored = base in views or base in {value.name for value in main.params}
+            if stored and prod(types[base].shape) == prod(op.result.type.shape):
+                views[op.result.name] = op
+    order = {name: index for index, name in enumerate(views)}
+    found = []
+    for segment in body:
+        made: set[str] = set()
+        ops: list[Op] = []
+        for op in segment.ops:
+            if any(value.name in views for value in op.results):
+                continue
+            first = sorted(_slice(list(op.refs()), views, made), key=lambda view: order[view.result.name])
+            made.update(view.result.name for view in first)
+            ops += [*first, op]
+        if ops:
+            found.append(replace(segment, ops=tuple(ops)))
+    return found
 
 
 def _shared(segments: list[ModuleSegment], free: set[str], outputs: set[str]) -> set[str]:

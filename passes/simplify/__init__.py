@@ -22,7 +22,7 @@ import torch
 
 from partc import fuel
 from partc.ir.layout import Layout
-from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.program import RANDOM, Arg, Graph, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.simplify.idioms import IDIOMS
 from partc.passes.simplify.label_losses import label_losses
 from partc.passes.simplify.masks import known_masks
@@ -287,21 +287,26 @@ def _short_chains(region: Region) -> Region:
 
 
 def _once(region: Region) -> Region:
-    """Merge equal operations that depend on no input, so that bodies share the views of one table."""
+    """Merge equal operations that depend on no input, or that one module runs on equal operands in two of its calls.
+
+    Bodies share the views of one table, and a model that runs twice on one batch computes once.
+    """
     bound = {value.name for value in region.forward.inputs}
-    known: dict[tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]], Op] = {}
+    known: dict[tuple[str, str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]], Op] = {}
     same: dict[str, str] = {}
     ops = []
     for op in region.forward.ops:
         op = replace(op.renamed(same), results=op.results)
-        if bound.isdisjoint(op.refs()):
-            key = (op.name, op.args, op.attrs)
+        module = op.source.module if op.source else ""
+        free = bound.isdisjoint(op.refs())
+        if free or (op.name not in RANDOM and not op.body):
+            key = ("" if free else f"in {module}", op.name, op.args, op.attrs)
             alike = key in known and _key_types(known[key]) == _key_types(op)
             if alike and fuel.allowed("constant made once", op.source):
                 same.update((new.name, old.name) for new, old in zip(op.results, known[key].results, strict=True))
                 continue
             known[key] = op
-        else:
+        if not free:
             bound.update(value.name for value in op.results)
         ops.append(op)
     return _rebuilt(region, ops, same)

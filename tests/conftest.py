@@ -128,6 +128,18 @@ class Skips:
                 terminalreporter.line(line)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All cases of a sampled test but the first are slow."""
+    seen: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("sampled") is not None and not item.get_closest_marker("slow"):
+            function = item.nodeid.partition("[")[0]
+            if function in seen:
+                item.add_marker("slow")
+            seen.add(function)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # the process that hears of all tests
         config.pluginmanager.register(Skips(), "skips")

@@ -33,6 +33,7 @@ def _moves(region: Region) -> tuple[list[str], list[str]]:
     return tuple(found)  # type: ignore[return-value]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("mesh", "size"), [("tp=2", "tiny"), ("2x2x2", "tiny"), ("2x4x8", "8b"), ("1x1x8", "70b")])
 def test_a_transformer_block_is_cut_as_megatron_does(mesh: str, size: str) -> None:
     program = _compiled("gpt", mesh, size=size, batch=16)

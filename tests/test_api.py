@@ -74,6 +74,7 @@ def test_a_function_is_imported_by_its_package() -> None:
     assert package.verify(steps=1).ok
 
 
+@pytest.mark.slow
 def test_a_script_is_imported_too(tmp_path: Path) -> None:
     script = tmp_path / "my-script.py"
     script.write_text(

@@ -40,6 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_what_is_written(folder: Path) -> None:
     assert [path.name for path in checkpoints(folder / "full")] == ["step_00000006", "step_00000004", "step_00000002"]
     found = sorted(path.name for path in (folder / "full").iterdir())
@@ -75,6 +76,7 @@ def test_the_same_mesh_continues_bit_by_bit(folder: Path, tmp_path: Path) -> Non
     assert losses(tmp_path / "log") == losses(folder / "log")
 
 
+@pytest.mark.slow
 def test_any_mesh_continues_any_other(folder: Path, tmp_path: Path) -> None:
     """A step on each mesh, from the checkpoint that the one before has left; pipelines turned round, too."""
     before = folder / "full" / "step_00000002"
@@ -89,6 +91,7 @@ def test_any_mesh_continues_any_other(folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["resnet", "noisy"])
 def test_running_statistics_and_random_numbers_go_on(tmp_path: Path, name: str) -> None:
     for mesh in ("tp=2", "dp=2"):
@@ -117,6 +120,7 @@ def test_loss_scales_and_the_rest_of_an_update_go_on(tmp_path: Path, mesh: str) 
     assert torch.equal(*(whole(tmp_path / place / "step_00000004")["loss_scale"] for place in ("full", "rest")))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

@@ -178,6 +178,7 @@ def test_no_rows() -> None:
     assert [x.abs().sum() for x in grads] == [0, 0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "more"),
     [

@@ -127,6 +127,7 @@ def test_compile_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixt
     assert all(seconds >= 0 for seconds in report["phases"].values()) and "Traced" in report["phases"]
 
 
+@pytest.mark.slow
 def test_two_compiles_are_byte_identical(package: Path, tmp_path: Path) -> None:
     arguments = ["compile", MLP, "--mesh", "2x1x2", "--microbatches", "3", "--precision", "fp64", *SMALL]
     script = f"from partc.cli import main; main({[*arguments, '-o', str(tmp_path / 'again')]!r})"

@@ -312,6 +312,7 @@ def test_optimizers_keep_states() -> None:
     assert [states_of(text) for text in ("adamw", "sgd", "sgd:momentum=0.9")] == [2, 0, 1]
 
 
+@pytest.mark.slow
 def test_a_measured_machine_is_a_cluster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ def test_other_operations_are_refused_by_name() -> None:
         assert refusal.value.source is not None and refusal.value.source.line > 0
 
 
+@pytest.mark.slow
 def test_an_export_has_the_model_s_own_complex_numbers(tmp_path: Path) -> None:
     """fp32 ones under their own dtype; a training starts from the file."""
     build = partc.compile(str(MODELS / "complex_layers.py"), mesh="dp=2").write(tmp_path / "build")

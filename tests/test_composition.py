@@ -36,6 +36,7 @@ def expect_equal(program: Program, *, composed: bool = True) -> None:
         assert list(course.kinds()) == list(ledger.kinds())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_every_schedule(schedule: str) -> None:
     zero = 3 if SCHEDULES[schedule].stages_per_rank == 1 else 1
@@ -43,6 +44,7 @@ def test_every_schedule(schedule: str) -> None:
     expect_equal(compiled(schedule=schedule, zero=zero, mesh="4x2x2" if stages == 1 else "2x2x2"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(4))
 def test_random_options(seed: int) -> None:
     draw = random.Random(seed)
@@ -60,6 +62,7 @@ def test_random_options(seed: int) -> None:
     expect_equal(program, composed=False)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_without_a_period(seed: int) -> None:
     """Computations in a random order, as in a user's table: whatever is not alike is played."""
@@ -81,6 +84,7 @@ def _free(a: Action, b: Action) -> bool:
     return "REDUCE_GRAD" not in (a.kind, b.kind) and a.microbatch != b.microbatch and a.kind != b.kind
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", ["mixture.py", "translation.py", "tied.py"])
 def test_other_models(model: str) -> None:
     """Experts, an encoder whose values many stages read, and a weight that two stages share."""

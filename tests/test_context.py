@@ -284,6 +284,7 @@ def test_a_training_equals_a_plain_loop(length: int, pins: tuple[str, ...], tmp_
         torch.testing.assert_close(found[name], x.detach(), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_pins_reach_it() -> None:
     def kept(*pins: str) -> int:
         program = partc.compile(GPT, mesh="cp=2,tp=2", shard=pins).program
@@ -306,6 +307,7 @@ def test_meshes_have_it_anywhere() -> None:
     assert command["zero"] == "1@dp,cp"
 
 
+@pytest.mark.slow
 def test_zero_cuts_every_parameter_over_the_axes_that_sum_its_gradient(tmp_path: Path) -> None:
     package = partc.compile(GPT, mesh="dp=2,cp=2", precision="fp64", zero=3, options={"depth": 1})
     gathered = {parameter.name: parameter.gather for parameter in package.program.parameters}
@@ -315,6 +317,7 @@ def test_zero_cuts_every_parameter_over_the_axes_that_sum_its_gradient(tmp_path:
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
 
 
+@pytest.mark.slow
 def test_memory_falls_as_the_number_of_ranks_grows() -> None:
     """Around a ring nothing has the whole sequence but ids, labels and position numbers."""
 

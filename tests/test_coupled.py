@@ -20,6 +20,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("coupled")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "mesh", "microbatches"),
     [
@@ -84,6 +85,7 @@ def _batch() -> dict[str, Tensor]:
     return {"x": torch.randn(12, 6, generator=generator), "target": torch.randn(12, 6, generator=generator)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("mesh", "microbatches"), [("2", 1), ("2", 3), ("pp=2,tp=3", 2), ("pp=2,dp=2,tp=2", 3)])
 def test_statistics_and_buffers_are_those_of_one_device(mesh: str, microbatches: int) -> None:
     package = partc.compile(counting, _batch(), mesh=mesh, microbatches=microbatches, precision="fp64")
@@ -92,6 +94,7 @@ def test_statistics_and_buffers_are_those_of_one_device(mesh: str, microbatches:
     assert result.ok, result.worst
 
 
+@pytest.mark.slow
 def test_the_warning_says_where_and_what() -> None:
     package = partc.compile(counting, _batch(), mesh="2", microbatches=3)
     [warning] = package.warnings

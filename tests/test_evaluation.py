@@ -137,6 +137,7 @@ EVALUATED = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_an_evaluation_equals_that_of_one_device(tmp_path: Path, case: str) -> None:
     norm = "LayerNorm" if "tp" in case else "BatchNorm1d"
@@ -188,6 +189,7 @@ def test_a_token_file_is_evaluated_on(tmp_path: Path) -> None:
     assert len(on_file) == 2 and on_file != evaluations(tmp_path / "m")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("evaluate", "code"),
     [
@@ -231,6 +233,7 @@ def test_a_model_object_is_evaluated(tmp_path: Path) -> None:
     assert evaluations(tmp_path / "m") == {2: pytest.approx(expected, rel=1e-12)}
 
 
+@pytest.mark.slow
 def test_without_a_function_the_loss_is_evaluated_where_asked_for(tmp_path: Path) -> None:
     file = written(tmp_path)
     file.write_text(file.read_text().replace("def evaluate(", "def judged("))

@@ -61,6 +61,7 @@ def _group(event: Collective) -> str:
     return f"pp {','.join(map(str, event.places))}" if event.places else ",".join(event.axes)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [

@@ -64,6 +64,7 @@ def test_experts_over_other_ranks_are_refused(mesh: str, spec: str, cause: str) 
     assert caught.value.code == "P0106"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "how"),
     [
@@ -191,6 +192,7 @@ def test_experts_that_cannot_be_cut_are_refused(model: Any, cause: str) -> None:
     assert caught.value.code == "P0107"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", ["ep=4", "ep=2,tp=2"])
 def test_experts_without_rows_have_zero_gradients(mesh: str, tmp_path: Path) -> None:
     package = partc.compile(MOE, mesh=mesh, precision="fp64", options={"skew": "3"}, zero=2)

@@ -31,6 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_plain_pytorch_loads_it_and_has_the_same_loss(folder: Path) -> None:
     tensors, metadata = load(folder / "out")
     assert metadata == {"format": "pt"}

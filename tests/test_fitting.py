@@ -51,6 +51,7 @@ def test_what_a_budget_needs_at_least_is_enough() -> None:
     assert max(peaks(compiled("1", recompute=enough[1]))) <= (parse_bytes(enough[1]) or 0)
 
 
+@pytest.mark.slow
 def test_a_limit_is_kept_or_refused_with_what_would_help() -> None:
     held = max(peaks(compiled("2")))
     assert max(peaks(compiled("2", memory_limit=f"{held}B"))) == held

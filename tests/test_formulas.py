@@ -49,6 +49,7 @@ def block(**options: Any) -> Expr:
 REPLICATED = ("*.x*=[_, _, _]", "*.d1_keep=[_, _, _]", "*.d2_keep=[_, _, _]", "*.proj.weight=[_, @tp]")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "published"),
     [
@@ -159,6 +160,7 @@ def test_formulas_hold_at_other_sizes(name: str, one: dict[str, Any], two: dict[
     same_elsewhere(compiled(source, one, **plan), compiled(source, two, **plan))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("axes", ["1x2x2", "1x2x4"])
 def test_formulas_hold_at_other_widths(axes: str) -> None:
     wide = {"b": 24, "s": 48, "h": 96, "a": 8, "v": 128}

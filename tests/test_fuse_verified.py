@@ -36,6 +36,7 @@ def test_packages_with_kernels_equal_the_single_device_model(tmp_path: Path, nam
     assert "functional.dropout" not in text and text.count("comm.counter(") == (6 if "dropout" in name else 0)
 
 
+@pytest.mark.slow
 def test_norms_of_wide_rows_in_packages(tmp_path: Path) -> None:
     """Two microbatches: gradients of several weights are written to their buffers together, and then added."""
     package = partc.compile(WIDE, kernels="triton", mesh="2", microbatches=2, precision="fp64", options={"batch": 4})
@@ -54,6 +55,7 @@ def test_functions_of_elements_are_all_in_kernels() -> None:
     assert {name for name in left if not name.startswith("linear")} <= {"sum", "div", "reshape", "full"}
 
 
+@pytest.mark.slow
 def test_functions_of_elements_equal_the_single_device_model() -> None:
     names = "softplus+elu+mish+log1p+round+odd+bounded+hardswish+lerp+prelu+log_sigmoid"
     package = partc.compile(ACTIVATIONS, options={"functions": names}, mesh="1x2", kernels="triton", precision="fp64")
@@ -62,6 +64,7 @@ def test_functions_of_elements_equal_the_single_device_model() -> None:
     assert result.worst.rel_err < 1e-13
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", ["normed", "varied", "shared", "weighed", "raised", "summed"])
 def test_what_is_spelled_out_of_sums_of_rows_is_one_kernel(what: str) -> None:
     """Each way; the other one is the loss's."""

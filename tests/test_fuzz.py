@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.fuzz import modules
@@ -11,6 +12,7 @@ from tests.fuzz.search import Case, cases, run
 from tests.prefork import Server
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_programs_equal_their_single_device_models(case: Case) -> None:
@@ -35,6 +37,7 @@ def test_gradients_of_the_first_half_of_backward_are_summed_too() -> None:
     assert run(Case.read(line)) == ""
 
 
+@pytest.mark.slow
 def test_random_modules_end_as_plain_pytorch_leaves_them() -> None:
     """A few seeds of the search over the operator table; `make fuzz` goes on from others."""
     with contextlib.closing(Server()) as server:
@@ -47,6 +50,7 @@ def test_a_module_of_a_printed_case_is_the_same() -> None:
     assert modules.Case.read(str(case)) == case and case == modules.draw(1000)
 
 
+@pytest.mark.slow
 def test_weights_whose_gradients_are_constants_on_a_split_schedule() -> None:
     """Found by the search: the half for weights was kept nothing for."""
     case = modules.Case(

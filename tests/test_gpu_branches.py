@@ -99,6 +99,7 @@ def steps_taken(package: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str)
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model", "options", "arguments"),
     [

@@ -65,6 +65,7 @@ CASES: dict[str, tuple[Path, dict[str, Any], tuple[object, ...]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_repeated_steps_are_the_steps(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, options, arguments = CASES[case]

@@ -79,6 +79,7 @@ def _work_of_megatron(heads: int, groups: int, ways: int, size: int, rows: int, 
     return depth * (projections + scores)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("heads", "groups", "mesh"),
     [(8, 2, "tp=4"), (8, 2, "tp=8"), (8, 1, "dp=2,tp=2"), (12, 4, "tp=6"), (6, 2, "pp=2,tp=3")],
@@ -105,6 +106,7 @@ def _operands(program: Program, region: str, args: Any) -> list[Any]:
     return [types[arg.name] for arg in args[:3]]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("heads", "groups", "mesh", "zero"),
     [(14, 2, "tp=4", 0), (5, 5, "tp=4", 0), (3, 3, "dp=2,tp=2", 3), (2, 2, "tp=4", 0), (6, 3, "pp=2,tp=4", 0)],
@@ -138,6 +140,7 @@ def test_heads_stay_as_they_are_where_padding_costs_too_much_or_changes_results(
     assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10, result.worst
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", ["tp=4", "cp=4"])
 def test_kernels_rotate_heads_that_are_cut(mesh: str) -> None:
     """Two key heads on four ranks: over tp each rank rotates half of one, a quarter of its pairs at a time."""

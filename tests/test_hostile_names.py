@@ -119,6 +119,7 @@ def runs(path: Path) -> list[str]:
     return [call.id for call in calls if isinstance(call, ast.Name) and call.id in ("open", "alert")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("place", [pytest.param("layers", marks=pytest.mark.matrix), "stores", "lists", "entries"])
 def test_what_is_written_has_names_as_text_alone(place: str, tmp_path: Path) -> None:
     """Stages, ranks, kernels with the operations in their docstrings, the page, and the program in every form."""

@@ -42,6 +42,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.processes
 @pytest.mark.parametrize(("model", "setting"), PAIRS, ids=lambda each: each if isinstance(each, str) else each.name)
 def test_a_package_ends_where_a_plain_loop_ends(model: str, setting: Setting, tmp_path: Path) -> None:

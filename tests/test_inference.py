@@ -130,6 +130,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_results_equal_those_of_one_device(tmp_path: Path, case: str) -> None:
     given = partc.compile(written(tmp_path), precision="fp64", forward_only=True, **CASES[case])  # type: ignore[arg-type]
@@ -148,6 +149,7 @@ def test_results_equal_those_of_one_device(tmp_path: Path, case: str) -> None:
     assert given.memory is not None and not given.memory.worst.categories.get("gradients")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_training_on_another_mesh(tmp_path: Path) -> None:
     file = written(tmp_path, data="data = [made(100 + step) for step in range(3)]", infer="")
     training = partc.compile(file, mesh="dp=2", precision="fp64").write(tmp_path / "training")
@@ -166,6 +168,7 @@ def test_a_checkpoint_of_a_training_on_another_mesh(tmp_path: Path) -> None:
     assert again.returncode == 2 and "P0538" in again.stderr
 
 
+@pytest.mark.slow
 def test_ends_of_data(tmp_path: Path) -> None:
     uneven = "data = [made(1), made(2), {'ids': made(3)['ids'][:7]}]"
     package = partc.compile(written(tmp_path, data=uneven), mesh="dp=2", forward_only=True).write(tmp_path / "build")

@@ -77,6 +77,7 @@ def test_a_rank_that_stalls(tmp_path: Path, victim: int) -> None:
     assert re.search(rf"error P0505: .*rank {victim}.*; rank {1 - victim} stops, in \S.* of step \d+", text), text
 
 
+@pytest.mark.slow
 def test_virtual_ranks_and_the_exit_code(tmp_path: Path) -> None:
     build = package(tmp_path, dp=2)
     arguments = ["--virtual", "--steps", 10**6, "--metrics", tmp_path / "log", "--save", tmp_path / "save"]

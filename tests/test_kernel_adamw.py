@@ -205,6 +205,7 @@ def _state(shape: tuple[int, ...], generator: torch.Generator, steps: float) -> 
     return {"step": torch.tensor(steps), **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
 
 
+@pytest.mark.sampled
 @interpreted
 @pytest.mark.parametrize(
     ("mesh", "optimizer"),
@@ -229,6 +230,7 @@ def test_packages_update_with_it(mesh: str, optimizer: str, tmp_path: Path) -> N
     assert mine == pytest.approx(theirs, rel=1e-12)
 
 
+@pytest.mark.slow
 @interpreted
 def test_packages_read_what_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of weights that calls read in 16 bits: bit by bit what a cast after the update makes."""

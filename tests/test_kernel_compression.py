@@ -62,6 +62,7 @@ def test_an_overflow_is_seen_and_leaves_nothing(codecs: tuple[Any, TorchCodec], 
     assert torch.equal(found.isfinite(), right.isfinite()) and not found.isfinite().all()
 
 
+@pytest.mark.slow
 @interpreted
 def test_packages_send_with_them() -> None:
     """In less memory: what was left out is written over, and nothing is padded or converted apart."""

@@ -159,6 +159,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("mesh", "options"), CASES)
 def test_parts_over_nodes_train_like_the_whole(mesh: str, options: dict[str, Any]) -> None:
     package = partc.compile(tied, _ids(), mesh=mesh, microbatches=2, precision="fp64", **options)

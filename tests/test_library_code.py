@@ -94,6 +94,7 @@ def windowed(net: Net, x: Tensor) -> Tensor:
     return x + F.pad(first, (0, 0, 0, 2)) + F.pad(second, (0, 0, 0, 3))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("body", [converting, asking, placed, counted, shared, sliced, windowed])
 def test_code_of_libraries_equals_the_eager_model(body: Body) -> None:
     torch.manual_seed(0)
@@ -173,6 +174,7 @@ def test_a_check_that_fails_on_constants_raises() -> None:
     assert caught.value.code == "P0206"
 
 
+@pytest.mark.slow
 def test_packages_below_other_folders_of_the_search_path_are_installed(tmp_path: Path) -> None:
     """`pip install --target` fills such folders. Their files belong into no package."""
     (tmp_path / "lib" / "blocks-1.dist-info").mkdir(parents=True)

@@ -46,6 +46,7 @@ def compiled(model: str, given: Options, until: str = UNPROVED) -> Compilation:
     return compilation(EXAMPLES / model, None, given, model_options={}, until=until)
 
 
+@pytest.mark.slow
 def test_programs_with_other_options_are_those_of_their_own_compiles() -> None:
     first = compiled("gpt.py", options())
     assert first.again is not None

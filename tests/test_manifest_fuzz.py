@@ -167,6 +167,7 @@ def mutants(document: Json, secret: Path) -> Iterator[tuple[str, Json]]:
                 yield f"{path} named {name!r:.40}", renamed(document, path, name)
 
 
+@pytest.mark.slow
 def test_every_field_of_a_manifest(saved: Save) -> None:
     found: dict[str, list[str]] = {"refused": [], "passed over": [], "taken": []}
     for what, manifest in mutants(saved.manifest, saved.secret):

@@ -146,6 +146,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("form", "wanted"), FORMS.items(), ids=FORMS)
 def test_a_million_positions(form: str, wanted: Seen, tmp_path: Path) -> None:
     """No matrix of the sequence's square is left in the program."""
@@ -212,6 +213,7 @@ def _compiled(folder: Path, mask: str, length: int) -> Any:
     return compilation(str(file), None, checked, model_options=options, until="simplify").after("simplify")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mask", "more", "told"),
     [
@@ -241,6 +243,7 @@ def test_grouped_heads_in_chunks_equal_one_device(tmp_path: Path) -> None:
     assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mask", "attend"),
     [
@@ -257,6 +260,7 @@ def test_attention_that_is_written_out_makes_no_scores(mask: str, attend: str, t
     assert package.verify(steps=1).ok
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "attend",
     [
@@ -316,6 +320,7 @@ def test_masks_in_buffers_are_known_at_any_size() -> None:
     assert [op.args[3:5] for op in products] == [(None, True)]
 
 
+@pytest.mark.slow
 def test_masks_in_buffers_equal_the_single_device() -> None:
     batch = {"x": torch.randn(4, 8, 16)}
     assert partc.compile(buffered, batch, mesh="dp=2,tp=2", precision="fp64").verify(steps=2).ok

@@ -48,6 +48,7 @@ def alone(package: Path, *arguments: str) -> int:
 TINY = {"batch": 2, "seq": 8, "depth": 1}  # so that a large part of the peak is the update's
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model", "arguments", "options"),
     [
@@ -156,6 +157,7 @@ def account_of(**options: Any) -> Account:
     return package.memory
 
 
+@pytest.mark.slow
 def test_what_is_alive_at_the_peak_is_the_peak() -> None:
     for options in ({}, {"zero": 3}, {"recompute": "full"}, {"schedule": "zbv"}):
         for rank in account_of(**options).ranks:

@@ -41,6 +41,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "schedule"), _cases())
 def test_package_equals_single_device(
     model: str, mesh: str, microbatches: int, schedule: str, shared: Path, tmp_path: Path
@@ -62,6 +63,7 @@ def test_package_equals_single_device(
     assert result.compared > 2 * len(package.program.parameters)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "microbatches"),
     [("2", 1), ("tp=2", 1), ("pp=2", 4), pytest.param("2x2x2", 4, marks=pytest.mark.slow)],

@@ -240,6 +240,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("packages")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", END_TO_END)
 def test_packages_continue_bit_by_bit(name: str, packages: Path, tmp_path: Path) -> None:
     package = build(packages, "2x2x2 zero 3")

@@ -33,6 +33,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("outside"), "2x2x1")
 
 
+@pytest.mark.slow
 def test_every_field_of_a_plan(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (package / "plan.json").read_text()
     refused = shown = 0

@@ -356,6 +356,7 @@ def test_gathers_cross_nodes_two_calls_ahead_and_go_around_inside_one() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "options", "some"),
     [("2", {"microbatches": 2}, False), ("4x2x1", {"microbatches": 8}, True)],
@@ -380,6 +381,7 @@ def test_what_is_gathered_ahead_raises_no_peak(mesh: str, options: dict[str, Any
     assert gathers[0] <= gathers[1] < gathers[2]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

@@ -121,6 +121,7 @@ def test_packages_take_the_steps_of_the_users_optimizer(text: str, mesh: str, tm
     assert ("embed.weight" in moved) == (text is GROUPED)
 
 
+@pytest.mark.slow
 def test_compiles_record_it_and_options_replace_it(tmp_path: Path) -> None:
     path = written(tmp_path, GROUPED)
     plan = json.loads((partc.compile(path, mesh="dp=2").write(tmp_path / "a") / "plan.json").read_text())

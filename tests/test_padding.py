@@ -77,6 +77,7 @@ def penalised_classifier() -> nn.Module:
     return Classifier(penalised=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("build", [plain_classifier, penalised_classifier])
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "2x2"])
 def test_heads_with_bias_and_other_readers(build: object, mesh: str) -> None:
@@ -103,6 +104,7 @@ class TiedClassifier(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "2x2"])
 def test_a_table_read_twice_in_one_region(mesh: str) -> None:
     batch = {"x": torch.randint(13, (8, 5)), "labels": torch.randint(13, (8, 5))}

@@ -73,6 +73,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_not_the_single_device_model(name: str, tmp_path: Path) -> None:
     mutant = MUTANTS[name]

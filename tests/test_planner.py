@@ -22,6 +22,7 @@ GPT = str(Path(__file__).parents[1] / "examples" / "gpt.py")
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [0, 11, *(pytest.param(seed, marks=SLOW) for seed in (5, 23, 31))])
 def test_the_best_plan_is_that_of_enumeration(seed: int) -> None:
     result = compared(case(seed))
@@ -79,6 +80,7 @@ def test_the_space_has_every_mesh_once() -> None:
     assert {plan.microbatches for plan in plans if "dp=3" in plan.mesh} == set(divisors(8))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "text", ["", "schedule=interleaved|zbv,zero=2|3", "order=dp-pp-tp|tp-dp-pp", "tp=2,recompute=full"]
 )

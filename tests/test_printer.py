@@ -136,6 +136,7 @@ PROGRAMS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(PROGRAMS)
 def test_any_program_reads_back(program: Program) -> None:

@@ -93,6 +93,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(8, WIDTH), "y": torch.randn(8, 4)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("body", "mesh"),
     [(skipped, "pp=2,dp=2,tp=2"), (survived, "dp=2,tp=2"), (by_flag, "tp=2"), (within, "pp=3,dp=2"), (single, "dp=2")],
@@ -145,6 +146,7 @@ def wider(net: Net, x: Tensor) -> Tensor:
     return net.layers[0](x).mean(0, keepdim=True).expand(8, -1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("body", "cause"),
     [(changing, "random number"), (nested, "another one"), (counting, "it changes"), (wider, "random number")],

@@ -72,6 +72,7 @@ def _equal(row: Row) -> None:
     assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10, result.worst
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", FEW, ids=_named)
 def test_recommenders_equal_one_device(row: Row) -> None:
     _equal(row)

@@ -44,6 +44,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("recompute")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh", "schedule", "kind"), _cases())
 def test_packages_equal_their_models(
     name: str, mesh: str, schedule: str, kind: str, shared: Path, tmp_path: Path
@@ -139,6 +140,7 @@ def _measured(build: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [pytest.param("gpt", {"batch": 8, "seq": 16, "depth": 4}, marks=pytest.mark.slow), ("noisy", {"batch": 8})],

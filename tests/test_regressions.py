@@ -162,6 +162,7 @@ def test_stages_without_weights_run_in_halves(schedule: str) -> None:
     _equal(bare, _batch(), "pp=2", microbatches=4, schedule=schedule)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipe-v"])
 def test_stages_without_weights_run_beside_parts(schedule: str) -> None:
     """Whole backward passes and halves in one schedule: the half for weights has no statements."""

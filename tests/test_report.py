@@ -69,6 +69,7 @@ def test_names_are_escaped(program) -> None:
     assert "<script>alert" not in text
 
 
+@pytest.mark.slow
 def test_the_page_of_a_large_mesh_is_short_and_begins_with_a_summary() -> None:
     """16,384 ranks and 126 equal layers: axes instead of ranks, one line for the layers of a stage."""
     options = {"depth": 126, "batch": 4096, "width": 16, "hidden": 32}

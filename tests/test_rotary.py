@@ -153,6 +153,7 @@ def test_functions_have_the_bits_of_what_they_replace(name: str, dtype: torch.dt
         assert torch.equal(rotary_backward(grad, cos, sin, *how), expected_grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["2x2x2", pytest.param("dp=2,tp=4", marks=pytest.mark.matrix)])
 def test_packages_equal_the_model(mesh: str, tmp_path: Path) -> None:
     """All forms in one model, with sequence parallelism, and tables that are trained."""
@@ -166,6 +167,7 @@ def test_packages_equal_the_model(mesh: str, tmp_path: Path) -> None:
     assert text.count("functional.rotary(") == text.count("functional.rotary_backward(") == 2 * 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "config", "how"),
     [
@@ -211,6 +213,7 @@ def test_kernels_compute_what_the_operation_does(name: str, backward: bool) -> N
     torch.testing.assert_close(found, expected, rtol=1e-15, atol=1e-15)
 
 
+@pytest.mark.slow
 def test_packages_with_kernels_equal_the_model(tmp_path: Path) -> None:
     package = partc.compile(MODEL, mesh="dp=2", kernels="triton", precision="fp64", options={"batch": 2})
     text = "".join(str(body) for path, body in package.files() if path.startswith("regions/"))

@@ -263,6 +263,7 @@ def test_units_that_become_unlike_pass_as_a_whole(monkeypatch: pytest.MonkeyPatc
         restored(changing.run(program))
 
 
+@pytest.mark.slow
 def test_padded_heads_reach_every_layer() -> None:
     """Parameters of layers that are left out get the shapes that passes give to those of the third one."""
     padded = {}

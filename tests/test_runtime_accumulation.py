@@ -85,6 +85,7 @@ def test_what_is_computed_from_one_is_a_plain_tensor() -> None:
     assert type(gradient.mul_(2)) is Gradient
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

@@ -178,6 +178,7 @@ def test_threads() -> None:
     check([results[rank] for rank in range(SIZE)])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_processes(tmp_path: Path) -> None:
     with socket.socket() as probe:

@@ -31,6 +31,7 @@ def _sgd(clip: float) -> list[str]:
     return ["--optimizer", "sgd", "--lr", "0.5", "--clip", str(clip)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "zero", "schedule"),
     [("1", 0, "1f1b"), ("2x2", 0, "1f1b"), ("2x2x2", 1, "1f1b"), ("2x2x2", 3, "zbv"), ("pp=2,dp=2", 2, "interleaved")],
@@ -50,6 +51,7 @@ def test_clipping_matters(tmp_path: Path) -> None:
     assert abs(clipped.losses[-1] - plain.losses[-1]) > 1e-3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("mesh", "zero"), [("2x2x2", 0), ("pp=2,dp=2", 1), ("2x2", 3)])
 def test_accumulated_batches_are_one_step(mesh: str, zero: int, tmp_path: Path) -> None:
     result = verify(

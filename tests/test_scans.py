@@ -64,6 +64,7 @@ def test_other_loops_stay(run: Callable[[Any, Tensor], Tensor]) -> None:
 LOOPS_FILE = Path(__file__).parent / "models" / "loops.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["written", *(pytest.param(x, marks=pytest.mark.slow) for x in ("cells", "chunks"))])
 def test_a_package_equals_the_single_device(loop: str) -> None:
     """On two meshes that cut the batch, channels and time's microbatches."""

@@ -123,6 +123,7 @@ def test_a_chain_takes_every_order(looped: Program, seed: int) -> None:
     check(actions(schedule(chain, table=Table(file="any.csv", text="", rows=rows, places=looped.places))))
 
 
+@pytest.mark.slow
 def test_two_sources_in_different_orders_are_an_error_of_the_table(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n2F0,2F1,2B0,2B1\n")

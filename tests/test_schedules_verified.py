@@ -52,6 +52,7 @@ def _words(compute: Compute, split: frozenset[int]) -> tuple[str, ...]:
     return tuple(f"{compute.stage}{kind}{compute.microbatch}" for kind in halves)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("mesh", "name", "microbatches"), _cases())
 def test_every_schedule(mesh: str, name: str, microbatches: int, shared: Path, tmp_path: Path) -> None:
     options = {"depth": 8, "seq": 8, "batch": 4 * microbatches}
@@ -110,6 +111,7 @@ def test_random_tables(seed: int, shared: Path, tmp_path: Path) -> None:
     assert [program.place(stage) for stage in range(program.stages)] == places
 
 
+@pytest.mark.sampled
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "name",

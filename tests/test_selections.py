@@ -34,6 +34,7 @@ def test_a_loop_over_experts_becomes_products_of_all_experts(style: str) -> None
     assert ops.count("linear") + ops.count("matmul") == 2  # the router and the head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", [pytest.param(style, marks=pytest.mark.slow) for style in LOOPS[2:]] + ["normed"])
 def test_loops_train_like_one_device(style: str, tmp_path: Path) -> None:
     made = partc.compile(str(FILE), mesh="dp=2,tp=2", microbatches=2, precision="fp64", options={"style": style})

@@ -82,6 +82,7 @@ def _train(package: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_model_file_among_others(tmp_path: Path) -> None:
     """One of them is called model.py, as the package's own copy of the model file is."""
     package = partc.compile(_project(tmp_path / "project"), mesh="2x2", microbatches=2, precision="fp64")

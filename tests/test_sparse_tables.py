@@ -107,6 +107,7 @@ def test_rowwise_adagrad_keeps_one_sum_for_each_row_also_where_columns_are_cut()
     assert torch.allclose(torch.cat((found[0], found[1]), 1), expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "zero", "groups"),
     [("dp=2", 1, 0, SPARSE), ("pp=2,dp=2", 2, 2, ROWWISE), ("dp_out=2,dp_in=2", 2, 3, SPARSE), ("tp=2", 1, 0, SPARSE)],
@@ -126,6 +127,7 @@ def test_sparse_gradients_equal_one_device(mesh: str, microbatches: int, zero: i
     assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10, result.worst
 
 
+@pytest.mark.slow
 def test_a_training_with_sparse_gradients_continues_on_other_meshes(tmp_path: Path) -> None:
     """Real processes, the plain loop with torch's own optimizers as the oracle, and states cut otherwise after it."""
     how: dict[str, Any] = {"precision": "fp64", "group": [*SPARSE, "*.summed.*:optimizer=rowwise_adagrad"]}
@@ -181,6 +183,7 @@ def _plain_loop(steps: int, rate: float) -> dict[str, Tensor]:
     return {name: x.detach() for name, x in named.items()}
 
 
+@pytest.mark.slow
 def test_a_recommender_trains_on_processes_as_a_plain_loop_does(tmp_path: Path) -> None:
     """Ids travel to the ranks of their rows over gloo; the oracle is a loop with torch's sparse gradients."""
     how: dict[str, Any] = {"precision": "fp64", "group": ["tables.*,words.*:optimizer=sparseadam"], "lr": 0.02}
@@ -223,6 +226,7 @@ def test_exchanges_of_ids_and_vectors_move_the_bytes_of_the_formula(mesh: str, s
     assert moved == (lookups + bags) * sent
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("file", "old", "new", "caught"),
     [

@@ -270,6 +270,7 @@ def test_positions_of_dense_operands_are_those_of_tensors() -> None:
             assert all("Tensor" in kind for kind in kinds.values()), f"{name}: {kinds}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [("groups", "tp=2"), ("groups", "dp=2"), ("mean", "1"), ("bags", "pp=2"), ("volumes", "1"), ("volumes", "tp=2")],

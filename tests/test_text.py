@@ -29,6 +29,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_package_takes_its_data_from_where_an_option_says(package: Path) -> None:
     assert (package / "sources" / "gpt.py").read_bytes() == (EXAMPLES / "gpt.py").read_bytes()
     module = load_model_file(package / "model.py")

@@ -158,6 +158,7 @@ def test_the_limits_of_entries_are_those_of_tables_and_classes() -> None:
     assert token_limits(found.program) == {"ids": 256, "labels": 256}
 
 
+@pytest.mark.slow
 def test_a_model_trains_on_a_token_file_as_on_one_device(tmp_path: Path) -> None:
     options = {"depth": "2", "batch": "8", "seq": "16"}
     package = partc.compile(GPT, mesh="2x2x1", microbatches=2, precision="fp64", options=options).write(

@@ -88,6 +88,7 @@ def slices(document: dict[str, Any], process: int, kind: str) -> list[dict[str, 
     return sorted((each for each in events if each["cat"] == kind), key=lambda each: each["ts"])
 
 
+@pytest.mark.slow
 def test_a_run_beside_its_prediction(traced: Path, package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(traced), "--package", str(package)]) == 0
     said = capsys.readouterr().out
@@ -118,6 +119,7 @@ def test_a_run_beside_its_prediction(traced: Path, package: Path, capsys: pytest
     assert arrows == {"measured": 2 * 4 * 8, "predicted": 2 * 8}  # steps x (4 microbatches there and back) x 4 pairs
 
 
+@pytest.mark.slow
 def test_a_package_alone_is_predicted(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(package), "-o", str(tmp_path / "t.json"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -224,6 +226,7 @@ def test_clocks_of_several_machines_meet_in_the_time_of_day(traced: Path, packag
         assert there["otherData"]["measured"][name] == pytest.approx(value, rel=0.2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

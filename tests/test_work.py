@@ -21,6 +21,7 @@ def counted(model: nn.Module, batch: dict[str, Tensor], loss: object) -> int:
     return counter.get_total_flops()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "mesh"), [("mlp", "2x2x2"), ("crossing", "2"), ("resnet", "2x2"), ("dlrm", "tp=2")])
 def test_each_product_counts_once_however_it_is_cut(name: str, mesh: str) -> None:
     package = partc.compile(str(MODELS[name].file), mesh=mesh, microbatches=4, recompute="full", options={"batch": 16})

@@ -290,6 +290,7 @@ def test_wrong_commands(
     refused(arguments, code, folder, capsys)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["latin.py", "nothing.py"])
 def test_in_a_process_of_its_own(name: str, folder: Path) -> None:
     command = [sys.executable, "-m", "partc", "compile", name, "--mesh", "2"]

@@ -105,6 +105,7 @@ def _ids() -> dict[str, Tensor]:
 QUICK = {("1", "2"), ("2", "2x2x2"), ("3", "pp=2,dp=2")}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("level", "mesh", "microbatches", "schedule"),
     [
@@ -221,6 +222,7 @@ def one_block() -> nn.Module:
     return OneBlock()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("given", "mesh", "code"),
     [

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -16,7 +16,9 @@ from partc.errors import PartcError
 from partc.ir.program import PRECISIONS
 
 if TYPE_CHECKING:
-    from partc.planner.planning import PlanChoice
+    from partc.planner.planning import PlanChoice, Planner
+    from partc.planner.search import Played
+    from partc.planner.variations import Variation
 
 MAX_SECONDS = 30.0  # of a search
 
@@ -36,28 +38,53 @@ MAX_SECONDS = 30.0  # of a search
     "--optimizer", metavar="NAME[:OPTION=VALUE,..]", help="the optimizer, whose states memory holds [default: adamw]"
 )
 @click.option("--top", type=int, default=5, show_default=True, metavar="N", help="plans to show")
+@click.option(
+    "--what-if",
+    is_flag=True,
+    help="also find the best plans with more memory, other ranks and batches, in half the time",
+)
+@click.option(
+    "--page", "page_path", type=Path, metavar="FILE.html", help="write a page with pictures; implies --what-if"
+)
 @click.option("-o", "--output", type=Path, metavar="FILE", help="write the best plan, for partc compile --plan FILE")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
-def plan_command(model: str, top: int, output: Path | None, as_json: bool, **given: Any) -> None:
+def plan_command(
+    model: str,
+    top: int,
+    what_if: bool,
+    page_path: Path | None,
+    output: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Find the quickest plan for MODEL that fits the memory of a cluster's devices.
 
     A plan is a mesh with the order of its axes on the links, microbatches, a pipeline schedule, a ZeRO level and
     recomputation. Lower bounds prove that no other plan of the space is quicker by more than the gap that is printed.
     """
     from partc.planner.reasons import binding, document
-    from partc.reports.plan_choice import page
+    from partc.reports.plan_choice import page, variation_table
 
     if top < 1:
         raise PartcError("P0004", f"--top {top} is out of range", help="give 1 or more")
-    choice = found(model, given, quiet=as_json)
+    with console.working("planning", quiet=as_json):
+        answer = answered(model, given, what_if=what_if or page_path is not None, pictured=page_path is not None)
+    choice = answer.choice
     best = choice.best
     if output is not None:
         _write(best.plan.text, output)
+    if page_path is not None:
+        from partc.package.output import write_page
+        from partc.reports.plan_page import page as pictures
+
+        write_page(pictures(answer.planner, choice, top, answer.variations, answer.front), page_path, option="--page")
     if as_json:
-        print(json.dumps(document(choice, top)))
+        print(json.dumps(document(choice, top, answer.variations)))
         return
     console.echo(page(choice, top), nl=False)
     console.echo(binding(choice))
+    if answer.variations:
+        console.echo(f"\n{variation_table(choice, answer.variations)}", nl=False)
     console.next_step(
         f"partc compile {model} --plan {output}" if output is not None else f"partc compile {model} {best.plan.flags}"
     )
@@ -91,8 +118,9 @@ def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_js
         source = continued(directory, checkpoint, lambda line: console.echo(line, err=True))
     with console.working("planning", quiet=as_json):
         from partc.planner.planning import Planner
+        from partc.planner.variations import settled
 
-        choice = Planner(request_of(directory, checkpoint=source, **searched(given))).choice()
+        choice = settled(Planner(request_of(directory, checkpoint=source, **searched(given))))
     best = choice.best.plan
     if not as_json:
         _tell(choice)
@@ -117,15 +145,31 @@ def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_js
     console.next_step(f"partc run {output} --steps {at + 10} --resume {checkpoint}")
 
 
-def found(model: str, given: Mapping[str, Any], *, quiet: bool) -> PlanChoice:
-    """The outcome of a search with a command's options."""
-    check_cluster(given["cluster"])
-    with console.working("planning", quiet=quiet):
-        from partc.planner.planning import Planner, Request
+class Answer(NamedTuple):
+    """The outcome of a search, and of those beside it."""
 
-        kept = {name: given[name] for name in ("precision", "kernels", "optimizer")}
-        options = compile_options.definitions(given)
-        return Planner(Request.checked(model, **searched(given), **kept, options=options)).choice()
+    planner: Planner
+    choice: PlanChoice
+    variations: tuple[Variation, ...] = ()
+    front: tuple[Played, ...] = ()
+
+
+def answered(model: str, given: Mapping[str, Any], *, what_if: bool = False, pictured: bool = False) -> Answer:
+    """The answer to a command's options; the searches beside the first one take half of the time."""
+    check_cluster(given["cluster"])
+    from partc.planner.planning import Planner, Request
+    from partc.planner.variations import front, settled, variations
+
+    kept = {name: given[name] for name in ("precision", "kernels", "optimizer")}
+    wanted = searched(given)
+    seconds = wanted["max_seconds"] / 2 if what_if else wanted["max_seconds"]
+    options = compile_options.definitions(given)
+    planner = Planner(Request.checked(model, **{**wanted, "max_seconds": seconds}, **kept, options=options))
+    choice = settled(planner)
+    if not what_if:
+        return Answer(planner, choice)
+    found = variations(planner, choice, seconds / 2 if pictured else seconds)
+    return Answer(planner, choice, found, front(planner, choice, seconds / 2) if pictured else ())
 
 
 def check_cluster(spec: str | None) -> None:
@@ -149,7 +193,8 @@ def automatic(
 
     check_undecided(compile_options.commanded(context, given), given["cluster"])
     memory = given["memory"] or given["memory_limit"]
-    choice = found(model, {**given, "memory": memory}, quiet=quiet)
+    with console.working("planning", quiet=quiet):
+        choice = answered(model, {**given, "memory": memory}).choice
     from partc.planner.automatic import decisions, record
 
     best = choice.best.plan

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,12 @@ class Simulator:
         self._known: dict[_Key, Any] = {}
         self._derivatives: Derivatives = {}
         self._numbers: dict[_Key, int] = {}
+
+    def on(self, cluster: Cluster) -> Simulator:
+        """The simulator for another cluster, which shares this one's programs: they depend on plans alone."""
+        found = copy(self)
+        found.cluster, found.rates = cluster, ClusterRates(cluster, self.rates.constants)
+        return found
 
     def predict(self, plan: ParallelPlan, *, everywhere: bool = False) -> Prediction:
         """The prediction for a plan. Raises PartcError if it cannot be compiled.

@@ -99,10 +99,11 @@ class PlanChoice:
     def best(self) -> Played:
         """The best plan. Raises PartcError P0813 if nothing fits."""
         if self.outcome.best is None:
-            raise self._nothing_fits()
+            raise self.nothing_fits()
         return self.outcome.best
 
-    def _nothing_fits(self) -> PartcError:
+    def nothing_fits(self) -> PartcError:
+        """The error P0813, which names the plan that comes closest."""
         outcome, limit = self.outcome, self.request.limit
         if not outcome.complete:
             return PartcError(
@@ -134,18 +135,21 @@ class PlanChoice:
 class Planner:
     """The search for one request; predictions and tables are kept for further searches.
 
-    Raises PartcError P0803 and P0814, and those of the trace.
+    Programs are shared with the `simulator` of another request for the same model. Raises PartcError P0803 and P0814,
+    and those of the trace.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, simulator: Simulator | None = None) -> None:
         self.request = request
         cluster = fitted(request.cluster, request.ranks)
         constants = request.constants or calibration(cluster)
         kernels = request.kernels
         if kernels == "auto":
             kernels = "triton" if cluster.device.kind == "gpu" else "aten"
-        self.simulator = Simulator(
-            request.model, cluster, constants, batch=request.batch, functions=Functions(**request.functions)
+        self.simulator = (
+            Simulator(request.model, cluster, constants, batch=request.batch, functions=Functions(**request.functions))
+            if simulator is None
+            else simulator.on(cluster)
         )
         base = ParallelPlan(
             mesh="dp=1",
@@ -226,7 +230,11 @@ class Planner:
         return self._predictions[plan]
 
     def choice(
-        self, *, limit: int | None = None, on_played: Callable[[Played], None] = lambda played: None
+        self,
+        *,
+        limit: int | None = None,
+        max_seconds: float | None = None,
+        on_played: Callable[[Played], None] = lambda played: None,
     ) -> PlanChoice:
         """The best plan that holds at most `limit` bytes on a rank. Raises PartcError P0812."""
         request = self.request if limit is None else replace(self.request, limit=limit)
@@ -237,7 +245,7 @@ class Planner:
             limit=request.limit,
             starts=self._starts(),
             near=self._near,
-            max_seconds=request.max_seconds,
+            max_seconds=request.max_seconds if max_seconds is None else max_seconds,
             on_played=on_played,
         )
         return PlanChoice(request=request, space=self.space, outcome=outcome, tokens=self.tokens)

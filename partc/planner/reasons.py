@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from partc.ir.printer import readable
 from partc.planner.planning import PlanChoice
 from partc.planner.search import Played
+from partc.planner.variations import Variation
+
+_LOSSES = 2  # parts of a step that a reason names
+_WORTH = 0.05  # of a plan's delay: smaller parts are not named
+_ROUNDING = 1e-6
 
 
 def reason(best: Played, other: Played, limit: int) -> str:
-    """The part of a step on which a plan loses most against the best one."""
+    """The parts of a step on which a plan loses most against the best one, and the one on which it gains most."""
     if other.error is not None:
         return f"does not compile: {other.error}"
     words = []
@@ -21,27 +27,40 @@ def reason(best: Played, other: Played, limit: int) -> str:
     if slower <= 0:
         words.append(f"would be {-slower / best.seconds:.1%} quicker")
         return ", ".join(words)
-    parts = sorted(_parts(best, other), key=lambda part: -part[1])
-    cause, seconds = parts[0] if parts else ("time", slower)
-    words.append(f"{slower / best.seconds:.1%} slower: {1e3 * seconds:.3g} ms more {cause}")
+    parts = sorted(differences(best, other).items(), key=lambda part: -part[1])
+    worth = _WORTH * slower
+    lost = [f"{_short(seconds)} more {cause}" for cause, seconds in parts[:_LOSSES] if seconds > worth]
+    cause, seconds = parts[-1]
+    gained = [f"{_short(-seconds)} less {cause}"] if -seconds > worth else []
+    words.append(f"{slower / best.seconds:.1%} slower: {', '.join((*lost, *gained))}")
     return ", ".join(words)
 
 
-def _parts(best: Played, other: Played) -> Iterator[tuple[str, float]]:
-    """The differences of the parts of a step: computation, waits for each kind of communication, and for stages."""
-    mine, theirs = _split(best), _split(other)
-    for name in dict.fromkeys((*mine, *theirs)):
-        yield name, theirs.get(name, 0.0) - mine.get(name, 0.0)
+def _short(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _split(played: Played) -> Mapping[str, float]:
+def differences(best: Played, other: Played) -> dict[str, float]:
+    """The seconds by which the parts of a plan's step are longer than those of the best one.
+
+    The parts are computation, waits for each kind of communication, and idle time in the pipeline.
+    """
+    mine, theirs = parts(best), parts(other)
+    return {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in dict.fromkeys((*mine, *theirs))}
+
+
+def parts(played: Played) -> Mapping[str, float]:
+    """The seconds of a step by what they are spent on; means over pipeline ranks."""
     found: Any = played.prediction
     causes = {f"wait for {name}": seconds for name, seconds in getattr(found, "causes", {}).items()}
-    exposed = causes or {"wait for communication": getattr(found, "exposed", 0.0)}
+    exposed = getattr(found, "exposed", 0.0)
+    rest = exposed - sum(causes.values())  # messages between stages have no cause of their own
+    if rest > _ROUNDING * exposed:
+        causes["wait for values of other stages"] = rest
     return {
         "computation": getattr(found, "compute", 0.0),
         "idle time in the pipeline": getattr(found, "bubble", 0.0),
-        **exposed,
+        **causes,
     }
 
 
@@ -70,7 +89,29 @@ def shown(choice: PlanChoice, top: int) -> tuple[Played, ...]:
     return (*choice.outcome.fitting, *quickest)[:top]
 
 
-def document(choice: PlanChoice, top: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """The best plan on some ranks, and the share of its throughput in that of as many times the least ranks."""
+
+    ranks: int
+    best: Played
+    rate: float  # samples a second
+    share: float
+
+
+def scaling(choice: PlanChoice, found: Sequence[Variation]) -> tuple[Scaled, ...]:
+    """The throughput over ranks, T_n / (n T): T is that of one rank, in the ranks' least number with a plan."""
+    batch = choice.space.batch
+    best = {each.ranks: each.best for each in found if each.change == "ranks" and each.best is not None}
+    known = sorted((best | {choice.space.ranks: choice.best}).items())
+    least, first = known[0]
+    return tuple(
+        Scaled(ranks=ranks, best=each, rate=batch / each.seconds, share=first.seconds * least / (each.seconds * ranks))
+        for ranks, each in known
+    )
+
+
+def document(choice: PlanChoice, top: int, found: Sequence[Variation] = ()) -> dict[str, Any]:
     """The choice as a JSON document."""
     outcome, best = choice.outcome, choice.best
     return {
@@ -89,6 +130,28 @@ def document(choice: PlanChoice, top: int) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "binding": binding(choice),
         "plans": [_document(best, played, choice) for played in shown(choice, top)],
+        "what_if": [_varied(each, choice) for each in found],
+        "scaling": [
+            {"ranks": each.ranks, "samples_per_second": each.rate, "share": each.share}
+            for each in scaling(choice, found)
+        ],
+    }
+
+
+def _varied(each: Variation, choice: PlanChoice) -> dict[str, Any]:
+    best = each.best
+    return {
+        "name": each.name,
+        "ranks": each.ranks,
+        "batch": each.batch,
+        "memory_limit": each.limit,
+        "plan": None if best is None else best.plan.document(),
+        "step_seconds": None if best is None else best.seconds,
+        "memory_bytes": None if best is None else best.bytes,
+        "samples_per_second": each.rate if best is not None else None,
+        "times_throughput": each.rate * choice.best.seconds / choice.space.batch if best is not None else None,
+        "gap": each.gap if best is not None else None,
+        "error": each.error or None,
     }
 
 
@@ -102,4 +165,5 @@ def _document(best: Played, played: Played, choice: PlanChoice) -> dict[str, Any
         "bound_bytes": played.bound.bytes,
         **{name: getattr(found, name) for name in names if hasattr(found, name)},
         "why": "" if played is best else reason(best, played, choice.request.limit),
+        "differences": {} if played is best or played.error is not None else differences(best, played),
     }

@@ -8,12 +8,14 @@ dp=8, 4 microbatches, ...  1.51 s    1.49 s   21.0 ms     0 s  67.3 GiB       42
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 from partc.compilation.plan import ParallelPlan
 from partc.ir.printer import readable
 from partc.planner.planning import PlanChoice
 from partc.planner.reasons import reason, shown
+from partc.planner.variations import Variation
 
 
 def page(choice: PlanChoice, top: int, *, width: int = 140) -> str:
@@ -29,7 +31,7 @@ def page(choice: PlanChoice, top: int, *, width: int = 140) -> str:
     table.add_column("", overflow="fold")
     for played in shown(choice, top):
         found: Any = played.prediction
-        times = [_time(each) for each in (found.step_seconds, found.compute, found.exposed, found.bubble)]
+        times = [duration(each) for each in (found.step_seconds, found.compute, found.exposed, found.bubble)]
         why = "the best" if played is best else reason(best, played, choice.request.limit)
         rate = f"{choice.space.batch / found.step_seconds:.4g}"
         table.add_row(words(played.plan), *times, readable(found.memory_bytes), rate, why)
@@ -43,11 +45,31 @@ def page(choice: PlanChoice, top: int, *, width: int = 140) -> str:
         f"bounded; {outcome.seconds:.1f} s",
         soft_wrap=True,
     )
-    console.print(_gap(choice), soft_wrap=True)
+    console.print(gap(choice), soft_wrap=True)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def _gap(choice: PlanChoice) -> str:
+def variation_table(choice: PlanChoice, found: Sequence[Variation]) -> str:
+    """The best plans of other requests, and the change of throughput that each brings."""
+    rows = [("if", "step", "throughput", "memory", "best plan")]
+    rate = choice.space.batch / choice.best.seconds
+    for each in found:
+        if each.best is None:
+            rows.append((each.name, "", "", "", each.error))
+        else:
+            change = f"{each.rate / rate - 1:+.1%}" if each.rate < 2 * rate else f"x {each.rate / rate:.2f}"
+            size = readable(each.best.bytes)
+            rows.append((each.name, duration(each.best.seconds), change, size, words(each.best.plan)))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = (
+        f"{name:<{widths[0]}}  {step:>{widths[1]}}  {more:>{widths[2]}}  {size:>{widths[3]}}  {plan}".rstrip()
+        for name, step, more, size, plan in rows
+    )
+    return "\n".join(lines) + "\n"
+
+
+def gap(choice: PlanChoice) -> str:
+    """The figure that is proved about all other plans."""
     outcome = choice.outcome
     if outcome.wrong:
         return f"no gap is proved: the bound of {words(outcome.wrong[0].plan)} is above its prediction, a bug in partc"
@@ -72,5 +94,6 @@ def words(plan: ParallelPlan) -> str:
     return ", ".join(parts)
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time in three digits."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,10 +1,12 @@
-"""The planner as people use it: `--mesh auto` and `partc replan`."""
+"""The planner as people use it: `--mesh auto`, `partc replan`, what-if questions, reasons, and the page."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from torch import nn
 import partc
 from partc.cli import main
 from partc.errors import PartcError
+from partc.planner.planning import PlanChoice, Planner, Request
+from partc.planner.reasons import differences, parts
+from partc.planner.variations import front, settled, variations
 from tests.durable import losses, trained, whole
 
 MLP = str(Path(__file__).parents[1] / "examples" / "mlp.py")
@@ -200,3 +205,124 @@ def test_a_training_goes_on_on_fewer_ranks(tmp_path: Path, capsys: pytest.Captur
     ):
         assert main(["replan", *map(str, arguments), "--json"]) == 2
         assert json.loads(capsys.readouterr().out)["error"]["code"] == code
+
+
+def request(memory: str | None = None, **given: Any) -> Request:
+    given = {"fix": "zero=0|1|3,schedule=1f1b", "options": {"batch": 32, "width": 4096, "hidden": 16384}} | given
+    return Request.checked(MLP, "2x4xA100-40GB", memory=memory, **given)
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    return Planner(request())
+
+
+@pytest.fixture(scope="module")
+def choice(planner: Planner) -> PlanChoice:
+    return settled(planner)
+
+
+def test_a_variation_is_the_best_plan_of_its_own_request(planner: Planner, choice: PlanChoice) -> None:
+    found = {each.name: each for each in variations(planner, choice, None)}
+    options = {"width": 4096, "hidden": 16384}
+    for name, asked in {
+        "one more node, 12 ranks": None,
+        "half of the ranks, 4": request(ranks=4),
+        "twice the batch, 64": request(options={"batch": 64, **options}),
+        "half the batch, 16": request(options={"batch": 16, **options}),
+    }.items():
+        assert found[name].best is not None or asked is None, found[name].error
+        if asked is not None:
+            alone = settled(Planner(asked)).best
+            assert found[name].best.seconds == pytest.approx(alone.seconds, rel=1e-9)  # type: ignore[union-attr]
+    more = next(each for name, each in found.items() if name.startswith("10% more memory"))
+    assert more.best is not None and more.best.seconds <= choice.best.seconds
+
+
+def test_the_front_has_the_plans_that_no_other_beats(planner: Planner, choice: PlanChoice) -> None:
+    every = [planner.predicted(plan) for plan in planner.space.plans()]
+    found = front(planner, choice, None)
+    assert len(found) > 1
+    for played in found:
+        for other in every:
+            assert other.step_seconds >= played.seconds * (1 - 1e-9) or other.memory_bytes > played.bytes
+
+
+def test_the_parts_of_a_step_make_up_its_delay(choice: PlanChoice) -> None:
+    others = [each for each in choice.outcome.fitting if each is not choice.best]
+    assert others
+    for each in (choice.best, *others):
+        assert sum(parts(each).values()) == pytest.approx(each.seconds, rel=1e-6)
+        assert sum(differences(choice.best, each).values()) == pytest.approx(
+            each.seconds - choice.best.seconds, abs=1e-9
+        )
+
+
+def test_what_would_make_it_fit_does(planner: Planner, choice: PlanChoice) -> None:
+    """Without recomputation nothing fits; each plan that the message names does, in its own request."""
+    least = min(planner.predicted(plan).memory_bytes for plan in planner.space.plans())
+    with pytest.raises(PartcError) as caught:
+        settled(Planner(request(memory=f"{int(1.02 * least)}B", fix="zero=0,schedule=1f1b,recompute=none,pp=1")))
+    error = caught.value
+    assert error.code == "P0813" and "without --fix" in error.help
+    flags = re.search(r"without --fix: ([^;]*)", error.help)
+    assert flags is not None
+    found = planner.predicted(next(plan for plan in Planner(request(fix="")).space.plans() if plan.flags == flags[1]))
+    assert found.memory_bytes <= 1.02 * least
+
+
+class Page(HTMLParser):
+    """The elements and texts of a page, all of which are closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.said = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "!doctype"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.said += data
+
+
+def test_the_page_shows_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names from outside are data: a cluster and a model file that are called like markup."""
+    model = tmp_path / "<b>mlp.py"
+    shutil.copy(MLP, model)
+    cluster = tmp_path / "c.toml"
+    name = "<script>alert(1)</script>\\u001b[31m"
+    cluster.write_text(f'name = "{name}"\nnodes = 2\ndevices = 2\ndevice = "A100-40GB"\n')
+    file = tmp_path / "plan.html"
+    arguments = ["--cluster", str(cluster), "--batch", "16", "--fix", "schedule=1f1b,zero=0|1", "--page", str(file)]
+    assert main(["plan", str(model), *arguments, "--top", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    text = file.read_text()
+    page = Page(text)
+    assert not page.open and "<script>alert(1)" in page.said
+    tags = {tag for tag, _ in page.tags}
+    assert not tags & {"script", "link", "img", "iframe"}
+    assert not re.search(r"(?:src|href|url)\s*[=(]|http", text)
+    assert not any(ord(character) < 32 and character not in "\n" for character in text)
+    for each in found["plans"]:
+        mesh = each["plan"]["mesh"]
+        assert mesh in page.said
+    kinds = [attributes.get("class", "") for tag, attributes in page.tags if tag == "circle"]
+    assert kinds.count("dot best") == 1 and len(kinds) >= len(found["plans"])
+    for each in found["scaling"]:
+        assert f"{each['share']:.1%}" in page.said
+    rates = {each["ranks"]: each["samples_per_second"] for each in found["scaling"]}
+    least = min(rates)
+    for each in found["scaling"]:
+        assert each["share"] == pytest.approx(rates[each["ranks"]] / (each["ranks"] * rates[least] / least))
+    assert rates[4] == pytest.approx(16 / found["plans"][0]["step_seconds"])
+    file.write_text("mine")
+    assert main(["plan", str(model), *arguments]) == 2
+    assert file.read_text() == "mine" and "\x1b" not in capsys.readouterr().err

@@ -35,9 +35,12 @@ from partc.cluster.device import Device
 from partc.cluster.network import LATENCY, Link, LinkKind, Topology, TopologyKind
 from partc.errors import PartcError
 from partc.ir.program import DType
-from partc.runtime.documents import Malformed, Natural, Positive, at_least, contents, decoded, more_than
+from partc.runtime.documents import Malformed, Natural, Positive, at_least, at_most, contents, decoded
 
-_Rate = Annotated[float, more_than(0)]
+# Beyond these, durations are no finite numbers, or sums of them are.
+_Rate = Annotated[float, at_least(1.0), at_most(1e24)]  # a second
+_Gigabytes = Annotated[float, at_least(1e-6), at_most(1e12)]  # a second
+_Seconds = Annotated[float, at_least(0), at_most(3600)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +50,16 @@ class _DeviceTable:
     peak: dict[DType, _Rate]
     bandwidth: _Rate
     cores: Positive = 1
-    launch: Annotated[float, at_least(0)] = 3e-6
-    host: Annotated[float, at_least(0)] = 8e-6
+    launch: _Seconds = 3e-6
+    host: _Seconds = 8e-6
     kind: str = "gpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LinkTable:
     kind: LinkKind
-    gigabytes: _Rate
-    latency: Annotated[float, at_least(0)] | None = None  # seconds
+    gigabytes: _Gigabytes
+    latency: _Seconds | None = None
     switched: bool = True
     reduces: bool = False
 
@@ -65,7 +68,7 @@ class _LinkTable:
 class _NetworkTable:
     kind: TopologyKind = "fat-tree"
     dims: tuple[Positive, ...] = ()
-    oversubscription: Annotated[float, at_least(1)] = 1.0
+    oversubscription: Annotated[float, at_least(1), at_most(1e6)] = 1.0
     leaf: Natural = 0
 
 

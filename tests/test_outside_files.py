@@ -1,9 +1,12 @@
-"""Indexes of --init, plans, traces and tuned.json, field by field: each is refused with a code, or read as it says."""
+"""Indexes of --init, plans, clusters, traces and tuned.json, field by field: each is refused with a code, or read as it
+says.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,12 @@ import pytest
 import torch
 
 from partc.cli import main
+from partc.cluster.cluster import preset
+from partc.cluster.files import cluster_of
+from partc.compilation.plan import ParallelPlan
+from partc.compilation.simulation import Simulator, prediction, predictions, read_plans
+from partc.cost.calibration import calibration
+from partc.cost.rates import ClusterRates
 from partc.errors import PartcError
 from partc.frontend import origin
 from partc.package import output
@@ -184,3 +193,96 @@ def test_a_changed_pickle_is_not_loaded(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(1, 1), tmp_path / "model.pt")
     with pytest.raises(RuntimeError, match="is not the file that was compiled"):
         found["model"]()
+
+
+MLP = str(Path(__file__).parents[1] / "examples" / "mlp.py")
+
+
+@pytest.fixture(scope="module")
+def simulator() -> Simulator:
+    cluster = preset("4x2xH100-80GB")
+    return Simulator(MLP, cluster, calibration(cluster))
+
+
+CLUSTER: dict[str, Any] = {
+    "name": "lab", "nodes": 4, "devices": 2, "domain": 4,
+    "device": {"name": "X-8GB", "memory": 8 << 30, "peak": {"f32": 1e13, "bf16": 1e14}, "bandwidth": 1e12, "cores": 100,
+               "launch": 3e-6, "host": 8e-6, "kind": "gpu"},
+    "inside": {"kind": "nvlink", "gigabytes": 300.0, "latency": 1e-6, "switched": True, "reduces": False},
+    "between": {"kind": "infiniband", "gigabytes": 25.0, "latency": 1e-6, "switched": True, "reduces": False},
+    "network": {"kind": "fat-tree", "leaf": 2, "oversubscription": 2.0, "dims": []},
+}  # fmt: skip
+EXTREME = (0, 1, -1, 3, 1 << 62, 5e-324, 1e-300, 1e300, math.inf, math.nan)
+
+
+def toml(value: Any) -> str:
+    """A value in TOML's notation; None has none, and leaves a damaged file."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(key)} = {toml(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    return str(value) if isinstance(value, float) else "none" if value is None else json.dumps(value)
+
+
+def extremes(found: dict[str, Any]) -> Any:
+    """The document with each number at its extremes."""
+    for name, value in found.items():
+        if isinstance(value, dict):
+            for other in extremes(value):
+                yield {**found, name: other}
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            for number in EXTREME:
+                yield {**found, name: number}
+
+
+def test_every_field_of_a_cluster(simulator: Simulator, tmp_path: Path) -> None:
+    """A cluster is refused, or predictions on it are finite numbers."""
+    plan = ParallelPlan(mesh="pp=2,dp=2,tp=2", microbatches=2, zero=1, options={"batch": 16})
+    program = simulator.program(plan)
+    file = tmp_path / "cluster.toml"
+    refused = read = 0
+    shapes = [{**CLUSTER, "network": {"kind": kind}} for kind in ("ring", "hypercube", "dragonfly", "full")]
+    for found in [*(found for _, found in mutants(CLUSTER, tmp_path / "x")), *extremes(CLUSTER), *shapes]:
+        text = "\n".join(f"{json.dumps(key)} = {toml(value)}" for key, value in found.items())
+        file.write_bytes(text.encode("utf-8", "surrogatepass"))
+        try:
+            cluster = cluster_of(str(file))
+        except PartcError as error:
+            assert error.code in ("P0801", "P0802"), text
+            refused += 1
+            continue
+        read += 1
+        if cluster.size >= 8:
+            done = prediction(program, ClusterRates(cluster, calibration(cluster)))
+            assert 0 < done.step_seconds < math.inf and done.compute >= 0 and done.exposed >= 0, text
+    assert refused > 400 and read > 40
+
+
+PLAN = {
+    "mesh": "pp=2,dp=2,tp=2", "microbatches": 2, "schedule": "interleaved", "virtual_stages": 2, "zero": "1@dp",
+    "recompute": "full", "precision": "bf16", "kernels": "auto", "loss_chunks": 1, "bucket": "25MB", "nodes": 4,
+    "grad_reduce": "fp32", "compress_grads": "none", "optimizer": "sgd:momentum=0.9", "options": {"batch": 16},
+}  # fmt: skip
+LINES = (
+    '{"mesh":', "[]", '"x"', "[" * 100_000, '{"mesh": "dp=8", "microbatches": NaN}', '{"mesh": "dp=8", "zero": 1e400}',
+    '{"mesh": "dp=99999999999999999999"}', '{"mesh": "dp=1048576"}', '{"mesh": ""}', '{"mesh": "\\u001b[31mdp=8"}',
+    '{"mesh": "pp=8", "schedule": "interleaved", "virtual_stages": 9223372036854775807}',
+    '{"mesh": "dp=8", "microbatches": 9223372036854775807}', '{"mesh": "pp=2,dp=4", "schedule": "/etc/passwd.csv"}',
+    '{"mesh": "dp=8", "bucket": "99999999999999999999999999PB"}', '{"mesh": "dp=8", "nodes": 3}',
+    '{"mesh": "dp=8", "optimizer": "sgd:momentum=nan"}', '{"mesh": "dp=8", "optimizer": "__import__(\'os\')"}',
+    '{"mesh": "dp=8", "experts": "ep=x@y"}', '{"mesh": "dp=8", "options": {"batch": -1}}',
+)  # fmt: skip
+
+
+def test_every_field_of_a_parallel_plan(simulator: Simulator, tmp_path: Path) -> None:
+    """Each line of a file of plans is refused with a code, and none is a bug; those that are read are predicted."""
+    lines = [json.dumps(plan) for _, plan in mutants(PLAN, tmp_path / "x")]
+    file = tmp_path / "plans.jsonl"
+    file.write_text("\n".join([*lines, *LINES]))
+    found = list(predictions(simulator, list(read_plans(file))))
+    assert len(found) == len(lines) + len(LINES)
+    codes = [None if each["error"] is None else each["error"]["code"] for each in found]
+    assert "P0806" not in codes and codes.count(None) > 10 and codes.count("P0804") > 120
+    assert None not in codes[len(lines) :]
+    (tmp_path / "plan.json").write_text(LINES[0])
+    assert main(["compile", MLP, "--plan", str(tmp_path / "plan.json"), "-o", str(tmp_path / "build")]) == 2

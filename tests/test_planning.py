@@ -207,8 +207,12 @@ def test_a_training_goes_on_on_fewer_ranks(tmp_path: Path, capsys: pytest.Captur
         assert json.loads(capsys.readouterr().out)["error"]["code"] == code
 
 
+LARGE = {"width": 8192, "hidden": 32768, "depth": 4}
+FEW = "zero=0|3,schedule=1f1b,recompute=none|full,tp=1,microbatches=1|4"
+
+
 def request(memory: str | None = None, **given: Any) -> Request:
-    given = {"fix": "zero=0|1|3,schedule=1f1b", "options": {"batch": 32, "width": 4096, "hidden": 16384}} | given
+    given = {"fix": FEW, "options": {"batch": 262144, **LARGE}} | given
     return Request.checked(MLP, "2x4xA100-40GB", memory=memory, **given)
 
 
@@ -224,12 +228,11 @@ def choice(planner: Planner) -> PlanChoice:
 
 def test_a_variation_is_the_best_plan_of_its_own_request(planner: Planner, choice: PlanChoice) -> None:
     found = {each.name: each for each in variations(planner, choice, None)}
-    options = {"width": 4096, "hidden": 16384}
     for name, asked in {
         "one more node, 12 ranks": None,
         "half of the ranks, 4": request(ranks=4),
-        "twice the batch, 64": request(options={"batch": 64, **options}),
-        "half the batch, 16": request(options={"batch": 16, **options}),
+        "twice the batch, 524,288": request(options={"batch": 524288, **LARGE}),
+        "half the batch, 131,072": request(options={"batch": 131072, **LARGE}),
     }.items():
         assert found[name].best is not None or asked is None, found[name].error
         if asked is not None:
@@ -260,15 +263,18 @@ def test_the_parts_of_a_step_make_up_its_delay(choice: PlanChoice) -> None:
 
 def test_what_would_make_it_fit_does(planner: Planner, choice: PlanChoice) -> None:
     """Without recomputation nothing fits; each plan that the message names does, in its own request."""
-    least = min(planner.predicted(plan).memory_bytes for plan in planner.space.plans())
+    limit = int(1.02 * min(planner.predicted(plan).memory_bytes for plan in planner.space.plans())) >> 20
     with pytest.raises(PartcError) as caught:
-        settled(Planner(request(memory=f"{int(1.02 * least)}B", fix="zero=0,schedule=1f1b,recompute=none,pp=1")))
+        fix = "zero=0,schedule=1f1b,recompute=none,pp=1,tp=1"
+        settled(Planner(request(memory=f"{limit}MiB", fix=fix, max_seconds=12), planner.simulator))
     error = caught.value
     assert error.code == "P0813" and "without --fix" in error.help
     flags = re.search(r"without --fix: ([^;]*)", error.help)
     assert flags is not None
-    found = planner.predicted(next(plan for plan in Planner(request(fix="")).space.plans() if plan.flags == flags[1]))
-    assert found.memory_bytes <= 1.02 * least
+    found = planner.predicted(
+        next(plan for plan in Planner(request(fix=""), planner.simulator).space.plans() if plan.flags == flags[1])
+    )
+    assert found.memory_bytes <= limit << 20
 
 
 class Page(HTMLParser):
@@ -301,7 +307,7 @@ def test_the_page_shows_what_was_found(tmp_path: Path, capsys: pytest.CaptureFix
     name = "<script>alert(1)</script>\\u001b[31m"
     cluster.write_text(f'name = "{name}"\nnodes = 2\ndevices = 2\ndevice = "A100-40GB"\n')
     file = tmp_path / "plan.html"
-    arguments = ["--cluster", str(cluster), "--batch", "16", "--fix", "schedule=1f1b,zero=0|1", "--page", str(file)]
+    arguments = ["--cluster", str(cluster), "--batch", "16", "--fix", f"{FEW},pp=1", "--page", str(file)]
     assert main(["plan", str(model), *arguments, "--top", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     text = file.read_text()

@@ -16,6 +16,7 @@ from partc.planner.search import Played
 Change = Literal["memory", "ranks", "batch", "decisions"]
 MEMORY = 1.1  # of the limit: the price of memory
 _LEAST = 0.5  # seconds of a search
+_WAYS = 3  # to make a plan fit that are named
 _FRONT = 8  # plans of a front at most
 _STEP = 0.9  # of the memory of a plan: the next one of a front holds less
 
@@ -62,14 +63,18 @@ def settled(planner: Planner) -> PlanChoice:
     if choice.outcome.best is not None:
         return choice
     error = choice.nothing_fits()
-    left = planner.request.max_seconds
-    left = None if left is None else left - (time.perf_counter() - start)
-    wanted = [*_decided(planner), *_larger(planner), *_smaller(planner)]
-    fitting = [each for each in _found(planner, wanted, left) if each.best is not None]
-    if not fitting:
+    limit = planner.request.max_seconds
+    ways: list[str] = []
+    for name, change, request in (*_decided(planner), *_larger(planner), *_smaller(planner)):
+        seconds = None if limit is None else (limit - (time.perf_counter() - start)) / 2
+        if len(ways) == _WAYS or (seconds is not None and seconds < _LEAST):
+            break
+        found = _variation(planner, name, change, request, seconds)
+        if found.best is not None:
+            ways.append(f"{name}: {found.best.plan.flags}")
+    if not ways:
         raise error
-    ways = "; ".join(f"{each.name}: {each.best.plan.flags}" for each in fitting if each.best is not None)
-    raise PartcError(error.code, error.cause, help=f"this fits: {ways}")
+    raise PartcError(error.code, error.cause, help=f"this fits: {'; '.join(ways)}")
 
 
 def variations(planner: Planner, choice: PlanChoice, seconds: float | None) -> tuple[Variation, ...]:

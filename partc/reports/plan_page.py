@@ -15,7 +15,7 @@ from partc.planner.planning import PlanChoice, Planner
 from partc.planner.reasons import binding, parts, reason, scaling, shown
 from partc.planner.search import Played
 from partc.planner.variations import Variation
-from partc.quoting import environment
+from partc.quoting import environment, shown_lines
 from partc.reports.plan_choice import duration, gap, words
 
 WIDE, HIGH = 1000.0, 300.0  # of a chart's area
@@ -90,7 +90,7 @@ def page(
     name = getattr(planner.request.model, "__name__", None) or type(planner.request.model).__name__
     model = Path(planner.request.model).name if isinstance(planner.request.model, str | Path) else name
     rate = space.batch / best.seconds
-    return (
+    return shown_lines(
         environment(markup=True)
         .get_template("plan.html.jinja")
         .render(

@@ -15,6 +15,8 @@ SCHEDULES: Mapping[str, ScheduleKind] = {
     for module in (gpipe, one_forward_one_backward, interleaved, zero_bubble, zbv, dualpipe_v)
 }
 
+MOST_STAGES = 1 << 20
+
 
 def stage_ranks(kind: ScheduleKind, ranks: int, stages: int) -> tuple[int, ...]:
     """The pipeline rank of every stage. Raises PartcError P0406 if the schedule cannot place that many stages."""
@@ -25,6 +27,12 @@ def stage_ranks(kind: ScheduleKind, ranks: int, stages: int) -> tuple[int, ...]:
             "P0406",
             f"{kind.name} cannot place {stages} stages on {ranks} pipeline ranks: it takes {wanted} on each",
             help=f"use {ranks * kind.stages_per_rank} stages: leave out --virtual-stages",
+        )
+    if stages > MOST_STAGES:
+        raise PartcError(
+            "P0406",
+            f"{stages:,} stages are more than {MOST_STAGES:,}",
+            help="give fewer --virtual-stages",
         )
     if kind.placement == "v":
         return (*range(ranks), *reversed(range(ranks)))

@@ -22,9 +22,11 @@ from partc.compilation.simulation import Simulator, prediction, predictions, rea
 from partc.cost.calibration import calibration
 from partc.cost.rates import ClusterRates
 from partc.errors import PartcError
+from partc.explain import CATALOGUE
 from partc.frontend import origin
 from partc.package import output
 from partc.package.recorded_steps import read_trace
+from partc.planner.replanning import request_of
 from partc.reports import chrome_trace
 from partc.runtime.checkpoint.given_parameters import INDEX, fitting
 from partc.runtime.checkpoint.safetensors import save
@@ -56,6 +58,11 @@ def test_every_field_of_a_plan(package: Path, capsys: pytest.CaptureFixture[str]
                 code = 2
                 assert error.code == "P0503", what
             refused += code == 2
+            try:
+                request_of(package, "4xCPU", None)
+                assert code == 0, what
+            except PartcError as error:
+                assert error.code in CATALOGUE, what
             if code == 0 or number % 6 == 0:
                 shows = main(["memory", str(package)])
                 said = capsys.readouterr()

@@ -229,7 +229,7 @@ def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, r
 
     Other options go to train.py: optimizer, learning rate, log, checkpoints (`-- --help` lists them).
     """
-    from partc.package.launch import check_trains, run
+    from partc.package.launch import check_trains, read_plan, run
 
     check_trains(directory)
     if steps < 1:
@@ -259,6 +259,9 @@ def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, r
         f"median step {result.step_seconds_median:.4f} s, {result.tokens_per_second:,.0f} tokens/s, "
         f"at most {readable(max(result.peak_bytes))} a rank"
     )
+    if planned := read_plan(directory).get("planned"):
+        seconds, size = planned["step_seconds"], readable(planned["memory_bytes"])
+        console.echo(f"predicted for {planned['cluster']}: a step of {seconds:.4f} s, {size} a rank")
     console.next_step(f"less {directory}/stages/stage_0.py")
 
 

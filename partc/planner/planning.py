@@ -118,17 +118,18 @@ class PlanChoice:
         nearest = min(compiled, key=lambda played: played.bytes, default=None)
         if nearest is not None:
             least, plan, words = nearest.bytes, nearest.plan, "holds"
+            help = f"devices of {readable(least)} would hold it"
         else:
             assert outcome.closest is not None
             plan, bound = outcome.closest
             least, words = bound.bytes, "holds at least"
+            help = f"no plan fits devices of less than {readable(least)}"
         ranks = self.space.ranks
-        more = -(-ranks * least // limit)
         return PartcError(
             "P0813",
             f"no plan of {outcome.space:,} fits {readable(limit)} on {ranks:,} ranks; the closest {words} "
             f"{readable(least)}: {plan.flags}",
-            help=f"about {more:,} ranks, devices of {readable(least)}, or a smaller batch would make it fit",
+            help=help,
         )
 
 
@@ -265,6 +266,16 @@ def _batched(simulator: Simulator, base: ParallelPlan, wanted: str | None) -> tu
     if "batch" in base.options:
         raise PartcError("P0814", "-D batch and --global-batch differ", help="leave one of them out")
     base = replace(base, options={**base.options, "batch": count})
-    annotated = simulator.annotated(base)
+    try:
+        annotated = simulator.annotated(base)
+    except PartcError as error:
+        if error.code != "P0204":
+            raise
+        size = batch_size(annotated)
+        raise PartcError(
+            "P0814",
+            f"the batch has {size:,} samples, and batch() has no option to change that",
+            help=f"give it one, def batch(batch: int = {size}), or leave --global-batch out",
+        ) from None
     checked(base.options, batch_size(annotated))
     return base, annotated

@@ -33,7 +33,7 @@ def page(choice: PlanChoice, top: int, *, width: int = 140) -> str:
         found: Any = played.prediction
         times = [duration(each) for each in (found.step_seconds, found.compute, found.exposed, found.bubble)]
         why = "the best" if played is best else reason(best, played, choice.request.limit)
-        rate = f"{choice.space.batch / found.step_seconds:.4g}"
+        rate = figure(choice.space.batch / found.step_seconds)
         table.add_row(words(played.plan), *times, readable(found.memory_bytes), rate, why)
     out = io.StringIO()
     console = Console(file=out, width=max(width, 100), highlight=False, markup=False, emoji=False)
@@ -92,6 +92,11 @@ def words(plan: ParallelPlan) -> str:
     if plan.loss_chunks > 1:
         parts.append(f"{plan.loss_chunks} loss chunks")
     return ", ".join(parts)
+
+
+def figure(number: float) -> str:
+    """A number in four digits or more, without an exponent."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
 def duration(seconds: float) -> str:

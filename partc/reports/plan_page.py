@@ -16,7 +16,7 @@ from partc.planner.reasons import binding, parts, reason, scaling, shown
 from partc.planner.search import Played
 from partc.planner.variations import Variation
 from partc.quoting import environment, shown_lines
-from partc.reports.plan_choice import duration, gap, words
+from partc.reports.plan_choice import duration, figure, gap, words
 
 WIDE, HIGH = 1000.0, 300.0  # of a chart's area
 STEPS = 4  # that are drawn side by side
@@ -97,7 +97,7 @@ def page(
             title=f"{model} on {planner.request.cluster.name}",
             facts=[
                 ("the plan", best.plan.flags),
-                ("step", f"{duration(best.seconds)} for {space.batch:,} samples: {rate:,.4g} a second"),
+                ("step", f"{duration(best.seconds)} for {space.batch:,} samples: {figure(rate)} a second"),
                 *([("tokens a second", f"{rate * choice.tokens:,.0f}")] if choice.tokens else []),
                 ("memory of a rank", f"{readable(best.bytes)} of {readable(choice.request.limit)}"),
                 ("the search", _searched(choice)),
@@ -113,7 +113,7 @@ def page(
                     "step": duration(each.seconds),
                     "memory": readable(each.bytes),
                     "fits": each.bytes <= choice.request.limit,
-                    "rate": f"{space.batch / each.seconds:.4g}",
+                    "rate": figure(space.batch / each.seconds),
                     "why": "the best" if each is best else reason(best, each, choice.request.limit),
                 }
                 for each in found
@@ -123,7 +123,7 @@ def page(
                 {
                     "ranks": f"{each.ranks:,}",
                     "step": duration(each.best.seconds),
-                    "rate": f"{each.rate:,.4g}",
+                    "rate": figure(each.rate),
                     "share": f"{each.share:.1%}",
                     "words": words(each.best.plan),
                 }
@@ -225,14 +225,14 @@ def _throughput(scaled: Sequence[Any]) -> Chart:
                 x=place(each.ranks, each.rate)[0],
                 y=place(each.ranks, each.rate)[1],
                 kind="front",
-                hover=f"{each.ranks:,} ranks: {each.rate:.4g} samples/s, {each.share:.1%}: {words(each.best.plan)}",
+                hover=f"{each.ranks:,} ranks: {figure(each.rate)} samples/s, {each.share:.1%}: {words(each.best.plan)}",
             )
             for each in scaled
         ),
         line=_path(place(each.ranks, each.rate) for each in scaled),
         ideal=_path(place(each.ranks, rate) for each, rate in zip(scaled, ideal, strict=True)),
         across=tuple(Tick(at=place(each.ranks, each.rate)[0], label=f"{each.ranks:,}") for each in scaled),
-        up=tuple(Tick(at=place(least.ranks, 2**line)[1], label=f"{2**line:.3g}") for line in lines),
+        up=tuple(Tick(at=place(least.ranks, 2**line)[1], label=figure(2**line)) for line in lines),
     )
 
 

@@ -52,8 +52,8 @@ class Budget:
         self._searches -= 1
         if self._end is None:
             return None
-        left = (self._end - time.perf_counter()) / (1 + max(0, self._searches))
-        return left if left >= _LEAST else 0.0
+        left = self._end - time.perf_counter()
+        return max(left / (1 + max(0, self._searches)), _LEAST) if left > 0 else 0.0
 
 
 def settled(planner: Planner) -> PlanChoice:

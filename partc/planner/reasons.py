@@ -90,7 +90,7 @@ def shown(choice: PlanChoice, top: int) -> tuple[Played, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scaled:
+class ScaledPlan:
     """The best plan on some ranks, and the share of its throughput in that of as many times the least ranks."""
 
     ranks: int
@@ -99,14 +99,16 @@ class Scaled:
     share: float
 
 
-def scaling(choice: PlanChoice, found: Sequence[Variation]) -> tuple[Scaled, ...]:
+def scaling(choice: PlanChoice, found: Sequence[Variation]) -> tuple[ScaledPlan, ...]:
     """The throughput over ranks, T_n / (n T): T is that of one rank, in the ranks' least number with a plan."""
     batch = choice.space.batch
     best = {each.ranks: each.best for each in found if each.change == "ranks" and each.best is not None}
     known = sorted((best | {choice.space.ranks: choice.best}).items())
     least, first = known[0]
     return tuple(
-        Scaled(ranks=ranks, best=each, rate=batch / each.seconds, share=first.seconds * least / (each.seconds * ranks))
+        ScaledPlan(
+            ranks=ranks, best=each, rate=batch / each.seconds, share=first.seconds * least / (each.seconds * ranks)
+        )
         for ranks, each in known
     )
 

@@ -28,7 +28,7 @@ _PARTS = 5  # kinds of time that have a colour; the last one is for all others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
+class GridLine:
     """A line of a chart's grid, with its label."""
 
     at: float
@@ -36,7 +36,7 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dot:
+class PlanDot:
     """A plan in a chart."""
 
     x: float
@@ -46,19 +46,19 @@ class Dot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
+class PlanChart:
     """Points, a line through some of them, and a grid, in units of the picture."""
 
-    dots: tuple[Dot, ...]
+    dots: tuple[PlanDot, ...]
     line: str
     ideal: str
-    across: tuple[Tick, ...]
-    up: tuple[Tick, ...]
+    across: tuple[GridLine, ...]
+    up: tuple[GridLine, ...]
     limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
+class ActionBar:
     """An action of a step, or a wait inside it, in thousandths of the longest step."""
 
     left: float
@@ -68,13 +68,13 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class PlanStep:
     """The predicted step of a plan: the rows of its pipeline ranks, and its parts."""
 
     title: str
     seconds: str
     why: str
-    rows: tuple[tuple[str, tuple[Bar, ...]], ...]
+    rows: tuple[tuple[str, tuple[ActionBar, ...]], ...]
     parts: tuple[tuple[int, float, str], ...]  # colour, thousandths of the longest step, words
     note: str
 
@@ -151,7 +151,7 @@ def _searched(choice: PlanChoice) -> str:
     return f"{outcome.space:,} plans, {simulated:,} of them simulated, in {outcome.seconds:.1f} s"
 
 
-def _memory(choice: PlanChoice, front: Sequence[Played]) -> Chart:
+def _memory(choice: PlanChoice, front: Sequence[Played]) -> PlanChart:
     """All simulated plans, and the line of those that no other one beats in time and memory alike."""
     best = choice.best
     known = [each for each in (*choice.outcome.fitting, *choice.outcome.others) if each.error is None]
@@ -159,8 +159,8 @@ def _memory(choice: PlanChoice, front: Sequence[Played]) -> Chart:
     slowest = max(4 * best.seconds, *(each.seconds for each in front), best.seconds)
     played = [each for each in plans.values() if each.seconds <= slowest]
     limit = choice.request.limit
-    across = _Scale.of([each.bytes / 2**30 for each in played] + [limit / 2**30])
-    up = _Scale.of([each.seconds for each in played])
+    across = _LinearScale.of([each.bytes / 2**30 for each in played] + [limit / 2**30])
+    up = _LinearScale.of([each.seconds for each in played])
     efficient = _efficient(played)
     points = [(across.at(each.bytes / 2**30) * WIDE, HIGH - up.at(each.seconds) * HIGH) for each in efficient]
     kinds = {each.plan: "front" for each in efficient} | {best.plan: "best"}
@@ -168,9 +168,9 @@ def _memory(choice: PlanChoice, front: Sequence[Played]) -> Chart:
     def kind(each: Played) -> str:
         return "large" if each.bytes > limit else kinds.get(each.plan, "fits")
 
-    return Chart(
+    return PlanChart(
         dots=tuple(
-            Dot(
+            PlanDot(
                 x=across.at(each.bytes / 2**30) * WIDE,
                 y=HIGH - up.at(each.seconds) * HIGH,
                 kind=kind(each),
@@ -180,8 +180,8 @@ def _memory(choice: PlanChoice, front: Sequence[Played]) -> Chart:
         ),
         line=_path(_stairs(points)),
         ideal="",
-        across=tuple(Tick(at=across.at(tick) * WIDE, label=f"{tick:g}") for tick in across.ticks()),
-        up=tuple(Tick(at=HIGH - up.at(tick) * HIGH, label=duration(tick)) for tick in up.ticks()),
+        across=tuple(GridLine(at=across.at(tick) * WIDE, label=f"{tick:g}") for tick in across.ticks()),
+        up=tuple(GridLine(at=HIGH - up.at(tick) * HIGH, label=duration(tick)) for tick in up.ticks()),
         limit=across.at(limit / 2**30) * WIDE,
     )
 
@@ -205,7 +205,7 @@ def _stairs(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, floa
         before = y
 
 
-def _throughput(scaled: Sequence[Any]) -> Chart:
+def _throughput(scaled: Sequence[Any]) -> PlanChart:
     """Samples a second over ranks, both on logarithmic scales, and the line of a constant rate of each rank."""
     least = scaled[0]
     rates = [each.rate for each in scaled]
@@ -219,9 +219,9 @@ def _throughput(scaled: Sequence[Any]) -> Chart:
         return (0.04 + 0.92 * x) * WIDE, HIGH * (0.94 - 0.88 * y)
 
     lines = [math.log2(min(rates)) + (top - bottom) * step / (_TICKS - 1) for step in range(_TICKS)]
-    return Chart(
+    return PlanChart(
         dots=tuple(
-            Dot(
+            PlanDot(
                 x=place(each.ranks, each.rate)[0],
                 y=place(each.ranks, each.rate)[1],
                 kind="front",
@@ -231,20 +231,20 @@ def _throughput(scaled: Sequence[Any]) -> Chart:
         ),
         line=_path(place(each.ranks, each.rate) for each in scaled),
         ideal=_path(place(each.ranks, rate) for each, rate in zip(scaled, ideal, strict=True)),
-        across=tuple(Tick(at=place(each.ranks, each.rate)[0], label=f"{each.ranks:,}") for each in scaled),
-        up=tuple(Tick(at=place(least.ranks, 2**line)[1], label=figure(2**line)) for line in lines),
+        across=tuple(GridLine(at=place(each.ranks, each.rate)[0], label=f"{each.ranks:,}") for each in scaled),
+        up=tuple(GridLine(at=place(least.ranks, 2**line)[1], label=figure(2**line)) for line in lines),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Scale:
+class _LinearScale:
     """A linear scale from 0 to a round number, as shares of the picture."""
 
     step: float
     end: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> _Scale:
+    def of(cls, values: Sequence[float]) -> _LinearScale:
         most = max(values) * 1.05
         power = 10.0 ** math.floor(math.log10(most / _TICKS))
         step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * _TICKS >= most)
@@ -261,7 +261,9 @@ def _path(points: Iterator[tuple[float, float]]) -> str:
     return " ".join(f"{'L' if index else 'M'}{x:.1f},{y:.1f}" for index, (x, y) in enumerate(points))
 
 
-def _steps(planner: Planner, choice: PlanChoice, found: Sequence[Played]) -> tuple[list[Step], list[tuple[int, str]]]:
+def _steps(
+    planner: Planner, choice: PlanChoice, found: Sequence[Played]
+) -> tuple[list[PlanStep], list[tuple[int, str]]]:
     """The steps of some plans at one scale, and the legend of their parts."""
     best = choice.best
     longest = max(each.seconds for each in found)
@@ -287,7 +289,7 @@ def _steps(planner: Planner, choice: PlanChoice, found: Sequence[Played]) -> tup
             if seconds > 0
         )
         steps.append(
-            Step(
+            PlanStep(
                 title=words(each.plan),
                 seconds=duration(each.seconds),
                 why="the best" if each is best else reason(best, each, choice.request.limit),
@@ -318,7 +320,7 @@ def _spread(places: int) -> list[int]:
     return [round(index * (places - 1) / (MOST_ROWS - 1)) for index in range(MOST_ROWS)]
 
 
-def _bars(spans: Sequence[ForecastSpan], longest: float) -> Iterator[Bar]:
+def _bars(spans: Sequence[ForecastSpan], longest: float) -> Iterator[ActionBar]:
     """A pipeline rank's actions, and on them the waits in which it computes nothing."""
     for span in spans:
         width = 1000 * span.inside.seconds / longest
@@ -327,11 +329,11 @@ def _bars(spans: Sequence[ForecastSpan], longest: float) -> Iterator[Bar]:
         left = 1000 * span.start / longest
         hover = f"{span.name}: {duration(span.start)} to {duration(span.end)}"
         kind = next((letter for letter in span.name if letter in "FBIW"), "U") if span.name[:1].isdigit() else "U"
-        yield Bar(left=left, width=width, kind=kind, hover=hover)
+        yield ActionBar(left=left, width=width, kind=kind, hover=hover)
         waits = ", ".join(f"{name} {duration(seconds)}" for name, seconds in span.inside.waited)
         for start, end in _idle(span):
             if 1000 * (end - start) / longest > _NARROW:
-                yield Bar(
+                yield ActionBar(
                     left=left + 1000 * start / longest,
                     width=1000 * (end - start) / longest,
                     kind="wait",

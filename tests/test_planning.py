@@ -19,6 +19,7 @@ from partc.cli import main
 from partc.errors import PartcError
 from partc.planner.planning import PlanChoice, Planner, Request
 from partc.planner.reasons import differences, parts
+from partc.planner.search import Played
 from partc.planner.variations import front, settled, variations
 from tests.durable import losses, trained, whole
 
@@ -251,10 +252,9 @@ def test_the_front_has_the_plans_that_no_other_beats(planner: Planner, choice: P
             assert other.step_seconds >= played.seconds * (1 - 1e-9) or other.memory_bytes > played.bytes
 
 
-def test_the_parts_of_a_step_make_up_its_delay(choice: PlanChoice) -> None:
-    others = [each for each in choice.outcome.fitting if each is not choice.best]
-    assert others
-    for each in (choice.best, *others):
+def test_the_parts_of_a_step_make_up_its_delay(planner: Planner, choice: PlanChoice) -> None:
+    for plan in planner.space.plans():
+        each = Played(plan=plan, bound=choice.best.bound, prediction=planner.predicted(plan))
         assert sum(parts(each).values()) == pytest.approx(each.seconds, rel=1e-6)
         assert sum(differences(choice.best, each).values()) == pytest.approx(
             each.seconds - choice.best.seconds, abs=1e-9

@@ -69,6 +69,7 @@ def plan(
                 "shape": list(parameter.holds or parameter.type.shape),
                 **_typed(parameter.type, program),
                 "trainable": parameter.trainable,
+                **({"balance": parameter.balance} if parameter.balance else {}),
                 "reduce": [axis for axis in parameter.reduce if program.sizes[axis] > 1],
                 "gather": list(parameter.gather),
                 "stages": list(holders.get(parameter.name, ())),

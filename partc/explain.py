@@ -87,6 +87,13 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "forms are brought into this one. The number of experts is a multiple of ep. Without experts, ep is a part of "
         "dp: write dp.",
     ),
+    "P0108": CodeExplanation(
+        "no router's bias to move",
+        "--router-bias-rate moves biases by the load of experts after each step. Such a bias is a buffer, or a "
+        "parameter that is not trained, with one number for each expert; it is added to the scores by which experts "
+        "are chosen, as e_score_correction_bias in DeepSeek-V3. A model that has none, or whose forward updates it, "
+        "is refused.",
+    ),
     "P0201": CodeExplanation(
         "there is no such model file",
         "MODEL is the path of a Python file, or hf:PATH/config.json for a Hugging Face configuration.",

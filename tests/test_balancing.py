@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def _stepped(kinds: str, parts: int) -> tuple[dict[str, Tensor], dict[str, Tenso
     torch.manual_seed(0)
     model = balanced.model(kinds.replace("attached ", "")).double()
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    cut = {name: x.chunk(parts) for name, x in balanced.batch().items()}
+    cut = {name: x.chunk(parts) for name, x in balanced.data(0).items()}
     losses = [model(x.double(), labels) for x, labels in zip(*cut.values(), strict=True)]
     torch.stack(losses).mean().backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
@@ -114,3 +115,84 @@ def test_an_attached_loss_does_not_grow_with_the_microbatches(monkeypatch: pytes
     monkeypatch.setattr(own_backward, "_fitted", lambda gradient, x, parts: gradient.detach())
     package = _compiled("attached switch", {"mesh": "1", "microbatches": 2})
     assert not verify(package.write(tmp_path / "build"), steps=1, virtual=True).ok
+
+
+RATE = 0.02
+
+
+def _biased(options: Row) -> Any:
+    return partc.compile(str(BALANCED), precision="fp64", options={"kinds": "bias+z"}, router_bias_rate=RATE, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "accumulate"),
+    [
+        ({"mesh": "dp=2,ep=2", "microbatches": 2, "recompute": "full", "zero": 3}, 1),
+        pytest.param({"mesh": "pp=2,tp=2", "microbatches": 4, "schedule": "zero-bubble"}, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_biases_follow_the_load_of_a_step(options: Row, accumulate: int, tmp_path: Path) -> None:
+    """Beside a plain loop that counts by hooks. Loads are no part of the norm by which gradients are clipped."""
+    torch.manual_seed(0)
+    model = balanced.model("bias+z").double()
+    save_file({name: x.clone() for name, x in model.state_dict().items()}, tmp_path / "init.safetensors")
+    loads = [torch.zeros(balanced.EXPERTS, dtype=torch.int64) for _ in model.layers]  # type: ignore[union-attr]
+    for layer, load in zip(model.layers, loads, strict=True):  # type: ignore[arg-type]
+
+        def count(module: Any, given: Any, logits: Tensor, layer: Any = layer, load: Tensor = load) -> None:
+            scores = logits.softmax(-1) + layer.bias
+            load += torch.bincount(scores.topk(balanced.CHOSEN, -1).indices.flatten(), minlength=len(load))
+
+        layer.router.register_forward_hook(count)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        for number in range(step * accumulate, (step + 1) * accumulate):
+            x, labels = balanced.data(number).values()
+            (model(x.double(), labels) / accumulate).backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+        optimizer.step()
+        for layer, load in zip(model.layers, loads, strict=True):  # type: ignore[arg-type]
+            layer.bias += RATE * (load.sum() / len(load) - load).sign().double()
+            load.zero_()
+    given = ("--optimizer", "sgd", "--lr", 1, "--clip", 0.1, "--accumulate", accumulate)
+    build = _biased(options).write(tmp_path / "build")
+    save = tmp_path / "save"
+    trained(build, "--steps", 3, *given, "--init", tmp_path / "init.safetensors", "--save", save)
+    found = whole(save / "step_00000003")
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-12)
+    assert found["layers.1.bias"].abs().sum() > 0
+
+
+@pytest.mark.parametrize("kinds", ["z", "own bias"])
+def test_models_without_a_bias_to_move_are_refused(kinds: str) -> None:
+    with pytest.raises(PartcError) as caught:
+        partc.compile(str(BALANCED), mesh="1", options={"kinds": kinds}, router_bias_rate=RATE)
+    assert caught.value.code == "P0108"
+
+
+LOADS = "g.bias.add_(torch.ops.aten.histc("
+BIASED = {
+    "recomputation counts rows twice": ("regions/layer.py", LOADS, "g.bias.add_(2 * torch.ops.aten.histc("),
+    "padding is counted": ("regions/layer.py", LOADS, "g.bias.add_(torch.eye(4)[0] + torch.ops.aten.histc("),
+    "loads are part of the norm": ("runtime/train/train.py", "if name not in job.balance", ""),
+    "the bias moves towards full experts": ("runtime/optimizer/balance.py", "load.mean() - load", "load - load.mean()"),
+}
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("biased")
+    build = _biased({"mesh": "dp=2", "recompute": "full"}).write(folder / "build")
+    assert verify(build, steps=2, virtual=True, reference=folder / "reference").ok
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BIASED)
+def test_a_mutant_moves_biases_otherwise(name: str, biased: Path, tmp_path: Path) -> None:
+    build = Path(shutil.copytree(biased / "build", tmp_path / "build"))
+    file, line, becomes = BIASED[name]
+    change(build / file, line, becomes)
+    assert not verify(build, steps=2, virtual=True, reference=biased / "reference").ok

@@ -55,7 +55,15 @@ def forward_only(
 
     Raises PartcError P0420 if it draws random numbers.
     """
-    known = {**options, "forward_only": True, "recompute": "none", "budget": None, "loss_chunks": 1, "compress": ""}
+    known = {
+        **options,
+        "forward_only": True,
+        "recompute": "none",
+        "budget": None,
+        "loss_chunks": 1,
+        "router_bias_rate": 0.0,
+        "compress": "",
+    }
     known["kernels"] = "aten"
     verify = Verifier()
     early = until is not None and passes.known(until) in (*passes.before(_LAST), _LAST)

@@ -53,6 +53,7 @@ class Options:
     grad_reduce: str = "fp32"
     compress_grads: str = "none"
     loss_chunks: int = 1
+    router_bias_rate: float = 0.0  # the size of the update of routers' biases; 0 for none
     cuda_graphs: bool = False
     optimizer: str = DEFAULT  # with options, as in `sgd:momentum=0.9`: train.py's default
     group: tuple[str, ...] = ()  # options of the optimizer for some parameters
@@ -83,6 +84,7 @@ class Options:
         grad_reduce: str = "fp32",
         compress_grads: str = "none",
         loss_chunks: int = 1,
+        router_bias_rate: float = 0.0,
         cuda_graphs: bool = False,
         optimizer: str | None = None,
         group: Sequence[str] = (),
@@ -104,6 +106,10 @@ class Options:
             raise PartcError("P0405", f"there cannot be {microbatches} microbatches", help="give 1 or more")
         if loss_chunks < 1:
             raise PartcError("P0418", f"a loss cannot be made in {loss_chunks} chunks", help="give 1 or more")
+        if not 0 <= router_bias_rate < math.inf:
+            raise PartcError(
+                "P0004", f"--router-bias-rate {router_bias_rate} is out of range", help="give 0 or more, such as 1e-3"
+            )
         if not 0 <= seed < 2**32:
             raise PartcError("P0004", f"--seed {seed} is out of range", help="give one from 0 to 4294967295")
         if precision not in PRECISIONS:
@@ -165,6 +171,7 @@ class Options:
             grad_reduce=grad_reduce,
             compress_grads=compress_grads,
             loss_chunks=loss_chunks,
+            router_bias_rate=router_bias_rate,
             cuda_graphs=cuda_graphs,
             optimizer=optimizer or DEFAULT,
             group=tuple(group),
@@ -221,6 +228,8 @@ class Options:
             found["compress_grads"] = self.compress_grads
         if self.loss_chunks != 1:
             found["loss_chunks"] = self.loss_chunks
+        if self.router_bias_rate:
+            found["router_bias_rate"] = self.router_bias_rate
         if self.cuda_graphs:
             found["cuda_graphs"] = True
         if self.optimizer != DEFAULT:
@@ -261,6 +270,7 @@ class Options:
             "near": () if self.nodes is None else self.mesh.inside(self.nodes),
             "wire": "" if self.grad_reduce == "fp32" else self.grad_reduce,
             "loss_chunks": self.loss_chunks,
+            "router_bias_rate": self.router_bias_rate,
             "compress": "" if self.compress_grads == "none" else self.compress_grads,
             **({"kind": self.schedule} if self.table is None else {"table": self.table}),
         }

@@ -242,7 +242,7 @@ class _TextReader:
             rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\({_NAMES}\))?(?: reduce\(([\w,]+)\))?"
             rf"(?: gather\(([\w,]+)\) zero (\d))?"
             r"(?: near\(([\w,]+)\))?(?: wire\((\w+)\))?(?: compress\((\w+)\))?"
-            rf"(?: after\({_NAME}\))?(?: holds\(([\d,]+)\))?( sparse)?"
+            rf"(?: after\({_NAME}\))?(?: holds\(([\d,]+)\))?( sparse)?(?: balance\(([^)]+)\))?"
         )
         match = _matched(pattern, text)
         self._parts["parameters"].append(
@@ -260,6 +260,7 @@ class _TextReader:
                 after=_name(match[11]) if match[11] else "",
                 holds=tuple(map(int, match[12].split(","))) if match[12] else (),
                 sparse=bool(match[13]),
+                balance=float(match[14] or 0),
             )
         )
 

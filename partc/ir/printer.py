@@ -254,8 +254,9 @@ def _parameter(parameter: Parameter) -> str:
     after = f" after({written_name(parameter.after)})" if parameter.after else ""
     holds = f" holds({','.join(map(str, parameter.holds))})" if parameter.holds else ""
     sparse = " sparse" if parameter.sparse else ""
+    balance = f" balance({parameter.balance!r})" if parameter.balance else ""
     kind = "parameter" if parameter.trainable else "constant"
-    facts = f"{aliases}{reduce}{gather}{near}{wire}{compress}{after}{holds}{sparse}"
+    facts = f"{aliases}{reduce}{gather}{near}{wire}{compress}{after}{holds}{sparse}{balance}"
     return f"{kind} {written_name(parameter.name)}: {parameter.type}{facts}"
 
 

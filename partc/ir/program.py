@@ -317,6 +317,7 @@ class Parameter:
     after: str = ""  # the call after whose last backward the sum of its gradient starts; else at the step's end
     holds: tuple[int, ...] = ()  # the model's own shape, where zeros were added to it
     sparse: bool = False  # its gradient is kept as the rows that lookups read
+    balance: float = 0.0  # of a router's bias, whose gradient is the load of experts: the size of its update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from partc.errors import PartcError
+from partc.package.loads import LoadCounts
 from partc.package.sampling import BranchSampling, Sampling, shorter_outcomes
 from partc.runtime.checkpoint.safetensors import save
 from partc.runtime.optimizer.kinds import kind_of, options_of
@@ -50,7 +51,10 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
     names = list(model.named_parameters(remove_duplicate=False))
     given = {name: recipe.pop(name) for name in DATA if name in recipe}
     tokens = Tokens(given["data"], given["data_dtype"], given["data_labels"]) if given.get("data") else None
-    update = ReferenceUpdate(dict(model.named_parameters()), steps=steps, **recipe)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    rates = balanced(plan)
+    trained = dict(model.named_parameters()) | {name: tensors[name] for name in rates}
+    update = ReferenceUpdate(trained, steps=steps, balance=rates, **recipe)
     again = given.get("data_end") != "error"
     data = source(module, plan, seed=seed, dtype=held_in(plan["precision"]), again=again, tokens=tokens)
     save(folder / "step_0000.safetensors", _state(model), {})
@@ -59,11 +63,12 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
         model.zero_grad(set_to_none=True)
         numbers = range(step * update.accumulate, (step + 1) * update.accumulate)
         total = 0.0
+        counts = LoadCounts({name: tensors[name] for name in rates})
         for number in numbers:
             parts = _microbatches(data.batch(number), plan)
             if branches is None:
                 branches = _branches(module, model, plan, parts[0])
-            total += _backward(module, model, plan, parts, branches.shorter, seed, number) / update.accumulate
+            total += _backward(module, model, plan, parts, branches.shorter, seed, number, counts) / update.accumulate
         for name, x in names:
             if x.grad is None and branches is not None and name in branches.trained:
                 x.grad = torch.zeros_like(x)
@@ -79,6 +84,9 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
                 recorded |= {f"rows/{name}": x.grad.indices()[0], f"gradient/{name}": x.grad.to_dense()}
             elif x.grad is not None:
                 recorded[f"gradient/{name}"] = as_real(x.grad).clone()
+        for name, load in counts.loads.items():
+            bias = tensors[name]
+            recorded[f"gradient/{name}"] = bias.grad = load.to(bias.dtype).view_as(bias) / update.accumulate
         update.step()
         save(folder / f"step_{step + 1:04d}.safetensors", recorded | _state(model), {"loss": repr(total)})
 
@@ -86,6 +94,11 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     found = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {f"parameter/{name}": as_real(x.detach()) for name, x in found}
+
+
+def balanced(plan: Mapping[str, Any]) -> dict[str, float]:
+    """The routers' biases that a package moves after each step, and how far."""
+    return {name: entry["balance"] for name, entry in plan["parameters"].items() if "balance" in entry}
 
 
 def held(model: nn.Module, dtype: torch.dtype) -> None:
@@ -155,7 +168,7 @@ class ReferenceUpdate:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         *,
         steps: int,
         optimizer: str,
@@ -168,15 +181,19 @@ class ReferenceUpdate:
         lr_schedule: str = "constant",
         warmup: int = 0,
         min_lr: float = 0.0,
+        balance: Mapping[str, float] | None = None,
     ) -> None:
+        """`balance` has the sizes of the updates of routers' biases, whose gradients are loads of experts."""
         self.accumulate = accumulate
         self._clip = clip
+        self._biases = [(parameters[name], rate) for name, rate in (balance or {}).items()]
+        parameters = {name: x for name, x in parameters.items() if name not in (balance or {})}
         self._parameters = list(parameters.values())
         name, base = parsed(optimizer)
         common = {} if weight_decay is None else {"weight_decay": str(weight_decay)}
         groups = [*map(Group.parse, group), *(Group(globs=(glob,), options={"weight_decay": "0"}) for glob in no_decay)]
         self._optimizers: list[tuple[float, torch.optim.Optimizer]] = []  # one for each parameter
-        self._dense: list[nn.Parameter] = []  # parameters whose optimizers need dense gradients
+        self._dense: list[Tensor] = []  # parameters whose optimizers need dense gradients
         self._pairs = {x: nn.Parameter(as_real(x.detach())) for x in parameters.values() if x.is_complex()}
         for path, given in parameters.items():
             x = self._pairs.get(given, given)
@@ -205,6 +222,11 @@ class ReferenceUpdate:
         """End a step. A step with overflowing gradients updates nothing, but its learning rate passes."""
         for x, pair in self._pairs.items():
             pair.grad = None if x.grad is None else as_real(x.grad)
+        with torch.no_grad():
+            for bias, rate in self._biases if updated else ():
+                assert bias.grad is not None
+                missing = bias.grad.double().mean() - bias.grad.double()
+                bias += rate * (missing / bias.grad.amax()).round(decimals=6).sign()
         for scale, optimizer in self._optimizers if updated else ():
             optimizer.param_groups[0]["lr"] = self._clocked.param_groups[0]["lr"] * scale
             optimizer.step()
@@ -276,13 +298,15 @@ def _backward(
     shorter: Mapping[int, Mapping[bool, int]],
     seed: int,
     number: int,
+    counts: LoadCounts,
 ) -> float:
     """Add the gradients of the losses of a batch's parts, and return the mean of these losses."""
     total = 0.0
     with Sampling(seed, number) as sampling:
         for index, part in enumerate(parts):
             moved = {index * plan["draws"] + key: value for key, value in shorter.items()}
-            with computing_in(held_in(plan["precision"])), mixed(plan["precision"]), BranchSampling(sampling, moved):
+            branches = BranchSampling(sampling, moved)
+            with computing_in(held_in(plan["precision"])), mixed(plan["precision"]), branches, counts:
                 loss = loss_of(module, model, part)
             loss.backward()
             total += loss.item() / len(parts)

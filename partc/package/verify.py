@@ -27,7 +27,7 @@ from partc.package.launch import (
     read_reports,
     torchrun_command,
 )
-from partc.package.reference import DATA, ReferenceUpdate
+from partc.package.reference import DATA, ReferenceUpdate, balanced
 from partc.runtime.checkpoint.safetensors import load
 from partc.runtime.errors import UsageError
 from partc.runtime.layout import Shard
@@ -249,7 +249,7 @@ class _Updates:
             if start[f"parameter/{name}"].is_floating_point()
         }
         settings = {name: value for name, value in recipe.items() if name != "seed" and name not in DATA}
-        self._update = ReferenceUpdate(self._values, **settings)
+        self._update = ReferenceUpdate(self._values, balance=balanced(plan), **settings)
 
     def after(self, records: Records, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The reference's gradients and buffers of a step, and the parameters after the package's gradients."""

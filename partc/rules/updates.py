@@ -15,8 +15,9 @@ __all__ = ["DEFAULT", "UpdateRule", "dense", "updates"]
 def updates(program: Program, optimizer: str, group: Sequence[str]) -> Mapping[str, UpdateRule]:
     """The update of each parameter. Raises PartcError P0551."""
     dims = {item.name: len(item.type.shape) for item in program.parameters}
+    rates = {item.name: item.balance for item in program.parameters if item.balance}
     try:
-        return Recipe.of(optimizer, groups=group).all_settings(dims)
+        return Recipe.of(optimizer, groups=group, balance=rates).all_settings(dims)
     except UsageError as error:
         raise PartcError(error.code, error.cause, help=error.help) from None
 

@@ -59,7 +59,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanParameter:
-    """`shape` is the model's own, without the layout's padding."""
+    """`shape` is the model's own, without the layout's padding.
+
+    `balance` is the size of the update of a router's bias, whose gradient is the load of its experts.
+    """
 
     dtype: DType
     layout: Layout
@@ -69,6 +72,7 @@ class PlanParameter:
     gather: Names
     stages: tuple[Natural, ...]
     aliases: Names
+    balance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

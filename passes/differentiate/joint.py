@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +76,8 @@ def split(traced: fx.GraphModule, region: Region, roots: frozenset[str], live: s
     carrying = [name for name in region.forward.outputs if name in live]
     if len(tangents) != len(carrying):
         raise InternalError(f"{region.name}: {len(tangents)} incoming gradients for {len(carrying)} outputs")
-    wanted = _wanted(region, dict(zip(arguments, gradients, strict=False)), roots, _dependents(nodes, tangents))
+    starts = (*tangents, *_own_gradients(nodes, region))
+    wanted = _wanted(region, dict(zip(arguments, gradients, strict=False)), roots, _dependents(nodes, starts))
 
     reader = _Reader(region, sizes)
     reader.claim_all(zip(placeholders, arguments, strict=False))
@@ -126,8 +127,8 @@ def _wanted(
 ) -> dict[str, fx.Node]:
     """The gradients to return, by the name of their input or parameter.
 
-    An unused parameter has none. A gradient that exists but depends on no incoming one would silently train wrongly
-    (nll_loss on meta tensors loses its gradient in this way), and is refused.
+    An unused parameter has none. A gradient that exists but depends on no incoming one, and on none that the model
+    gives itself, would silently train wrongly (nll_loss on meta tensors loses its gradient in this way): it is refused.
     """
     wanted = {name: node for name, node in gradients.items() if name in roots and node is not None}
     for name, node in wanted.items():
@@ -137,6 +138,12 @@ def _wanted(
     if lost:
         raise InternalError(f"{region.name}: {', '.join(sorted(lost))} lost the gradient on the way back")
     return wanted
+
+
+def _own_gradients(nodes: Iterable[fx.Node], region: Region) -> Iterator[fx.Node]:
+    """The gradients that a model gives itself, which need not depend on incoming ones."""
+    names = {ref.name for op in region.forward.ops if op.name == "own_gradient" for ref in op.args[2]}  # type: ignore[union-attr]
+    yield from (node for node in nodes if _packet(node) == "mark" and node.args[1] in names)
 
 
 def _is_zero(node: fx.Node) -> bool:

@@ -1,4 +1,7 @@
-"""Layers of experts with balancing losses, as models write them: `kinds` names those that are added up."""
+"""Layers of experts with balancing losses, as models write them: `kinds` names those that are added up.
+
+With the kind "bias" a bias takes part in the choice of experts, as in DeepSeek-V3; "own bias" is updated by forward.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,10 @@ def balance(kind: str, logits: Tensor, scores: Tensor, chosen: Tensor, batch: in
 class Layer(nn.Module):
     def __init__(self, kinds: tuple[str, ...]) -> None:
         super().__init__()
-        self.kinds = kinds
+        self.kinds = tuple(kind for kind in kinds if not kind.endswith("bias"))
+        if len(self.kinds) < len(kinds):
+            self.register_buffer("bias", torch.zeros(EXPERTS))
+        self.own = "own bias" in kinds
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 3)
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 3)
@@ -67,7 +73,13 @@ class Layer(nn.Module):
         tokens = x.reshape(-1, WIDTH)
         logits = self.router(tokens)
         scores = logits.softmax(-1)
-        weights, chosen = scores.topk(CHOSEN, -1)
+        if hasattr(self, "bias"):
+            chosen = (scores + self.bias).topk(CHOSEN, -1).indices
+            weights = scores.gather(1, chosen)
+            if self.own:
+                self.bias += 0.01 * torch.bincount(chosen.flatten(), minlength=EXPERTS)
+        else:
+            weights, chosen = scores.topk(CHOSEN, -1)
         out = torch.zeros_like(tokens)
         for e in range(EXPERTS):
             i, j = torch.where(chosen == e)
@@ -101,6 +113,10 @@ def model(kinds: str = "sequence", depth: int = 2) -> nn.Module:
 
 
 def batch(batch: int = 8, seq: int = 4) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    return data(1, batch, seq)
+
+
+def data(step: int, batch: int = 8, seq: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
     x = torch.randn(batch, seq, WIDTH, generator=generator)
     return {"x": x, "labels": torch.randint(CLASSES, (batch, seq), generator=generator)}

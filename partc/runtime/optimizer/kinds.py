@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, optim
 
 from ..errors import UsageError
+from .balance import BALANCE, Balance
 from .lion import Lion
 from .rows import RowwiseAdagrad, SparseAdam
 
@@ -82,6 +83,8 @@ _WHOLE = (
     Kind(name="adafactor", cls=optim.Adafactor, whole=True), Kind(name="muon", cls=optim.Muon, whole=True),
 )  # fmt: skip
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (*_ELEMENTWISE, *_WHOLE)}
+# With the updates that users do not choose.
+EVERY: Mapping[str, Kind] = {**KINDS, BALANCE: Kind(name=BALANCE, cls=Balance, whole=True)}
 
 _EIGHT = "keeps moments of 8 bits in blocks that shards would cut elsewhere, in tensors that checkpoints do not know"
 # Optimizers that packages cannot run, and the reason.
@@ -162,7 +165,7 @@ def _finite(text: str) -> float:
 @lru_cache
 def states_of(name: str, options: tuple[tuple[str, Value], ...], dims: int) -> Mapping[str, tuple[int, ...]]:
     """The shapes of the states that a step leaves for a parameter of `TRIED` with so many dimensions."""
-    kind, parameter = KINDS[name], torch.ones(TRIED[:dims])
+    kind, parameter = EVERY[name], torch.ones(TRIED[:dims])
     parameter.grad = torch.ones_like(parameter)
     made = kind.undecorated([parameter], lr=0.0, **dict(options))
     with torch.no_grad():

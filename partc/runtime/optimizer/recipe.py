@@ -9,10 +9,11 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
-from .kinds import KINDS, TRIED, Kind, Value, kind_of, options_of, refusal, shown, states_of
+from .balance import BALANCE
+from .kinds import EVERY, TRIED, Kind, Value, kind_of, options_of, refusal, shown, states_of
 
 DEFAULT = "adamw"
 _DECAY = "weight_decay"
@@ -34,7 +35,7 @@ class UpdateRule:
 
     @property
     def kind(self) -> Kind:
-        return KINDS[self.name]
+        return EVERY[self.name]
 
     def states(self, dims: int) -> list[str]:
         """The names of the tensors that the optimizer keeps of a parameter with so many dimensions."""
@@ -75,6 +76,7 @@ class Recipe:
     name: str
     options: Mapping[str, Value]
     groups: tuple[Group, ...] = ()
+    balance: Mapping[str, float] = field(default_factory=dict)  # the sizes of the updates of routers' biases
 
     @classmethod
     def of(
@@ -84,6 +86,7 @@ class Recipe:
         weight_decay: float | None = None,
         groups: Sequence[str] = (),
         no_decay: Sequence[str] = (),
+        balance: Mapping[str, float] | None = None,
     ) -> Recipe:
         """Read the options of train.py. Raises UsageError P0551."""
         name, options = parsed(optimizer)
@@ -93,6 +96,7 @@ class Recipe:
             name=name,
             options=options_of(kind_of(name), {**options, **decay}),
             groups=(*map(Group.parse, groups), *spared),
+            balance=balance or {},
         )
 
     def __str__(self) -> str:
@@ -104,6 +108,8 @@ class Recipe:
 
         Raises UsageError P0551.
         """
+        if name in self.balance:
+            return UpdateRule(name=BALANCE, options=(("rate", self.balance[name]),))
         mine: dict[str, str] = {}
         for group in self.groups:
             if group.has(name):

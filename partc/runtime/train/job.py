@@ -114,7 +114,19 @@ class Job:
     @property
     def recipe(self) -> Recipe:
         """The updates of all parameters. Raises UsageError P0551."""
-        return Recipe.of(self.optimizer, weight_decay=self.weight_decay, groups=self.group, no_decay=self.no_decay)
+        return Recipe.of(
+            self.optimizer,
+            weight_decay=self.weight_decay,
+            groups=self.group,
+            no_decay=self.no_decay,
+            balance=self.balance,
+        )
+
+    @property
+    def balance(self) -> dict[str, float]:
+        """The sizes of the updates of routers' biases, whose gradients are loads of experts."""
+        parameters = self.plan["parameters"]
+        return {name: entry["balance"] for name, entry in parameters.items() if "balance" in entry}
 
     @property
     def dims(self) -> dict[str, int]:
@@ -410,7 +422,8 @@ def _optimizer_options() -> dict[str, list[str]]:
 def told_of_memory(job: Job) -> str:
     """A line for a run whose optimizer keeps other tensors than that of the memory account; '' if it does not."""
     command = job.plan.get("command", {})
-    compiled = Recipe.of(command.get("optimizer", recipes.DEFAULT), groups=command.get("group", ()))
+    optimizer = command.get("optimizer", recipes.DEFAULT)
+    compiled = Recipe.of(optimizer, groups=command.get("group", ()), balance=job.balance)
     if compiled.states(job.dims) == job.recipe.states(job.dims):
         return ""
     return f"the memory account in plan.json is for {compiled}: this run's optimizer is {job.optimizer}"

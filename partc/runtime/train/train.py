@@ -393,7 +393,7 @@ def _train(
         update = Update(
             optimizer,
             scaled,
-            {name: rank.shards[name] for name in gradients},
+            {name: rank.shards[name] for name in gradients if name not in job.balance},
             comm,
             job.sizes,
             Rate(base=job.lr, warmup=job.warmup, decline=job.lr_schedule, least=job.min_lr, steps=job.steps),

@@ -14,6 +14,8 @@ from torch import Tensor
 import partc
 from partc.errors import PartcError
 from partc.frontend import own_backward
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
 from partc.package.verify import verify
 from tests.durable import trained, whole
 from tests.models import balanced
@@ -156,8 +158,9 @@ def test_biases_follow_the_load_of_a_step(options: Row, accumulate: int, tmp_pat
             layer.bias += RATE * (load.sum() / len(load) - load).sign().double()
             load.zero_()
     given = ("--optimizer", "sgd", "--lr", 1, "--clip", 0.1, "--accumulate", accumulate)
-    build = _biased(options).write(tmp_path / "build")
-    save = tmp_path / "save"
+    package = _biased(options)
+    assert parse(print_program(package.program)).parameters == package.program.parameters
+    build, save = package.write(tmp_path / "build"), tmp_path / "save"
     trained(build, "--steps", 3, *given, "--init", tmp_path / "init.safetensors", "--save", save)
     found = whole(save / "step_00000003")
     for name, x in model.state_dict().items():

@@ -8,7 +8,8 @@
 
 Stages are runs of consecutive calls that minimise the largest number of floating-point operations of a stage. Values
 that depend on inputs or constants only are computed in every stage that reads them. A value that a later stage reads is
-sent there directly from the stage that computes it.
+sent there directly from the stage that computes it. Calls that read a buffer are in the stage of the call that changes
+it.
 """
 
 from __future__ import annotations
@@ -37,22 +38,51 @@ def stages(
     """
     count = len(places) or program.mesh.axis(PIPELINE_AXIS)
     own = () if places == tuple(range(count)) else places
-    pure = input_only(program)
+    users = _users_of_changing_buffers(program)
+    pure = input_only(program) - frozenset().union(*users)
     main = [call for call in program.calls if call.name not in pure]
-    if count > len(main):
+    runs = _runs(main, users)
+    if count > len(runs):
+        joined = [main[start:end] for start, end in runs if end - start > 1]
+        because = f"; {joined[0][0].name} to {joined[0][-1].name} share a buffer that forward changes" if joined else ""
         raise PartcError(
             "P0403",
-            f"{count} pipeline stages for {len(main)} calls: a stage holds at least one",
-            help=f"use {'fewer stages' if own else f'pp={len(main)} or less'};"
-            f" the calls are {', '.join(call.name for call in main[:8])}",
+            f"{count} pipeline stages for {len(runs)} calls: a stage holds at least one",
+            help=f"use {'fewer stages' if own else f'pp={len(runs)} or less'};"
+            f" the calls are {', '.join(call.name for call in main[:8])}{because}",
         )
     if held_by is None:
-        cuts = balanced(call_work(program, main), count)
-        stage_of = {call.name: stage for stage, (start, end) in enumerate(cuts) for call in main[start:end]}
+        work = call_work(program, main)
+        cuts = balanced([sum(work[start:end]) for start, end in runs], count)
+        stage_of = {
+            call.name: stage
+            for stage, (first, last) in enumerate(cuts)
+            for call in main[runs[first][0] : runs[last - 1][1]]
+        }
     else:
         stage_of = _beside(main, held_by)
     calls = _placed(program, stage_of)
     return replace(program, calls=calls, transfers=_transfers(program, calls, pure), places=own)
+
+
+def _users_of_changing_buffers(program: Program) -> tuple[frozenset[str], ...]:
+    """For each buffer that forward changes and several calls use, these calls."""
+    found = [
+        frozenset(call.name for call in program.calls if buffer in call.params or value in call.results)
+        for buffer, value in program.updates
+    ]
+    return tuple(names for names in found if len(names) > 1)
+
+
+def _runs(calls: Sequence[Call], users: Sequence[frozenset[str]]) -> list[tuple[int, int]]:
+    """The least runs of calls that no stage may cut: each user of a changing buffer is in one run with all others."""
+    runs = [(index, index + 1) for index in range(len(calls))]
+    for names in users:
+        places = [index for index, call in enumerate(calls) if call.name in names]
+        inside = [run for run in runs if run[0] <= places[-1] and run[1] > places[0]]
+        at = runs.index(inside[0])
+        runs[at : at + len(inside)] = [(inside[0][0], inside[-1][1])]
+    return runs
 
 
 def _beside(calls: Sequence[Call], held_by: Mapping[str, Sequence[int]]) -> dict[str, int]:

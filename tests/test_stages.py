@@ -1,13 +1,18 @@
-"""Stage cuts against enumeration."""
+"""Stage cuts against enumeration, and the stages of buffers that forward changes."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 
+import partc
+from partc.errors import PartcError
+from partc.package.verify import verify
 from partc.passes.stages import balanced
+from tests.models import running_centre, written_views
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -24,3 +29,24 @@ def test_stages_are_balanced_as_enumeration_finds(seed: int) -> None:
     sizes = [sum(work[a:b]) for a, b in cuts]
     assert [a for a, _ in cuts] == [0, *(b for _, b in cuts[:-1])]
     assert (max(sizes), sum(size * size for size in sizes)) == pytest.approx(min(options))
+
+
+def test_readers_of_a_changing_buffer_are_in_the_stage_that_changes_it(tmp_path: Path) -> None:
+    made = partc.compile(running_centre.__file__, mesh="pp=2", microbatches=2, precision="fp64")
+    holders = {call.stage for call in made.program.calls if "centre.mean" in call.params}
+    assert len(holders) == 1 and len({call.stage for call in made.program.calls}) == 2
+    found = verify(made.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok, str(found.worst)
+
+
+def test_stages_do_not_cut_between_uses_of_a_changing_buffer() -> None:
+    with pytest.raises(PartcError) as error:
+        partc.compile(running_centre.__file__, mesh="pp=4", microbatches=4)
+    assert error.value.code == "P0403" and "share a buffer" in str(error.value.help)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_buffers_that_are_changed_through_views(mesh: str, tmp_path: Path) -> None:
+    made = partc.compile(written_views.__file__, mesh=mesh, precision="fp64")
+    found = verify(made.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok, str(found.worst)

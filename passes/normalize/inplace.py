@@ -4,9 +4,10 @@
     add_(y, b)              ->     y_2 = add(y, b)
     z = mul(y, 2)                  z   = mul(y_2, 2)
 
-Later readers of the changed tensor read the new value. A changed slice is put back into its tensor. The last value of a
-buffer is the first value of the next microbatch. A change is refused if another view of the memory is read afterwards,
-and if it reaches an input or a parameter.
+Later readers of the changed tensor read the new value. A changed view (a slice, a transpose) is put back into its
+tensor. The last value of a buffer is the first value of the next microbatch. A change is refused if another view of the
+memory is read afterwards, if it reaches a buffer by a view that may be a copy, and if it reaches an input or a
+parameter.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _VIEW_NAMES = (
 _VIEWS = frozenset(_VIEW_NAMES.split())
 _FUNCTIONAL = {"normal_": "normal_functional"}  # normal makes a tensor of means and deviations
 _SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
+_RESHAPES = frozenset({"view", "_unsafe_view", "squeeze", "unsqueeze"})  # reshape and flatten may copy
+_TRANSPOSES = frozenset({"transpose", "swapaxes", "t", "T", "numpy_T", "mT", "permute"})
+_SAME = frozenset({"detach", "alias"})
 
 
 def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[Graph, dict[str, str]]:
@@ -52,25 +56,48 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
         if not _mutates(op) or first is None:
             if op.name in _VIEWS and first is not None:
                 storage.update((value.name, storage.get(first, first)) for value in op.results)
-            if op.name in _SCATTERS:
+            if op.name in _SCATTERS or op.name in _RESHAPES or op.name in _TRANSPOSES:
                 parts[op.result.name] = op
+            elif op.name in _SAME and first is not None and storage.get(first, first) in buffers:
+                parts[op.result.name] = op  # elsewhere a gradient flows past the change
             ops.append(replace(op.renamed(current), results=op.results))
             continue
         whole = _wholes(first, parts)
-        _check(op, {first, *whole}, index, storage, last, inside)
-        storage[op.result.name] = storage.get(first, first)
+        root = storage.get(first, first)
+        known = {first, *whole}
+        kept = {root} if root in buffers and not known & {root, current.get(root, root)} else set()
+        _check(op, known, index, storage, last | dict.fromkeys(kept, len(graph.ops)), inside)
+        storage[op.result.name] = root
         ops.append(replace(op.renamed(current), name=_functional(op.name), results=op.results))
         before = {name: current.get(name, name) for name in whole}
         changed(first, op.result.name)
         part, now = first, op.result.name
         for name in whole:
             made = Value(name=f"{op.result.name}_in_{name}", type=types[name])
-            args = (Ref(before[name]), Ref(now), *parts[part].args[1:])
-            ops.append(replace(op, name=_SCATTERS[parts[part].name], args=args, attrs=(), results=(made,)))
-            changed(name, made.name)
-            part, now = name, made.name
+            put = _put_back(parts[part], Ref(before[name]), Ref(now), made)
+            if put is not None:
+                ops.append(replace(put, source=op.source))
+                now = made.name
+            changed(name, now)
+            part = name
     done = replace(graph, ops=tuple(ops), outputs=tuple(current.get(name, name) for name in graph.outputs))
     return done, {name: current[name] for name in buffers if name in current}
+
+
+def _put_back(view: Op, before: Ref, now: Ref, made: Value) -> Op | None:
+    """The operation that makes a whole tensor of its value before a change and of a changed view; None if it is one."""
+    if view.name in _SCATTERS:
+        return Op(name=_SCATTERS[view.name], args=(before, now, *view.args[1:]), results=(made,))
+    if view.name in _RESHAPES:
+        return Op(name="reshape", args=(now, made.type.shape), results=(made,))
+    if view.name == "permute":
+        order = view.args[1]
+        assert isinstance(order, tuple)
+        dims = [dim % len(order) for dim in order if isinstance(dim, int)]
+        return Op(name="permute", args=(now, tuple(map(dims.index, range(len(dims))))), results=(made,))
+    if view.name in _TRANSPOSES:  # its own inverse
+        return Op(name=view.name, args=(now, *view.args[1:]), results=(made,))
+    return None
 
 
 def _functional(name: str) -> str:

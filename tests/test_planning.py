@@ -18,9 +18,9 @@ import partc
 from partc.cli import main
 from partc.errors import PartcError
 from partc.planner.planning import PlanChoice, Planner, Request
-from partc.planner.reasons import differences, parts
+from partc.planner.reasons import binding, differences, parts
 from partc.planner.search import Played
-from partc.planner.variations import front, settled, variations
+from partc.planner.variations import front, price, settled, variations
 from tests.durable import losses, trained, whole
 
 MLP = str(Path(__file__).parents[1] / "examples" / "mlp.py")
@@ -241,6 +241,10 @@ def test_a_variation_is_the_best_plan_of_its_own_request(planner: Planner, choic
             assert found[name].best.seconds == pytest.approx(alone.seconds, rel=1e-9)  # type: ignore[union-attr]
     more = next(each for name, each in found.items() if name.startswith("10% more memory"))
     assert more.best is not None and more.best.seconds <= choice.best.seconds
+    assert binding(choice, tuple(found.values())).startswith("memory does not bind: with 10% more memory")
+    tight = planner.choice(limit=int(choice.best.bytes / 1.05))  # the best plan holds a little too much
+    gain = 1 - choice.best.seconds / tight.best.seconds
+    assert gain > 0 and f"a step would take {gain:.1%} less" in binding(tight, [price(planner, tight)])
 
 
 def test_the_front_has_the_plans_that_no_other_beats(planner: Planner, choice: PlanChoice) -> None:

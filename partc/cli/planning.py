@@ -82,7 +82,7 @@ def plan_command(
         print(json.dumps(document(choice, top, answer.variations)))
         return
     console.echo(page(choice, top), nl=False)
-    console.echo(binding(choice))
+    console.echo(binding(choice, answer.variations))
     if answer.variations:
         console.echo(f"\n{variation_table(choice, answer.variations)}", nl=False)
     console.next_step(

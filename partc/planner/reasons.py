@@ -64,14 +64,25 @@ def parts(played: Played) -> Mapping[str, float]:
     }
 
 
-def binding(choice: PlanChoice) -> str:
-    """The constraint that keeps a quicker plan from being chosen, and its price."""
+def binding(choice: PlanChoice, found: Sequence[Variation] = ()) -> str:
+    """The constraint that keeps a quicker plan from being chosen, and its price.
+
+    The price is that of a search with more memory, if `found` has one, else of the plans that were simulated.
+    """
     limit, best = choice.request.limit, choice.best
     quicker = [
         played
         for played in choice.outcome.others
         if played.error is None and played.seconds < best.seconds and played.bytes > limit
     ]
+    more = next((each for each in found if each.change == "memory" and each.best is not None), None)
+    if more is not None and more.best is not None:
+        gain = 1 - more.best.seconds / best.seconds
+        if gain > _ROUNDING:
+            return f"memory binds: with {more.name}, a step would take {gain:.1%} less ({more.best.plan.flags})"
+        if not quicker:
+            exists = "was found" if more.gap else "exists"
+            return f"memory does not bind: with {more.name}, no quicker plan {exists}"
     if not quicker:
         return "memory does not bind: of the plans that were simulated, none that holds more is quicker"
     least = min(quicker, key=lambda played: (played.bytes, played.seconds))
@@ -130,7 +141,7 @@ def document(choice: PlanChoice, top: int, found: Sequence[Variation] = ()) -> d
         "gap": None if outcome.wrong else outcome.gap,
         "complete": outcome.complete,
         "seconds": outcome.seconds,
-        "binding": binding(choice),
+        "binding": binding(choice, found),
         "plans": [_document(best, played, choice) for played in shown(choice, top)],
         "what_if": [_varied(each, choice) for each in found],
         "scaling": [

@@ -79,15 +79,19 @@ def settled(planner: Planner) -> PlanChoice:
 
 def variations(planner: Planner, choice: PlanChoice, seconds: float | None) -> tuple[Variation, ...]:
     """The best plans with more memory, with fewer and more ranks, and with smaller and larger batches."""
-    memory = int(MEMORY * choice.request.limit)
     wanted = [
-        (f"10% more memory, {readable(memory)}", "memory", replace(planner.request, limit=memory)),
+        *_looser(planner, choice),
         *_fewer(planner),
         *_larger(planner),
         *_smaller(planner),
         (f"twice the batch, {2 * choice.space.batch:,}", "batch", _with_batch(planner, 2 * choice.space.batch)),
     ]
     return tuple(_found(planner, wanted, seconds))
+
+
+def price(planner: Planner, choice: PlanChoice) -> Variation:
+    """The price of memory: the best plan with 10% more than a choice of the planner had."""
+    return next(_found(planner, [*_looser(planner, choice)], planner.request.max_seconds))
 
 
 def front(planner: Planner, choice: PlanChoice, seconds: float | None) -> tuple[Played, ...]:
@@ -136,6 +140,11 @@ def _variation(planner: Planner, name: str, change: Change, request: Request, se
 def _decided(planner: Planner) -> Iterator[_Wanted]:
     if planner.request.fixed:
         yield "without --fix", "decisions", replace(planner.request, fixed={})
+
+
+def _looser(planner: Planner, choice: PlanChoice) -> Iterator[_Wanted]:
+    memory = int(MEMORY * choice.request.limit)
+    yield f"10% more memory, {readable(memory)}", "memory", replace(planner.request, limit=memory)
 
 
 def _fewer(planner: Planner) -> Iterator[_Wanted]:

@@ -102,7 +102,7 @@ def page(
                 ("memory of a rank", f"{readable(best.bytes)} of {readable(choice.request.limit)}"),
                 ("the search", _searched(choice)),
                 ("proof", gap(choice)),
-                ("limits", binding(choice)),
+                ("limits", binding(choice, variations)),
             ],
             memory=_memory(choice, front),
             steps=steps,

@@ -43,7 +43,8 @@ def _gathered_for_microbatches(program: Program) -> set[str]:
     phases = {region.name: region.phase for region in program.regions}
     inside = {name for call in program.calls if phases[call.region] == "microbatch" for name in call.params}
     outside = {name for call in program.calls if phases[call.region] != "microbatch" for name in call.params}
-    return inside - outside - {buffer for buffer, _ in program.updates}
+    whole = {item.name for item in program.parameters if item.balance}  # few numbers, compared with each other
+    return inside - outside - whole - {buffer for buffer, _ in program.updates}
 
 
 def _cut(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes, zero: int) -> Parameter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,7 @@ def test_biases_follow_the_load_of_a_step(options: Row, accumulate: int, tmp_pat
 
         layer.router.register_forward_hook(count)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    spread: list[dict[str, float]] = []
     for step in range(3):
         optimizer.zero_grad()
         for number in range(step * accumulate, (step + 1) * accumulate):
@@ -154,6 +156,10 @@ def test_biases_follow_the_load_of_a_step(options: Row, accumulate: int, tmp_pat
             (model(x.double(), labels) / accumulate).backward()
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
         optimizer.step()
+        spread.append({})
+        for number, load in enumerate(loads):
+            spread[-1] |= {f"load/layers.{number}/largest": float(max(load) / (sum(load) / len(load)))}
+            spread[-1] |= {f"load/layers.{number}/empty": float((load == 0).sum() / len(load))}
         for layer, load in zip(model.layers, loads, strict=True):  # type: ignore[arg-type]
             layer.bias += RATE * (load.sum() / len(load) - load).sign().double()
             load.zero_()
@@ -161,7 +167,11 @@ def test_biases_follow_the_load_of_a_step(options: Row, accumulate: int, tmp_pat
     package = _biased(options)
     assert parse(print_program(package.program)).parameters == package.program.parameters
     build, save = package.write(tmp_path / "build"), tmp_path / "save"
-    trained(build, "--steps", 3, *given, "--init", tmp_path / "init.safetensors", "--save", save)
+    metrics = tmp_path / "metrics.jsonl"
+    trained(build, "--steps", 3, *given, "--init", tmp_path / "init.safetensors", "--save", save, "--metrics", metrics)
+    for line, expected in zip(metrics.read_text().splitlines(), spread, strict=True):
+        logged = json.loads(line)
+        assert {name: logged[name] for name in expected} == pytest.approx(expected, abs=1e-6)
     found = whole(save / "step_00000003")
     for name, x in model.state_dict().items():
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-12)

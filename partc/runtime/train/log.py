@@ -69,18 +69,19 @@ class StepLog:
         split: Split | None = None,
         aside: Mapping[str, float] | None = None,
         evaluation: Mapping[str, float] | None = None,
+        loads: Mapping[str, float] | None = None,
     ) -> None:
         """Log a step. `step` counts from 0; users see numbers from 1, as in checkpoints.
 
         `seconds` is the whole time; `aside` names the host's other activities in it. `evaluation` has the
-        results of an evaluation after the step.
+        results of an evaluation after the step, `loads` the spreads of experts' loads.
         """
         entry: dict[str, Any] = {"step": step + 1, "loss": loss, "seconds": round(seconds, 6), "lr": updated.rate}
         entry |= {"tokens_per_second": round(self._tokens / seconds, 1), "peak_bytes": peak_bytes}
         entry |= {} if updated.norm is None else {"grad_norm": updated.norm, "skipped": updated.skipped}
         entry |= {} if split is None else {name: round(value, 6) for name, value in split._asdict().items()}
         entry |= {} if aside is None else {name: round(value, 6) for name, value in aside.items()}
-        entry |= evaluation or {}
+        entry |= {**(evaluation or {}), **(loads or {})}
         entry |= {"mfu": round(self._flops / seconds / self._peak, 6)} if self._peak else {}
         if self._file is not None and self._path is not None:
             # JSON has neither NaN nor infinity.

@@ -457,7 +457,9 @@ def _train(
             evaluated = evaluation.run() if evaluation.due(step + 1) else None
             if log is not None and done.loss is not None:
                 rank.losses.append(done.loss)
-                log.step(step, done.loss, seconds, done.updated, peak_bytes(device), split, aside, evaluated)
+                log.step(
+                    step, done.loss, seconds, done.updated, peak_bytes(device), split, aside, evaluated, done.loads
+                )
             collect(step + 1)
             measuring = time.perf_counter() - begun
             if job.record:

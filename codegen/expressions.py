@@ -357,6 +357,8 @@ _TABLE: Mapping[str, Emit] = {
     "expert_matmul_grad_weight": _function("functional.expert_matmul_grad_weight"),
     "expert_rows": lambda o: f"{o.args[1]}[{o.args[0]}]",
     "expert_rows_grad": _function("functional.expert_rows_grad"),
+    "divide_rows": _function("functional.divide_rows"),
+    "join_rows": lambda o: f"{o.named('torch.cat')}({o.args[0]})",
     "route": _routed,
     "dispatch": _routed,
     "combine": _routed,

@@ -26,7 +26,7 @@ from partc.errors import InternalError, PartcError
 from partc.ir.gradients import gradient_inputs, reached, trainable_params
 from partc.ir.layout import Layout, Sizes
 from partc.ir.mesh import TIME_AXIS
-from partc.ir.program import ITEMSIZE, ROUTED, Arg, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.program import BY_TABLE, ITEMSIZE, ROUTED, Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import localize
 from partc.rules.tried import rule_of
 from partc.sharding.choices import layouts
@@ -113,6 +113,10 @@ class _Local:
             return
         if op.name in ROUTED:
             self._routed(op)
+            return
+        if op.name in BY_TABLE:
+            self.types.update((value.name, value.type) for value in op.results)
+            self.ops.append(op)
             return
         types = {name: self.types[name] for name in op.refs()}
         rule = rule_of(op, types)

@@ -13,8 +13,9 @@ from partc.communication.execution import Execution, GraphRun, Start, Step, Wait
 from partc.cost.action_timeline import ActionTimeline, LeftCollective, Segment, TimelineBuilder
 from partc.cost.rates import ROOFLINE, Rates
 from partc.cost.simulation import Durations, Timeline, timeline
+from partc.ir.gradients import touched_rows
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import MOVING, VIEWS, Action, Call, Graph, GraphKind, Op, Program, TensorType
+from partc.ir.program import MOVING, VIEWS, Action, Call, Graph, GraphKind, Op, Parameter, Program, TensorType
 from partc.schedules import Compute
 
 # The operations in whose time the host issues a collective: torch.distributed checks it, and orders streams by events.
@@ -280,9 +281,15 @@ class Forecast:
         return self._played(self._around(place, "end"))
 
     def _update(self, place: int) -> ActionTimeline:
-        """AdamW, whose time is that of its memory traffic; then the gathers of parameters that ranks keep whole."""
+        """AdamW, whose time is that of its memory traffic; then the gathers of parameters that ranks keep whole.
+
+        Of tables with sparse gradients, the rows that a step looks up are updated.
+        """
+        rows = touched_rows(self.program, self.program.stages_at(place))
         size = sum(
             parameter.type.local_bytes(self.program.sizes)
+            if not parameter.sparse
+            else sum(rows.get(parameter.name, ())) * self._row_bytes(parameter)
             for parameter in self.program.parameters
             if parameter.trainable and place in map(self.program.place, self._holders.get(parameter.name, ()))
         )
@@ -294,6 +301,10 @@ class Forecast:
     def updated(self, size: int) -> float:
         """Seconds of AdamW on parameters of so many bytes."""
         return self.scale.compute * self.rates.update(UPDATE * size)
+
+    def _row_bytes(self, parameter: Parameter) -> int:
+        rows, *_ = parameter.type.layout.local_shape(self.program.sizes)
+        return parameter.type.local_bytes(self.program.sizes) // rows
 
     def _collective(self, collective: Collective, why: str) -> Segment:
         over = ",".join(collective.axes) or f"{PIPELINE_AXIS} {','.join(map(str, collective.places))}"

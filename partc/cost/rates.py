@@ -12,7 +12,7 @@ from partc.cluster.cluster import Cluster, GroupSpan, span
 from partc.cluster.device import Device
 from partc.cost.calibration import Calibration
 from partc.cost.collectives import Network
-from partc.cost.roofline import H100, Machine, product_flops, seconds
+from partc.cost.roofline import H100, Machine, product_flops, seconds, traffic
 from partc.ir.collectives import cost
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
@@ -134,10 +134,10 @@ class ClusterRates:
 
     def _computed(self, op: Op, shapes: Mapping[str, TensorType], results: list[TensorType]) -> float:
         device = self.cluster.device
-        traffic = sum(math.prod(type.shape) * ITEMSIZE[type.dtype] for type in (*shapes.values(), *results))
+        size = traffic(op, shapes, results)
         if op.name in _ADDS:
-            traffic += 2 * math.prod(results[0].shape) * ITEMSIZE["f32"]
-        moved = traffic / (device.bandwidth * self.constants.streaming)
+            size += 2 * math.prod(results[0].shape) * ITEMSIZE["f32"]
+        moved = size / (device.bandwidth * self.constants.streaming)
         work, rule = product_flops(op, shapes, results)
         if not work:
             return moved

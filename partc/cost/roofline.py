@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from partc.ir.collectives import cost, inside
 from partc.ir.layout import Sizes
-from partc.ir.program import ITEMSIZE, MOVING, VIEWS, DType, Op, TensorType
+from partc.ir.program import ITEMSIZE, MOVING, SPARSE, VIEWS, DType, Op, TensorType
 from partc.rules import OpRule, flops, resolve_lowered
 
 
@@ -23,6 +23,7 @@ class Machine:
     meeting: float = 2e-5  # seconds until all ranks of a collective are there
 
 
+_LOOKUPS = frozenset({"embedding", "embedding_shard"})
 H100 = Machine(flops={"f64": 5e13, "f32": 3e14, "bf16": 6e14, "f16": 6e14})
 
 
@@ -36,11 +37,20 @@ def seconds(op: Op, types: Mapping[str, TensorType], sizes: Sizes, machine: Mach
         return machine.meeting + moved / machine.link if sizes[axis] > 1 else 0.0
     shapes = {name: types[name].local(sizes) for name in op.refs()}
     results = [value.type.local(sizes) for value in op.results]
-    traffic = sum(math.prod(type.shape) * ITEMSIZE[type.dtype] for type in (*shapes.values(), *results))
     flops, _ = product_flops(op, shapes, results)
     work = flops / machine.flops.get(results[0].dtype, machine.flops["f32"]) if results else 0.0
     moved = sum(cost(name, sizes[over], size * ITEMSIZE[dtype]) for name, over, size, dtype in inside(op, types, sizes))
-    return machine.start + max(traffic / machine.memory, work, moved / machine.link)
+    return machine.start + max(traffic(op, shapes, results) / machine.memory, work, moved / machine.link)
+
+
+def traffic(op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType]) -> int:
+    """The bytes that an operation reads and writes; of a table, the rows that it looks up or has gradients of."""
+    read, made = [*shapes.values()], [*results]
+    if op.name in _LOOKUPS:
+        read[0] = made[0]
+    elif SPARSE in dict(op.attrs):
+        made = read[:1]
+    return sum(math.prod(type.shape) * ITEMSIZE[type.dtype] for type in (*read, *made))
 
 
 def product_flops(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from partc.ir.program import Graph, Program
+from partc.ir.program import SPARSE, Graph, Program
 
 
 def trainable_params(program: Program) -> dict[str, frozenset[str]]:
@@ -32,6 +32,26 @@ def trains(program: Program) -> bool:
             live.add(name)
             name = first.get(name, "")
     return region.forward.outputs[0] in live
+
+
+def touched_rows(program: Program, stages: Collection[int]) -> dict[str, list[int]]:
+    """The rows that each lookup of a step adds to sparse gradients; ids count as spread evenly over ranks."""
+    found: dict[str, list[int]] = {}
+    for call in program.calls:
+        if call.stage not in stages:
+            continue
+        region = program.region(call.region)
+        names = {f"grad_{value.name}": name for value, name in zip(region.params, call.params, strict=True)}
+        for graph in {id(graph): graph for graph in region.graphs}.values():
+            types = region.types(graph)
+            for op in graph.ops:
+                if SPARSE in dict(op.attrs):
+                    _, ids, *_ = op.refs()
+                    axis = dict(op.attrs).get("axis")
+                    count = types[ids].local_elements(program.sizes)
+                    each = count if axis is None else -(-count // program.sizes[str(axis)])
+                    found.setdefault(names[op.result.name], []).extend([each] * program.microbatches)
+    return found
 
 
 def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:

@@ -181,6 +181,8 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "route": _route,
     "dispatch": lambda x, order, grouped, counts, axis: x[order],
     "combine": lambda x, order, grouped, counts, axis: x[order.argsort()],
+    "divide_rows": lambda x, counts, shares: x.split(counts[1].view(-1, len(shares)).sum(0).tolist()),
+    "join_rows": lambda parts, counts, shares: torch.cat(parts),
     "expert_rows": lambda experts, w, groups=1: w[experts],
     "expert_matmul": lambda x, experts, w, groups=1: torch.einsum("si,sio->so", x, w[experts]),
     "sum": lambda x, dims, keepdim: x.sum(dims, keepdim) if dims else x,

@@ -343,6 +343,34 @@ class _Owned(torch.autograd.Function):
         raise NotImplementedError("the gradients that a model gives itself are followed by partc.passes.differentiate")
 
 
+class _Joined(torch.autograd.Function):
+    """`join_rows`, whose derivative is `divide_rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, counts: Tensor, shares: Sequence[int], *parts: Tensor) -> Tensor:
+        ctx.plan = counts, shares
+        with below_autograd():
+            made: Tensor = _ops.join_rows(parts, counts, shares)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, *_ops.divide_rows(grads[0], *ctx.plan)
+
+
+def _define_rows_by_table() -> None:
+    """`divide_rows` gives each of several tables its rows, of which the shares are the mean; `join_rows` undoes it."""
+    _operator(
+        "divide_rows",
+        "(Tensor x, Tensor counts, int[] shares) -> Tensor[]",
+        lambda x, counts, shares: [x.new_empty([len(x) * n // sum(shares), *x.shape[1:]]) for n in shares],
+    )
+    _LIBRARY.define("join_rows(Tensor[] parts, Tensor counts, int[] shares) -> Tensor")
+    rows = lambda parts, *_: parts[0].new_empty([sum(map(len, parts)), *parts[0].shape[1:]])  # noqa: E731
+    _LIBRARY.impl("join_rows", rows, "CompositeExplicitAutograd")
+    _LIBRARY.impl("join_rows", lambda parts, counts, shares: _Joined.apply(counts, shares, *parts), "Autograd")
+
+
 def _define_own_gradients() -> None:
     """`own_gradient(results, operands, gradients)` gives the operands of a user's function gradients of the user's own.
 
@@ -408,6 +436,7 @@ _define_marks()
 _define_collectives()
 _define_matmuls()
 _define_experts()
+_define_rows_by_table()
 _define_random()
 _define_composites()
 _define_own_gradients()

@@ -28,6 +28,8 @@ MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", 
 # Movements of rows to the ranks of their experts and back, of which `route` makes the plan. As many rows as the data
 # sends arrive: the first dimension of the results has the mean.
 ROUTED = frozenset({"route", "dispatch", "combine"})
+# `divide_rows` gives each of several tables the rows that came for it, in turn; `join_rows` is its transpose.
+BY_TABLE = frozenset({"divide_rows", "join_rows"})
 # Operations whose results may alias their first operand.
 VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias", "wait"})
 # A loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`.

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from partc.codegen.package import Modules, emit
 from partc.cost.memory import Account
+from partc.ir.gradients import touched_rows
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import SPARSE, Program
 from partc.ir.program import Action as ScheduledAction
+from partc.ir.program import Program
 from partc.rehearsal.call_replay import Lessons, region_module, stage_class
 from partc.rehearsal.composition import Composer, Course, Told
 from partc.rehearsal.ledger import Block, Ledger, Owned, counting
@@ -148,7 +149,7 @@ class _Rehearsal:
                     )
             with ledger.making("gradients", "gradients"):
                 gradients, _ = gradient_buffers(shards, parameters)
-            rows = self._rows(place)
+            rows = touched_rows(self._program, self._program.stages_at(place))
             for name, gradient in gradients.items():
                 if isinstance(gradient, RowGradient):
                     with ledger.making("gradients", name):
@@ -204,25 +205,6 @@ class _Rehearsal:
             ledger.stops()
             del states
             return ledger
-
-    def _rows(self, place: int) -> dict[str, list[int]]:
-        """The rows that each lookup of a step adds to the sparse gradients; ids count as spread evenly over ranks."""
-        program, found = self._program, dict[str, list[int]]()
-        for call in program.calls:
-            if call.stage not in program.stages_at(place):
-                continue
-            region = program.region(call.region)
-            names = {f"grad_{value.name}": name for value, name in zip(region.params, call.params, strict=True)}
-            for graph in {id(graph): graph for graph in region.graphs}.values():
-                types = region.types(graph)
-                for op in graph.ops:
-                    if SPARSE in dict(op.attrs):
-                        _, ids, *_ = op.refs()
-                        axis = dict(op.attrs).get("axis")
-                        count = types[ids].local_elements(program.sizes)
-                        each = count if axis is None else -(-count // program.sizes[str(axis)])
-                        found.setdefault(names[op.result.name], []).extend([each] * program.microbatches)
-        return found
 
     def _shards(self, place: int) -> dict[str, Shard]:
         classes = map(self._class, self._program.stages_at(place))

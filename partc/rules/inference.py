@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from partc.ir.layout import Layout, Sizes, SubDim
-from partc.ir.program import MOVING, ROUTED, Arg, Op, TensorType
+from partc.ir.program import BY_TABLE, MOVING, ROUTED, Arg, Op, TensorType
 from partc.rules import resolve_lowered
 from partc.rules.rule import Dims, OpRule, integers
 
@@ -100,6 +100,8 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
     operands = [types[name] for name in op.refs()]
     if op.name in ROUTED:
         return _routed(op, operands)
+    if op.name in BY_TABLE:
+        return _by_table(op, operands)
     if op.name in _MOVING or op.name in _SAME:
         return (_moved(op, operands[0].layout, sizes),)
     if op.body:
@@ -379,6 +381,21 @@ def _routed(op: Op, operands: Sequence[TensorType]) -> tuple[Inferred | None, ..
     x, order, grouped, _ = (type.layout for type in operands)
     rows = (grouped if op.name == "dispatch" else order).dims[0]
     return (Inferred(replace(x, dims=(rows, *x.dims[1:]))),)
+
+
+def _by_table(op: Op, operands: Sequence[TensorType]) -> tuple[Inferred | None, ...]:
+    """The rows of each table, in proportion to the shares; or of all tables together."""
+    if op.name == "divide_rows":
+        shares = integers(op.args[2])
+        return tuple(Inferred(_scaled(operands[0].layout, share, sum(shares))) for share in shares)
+    rows = [type.layout.shape[0] for type in operands[:-1]]
+    return (Inferred(_scaled(operands[0].layout, sum(rows), rows[0])),)
+
+
+def _scaled(layout: Layout, times: int, over: int) -> Layout:
+    """A layout with times/over as many rows on each rank."""
+    *major, minor = layout.dims[0]
+    return replace(layout, dims=((*major, replace(minor, size=minor.size * times // over)), *layout.dims[1:]))
 
 
 def _moved(op: Op, layout: Layout, sizes: Sizes) -> Inferred | None:

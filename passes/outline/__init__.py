@@ -35,7 +35,15 @@ from partc.ir.gradients import input_only
 from partc.ir.naming import identifier, is_number, name_values, unique, unreserved
 from partc.ir.program import RANDOM, Arg, Call, Graph, Program, Ref, Region, Value
 from partc.ir.repetitions import restored
-from partc.passes.outline.segments import ModuleSegment, by_module, by_weight, container, module_path, segments
+from partc.passes.outline.segments import (
+    ModuleSegment,
+    by_module,
+    by_weight,
+    container,
+    lookups_joined,
+    module_path,
+    segments,
+)
 
 
 def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
@@ -46,7 +54,8 @@ def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
     weights = {v.name: name for v, name in _stored(program) if program.parameter(name).trainable or name in changing}
     trained = set(weights)
     deepest = max((module_path(op).count(".") + 1 for op in main.forward.ops), default=0)
-    found = _Linker(program, main, segments(main, trained, by_module(main.forward.ops))).run()
+    modules = lookups_joined(main, weights, by_module(main.forward.ops))
+    found = _Linker(program, main, segments(main, trained, modules)).run()
     finer = (*(by_module(main.forward.ops, inside=n + 1) for n in range(deepest)), by_weight(main, weights))
     for keys in finer:
         if _stageable(found) >= len(places):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -147,6 +147,19 @@ def by_module(ops: Sequence[Op], inside: int = 0) -> dict[int, str]:
         more = module_path(op).removeprefix(key).strip(".").split(".")[:inside]
         keys[id(op)] = ".".join(part for part in (key, *more) if part)
     return keys
+
+
+def lookups_joined(main: Region, weights: Collection[str], keys: Mapping[int, str]) -> dict[int, str]:
+    """Several modules that only look up rows of tables belong to no module, so that they exchange rows at once."""
+    stored = {value.name for value in main.params}
+    reads: dict[str, set[bool]] = {}
+    for op in main.forward.ops:
+        for position, name in enumerate(op.refs()):
+            if name in stored:
+                table = op.name == "embedding" and position == 0 and name in weights
+                reads.setdefault(keys[id(op)], set()).add(table)
+    found = {key for key, tables in reads.items() if key and tables == {True}}
+    return {op: "" if key in found and len(found) > 1 else key for op, key in keys.items()}
 
 
 def by_weight(main: Region, weights: Mapping[str, str]) -> dict[int, str]:

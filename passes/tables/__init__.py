@@ -27,8 +27,20 @@ from partc.errors import PartcError
 from partc.ir.layout import Layout, Replicated, Shard, Sizes
 from partc.ir.mesh import TIME_AXIS, holds_weights_whole
 from partc.ir.naming import unique
-from partc.ir.program import FLOATING, ITEMSIZE, Choice, Op, Parameter, Program, Ref, Region, TensorType, Value
-from partc.passes.tables.exchange import exchanged
+from partc.ir.program import (
+    FLOATING,
+    ITEMSIZE,
+    Choice,
+    Op,
+    Parameter,
+    Program,
+    Ref,
+    Region,
+    TensorType,
+    Value,
+    needed,
+)
+from partc.passes.tables.exchange import exchanged, together
 from partc.rules import PARTIAL, resolve
 from partc.rules.rule import OpRule
 from partc.rules.updates import DEFAULT, UpdateRule, dense, updates
@@ -180,6 +192,29 @@ class _Lookup:
     @property
     def last(self) -> Op:
         return self.after[-1][0] if self.after else self.op
+
+
+def _independent(ops: Sequence[Op], lookups: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
+    """The lookups in groups, none of which reads ids that depend on another lookup of its group."""
+    level: dict[str, int] = {}
+    ours, groups = {op.results[0].name for op in lookups}, dict[int, list[Op]]()
+    for op in ops:
+        found = max((level.get(name, 0) for name in op.refs()), default=0)
+        if op.results and op.results[0].name in ours:
+            groups.setdefault(found, []).append(op)
+            found += 1
+        level.update((value.name, found) for value in op.results)
+    return (tuple(group) for _, group in sorted(groups.items()))
+
+
+def _in_place(ops: Sequence[Op], old: Sequence[Op], new: Sequence[Op]) -> tuple[Op, ...]:
+    """The operations with new ones in place of the first of the old; whatever those read precedes them."""
+    gone = {id(op) for op in old}
+    start = next(index for index, op in enumerate(ops) if id(op) in gone)
+    rest = [op for op in ops[start:] if id(op) not in gone]
+    before = needed(rest, (name for op in old for name in op.refs()))
+    first = {id(op) for op in before}
+    return (*ops[:start], *before, *new, *(op for op in rest if id(op) not in first))
 
 
 class _Tables:
@@ -507,22 +542,24 @@ class _Tables:
             for value in region.params
         )
         changed: dict[str, tuple[Op, ...]] = {}
-        taken = {*self.types[region.name]}
+        types = {**self.types[region.name], **{value.name: value.type for value in params}}
+        exchanging: dict[str, list[Op]] = {}
         for name, cut in cuts.items():
             for lookup in self.lookups[region.name, name]:
                 slot = region.name, name
                 if self._exchanges(slot, lookup, cut):
-                    types = {**self.types[region.name], name: self._type(self.types[region.name][name], cut)}
-                    changed[lookup.op.result.name] = exchanged(lookup.op, cut[0][0], types, self.sizes, taken)
+                    exchanging.setdefault(cut[0][0], []).append(lookup.op)
                     continue
                 ops = self._recuts(slot, lookup, cut)
                 assert ops is not None
                 changed |= {op.result.name: (op,) for op in ops}
-        forward = tuple(
-            step
-            for op in region.forward.ops
-            for step in (changed.get(op.results[0].name, (op,)) if op.results else (op,))
-        )
+        steps = [changed.get(op.results[0].name, (op,)) if op.results else (op,) for op in region.forward.ops]
+        forward = tuple(itertools.chain.from_iterable(steps))
+        taken = {*self.types[region.name]}
+        for axis, lookups in exchanging.items():
+            for some in together(lookups, types, self.sizes):
+                for few in _independent(forward, some):
+                    forward = _in_place(forward, few, exchanged(few, axis, types, self.sizes, taken))
         return replace(region, params=params, forward=replace(region.forward, ops=forward))
 
     def _type(self, type: TensorType, cut: Cut) -> TensorType:

@@ -1,4 +1,4 @@
-"""A lookup in a table that is cut by rows: ids travel to the ranks of their rows, and vectors back.
+"""Lookups in tables that are cut by rows: ids travel to the ranks of their rows, and vectors back.
 
     vectors = embedding(table, ids)  # f32[16, 8] partial(dp)
   ->
@@ -11,12 +11,15 @@
 
 The movements are those of experts: a rank's rows are its only expert. The number of ids that come to a rank is the
 data's, of which layouts have the mean.
+
+Several lookups travel together: each table is an expert of every rank. Each rank's ids of all lookups follow each
+other, `divide_rows` gives each table the ids that have come for it, and `join_rows` puts the vectors in their order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc.errors import InternalError
@@ -24,18 +27,33 @@ from partc.ir.layout import Layout, Shard, Sizes, SubDim
 from partc.ir.naming import unique
 from partc.ir.program import Arg, Choice, DType, Op, Ref, TensorType, Value
 from partc.rules import OpRule, resolve
+from partc.rules.inference import inferred
 from partc.rules.rule import Dims
 from partc.sharding.choices import axis_order, layouts
 
 
-def exchanged(op: Op, axis: str, types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]) -> tuple[Op, ...]:
-    """The operations in place of a lookup; `types` has the table as it is cut, and the ids as ranks have them."""
-    return _Exchange(op, axis, dict(types), sizes, taken).made()
+def exchanged(
+    lookups: Sequence[Op], axis: str, types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]
+) -> tuple[Op, ...]:
+    """The operations in place of lookups; `types` has the tables as they are cut, and the ids as ranks have them."""
+    return _Exchange(lookups, axis, dict(types), sizes, taken).made()
+
+
+def together(lookups: Sequence[Op], types: Mapping[str, TensorType], sizes: Sizes) -> tuple[tuple[Op, ...], ...]:
+    """Lookups that one exchange serves: vectors of one type, for ids that the same axes cut, and nothing between."""
+    found: dict[Hashable, list[Op]] = {}
+    for op in lookups:
+        table, ids = (types[name] for name in op.refs())
+        home, *inner = Layout((tuple(sub for dim in ids.layout.dims for sub in dim),)).normalized(sizes).dims[0]
+        alone = bool(inner) or not home.axes
+        key = (home.axes, ids.dtype, op.result.type.dtype, table.layout.dims[1])
+        found.setdefault(op.result.name if alone else key, []).append(op)
+    return tuple(map(tuple, found.values()))
 
 
 @dataclass
 class _Exchange:
-    op: Op
+    lookups: Sequence[Op]
     axis: str
     types: dict[str, TensorType]
     sizes: Sizes
@@ -43,46 +61,134 @@ class _Exchange:
     ops: list[Op] = field(default_factory=list)
 
     def made(self) -> tuple[Op, ...]:
-        table, ids = (arg for arg in self.op.args[:2] if isinstance(arg, Ref))
-        ways, shape = self.sizes[self.axis], self.types[ids.name].shape
-        count, name, dtype = math.prod(shape), self.op.result.name, self.types[ids.name].dtype
-        width, kind = self.types[table.name].shape[1], self.op.result.type.dtype
-        rows = self.types[table.name].shape[0] // ways
-        flat = ids if len(shape) == 1 else self._plain("reshape", (ids, (count,)), f"{name}_ids", (count,), dtype)
-        rank = self._plain("floor_divide", (flat, rows), f"{name}_rank", (count,), dtype)
-        number = self._plain("remainder", (flat, rows), f"{name}_number", (count,), dtype)
+        first = self.lookups[0]
+        name, kind = first.result.name, first.result.type.dtype
+        ranks, numbers = [], []
+        for place, op in enumerate(self.lookups):
+            rank, number = self._address(op)
+            ranks.append(self._as_expert(rank, place))
+            numbers.append(number)
+        rank, number = self._joined(ranks, f"{name}_ranks"), self._joined(numbers, f"{name}_numbers")
         home = self.types[rank.name].layout
         here = self._among(home)
         plan = self._plan(rank, home, here)
-        wanted = self._movement("dispatch", number, plan, f"{name}_wanted", home, here, dtype)
-        found = self._plain(
-            "embedding", (table, wanted), f"{name}_found", (count, width), kind, attrs=(("groups", ways),)
-        )
+        wanted = self._movement("dispatch", number, plan, f"{name}_wanted", home, here)
+        founds = [
+            self._found(op, ids) for op, ids in zip(self.lookups, self._divided(wanted, plan, numbers), strict=True)
+        ]
+        found = self._together(founds, plan, numbers, f"{name}_all")
         there = self.types[found.name].layout
-        alone = len(shape) == 1
-        back = self._movement(
-            "combine", found, plan, name if alone else f"{name}_rows", there, home, kind, new=not alone
-        )
+        alone = len(self.lookups) == 1 and len(first.result.type.shape) == 2
+        back = self._movement("combine", found, plan, name if alone else f"{name}_rows", there, home, new=not alone)
         if not alone:
-            self._plain("reshape", (back, self.op.result.type.shape), name, self.op.result.type.shape, kind, new=False)
+            for op, rows in zip(self.lookups, self._apart(back, numbers), strict=True):
+                shape = op.result.type.shape
+                self._plain("reshape", (rows, shape), op.result.name, shape, kind, new=False)
         return tuple(self.ops)
+
+    def _address(self, op: Op) -> tuple[Ref, Ref]:
+        """The rank of each id's row, and the row's number there."""
+        table, ids = (Ref(name) for name in op.refs())
+        shape, name, dtype = self.types[ids.name].shape, op.result.name, self.types[ids.name].dtype
+        rows, count = self.types[table.name].shape[0] // self._ways, math.prod(shape)
+        flat = ids if len(shape) == 1 else self._plain("reshape", (ids, (count,)), f"{name}_ids", (count,), dtype)
+        return (
+            self._plain("floor_divide", (flat, rows), f"{name}_rank", (count,), dtype),
+            self._plain("remainder", (flat, rows), f"{name}_number", (count,), dtype),
+        )
+
+    def _as_expert(self, rank: Ref, place: int) -> Ref:
+        """The number of a table among the tables of all ranks."""
+        count, type = len(self.lookups), self.types[rank.name]
+        if count == 1:
+            return rank
+        first = self._plain("mul", (rank, count), f"{rank.name}_first", type.shape, type.dtype)
+        return self._plain("add", (first, place), f"{rank.name}_table", type.shape, type.dtype) if place else first
+
+    def _joined(self, flat: Sequence[Ref], made: str) -> Ref:
+        """Each rank's parts of several values, one after the other."""
+        if len(flat) == 1:
+            return flat[0]
+        dtype, sizes = self.types[flat[0].name].dtype, self._sizes(flat)
+        parts = tuple(
+            self._plain("reshape", (each, (self._parts, size)), f"{each.name}_part", (self._parts, size), dtype)
+            for each, size in zip(flat, sizes, strict=True)
+        )
+        total = sum(sizes)
+        whole = self._plain("cat", (parts, 1), f"{made}_parts", (self._parts, total), dtype)
+        return self._plain("reshape", (whole, (self._parts * total,)), made, (self._parts * total,), dtype)
+
+    def _apart(self, rows: Ref, flat: Sequence[Ref]) -> Sequence[Ref]:
+        """The transpose of `_joined`, for rows."""
+        if len(flat) == 1:
+            return (rows,)
+        type, sizes = self.types[rows.name], self._sizes(flat)
+        shape = (self._parts, sum(sizes), type.shape[1])
+        parts = self._plain("reshape", (rows, shape), f"{rows.name}_parts", shape, type.dtype)
+        shapes = [(self._parts, size, type.shape[1]) for size in sizes]
+        names = [f"{op.result.name}_part" for op in self.lookups]
+        return self._several("split", (parts, sizes, 1), names, shapes, type.dtype)
+
+    def _divided(self, wanted: Ref, plan: Sequence[Ref], flat: Sequence[Ref]) -> Sequence[Ref]:
+        """The ids that came for each table."""
+        if len(flat) == 1:
+            return (wanted,)
+        names = [f"{op.result.name}_wanted" for op in self.lookups]
+        return self._by_table("divide_rows", (wanted, plan[2], self._sizes(flat)), names)
+
+    def _together(self, founds: Sequence[Ref], plan: Sequence[Ref], flat: Sequence[Ref], made: str) -> Ref:
+        if len(founds) == 1:
+            return founds[0]
+        (rows,) = self._by_table("join_rows", (tuple(founds), plan[2], self._sizes(flat)), [made])
+        return rows
+
+    def _by_table(self, name: str, args: tuple[Arg, ...], made: Sequence[str]) -> Sequence[Ref]:
+        op = Op(name=name, args=args)
+        first = self.types[next(op.refs())]
+        op = replace(op, results=tuple(Value(name=unique(each, self.taken), type=first) for each in made))
+        layouts = (each.layout for each in inferred(op, self.types, self.sizes) if each is not None)
+        results = (
+            replace(value, type=replace(first, layout=layout))
+            for value, layout in zip(op.results, layouts, strict=True)
+        )
+        op = replace(op, results=tuple(results))
+        self._add(op)
+        return [Ref(value.name) for value in op.results]
+
+    def _found(self, op: Op, wanted: Ref) -> Ref:
+        table, (count,) = next(op.refs()), self.types[wanted.name].shape
+        shape, kind = (count, self.types[table].shape[1]), op.result.type.dtype
+        args, attrs = (Ref(table), wanted), (("groups", self._ways),)
+        return self._plain("embedding", args, f"{op.result.name}_found", shape, kind, attrs=attrs)
+
+    @property
+    def _ways(self) -> int:
+        return self.sizes[self.axis]
+
+    @property
+    def _parts(self) -> int:
+        """The number of parts of the ids of one lookup."""
+        ids = self.types[[*self.lookups[0].refs()][1]].layout
+        return math.prod(self.sizes[axis] for axis in ids.sharded_axes)
+
+    def _sizes(self, flat: Sequence[Ref]) -> tuple[int, ...]:
+        return tuple(math.prod(self.types[each.name].shape) // self._parts for each in flat)
 
     def _among(self, home: Layout) -> Layout:
         """The layout of the ids that come to the ranks: the rank of their rows is the major part."""
         others = tuple(axis for axis in axis_order(self.sizes) if axis != self.axis and axis in home.sharded_axes)
         (size,) = home.shape
-        ways = self.sizes[self.axis]
-        return Layout(((SubDim(ways, (self.axis,)), SubDim(size // ways, others)),)).normalized(self.sizes)
+        return Layout(((SubDim(self._ways, (self.axis,)), SubDim(size // self._ways, others)),)).normalized(self.sizes)
 
     def _plan(self, rank: Ref, home: Layout, here: Layout) -> tuple[Ref, Ref, Ref]:
         every = math.prod(self.sizes[axis] for axis in home.sharded_axes)
-        ways = self.sizes[self.axis]
-        counts = Layout(((SubDim(2 * every, home.sharded_axes),), (SubDim(ways),)))
+        experts = self._ways * len(self.lookups)
+        counts = Layout(((SubDim(2 * every, home.sharded_axes),), (SubDim(experts),)))
         results = tuple(
             Value(name=unique(word, self.taken), type=TensorType(dtype="i64", layout=layout))
             for word, layout in {"order": home, "grouped": here, "own": here, "counts": counts}.items()
         )
-        self._add(Op(name="route", args=(rank, ways), attrs=(("axis", self.axis),), results=results))
+        self._add(Op(name="route", args=(rank, experts), attrs=(("axis", self.axis),), results=results))
         order, grouped, _, numbers = (Ref(value.name) for value in results)
         return order, grouped, numbers
 
@@ -94,12 +200,11 @@ class _Exchange:
         made: str,
         source: Layout,
         target: Layout,
-        dtype: DType,
         *,
         new: bool = True,
     ) -> Ref:
-        layout = replace(source, dims=(target.dims[0], *source.dims[1:]))
-        value = Value(name=unique(made, self.taken) if new else made, type=TensorType(dtype=dtype, layout=layout))
+        type = replace(self.types[moved.name], layout=replace(source, dims=(target.dims[0], *source.dims[1:])))
+        value = Value(name=unique(made, self.taken) if new else made, type=type)
         self._add(Op(name=name, args=(moved, *plan), attrs=(("axis", self.axis),), results=(value,)))
         return Ref(value.name)
 
@@ -115,11 +220,23 @@ class _Exchange:
         new: bool = True,
     ) -> Ref:
         """An operation that leaves the rows of its last operand where they are."""
-        value = Value(
-            name=unique(made, self.taken) if new else made,
-            type=TensorType(dtype=dtype, layout=Layout.replicated(shape)),
+        (ref,) = self._several(name, args, [unique(made, self.taken) if new else made], [shape], dtype, attrs)
+        return ref
+
+    def _several(
+        self,
+        name: str,
+        args: tuple[Arg, ...],
+        made: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: DType,
+        attrs: tuple[tuple[str, Arg], ...] = (),
+    ) -> Sequence[Ref]:
+        values = tuple(
+            Value(name=each, type=TensorType(dtype=dtype, layout=Layout.replicated(shape)))
+            for each, shape in zip(made, shapes, strict=True)
         )
-        op = Op(name=name, args=args, attrs=attrs, results=(value,))
+        op = Op(name=name, args=args, attrs=attrs, results=values)
         rule = resolve(op, self.types)
         if rule is None:
             raise InternalError(f"{name} has no rule")
@@ -130,9 +247,13 @@ class _Exchange:
         found = layouts(op, rule, self.types, self.sizes)
         if found is None:
             raise InternalError(f"{name} of {self.types[rows]} is cut in a way that its sizes do not allow")
-        type = TensorType(dtype=dtype, layout=found[1][0])
-        self._add(replace(op, results=(replace(value, type=type),)))
-        return Ref(value.name)
+        typed = (
+            replace(value, type=TensorType(dtype=dtype, layout=layout))
+            for value, layout in zip(values, found[1], strict=True)
+        )
+        op = replace(op, results=tuple(typed))
+        self._add(op)
+        return [Ref(value.name) for value in op.results]
 
     def _following(self, layout: Layout, dims: Dims, rule: OpRule) -> Iterator[Choice]:
         """The choices under which an operand keeps its layout."""
@@ -148,4 +269,4 @@ class _Exchange:
 
     def _add(self, op: Op) -> None:
         self.types.update((value.name, value.type) for value in op.results)
-        self.ops.append(replace(op, source=self.op.source))
+        self.ops.append(replace(op, source=self.lookups[0].source))

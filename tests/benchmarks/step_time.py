@@ -1,6 +1,6 @@
 """A step of the emitted package against torch's own parallelism: `python tests/benchmarks/step_time.py`.
 
-The model is examples/gpt.py's at a size where computation matters on a CPU. Both sides of a case are two
+The model is examples/gpt.py's at a size where computation matters on a CPU, or a recommender (clicks.py). Both sides of a case are two
 processes (or `--ranks`) of one thread over gloo. They take turns, a round of steps each, so that whatever else the machine
 does meets both; a side that waits does nothing. Times leave out making the batch, and the first round.
 CPU time is that of all ranks together: what is left of the difference on a machine with other work to do.
@@ -26,6 +26,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 from tests.network import Host  # noqa: E402
 
 EXAMPLE = HERE.parents[1] / "examples" / "gpt.py"
+CLICKS = HERE / "clicks.py"
 SIZE = """
 CONFIGS["bench"] = Config(width=512, depth=5, heads=8, kv_heads=4, hidden=1408, vocabulary=4096)
 CONFIGS["thin"] = Config(width=64, depth=4, heads=2, kv_heads=1, hidden=128, vocabulary=256)
@@ -63,6 +64,7 @@ class Case:
     tolerance: float = 1e-3  # relative, of the losses against the peer's
     workers: tuple[str, str] = ("package.py", "peers.py")
     sizes: tuple[str, ...] = OPTIONS  # options of the model file
+    example: Path = EXAMPLE
     model: str = SIZE  # lines after those of the example
 
 
@@ -77,6 +79,16 @@ CASES = (
     Case(peer="ring", what="torch's ring attention, DDP", axis="cp", sizes=LONG),
     Case(peer="ulysses", what="all-to-all to heads, DDP", axis="cp", sizes=LONG),
     Case(peer="ep", what="all-to-all of rows, DDP", axis="ep", model=SIZE + MIXTURE),
+    Case(
+        peer="tables",
+        what="whole tables, all-to-all, DDP",
+        axis="dp",
+        options=("--optimizer", "adagrad"),
+        workers=("package.py", "tables.py"),
+        sizes=(),
+        model="",
+        example=CLICKS,
+    ),
 )
 
 
@@ -175,8 +187,8 @@ def _rounds(seconds: list[float], steps: int) -> list[float]:
 
 def measure(case: Case, folder: Path, hosts: Sequence[Host], rounds: int, steps: int) -> tuple[Measured, Measured]:
     """The package's and the peer's, in turns, with a rank on each host; the losses of both have to agree."""
-    model, package = folder / "gpt.py", folder / case.peer / "build"
-    model.write_text(EXAMPLE.read_text() + case.model)
+    model, package = folder / case.example.name, folder / case.peer / "build"
+    model.write_text(case.example.read_text() + case.model)
     options = [word for option in case.sizes for word in ("-D", option)]
     command = [sys.executable, "-m", "partc", "compile", str(model), "--mesh", f"{case.axis}={len(hosts)}", *options]
     command += [*case.options, "--microbatches", str(case.microbatches), "--zero", str(case.zero), "-o", str(package)]

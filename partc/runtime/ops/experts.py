@@ -43,7 +43,7 @@ def dispatch(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Ax
 
 
 def start_dispatch(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axis) -> Pending[Tensor]:
-    return axis.start_exchange(x[order], *counts).then(lambda rows: rows[grouped])
+    return axis.start_exchange(x.index_select(0, order), *counts).then(lambda rows: rows.index_select(0, grouped))
 
 
 def combine(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axis) -> Tensor:
@@ -53,8 +53,26 @@ def combine(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axi
 
 def start_combine(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axis) -> Pending[Tensor]:
     leaving, coming = counts
-    going = axis.start_exchange(torch.empty_like(x).index_copy_(0, grouped, x), coming, leaving)
-    return going.then(lambda rows: torch.empty_like(rows).index_copy_(0, order, rows))
+    going = axis.start_exchange(x.index_select(0, _inverse(grouped)), coming, leaving)
+    return going.then(lambda rows: rows.index_select(0, _inverse(order)))
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The place of each row in an order: reading rows there is faster than writing them in it."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def divide_rows(x: Tensor, counts: Tensor, shares: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The rows for each of several tables among those that `dispatch` brought, where each is an expert on every rank.
+
+    Without memory, the mean: rows in proportion to the shares.
+    """
+    if counts.is_meta:
+        sizes = [x.shape[0] * share // sum(shares) for share in shares]
+    else:
+        sizes = counts[1].view(-1, len(shares)).sum(0).tolist()
+    parts: tuple[Tensor, ...] = x.split(sizes)
+    return parts
 
 
 def expert_matmul(x: Tensor, experts: Tensor, w: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from .embedding import (
 from .experts import (
     combine,
     dispatch,
+    divide_rows,
     expert_matmul,
     expert_matmul_add_grad_weight,
     expert_matmul_grad_rows,
@@ -64,6 +65,7 @@ __all__ = [
     "cross_entropy_backward",
     "cross_entropy_rows",
     "dispatch",
+    "divide_rows",
     "dropout",
     "dropout_backward",
     "embedding_add_grad",

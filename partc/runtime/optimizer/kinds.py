@@ -15,7 +15,7 @@ from torch import Tensor, optim
 from ..errors import UsageError
 from .balance import BALANCE, Balance
 from .lion import Lion
-from .rows import RowwiseAdagrad, SparseAdam
+from .rows import Adagrad, RowwiseAdagrad, SparseAdam
 
 Value = bool | int | float | str | tuple[float | None, ...] | None
 Options = Mapping[str, Value]
@@ -30,7 +30,7 @@ class Kind:
     tensor once. `own` is the class that packages use in place of torch's.
 
     Sparse gradients have the rows that lookups read: `sparse` optimizers take only these. `rows` optimizers take them
-    if the options in `dense` are 0, and then update no other rows.
+    if the options in `dense` are 0, and then update no other rows; `of_rows` is the class that does.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Kind:
     sparse: bool = False
     rows: bool = False
     by_rows: bool = False
+    of_rows: Any = None
     dense: tuple[str, ...] = ()
 
     @property
@@ -55,7 +56,14 @@ class Kind:
 
         The guards import the compiler at their first call: nearly a second, on every rank.
         """
-        cls = self.own or self.cls
+        return self._undecorated(self.own or self.cls)
+
+    def for_gradients(self, *, sparse: bool) -> Any:
+        """The class for such gradients."""
+        return self._undecorated(self.of_rows) if sparse and self.of_rows else self.undecorated
+
+    @staticmethod
+    def _undecorated(cls: Any) -> Any:
         methods = {name: inspect.unwrap(getattr(cls, name)) for name in ("step", "add_param_group")}
         return type(cls.__name__, (cls,), methods)
 
@@ -70,7 +78,7 @@ TRIED = (2, 3, 5, 7, 11, 13)  # the shape of a parameter for trials: means over 
 _MEANS = ("foreach", "fused", "capturable", "differentiable")
 _ELEMENTWISE = (
     Kind(name="adadelta", cls=optim.Adadelta), 
-    Kind(name="adagrad", cls=optim.Adagrad, rows=True, dense=("weight_decay",)),
+    Kind(name="adagrad", cls=optim.Adagrad, of_rows=Adagrad, rows=True, dense=("weight_decay",)),
     Kind(name="adam", cls=optim.Adam, fused=True), Kind(name="adamax", cls=optim.Adamax),
     Kind(name="adamw", cls=optim.AdamW, fused=True), Kind(name="asgd", cls=optim.ASGD), Kind(name="lion", cls=Lion),
     Kind(name="nadam", cls=optim.NAdam), Kind(name="radam", cls=optim.RAdam), Kind(name="rmsprop", cls=optim.RMSprop),

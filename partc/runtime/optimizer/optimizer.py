@@ -148,7 +148,7 @@ def make_optimizers(
         given = {**options.kind.implementation(sparse=by_rows), **dict(options.options)}
         yield (
             options.kind,
-            options.kind.undecorated(groups, lr=lr, **given),
+            options.kind.for_gradients(sparse=by_rows)(groups, lr=lr, **given),
             {name: x for some in scales.values() for name, x in some.items()},
         )
 

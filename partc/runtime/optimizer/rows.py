@@ -20,6 +20,25 @@ def rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
     return torch.arange(gradient.shape[0], device=gradient.device), gradient
 
 
+class Adagrad(torch.optim.Adagrad):
+    """torch.optim.Adagrad for sparse gradients, without sparse tensors of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                rows, values = rows_of(parameter.grad)
+                values = -values if group["maximize"] else values
+                state = self.state[parameter]
+                state["step"] += 1
+                rate = group["lr"] / (1 + (float(state["step"]) - 1) * group["lr_decay"])
+                total = state["sum"].index_select(0, rows).add_(values.square())
+                state["sum"].index_copy_(0, rows, total)
+                parameter.index_add_(0, rows, values.div(total.sqrt_().add_(group["eps"])), alpha=-rate)
+
+
 class SparseAdam(torch.optim.Optimizer):
     """torch.optim.SparseAdam, whose number of steps is a tensor, as in torch's other optimizers."""
 

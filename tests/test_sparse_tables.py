@@ -30,6 +30,32 @@ CROSS = MODELS / "cross.py"
 MOST = "*.most.*:optimizer=adagrad"
 SPARSE = ("tables.[!m]*,tables.mean.*:optimizer=sparseadam,lr_scale=0.5", MOST)
 ROWWISE = ("tables.*:optimizer=rowwise_adagrad",)
+CHAINED = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Embedding(30, 8), nn.Embedding(11, 8), nn.Embedding(17, 8)
+        self.mix, self.head = nn.Linear(8, 8), nn.Linear(24, 1)
+
+    def forward(self, ids, others):
+        x = self.first(ids)
+        chosen = (x.sum(1) > 0).long() + ids % 9
+        hidden = self.mix(x).relu()
+        y = self.second(chosen) * hidden
+        return self.head(torch.cat([hidden, y, self.third(others)], 1)).squeeze(1)
+
+def model():
+    return Model()
+
+def batch():
+    return {"ids": torch.randint(30, (8,)), "others": torch.randint(17, (8,)), "target": torch.randn(8)}
+
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch["ids"], batch["others"]), batch["target"])
+"""
 IDS = ([3, 1, 3, 7], [7, 0], [], [1, 1, 1])  # the rows of each step's lookups
 
 
@@ -207,6 +233,30 @@ def test_a_recommender_trains_on_processes_as_a_plain_loop_does(tmp_path: Path) 
     found = whole(last)
     for name, x in model.named_parameters():
         assert torch.allclose(found[name][: len(x)], x, rtol=0, atol=1e-10), name
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_tables_share_one_exchange_of_ids_and_one_of_vectors(microbatches: int) -> None:
+    """Of four tables and a bag; the tables' numbers of rows do not divide, and one has fewer rows than ids."""
+    how: dict[str, Any] = {"group": ["tables.*,bag.*:optimizer=rowwise_adagrad"], "microbatches": microbatches}
+    package = partc.compile(MODELS / "dlrm.py", mesh="dp=4", precision="fp64", **how)
+    ops = [op.name for region in package.program.regions for graph in region.graphs for op in graph.ops]
+    assert [ops.count(name) for name in ("route", "dispatch", "combine")] == [1, 2, 1]
+    tables = [item for item in package.program.parameters if item.name.startswith("tables.")]
+    assert len(tables) == 4 and all(item.type.layout.dims[0][0].axes == ("dp",) for item in tables)
+    result = package.verify(steps=3)
+    assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10, result.worst
+
+
+def test_a_lookup_whose_ids_depend_on_another_has_an_exchange_of_its_own(tmp_path: Path) -> None:
+    """Ids from the sign of a vector, and a lookup between dense layers, whose ids are known from the start."""
+    (tmp_path / "chained.py").write_text(CHAINED)
+    group = ["*.weight:optimizer=adagrad", "first.*,second.*,third.*:optimizer=rowwise_adagrad"]
+    package = partc.compile(tmp_path / "chained.py", mesh="dp=2", precision="fp64", group=group)
+    names = [op.name for region in package.program.regions for op in region.forward.ops]
+    assert names.count("route") == 2 and names.count("divide_rows") == 1
+    result = package.verify(steps=3)
+    assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10, result.worst
 
 
 @pytest.mark.parametrize(("mesh", "sent"), [("dp=4", 3 / 4), ("dp=8", 7 / 8)])

@@ -13,8 +13,9 @@ from functools import cached_property
 
 from partc.communication.exchanges import Exchanges, graph_of
 from partc.cost.saved_tensors import flights, held_inputs, saved_values
+from partc.ir.gradients import touched_rows
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import ITEMSIZE, VIEWS, Call, Graph, GraphKind, Op, Parameter, Program, Ref, Region
+from partc.ir.program import ITEMSIZE, SPARSE, VIEWS, Call, Graph, GraphKind, Op, Parameter, Program, Ref, Region
 
 _KINDS: tuple[GraphKind, ...] = ("F", "B", "I", "W")
 _STATES = 2  # of AdamW, in the parameter's type
@@ -48,7 +49,16 @@ class Footprint:
         for name, stages in self._holders.items():
             if any(self.program.place(stage) == place for stage in stages):
                 total += self.lasting(self._parameters[name])
-        return int(total)
+        return int(total) + self._rows(place)
+
+    def _rows(self, place: int) -> int:
+        """Bytes of sparse gradients: numbers and values of the rows that a step looks up."""
+        total = 0
+        for name, counts in touched_rows(self.program, self.program.stages_at(place)).items():
+            type, sizes = self._parameters[name].type, self.program.sizes
+            row = type.local_bytes(sizes) // type.layout.local_shape(sizes)[0]
+            total += sum(counts) * (row + ITEMSIZE["i64"])
+        return total
 
     def lasting(self, parameter: Parameter) -> float:
         """The bytes that a rank holds of a parameter, its gradient and its states through a step."""
@@ -56,7 +66,7 @@ class Footprint:
         ways = self._exchanges.ways(parameter.gather)
         total = float(own)
         if parameter.trainable:
-            total += own * (1 + self.states)
+            total += own * (self.states + (not parameter.sparse))
             if parameter.zero == 1:
                 total += own * ways  # the gradient is summed up whole
         parted = parameter.name in self._exchanges.parted
@@ -208,4 +218,4 @@ def _most_alive(region: Region, graph: Graph, kind: GraphKind, program: Program)
 
 def _adds(op: Op) -> bool:
     """Whether a gradient's product adds to the buffer without a result of its own."""
-    return op.name in ("linear_grad_weight", "matmul_grad_right")
+    return op.name in ("linear_grad_weight", "matmul_grad_right") or SPARSE in dict(op.attrs)

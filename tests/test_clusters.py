@@ -28,6 +28,7 @@ from partc.rehearsal.rehearsal import rehearse
 from partc.rules import resolve
 
 GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
+CLICKS = Path(__file__).parent / "benchmarks" / "clicks.py"
 PLANS: tuple[dict[str, Any], ...] = (
     {"mesh": "pp=2,dp=2,tp=2", "microbatches": 4},
     {"mesh": "pp=2,dp=2,tp=2", "microbatches": 8},
@@ -65,6 +66,24 @@ def test_the_footprint_is_close_to_the_account(simulator: Simulator, given: dict
     options = wanted.on(simulator.cluster).compile_options()
     alone = compilation(GPT, None, options, model_options=dict(wanted.definitions)).program
     assert Footprint(alone).peak == pytest.approx(rehearse(alone).worst.peak, rel=0.15)
+
+
+def test_sparse_gradients_are_predicted_as_the_rows_that_a_step_looks_up() -> None:
+    """A step takes as long with tables of a hundred times the rows; of the memory, tables and one state grow."""
+    cluster = preset("4xA100-80GB")
+    clicks, simulator = str(CLICKS), Simulator(str(CLICKS), cluster, calibration(cluster))
+    found = []
+    for rows in (4_000, 400_000):
+        given = {"batch": 512, "tables": 3, "rows": rows, "width": 32}
+        wanted = ParallelPlan(mesh="dp=4", optimizer="adagrad", precision="fp32", options=given)
+        options = wanted.on(cluster).compile_options()
+        alone = compilation(clicks, None, options, model_options=dict(wanted.definitions)).program
+        account = rehearse(alone, optimizer="adagrad").worst.peak
+        assert Footprint(alone, states_of("adagrad")).peak == pytest.approx(account, rel=0.15)
+        found.append(simulator.predict(wanted))
+    few, many = found
+    assert many.step_seconds == pytest.approx(few.step_seconds)
+    assert many.memory_bytes - few.memory_bytes == pytest.approx(2 * 3 * 396_000 * 32 * 4 / 4, rel=0.05)
 
 
 def test_bubbles_are_those_of_the_schedules(simulator: Simulator) -> None:

@@ -16,7 +16,8 @@ The operation table assigns each operation `low` (16 bits), `high` (fp32) or `an
 fp32 inside. A bias is added in the precision of its product, as if one operation computed both. Activations between
 calls have 16 bits; single numbers do not. A parameter is read in 16 bits if some operation wants it so. The optimizer's
 copy, and gradients summed over microbatches, stay fp32 (Micikevicius et al. 2018, Mixed Precision Training, sections
-3.1 and 3.3). Constants, and values computed once per step, are unchanged.
+3.1 and 3.3). Of tables with sparse gradients, the rows that a step looks up are cast, and not the table. Constants, and
+values computed once per step, are unchanged.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class _Mixed:
         self.casts = casts
         self.regions = {region.name: region for region in program.regions}
         self.variants: dict[tuple[str, tuple[DType, ...], tuple[bool, ...]], Region] = {}
+        self.tables = {parameter.name for parameter in program.parameters if parameter.sparse}
         self.low_parameters = {name for call in program.calls for name in self._wanted_low(call)}
         self.types = {name: type.dtype for name, type in program.value_types().items()}
         self.updates = {value for _, value in program.updates}
@@ -138,7 +140,7 @@ class _Mixed:
             if op.name in _VIEWS and read:
                 views.update((result.name, read[0]) for result in op.results)
             elif wanted == "low":
-                yield from (names[name] for name in read)
+                yield from (names[name] for name in read if op.name != "embedding" or names[name] not in self.tables)
 
 
 class _CastWriter:
@@ -160,6 +162,9 @@ class _CastWriter:
         if op.name == SCAN:
             self._scan(op)
             return
+        if op.name == "embedding" and wanted == "low" and self.types[next(op.refs())].dtype == _WIDE:
+            self._lookup(op)
+            return
         operands = [name for name in op.refs() if self.types[name].dtype in FLOATING]
         fixed = any(isinstance(arg, DTypeArg) for arg in (*op.args, *(value for _, value in op.attrs)))
         # A single number takes the type of the other operand, as in torch.
@@ -178,6 +183,13 @@ class _CastWriter:
         if dtype is not None and not fixed:
             op = replace(op, results=tuple(self._typed(value, dtype) for value in op.results))
         self._add(op)
+
+    def _lookup(self, op: Op) -> None:
+        """The rows that a step looks up are cast, and not the table."""
+        rows = replace(op.result, name=unique(f"{op.result.name}_wide", self.taken))
+        self._add(replace(op, results=(rows,)))
+        result = self._typed(op.result, self.low)
+        self._add(Op(name="to", args=(Ref(rows.name), DTypeArg(self.low)), results=(result,), source=op.source))
 
     def _scan(self, op: Op) -> None:
         """States are sums over time: a scan computes in the types that the model has."""

@@ -248,6 +248,24 @@ def test_tables_share_one_exchange_of_ids_and_one_of_vectors(microbatches: int) 
     assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10, result.worst
 
 
+def test_rows_are_cast_and_not_tables() -> None:
+    """In bf16 no copy of a table exists, vectors travel in 16 bits, and gradients are added in fp32."""
+    group = ["tables.*,words.*:optimizer=rowwise_adagrad"]
+    package = partc.compile(CROSS, mesh="dp=4", precision="bf16", group=group)
+    tables = {item.name for item in package.program.parameters if item.sparse}
+    assert len(tables) == 4
+    for call in package.program.calls:
+        region = package.program.region(call.region)
+        for value, name in zip(region.params, call.params, strict=True):
+            assert value.type.dtype == ("f32" if name in tables else "bf16")
+        moved = [op.result.type.dtype for op in region.forward.ops if op.name == "combine"]
+        assert moved == ["bf16"] * len(moved)
+        backward = () if region.backward is None else region.backward.ops
+        assert {op.result.type.dtype for op in backward if op.name == "embedding_dense_backward"} <= {"f32"}
+    result = package.verify(steps=2)
+    assert result.ok, result.worst
+
+
 def test_a_lookup_whose_ids_depend_on_another_has_an_exchange_of_its_own(tmp_path: Path) -> None:
     """Ids from the sign of a vector, and a lookup between dense layers, whose ids are known from the start."""
     (tmp_path / "chained.py").write_text(CHAINED)

@@ -62,6 +62,8 @@ def comment(
         case "all_gather":
             return f"{head}: {readers or 'the result'} {needs} all of dim {attrs['dim']}"
         case "dispatch":
+            if any(reader.name == "divide_rows" for reader in _readers(op.result.name, graph)):
+                return f"{head}: rows travel to the ranks of their rows of all tables"
             owners = "rows of the table" if readers.startswith("embedding") else "experts"
             return f"{head}: rows travel to the ranks of their {owners}, for {readers or 'the result'}"
         case "combine":

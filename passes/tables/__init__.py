@@ -190,6 +190,11 @@ class _Lookup:
     after: tuple[tuple[Op, int], ...] = ()
 
     @property
+    def cast(self) -> Op | None:
+        """The operation that casts the vectors that were looked up."""
+        return self.after[0][0] if self.after and self.after[0][0].name == "to" else None
+
+    @property
     def last(self) -> Op:
         return self.after[-1][0] if self.after else self.op
 
@@ -212,7 +217,8 @@ def _in_place(ops: Sequence[Op], old: Sequence[Op], new: Sequence[Op]) -> tuple[
     gone = {id(op) for op in old}
     start = next(index for index, op in enumerate(ops) if id(op) in gone)
     rest = [op for op in ops[start:] if id(op) not in gone]
-    before = needed(rest, (name for op in old for name in op.refs()))
+    made = {value.name for op in old for value in op.results}
+    before = needed(rest, (name for op in old for name in op.refs() if name not in made))
     first = {id(op) for op in before}
     return (*ops[:start], *before, *new, *(op for op in rest if id(op) not in first))
 
@@ -268,22 +274,23 @@ class _Tables:
 
     def _with_bag(self, region: Region, op: Op, axes: Sequence[str]) -> _Lookup:
         """The lookup with the operations up to the one that reduces its bags, each of which alone reads the last."""
-        readers, found = region.forward.readers(), []
+        readers, found = region.forward.readers(), list[tuple[Op, int]]()
         vectors = op.result
         while True:
+            cast = tuple(found[:1]) if found and found[0][0].name == "to" else ()
             reading = readers.get(vectors.name, ())
             if len(reading) != 1 or vectors.name in region.forward.outputs:
-                return _Lookup(op)
+                return _Lookup(op, cast)
             (reader,) = reading
             names = list(reader.refs())
             known = reader.name in _BETWEEN or self._reduces(reader, vectors)
             if not known or names.count(vectors.name) > 1 or not all(self._is_batched(reader, axis) for axis in axes):
-                return _Lookup(op)
+                return _Lookup(op, cast)
             found.append((reader, names.index(vectors.name)))
             if reader.name in _REDUCING:
                 return _Lookup(op, tuple(found))
             if reader.result.type.shape != vectors.type.shape:
-                return _Lookup(op)
+                return _Lookup(op, cast)
             vectors = reader.result
 
     @staticmethod
@@ -447,7 +454,7 @@ class _Tables:
             or any(sub.axes for sub in types[slot[1]].layout.dims[0])
         ):
             return math.inf
-        vectors = op.result.type.local_bytes(self.sizes)
+        vectors = (lookup.cast or op).result.type.local_bytes(self.sizes)
         return (ids.local_bytes(self.sizes) + 2 * vectors) * (self.sizes[axis] - 1) / self.sizes[axis]
 
     def _bytes(self, source: Layout, target: Layout, type: TensorType, *, gradient: bool) -> int:
@@ -544,11 +551,13 @@ class _Tables:
         changed: dict[str, tuple[Op, ...]] = {}
         types = {**self.types[region.name], **{value.name: value.type for value in params}}
         exchanging: dict[str, list[Op]] = {}
+        casts: dict[str, Op] = {}
         for name, cut in cuts.items():
             for lookup in self.lookups[region.name, name]:
                 slot = region.name, name
                 if self._exchanges(slot, lookup, cut):
                     exchanging.setdefault(cut[0][0], []).append(lookup.op)
+                    casts |= {lookup.op.result.name: lookup.cast} if lookup.cast else {}
                     continue
                 ops = self._recuts(slot, lookup, cut)
                 assert ops is not None
@@ -557,9 +566,10 @@ class _Tables:
         forward = tuple(itertools.chain.from_iterable(steps))
         taken = {*self.types[region.name]}
         for axis, lookups in exchanging.items():
-            for some in together(lookups, types, self.sizes):
+            for some in together(lookups, casts, types, self.sizes):
                 for few in _independent(forward, some):
-                    forward = _in_place(forward, few, exchanged(few, axis, types, self.sizes, taken))
+                    old = (*few, *(casts[op.result.name] for op in few if op.result.name in casts))
+                    forward = _in_place(forward, old, exchanged(few, casts, axis, types, self.sizes, taken))
         return replace(region, params=params, forward=replace(region.forward, ops=forward))
 
     def _type(self, type: TensorType, cut: Cut) -> TensorType:

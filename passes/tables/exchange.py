@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from partc.errors import InternalError
 from partc.ir.layout import Layout, Shard, Sizes, SubDim
 from partc.ir.naming import unique
-from partc.ir.program import Arg, Choice, DType, Op, Ref, TensorType, Value
+from partc.ir.program import Arg, Choice, DType, DTypeArg, Op, Ref, TensorType, Value
 from partc.rules import OpRule, resolve
 from partc.rules.inference import inferred
 from partc.rules.rule import Dims
@@ -33,20 +33,30 @@ from partc.sharding.choices import axis_order, layouts
 
 
 def exchanged(
-    lookups: Sequence[Op], axis: str, types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]
+    lookups: Sequence[Op],
+    casts: Mapping[str, Op],
+    axis: str,
+    types: Mapping[str, TensorType],
+    sizes: Sizes,
+    taken: set[str],
 ) -> tuple[Op, ...]:
-    """The operations in place of lookups; `types` has the tables as they are cut, and the ids as ranks have them."""
-    return _Exchange(lookups, axis, dict(types), sizes, taken).made()
+    """The operations in place of lookups, and of the casts of their vectors, by the vectors' names.
+
+    `types` has the tables as they are cut, and the ids as ranks have them.
+    """
+    return _Exchange(lookups, casts, axis, dict(types), sizes, taken).made()
 
 
-def together(lookups: Sequence[Op], types: Mapping[str, TensorType], sizes: Sizes) -> tuple[tuple[Op, ...], ...]:
+def together(
+    lookups: Sequence[Op], casts: Mapping[str, Op], types: Mapping[str, TensorType], sizes: Sizes
+) -> tuple[tuple[Op, ...], ...]:
     """Lookups that one exchange serves: vectors of one type, for ids that the same axes cut, and nothing between."""
     found: dict[Hashable, list[Op]] = {}
     for op in lookups:
         table, ids = (types[name] for name in op.refs())
         home, *inner = Layout((tuple(sub for dim in ids.layout.dims for sub in dim),)).normalized(sizes).dims[0]
         alone = bool(inner) or not home.axes
-        key = (home.axes, ids.dtype, op.result.type.dtype, table.layout.dims[1])
+        key = (home.axes, ids.dtype, casts.get(op.result.name, op).result.type.dtype, table.layout.dims[1])
         found.setdefault(op.result.name if alone else key, []).append(op)
     return tuple(map(tuple, found.values()))
 
@@ -54,6 +64,7 @@ def together(lookups: Sequence[Op], types: Mapping[str, TensorType], sizes: Size
 @dataclass
 class _Exchange:
     lookups: Sequence[Op]
+    casts: Mapping[str, Op]
     axis: str
     types: dict[str, TensorType]
     sizes: Sizes
@@ -61,8 +72,9 @@ class _Exchange:
     ops: list[Op] = field(default_factory=list)
 
     def made(self) -> tuple[Op, ...]:
-        first = self.lookups[0]
-        name, kind = first.result.name, first.result.type.dtype
+        results = [self.casts.get(op.result.name, op).result for op in self.lookups]
+        first = results[0]
+        name, kind = first.name, first.type.dtype
         ranks, numbers = [], []
         for place, op in enumerate(self.lookups):
             rank, number = self._address(op)
@@ -78,12 +90,12 @@ class _Exchange:
         ]
         found = self._together(founds, plan, numbers, f"{name}_all")
         there = self.types[found.name].layout
-        alone = len(self.lookups) == 1 and len(first.result.type.shape) == 2
+        alone = len(self.lookups) == 1 and len(first.type.shape) == 2
         back = self._movement("combine", found, plan, name if alone else f"{name}_rows", there, home, new=not alone)
         if not alone:
-            for op, rows in zip(self.lookups, self._apart(back, numbers), strict=True):
-                shape = op.result.type.shape
-                self._plain("reshape", (rows, shape), op.result.name, shape, kind, new=False)
+            for result, rows in zip(results, self._apart(back, numbers), strict=True):
+                shape = result.type.shape
+                self._plain("reshape", (rows, shape), result.name, shape, kind, new=False)
         return tuple(self.ops)
 
     def _address(self, op: Op) -> tuple[Ref, Ref]:
@@ -159,7 +171,11 @@ class _Exchange:
         table, (count,) = next(op.refs()), self.types[wanted.name].shape
         shape, kind = (count, self.types[table].shape[1]), op.result.type.dtype
         args, attrs = (Ref(table), wanted), (("groups", self._ways),)
-        return self._plain("embedding", args, f"{op.result.name}_found", shape, kind, attrs=attrs)
+        found = self._plain("embedding", args, f"{op.result.name}_found", shape, kind, attrs=attrs)
+        if (cast := self.casts.get(op.result.name)) is None:
+            return found
+        dtype = cast.result.type.dtype
+        return self._plain("to", (found, DTypeArg(dtype)), f"{cast.result.name}_found", shape, dtype)
 
     @property
     def _ways(self) -> int:

@@ -19,6 +19,10 @@ class TouchedRows:
         return TouchedRows(torch.cat((self.numbers, other.numbers)), torch.cat((self.values, other.values)))
 
 
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 class RowGradient:
     """The gradient of a table[n, d]: rows by their numbers, as lookups return them, and then summed by number.
 
@@ -76,12 +80,12 @@ class RowGradient:
         if self._summed:
             return self._values[0]
         if self._values:
-            numbers, values = torch.cat(self._numbers), torch.cat(self._values)
+            numbers, values = _joined(self._numbers), _joined(self._values)
         else:
             numbers = torch.empty(0, dtype=torch.int64, device=self.device)
             values = torch.empty(0, *self.shape[1:], dtype=self.dtype, device=self.device)
         if numbers.is_meta:
-            once, total = numbers, torch.empty_like(values)
+            once, total = torch.empty_like(numbers), torch.empty_like(values)
         else:
             once, places = numbers.unique(return_inverse=True)
             total = values.new_zeros(len(once), *self.shape[1:]).index_add_(0, places, values)

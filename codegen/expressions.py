@@ -91,6 +91,27 @@ def _infix(symbol: str) -> Emit:
     return emit
 
 
+def _index(o: Operands) -> str:
+    """torch's indexing; where two vectors of indices choose elements of neighbouring dimensions, a faster form."""
+    indices = o.op.args[1]
+    added = o.op.name == "index_put"
+    if not isinstance(indices, tuple) or (added and (len(o.args) < 4 or o.args[3] != "True")):
+        return _aten(o)
+    dim = len(indices) - 2
+    pair = [o.types[index.name] for index in indices if isinstance(index, Ref)]
+    vectors = len(pair) == 2 and all(index is None for index in indices[:dim]) and pair[0].shape == pair[1].shape
+    if not vectors or any(type.dtype not in ("i64", "i32") or len(type.shape) != 1 for type in pair):
+        return _aten(o)
+    if added and isinstance(o.op.args[2], Ref):
+        values, x = o.whole(2), o.whole(0)
+        if values != (*x[:dim], *pair[0].shape, *x[dim + 2 :]):
+            return _aten(o)
+    first, second = o.args[1][1:-1].split(", ")[-2:]
+    args = (o.args[0], str(dim), first, second, *(o.args[2:3] if added else ()))
+    name = "functional.index_pairs_add" if added else "functional.index_pairs"
+    return f"{o.named(name)}({', '.join(args)})"
+
+
 def _prefix(symbol: str) -> Emit:
     return lambda o: f"{symbol}{o.args[0]}"
 
@@ -324,6 +345,8 @@ _TABLE: Mapping[str, Emit] = {
     "slice": _slice,
     "split": _method("split", "", "dim=0"),
     "cat": _function("torch.cat", "", "dim=0"),
+    "index": _index,
+    "index_put": _index,
     "tril": _method("tril"),
     "triu": _method("triu"),
     # reductions

@@ -258,3 +258,15 @@ def test_attention_on_gpus(dtype: torch.dtype, is_causal: bool, groups: int, mon
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     for mine, theirs in zip(grads, exact_grads, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_pairs_of_indices_choose_and_add_as_torch_does() -> None:
+    """Repeated pairs, and indices from the end; one outside is refused."""
+    x = torch.randn(3, 4, 5, 2, dtype=torch.float64)
+    first, second = torch.tensor([3, 0, -1, 0, 2]), torch.tensor([1, 4, 1, -1, 0])
+    assert torch.equal(functional.index_pairs(x, 1, first, second), x[:, first, second])
+    values = torch.randn(3, 5, 2, dtype=torch.float64)
+    expected = torch.ops.aten.index_put(x, [None, first, second], values, True)
+    assert torch.equal(functional.index_pairs_add(x, 1, first, second, values), expected)
+    with pytest.raises(IndexError, match="out of bounds"):
+        functional.index_pairs(x, 1, first + 1, second)

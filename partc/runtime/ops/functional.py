@@ -46,6 +46,7 @@ from .experts import (
     start_combine,
     start_dispatch,
 )
+from .pairs import index_pairs, index_pairs_add
 from .rotary import rotary, rotary_backward
 
 __all__ = [
@@ -81,6 +82,8 @@ __all__ = [
     "expert_matmul_grad_weight",
     "expert_rows_grad",
     "fourier",
+    "index_pairs",
+    "index_pairs_add",
     "layer_norm",
     "layer_norm_backward",
     "linear_add_grad_weight",

@@ -1,0 +1,43 @@
+"""Elements that two indices choose in neighbouring dimensions, as of products of all pairs of vectors.
+
+Shapes: first[k], second[k]; x[*before, n, m, *after] with n at `dim`. One index into n·m reads and writes rows of
+`after`; torch's kernels for two indices take element by element on processors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def index_pairs(x: Tensor, dim: int, first: Tensor, second: Tensor) -> Tensor:
+    """x[:, …, first, second]: [*before, k, *after]."""
+    if _torchs(x):
+        return x[(slice(None),) * dim + (first, second)]
+    return x.flatten(dim, dim + 1).index_select(dim, _joint(x, dim, first, second))
+
+
+def index_pairs_add(x: Tensor, dim: int, first: Tensor, second: Tensor, values: Tensor) -> Tensor:
+    """x with the values added there, those of equal pairs in order."""
+    if _torchs(x):
+        return x.index_put([*[None] * dim, first, second], values, accumulate=True)
+    return x.flatten(dim, dim + 1).index_add(dim, _joint(x, dim, first, second), values).view(x.shape)
+
+
+def _torchs(x: Tensor) -> bool:
+    """Whether torch's kernel is as fast."""
+    return x.is_cuda or torch.compiler.is_compiling()
+
+
+def _joint(x: Tensor, dim: int, first: Tensor, second: Tensor) -> Tensor:
+    """Indices into both dimensions as one. Raises IndexError for those outside."""
+    n, m = x.shape[dim : dim + 2]
+    return _inside(first, n) * m + _inside(second, m)
+
+
+def _inside(index: Tensor, size: int) -> Tensor:
+    """Indices from the start; negative ones count from the end."""
+    index = torch.where(index < 0, index + size, index)
+    if not index.is_meta and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
+        raise IndexError(f"an index is out of bounds for a dimension of size {size}")
+    return index

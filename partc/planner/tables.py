@@ -298,7 +298,7 @@ class Tables:
         for call in self._facts_of(body, program).calls:
             own = [left.pop(name) for name in dict.fromkeys(call.params) if name in left]
             kept = [item.name for item in own if program.zero in (1, 2)]
-            trained = (item.type.local_bytes(program.sizes) for item in own if item.trainable)
+            trained = (item.type.local_bytes(program.sizes) for item in own if item.trainable and not item.sparse)
             found.append(
                 CallExchanges(
                     held=sum(map(footprint.lasting, own)),

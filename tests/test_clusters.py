@@ -247,7 +247,7 @@ def test_plans_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     again = simulated(capsys, "--cluster", "4xH100-80GB", "--plans", file, "--calibration", slower)["plans"]
     assert again[0]["step_seconds"] > found[0]["step_seconds"]
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise InternalError("broken")
 
     monkeypatch.setattr(Simulator, "program", fails)

@@ -24,6 +24,7 @@ from tests.durable import trained, whole
 
 GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
 SEQUENCES = Path(__file__).parent / "models" / "sequences.py"
+PACKED = Path(__file__).parent / "models" / "packed.py"
 COUNTING = """
 
 def batch():
@@ -94,6 +95,21 @@ def test_every_kind_of_attention_reads_the_rows_of_its_rank(
     assert not [item for item in package.replicated_ops if item.axis == "cp"]
     found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "seq"), [("cp=4", "13"), ("pp=2,cp=2", "16")])
+def test_packed_sequences_are_masked_by_document(mesh: str, seq: str, tmp_path: Path) -> None:
+    """The documents' numbers and positions come from their bounds, as in `cu_seqlens`."""
+    package = partc.compile(PACKED, mesh=mesh, precision="fp64", options={"seq": seq}, zero=1)
+    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst
+
+
+def test_kernels_of_packed_sequences_are_refused() -> None:
+    with pytest.raises(PartcError, match="searchsorted") as failure:
+        partc.compile(PACKED, mesh="cp=2", options={"how": "kernel"})
+    assert failure.value.code == "P0206"
 
 
 def test_sequences_are_cut_and_weights_are_whole() -> None:

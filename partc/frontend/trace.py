@@ -585,6 +585,12 @@ class _GraphReader:
 
     def _results(self, node: fx.Node) -> tuple[Value, ...]:
         value = node.meta.get("val")
+        if _name(node).endswith("::_varlen_attn"):
+            raise PartcError(
+                "P0206",
+                "the model does not trace: attention with cu_seqlens is a kernel of GPUs",
+                help="mask by document: torch.searchsorted(cu_seqlens, positions, right=True) numbers them",
+            )
         if isinstance(value, Tensor):
             self._names[node] = node.name
             return (Value(name=node.name, type=tensor_type(value, f"the result of {_name(node)}")),)

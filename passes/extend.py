@@ -216,7 +216,7 @@ class _LongerRegion:
     ops: list[Op] = field(default_factory=list)
     forms: dict[tuple[str, frozenset[int]], str] = field(default_factory=dict)  # by value and its longer dimensions
     shapes: dict[str, TensorType] = field(default_factory=dict)  # of new values, and of those that became longer
-    added: dict[tuple[Extent, int, int], str] = field(default_factory=dict)  # whether a position is
+    added: dict[tuple[Extent, int, int, int], str] = field(default_factory=dict)  # whether a position is
 
     def __post_init__(self) -> None:
         self.taken = {*self.found.types}
@@ -383,8 +383,8 @@ class _LongerRegion:
     def _zeroed(self, name: str, dim: int, outer: int, extent: Extent) -> str:
         """The value with zeros at added positions."""
         type = self._type(name)
-        after = type.shape[dim] // (outer * extent.whole)
-        key = (extent, outer, after)
+        after, rest = type.shape[dim] // (outer * extent.whole), len(type.shape) - dim - 1
+        key = (extent, outer, after, rest)
         bools = TensorType(dtype="bool", layout=Layout.replicated(()))
         if key not in self.added:
             numbers = TensorType(dtype="i64", layout=Layout.replicated(()))
@@ -395,9 +395,9 @@ class _LongerRegion:
                 here = self._add(here, "reshape", (Ref(here), (1, extent.whole, 1)), bools, (1, extent.whole, 1))
                 here = self._add(here, "expand", (Ref(here), wide), bools, wide)
                 here = self._add(here, "reshape", (Ref(here), (math.prod(wide),)), bools, (math.prod(wide),))
+            if rest:
+                shape = (type.shape[dim], *(1,) * rest)
+                here = self._add(here, "reshape", (Ref(here), shape), bools, shape)
             self.added[key] = here
-        here, rest = self.added[key], len(type.shape) - dim - 1
-        if rest:
-            shape = (type.shape[dim], *(1,) * rest)
-            here = self._add(here, "reshape", (Ref(here), shape), bools, shape)
-        return self._add(f"{name}_counted", "masked_fill", (Ref(name), Ref(here), 0), type, type.shape)
+        args = (Ref(name), Ref(self.added[key]), 0)
+        return self._add(f"{name}_counted", "masked_fill", args, type, type.shape)

@@ -466,6 +466,7 @@ def package(
     from partc.compilation.fitting import check_limit
     from partc.frontend.token_limits import token_limits
     from partc.passes.chunk import left_whole
+    from partc.passes.zigzag import kept_order
     from partc.rehearsal.rehearsal import rehearse
     from partc.runtime.optimizer.recipe import Recipe
 
@@ -509,6 +510,7 @@ def package(
         warnings=(
             *done.warnings,
             *left_whole(done.after("expand"), loss_chunks=done.options.loss_chunks),
+            *kept_order(done.after("extend"), pins=done.options.pins),
             *made_dense(done.after("normalize"), done.program, rules),
             *without_kernel(done.program),
         ),

@@ -51,26 +51,57 @@ from partc.sharding.pins import Pin
 
 def zigzag(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
     """Order the sequences of causal attention, if its rows are cut over cp, and everything between allows it."""
-    n = program.sizes.get(CONTEXT_AXIS, 1)
-    (main,) = program.regions
-    if n == 1:
-        return program
-    types = main.types(main.forward)
-    heads = n * math.prod(program.sizes[axis] for axis in weight_axes(program.sizes))
-    found = [op for op in main.forward.ops if reads_more(op, types) and is_by_rows(op, types, n, heads, pins)]
-    length = {types[next(op.refs())].shape[ROWS] for op in found}
-    if len(length) != 1 or (size := length.pop()) % (2 * n) or not fuel.allowed("zigzag"):
-        return program
-    order = _Order(main, size, 2 * n)
     try:
-        order.follow(found)
+        order = _order(program, pins)
     except _OrderedError:
+        return program
+    if order is None or not fuel.allowed("zigzag"):
         return program
     return replace(program, regions=(order.region(),))
 
 
+def kept_order(program: Program, *, pins: Sequence[Pin] = ()) -> tuple[str, ...]:
+    """A note for the user if sequences have to keep their order, so that later ranks of cp have more work."""
+    try:
+        _order(program, pins)
+    except _OrderedError as error:
+        op, readers = error.op, program.regions[0].forward.readers()
+        while op.source is None and op.results and readers.get(op.results[0].name):  # of a pass
+            op = readers[op.results[0].name][0]
+        where = f"{op.source.file}:{op.source.line}: " if op.source else ""
+        return (
+            f"{where}{op.name} depends on the order of positions, so that the last ranks of cp compute up to "
+            "twice as many scores of attention as all do on average",
+        )
+    return ()
+
+
+def _order(program: Program, pins: Sequence[Pin]) -> _Order | None:
+    """The order, with every value that takes it over; None without causal attention by rows over cp.
+
+    Raises _OrderedError.
+    """
+    n = program.sizes.get(CONTEXT_AXIS, 1)
+    (main,) = program.regions
+    if n == 1:
+        return None
+    types = main.types(main.forward)
+    heads = n * math.prod(program.sizes[axis] for axis in weight_axes(program.sizes))
+    found = [op for op in main.forward.ops if reads_more(op, types) and is_by_rows(op, types, n, heads, pins)]
+    length = {types[next(op.refs())].shape[ROWS] for op in found}
+    if len(length) != 1 or (size := length.pop()) % (2 * n):
+        return None
+    order = _Order(main, size, 2 * n)
+    order.follow(found)
+    return order
+
+
 class _OrderedError(Exception):
     """An operation depends on the order of positions."""
+
+    def __init__(self, op: Op) -> None:
+        super().__init__(op.name)
+        self.op = op
 
 
 @dataclass(slots=True)
@@ -90,7 +121,6 @@ class _Order:
         """Find every place that takes over the order. Raises _OrderedError if something cannot."""
         graph = self.main.forward
         makers, readers = graph.makers(), graph.readers()
-        params = {value.name for value in self.main.params}
         queue: list[Place] = []
         for op in attentions:
             self.attentions.add(op.results[0].name)
@@ -101,14 +131,14 @@ class _Order:
             if place in self.found:
                 continue
             name = place[0]
-            if name in graph.outputs:
-                raise _OrderedError
-            self.found.add(place)
             maker = makers.get(name)
+            if name in graph.outputs:
+                raise _OrderedError(maker or readers[name][0])
+            self.found.add(place)
             through = None if maker is None else self._through(maker, rules[id(maker)], place)
             if through is None:
-                if place[2] != 1 or self.types[name].shape[place[1]] != self.size or name in params:
-                    raise _OrderedError
+                if place[2] != 1 or self.types[name].shape[place[1]] != self.size:
+                    raise _OrderedError(maker or readers[name][0])
                 self.made[place] = None
             else:
                 queue += through
@@ -117,7 +147,7 @@ class _Order:
                 if reached is not None:
                     queue += reached
                 elif place not in self.made:  # else it reads the value in its old order
-                    raise _OrderedError
+                    raise _OrderedError(op)
 
     def _through(self, op: Op, rule: OpRule | None, place: Place) -> list[Place] | None:
         """The places of an operation that have the order if one of them has; None if it depends on the order."""
@@ -160,7 +190,7 @@ class _Order:
                     names[name] = new[-1].result.name
                     yield from new
 
-        for value in graph.inputs:
+        for value in (*self.main.params, *graph.inputs):
             ops += order(value.name)
         readers = {place[0] for place in self.made}
         rules = {op.results[0].name: resolve(op, self.types) for op in graph.ops if op.results}

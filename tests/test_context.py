@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from partc.ir.program import ITEMSIZE, Op, Program
 from partc.package.verify import verify
 from partc.runtime.positions import Stretch, Stretches, positions
 from tests.durable import trained, whole
+from tests.zoo import MODELS, Model
 
 GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
 SEQUENCES = Path(__file__).parent / "models" / "sequences.py"
@@ -81,6 +83,7 @@ RING_TP = ("block.attention_heads=[_, @tp, @cp, _] ring",)
         ("latent 7", "cp=2,tp=2", {"zero": 1}),
         ("dropout 15", "dp=2,cp=4", {"recompute": "full", "microbatches": 2}),
         ("convolution 13", "cp=4", {"zero": 2}),
+        ("table 13", "dp=2,cp=2", {"zero": 3}),
     ],
 )
 def test_every_kind_of_attention_reads_the_rows_of_its_rank(
@@ -216,8 +219,10 @@ TURNED = "2 · 8@cp zigzag 4"
 def test_sequences_keep_their_order_where_something_depends_on_it() -> None:
     """A convolution reads neighbours. A loss that drops the last position, and dropouts by position, do not."""
     for kind, rows in (("convolution", "16@cp"), ("causal", TURNED), ("dropout", TURNED)):
-        program = partc.compile(SEQUENCES, mesh="cp=2", options={"kind": kind}).program
-        assert {dict(op.attrs)["rows"] for op in _attentions(program)} == {rows}
+        package = partc.compile(SEQUENCES, mesh="cp=2", options={"kind": kind})
+        assert {dict(op.attrs)["rows"] for op in _attentions(package.program)} == {rows}
+        noted = [text for text in package.warnings if "conv1d depends on the order" in text]
+        assert len(noted) == (kind == "convolution")
 
 
 @pytest.mark.parametrize(
@@ -254,6 +259,26 @@ def test_a_mistake_with_added_positions_is_not_the_single_device_model(mistake: 
     assert files
     for file in files:
         file.write_text(file.read_text().replace(line, becomes))
+    assert not verify(build, virtual=True, reference=tmp_path / "reference").ok
+
+
+@pytest.mark.slow
+def test_added_positions_are_not_in_the_statistics_of_routers(tmp_path: Path) -> None:
+    """Padding that balancing losses count shipped elsewhere. Here the positions are 13, and 16 inside."""
+    pytest.importorskip("transformers")
+    known = MODELS["mixtral"]
+    config = {**known.config, "output_router_logits": True, "router_aux_loss_coef": 0.5, "num_hidden_layers": 1}
+    model = Model(name="mixtral", config=config, options={**known.options, "seq": "13"})
+    package = partc.compile(model.source(tmp_path), mesh="cp=4", precision="fp64", options=model.options)
+    build = package.write(tmp_path / "build")
+    found = verify(build, virtual=True, reference=tmp_path / "reference")
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst
+    head = build / "regions" / "head.py"
+    text, changed = re.subn(
+        r"_counted = (\w+)\.masked_fill\(\w+, 0\)(  # f64\[\d+, 4\])", r"_counted = \1\2", head.read_text()
+    )
+    assert changed
+    head.write_text(text)
     assert not verify(build, virtual=True, reference=tmp_path / "reference").ok
 
 

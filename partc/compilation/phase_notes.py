@@ -32,6 +32,8 @@ def note(step: passes.PassResult) -> str:
     match step.name:
         case "outline":
             return f"{counted(len(program.regions), 'region')}, {counted(len(program.calls), 'call')}"
+        case "extend":
+            return ", ".join(f"{true} positions are {whole}" for true, whole in extents(program))
         case "partition":
             found = [op.name for region in program.regions for op in region.forward.ops]
             kinds = ("all_reduce", "all_gather", "unshard", "reduce_scatter", "all_to_all")
@@ -44,6 +46,18 @@ def note(step: passes.PassResult) -> str:
             return f"{program.mesh.size:,} ranks: communication matches, nothing can deadlock"
         case _:
             return ""
+
+
+def extents(program: Program) -> list[tuple[int, int]]:
+    """The lengths of sequences, and their lengths inside, where these differ."""
+    found: dict[tuple[int, int], None] = {}
+    for region in program.regions:
+        types = region.types(region.forward)
+        for op in region.forward.ops:
+            dim = op.args[1] if op.name == "cat" and op.source is None else None
+            if isinstance(dim, int) and op.result.name.endswith("_extended"):
+                found[types[next(op.refs())].shape[dim], op.result.type.shape[dim]] = None
+    return sorted(found)
 
 
 def counted(count: int, noun: str) -> str:

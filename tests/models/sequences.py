@@ -6,7 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-KINDS = ("causal", "full", "window", "near", "alibi", "documents", "prefix", "latent", "dropout", "convolution")
+KINDS = (
+    "causal",
+    "full",
+    "window",
+    "near",
+    "alibi",
+    "documents",
+    "prefix",
+    "latent",
+    "dropout",
+    "convolution",
+    "table",
+)
 
 
 class Attention(nn.Module):
@@ -39,7 +51,7 @@ class Attention(nn.Module):
                 mask = (documents[:, None, :, None] == documents[:, None, None, :]) & (ahead >= 0)
             case "prefix":
                 mask = (ahead >= 0) | (at < 3)
-        causal = self.kind in ("causal", "latent", "dropout", "convolution")
+        causal = self.kind in ("causal", "latent", "dropout", "convolution", "table")
         p = 0.1 if self.kind == "dropout" else 0.0
         heads = F.scaled_dot_product_attention(q, k, v, mask, p, causal, enable_gqa=self.groups < self.heads)
         return self.out(heads.transpose(1, 2).flatten(2))
@@ -66,11 +78,14 @@ class Sequences(nn.Module):
         super().__init__()
         width = 8 * heads
         self.embed, self.positions = nn.Embedding(32, width), nn.Embedding(longest, width)
+        self.table = nn.Parameter(torch.randn(1, longest, width)) if kind == "table" else None
         self.blocks = nn.ModuleList(Block(width, kind, heads, groups) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 32)
 
     def forward(self, ids: Tensor, documents: Tensor) -> Tensor:
         x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
+        if self.table is not None:
+            x = x + self.table
         for block in self.blocks:
             x = block(x, documents)
         return self.head(self.norm(x))

@@ -88,11 +88,12 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "dp: write dp.",
     ),
     "P0108": CodeExplanation(
-        "no router's bias to move",
+        "a router's bias that cannot be moved",
         "--router-bias-rate moves biases by the load of experts after each step. Such a bias is a buffer, or a "
         "parameter that is not trained, with one number for each expert; it is added to the scores by which experts "
         "are chosen, as e_score_correction_bias in DeepSeek-V3. A model that has none, or whose forward updates it, "
-        "is refused.",
+        "is refused. Loads are summed with gradients, in fp32: --grad-reduce bf16 and --compress-grads would round "
+        "them.",
     ),
     "P0201": CodeExplanation(
         "there is no such model file",

@@ -185,6 +185,13 @@ def test_models_without_a_bias_to_move_are_refused(kinds: str) -> None:
     assert caught.value.code == "P0108"
 
 
+@pytest.mark.parametrize("rounded", [{"grad_reduce": "bf16"}, {"compress_grads": "int8", "nodes": 1}])
+def test_rounded_sums_of_loads_are_refused(rounded: Row) -> None:
+    with pytest.raises(PartcError, match="round the counts") as caught:
+        partc.compile(str(BALANCED), mesh="2", options={"kinds": "bias"}, router_bias_rate=RATE, **rounded)
+    assert caught.value.code == "P0108"
+
+
 LOADS = "g.bias.add_(torch.ops.aten.histc("
 BIASED = {
     "recomputation counts rows twice": ("regions/layer.py", LOADS, "g.bias.add_(2 * torch.ops.aten.histc("),

@@ -94,7 +94,7 @@ class Options:
     ) -> Options:
         """Check raw values and build the options.
 
-        Raises PartcError P0004, P0101 to P0106, P0301, P0404 to P0414, P0418 and P0551.
+        Raises PartcError P0004, P0101 to P0106, P0108, P0301, P0404 to P0414, P0418 and P0551.
         """
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
         expert_axes: tuple[str, ...] = ()
@@ -109,6 +109,12 @@ class Options:
         if not 0 <= router_bias_rate < math.inf:
             raise PartcError(
                 "P0004", f"--router-bias-rate {router_bias_rate} is out of range", help="give 0 or more, such as 1e-3"
+            )
+        if router_bias_rate and (grad_reduce, compress_grads) != ("fp32", "none"):
+            raise PartcError(
+                "P0108",
+                "--router-bias-rate counts rows with the gradients, and numbers of 16 or 8 bits would round the counts",
+                help="leave out --grad-reduce and --compress-grads, or --router-bias-rate",
             )
         if not 0 <= seed < 2**32:
             raise PartcError("P0004", f"--seed {seed} is out of range", help="give one from 0 to 4294967295")

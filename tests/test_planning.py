@@ -335,4 +335,7 @@ def test_the_page_shows_what_was_found(tmp_path: Path, capsys: pytest.CaptureFix
     assert rates[4] == pytest.approx(16 / found["plans"][0]["step_seconds"])
     file.write_text("mine")
     assert main(["plan", str(model), *arguments]) == 2
+    assert main(["plan", str(model), *arguments[:4], "-o", str(model)]) == 2
+    assert main(["plan", str(model), *arguments[:4], "-o", str(tmp_path / "none" / "plan.json")]) == 2
+    assert model.read_text() == Path(MLP).read_text()
     assert file.read_text() == "mine" and "\x1b" not in capsys.readouterr().err

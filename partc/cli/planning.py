@@ -67,6 +67,7 @@ def plan_command(
 
     if top < 1:
         raise PartcError("P0004", f"--top {top} is out of range", help="give 1 or more")
+    _check_targets(output, page_path)
     with console.working("planning", quiet=as_json):
         answer = answered(model, given, what_if=what_if or page_path is not None, pictured=page_path is not None)
     choice = answer.choice
@@ -212,6 +213,21 @@ def _tell(choice: PlanChoice) -> None:
 
     console.echo(page(choice, 1), nl=False)
     console.echo(binding(choice))
+
+
+def _check_targets(output: Path | None, page: Path | None) -> None:
+    """Check before a search that its files can be written. Raises PartcError P0601 and P0602."""
+    from partc.compilation.plan import read
+
+    for option, path in (("-o", output), ("--page", page)):
+        if path is not None and not path.absolute().parent.is_dir():
+            cause = f"{path} cannot be written: there is no folder {path.parent}"
+            raise PartcError("P0602", cause, help=f"name another with {option}")
+    if output is not None and output.exists():
+        try:
+            read(output)
+        except PartcError:
+            raise PartcError("P0601", f"{output} exists, and is no plan", help="name another with -o") from None
 
 
 def _write(text: str, path: Path) -> None:

@@ -11,6 +11,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from partc.compilation.phase_notes import counted
 from partc.compilation.plan import ParallelPlan
 from partc.ir.printer import readable
 from partc.planner.planning import PlanChoice
@@ -39,10 +40,11 @@ def page(choice: PlanChoice, top: int, *, width: int = 140) -> str:
     console = Console(file=out, width=max(width, 100), highlight=False, markup=False, emoji=False)
     console.print(table)
     simulated = len(outcome.fitting) + len(outcome.others)
+    ranks, batch = counted(choice.space.ranks, "rank"), f"{choice.space.batch:,}"
     console.print(
-        f"\n{outcome.space:,} plans for {choice.space.ranks:,} ranks of {choice.request.cluster.name}, a batch of "
-        f"{choice.space.batch:,}: {outcome.too_large:,} hold too much, {simulated:,} were simulated, all others are "
-        f"bounded; {outcome.seconds:.1f} s",
+        f"\n{outcome.space:,} plans for {ranks} of {choice.request.cluster.name}, a batch of {batch}: "
+        f"{outcome.too_large:,} hold too much, {simulated:,} were simulated, all others are bounded; "
+        f"{outcome.seconds:.1f} s",
         soft_wrap=True,
     )
     console.print(gap(choice), soft_wrap=True)

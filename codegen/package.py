@@ -245,7 +245,7 @@ def _communication(program: Program, plan: Mapping[str, Any]) -> Iterator[dict[s
     reduced: dict[tuple[int, tuple[str, ...]], int] = {}
     owners = program.owners()
     for parameter in program.parameters:
-        entry = plan["parameters"][parameter.name]
+        entry = plan["parameters"][parameter.names[0]]
         for stage in owners.get(parameter.name, ()) if entry["reduce"] and entry["trainable"] else ():
             key = (stage, tuple(entry["reduce"]))
             reduced[key] = reduced.get(key, 0) + parameter.type.local_bytes(program.sizes)

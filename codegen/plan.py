@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from partc.codegen.cuda_graphs import obstacle
 from partc.communication.descriptions import NAMES, moved_bytes
 from partc.cost.memory import Account
 from partc.ir.layout import Layout
-from partc.ir.program import Graph, Program, Region, TensorType
+from partc.ir.program import Graph, Parameter, Program, Region, TensorType
 from partc.runtime.plan import FORMAT
 
 _HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs, which UTF-8 does not have
@@ -65,9 +66,8 @@ def plan(
         },
         **({"constants": dict(constants)} if constants else {}),
         "parameters": {
-            parameter.name: {
-                "shape": list(parameter.holds or parameter.type.shape),
-                **_typed(parameter.type, program),
+            name: {
+                **_held(parameter, row, program),
                 "trainable": parameter.trainable,
                 **({"balance": parameter.balance} if parameter.balance else {}),
                 "reduce": [axis for axis in parameter.reduce if program.sizes[axis] > 1],
@@ -76,6 +76,7 @@ def plan(
                 "aliases": list(parameter.aliases),
             }
             for parameter in program.parameters
+            for row, name in enumerate(parameter.names)
         },
         **(
             {
@@ -118,6 +119,19 @@ def plan(
 def _place(name: str, program: Program) -> int:
     """The pipeline rank that makes a value."""
     return next(program.place(call.stage) for call in program.calls if name in call.results)
+
+
+def _held(parameter: Parameter, row: int, program: Program) -> dict[str, Any]:
+    """The shape of a parameter of the model and its cut; for a row of a stack, the stack and the cut of its rows."""
+    if not parameter.stacked:
+        return {"shape": list(parameter.holds or parameter.type.shape), **_typed(parameter.type, program)}
+    rows, *dims = parameter.type.layout.dims
+    own = replace(parameter.type, layout=replace(parameter.type.layout, dims=tuple(dims)))
+    return {
+        "shape": list(own.shape),
+        **_typed(own, program),
+        "stack": {"name": parameter.name, "rows": _layout(Layout((rows,)), program), "row": row},
+    }
 
 
 def _typed(type: TensorType, program: Program) -> dict[str, str]:

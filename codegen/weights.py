@@ -171,6 +171,8 @@ class Weights:
             parts.append(f"holds={parameter.holds}")
         if parameter.sparse and parameter.trainable:
             parts.append("sparse=True")
+        if parameter.stacked:
+            parts.append("stacked=True")
         if parameter.aliases:
             parts.append(f"aliases={strings(parameter.aliases)}")
         return f"Shard({', '.join(parts)})"

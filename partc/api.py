@@ -468,6 +468,7 @@ def package(
     from partc.passes.chunk import left_whole
     from partc.passes.zigzag import kept_order
     from partc.rehearsal.rehearsal import rehearse
+    from partc.rules.updates import model_dims
     from partc.runtime.optimizer.recipe import Recipe
 
     phases = dict(done.phases)
@@ -483,7 +484,7 @@ def package(
     ended("Emitted", start, counted(len(modules.stages), "stage module"))
     start = time.perf_counter()
     with refused():
-        dims = {item.name: len(item.type.shape) for item in done.program.parameters}
+        dims = model_dims(done.program)
         recipe = Recipe.of(done.options.optimizer, groups=done.options.group)
         recipe.check(dims)
         rules = recipe.all_settings(dims)

@@ -148,6 +148,14 @@ PIPELINE: tuple[Pass, ...] = (
         reads=(),
     ),
     Pass(
+        name="stack",
+        label="Stacked",
+        does="parameters that are only read side by side become rows of one, as experts that are modules",
+        requires=("regions",),
+        ensures=("stacks",),
+        reads=(),
+    ),
+    Pass(
         name="precision",
         label="Mixed",
         does="matrix products in bf16 or fp16, sensitive operations in fp32",

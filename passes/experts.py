@@ -218,7 +218,11 @@ class _Experts:
         rule = resolve(self.ops[maker], self.types) if maker is not None else None
         row = self._row(rule, self.ops[maker]) if maker is not None else None
         if maker is None or rule is None or row is None:
-            raise self._refused(op, f"its matrices {name} are no parameter with a dimension for experts")
+            raise self._refused(
+                op,
+                f"its matrices {name} are no parameter with a dimension for experts",
+                "experts in modules need equal types, all trained or none, and names that count from 0",
+            )
         self.views.add(maker)
         self.rules[maker] = rule
         for ref, dims in zip(self.ops[maker].refs(), rule.operands, strict=True):
@@ -229,11 +233,11 @@ class _Experts:
         """The number of experts of which a rank has the weights."""
         return self.types[weight].layout.local_shape(self.sizes)[0]
 
-    def _refused(self, op: Op, cause: str) -> PartcError:
+    def _refused(self, op: Op, cause: str, help: str = "") -> PartcError:
         return PartcError(
             "P0107",
             f"{self.axis} cannot cut the experts of {self.region.name}: {cause}",
-            help=f"leave {self.axis} out of the mesh, or write the experts as docs/experts.md shows",
+            help=help or f"leave {self.axis} out of the mesh, or write the experts as docs/experts.md shows",
             source=op.source,
         )
 

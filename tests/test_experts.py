@@ -20,6 +20,7 @@ from partc.package.launch import RunFailed
 from partc.package.verify import verify
 from partc.passes import experts as experts_pass
 from tests.durable import trained, whole
+from tests.models import experts as loops
 from tests.models import moe
 
 MOE = Path(__file__).parent / "models" / "moe.py"
@@ -87,6 +88,76 @@ def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_pa
         if item.name.endswith(EXPERTS):
             assert item.type.layout.dims[0][0].axes[: len(package.options.expert_axes)] == package.options.expert_axes
             assert not {*package.options.expert_axes} & {*item.reduce, *item.gather}
+
+
+LOOPS = MOE.with_name("experts.py")  # experts are modules
+
+
+@pytest.mark.parametrize(
+    ("mesh", "how", "arguments"),
+    [
+        pytest.param(
+            "ep=2,tp=2", {"zero": 1, "options": {"style": "put"}}, ["--optimizer", "muon"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "pp=2,dp=2,ep=2", {"zero": 3, "microbatches": 2}, ["--optimizer", "adafactor"], marks=pytest.mark.slow
+        ),
+        ("dp=2", {"zero": 2, "kernels": "triton"}, ["--clip", "0.1"]),
+        (
+            "dp=2,ep=2",
+            {"zero": 1},
+            ["--group", "*.experts.1.*:lr_scale=0.1", "--no-decay", "*.experts.2.up.*", "--clip", "0.1"],
+        ),
+    ],
+)
+def test_experts_that_are_modules_keep_their_names(
+    mesh: str, how: dict[str, Any], arguments: list[str], tmp_path: Path
+) -> None:
+    """One tensor has all of them; the options of each are those of its own name."""
+    package = partc.compile(LOOPS, mesh=mesh, precision="fp64", **how)
+    stacks = {item.name for item in package.program.parameters if item.stacked}
+    each = ("up", "gate", "down")
+    assert stacks == {f"mixtures.{layer}.experts.*.{name}.weight" for layer in range(2) for name in each}
+    found = verify(package.write(tmp_path / "build"), arguments=arguments, steps=2, virtual=True)
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst
+
+
+class Apart(nn.Module):
+    """Experts of which some are not trained, or whose names do not count from 0."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        names = ("left", "right") if kind == "named" else ("0", "1")
+        self.router = nn.Linear(6, 2)
+        self.experts = nn.ModuleDict({name: nn.Linear(6, 6) for name in names})
+        for x in self.experts["1"].parameters() if kind == "frozen" else ():
+            x.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, out = self.router(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts.values()):
+            here = torch.where(chosen == number)[0]
+            out.index_add_(0, here, expert(x[here]))
+        return out.square().mean()
+
+
+def partly_frozen() -> nn.Module:
+    return Apart("frozen")
+
+
+def named() -> nn.Module:
+    return Apart("named")
+
+
+@pytest.mark.parametrize("model", [partly_frozen, named])
+def test_experts_that_are_unlike_stay_apart(model: Any) -> None:
+    batch = {"x": torch.randn(8, 6)}
+    package = partc.compile(model, batch, mesh="dp=2", precision="fp64")
+    assert not any(item.stacked for item in package.program.parameters)
+    assert package.verify(steps=2).ok
+    with pytest.raises(PartcError, match="no parameter with a dimension for experts") as caught:
+        partc.compile(model, batch, mesh="ep=2", precision="fp64")
+    assert caught.value.code == "P0107" and "count from 0" in caught.value.help
 
 
 def _forward(weights: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -280,10 +351,11 @@ def test_a_reduction_over_ep_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.slow
-def test_checkpoints_hold_experts_by_their_global_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [MOE, LOOPS])
+def test_checkpoints_hold_experts_by_their_global_numbers(model: Path, tmp_path: Path) -> None:
     """A training goes on from ep to other cuts, and back."""
     compiled = {
-        mesh: partc.compile(MOE, mesh=mesh, precision="fp64", zero=zero).write(tmp_path / mesh)
+        mesh: partc.compile(model, mesh=mesh, precision="fp64", zero=zero).write(tmp_path / mesh)
         for mesh, zero in (("dp=2,ep=2", 1), ("ep=4,tp=2", 3), ("tp=2", 0))
     }
     trained(compiled["tp=2"], "--steps", 4, "--save", tmp_path / "whole")
@@ -293,7 +365,8 @@ def test_checkpoints_hold_experts_by_their_global_numbers(tmp_path: Path) -> Non
         trained(compiled[mesh], "--steps", step, "--save", save, *(("--resume", last) if last else ()))
         last = str(save / f"step_{step:08d}")
     expected, found = whole(tmp_path / "whole" / "step_00000004"), whole(Path(last))
-    assert expected.keys() == found.keys()
+    own = {name for name, _ in (moe if model == MOE else loops).model().named_parameters()}
+    assert expected.keys() == found.keys() >= own and not any("*" in name for name in found)
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-12)
 

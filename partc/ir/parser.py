@@ -242,7 +242,7 @@ class _TextReader:
             rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\({_NAMES}\))?(?: reduce\(([\w,]+)\))?"
             rf"(?: gather\(([\w,]+)\) zero (\d))?"
             r"(?: near\(([\w,]+)\))?(?: wire\((\w+)\))?(?: compress\((\w+)\))?"
-            rf"(?: after\({_NAME}\))?(?: holds\(([\d,]+)\))?( sparse)?(?: balance\(([^)]+)\))?"
+            rf"(?: after\({_NAME}\))?(?: holds\(([\d,]+)\))?( sparse)?(?: balance\(([^)]+)\))?( stacked)?"
         )
         match = _matched(pattern, text)
         self._parts["parameters"].append(
@@ -261,6 +261,7 @@ class _TextReader:
                 holds=tuple(map(int, match[12].split(","))) if match[12] else (),
                 sparse=bool(match[13]),
                 balance=float(match[14] or 0),
+                stacked=bool(match[15]),
             )
         )
 

@@ -255,8 +255,9 @@ def _parameter(parameter: Parameter) -> str:
     holds = f" holds({','.join(map(str, parameter.holds))})" if parameter.holds else ""
     sparse = " sparse" if parameter.sparse else ""
     balance = f" balance({parameter.balance!r})" if parameter.balance else ""
+    stacked = " stacked" if parameter.stacked else ""
     kind = "parameter" if parameter.trainable else "constant"
-    facts = f"{aliases}{reduce}{gather}{near}{wire}{compress}{after}{holds}{sparse}{balance}"
+    facts = f"{aliases}{reduce}{gather}{near}{wire}{compress}{after}{holds}{sparse}{balance}{stacked}"
     return f"{kind} {written_name(parameter.name)}: {parameter.type}{facts}"
 
 

@@ -15,6 +15,7 @@ from typing import Literal, Union
 from partc.errors import InternalError, Source
 from partc.ir.layout import Layout, Sizes, SubDim
 from partc.ir.mesh import TIME_AXIS, Mesh
+from partc.runtime.place import stacked_names
 
 DType = Literal["f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "u8", "bool"]
 ITEMSIZE: Mapping[str, int] = {
@@ -320,6 +321,12 @@ class Parameter:
     holds: tuple[int, ...] = ()  # the model's own shape, where zeros were added to it
     sparse: bool = False  # its gradient is kept as the rows that lookups read
     balance: float = 0.0  # of a router's bias, whose gradient is the load of experts: the size of its update
+    stacked: bool = False  # its rows are parameters of the model, whose numbers take the place of `*` in its name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's names of the parameters that it holds."""
+        return stacked_names(self.name, self.type.shape[0]) if self.stacked else (self.name,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ def _lines(plan: Mapping[str, Any], mesh: Mesh, place: Place) -> Iterator[str]:
 def _held(plan: Mapping[str, Any], mesh: Mesh, place: Place) -> Iterator[tuple[str, str]]:
     """The elements that the rank holds of parameters that are cut; those of repeated calls under one name with `*`."""
     for name, entry in plan["parameters"].items():
-        layout = Layout.parse(entry["layout"])
+        layout, stack = Layout.parse(entry["layout"]), entry.get("stack")
+        if stack is not None:
+            name = stack["name"]
+            layout = replace(layout, dims=(*Layout.parse(stack["rows"]).dims, *layout.dims))
         if not any(mesh.axis(axis) > 1 for axis in layout.sharded_axes):
             continue
         if not {plan["places"][stage] for stage in entry["stages"]} & {place.coordinate.get(PIPELINE_AXIS, 0)}:

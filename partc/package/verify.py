@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError
+from partc.ir.layout import Layout, index_ranges
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.package.launch import (
     RunFailed,
@@ -227,10 +228,18 @@ def _holders(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> Iterator[tupl
     """The ranks that hold a parameter, with their coordinates."""
     mesh = Mesh.parse(plan["mesh"])
     places = {plan["places"][stage] for stage in entry["stages"]}
+    stack = entry.get("stack")
     for rank in range(mesh.size):
         coordinate = mesh.coordinate(rank)
-        if coordinate.get(PIPELINE_AXIS, 0) in places:
+        here = coordinate.get(PIPELINE_AXIS, 0) in places
+        if here and (stack is None or stack["row"] in _rows(stack["rows"], coordinate, mesh)):
             yield rank, coordinate
+
+
+def _rows(layout: str, coordinate: Mapping[str, int], mesh: Mesh) -> set[int]:
+    """The rows of a stack that the rank at a coordinate holds."""
+    (ranges,) = index_ranges(Layout.parse(layout), coordinate, mesh.sizes)
+    return {row for start, end in ranges for row in range(start, end)}
 
 
 class _Updates:

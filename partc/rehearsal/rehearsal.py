@@ -45,7 +45,7 @@ from partc.runtime.execution.executor import (
 )
 from partc.runtime.execution.parts import Parts
 from partc.runtime.execution.sums import Bucket, Sums
-from partc.runtime.layout import Dims, Shard
+from partc.runtime.layout import Dims, ModelView, Shard, cutting
 from partc.runtime.ops.accumulation import clear
 from partc.runtime.ops.row_gradients import RowGradient, TouchedRows
 from partc.runtime.optimizer.optimizer import attach_gradients
@@ -159,12 +159,14 @@ class _Rehearsal:
                     number: stage(comm, parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
                     for number, stage in classes.items()
                 }
-            attach_gradients(parameters, gradients)
+            own = ModelView(shards, program.mesh.sizes, comm.coordinate)
+            updated, trained = own.tensors(parameters), own.tensors(gradients)
+            attach_gradients(updated, trained)
             states: list[Owned] = []
-            for name in gradients:
+            for name in trained:
                 with ledger.making("optimizer", name):
-                    kept = self._states(name, shards[name])
-                    states.extend(ledger.holds(state.bytes(parameters[name])) for state in kept)
+                    kept = self._states(name, own.shards[name])
+                    states.extend(ledger.holds(state.bytes(updated[name])) for state in kept)
             with ledger.making("communication", "left out of compressed sums"):
                 for _, compressed in remembering(stages):
                     compressed.restore({kind: torch.empty(n, device=META) for kind, n in compressed.numbers.items()})
@@ -197,7 +199,7 @@ class _Rehearsal:
             else:
                 found = run_step(stages, comm, actions, batch, microbatches, told=told)
             comm.clock.entering("the update")
-            self._update(ledger, comm, {name: parameters[name] for name in gradients}, gradients, shards)
+            self._update(ledger, comm, {name: updated[name] for name in trained}, trained, own.shards)
             for stage in () if program.results else stages.values():
                 stage.refresh()
             del found
@@ -264,43 +266,44 @@ class _Rehearsal:
         few = program.mesh.size // sizes.get(PIPELINE_AXIS, 1) <= MOST_COUNTED
         key = place if few else self._composer.signature(place)
         if key not in self._hosts:
-            shards = self._shards(place)
-            trained = [name for name, shard in shards.items() if shard.trainable]
-            self._hosts[key] = _copied(
-                program, place, shards, {name: self._states(name, shards[name]) for name in trained}
-            )
+            self._hosts[key] = self._copied(place, self._shards(place))
         return self._hosts[key]
 
+    def _copied(self, place: int, shards: Mapping[str, Shard]) -> int:
+        """The bytes that a rank writes into a checkpoint: the most of all ranks at this place. Equal copies count once.
 
-def _copied(program: Program, place: int, shards: Mapping[str, Shard], kept: Mapping[str, Sequence[_State]]) -> int:
-    """The bytes that a rank writes into a checkpoint: the most of all ranks at this place. Equal copies count once.
-
-    On large meshes this is an upper bound: all that a rank holds.
-    """
-    sizes = program.mesh.sizes
-    ranks = [
-        sizes_of
-        for rank in range(program.mesh.size)
-        if (sizes_of := program.mesh.coordinate(rank)).get(PIPELINE_AXIS, 0) == place
-    ]
-    holders = {name: sorted({program.place(stage) for stage in stages}) for name, stages in program.holders().items()}
-    few = len(ranks) <= MOST_COUNTED
-    found = []
-    for coordinate in ranks if few else ranks[:1]:
-        total = 0
-        for name, shard in shards.items():
-            whole = [(name, shard.dims, shard.dtype.itemsize)]
-            for state in kept.get(name, ()):
-                cut = () if state.shape is not None else by_rows(shard).dims if state.rows else shard.dims
-                whole.append((f"{state.name}/{name}", cut, shard.dtype.itemsize if cut else state.size))
-            for tensor, dims, each in whole:
-                if not few or speaks(tensor, dims, sizes, coordinate, holders[name]):
-                    shape = (shard.holds or shard.shape) if dims == shard.dims else _whole(dims)
-                    total += each * sum(
-                        math.prod(piece.whole.sizes) for piece in pieces(dims, shape, sizes, coordinate)
-                    )
-        found.append(total)
-    return max(found)
+        On large meshes this is an upper bound: all that a rank holds.
+        """
+        program, sizes = self._program, self._program.mesh.sizes
+        ranks = [
+            sizes_of
+            for rank in range(program.mesh.size)
+            if (sizes_of := program.mesh.coordinate(rank)).get(PIPELINE_AXIS, 0) == place
+        ]
+        holders = {
+            each: sorted({program.place(stage) for stage in stages})
+            for item in program.parameters
+            if (stages := program.holders().get(item.name))
+            for each in item.names
+        }
+        few = len(ranks) <= MOST_COUNTED
+        found = []
+        for coordinate in ranks if few else ranks[:1]:
+            total = 0
+            for name, shard in ModelView(shards, sizes, coordinate).shards.items():
+                whole = [(name, shard.dims, shard.dtype.itemsize)]
+                for state in self._states(name, shard) if shard.trainable else ():
+                    cut = () if state.shape is not None else by_rows(shard).dims if state.rows else shard.dims
+                    whole.append((f"{state.name}/{name}", cut, shard.dtype.itemsize if cut else state.size))
+                for tensor, dims, each in whole:
+                    apart = cutting(dims) | {*shard.apart}
+                    if not few or speaks(tensor, apart, sizes, coordinate, holders[name]):
+                        shape = (shard.holds or shard.shape) if dims == shard.dims else _whole(dims)
+                        total += each * sum(
+                            math.prod(piece.whole.sizes) for piece in pieces(dims, shape, sizes, coordinate)
+                        )
+            found.append(total)
+        return max(found)
 
 
 def _whole(dims: Dims) -> tuple[int, ...]:

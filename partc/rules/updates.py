@@ -14,12 +14,17 @@ __all__ = ["DEFAULT", "UpdateRule", "dense", "updates"]
 
 def updates(program: Program, optimizer: str, group: Sequence[str]) -> Mapping[str, UpdateRule]:
     """The update of each parameter. Raises PartcError P0551."""
-    dims = {item.name: len(item.type.shape) for item in program.parameters}
     rates = {item.name: item.balance for item in program.parameters if item.balance}
     try:
-        return Recipe.of(optimizer, groups=group, balance=rates).all_settings(dims)
+        found = Recipe.of(optimizer, groups=group, balance=rates).all_settings(model_dims(program))
     except UsageError as error:
         raise PartcError(error.code, error.cause, help=error.help) from None
+    return {item.name: found[item.names[0]] for item in program.parameters}
+
+
+def model_dims(program: Program) -> dict[str, int]:
+    """The numbers of dimensions of the model's own parameters."""
+    return {name: len(item.type.shape) - item.stacked for item in program.parameters for name in item.names}
 
 
 def dense(name: str, rule: UpdateRule, why: str) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .place import stacked_names
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
@@ -40,6 +42,8 @@ class Shard:
     aliases: tuple[str, ...] = ()  # its other names in the model
     holds: tuple[int, ...] = ()  # the model's own shape, where zeros follow it
     sparse: bool = False  # its gradient has the rows that lookups read
+    stacked: bool = False  # its rows are parameters of the model, whose numbers take the place of `*` in its name
+    apart: tuple[str, ...] = ()  # of such a row: the axes whose other ranks have other rows
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,6 +61,17 @@ class Shard:
     def shape(self) -> tuple[int, ...]:
         """The whole tensor's shape."""
         return tuple(math.prod(size for size, _ in dim) for dim in self.dims)
+
+    @property
+    def cut(self) -> frozenset[str]:
+        """The axes whose other ranks have other elements."""
+        return cutting(self.dims) | frozenset(self.apart)
+
+    @property
+    def row(self) -> Shard:
+        """The shard of each row of a stack."""
+        type = f"{self.type.partition('[')[0]}[{written_dims(self.dims[1:])}]"
+        return replace(self, type=type, stacked=False, apart=tuple(sorted(cutting(self.dims[:1]))))
 
     def seam(self, sizes: Mapping[str, int]) -> tuple[int, int]:
         """The dimension along which gathered parts are joined, and its `outer` (see comm.Axis)."""
@@ -81,6 +96,50 @@ class Shard:
             padded[tuple(map(slice, self.holds))] = whole
             whole = padded
         return local_part(whole, self.dims, sizes, coordinate)
+
+
+class ModelView:
+    """A rank's parameters under the model's own names: the rows of a stack are parameters."""
+
+    def __init__(self, shards: Mapping[str, Shard], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> None:
+        self.shards: dict[str, Shard] = {}
+        self._names: dict[str, tuple[str, ...]] = {}
+        for name, shard in shards.items():
+            if shard.stacked:
+                every = stacked_names(name, shard.shape[0])
+                self._names[name] = tuple(every[row] for row in _rows_held(shard.dims[0], sizes, coordinate))
+            self.shards.update((each, shard.row if shard.stacked else shard) for each in self.names((name,)))
+
+    def names(self, names: Iterable[str]) -> Iterator[str]:
+        """The model's names of what this rank holds of a package's parameters."""
+        for name in names:
+            yield from self._names.get(name, (name,))
+
+    def tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors by the model's names: views of the rows of stacks."""
+        found: dict[str, Tensor] = {}
+        for name, x in tensors.items():
+            found |= zip(self._names[name], x.unbind(), strict=True) if name in self._names else {name: x}
+        return found
+
+    def joined(self, tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `tensors`, for rows that follow each other in memory; stacks have the shapes of `before`."""
+        found: dict[str, Tensor] = {}
+        for name, x in before.items():
+            names = self._names.get(name, (name,))
+            first = tensors[names[0]]
+            found[name] = first.as_strided(x.shape, x.stride()) if name in self._names else first
+        return found
+
+
+def _rows_held(dim: tuple[SubDim, ...], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> list[int]:
+    """The numbers of the rows that the rank at a coordinate holds."""
+    rows = [0]
+    for size, axes in dim:
+        count = size // _ways(axes, sizes)
+        first = count * _place(axes, sizes, coordinate)
+        rows = [size * row + index for row in rows for index in range(first, first + count)]
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +198,13 @@ def parse_dims(text: str) -> Dims:
     return tuple(tuple(_parse_subdim(factor) for factor in re.split(r"\s*[·*]\s*", part.strip())) for part in parts)
 
 
+def written_dims(dims: Dims) -> str:
+    """The text between the brackets that `parse_dims` reads."""
+    return ", ".join(
+        " · ".join(f"{size}@{','.join(axes)}" if axes else str(size) for size, axes in dim) for dim in dims
+    )
+
+
 def _parse_subdim(text: str) -> SubDim:
     size, _, axes = text.partition("@")
     return int(size), tuple(axes.split(",")) if axes else ()
@@ -156,6 +222,14 @@ def _ways(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
+def _place(axes: Sequence[str], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> int:
+    """The number of a rank among those of these axes."""
+    place = 0
+    for axis in axes:
+        place = place * sizes.get(axis, 1) + (coordinate.get(axis, 0) if sizes.get(axis, 1) > 1 else 0)
+    return place
+
+
 def local_part(whole: Tensor, dims: Dims, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
     """The part of `whole` at a coordinate. Axes that `sizes` leaves out cut nothing."""
     shape = tuple(math.prod(size for size, _ in dim) for dim in dims)
@@ -164,9 +238,7 @@ def local_part(whole: Tensor, dims: Dims, sizes: Mapping[str, int], coordinate: 
     factors = [factor for dim in dims for factor in dim]
     part = whole.reshape([size for size, _ in factors])
     for position, (size, axes) in enumerate(factors):
-        ways, index = _ways(axes, sizes), 0
-        for axis in axes:
-            index = index * sizes.get(axis, 1) + (coordinate.get(axis, 0) if sizes.get(axis, 1) > 1 else 0)
+        ways, index = _ways(axes, sizes), _place(axes, sizes, coordinate)
         if ways > 1:
             part = part.narrow(position, index * (size // ways), size // ways)
     return part.reshape([math.prod(size // _ways(axes, sizes) for size, axes in dim) for dim in dims])

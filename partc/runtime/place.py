@@ -17,6 +17,11 @@ def _imported(place: int) -> Any:
     return importlib.import_module(f"ranks.pp_{place}")
 
 
+def stacked_names(name: str, count: int) -> tuple[str, ...]:
+    """The names of parameters that are the rows of one: `experts.*.up` has the rows `experts.0.up`, `experts.1.up`."""
+    return tuple(name.replace("*", str(number)) for number in range(count))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """The facts that one rank needs about itself."""

@@ -58,6 +58,15 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStack:
+    """The parameter of the package of which a model's parameter is a row; `rows` is how these are cut."""
+
+    name: str
+    rows: Layout
+    row: Natural
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanParameter:
     """`shape` is the model's own, without the layout's padding.
 
@@ -73,6 +82,7 @@ class PlanParameter:
     stages: tuple[Natural, ...]
     aliases: Names
     balance: float = 0.0
+    stack: PlanStack | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..layout import Dims, SubDim, cutting
+from ..layout import Dims, SubDim
 from ..place import PIPELINE
 
 
@@ -148,14 +148,17 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 
 
 def speaks(
-    name: str, dims: Dims, sizes: Mapping[str, int], coordinate: Mapping[str, int], holders: Sequence[int]
+    name: str,
+    cut: Collection[str],
+    sizes: Mapping[str, int],
+    coordinate: Mapping[str, int],
+    holders: Sequence[int],
 ) -> bool:
     """Whether this rank writes the tensor, among all ranks with an equal copy.
 
-    `holders` are the pipeline ranks that have the tensor. Names are distributed over the copies, so that ranks write
-    similar amounts.
+    `cut` has the axes whose other ranks have other elements, `holders` the pipeline ranks that have the tensor. Names
+    are distributed over the copies, so that ranks write similar amounts.
     """
-    cut = cutting(dims)
     ways = [(PIPELINE, len(holders), holders.index(coordinate.get(PIPELINE, 0)))]
     ways += [(axis, size, coordinate[axis]) for axis, size in sizes.items() if axis not in (PIPELINE, *cut)]
     index = 0

@@ -143,7 +143,7 @@ class Saver:
 
     def _mine(self, name: str, held: Held) -> tuple[Piece, ...]:
         place, dims = self._place, held.shard.dims
-        if not speaks(name, dims, place.sizes, place.coordinate, held.holders):
+        if not speaks(name, held.shard.cut, place.sizes, place.coordinate, held.holders):
             return ()
         return pieces(dims, held.shape, place.sizes, place.coordinate)
 

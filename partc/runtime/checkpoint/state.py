@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm.compression import Remembers
-from ..layout import Shard, parse_mesh
+from ..layout import Shard, parse_mesh, written_dims
 from ..optimizer.optimizer import Optimizer
 from ..optimizer.update import LossScale
 from ..place import PIPELINE
@@ -37,7 +37,7 @@ def state(
         assert optimizer is not None
         uncut, rows = optimizer.uncut(name), optimizer.by_rows(name)
         for key, value in optimizer.kept(name).items():
-            cut = by_rows(shard) if key in rows else _uncut(value.shape) if key in uncut else shard
+            cut = by_rows(shard) if key in rows else _uncut(value.shape, shard.apart) if key in uncut else shard
             found[f"{key}/{name}"] = Held(cut, value, holders(plan, name))
     if scale is not None:
         found[LOSS_SCALE] = Held(Shard("f64[2]"), scale.state(), tuple(sorted(set(plan["places"]))))
@@ -129,13 +129,11 @@ def holders(plan: Mapping[str, Any], name: str) -> tuple[int, ...]:
 def by_rows(shard: Shard) -> Shard:
     """A tensor with one number for each row of a parameter, cut as the rows are."""
     dims = (shard.dims[0], *(((1, ()),) for _ in shard.dims[1:]))
-    text = ", ".join(
-        " · ".join(f"{size}@{','.join(axes)}" if axes else str(size) for size, axes in dim) for dim in dims
-    )
+    text = written_dims(dims)
     holds = (shard.holds[0], *(1 for _ in shard.holds[1:])) if shard.holds else ()
-    return Shard(f"{shard.type.partition('[')[0]}[{text}]", holds=holds)
+    return Shard(f"{shard.type.partition('[')[0]}[{text}]", holds=holds, apart=shard.apart)
 
 
-def _uncut(shape: Sequence[int]) -> Shard:
+def _uncut(shape: Sequence[int], apart: tuple[str, ...] = ()) -> Shard:
     """A tensor that every rank has whole."""
-    return Shard(f"f32{list(shape)}")
+    return Shard(f"f32{list(shape)}", apart=apart)

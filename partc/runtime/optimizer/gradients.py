@@ -27,6 +27,10 @@ class Gradients:
             for buffer in self._buffers:
                 buffer.div_(divisor)
 
+    @property
+    def names(self) -> Iterable[str]:
+        return self._named
+
     def squares(self, names: Iterable[str]) -> Tensor | float:
         """The sum of the squares of some gradients, in fp64."""
         norms = (_norm(self._named[name]) for name in names)

@@ -252,7 +252,6 @@ def _by_copies(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Iterato
     """Parameters by the number of ranks that hold the same part."""
     found: dict[int, list[str]] = {}
     for name, shard in shards.items():
-        cut = cutting(shard.dims)
-        equal = math.prod(size for axis, size in sizes.items() if axis not in cut and axis != "pp")
+        equal = math.prod(size for axis, size in sizes.items() if axis not in shard.cut and axis != "pp")
         found.setdefault(equal * max(1, len(shard.shared)), []).append(name)
     yield from found.items()

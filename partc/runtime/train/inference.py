@@ -168,7 +168,7 @@ def _write(job: Job, path: Path, found: Mapping[str, Tensor], rank: Rank, comm: 
         mine = {
             name: value
             for name, value in found.items()
-            if speaks(name, shards[name].dims, job.sizes, place, [plan[name]["place"]])
+            if speaks(name, shards[name].cut, job.sizes, place, [plan[name]["place"]])
         }
         if mine:
             with unfinished.open("r+b") as file:

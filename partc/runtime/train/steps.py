@@ -96,7 +96,7 @@ class Steps:
                 self._check(step, made, partial(self._batch, first, last))
         clock.entering("the update", "work")
         self._norm = self._measured()
-        recorded = {f"gradient/{name}": self.scaled.copy(name) for name in self.gradients} if self.job.record else {}
+        recorded = {f"gradient/{name}": self.scaled.copy(name) for name in self.scaled.names} if self.job.record else {}
         loads = self._loads() if self.job.measures and self.job.balance else None
         goes_on = self.update.begin(step, self._norm)
         if goes_on:

@@ -34,7 +34,7 @@ from ..device.garbage_collection import collected
 from ..device.host_memory import keep_freed_memory, peak_bytes
 from ..errors import UsageError, enough_memory, writing
 from ..execution.executor import Action, Slot, Stage, gradient_buffers, parse_schedule, told_by
-from ..layout import DTYPES, Shard, tokens_per_step
+from ..layout import DTYPES, ModelView, Shard, tokens_per_step
 from ..ops import attention_kernels
 from ..optimizer.update import LossScale, Rate, Update, updating, write_casts
 from ..place import PIPELINE, Place
@@ -280,41 +280,64 @@ def _materialise(
     job: Job, model_file: ModuleType, ranks: Sequence[Rank], device: torch.device, together: Together
 ) -> None:
     """Give every rank its shards of the initial parameters, or of a checkpoint's."""
-    held = [rank.shards for rank in ranks]
+    places = [_Places(rank, job.sizes, device) for rank in ranks]
     options = job.plan["options"]
     source = job.checkpoint
     if source is None and job.init is not None:
         source = given(job.init, job.plan, lru_cache(lambda: state_dtypes(model_file, options)), together)
     if source is not None:
-        for rank, shards in zip(ranks, held, strict=True):
-            for name, shard in shards.items():
+        for rank, place in zip(ranks, places, strict=True):
+            for name, shard in place.shards.items():
                 if name in source.tensors:
                     part = source.part(name, shard, job.sizes, rank.place.coordinate)
-                    rank.parameters[name] = part.to(device=device, dtype=shard.dtype)
+                    place.put(name, part.to(device=device, dtype=shard.dtype))
         source.close()
 
     def take(name: str, whole: Tensor) -> None:
-        for rank, shards in zip(ranks, held, strict=True):
-            shard = shards.get(name)
+        for rank, place in zip(ranks, places, strict=True):
+            shard = place.shards.get(name)
             if shard is not None:
                 part = shard.local(whole, job.sizes, rank.place.coordinate)
-                rank.parameters[name] = part.to(device=device, dtype=shard.dtype, copy=True).contiguous()
+                place.put(name, part.to(device=device, dtype=shard.dtype, copy=True).contiguous())
 
-    wanted = {name for rank, shards in zip(ranks, held, strict=True) for name in shards if name not in rank.parameters}
+    wanted = {name for place in places for name in place.missing}
     if not wanted:
         return
     parameters = job.plan["parameters"].values()
     size = sum(math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize for entry in parameters)
     say = _say if ranks[0].number == 0 else (lambda line: None)
     initialise(model_file, options, job.seed, wanted, take, size=size, say=say)
-    for rank, shards in zip(ranks, held, strict=True):
-        missing = [name for name in shards if name not in rank.parameters]
-        if missing:
+    for place in places:
+        if place.missing:
             raise UsageError(
                 "P0502",
-                f"model.py makes no parameter {missing[0]!r}, which the plan has",
+                f"model.py makes no parameter {next(iter(place.missing))!r}, which the plan has",
                 "compile again: model.py or its options have changed since",
             )
+
+
+class _Places:
+    """The places of a rank's parameters by the model's own names; rows of stacks are in one tensor."""
+
+    def __init__(self, rank: Rank, sizes: Mapping[str, int], device: torch.device) -> None:
+        stacks = {
+            name: torch.empty(shard.local_shape(sizes), dtype=shard.dtype, device=device)
+            for name, shard in rank.shards.items()
+            if shard.stacked
+        }
+        own = ModelView(rank.shards, sizes, rank.place.coordinate)
+        self.shards = own.shards
+        self.missing = dict.fromkeys(self.shards)
+        self._rows = own.tensors(stacks)
+        self._parameters = rank.parameters
+        rank.parameters.update(stacks)
+
+    def put(self, name: str, part: Tensor) -> None:
+        if name in self._rows:
+            self._rows[name].copy_(part)
+        else:
+            self._parameters[name] = part
+        del self.missing[name]
 
 
 def _train(
@@ -351,18 +374,21 @@ def _train(
     rank.done = job.start
     with torch.no_grad(), recording(job.cuda_graphs, device) as graph, told(), ExitStack() as stack:
         gradients, buffers = gradient_buffers(rank.shards, rank.parameters, compiled=rank.compiled)
+        own = ModelView(rank.shards, job.sizes, rank.place.coordinate)
+        parameters, trained = own.tensors(rank.parameters), own.tensors(gradients)
         optimizer, scaled = updating(
             job.recipe.all_settings(job.dims),
-            rank.parameters,
-            gradients,
-            buffers,
+            parameters,
+            trained,
+            {tuple(own.names(names)): buffer for names, buffer in buffers.items()},
             rank.kernels,
-            shards=rank.shards,
+            shards=own.shards,
             comm=comm,
             sizes=job.sizes,
             lr=job.lr,
             graphs=job.cuda_graphs,
         )
+        rank.parameters.update(own.joined(parameters, rank.parameters))
         stages: dict[int, Stage] = {
             number: stage(comm, rank.parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
             for number, stage in rank.stage_classes.items()
@@ -370,8 +396,8 @@ def _train(
         if optimizer is not None:
             write_casts(optimizer, stages.values())
         scale = LossScale() if job.plan["precision"] == "fp16" else None
-        held = {name: (shard, rank.parameters[name]) for name, shard in rank.shards.items()}
-        optimized = {name: held[name] for name in gradients}
+        held = {name: (shard, parameters[name]) for name, shard in own.shards.items()}
+        optimized = {name: held[name] for name in trained}
         if job.checkpoint is not None:
             if optimizer is not None:
                 restore_optimizer(optimizer, optimized, job.checkpoint, job.sizes, rank.place.coordinate)
@@ -393,7 +419,7 @@ def _train(
         update = Update(
             optimizer,
             scaled,
-            {name: rank.shards[name] for name in gradients if name not in job.balance},
+            {name: own.shards[name] for name in trained if name not in job.balance},
             comm,
             job.sizes,
             Rate(base=job.lr, warmup=job.warmup, decline=job.lr_schedule, least=job.min_lr, steps=job.steps),
@@ -463,7 +489,7 @@ def _train(
             collect(step + 1)
             measuring = time.perf_counter() - begun
             if job.record:
-                recorded = done.recorded | {f"parameter/{name}": x for name, x in rank.parameters.items()}
+                recorded = done.recorded | {f"parameter/{name}": x for name, x in parameters.items()}
                 with writing(job.record, rank.number):
                     job.record.mkdir(parents=True, exist_ok=True)
                     save_tensors(job.record / f"step_{step + 1:04d}_rank_{rank.number:03d}.safetensors", recorded)

@@ -1,0 +1,144 @@
+"""Parameters that are only read side by side become the rows of one parameter.
+
+    param experts.0.up.weight: f32[24, 16]
+    param experts.1.up.weight: f32[24, 16]                  param experts.*.up.weight: f32[2, 24, 16]
+    one     = reshape(experts.0.up.weight, (1, 24, 16))
+    other   = reshape(experts.1.up.weight, (1, 24, 16))  ->
+    stacked = cat((one, other), 0)
+    y       = expert_matmul(rows, chosen, stacked)          y = expert_matmul(rows, chosen, experts.*.up.weight)
+
+Experts that are modules of their own are read like this. The rows of one parameter can be cut over ranks, and no step
+copies them. Optimizers, checkpoints and plan.json have the model's own parameters: `Parameter.names`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from partc import fuel
+from partc.ir.layout import Layout
+from partc.ir.program import Op, Parameter, Program, Region, TensorType, Value
+from partc.runtime.place import stacked_names
+
+
+def stack(program: Program) -> Program:
+    """Stack the parameters of every region whose calls allow it."""
+    for name in [region.name for region in program.regions]:
+        for found in tuple(_found(program.region(name))):
+            stacks = _stacks(program, program.region(name), found)
+            if stacks is not None and fuel.allowed("parameters stacked"):
+                program = _stacked(program, name, found, stacks)
+    return program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Parameters of a region that are read side by side: their names, and that of the stack."""
+
+    rows: tuple[str, ...]
+    name: str
+    type: TensorType
+    result: str
+    dropped: frozenset[str]  # results of the operations that join the rows
+
+
+def _found(region: Region) -> Iterator[_Rows]:
+    params = {value.name: value.type for value in region.params}
+    makers, readers = region.forward.makers(), region.forward.readers()
+    for op in region.forward.ops:
+        if op.name != "cat" or op.args[1] != 0:
+            continue
+        parts = [*op.refs()]
+        rows = [_row(name, makers.get(name), params) for name in parts]
+        names = [name for name in rows if name is not None]
+        alone = all(len(readers[name]) == 1 for name in (*names, *parts))
+        outside = {*parts, *names}.isdisjoint(region.forward.outputs)
+        name = _name(names)
+        if len(names) == len(parts) == len({*names}) and alone and outside and name is not None:
+            dropped = frozenset((*parts, op.result.name))
+            yield _Rows(rows=tuple(names), name=name, type=op.result.type, result=op.result.name, dropped=dropped)
+
+
+def _row(name: str, maker: Op | None, params: dict[str, TensorType]) -> str | None:
+    """The parameter that a value has as its only row."""
+    if maker is None or maker.name != "reshape":
+        return None
+    (source,) = maker.refs()
+    row = source in params and maker.result.type.shape == (1, *params[source].shape)
+    return source if row else None
+
+
+def _name(names: Sequence[str]) -> str | None:
+    """The name in which `*` stands for the numbers 0, 1, … of these names."""
+    first = names[0] if len(names) > 1 else ""
+    for place, letter in enumerate(first if "*" not in first else ""):
+        name = f"{first[:place]}*{first[place + 1 :]}"
+        if letter == "0" and stacked_names(name, len(names)) == tuple(names):
+            return name
+    return None
+
+
+def _stacks(program: Program, region: Region, found: _Rows) -> dict[str, tuple[str, ...]] | None:
+    """For each call, its parameters in the order of the rows, by the name of their stack. None if a call has others."""
+    reads = Counter(name for call in program.calls for name in call.params)
+    parameters = {item.name: item for item in program.parameters}
+    updated = {buffer for buffer, _ in program.updates}
+    at = [[value.name for value in region.params].index(name) for name in found.rows]
+    stacks: dict[str, tuple[str, ...]] = {}
+    for call in program.calls:
+        if call.region != region.name:
+            continue
+        names = tuple(call.params[index] for index in at)
+        name, items = _name(names), [parameters[each] for each in names]
+        alike = len({replace(item, name="") for item in items}) == 1
+        plain = not (items[0].aliases or items[0].sparse or items[0].holds)
+        if name is None or name in parameters or not alike or not plain or not updated.isdisjoint(names):
+            return None
+        if any(reads[each] > 1 for each in names):
+            return None
+        stacks[name] = names
+    return stacks
+
+
+def _stacked(program: Program, region: str, found: _Rows, stacks: dict[str, tuple[str, ...]]) -> Program:
+    first = {names[0]: name for name, names in stacks.items()}
+    rows = {each for names in stacks.values() for each in names}
+
+    def joined(item: Parameter) -> Parameter:
+        shape = (len(stacks[first[item.name]]), *item.type.shape)
+        return replace(
+            item, name=first[item.name], type=replace(item.type, layout=Layout.replicated(shape)), stacked=True
+        )
+
+    return replace(
+        program,
+        parameters=tuple(
+            joined(item) if item.name in first else item
+            for item in program.parameters
+            if item.name not in rows or item.name in first
+        ),
+        calls=tuple(
+            replace(
+                call, params=tuple(first.get(name, name) for name in call.params if name in first or name not in rows)
+            )
+            for call in program.calls
+        ),
+        regions=tuple(_with_stack(each, found) if each.name == region else each for each in program.regions),
+    )
+
+
+def _with_stack(region: Region, found: _Rows) -> Region:
+    params = tuple(
+        Value(name=found.name, type=found.type) if value.name == found.rows[0] else value
+        for value in region.params
+        if value.name not in found.rows[1:]
+    )
+    names = {found.result: found.name}
+    ops = tuple(
+        replace(op.renamed(names), results=op.results)
+        for op in region.forward.ops
+        if not (op.results and op.results[0].name in found.dropped)
+    )
+    return replace(region, params=params, forward=replace(region.forward, ops=ops))

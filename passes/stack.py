@@ -34,7 +34,7 @@ def stack(program: Program) -> Program:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
+class _SideBySide:
     """Parameters of a region that are read side by side: their names, and that of the stack."""
 
     rows: tuple[str, ...]
@@ -44,7 +44,7 @@ class _Rows:
     dropped: frozenset[str]  # results of the operations that join the rows
 
 
-def _found(region: Region) -> Iterator[_Rows]:
+def _found(region: Region) -> Iterator[_SideBySide]:
     params = {value.name: value.type for value in region.params}
     makers, readers = region.forward.makers(), region.forward.readers()
     for op in region.forward.ops:
@@ -58,7 +58,7 @@ def _found(region: Region) -> Iterator[_Rows]:
         name = _name(names)
         if len(names) == len(parts) == len({*names}) and alone and outside and name is not None:
             dropped = frozenset((*parts, op.result.name))
-            yield _Rows(rows=tuple(names), name=name, type=op.result.type, result=op.result.name, dropped=dropped)
+            yield _SideBySide(rows=tuple(names), name=name, type=op.result.type, result=op.result.name, dropped=dropped)
 
 
 def _row(name: str, maker: Op | None, params: dict[str, TensorType]) -> str | None:
@@ -80,7 +80,7 @@ def _name(names: Sequence[str]) -> str | None:
     return None
 
 
-def _stacks(program: Program, region: Region, found: _Rows) -> dict[str, tuple[str, ...]] | None:
+def _stacks(program: Program, region: Region, found: _SideBySide) -> dict[str, tuple[str, ...]] | None:
     """For each call, its parameters in the order of the rows, by the name of their stack. None if a call has others."""
     reads = Counter(name for call in program.calls for name in call.params)
     parameters = {item.name: item for item in program.parameters}
@@ -102,7 +102,7 @@ def _stacks(program: Program, region: Region, found: _Rows) -> dict[str, tuple[s
     return stacks
 
 
-def _stacked(program: Program, region: str, found: _Rows, stacks: dict[str, tuple[str, ...]]) -> Program:
+def _stacked(program: Program, region: str, found: _SideBySide, stacks: dict[str, tuple[str, ...]]) -> Program:
     first = {names[0]: name for name, names in stacks.items()}
     rows = {each for names in stacks.values() for each in names}
 
@@ -129,7 +129,7 @@ def _stacked(program: Program, region: str, found: _Rows, stacks: dict[str, tupl
     )
 
 
-def _with_stack(region: Region, found: _Rows) -> Region:
+def _with_stack(region: Region, found: _SideBySide) -> Region:
     params = tuple(
         Value(name=found.name, type=found.type) if value.name == found.rows[0] else value
         for value in region.params

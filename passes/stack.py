@@ -93,7 +93,7 @@ def _stacks(program: Program, region: Region, found: _SideBySide) -> dict[str, t
         names = tuple(call.params[index] for index in at)
         name, items = _name(names), [parameters[each] for each in names]
         alike = len({replace(item, name="") for item in items}) == 1
-        plain = not (items[0].aliases or items[0].sparse or items[0].holds)
+        plain = not (items[0].aliases or items[0].sparse or items[0].holds or items[0].balance)
         if name is None or name in parameters or not alike or not plain or not updated.isdisjoint(names):
             return None
         if any(reads[each] > 1 for each in names):

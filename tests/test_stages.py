@@ -12,7 +12,7 @@ import partc
 from partc.errors import PartcError
 from partc.package.verify import verify
 from partc.passes.stages import balanced
-from tests.models import running_centre, written_views
+from tests.models import cumulative_norms, running_centre, written_views
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -43,6 +43,13 @@ def test_stages_do_not_cut_between_uses_of_a_changing_buffer() -> None:
     with pytest.raises(PartcError) as error:
         partc.compile(running_centre.__file__, mesh="pp=4", microbatches=4)
     assert error.value.code == "P0403" and "share a buffer" in str(error.value.help)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
+def test_norms_average_statistics_over_all_batches(mesh: str, tmp_path: Path) -> None:
+    made = partc.compile(cumulative_norms.__file__, mesh=mesh, precision="fp64", microbatches=2)
+    found = verify(made.write(tmp_path / "build"), steps=3, virtual=True)
+    assert found.ok, str(found.worst)
 
 
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from partc.cli import main
+from partc.cluster.cluster import preset
 from partc.compilation.plan import ParallelPlan, read
+from partc.compilation.simulation import Simulator
+from partc.cost.calibration import calibration
 from partc.errors import PartcError
 from partc.ir.mesh import Mesh
+from partc.planner.planning import Planner, Request
+from partc.planner.search import Played
 from partc.planner.space import Space, divisors, fixed
 from tests.enumeration import case, compared
 
@@ -154,3 +160,26 @@ def test_the_plan_compiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 def test_refusals(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: str) -> None:
     found = document(capsys, *arguments)
     assert (found["exit"], found["error"]["code"] if "error" in found else found.get("code")) == (2, code)
+
+
+@pytest.fixture(scope="module")
+def small() -> Planner:
+    cluster = preset("2x4xH100-80GB")
+    options = {"batch": 16, "size": "1b", "depth": 2, "seq": 512}
+    limit = cluster.device.memory
+    return Planner(Request(model=GPT, cluster=cluster, ranks=8, limit=limit, options=options, fixed={"cp": ("1",)}))
+
+
+def test_tables_agree_with_the_simulation_of_each_plan(small: Planner) -> None:
+    """A plan alone is simulated with regions of its own, and its bound stays close below that."""
+    plans = random.Random(5).sample(list(small.space.plans()), 8)
+    simulator = Simulator(GPT, small.request.cluster, calibration(small.request.cluster))
+    ratios = []
+    for plan in plans:
+        bound, exact = small.bounds.of(plan), simulator.predict(plan)
+        assert Played(plan=plan, bound=bound, prediction=small.predicted(plan)).holds
+        assert bound.seconds <= 1.01 * exact.step_seconds
+        assert bound.bytes == pytest.approx(exact.memory_bytes, rel=0.01)
+        ratios.append(exact.step_seconds / bound.seconds)
+    assert sorted(ratios)[len(ratios) // 2] < 1.1
+    assert max(ratios) < 1.6

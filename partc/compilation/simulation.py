@@ -124,11 +124,11 @@ class Simulator:
     def differentiated(self, plan: ParallelPlan) -> tuple[_Key, Program]:
         """The plan's program before recomputation and stages, and what its regions depend on. Raises PartcError.
 
-        Its regions are those of plans that cut the batch in space and in time, whose axes may have size 1 here.
+        Its regions are those of plans that cut the batch in space and in time, whose axes may have size 1, and its own
+        mesh is one of these.
         """
         options = plan.on(self.cluster).compile_options()
-        key, whole = self._whole(plan, options, separate=False, everywhere=True)
-        return key, replace(whole, mesh=_with_batch_axis(options.mesh), microbatches=options.microbatches)
+        return self._whole(plan, options, separate=False, everywhere=True)
 
     def _whole(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
@@ -167,7 +167,7 @@ class Simulator:
             widths = (*widths, len(stages))
         shape: _Key = (*widths, axis_order(cut.sizes))
         laid = self._once(("annotate", *shape), lambda: _until("annotate", apart(calls), "outline", given))
-        mesh = _with_batch_axis(mesh) if everywhere else mesh
+        mesh = with_batch_axis(mesh) if everywhere else mesh
         tabled = _only(("tables",), ready(laid), given)
         cuts: dict[str, Cut] = {}
         if tabled.regions != laid.regions:  # tables cut by rows change their regions
@@ -189,9 +189,10 @@ class Simulator:
         return shape, self._once(("chunk", *shape), differentiated)
 
     def _program(self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False) -> Program:
+        everywhere = everywhere and options.budget is None  # a budget depends on the sizes of local batches
         shape, whole = self._whole(plan, options, separate=separate, everywhere=everywhere)
         given, stages = options.for_passes, options.places
-        mesh = _with_batch_axis(options.mesh) if everywhere else options.mesh
+        mesh = with_batch_axis(options.mesh) if everywhere else options.mesh
 
         def ready(program: Program) -> Program:
             return replace(program, mesh=mesh, microbatches=options.microbatches)
@@ -199,12 +200,16 @@ class Simulator:
         kept: _Key = (*shape, options.recompute)
         if options.budget is not None:
             kept = (*kept, mesh, options.microbatches, options.schedule, options.virtual_stages)
-        staged = self._once(
-            ("stages", *shape, mesh.axis(PIPELINE_AXIS), stages), lambda: _only(("stages",), ready(whole), given)
-        )
-        key = ("overlap", *kept, mesh.axis(PIPELINE_AXIS), stages, options.zero >= 2, options.split_backward)
-        fused = self._once(key, lambda: _only(("recompute", "split", "bias", "fuse", "overlap"), ready(staged), given))
-        parted = _only(("zero",), ready(fused), given)
+        cut = _everywhere(ready(whole)) if everywhere else ready(whole)
+        piped: _Key = (mesh.axis(PIPELINE_AXIS), stages, everywhere)
+        staged = self._once(("stages", *shape, *piped), lambda: _only(("stages",), cut, given))
+        key = ("overlap", *kept, *piped, options.zero >= 2, options.split_backward)
+
+        def fused() -> Program:
+            sized = replace(staged, mesh=cut.mesh, microbatches=cut.microbatches)
+            return _only(("recompute", "split", "bias", "fuse", "overlap"), sized, given)
+
+        parted = _only(("zero",), ready(self._once(key, fused)), given)
         return _only(("bucket", "schedule", "actions", "prefetch"), parted, given)
 
     def _once(self, key: _Key, make: Any) -> Any:
@@ -231,7 +236,7 @@ def _holds_alike(axis: str) -> bool:
 
 def _everywhere(program: Program) -> Program:
     """The program on a mesh that cuts the batch in two in space and in time, if the batch divides so."""
-    axes = _with_batch_axis(program.mesh).axes
+    axes = with_batch_axis(program.mesh).axes
     mesh = Mesh(axes=tuple((name, 2 if name == BATCH_AXIS else size) for name, size in axes))
     found = replace(program, mesh=mesh, microbatches=2)
     try:
@@ -241,7 +246,8 @@ def _everywhere(program: Program) -> Program:
     return found
 
 
-def _with_batch_axis(mesh: Mesh) -> Mesh:
+def with_batch_axis(mesh: Mesh) -> Mesh:
+    """A mesh with dp, which may have size 1."""
     return mesh if BATCH_AXIS in mesh.names else Mesh(axes=((BATCH_AXIS, 1), *mesh.axes))
 
 

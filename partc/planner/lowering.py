@@ -49,13 +49,15 @@ class RegionBodies:
             return None
         return self._numbers.setdefault(key, len(self._numbers)), program
 
-    def lowered(self, plan: ParallelPlan, body: RegionBody, program: Program, *, halves: bool) -> Program:
+    def lowered(self, plan: ParallelPlan, body: RegionBody, *, halves: bool) -> Program:
         """The finished program of a body, with whole backward passes or with halves."""
         key = body, halves
         if key not in self._lowered:
             options = plan.on(self.simulator.cluster).compile_options().for_passes
             known = {**options, "halves": halves, "budget": None}
-            done = program
+            found = self.shared(plan)
+            assert found is not None
+            done = found[1]
             for name in ("recompute", "split", "bias", "fuse", "overlap"):
                 done = passes.alone(name, done, known)
             self._lowered[key] = done

@@ -185,7 +185,7 @@ class Planner:
             base=base,
         )
         self.estimates = Estimates.of(annotated, self.bounds, self.simulator.rates, self.simulator.rates.host)
-        self._hopes: dict[ParallelPlan, tuple[bool, float]] = {}
+        self._hopes: dict[tuple[object, ...], tuple[bool, float]] = {}
         self._predictions: dict[ParallelPlan, Prediction | Failure] = {}
 
     def _starts(self) -> Iterator[ParallelPlan]:
@@ -210,10 +210,12 @@ class Planner:
 
     def _hope(self, plan: ParallelPlan) -> tuple[bool, float]:
         """The measure by which plans are tried: those that probably fit, by their estimated seconds."""
-        if plan not in self._hopes:
+        decided = plan.microbatches, plan.schedule, plan.virtual_stages, plan.level, plan.recompute, plan.loss_chunks
+        key: tuple[object, ...] = (*sizes_of(plan).values(), *decided)  # orders of the axes are taken as equal
+        if key not in self._hopes:
             over = self.estimates.bytes(plan) > self.request.limit
-            self._hopes[plan] = over, self.estimates.seconds(plan)
-        return self._hopes[plan]
+            self._hopes[key] = over, self.estimates.seconds(plan)
+        return self._hopes[key]
 
     def _fits(self, prediction: Prediction) -> bool:
         return prediction.memory_bytes <= self.request.limit
@@ -246,6 +248,7 @@ class Planner:
             limit=request.limit,
             starts=self._starts(),
             near=self._near,
+            hope=self._hope,
             max_seconds=request.max_seconds if max_seconds is None else max_seconds,
             on_played=on_played,
         )

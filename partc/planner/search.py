@@ -17,6 +17,7 @@ from partc.compilation.plan import ParallelPlan
 from partc.planner.bounds import Bound, Bounds
 
 _STARTING, _CLIMBING = 0.3, 0.5  # shares of the time, at whose ends starts and their neighbours are no longer tried
+_AGAIN = 0.05  # the share of the time after which the most promising plan is simulated out of turn
 _ROUNDING = 1e-9  # of seconds added up in different orders
 
 
@@ -104,9 +105,9 @@ class Outcome:
 @dataclass(order=True, slots=True)
 class _Waiting:
     seconds: float
-    bytes: int
-    index: int
+    index: tuple[bool, float, int]
     plan: ParallelPlan = field(compare=False)
+    bound: Bound = field(compare=False)
     tighter: tuple[Callable[[ParallelPlan, Bound], Bound], ...] = field(compare=False)  # further bounds, in order
 
 
@@ -118,16 +119,18 @@ def search(
     limit: int,
     starts: Iterable[ParallelPlan] = (),
     near: Callable[[ParallelPlan], Iterable[ParallelPlan]] = lambda plan: (),
+    hope: Callable[[ParallelPlan], tuple[bool, float]] = lambda plan: (False, 0.0),
     max_seconds: float | None = None,
     on_played: Callable[[Played], None] = lambda played: None,
 ) -> Outcome:
     """The quickest of the plans that hold at most `limit` bytes.
 
     `starts` are tried first, then plans `near` the best one, as long as they are quicker. With `max_seconds`, this
-    takes half of the time at most.
+    takes half of the time at most. Of plans with equal bounds, those with the least `hope` come first.
     """
     start = time.perf_counter()
     queue: list[_Waiting] = []
+    bounded: list[_Waiting] = []  # those whose bounds are all known
     count = too_large = 0
     closest: tuple[ParallelPlan, Bound] | None = None
     fitting: list[Played] = []
@@ -135,11 +138,17 @@ def search(
     best = float("inf")
 
     def wait(
-        plan: ParallelPlan, bound: Bound, index: int, tighter: tuple[Callable[[ParallelPlan, Bound], Bound], ...]
+        plan: ParallelPlan,
+        bound: Bound,
+        index: tuple[bool, float, int],
+        tighter: tuple[Callable[[ParallelPlan, Bound], Bound], ...],
     ) -> None:
         nonlocal too_large, closest
         if bound.bytes <= limit:
-            heapq.heappush(queue, _Waiting(bound.seconds, bound.bytes, index, plan, tighter))
+            waiting = _Waiting(bound.seconds, index, plan, bound, tighter)
+            heapq.heappush(queue, waiting)
+            if not tighter:
+                heapq.heappush(bounded, waiting)
             return
         too_large += 1
         if closest is None or bound.bytes < closest[1].bytes:
@@ -182,21 +191,24 @@ def search(
         middle = min(fitting, key=lambda played: played.seconds).plan
         better = any(not late(_CLIMBING) and first(plan) for plan in near(middle))
     for plan in plans:
-        wait(plan, bounds.simple(plan), count, tighten)
+        wait(plan, bounds.simple(plan), (*hope(plan), count), tighten)
         count += 1
-    timed_out = False
+    timed_out, share = False, _CLIMBING
     while queue and best > queue[0].seconds:
         if late(1.0):
             timed_out = True
             break
+        if bounded and late(share):
+            share += _AGAIN
+            promising = heapq.heappop(bounded)
+            if promising.plan not in known and promising.seconds < best:
+                play(promising.plan, promising.bound)
         head = heapq.heappop(queue)
-        bound = Bound(seconds=head.seconds, bytes=head.bytes)
         if head.tighter:
             following, *rest = head.tighter
-            wait(head.plan, following(head.plan, bound), head.index, tuple(rest))
-            continue
-        if head.plan not in known:
-            play(head.plan, bound)
+            wait(head.plan, following(head.plan, head.bound), head.index, tuple(rest))
+        elif head.plan not in known:
+            play(head.plan, head.bound)
     fitting.sort(key=lambda played: (played.seconds, played.bytes))
     return Outcome(
         fitting=tuple(fitting),

@@ -20,11 +20,12 @@ from partc import passes
 from partc.cluster.cluster import Cluster, span
 from partc.communication.exchanges import Bucket, Exchanges, Levels
 from partc.compilation.plan import ParallelPlan
+from partc.compilation.simulation import with_batch_axis
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
 from partc.cost.rates import Rates
 from partc.ir.gradients import input_only
-from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS, Mesh
+from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS
 from partc.ir.program import Call, GraphKind, Parameter, Program, Region
 from partc.passes.split import worthwhile
 from partc.passes.stages import balanced, call_work
@@ -117,7 +118,7 @@ class BodySource(Protocol):
     def shared(self, plan: ParallelPlan) -> tuple[RegionBody, Program] | None:
         """The plan's program before recomputation and stages; None if tables do not hold for the plan."""
 
-    def lowered(self, plan: ParallelPlan, body: RegionBody, program: Program, *, halves: bool) -> Program:
+    def lowered(self, plan: ParallelPlan, body: RegionBody, *, halves: bool) -> Program:
         """The finished program of a body, with whole backward passes or with halves."""
 
 
@@ -171,9 +172,8 @@ class Tables:
         body, program = found
         key = (*own, body.number)
         if key not in known:
-            mesh = mesh_of(plan.mesh)
-            lacking = (item for item in program.mesh.axes if item[0] not in mesh.names)
-            known[key] = make(plan, body, replace(program, mesh=Mesh(axes=(*lacking, *mesh.axes))))
+            sized = replace(program, mesh=with_batch_axis(mesh_of(plan.mesh)), microbatches=plan.microbatches)
+            known[key] = make(plan, body, sized)
         return known[key]
 
     def collective(self, plan: ParallelPlan, op: str, axes: tuple[str, ...], size: int) -> float:
@@ -245,7 +245,7 @@ class Tables:
         halves: bool,
     ) -> Mapping[str, _Cost]:
         """The cost of each region; regions share those of other meshes whose links and local shapes are equal."""
-        found = self.bodies.lowered(plan, body, program, halves=halves)
+        found = self.bodies.lowered(plan, body, halves=halves)
         lowered = replace(found, mesh=program.mesh, microbatches=program.microbatches)
         if (body, halves) not in self._axes:
             self._axes[body, halves] = {region.name: frozenset(_axes(region)) for region in lowered.regions}

@@ -12,7 +12,7 @@ from partc.compilation.options import Options
 from partc.compilation.phase_notes import coupled
 from partc.errors import PartcError
 from partc.frontend.trace import Batches
-from partc.ir.mesh import TENSOR_AXIS
+from partc.ir.mesh import is_tensor_axis
 from partc.ir.program import Parameter, Program
 from partc.passes.tables import table_cut
 from partc.rules.layout_check import Verifier
@@ -103,8 +103,8 @@ def _finished(traced: Program, training: Program, options: Options) -> Program:
 def _pin(parameter: Parameter) -> Pin:
     """The parameter's placement over tp, as a pin; rows that a table's cut adds are not there yet."""
     dims = tuple(
-        tuple((sub.size, tuple(axis for axis in sub.axes if axis == TENSOR_AXIS)) for sub in dim)
-        if any(TENSOR_AXIS in sub.axes for sub in dim)
+        tuple((sub.size, tuple(filter(is_tensor_axis, sub.axes))) for sub in dim)
+        if any(is_tensor_axis(axis) for sub in dim for axis in sub.axes)
         else ((None, ()),)
         for dim in parameter.type.layout.dims
     )

@@ -17,7 +17,8 @@ EXPERT_AXIS = "ep"  # cuts experts, and the batch outside them
 TIME_AXIS = "mb"  # microbatches: the batch's axis in time, never part of a mesh
 
 _DEFAULT_NAMES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp")}
-_KNOWN = (PIPELINE_AXIS, BATCH_AXIS, EXPERT_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
+AXES = (PIPELINE_AXIS, BATCH_AXIS, EXPERT_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
+_CUT = (BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS)  # axes that come in pieces, too
 
 MOST_RANKS = 2**20  # every rank has a module of its own
 
@@ -60,11 +61,11 @@ class Mesh:
     def _checked(cls, axes: tuple[tuple[str, int], ...], spec: str) -> Mesh:
         names = [name for name, _ in axes]
         for name, size in axes:
-            if name not in _KNOWN and not re.fullmatch(rf"{BATCH_AXIS}_[a-z0-9]+", name):
+            if name not in AXES and not re.fullmatch(rf"({'|'.join(_CUT)})_[a-z0-9]+(_{EXPERT_AXIS})?", name):
                 raise PartcError(
                     "P0103",
                     f"mesh {spec!r} names an unknown axis {name!r}",
-                    help=f"the axes are {', '.join(_KNOWN)}, and parts of the batch's: dp_out, dp_in",
+                    help=f"the axes are {', '.join(AXES)}, and pieces of {', '.join(_CUT)}: dp_out, dp_in",
                 )
             if size < 1:
                 raise PartcError(
@@ -150,41 +151,46 @@ class Mesh:
         return Mesh._checked(tuple(reversed(axes)), str(self))
 
     def with_experts(self, spec: str) -> tuple[Mesh, tuple[str, ...]]:
-        """The mesh with experts cut over a part of its ranks, and the axes that they are: `ep=4@dp`, `ep=8@dp,cp`.
+        """The mesh with experts cut over a part of its ranks, and the axes that they are: `ep=4@dp`, `ep=4@dp=2,tp=2`.
 
-        The axis cp is taken whole. The ranks of ep are neighbours along the axis that they are taken from: `ep=4@dp` of
-        dp=8 is dp=2,ep=4. `ep,cp` names whole axes. Raises PartcError P0106.
+        Of axes without a number, the last ones of the mesh give as many ranks as divide, and the others the rest. The
+        ranks that an axis gives are neighbours along it: `ep=4@dp` of dp=8 is dp=2,ep=4, and `ep=2@tp` of tp=4 is
+        tp=2,tp_ep=2. `ep,cp` names whole axes. Raises PartcError P0106.
         """
-        match = re.fullmatch(r"(?:ep=([0-9]{1,7})@)?([a-z_0-9]+(?:,[a-z_0-9]+)*)", spec.strip())
-        if not match:
-            raise _experts(spec, "does not parse", "write the number of ranks and their axes: ep=4@dp, ep=8@dp,cp")
-        names = tuple(match[2].split(","))
+        axis = "[a-z_0-9]+"
+        match = re.fullmatch(rf"(?:ep=([0-9]{{1,7}})@)?({axis}(?:=[0-9]{{1,7}})?(?:,{axis}(?:=[0-9]{{1,7}})?)*)", spec.strip())
+        if not match or (match[1] is None and "=" in match[2]):
+            raise _experts(spec, "does not parse", "write the number of ranks and their axes: ep=4@dp, ep=4@dp=2,tp=2")
+        taken = {name: int(size or 0) for name, _, size in (part.partition("=") for part in match[2].split(","))}
+        possible = ", ".join(name for name in self.names if name != PIPELINE_AXIS) or "none"
+        for name in taken:
+            if name not in self.names or name == PIPELINE_AXIS:
+                raise _experts(spec, f"takes ranks of {name!r}, which cuts no rows", f"{self} has {possible}")
+        if len(taken) < match[2].count(",") + 1:
+            raise _experts(spec, "names an axis twice", f"{self} has {possible}, each to be named once")
         if match[1] is None:
-            for name in names:
-                if name not in self.names or name not in (EXPERT_AXIS, CONTEXT_AXIS):
-                    raise _experts(spec, f"names {name!r}, which is not ep or cp of {self}", "write ep=4@dp, or ep,cp")
-            return self, tuple(name for name in names if self.axis(name) > 1)
-        ways, whole = int(match[1]), (CONTEXT_AXIS,) if CONTEXT_AXIS in names else ()
+            return self, tuple(name for name in self.names if name in taken and self.axis(name) > 1)
+        ways = int(match[1])
         if EXPERT_AXIS in self.names:
             raise _experts(spec, f"comes on top of ep={self.axis(EXPERT_AXIS)} in the mesh", "leave one of them out")
-        for name in names:
-            if name not in self.names or not (is_batch_axis(name) or name == CONTEXT_AXIS) or names.count(name) > 1:
-                axes = ", ".join(filter(holds_weights_whole, self.names)) or "none"
-                cause = f"takes ranks of {name!r}, which is no axis of the batch or the sequence"
-                raise _experts(spec, cause, f"{self} has {axes}, each to be named once")
-        given = tuple(name for name in names if name not in whole)
-        if len(given) > 1:
-            raise _experts(spec, "takes ranks of two axes of the batch", f"name one of {', '.join(given)}")
-        over = self.axis(CONTEXT_AXIS) if whole else 1
-        left = ways // over
-        if ways < 1 or ways % over or (left > 1 and not given) or any(self.axis(name) % left for name in given):
-            sizes = " x ".join(f"{name}={self.axis(name)}" for name in names)
-            raise _experts(spec, f"does not divide {sizes}", "give a divisor of the axis's size; cp is taken whole")
-        if left == 1:
-            return self, whole
-        parts = ((given[0], self.axis(given[0]) // left), (EXPERT_AXIS, left))
-        cut = tuple(part for axis in self.axes for part in (parts if axis[0] == given[0] else (axis,)))
-        return Mesh(cut), (EXPERT_AXIS, *whole)
+        left = ways // max(1, math.prod(filter(None, taken.values())))
+        for name in (name for name in reversed(self.names) if taken.get(name) == 0):
+            taken[name] = math.gcd(left, self.axis(name))
+            left //= taken[name]
+        if math.prod(taken.values()) != ways or not ways or any(self.axis(name) % taken[name] for name in taken):
+            sizes = " x ".join(f"{name}={self.axis(name)}" for name in taken)
+            raise _experts(spec, f"does not divide {sizes}", "give a divisor of the axes' sizes")
+        axes: list[tuple[str, int]] = []
+        over: list[str] = []
+        for name, size in self.axes:
+            part = taken.get(name, 1)
+            whole = part == size and not is_batch_axis(name)
+            piece = name if whole else f"{name}_{EXPERT_AXIS}"
+            if is_batch_axis(name) and part > 1 and EXPERT_AXIS not in over:
+                piece = EXPERT_AXIS
+            axes += [(name, size)] if part == 1 or whole else [(name, size // part), (piece, part)]
+            over += [piece] * (part > 1)
+        return Mesh._checked(tuple(axes), spec), tuple(over)
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
@@ -199,12 +205,21 @@ def holds_weights_whole(name: str) -> bool:
     """Whether the ranks along an axis hold equal weights, unless ZeRO cuts them: dp, its pieces, cp, and ep where there
     are no experts.
     """
-    return is_batch_axis(name) or name == CONTEXT_AXIS
+    return is_batch_axis(name) or _is_piece(name, CONTEXT_AXIS)
+
+
+def is_tensor_axis(name: str) -> bool:
+    """Whether the ranks along an axis hold different parts of weights: tp, or a piece of it."""
+    return _is_piece(name, TENSOR_AXIS)
+
+
+def _is_piece(name: str, axis: str) -> bool:
+    return name == axis or name.startswith(f"{axis}_")
 
 
 def is_batch_axis(name: str) -> bool:
     """Whether the ranks along an axis hold different examples: dp, or a piece of it (dp_in, or ep)."""
-    return name in (BATCH_AXIS, EXPERT_AXIS) or name.startswith(f"{BATCH_AXIS}_")
+    return name == EXPERT_AXIS or _is_piece(name, BATCH_AXIS)
 
 
 def _experts(spec: str, cause: str, help: str) -> PartcError:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from partc.errors import PartcError
 from partc.ir.layout import Placement, Replicated, Shard
-from partc.ir.mesh import CONTEXT_AXIS, TENSOR_AXIS, is_batch_axis
+from partc.ir.mesh import AXES, PIPELINE_AXIS, TENSOR_AXIS, is_tensor_axis
 from partc.ir.program import Program, TensorType
 
 _FORMS = ("ring", "gathered")
@@ -45,14 +45,14 @@ class Pin:
         for dim, entries in enumerate(self.dims):
             outer = 1
             for size, axes in entries:
-                if axis in axes:
+                if axis in axes or (TENSOR_AXIS in axes and is_tensor_axis(axis)):
                     found = Shard(dim, outer)
                 outer *= size or 1
         return found
 
     def decides(self, axis: str) -> bool:
         """Whether the pin restricts placements on this axis: tp always, another axis if the pin names it."""
-        return axis == TENSOR_AXIS or any(axis in axes for entries in self.dims for _, axes in entries)
+        return is_tensor_axis(axis) or any(axis in axes for entries in self.dims for _, axes in entries)
 
     def misfit(self, type: TensorType) -> str | None:
         """The reason why a tensor of this type cannot have the pin's layout; None if it can."""
@@ -76,11 +76,11 @@ def check_pins(program: Program, pins: Sequence[Pin]) -> None:
     for pin in pins:
         axes = [axis for entries in pin.dims for _, found in entries for axis in found]
         for axis in axes:
-            if axis not in (TENSOR_AXIS, CONTEXT_AXIS) and not is_batch_axis(axis):
+            if axis == PIPELINE_AXIS or (axis not in program.sizes and axis not in AXES):
                 raise PartcError(
                     "P0302",
                     f"--shard {pin.pattern}={pin.text} cuts over {axis!r}",
-                    help="a pin places over tp and cp, and an embedding table over dp, too",
+                    help="a pin places over tp and cp, experts over ep, and an embedding table over dp, too",
                 )
             if axes.count(axis) > 1:
                 raise PartcError(
@@ -122,7 +122,7 @@ def _dims(layout: str) -> Iterator[tuple[Entry, ...]]:
     for part in match.group(1).split(", "):
         entries: list[Entry] = []
         for sub in re.split(r"\s*[·*]\s*", part.strip()):
-            piece = re.fullmatch(r"([1-9][0-9]{0,17}|_)?(?:@([a-z]+(?:,[a-z]+)*))?", sub)
+            piece = re.fullmatch(r"([1-9][0-9]{0,17}|_)?(?:@([a-z][a-z0-9_]*(?:,[a-z][a-z0-9_]*)*))?", sub)
             if not piece or not sub:
                 raise PartcError(
                     "P0301", f"layout {layout!r} of --shard does not parse at {sub!r}", help="write sizes, _ or *"

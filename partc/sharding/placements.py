@@ -11,7 +11,7 @@ from partc.errors import PartcError
 from partc.ir.gradients import gradient_inputs, input_only, reached, trainable_params
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, holds_weights_whole, is_batch_axis
-from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Choice, Op, Program, Region, TensorType
+from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Choice, Graph, Op, Program, Region, TensorType
 from partc.rules import RING, Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts
 from partc.rules.rule import argument
 from partc.rules.tried import rule_of
@@ -92,6 +92,7 @@ class _PlacementProgram:
         self.states: dict[Hashable, dict[Placement, None]] = {}
         self.crossing: dict[Hashable, tuple[TensorType, bool]] = {}
         self.multiplied: set[Hashable] = set()
+        self.travelled: set[Hashable] = set()  # weights of experts, to whose ranks rows will travel over this axis
         self.looked_up: set[Hashable] = set()
         self.pins_met: set[str] = set()
 
@@ -129,8 +130,10 @@ class _PlacementProgram:
         owners = {name: self._cross(slot, types[name], name in live) for name, slot in slots.items()}
         readers: dict[str, list[tuple[Hashable, int]]] = {}
         made: dict[str, tuple[Node, int]] = {}
+        experts = expert_weights(graph, types) if self.by_rows else frozenset()
+        self.travelled.update(owners[name] for name in experts if name in owners)
         for index, op in enumerate(graph.ops):
-            node = self._operation(region, index, op, types, live, cuts)
+            node = self._operation(region, index, op, types, live, cuts, experts)
             self.nodes.append(node)
             made.update((value.name, (node, output)) for output, value in enumerate(op.results))
             for position, name in enumerate(op.refs()):
@@ -163,6 +166,7 @@ class _PlacementProgram:
         types: Mapping[str, TensorType],
         live: set[str],
         cuts: Cuts,
+        experts: frozenset[str],
     ) -> Node:
         rule = rule_of(op, types)
         repeated: list[Choice | None] = [None]
@@ -177,8 +181,19 @@ class _PlacementProgram:
             }
             every = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
             spread = [choice for choice in every if (choice.factor, choice.outer) not in batch or choice.factor is None]
-        if self.by_rows and op.name == "expert_matmul":
-            repeated, spread = [], [choice for choice in spread if choice.factor == "s"]
+        if not experts.isdisjoint(value.name for value in op.results):
+            spread = ()
+        elif rule is not None and not experts.isdisjoint(op.refs()):
+            rows = {name for dims in rule.results for name in dims[0][-1:]}
+            repeated, spread = [], [choice for choice in spread if choice.factor in rows]
+            if not spread:
+                raise PartcError(
+                    "P0107",
+                    f"{self.axis} cannot cut the experts of {region.name}: their {op.result.type.shape[0]} rows do not "
+                    f"divide over the {self.n} ranks of {self.axis}",
+                    help="use a batch or a sequence that divides, or fewer ranks for experts",
+                    source=op.source,
+                )
         alternatives: dict[tuple[Hashable, ...], Alternative] = {}
         for choice in (*repeated, *spread):
             found = self._alternative(region, op, rule, choice, types, live)
@@ -315,8 +330,7 @@ class _PlacementProgram:
             self._cross(("value", name), self.program.value_types()[name], False)
         scalars = (name for name in self.program.returned if not self.program.value_types()[name].shape)
         whole = {self.owners["value", name] for name in (*self.program.inputs, *scalars)}
-        if holds_weights_whole(self.axis):
-            whole |= set(weights)
+        whole |= set(weights) if holds_weights_whole(self.axis) else self.travelled
         unsummed = {*weights, *(self.owners["value", name] for name in self.program.returned)}
         for owner, (type, _) in self.crossing.items():
             allowed = list(self.states[owner])
@@ -334,7 +348,7 @@ class _PlacementProgram:
                 for state in allowed
                 if self._fits(type, state)
             ]
-            for name in names.get(owner, ()):
+            for name in names.get(owner, ()) if owner not in self.travelled else ():
                 alternatives = self._pinned(name, type, alternatives, lambda choice: choice.makes[0])
             self.nodes.append(Node(name=owner, alternatives=tuple(alternatives)))
 
@@ -372,6 +386,26 @@ class _PlacementProgram:
                     )
                 found = left
         return found
+
+
+def expert_weights(graph: Graph, types: Mapping[str, TensorType]) -> frozenset[str]:
+    """The weights of products and lookups by expert, and the values that they are views of."""
+    products = [op for op in graph.ops if op.name == "expert_matmul"]
+    chosen = {[*op.refs()][-2]: types[[*op.refs()][-1]].shape[0] for op in products}
+    lookups = [
+        op
+        for op in graph.ops
+        if op.name == "index" and (refs := [*op.refs()])[1:] and types[refs[0]].shape[0] == chosen.get(refs[1])
+    ]
+    makers = graph.makers()
+    wanted = [*([*op.refs()][-1] for op in products), *(next(op.refs()) for op in lookups)]
+    found: set[str] = set()
+    while wanted:
+        name = wanted.pop()
+        if name not in found:
+            found.add(name)
+            wanted += makers[name].refs() if name in makers else ()
+    return frozenset(found)
 
 
 def _hiding(flops: float) -> float:

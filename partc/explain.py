@@ -61,8 +61,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0103": CodeExplanation(
         "an unknown axis",
         "The axes are pp (pipeline stages), dp (the batch), ep (the experts, and the batch outside them), cp "
-        "(sequences) and tp (the tensors inside an operation), in any order. The ranks of the last axis are "
-        "neighbours.",
+        "(sequences) and tp (the tensors inside an operation), in any order, and pieces of dp, cp and tp: tp_out, "
+        "tp_in. The ranks of the last axis are neighbours.",
     ),
     "P0104": CodeExplanation(
         "an invalid axis size",
@@ -77,8 +77,9 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0106": CodeExplanation(
         "experts over ranks that the mesh does not have",
         "`--experts ep=4@dp` cuts experts over 4 neighbours along dp: `--mesh dp=8 --experts ep=4@dp` is "
-        "`--mesh dp=2,ep=4`. The axis is one of the batch's, and its size is a multiple. `ep=8@dp,cp` takes all ranks "
-        "of cp and as many of dp as are missing; `ep,cp` names axes of the mesh that experts are cut over.",
+        "`--mesh dp=2,ep=4`. `ep=2@tp` takes them from tp. `ep=8@dp,cp` takes as many ranks of the last axis of the "
+        "mesh as divide, and of the others those that are missing; `ep=4@dp=2,tp=2` says how many of each. `ep,cp` "
+        "names axes of the mesh that experts are cut over.",
     ),
     "P0107": CodeExplanation(
         "experts that the axis ep cannot cut",

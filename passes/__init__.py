@@ -196,7 +196,7 @@ PIPELINE: tuple[Pass, ...] = (
         requires=("layouts",),
         ensures=("experts",),
         after=("tables",),
-        options=("expert_axes",),
+        options=("expert_axes", "pins"),
     ),
     Pass(
         name="partition",

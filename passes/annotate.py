@@ -150,7 +150,9 @@ class Explanation:
     others: tuple[Option, ...]
 
 
-def explain(program: Program, name: str, *, pins: Sequence[Pin] = ()) -> tuple[Explanation, ...]:
+def explain(
+    program: Program, name: str, *, pins: Sequence[Pin] = (), expert_axes: tuple[str, ...] = ()
+) -> tuple[Explanation, ...]:
     """The placement of a parameter, a program value or a `region.value` on cp and tp, with alternatives.
 
     `program` is as annotate takes it. Each alternative is solved anew with the placement forced; its cost is the
@@ -158,7 +160,7 @@ def explain(program: Program, name: str, *, pins: Sequence[Pin] = ()) -> tuple[E
     """
     found = []
     for axis in placed_axes(program.sizes):
-        places = build(program, axis, pins)
+        places = build(program, axis, pins, by_rows=axis in expert_axes)
         deciders = places.deciders(name)
         if deciders is None:
             raise PartcError(

@@ -17,30 +17,48 @@ them, so that sums over a token's experts do not depend on ep.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.errors import PartcError
 from partc.ir.layout import Layout, SubDim
 from partc.ir.naming import unique
-from partc.ir.program import RANDOM, Choice, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.program import RANDOM, Choice, Op, Parameter, Program, Ref, Region, TensorType, Value
 from partc.rules import OpRule, resolve
 from partc.rules.rule import argument, integers
 from partc.sharding.choices import axis_order, choice_on, layouts
+from partc.sharding.pins import Pin
 
 _PRODUCT, _LOOKUP = "expert_matmul", "expert_rows"
 _GROUPS, _ROWS = "g", "s"  # factors of its rule
 
 
-def experts(program: Program, *, expert_axes: tuple[str, ...] = ()) -> Program:
-    """Cut all experts. Raises PartcError P0107 where there are none, or where some cannot be cut.
+def experts(program: Program, *, expert_axes: tuple[str, ...] = (), pins: Sequence[Pin] = ()) -> Program:
+    """Cut all experts. Raises PartcError P0107 where there are none, or where some cannot be cut, and P0302.
 
     Over several axes, rows travel over one after the other.
     """
+    given = program
     axes = [axis for axis in axis_order(program.sizes) if axis in expert_axes]
     for number, axis in enumerate(axes):
         program = _cut(program, axis, frozenset(axes[:number]))
+    for before, after in zip(given.parameters, program.parameters, strict=True):
+        if before.type != after.type:
+            _check_pins(after, axes, pins)
     return program
+
+
+def _check_pins(weight: Parameter, axes: Sequence[str], pins: Sequence[Pin]) -> None:
+    """Check that pins on a weight of experts which name their axes cut it by experts. Raises PartcError P0302."""
+    for pin in pins:
+        named = {axis for entries in pin.dims for _, found in entries for axis in found}
+        for axis in named.intersection(axes) if pin.matches(weight.name) else ():
+            if pin.placement(axis) != weight.type.layout.placement(axis):
+                raise PartcError(
+                    "P0302",
+                    f"--shard pins {weight.name} {weight.type.shape} to {pin.text}, and {axis} cuts it by experts",
+                    help=f"write @{axis} at its first dimension, or take {axis} out of --experts",
+                )
 
 
 def _cut(program: Program, axis: str, earlier: frozenset[str]) -> Program:

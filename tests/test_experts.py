@@ -35,6 +35,12 @@ EXPERTS = ("up", "down", "up_bias", "down_bias")
         ("pp=2,dp=4,cp=2,tp=2", "ep=8@dp,cp", "pp=2,dp=1,ep=4,cp=2,tp=2", ("ep", "cp")),
         ("dp=4,cp=2", "ep=2@cp", "dp=4,cp=2", ("cp",)),
         ("dp=2,ep=2,cp=2", "ep,cp", "dp=2,ep=2,cp=2", ("ep", "cp")),
+        ("dp=2,tp=4", "ep=2@tp", "dp=2,tp=2,tp_ep=2", ("tp_ep",)),
+        ("dp=2,tp=4", "ep=4@tp", "dp=2,tp=4", ("tp",)),
+        ("dp=4,tp=4", "ep=4@dp=2,tp=2", "dp=2,ep=2,tp=2,tp_ep=2", ("ep", "tp_ep")),
+        ("cp=4,dp=2", "ep=2@cp", "cp=2,cp_ep=2,dp=2", ("cp_ep",)),
+        ("dp_out=4,dp_in=4", "ep=4@dp_out=2,dp_in=2", "dp_out=2,ep=2,dp_in=2,dp_in_ep=2", ("ep", "dp_in_ep")),
+        ("tp_out=2,tp_in=2", "tp_in", "tp_out=2,tp_in=2", ("tp_in",)),
     ],
 )
 def test_experts_take_neighbours_of_an_axis(mesh: str, spec: str, found: str, axes: tuple[str, ...]) -> None:
@@ -48,14 +54,16 @@ def test_experts_take_neighbours_of_an_axis(mesh: str, spec: str, found: str, ax
     ("mesh", "spec", "cause"),
     [
         ("dp=8", "4@dp", "does not parse"),
-        ("dp=8", "ep", "not ep or cp of dp=8"),
+        ("dp=8", "ep", "'ep', which cuts no rows"),
+        ("pp=2,dp=2", "ep=2@pp", "'pp', which cuts no rows"),
+        ("dp=8", "ep=4@dp=2", "does not divide dp=8"),
+        ("dp=4,tp=2", "ep=8@dp=3,tp=2", "does not divide dp=4 x tp=2"),
+        ("dp=4", "ep=4@dp,dp", "an axis twice"),
         ("dp=2,cp=4", "ep=6@dp,cp", "does not divide dp=2 x cp=4"),
         ("dp=2,cp=4", "ep=8@cp", "does not divide cp=4"),
-        ("dp_out=2,dp_in=2", "ep=2@dp_out,dp_in", "two axes of the batch"),
         ("dp=8", "ep=3@dp", "does not divide dp=8"),
         ("dp=8", "ep=0@dp", "does not divide dp=8"),
-        ("dp=4,tp=2", "ep=2@tp", "no axis of the batch"),
-        ("dp=4", "ep=2@dp_in", "no axis of the batch"),
+        ("dp=4", "ep=2@dp_in", "'dp_in', which cuts no rows"),
         ("dp=4,ep=2", "ep=2@dp", "on top of ep=2"),
     ],
 )
@@ -78,6 +86,11 @@ def test_experts_over_other_ranks_are_refused(mesh: str, spec: str, cause: str) 
         ("dp_out=2,ep=2,dp_in=2", {"zero": "3@dp_in", "microbatches": 2}),
         ("dp=2,cp=2", {"experts": "ep=4@dp,cp", "zero": 2, "microbatches": 2}),
         ("tp=2,cp=2,dp=2", {"experts": "ep=2@cp", "zero": 3, "recompute": "full"}),
+        ("dp=2,tp=2", {"experts": "ep=2@tp", "zero": 1}),
+        ("pp=2,tp=4", {"experts": "ep=2@tp", "microbatches": 2, "recompute": "full"}),
+        ("dp=2,tp=4", {"experts": "ep=4@dp=2,tp=2", "zero": 3, "microbatches": 2}),
+        pytest.param("cp=4", {"experts": "ep=2@cp", "zero": 2}, marks=pytest.mark.slow),
+        pytest.param("dp_out=2,dp_in=2", {"experts": "ep=4@dp_out,dp_in"}, marks=pytest.mark.slow),
     ],
 )
 def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_path: Path) -> None:
@@ -261,6 +274,14 @@ def test_experts_that_cannot_be_cut_are_refused(model: Any, cause: str) -> None:
     with pytest.raises(PartcError, match=cause) as caught:
         partc.compile(model, {"x": torch.randn(8, 6)}, mesh="ep=2", precision="fp64")
     assert caught.value.code == "P0107"
+
+
+def test_pins_reach_experts() -> None:
+    how: dict[str, Any] = {"mesh": "dp=2,tp=2", "experts": "ep=4@dp,tp", "precision": "fp64"}
+    partc.compile(MOE, **how, shard=["*.up=[@ep,tp, _, _]"])
+    with pytest.raises(PartcError, match="ep cuts it by experts") as caught:
+        partc.compile(MOE, **how, shard=["*.up=[_, @ep, _]"])
+    assert caught.value.code == "P0302"
 
 
 @pytest.mark.sampled

@@ -131,7 +131,7 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         click.option(
             "--experts",
             metavar="ep=N@AXES",
-            help="experts are cut over N neighbours of an axis of the batch, and over cp: ep=4@dp, ep=8@dp,cp",
+            help="experts are cut over N neighbours along dp, cp or tp: ep=4@dp, ep=8@dp,cp, ep=4@dp=2,tp=2",
         ),
         click.option("-D", "definitions", metavar="NAME=VALUE", multiple=True, help="an option of the model file"),
         click.option("--batch", type=int, help="the same as -D batch=..., for hf: models"),

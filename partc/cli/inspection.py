@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,8 +71,10 @@ def explained(done: Compilation, name: str) -> str:
     """The chosen layout of a value or weight, and the additional cost of every alternative."""
     from partc.passes.annotate import explain
 
-    found = explain(done.after("batch"), name, pins=done.options.pins)
-    table = _table(done, name)
+    stacks = {each: item.name for item in done.after("stack").parameters for each in item.names}
+    name = stacks.get(name, name)
+    found = explain(done.after("batch"), name, pins=done.options.pins, expert_axes=done.options.expert_axes)
+    table = _table(done, name) or _experts(done, name)
     if table and not found:
         return table
     if not found:
@@ -86,6 +89,33 @@ def explained(done: Compilation, name: str) -> str:
         blocks.append("\n".join(lines))
     blocks += [table] * bool(table)
     return "\n\n".join(blocks)
+
+
+def _experts(done: Compilation, name: str) -> str:
+    """The experts of a rank, and the bytes of rows that travel to them; empty for other weights."""
+    from partc.communication.descriptions import moved_bytes
+    from partc.ir.printer import readable
+
+    program, axes = done.after("experts"), done.options.expert_axes
+    item = next((item for item in program.parameters if item.name == name), None)
+    if item is None or not item.type.layout.dims:
+        return ""
+    over = [axis for axis in axes if axis in item.type.layout.dims[0][0].axes]
+    calls = [call for call in program.calls if name in call.params]
+    regions = [program.region(call.region) for call in calls]
+    moves = [op for region in regions for op in region.forward.ops if op.name == "dispatch"]
+    if not over or not moves:
+        return ""
+    sent = {
+        axis: sum(moved_bytes(op, region.types(region.forward), program.sizes)
+                  for region in regions for op in region.forward.ops
+                  if op.name == "dispatch" and dict(op.attrs)["axis"] == axis)
+        for axis in over
+    }  # fmt: skip
+    count, every = item.type.shape[0], math.prod(program.sizes[axis] for axis in over)
+    lines = [f"{name} is {item.type}: a rank has {count // every} of {count} experts, as --experts and ep say"]
+    lines += [f"  rows come over {axis}: {readable(size)} in each microbatch" for axis, size in sent.items()]
+    return "\n".join(lines)
 
 
 def _table(done: Compilation, name: str) -> str:

@@ -137,7 +137,7 @@ class Mesh:
         stride = 1
         for name, size in reversed(self.axes):
             here, stride = count // stride, stride * size
-            if not 1 < here < size or not is_batch_axis(name) or name == EXPERT_AXIS:
+            if not 1 < here < size or not is_batch_axis(name) or name.endswith(EXPERT_AXIS):
                 axes.append((name, size))
                 continue
             if size % here:
@@ -157,8 +157,8 @@ class Mesh:
         ranks that an axis gives are neighbours along it: `ep=4@dp` of dp=8 is dp=2,ep=4, and `ep=2@tp` of tp=4 is
         tp=2,tp_ep=2. `ep,cp` names whole axes. Raises PartcError P0106.
         """
-        axis = "[a-z_0-9]+"
-        match = re.fullmatch(rf"(?:ep=([0-9]{{1,7}})@)?({axis}(?:=[0-9]{{1,7}})?(?:,{axis}(?:=[0-9]{{1,7}})?)*)", spec.strip())
+        axis = "[a-z_0-9]+(?:=[0-9]{1,7})?"
+        match = re.fullmatch(rf"(?:ep=([0-9]{{1,7}})@)?({axis}(?:,{axis})*)", spec.strip())
         if not match or (match[1] is None and "=" in match[2]):
             raise _experts(spec, "does not parse", "write the number of ranks and their axes: ep=4@dp, ep=4@dp=2,tp=2")
         taken = {name: int(size or 0) for name, _, size in (part.partition("=") for part in match[2].split(","))}

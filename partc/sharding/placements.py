@@ -174,10 +174,10 @@ class _PlacementProgram:
             repeated.append(Choice(axis=self.axis, factor=None))
         spread: Sequence[Choice] = ()
         if rule is not None and region.name not in self.pure:
-            batch = {  # dimensions that the batch axes cut are excluded
+            batch = {  # dimensions that the batch axes cut are excluded, but for rows that travel on
                 (choice.factor, choice.outer)
                 for choice in op.choices
-                if choice.axis == TIME_AXIS or is_batch_axis(choice.axis)
+                if not experts and (choice.axis == TIME_AXIS or is_batch_axis(choice.axis))
             }
             every = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
             spread = [choice for choice in every if (choice.factor, choice.outer) not in batch or choice.factor is None]

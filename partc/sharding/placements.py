@@ -348,7 +348,10 @@ class _PlacementProgram:
                 for state in allowed
                 if self._fits(type, state)
             ]
-            for name in names.get(owner, ()) if owner not in self.travelled else ():
+            for name in names.get(owner, ()):
+                if owner in self.travelled:  # the pass that cuts experts checks pins
+                    self.pins_met.update(pin.pattern for pin, _ in self.pins if pin.matches(name))
+                    continue
                 alternatives = self._pinned(name, type, alternatives, lambda choice: choice.makes[0])
             self.nodes.append(Node(name=owner, alternatives=tuple(alternatives)))
 

@@ -46,6 +46,7 @@ from partc.rules.rule import OpRule
 from partc.rules.updates import DEFAULT, UpdateRule, dense, updates
 from partc.sharding.choices import axis_order, choice_on, layouts, placed_axes
 from partc.sharding.pins import Pin
+from partc.sharding.placements import expert_weights
 from partc.sharding.reshard import plan
 
 _ROWS, _COLUMNS = "v", "d"  # the factors of lookups' rule
@@ -249,6 +250,12 @@ class _Tables:
                 if alone and ops and all(self._looks_up(op, value, axes) for op in ops):
                     self.lookups[region.name, value.name] = [self._with_bag(region, op, axes) for op in ops]
                     self.axes[region.name, value.name] = axes
+
+    @cached_property
+    def experts(self) -> frozenset[Slot]:
+        """The weights of products by expert."""
+        found = ((each.name, expert_weights(each.forward, self.types[each.name])) for each in self.program.regions)
+        return frozenset((region, weight) for region, weights in found for weight in weights)
 
     @cached_property
     def forced(self) -> bool:
@@ -477,6 +484,8 @@ class _Tables:
         if not self.pins:
             return []
         over = {axis for axis, size in self.sizes.items() if size > 1} - {*placed_axes(self.sizes)}
+        if not self.experts.isdisjoint(self.slots[name]):  # the pass that cuts them checks these pins
+            over -= {*self.program.mesh.expert_axes}
         return [
             pin
             for pin in self.pins

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from partc.errors import PartcError
 from partc.ir.layout import Placement, Replicated, Shard
-from partc.ir.mesh import AXES, PIPELINE_AXIS, TENSOR_AXIS, is_tensor_axis
+from partc.ir.mesh import AXES, PIPELINE_AXIS, TENSOR_AXIS, is_batch_axis, is_tensor_axis
 from partc.ir.program import Program, TensorType
 
 _FORMS = ("ring", "gathered")
@@ -76,7 +76,8 @@ def check_pins(program: Program, pins: Sequence[Pin]) -> None:
     for pin in pins:
         axes = [axis for entries in pin.dims for _, found in entries for axis in found]
         for axis in axes:
-            if axis == PIPELINE_AXIS or (axis not in program.sizes and axis not in AXES):
+            known = axis in AXES or axis in program.mesh.sizes or is_batch_axis(axis)
+            if axis == PIPELINE_AXIS or not known:
                 raise PartcError(
                     "P0302",
                     f"--shard {pin.pattern}={pin.text} cuts over {axis!r}",

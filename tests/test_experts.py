@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import partc
+from partc.cli import main
 from partc.communication.descriptions import moved_bytes
 from partc.errors import InternalError, PartcError
 from partc.ir.mesh import Mesh
@@ -282,6 +283,15 @@ def test_pins_reach_experts() -> None:
     with pytest.raises(PartcError, match="ep cuts it by experts") as caught:
         partc.compile(MOE, **how, shard=["*.up=[_, @ep, _]"])
     assert caught.value.code == "P0302"
+
+
+def test_explanations_tell_where_experts_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """32 rows of 16 numbers of 8 bytes leave a rank, of which half stay."""
+    how = ["--mesh", "dp=2,tp=2", "--experts", "ep=4@dp,tp", "--precision", "fp64"]
+    assert main(["inspect", str(LOOPS), *how, "--explain", "mixtures.0.experts.1.up.weight"]) == 0
+    found = capsys.readouterr().out.splitlines()
+    assert "mixtures.0.experts.*.up.weight is f64[4@ep,tp, 24, 16]: a rank has 1 of 4 experts" in found[3]
+    assert found[4:] == [f"  rows come over {axis}: 2.0 KiB in each microbatch" for axis in ("ep", "tp")]
 
 
 @pytest.mark.sampled

@@ -15,7 +15,7 @@ from partc.ir.program import Program
 if TYPE_CHECKING:
     from partc.api import Compilation
 
-EXPLAINED = "annotate"  # the pass whose layouts are explained; tables starts from its program
+EXPLAINED = "experts"  # the last pass whose layouts are explained
 
 
 def last_pass(*, after: str | None, name: str | None, html: Path | None) -> str | None:

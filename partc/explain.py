@@ -689,6 +689,17 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "`partc cluster measure` starts processes of this Python on this machine, which meet over gloo. One of them "
         "failed, or they took longer than five minutes: try fewer processes.",
     ),
+    "P0808": CodeExplanation(
+        "--failures cannot be read",
+        "`partc simulate --failures` takes mtbf (hours between two failures of one device), and in seconds checkpoint, "
+        "restart and interval, such as mtbf=50000,checkpoint=60,restart=600. Those left out have defaults.",
+    ),
+    "P0809": CodeExplanation(
+        "measured runs cannot be read",
+        "`partc cluster fit` reads files with one JSON object a line: the --metrics of a package, which lies beside "
+        "the file as a folder of the same name, or plans as `partc simulate` reads them, each with its model and the "
+        "seconds of its measured step (step_seconds).",
+    ),
     "P0811": CodeExplanation(
         "--fix names no decision, or a value that it cannot have",
         "--fix 'tp=4|8,zero=1' restricts what `partc plan` tries. The decisions are the sizes of pp, dp, cp and tp, "

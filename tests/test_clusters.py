@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from partc.cli import main
 from partc.cluster.cluster import preset, span
 from partc.cluster.files import cluster_of
 from partc.compilation.plan import ParallelPlan
-from partc.compilation.simulation import Simulator, prediction, states_of
+from partc.compilation.simulation import Simulator, prediction, predictions, states_of
 from partc.cost.action_timeline import Segment, TimelineBuilder
-from partc.cost.calibration import Calibration, calibration
+from partc.cost.calibration import Calibration, calibration, read
 from partc.cost.collectives import MEETING, Network
+from partc.cost.failures import Failures
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
 from partc.cost.rates import ClusterRates, product_sizes, tile_share
@@ -29,6 +31,7 @@ from partc.rules import resolve
 
 GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
 CLICKS = Path(__file__).parent / "benchmarks" / "clicks.py"
+MODEL = str(Path(__file__).parent / "models" / "gpt.py")
 PLANS: tuple[dict[str, Any], ...] = (
     {"mesh": "pp=2,dp=2,tp=2", "microbatches": 4},
     {"mesh": "pp=2,dp=2,tp=2", "microbatches": 8},
@@ -310,8 +313,6 @@ def test_texts_of_no_cluster(spec: str, code: str) -> None:
 
 
 def test_constants_that_are_none(tmp_path: Path) -> None:
-    from partc.cost.calibration import read
-
     file = tmp_path / "c.toml"
     for text in ("products = 3.0", "speed = 1", "products = 'x'", "products"):
         file.write_text(text)
@@ -346,3 +347,66 @@ def test_a_measured_machine_is_a_cluster(
     monkeypatch.setattr("partc.cluster.measurement.sys.executable", "/bin/false")
     assert main(["cluster", "measure", "-o", str(file)]) == 2
     assert "P0807" in capsys.readouterr().err
+
+
+def test_work_under_failures_is_that_of_a_random_run() -> None:
+    """Segments of work and a checkpoint, played with random failures, which a restart follows."""
+    import random
+
+    given = Failures(mtbf=100.0, checkpoint=60.0, restart=300.0)
+    devices = 64
+    interval = given.best_interval(devices)
+    draw, mean = random.Random(1), given.mtbf * 3600 / devices
+    now, segments = 0.0, 4000
+    for _ in range(segments):
+        while (failure := draw.expovariate(1 / mean)) < interval + given.checkpoint:
+            now += failure + given.restart
+        now += interval + given.checkpoint
+    assert given.effective(1.0, devices) == pytest.approx(now / (segments * interval), rel=0.02)
+    best = given.share(devices, interval)
+    assert best > max(given.share(devices, interval * other) for other in (0.8, 1.25))
+    assert given.effective(1.0, 1) < given.effective(1.0, 64) < given.effective(1.0, 1024)
+
+
+def test_scale_factors_and_failures_of_plans(simulator: Simulator) -> None:
+    plans = [plan({"mesh": mesh, "microbatches": 64 // ranks}) for ranks, mesh in ((1, "dp=1"), (4, "dp=4"))]
+    plans.append(plan({"mesh": "pp=2,tp=4", "microbatches": 64}))
+    found = list(predictions(simulator, plans, scale=True, failures=Failures()))
+    factors = [each["scale_factor"] for each in found]
+    assert factors[0] == pytest.approx(1.0)
+    assert 1 > factors[1] > factors[2] > 0
+    assert all(each["effective_seconds"] > each["step_seconds"] for each in found)
+    # One device makes the values that depend on the whole batch once, four devices each for their part.
+    assert factors[1] == pytest.approx(found[0]["step_seconds"] / (4 * found[1]["step_seconds"]), rel=0.01)
+
+
+@pytest.mark.parametrize("text", ("mtbf=0", "rate=1", "mtbf", "restart=-1", "mtbf=many"))
+def test_failures_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(PartcError) as failure:
+        Failures.parse(text)
+    assert failure.value.code == "P0808"
+
+
+def test_a_fit_finds_the_constants_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs are predictions under other constants, which the fit has to find; those on which no run depends stay."""
+    spec = "2x4xA100-80GB"
+    cluster = cluster_of(spec)
+    known = calibration(cluster)
+    other = replace(known, products=0.5 * known.products, between=0.5 * known.between)
+    lines = []
+    for mesh, batch, width in (("dp=4", 64, 512), ("dp=8", 8, 1024)):
+        options = {"batch": batch, "layers": 1, "hidden": width, "seq": 1024, "vocab": 4096}
+        given = ParallelPlan(mesh=mesh, kernels="aten", options=options)
+        seconds = Simulator(MODEL, cluster, other).predict(given).step_seconds
+        lines.append(json.dumps(given.document() | {"model": MODEL, "step_seconds": seconds}))
+    runs, output = tmp_path / "runs.jsonl", tmp_path / "c.toml"
+    runs.write_text("\n".join(lines))
+    assert main(["cluster", "fit", str(runs), "--cluster", spec, "-o", str(output)]) == 0
+    found = read(output, Calibration())
+    assert found.products == pytest.approx(other.products, rel=0.1)
+    assert found.between == pytest.approx(other.between, rel=0.2)
+    assert "mean error" in capsys.readouterr().out
+    for text in ("", "[]", '{"mesh": "dp=4"}', '{"seconds": 1.0}', "no json"):
+        runs.write_text(text)
+        assert main(["cluster", "fit", str(runs), "--cluster", spec, "-o", str(output)]) == 2
+        assert "P0809" in capsys.readouterr().err

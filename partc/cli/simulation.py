@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from partc.cli import console
 from partc.errors import PartcError
+
+if TYPE_CHECKING:
+    from partc.ir.program import Program
 
 
 @click.group("cluster", short_help="Show a cluster's devices and links.")
@@ -54,6 +58,52 @@ def measure_command(output: Path, processes: int) -> None:
     console.next_step(f"partc cluster show {output}")
 
 
+@cluster_command.command("fit", short_help="Correct a cluster's constants from measured runs.")
+@click.argument("runs", type=Path, nargs=-1, required=True)
+@click.option("--cluster", "spec", required=True, metavar="SPEC", help="the cluster on which the runs were measured")
+@click.option("--calibration", "constants", type=Path, metavar="FILE.toml", help="constants to start from")
+@click.option("-o", "--output", type=Path, required=True, metavar="FILE.toml", help="the constants' file")
+def fit_command(runs: tuple[Path, ...], spec: str, constants: Path | None, output: Path) -> None:
+    """Correct the constants of the cost model so that predictions come close to RUNS.
+
+    
+    A run is FILE.jsonl from `--metrics` of the package in folder FILE beside it,
+    or a file of plans as `partc simulate` reads them, each with its "model" and
+    its measured "step_seconds". `--calibration` of other commands reads the result.
+    """
+    from partc.cluster.files import cluster_of
+    from partc.compilation.fitted_constants import MARK, fit, read_runs, toml
+    from partc.cost.calibration import calibration, read
+    from partc.package.output import write_page
+
+    cluster = cluster_of(spec)
+    start = calibration(cluster)
+    if constants is not None:
+        start = read(constants, start)
+    with console.working("fitting", quiet=False):
+        found = list(read_runs(runs, cluster, start, _program_of))
+        result = fit(found, cluster, start)
+    width = max(len(run.name) for run in found)
+    console.echo(f"{'run':<{width}}  {'measured':>11}  before   after")
+    for run, before, after in zip(found, result.before, result.after, strict=True):
+        console.echo(f"{run.name:<{width}}  {run.seconds * 1e3:>8.1f} ms {before:>+7.1%} {after:>+7.1%}")
+    means = (sum(map(abs, errors)) / len(errors) for errors in (result.before, result.after))
+    console.echo(f"{'mean error':<{width}}  {'':>11} {' '.join(f'{mean:>7.1%}' for mean in means)}")
+    write_page(toml(result.constants), output, mark=MARK, option="-o")
+    console.echo(toml(result.constants), nl=False)
+    console.next_step(f"partc simulate MODEL --cluster {spec} --calibration {output} --plans FILE.jsonl")
+
+
+def _program_of(package: Path) -> Program:
+    """The program of a package, whose model file is traced again."""
+    from partc.api import compilation
+    from partc.cli import compile_options
+
+    unset = {"mesh": None, "virtual_stages": None, "definitions": (), "batch": None, "seq": None}
+    model, options, definitions = compile_options.target(str(package), unset)
+    return compilation(model, None, options, model_options=definitions).program
+
+
 @click.command("simulate", short_help="Predict the steps of MODEL under many plans.")
 @click.argument("model")
 @click.option(
@@ -61,8 +111,17 @@ def measure_command(output: Path, processes: int) -> None:
 )
 @click.option("--plans", type=Path, required=True, metavar="FILE.jsonl", help="one plan a line, as JSON")
 @click.option("--calibration", "constants", type=Path, metavar="FILE.toml", help="constants of the cost model")
+@click.option("--scale", is_flag=True, help="throughput as a share of that of as many single devices")
+@click.option(
+    "--failures",
+    "failing",
+    metavar="LIST",
+    help="the time of a step under failures: mtbf=50000,checkpoint=60,restart=600",
+)
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
-def simulate_command(model: str, spec: str, plans: Path, constants: Path | None, as_json: bool) -> None:
+def simulate_command(
+    model: str, spec: str, plans: Path, constants: Path | None, scale: bool, failing: str | None, as_json: bool
+) -> None:
     """Predict step time and memory of MODEL under each plan of a file.
 
     \b
@@ -71,12 +130,19 @@ def simulate_command(model: str, spec: str, plans: Path, constants: Path | None,
        "virtual_stages": 1, "zero": 1, "recompute": "none",
        "precision": "bf16", "kernels": "auto", "options": {"batch": 64}}
     All but the mesh may be left out; `options` are those of the model file.
+
+    
+    --failures takes mtbf (hours between two failures of one device), and the
+    seconds checkpoint, restart and interval (of work between checkpoints; the
+    best one if it is left out).
     """
     from partc.cluster.files import cluster_of
     from partc.cost.calibration import calibration, read
+    from partc.cost.failures import Failures
 
     cluster = cluster_of(spec)
     known = calibration(cluster)
+    failures = None if failing is None else Failures.parse(failing)
     if constants is not None:
         known = read(constants, known)
     with console.working("simulating", quiet=as_json):
@@ -85,7 +151,7 @@ def simulate_command(model: str, spec: str, plans: Path, constants: Path | None,
         wanted = list(read_plans(plans))
         if not wanted:
             raise PartcError("P0804", f"{plans} has no plan", help="one JSON object a line")
-        found = list(predictions(Simulator(model, cluster, known), wanted))
+        found = list(predictions(Simulator(model, cluster, known), wanted, scale=scale, failures=failures))
     if as_json:
         print(json.dumps({"plans": found}))
         return

@@ -21,6 +21,7 @@ from partc.cluster.cluster import Cluster
 from partc.compilation.options import DEFAULT, Options, refused
 from partc.compilation.plan import ParallelPlan
 from partc.cost.calibration import Calibration
+from partc.cost.failures import Failures
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
 from partc.cost.rates import ClusterRates
@@ -92,6 +93,23 @@ class Simulator:
         found = copy(self)
         found.cluster, found.rates = cluster, ClusterRates(cluster, self.rates.constants)
         return found
+
+    def scale_factor(self, plan: ParallelPlan, step_seconds: float) -> float:
+        """The plan's throughput as a share of that of as many single devices: T_n / (n T).
+
+        A single device computes the same microbatches one after the other, however much memory this takes.
+        """
+        mesh = plan.compile_options().mesh
+        ways = math.prod(size for axis, size in mesh.axes if is_batch_axis(axis))
+        batch = ",".join(f"{axis}={size}" for axis, size in mesh.axes if is_batch_axis(axis) and axis != EXPERT_AXIS)
+        alone = replace(
+            plan, mesh=batch or "dp=1", experts=None, schedule="1f1b", virtual_stages=None, zero=0, nodes=None
+        )
+        own = plan.microbatches * ways // Mesh.parse(alone.mesh).size
+        forecast = Forecast(self.program(replace(alone, microbatches=own)), self.rates)
+        compute, _, _ = forecast.split()
+        single = (compute - forecast.update_seconds) * Mesh.parse(alone.mesh).size + forecast.update_seconds
+        return single / (mesh.size * step_seconds)
 
     def predict(self, plan: ParallelPlan, *, everywhere: bool = False) -> Prediction:
         """The prediction for a plan. Raises PartcError if it cannot be compiled.
@@ -311,9 +329,16 @@ def read_plans(path: Path) -> Iterator[ParallelPlan | PartcError]:
             )
 
 
-def predictions(simulator: Simulator, plans: Sequence[ParallelPlan | PartcError]) -> Iterator[dict[str, Any]]:
+def predictions(
+    simulator: Simulator,
+    plans: Sequence[ParallelPlan | PartcError],
+    *,
+    scale: bool = False,
+    failures: Failures | None = None,
+) -> Iterator[dict[str, Any]]:
     """A document for each plan, in order; plans that cannot be compiled have an `error`.
 
+    With `scale`, each has its `scale_factor`; with `failures`, its `effective_seconds` and `checkpoint_interval`.
     Raises PartcError P0201 to P0203 for a model file that no plan can use.
     """
     for plan in plans:
@@ -321,7 +346,15 @@ def predictions(simulator: Simulator, plans: Sequence[ParallelPlan | PartcError]
             yield _failed(plan)
             continue
         try:
-            yield simulator.predict(plan).document()
+            found = simulator.predict(plan)
+            further: dict[str, Any] = {}
+            if scale:
+                further["scale_factor"] = simulator.scale_factor(plan, found.step_seconds)
+            if failures is not None:
+                devices = plan.compile_options().mesh.size
+                further["effective_seconds"] = failures.effective(found.step_seconds, devices)
+                further["checkpoint_interval"] = failures.best_interval(devices)
+            yield found.document() | further
         except PartcError as error:
             if error.code in _NO_MODEL:
                 raise

@@ -280,11 +280,13 @@ class Forecast:
     def _tail(self, place: int) -> ActionTimeline:
         return self._played(self._around(place, "end"))
 
-    def _update(self, place: int) -> ActionTimeline:
-        """AdamW, whose time is that of its memory traffic; then the gathers of parameters that ranks keep whole.
+    @property
+    def update_seconds(self) -> float:
+        """The optimizer's update on the first pipeline rank, without communication."""
+        return self._updating(0)
 
-        Of tables with sparse gradients, the rows that a step looks up are updated.
-        """
+    def _updating(self, place: int) -> float:
+        """AdamW, whose time is that of its memory traffic; of tables with sparse gradients, that of the touched rows."""
         rows = touched_rows(self.program, self.program.stages_at(place))
         size = sum(
             parameter.type.local_bytes(self.program.sizes)
@@ -293,8 +295,12 @@ class Forecast:
             for parameter in self.program.parameters
             if parameter.trainable and place in map(self.program.place, self._holders.get(parameter.name, ()))
         )
+        return self.updated(size)
+
+    def _update(self, place: int) -> ActionTimeline:
+        """The update, then the gathers of parameters that ranks keep whole."""
         builder = TimelineBuilder()
-        builder.work(self.updated(size))
+        builder.work(self._updating(place))
         gathers = self._played(self._around(place, "update"), builder.now)
         return replace(gathers, pieces=(*builder.built().pieces, *gathers.pieces))
 

@@ -17,6 +17,10 @@ def table(names: Sequence[str], found: Sequence[Mapping[str, Any]]) -> str:
             lines.append(f"{number:>4} {name:<{width}}  error {each['error']['code']}: {each['error']['cause']}")
             continue
         times = " ".join(f"{each[key] * 1e3:>8.1f} ms" for key in ("step_seconds", "compute", "exposed", "bubble"))
-        fits = "" if each["fits"] else ", does not fit"
-        lines.append(f"{number:>4} {name:<{width}}  {times}  {readable(each['memory_bytes'])}{fits}")
+        notes = [readable(each["memory_bytes"]), *([] if each["fits"] else ["does not fit"])]
+        if "scale_factor" in each:
+            notes.append(f"{each['scale_factor']:.0%} of single devices")
+        if "effective_seconds" in each:
+            notes.append(f"{each['effective_seconds'] * 1e3:.1f} ms with failures")
+        lines.append(f"{number:>4} {name:<{width}}  {times}  {', '.join(notes)}")
     return "\n".join(lines) + "\n"

@@ -1,14 +1,18 @@
-"""Predicted against published throughput of Megatron-LM: `python -m tests.benchmarks.published`, in five minutes.
+"""Predicted against published throughput: `python -m tests.benchmarks.published`, in five minutes.
 
-The runs are those of Narayanan et al., SC 2021, Table 1 (A100), and of the table of weak scaling in Megatron-LM's README
-(H100). Each is simulated as it was configured, as far as this is published: the A100 runs with full recomputation and attention
-spelled out, the H100 runs with a distributed optimizer and fused attention. partc differs from those programs: it cuts
-sequences between tensor-parallel products (2021's did not), and gathers updated parameters before the next step begins
-(the H100 runs gather them beside its forward pass).
+The runs are those of Narayanan et al., SC 2021, Table 1 (A100), of the table of weak scaling in Megatron-LM's README
+(H100), and some of each size and length in the tables of MosaicML's llm-foundry (scripts/train/benchmarking/README.md:
+A100 and H100, sharded parameters). Each is simulated as it was configured, as far as this is published: the A100 runs
+of 2021 with full recomputation and attention spelled out, the others with fused attention, those on H100 with a
+distributed optimizer. partc differs from those programs: it cuts sequences between tensor-parallel products (2021's did
+not), and gathers updated parameters before the next step begins (Megatron's H100 runs gather them beside its forward
+pass, and run tensor-parallel collectives beside pieces of products).
 """
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,10 +43,13 @@ class Run:
     vocab: int = 51200
     recompute: str = "full"
     zero: int = 0
+    written: bool = False  # attention is spelled out
+    tokens: int = 0  # a second and GPU; 0: `rate` is published
+    table: str = "Megatron-LM"
 
     @property
     def flops(self) -> float:
-        """The flops of a step that the publication counts."""
+        """The flops of a step that Megatron-LM's publications count."""
         each = 96 if self.recompute == "full" else 72
         s, h, n = self.seq, self.hidden, self.layers
         head = self.vocab / ((16 if self.recompute == "full" else 12) * n * h)
@@ -50,6 +57,8 @@ class Run:
 
     @property
     def seconds(self) -> float:
+        if self.tokens:
+            return self.batch * self.seq / (self.tokens * self.gpus)
         return self.flops / (self.rate * 1e12 * self.gpus)
 
     @property
@@ -64,7 +73,7 @@ class Run:
         dp = self.gpus // (self.tp * self.pp)
         mesh = f"pp={self.pp},dp={dp},tp={self.tp}"
         schedule, virtual = ("interleaved", self.virtual) if self.virtual > 1 else ("1f1b", 1)
-        written = {"written": self.recompute == "full"}  # in 2021, attention was not fused
+        written = {"written": self.written}
         sizes = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "seq": self.seq}
         return ParallelPlan(
             mesh=mesh,
@@ -79,7 +88,8 @@ class Run:
 
 def _a100(name: str, *figures: float) -> Run:
     names = ("layers", "hidden", "heads", "tp", "pp", "gpus", "batch", "microbatch")
-    return Run(name=name, device="A100-80GB", rate=figures[-1], **dict(zip(names, map(int, figures), strict=False)))
+    given = dict(zip(names, map(int, figures), strict=False))
+    return Run(name=name, device="A100-80GB", rate=figures[-1], written=True, **given)
 
 
 def _h100(name: str, *figures: float) -> Run:
@@ -97,6 +107,23 @@ def _h100(name: str, *figures: float) -> Run:
         "microbatch": 1 if given["pp"] > 1 else 4,
     }
     return Run(name=name, device="H100-80GB", rate=figures[-1], **given, **how)  # type: ignore[arg-type]
+
+
+_SHAPES = {  # of MPT: layers, hidden, heads
+    "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20), "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64),
+}  # fmt: skip
+
+
+def _mosaic(device: str, name: str, *figures: int, again: bool = False) -> Run:
+    """Sequence, GPUs, microbatch, microbatches of a step, tokens a second and GPU; with full recomputation or none."""
+    seq, gpus, microbatch, times, tokens = figures
+    layers, hidden, heads = _SHAPES[name]
+    return Run(
+        name=f"{name} {seq}", device=device, table="llm-foundry", layers=layers, hidden=hidden, heads=heads, tp=1, pp=1,
+        gpus=gpus, batch=microbatch * times * gpus, microbatch=microbatch, rate=0.0, seq=seq, vocab=50368, zero=3,
+        recompute="full" if again else "none", tokens=tokens,
+    )  # fmt: skip
 
 
 RUNS = (
@@ -119,23 +146,73 @@ RUNS = (
     _h100("177B", 96, 12288, 96, 8, 6, 2304, 1152, 432.8),
     _h100("314B", 96, 16384, 128, 8, 8, 3072, 1536, 474.4),
     _h100("462B", 112, 18432, 144, 8, 16, 6144, 3072, 459.9),
+    _mosaic("A100-80GB", "125m", 2048, 8, 32, 2, 141737),
+    _mosaic("A100-80GB", "350m", 2048, 8, 32, 2, 58782),
+    _mosaic("A100-80GB", "760m", 2048, 8, 24, 2, 32434),
+    _mosaic("A100-80GB", "1b", 2048, 8, 14, 4, 20513),
+    _mosaic("A100-80GB", "1b", 8192, 8, 3, 4, 13814),
+    _mosaic("A100-80GB", "3b", 2048, 8, 10, 2, 10811),
+    _mosaic("A100-80GB", "3b", 8192, 8, 3, 6, 7695),
+    _mosaic("A100-80GB", "7b", 2048, 8, 6, 2, 4641),
+    _mosaic("A100-80GB", "7b", 8192, 8, 8, 2, 3206, again=True),
+    _mosaic("A100-80GB", "7b", 32768, 8, 2, 2, 1672, again=True),
+    _mosaic("A100-80GB", "13b", 2048, 8, 2, 3, 2262),
+    _mosaic("A100-80GB", "13b", 4096, 8, 10, 3, 2060, again=True),
+    _mosaic("A100-80GB", "30b", 2048, 8, 3, 21, 916, again=True),
+    _mosaic("A100-80GB", "70b", 2048, 64, 8, 4, 410, again=True),
+    _mosaic("A100-80GB", "70b", 2048, 32, 2, 16, 373, again=True),
+    _mosaic("H100-80GB", "760m", 2048, 16, 24, 1, 68551),
+    _mosaic("H100-80GB", "1b", 2048, 8, 14, 1, 45455),
+    _mosaic("H100-80GB", "1b", 2048, 64, 20, 1, 44402),
+    _mosaic("H100-80GB", "1b", 8192, 8, 3, 4, 29157),
+    _mosaic("H100-80GB", "1b", 32768, 8, 1, 4, 12025),
+    _mosaic("H100-80GB", "3b", 2048, 16, 10, 3, 24142),
+    _mosaic("H100-80GB", "3b", 8192, 8, 3, 6, 16578),
+    _mosaic("H100-80GB", "3b", 512, 8, 40, 6, 27965),
+    _mosaic("H100-80GB", "7b", 2048, 8, 6, 1, 10643),
+    _mosaic("H100-80GB", "7b", 4096, 8, 16, 2, 8611, again=True),
+    _mosaic("H100-80GB", "7b", 32768, 8, 2, 2, 3318, again=True),
+    _mosaic("H100-80GB", "13b", 2048, 8, 2, 1, 4792),
+    _mosaic("H100-80GB", "13b", 2048, 64, 2, 1, 4800),
+    _mosaic("H100-80GB", "30b", 2048, 8, 3, 21, 2002, again=True),
+    _mosaic("H100-80GB", "30b", 2048, 32, 14, 3, 2308, again=True),
+    _mosaic("H100-80GB", "30b", 8192, 8, 1, 21, 1384, again=True),
+    _mosaic("H100-80GB", "70b", 2048, 64, 8, 4, 1039, again=True),
+    _mosaic("H100-80GB", "70b", 2048, 32, 2, 16, 882, again=True),
 )
 
 
+def ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    found = [0.0] * len(values)
+    for place, index in enumerate(order):
+        found[index] = float(place)
+    return found
+
+
 def main() -> None:
-    found: dict[str, list[tuple[float, float]]] = {}
-    print(f"{'run':<17} {'mesh':<18} {'microbatches':>12} {'published':>11} {'predicted':>11}  error")
+    found: dict[str, list[tuple[Run, float]]] = {}
+    print(f"{'run':<17} {'mesh':<18} {'microbatches':>12} {'published':>11} {'predicted':>11}  error  memory")
+    simulators: dict[str, Simulator] = {}
     for run in RUNS:
         cluster = preset(f"{-(-run.gpus // 8)}x8x{run.device}")
-        seconds = Simulator(str(MODEL), cluster, calibration(cluster)).predict(run.plan).step_seconds
-        found.setdefault(run.device, []).append((run.seconds, seconds))
+        prediction = simulators.setdefault(cluster.name, Simulator(str(MODEL), cluster, calibration(cluster))).predict(
+            run.plan
+        )
+        seconds = prediction.step_seconds
+        found.setdefault(f"{run.table}, {run.device[:4]}", []).append((run, seconds))
         name, error = f"{run.device[:4]} {run.name}", seconds / run.seconds - 1
         figures = f"{run.plan.microbatches:>12} {run.seconds:>9.3f} s {seconds:>9.3f} s {error:>+6.1%}"
-        print(f"{name:<17} {run.plan.mesh:<18} {figures}", flush=True)
-    for device, pairs in found.items():
-        errors = [predicted / published - 1 for published, predicted in pairs]
+        memory = f"{prediction.memory_bytes / 1e9:.0f} GB{'' if prediction.fits else ', does not fit'}"
+        print(f"{name:<17} {run.plan.mesh:<18} {figures}  {memory}", flush=True)
+    for table, pairs in found.items():
+        errors = [predicted / run.seconds - 1 for run, predicted in pairs]
         mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
-        print(f"{device}: mean error {mean:.1%}, bias {bias:+.1%}")
+        # Ranks of flops a second and GPU, which are comparable between sizes and clusters.
+        published = [run.flops / (run.seconds * run.gpus) for run, _ in pairs]
+        predicted = [run.flops / (seconds * run.gpus) for run, seconds in pairs]
+        spearman = statistics.correlation(ranks(published), ranks(predicted))
+        print(f"{table}: {len(pairs)} runs, mean error {mean:.1%}, bias {bias:+.1%}, rank correlation {spearman:.2f}")
 
 
 if __name__ == "__main__":

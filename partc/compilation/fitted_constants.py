@@ -1,0 +1,135 @@
+"""Constants of the cost model from measured runs: those under which predictions come closest to the measured steps.
+
+A file of runs is the `--metrics` of a package, which lies beside it as a folder of the same name, or it has a plan on
+each line, with its `model` and its measured `step_seconds`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from partc.cluster.cluster import Cluster, fitted
+from partc.compilation.plan import ParallelPlan
+from partc.compilation.simulation import Simulator
+from partc.cost.calibration import Calibration
+from partc.cost.forecast import Forecast
+from partc.cost.rates import ClusterRates
+from partc.errors import PartcError
+from partc.ir.program import Program
+from partc.runtime.documents import Malformed, contents, parsed
+
+MARK = "fitted by `partc cluster fit`"
+_LARGEST = 1 << 28  # bytes of a file of runs
+_WARM = 3  # steps at a run's start that do not count, if there are more
+_HOLD = 0.003  # by which leaving a constant's start counts, against an error of a run of the same size
+_FACTORS = (1.3, 1.1, 1.03, 1.01)
+_MOST = 1.5  # of a constant that is a share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """A program and the seconds of its measured steps."""
+
+    name: str
+    program: Program
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The constants, and each run's error of the prediction before and after: a share of the measured time."""
+
+    constants: Calibration
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+
+def fit(runs: Sequence[MeasuredRun], cluster: Cluster, start: Calibration) -> Fit:
+    """The constants with the least squares of logarithmic errors.
+
+    They leave their start only as far as the runs ask for it: a constant on which no run depends keeps its value.
+    """
+
+    def errors(constants: Calibration) -> tuple[float, ...]:
+        rates = ClusterRates(cluster, constants)
+        return tuple(Forecast(run.program, rates).seconds / run.seconds - 1 for run in runs)
+
+    def loss(constants: Calibration) -> float:
+        apart = (_apart(getattr(constants, name), getattr(start, name)) for name in constants.__slots__)
+        return sum(math.log1p(error) ** 2 for error in errors(constants)) + _HOLD * sum(each**2 for each in apart)
+
+    best, least = start, loss(start)
+    for factor in _FACTORS:
+        improves = True
+        while improves:
+            improves = False
+            for name in start.__slots__:
+                for by in (factor, 1 / factor):
+                    tried = replace(best, **{name: min(_MOST, getattr(best, name) * by)})
+                    found = loss(tried)
+                    if found < least * (1 - 1e-4):
+                        best, least, improves = tried, found, True
+    rounded = replace(best, **{item.name: float(f"{getattr(best, item.name):.4g}") for item in fields(best)})
+    return Fit(constants=rounded, before=errors(start), after=errors(rounded))
+
+
+def _apart(value: float, start: float) -> float:
+    return math.log(value / start) if value and start else 0.0
+
+
+def toml(constants: Calibration) -> str:
+    """The constants' file, as `--calibration` reads it."""
+    lines = (f"{name} = {getattr(constants, name):g}\n" for name in constants.__slots__)
+    return f"# Constants of the cost model, {MARK}.\n{''.join(lines)}"
+
+
+def read_runs(
+    files: Sequence[Path], cluster: Cluster, constants: Calibration, program_of: Callable[[Path], Program]
+) -> Iterator[MeasuredRun]:
+    """The runs of the files; `program_of` compiles a package's model again. Raises PartcError P0809."""
+    simulators: dict[str, Simulator] = {}
+    for file in files:
+        lines = tuple(_lines(file))
+        if all("mesh" in line for line in lines):
+            for number, line in enumerate(lines, 1):
+                name = f"{file}:{number}"
+                model, seconds = line.pop("model", None), line.pop("step_seconds", None)
+                if not isinstance(model, str) or not _is_time(seconds):
+                    raise _unreadable(f"{name} has no model, or no step_seconds")
+                plan = ParallelPlan.of(line, place=name)
+                simulator = simulators.setdefault(model, Simulator(model, cluster, constants))
+                yield MeasuredRun(name=f"{name} {plan.mesh}", program=simulator.program(plan), seconds=seconds)
+            continue
+        steps = [line["seconds"] for line in lines if _is_time(line.get("seconds"))]
+        package = file.with_suffix("")
+        if not steps or not (package / "plan.json").is_file():
+            raise _unreadable(f"{file} has no steps" if not steps else f"{file} has no package {package} beside it")
+        program = program_of(package)
+        fitted(cluster, program.mesh.size)
+        seconds = statistics.median(steps[_WARM:] or steps)
+        yield MeasuredRun(name=file.stem, program=program, seconds=seconds)
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = contents(file, largest=_LARGEST).decode("utf-8").splitlines()
+        found = [parsed(line) for line in lines if line.strip()]
+    except (Malformed, UnicodeDecodeError) as error:
+        raise _unreadable(f"{file} {error}") from None
+    if not found or not all(isinstance(line, dict) for line in found):
+        raise _unreadable(f"{file} has no objects of JSON, one a line")
+    yield from found
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _unreadable(cause: str) -> PartcError:
+    help = "give the --metrics of packages that lie beside them, or plans with model and step_seconds"
+    return PartcError("P0809", cause, help=help)

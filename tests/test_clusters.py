@@ -394,8 +394,8 @@ def test_a_fit_finds_the_constants_of_runs(tmp_path: Path, capsys: pytest.Captur
     known = calibration(cluster)
     other = replace(known, products=0.5 * known.products, between=0.5 * known.between)
     lines = []
-    for mesh, batch, width in (("dp=4", 64, 512), ("dp=8", 8, 1024)):
-        options = {"batch": batch, "layers": 1, "hidden": width, "seq": 1024, "vocab": 4096}
+    for mesh, batch, width in (("dp=4", 64, 512), ("dp=4", 64, 1024), ("dp=8", 8, 1024), ("dp=8", 16, 512)):
+        options = {"batch": batch, "layers": 2, "hidden": width, "seq": 1024, "vocab": 4096}
         given = ParallelPlan(mesh=mesh, kernels="aten", options=options)
         seconds = Simulator(MODEL, cluster, other).predict(given).step_seconds
         lines.append(json.dumps(given.document() | {"model": MODEL, "step_seconds": seconds}))

@@ -286,7 +286,10 @@ class Forecast:
         return self._updating(0)
 
     def _updating(self, place: int) -> float:
-        """AdamW, whose time is that of its memory traffic; of tables with sparse gradients, that of the touched rows."""
+        """AdamW, whose time is that of its memory traffic.
+
+        Of tables with sparse gradients, the rows that a step looks up are updated.
+        """
         rows = touched_rows(self.program, self.program.stages_at(place))
         size = sum(
             parameter.type.local_bytes(self.program.sizes)

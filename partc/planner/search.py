@@ -17,6 +17,7 @@ from partc.compilation.plan import ParallelPlan
 from partc.planner.bounds import Bound, Bounds
 
 _STARTING, _CLIMBING = 0.3, 0.5  # shares of the time, at whose ends starts and their neighbours are no longer tried
+_SCHEDULED = 1  # bounds that a promising plan may lack: that of its schedule
 _AGAIN = 0.05  # the share of the time after which the most promising plan is simulated out of turn
 _ROUNDING = 1e-9  # of seconds added up in different orders
 
@@ -130,7 +131,7 @@ def search(
     """
     start = time.perf_counter()
     queue: list[_Waiting] = []
-    bounded: list[_Waiting] = []  # those whose bounds are all known
+    promising: list[_Waiting] = []  # those whose stages have their durations; the schedule may be played
     count = too_large = 0
     closest: tuple[ParallelPlan, Bound] | None = None
     fitting: list[Played] = []
@@ -147,8 +148,8 @@ def search(
         if bound.bytes <= limit:
             waiting = _Waiting(bound.seconds, index, plan, bound, tighter)
             heapq.heappush(queue, waiting)
-            if not tighter:
-                heapq.heappush(bounded, waiting)
+            if len(tighter) <= _SCHEDULED:
+                heapq.heappush(promising, waiting)
             return
         too_large += 1
         if closest is None or bound.bytes < closest[1].bytes:
@@ -198,11 +199,10 @@ def search(
         if late(1.0):
             timed_out = True
             break
-        if bounded and late(share):
-            share += _AGAIN
-            promising = heapq.heappop(bounded)
-            if promising.plan not in known and promising.seconds < best:
-                play(promising.plan, promising.bound)
+        while promising and late(share) and not late(1.0):
+            tried = len(known)
+            first(heapq.heappop(promising).plan)
+            share += _AGAIN * (len(known) - tried)
         head = heapq.heappop(queue)
         if head.tighter:
             following, *rest = head.tighter

@@ -107,6 +107,13 @@ def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_pa
 LOOPS = MOE.with_name("experts.py")  # experts are modules
 
 
+@pytest.mark.slow
+def test_one_example_of_each_rank_is_recomputed() -> None:
+    """Reshapes of one example are none for a rank, and the layouts of gradients behind them have two names."""
+    mesh = {"mesh": "dp=4", "microbatches": 2, "recompute": "full", "precision": "fp64"}
+    assert partc.compile(LOOPS, **mesh).verify(steps=1).ok
+
+
 @pytest.mark.parametrize(
     ("mesh", "how", "arguments"),
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import partc
+from partc.rules import resolve
 from partc.rules.table import TABLE
 from partc.rules.tried import tried
 from tests.op_cases import Case, case, normal, whole
@@ -46,7 +47,7 @@ COUPLED = [
     case("hypot", normal(1, 4), normal(8, 4)),  # of one row and all others
     case("rot90", normal(8, 8)),
     case("flipud", normal(8, 4)),
-    case("histc", normal(8), 8),
+    case("quantile", normal(8), 0.5),
 ]
 
 
@@ -60,6 +61,12 @@ def test_examples_alike(each: Case) -> None:
 def test_coupled_examples(each: Case) -> None:
     assert each.op.name not in TABLE
     assert tried(each.op, each.types) is None
+
+
+def test_ranges_of_counts_that_all_elements_set_have_no_rule() -> None:
+    whole_range, own_range = case("histc", normal(8), 8), case("histc", normal(8), 8, -1.0, 1.0)
+    assert resolve(whole_range.op, whole_range.types) is None
+    assert resolve(own_range.op, own_range.types) is not None
 
 
 def test_a_package_cuts_its_batch(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ from partc.ir.program import Graph, Op, Program, Region, TensorType, Value
 from partc.ir.verifier import verify_program
 from partc.rules.inference import Inferred, inferred
 
+_GRADIENT = "grad_"
+
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
     """Verifies the programs of one compilation, pass after pass: an operation that no pass has changed is held once."""
 
-    _held: dict[int, tuple[Op, tuple[TensorType, ...], Set[str]]] = field(default_factory=dict)
+    _held: dict[int, tuple[Op, tuple[TensorType, ...], set[str]]] = field(default_factory=dict)
 
     def __call__(self, program: Program, facts: frozenset[str], after: str) -> None:
         """Raises InternalError with every fault found, naming the pass."""
@@ -31,7 +33,7 @@ class Verifier:
         """Values whose layouts do not follow from their operands' layouts, one sentence each.
 
         Layouts of intermediate values can be doubtful: a local shape of one element hides where a cut is. Operations
-        on them are passed over, up to the gradients of values of the forward pass.
+        on them are passed over, up to the gradients of values of the forward pass whose layouts are not doubtful here.
         """
         for region in program.regions:
             sizes = {**program.sizes, TIME_AXIS: 1} if region.phase == "step" else program.sizes
@@ -41,32 +43,37 @@ class Verifier:
     def _graph(self, region: Region, graph: Graph, sizes: Sizes) -> Iterator[str]:
         types = region.types(graph)
         doubtful: set[str] = set()
+        hidden: set[str] = set()  # values of the forward pass that are made here, and follow from doubtful inferences
         for op in graph.ops:
             operands = tuple(types[name] for name in op.refs())
             if not doubtful.isdisjoint(op.refs()):
-                doubtful.update(value.name for value in op.results if not _is_given(value, types))
-                continue
-            before, read, unsure = self._held.get(id(op), (None, (), frozenset()))
-            if before is op and len(read) == len(operands) and all(a is b for a, b in zip(read, operands, strict=True)):
-                doubtful |= unsure
-                continue
-            found = inferred(op, types, sizes)
-            faults = [*_faults(op, found, sizes), *_faults_within(op, types, sizes)]
-            yield from (f"{region.name}: {fault}" for fault in faults)
-            if not faults:
-                unsure = {
-                    value.name
-                    for value, made in zip(op.results, found, strict=False)
-                    if made is not None and made.doubtful and not _is_given(value, types)
-                }
-                self._held[id(op)] = (op, operands, unsure)
-                doubtful |= unsure
+                unsure = {value.name for value in op.results}
+            else:
+                before, read, unsure = self._held.get(id(op), (None, (), set()))
+                same = before is op and len(read) == len(operands)
+                if not same or any(a is not b for a, b in zip(read, operands, strict=True)):
+                    found = inferred(op, types, sizes)
+                    faults = [*_faults(op, found, sizes), *_faults_within(op, types, sizes)]
+                    yield from (f"{region.name}: {fault}" for fault in faults)
+                    if faults:
+                        continue
+                    made = zip(op.results, found, strict=False)
+                    unsure = {value.name for value, each in made if each is not None and each.doubtful}
+                    self._held[id(op)] = (op, operands, unsure)
+            doubtful.update(
+                value.name for value in op.results if value.name in unsure and not _is_given(value, types, hidden)
+            )
+            if unsure or not hidden.isdisjoint(op.refs()):
+                hidden.update(value.name for value in op.results if not value.name.startswith(_GRADIENT))
 
 
-def _is_given(value: Value, types: Mapping[str, TensorType]) -> bool:
-    """Whether the value is the gradient of a known one, from which it has its layout."""
-    known = types.get(value.name.removeprefix("grad_"))
-    return known is not None and value.type.layout in (known.layout, known.layout.dual())
+def _is_given(value: Value, types: Mapping[str, TensorType], hidden: Set[str]) -> bool:
+    """Whether the layout is that of the forward pass: of the value itself, or of the known one whose gradient it is."""
+    name = value.name.removeprefix(_GRADIENT)
+    if name == value.name:
+        return True
+    known = types.get(name)
+    return known is not None and name not in hidden and value.type.layout in (known.layout, known.layout.dual())
 
 
 def _faults(op: Op, found: Sequence[Inferred | None], sizes: Sizes) -> Iterator[str]:

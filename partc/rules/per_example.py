@@ -45,8 +45,13 @@ def examples(*slots: int, dims: Sequence[tuple[int, str, int]] = (), least: int 
     return build
 
 
-def counted(op: Op, types: Types) -> OpRule:
-    """histc(x, bins, min, max): the counts of all elements, which each rank adds up for its own."""
+def counted(op: Op, types: Types) -> OpRule | None:
+    """histc(x, bins, min, max): the counts of all elements, which each rank adds up for its own.
+
+    Equal bounds stand for the least and the largest element, which only all ranks together know.
+    """
+    if argument(op, 2, "min", 0) == argument(op, 3, "max", 0):
+        return None
     dims, sizes = named_dims(types[0].shape)
     bins = op.results[0].type.shape[0]
     return make([(dims, types[0])], [(("n",),)], {**sizes, "n": bins}, blocked={"n"})

@@ -62,7 +62,7 @@ class Unread(Steps):
         self._norm = self._measured()
         self.update.begin(step, torch.ones(()))
         self._updated()
-        return Done(loss=None, seconds=0.0, data=0.0, updated=Updated(rate=0.0, norm=None), recorded={})
+        return Done(loss=None, seconds=0.0, data=0.0, updated=Updated(rate=0.0, norm=None), recorded={}, loads={})
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:

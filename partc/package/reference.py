@@ -73,7 +73,7 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
             if x.grad is None and branches is not None and name in branches.trained:
                 x.grad = torch.zeros_like(x)
         shares = update.accumulate * len(parts)
-        for _, x in names:
+        for x in model.parameters():  # a weight with two names is divided once
             if x.grad is not None:
                 # That of sgn and its like has no memory to write to.
                 x.grad = x.grad.clone() if shares == 1 else x.grad / shares

@@ -51,15 +51,22 @@ def _runs(ops: Sequence[Op], keys: Mapping[int, str]) -> list[ModuleSegment]:
 
 
 def _own_views(body: list[ModuleSegment], main: Region) -> list[ModuleSegment]:
-    """Every segment makes the turned or reshaped parameters that it reads, so that none passes from call to call."""
-    types = main.types(main.forward)
+    """Every segment makes the turned or reshaped parameters that it reads, so that none passes from call to call.
+
+    A segment of nothing else stays, since a pipeline may be cut there.
+    """
+    types, params = main.types(main.forward), {value.name for value in main.params}
     views: dict[str, Op] = {}
-    for op in main.forward.ops:
-        if op.name in VIEWS and len(op.results) == 1 and op.result.name not in main.forward.outputs:
-            (base,) = op.refs()
-            stored = base in views or base in {value.name for value in main.params}
-            if stored and prod(types[base].shape) == prod(op.result.type.shape):
-                views[op.result.name] = op
+    for segment in body:
+        own: dict[str, Op] = {}
+        for op in segment.ops:
+            if op.name in VIEWS and len(op.results) == 1 and op.result.name not in main.forward.outputs:
+                (base,) = op.refs()
+                read = base in views or base in own or base in params
+                if read and prod(types[base].shape) == prod(op.result.type.shape):
+                    own[op.result.name] = op
+        if len(own) < len(segment.ops):
+            views |= own
     order = {name: index for index, name in enumerate(views)}
     found = []
     for segment in body:
@@ -71,8 +78,7 @@ def _own_views(body: list[ModuleSegment], main: Region) -> list[ModuleSegment]:
             first = sorted(_slice(list(op.refs()), views, made), key=lambda view: order[view.result.name])
             made.update(view.result.name for view in first)
             ops += [*first, op]
-        if ops:
-            found.append(replace(segment, ops=tuple(ops)))
+        found.append(replace(segment, ops=tuple(ops)))
     return found
 
 

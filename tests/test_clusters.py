@@ -387,6 +387,7 @@ def test_failures_that_cannot_be_read(text: str) -> None:
     assert failure.value.code == "P0808"
 
 
+@pytest.mark.slow
 def test_a_fit_finds_the_constants_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs are predictions under other constants, which the fit has to find; those on which no run depends stay."""
     spec = "2x4xA100-80GB"

@@ -170,6 +170,7 @@ def small() -> Planner:
     return Planner(Request(model=GPT, cluster=cluster, ranks=8, limit=limit, options=options, fixed={"cp": ("1",)}))
 
 
+@pytest.mark.slow
 def test_tables_agree_with_the_simulation_of_each_plan(small: Planner) -> None:
     """A plan alone is simulated with regions of its own, and its bound stays close below that."""
     plans = random.Random(5).sample(list(small.space.plans()), 8)

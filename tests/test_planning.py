@@ -167,6 +167,7 @@ def plain(path: Path, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]
     return found, dict(model.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_on_fewer_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three steps on four processes, three more on the two of a smaller cluster: as six steps on one device."""
     file = tmp_path / "learner.py"
@@ -265,6 +266,7 @@ def test_the_parts_of_a_step_make_up_its_delay(planner: Planner, choice: PlanCho
         )
 
 
+@pytest.mark.slow
 def test_what_would_make_it_fit_does(planner: Planner, choice: PlanChoice) -> None:
     """Without recomputation nothing fits; each plan that the message names does, in its own request."""
     limit = int(1.02 * min(planner.predicted(plan).memory_bytes for plan in planner.space.plans())) >> 20

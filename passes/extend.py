@@ -245,7 +245,7 @@ class _LongerRegion:
         return replace(type, layout=Layout.replicated(shape))
 
     def _made(self, value: Value, dims: frozenset[int]) -> None:
-        """A value that has these dimensions longer; the others follow."""
+        """Record a value in which the dimensions `dims` are extended, and extend its other sequence dimensions."""
         self.forms[value.name, dims] = value.name
         here, missing = value.name, self._longer(value.name) - dims
         for dim in sorted(missing):
@@ -313,7 +313,7 @@ class _LongerRegion:
         return frozenset(kept)
 
     def _mask_sums(self, op: Op, rule: OpRule, wanted: list[str]) -> None:
-        """Give the sums of an operation zeros for added positions: of the first operand that has them."""
+        """Set added positions to zero in one operand of each sum over a sequence: the first one that has them."""
         done: set[str] = set()
         for index, (name, dims) in enumerate(zip(op.refs(), rule.operands, strict=True)):
             for dim in sorted(self._passing(op, rule, name, dims)):
@@ -357,7 +357,7 @@ class _LongerRegion:
         return [*shape[:dim], outer, size, shape[dim] // (outer * size), *shape[dim + 1 :]]
 
     def _form(self, name: str, dims: frozenset[int]) -> str:
-        """The value with these of its dimensions longer."""
+        """The form of a value in which exactly the dimensions `dims` are extended."""
         if (name, dims) not in self.forms:
             full = self._longer(name)
             here = self.forms[name, full]

@@ -1,4 +1,4 @@
-"""Sequences in a graph: where dimensions of values hold their positions, and attention that reads these by rows."""
+"""The sequence dimensions of a graph's values, and the attention operations that are cut along them."""
 
 from __future__ import annotations
 

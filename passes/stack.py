@@ -1,4 +1,4 @@
-"""Parameters that are only read side by side become the rows of one parameter.
+"""Parameters that every call concatenates become the rows of one parameter.
 
     param experts.0.up.weight: f32[24, 16]
     param experts.1.up.weight: f32[24, 16]                  param experts.*.up.weight: f32[2, 24, 16]
@@ -7,7 +7,7 @@
     stacked = cat((one, other), 0)
     y       = expert_matmul(rows, chosen, stacked)          y = expert_matmul(rows, chosen, experts.*.up.weight)
 
-Experts that are modules of their own are read like this. The rows of one parameter can be cut over ranks, and no step
+Experts in modules of their own are concatenated like this. The rows of one parameter can be cut over ranks, and no step
 copies them. Optimizers, checkpoints and plan.json have the model's own parameters: `Parameter.names`.
 """
 
@@ -35,7 +35,7 @@ def stack(program: Program) -> Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SideBySide:
-    """Parameters of a region that are read side by side: their names, and that of the stack."""
+    """Parameters of a region that are concatenated: their names, and the name of the stack."""
 
     rows: tuple[str, ...]
     name: str

@@ -26,9 +26,9 @@ from partc.runtime.documents import Malformed, contents, parsed
 MARK = "fitted by `partc cluster fit`"
 _LARGEST = 1 << 28  # bytes of a file of runs
 _WARM = 3  # steps at a run's start that do not count, if there are more
-_HOLD = 0.003  # by which leaving a constant's start counts, against an error of a run of the same size
+_HOLD = 0.003  # the weight of a constant's departure from its start, beside that of a run's error
 _FACTORS = (1.3, 1.1, 1.03, 1.01)
-_MOST = 1.5  # of a constant that is a share
+_MOST = 1.5  # the upper bound of constants that are shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

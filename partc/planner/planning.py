@@ -205,7 +205,7 @@ class Planner:
                 yield plan
 
     def _near(self, plan: ParallelPlan) -> list[ParallelPlan]:
-        """The neighbours of a plan that are estimated to be quickest."""
+        """The neighbours of a plan with the least estimated times."""
         return sorted(dict.fromkeys(self.space.neighbours(plan)), key=self._hope)[:_NEIGHBOURS]
 
     def _hope(self, plan: ParallelPlan) -> tuple[bool, float]:

@@ -106,7 +106,7 @@ class Outcome:
 @dataclass(order=True, slots=True)
 class _Waiting:
     seconds: float
-    index: tuple[bool, float, int]
+    order: tuple[bool, float, int]  # of plans with equal seconds
     plan: ParallelPlan = field(compare=False)
     bound: Bound = field(compare=False)
     tighter: tuple[Callable[[ParallelPlan, Bound], Bound], ...] = field(compare=False)  # further bounds, in order
@@ -141,12 +141,12 @@ def search(
     def wait(
         plan: ParallelPlan,
         bound: Bound,
-        index: tuple[bool, float, int],
+        order: tuple[bool, float, int],
         tighter: tuple[Callable[[ParallelPlan, Bound], Bound], ...],
     ) -> None:
         nonlocal too_large, closest
         if bound.bytes <= limit:
-            waiting = _Waiting(bound.seconds, index, plan, bound, tighter)
+            waiting = _Waiting(bound.seconds, order, plan, bound, tighter)
             heapq.heappush(queue, waiting)
             if len(tighter) <= _SCHEDULED:
                 heapq.heappush(promising, waiting)
@@ -206,7 +206,7 @@ def search(
         head = heapq.heappop(queue)
         if head.tighter:
             following, *rest = head.tighter
-            wait(head.plan, following(head.plan, head.bound), head.index, tuple(rest))
+            wait(head.plan, following(head.plan, head.bound), head.order, tuple(rest))
         elif head.plan not in known:
             play(head.plan, head.bound)
     fitting.sort(key=lambda played: (played.seconds, played.bytes))

@@ -48,7 +48,7 @@ def examples(*slots: int, dims: Sequence[tuple[int, str, int]] = (), least: int 
 def counted(op: Op, types: Types) -> OpRule | None:
     """histc(x, bins, min, max): the counts of all elements, which each rank adds up for its own.
 
-    Equal bounds stand for the least and the largest element, which only all ranks together know.
+    If min and max are equal, torch takes the range of the data, of which a rank sees its own part only.
     """
     if argument(op, 2, "min", 0) == argument(op, 3, "max", 0):
         return None

@@ -292,7 +292,7 @@ def _once(region: Region) -> Region:
     Bodies share the views of one table, and a model that runs twice on one batch computes once.
     """
     bound = {value.name for value in region.forward.inputs}
-    known: dict[tuple[str, str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]], Op] = {}
+    known: dict[tuple[str | None, str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]], Op] = {}
     same: dict[str, str] = {}
     ops = []
     for op in region.forward.ops:
@@ -300,7 +300,7 @@ def _once(region: Region) -> Region:
         module = op.source.module if op.source else ""
         free = bound.isdisjoint(op.refs())
         if free or (op.name not in RANDOM and not op.body):
-            key = ("" if free else f"in {module}", op.name, op.args, op.attrs)
+            key = (None if free else module, op.name, op.args, op.attrs)
             alike = key in known and _key_types(known[key]) == _key_types(op)
             if alike and fuel.allowed("constant made once", op.source):
                 same.update((new.name, old.name) for new, old in zip(op.results, known[key].results, strict=True))

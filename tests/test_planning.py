@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shlex
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -75,11 +76,14 @@ def compiled(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
 
 def test_a_mesh_that_partc_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The package is that of the options that are printed, but for the prediction in its plan."""
-    code = main(["compile", MLP, *AUTO, "-o", str(tmp_path / "auto")])
+    model = tmp_path / "ein Plätzchen" / "mlp.py"
+    model.parent.mkdir()
+    shutil.copy(MLP, model)
+    code = main(["compile", str(model), *AUTO, "-o", str(tmp_path / "auto")])
     said = capsys.readouterr().out
     assert code == 0, said
     again = next(line for line in said.splitlines() if line.startswith("the same again: partc "))
-    words = again.removeprefix("the same again: partc ").split()
+    words = shlex.split(again.removeprefix("the same again: partc "))
     assert main([*words, "-o", str(tmp_path / "given")]) == 0
     mine, given = files(tmp_path / "auto"), files(tmp_path / "given")
     plan = json.loads(mine.pop("plan.json"))

@@ -118,7 +118,8 @@ def compile_command(
     print_report(report)
     if done.options.kernels == "triton" and importlib.util.find_spec("triton") is None:
         console.echo("warning: the package's kernels need Triton, which is not installed here: pip install triton")
-    console.next_step(f"partc verify {output}{' --virtual' if compiled.program.mesh.size > 8 else ''}")
+    virtual = ("--virtual",) if compiled.program.mesh.size > 8 else ()
+    console.next_step(console.command("partc", "verify", output, *virtual))
 
 
 @cli.command(
@@ -166,10 +167,11 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
         console.echo(f"worst of {result.compared:,}: {where}: {error}")
         console.echo("equal to the single-device model" if result.ok else "NOT equal to the single-device model")
         if result.ok:
-            script = "infer.py --virtual --batches 1" if worst.kind == "result" else ""
-            console.next_step(f"python {directory}/{script}" if script else f"partc run {directory} --steps 20")
+            infer = ("python", directory / "infer.py", "--virtual", "--batches", 1)
+            run = ("partc", "run", directory, "--steps", 20)
+            console.next_step(console.command(*(infer if worst.kind == "result" else run)))
         else:
-            console.next_step(f"partc inspect {directory} --after partition --diff")
+            console.next_step(console.command("partc", "inspect", directory, "--after", "partition", "--diff"))
     if not result.ok:
         raise console.CheckFailed
 
@@ -262,7 +264,7 @@ def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, r
     if planned := read_plan(directory).get("planned"):
         seconds, size = planned["step_seconds"], readable(planned["memory_bytes"])
         console.echo(f"predicted for {planned['cluster']}: a step of {seconds:.4f} s, {size} a rank")
-    console.next_step(f"less {directory}/stages/stage_0.py")
+    console.next_step(console.command("less", directory / "stages" / "stage_0.py"))
 
 
 @cli.command("export", short_help="Write a checkpoint as a plain state dict.")
@@ -404,7 +406,8 @@ def examples_command(directory: Path) -> None:
 
     for path in copy_examples(directory):
         console.echo(f"wrote {path}")
-    console.next_step(f"partc compile {directory / 'gpt.py'} --mesh 2x2x2 --microbatches 4")
+    given = ("--mesh", "2x2x2", "--microbatches", 4)
+    console.next_step(console.command("partc", "compile", directory / "gpt.py", *given))
 
 
 @cli.command("doctor", short_help="Report the capabilities of this machine.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import math
 import os
+import shlex
 import sys
 import tempfile
 import traceback
@@ -91,9 +92,14 @@ def _keep(error: BaseException) -> str:
     return file.name
 
 
-def next_step(command: str) -> None:
+def command(*words: object) -> str:
+    """A command that a shell reads as these words."""
+    return shlex.join(map(str, words))
+
+
+def next_step(text: str) -> None:
     """Print the last line of a successful command."""
-    echo(f"\nnext: {command}")
+    echo(f"\nnext: {text}")
 
 
 def shortened(place: str) -> str:

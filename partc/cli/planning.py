@@ -86,9 +86,8 @@ def plan_command(
     console.echo(binding(choice, answer.variations))
     if answer.variations:
         console.echo(f"\n{variation_table(choice, answer.variations)}", nl=False)
-    console.next_step(
-        f"partc compile {model} --plan {output}" if output is not None else f"partc compile {model} {best.plan.flags}"
-    )
+    options = best.plan.flags if output is None else console.command("--plan", output)
+    console.next_step(f"{console.command('partc', 'compile', model)} {options}")
 
 
 @click.command("replan", short_help="Plan a package's training anew, for another cluster.")
@@ -140,10 +139,10 @@ def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_js
         return
     print_report(report)
     if source is None:
-        console.next_step(f"partc run {output}")
+        console.next_step(console.command("partc", "run", output))
         return
     console.echo(f"{source.path} fits, after step {at}")
-    console.next_step(f"partc run {output} --steps {at + 10} --resume {checkpoint}")
+    console.next_step(console.command("partc", "run", output, "--steps", at + 10, "--resume", checkpoint))
 
 
 class Answer(NamedTuple):
@@ -201,7 +200,7 @@ def automatic(
     best = choice.best.plan
     if not quiet:
         _tell(choice)
-        console.echo(f"the same again: partc compile {model} {best.flags}\n")
+        console.echo(f"the same again: {console.command('partc', 'compile', model)} {best.flags}\n")
     definitions = tuple(f"{name}={value}" for name, value in best.definitions.items())
     return {**decisions(best), "definitions": definitions, "batch": None, "seq": None}, record(choice)
 

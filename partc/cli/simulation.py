@@ -55,7 +55,7 @@ def measure_command(output: Path, processes: int) -> None:
         rates = measured(processes)
     write_page(rates.toml(), output, mark=MARK, option="-o")
     console.echo(rates.toml(), nl=False)
-    console.next_step(f"partc cluster show {output}")
+    console.next_step(console.command("partc", "cluster", "show", output))
 
 
 @cluster_command.command("fit", short_help="Correct a cluster's constants from measured runs.")
@@ -91,7 +91,8 @@ def fit_command(runs: tuple[Path, ...], spec: str, constants: Path | None, outpu
     console.echo(f"{'mean error':<{width}}  {'':>11} {' '.join(f'{mean:>7.1%}' for mean in means)}")
     write_page(toml(result.constants), output, mark=MARK, option="-o")
     console.echo(toml(result.constants), nl=False)
-    console.next_step(f"partc simulate MODEL --cluster {spec} --calibration {output} --plans FILE.jsonl")
+    given = ("--cluster", spec, "--calibration", output, "--plans", "FILE.jsonl")
+    console.next_step(console.command("partc", "simulate", "MODEL", *given))
 
 
 def _program_of(package: Path) -> Program:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -105,17 +106,17 @@ class ParallelPlan:
     @property
     def flags(self) -> str:
         """The plan as options of `partc compile`; those at their defaults are left out."""
-        return " ".join(self._flags())
+        return shlex.join(self._flags())
 
     def _flags(self) -> Iterator[str]:
         defaults = ParallelPlan(mesh="")
-        yield f"--mesh {self.mesh}"
+        yield from ("--mesh", self.mesh)
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name not in ("mesh", "options") and value != getattr(defaults, item.name):
-                yield f"--{item.name.replace('_', '-')} {value}"
+                yield from (f"--{item.name.replace('_', '-')}", str(value))
         for name, value in self.options.items():
-            yield f"-D {name}={value}"
+            yield from ("-D", f"{name}={value}")
 
 
 def read(path: Path) -> ParallelPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -285,6 +286,12 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     assert "P0103  an unknown axis" in capsys.readouterr().out
     assert main(["explain", "P9999"]) == 2
+
+
+def test_a_command_leaves_the_garbage_collector_as_it_was() -> None:
+    before = gc.get_threshold()
+    assert main(["explain", "P0001"]) == 0 and main(["explain", "P9999"]) == 2
+    assert gc.get_threshold() == before
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,6 +148,14 @@ REFUSED = {
     "integers into a layer": (Case(body="w(x)", batch="torch.randint(3, (8, 8))"), "P0222", "int64"),
     "booleans into a layer": (Case(body="w(x)", batch="torch.rand(8, 8) > 0.5"), "P0222", "bool"),
     "no derivative": (Case(body="w(x) * (p // 2)", init=VECTORS), "P0222", "floor_divide"),
+    "an index of the whole batch": (
+        Case(
+            body="torch.zeros(2, 8).index_reduce(0, torch.arange(8) % 2, w(x), 'mean').sin() + w(x.sum(0))",
+            microbatches=4,
+        ),
+        "P0222",
+        "index_reduce",
+    ),
     "autocast": (
         Case(body="\n        with torch.autocast('cpu', torch.bfloat16): y = w(x)\n        return y.sum()"),
         "P0223",
@@ -161,7 +169,7 @@ def test_what_torch_refuses_is_refused_at_its_line(name: str, tmp_path: Path) ->
     case, code, said = REFUSED[name]
     path = case.write(tmp_path)
     with pytest.raises(PartcError) as failure:
-        partc.compile(path, mesh="2")
+        partc.compile(path, mesh="2", microbatches=case.microbatches)
     error = failure.value
     assert error.code == code and said in error.cause and error.help
     first = next(n for n, line in enumerate(path.read_text().splitlines(), 1) if "def forward" in line)

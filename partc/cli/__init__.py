@@ -15,6 +15,7 @@ import click
 from partc import __version__
 from partc.cli import compile_options, console
 from partc.cli.compile_report import print_report
+from partc.cli.garbage_collection import rare_collections
 from partc.cli.planning import plan_command, replan_command
 from partc.cli.simulation import cluster_command, simulate_command
 from partc.cli.tracing import trace_command
@@ -32,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     partc.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    return console.guarded(lambda: cli(args=given, prog_name="partc", standalone_mode=False), json="--json" in given)
+    with rare_collections():
+        return console.guarded(
+            lambda: cli(args=given, prog_name="partc", standalone_mode=False), json="--json" in given
+        )
 
 
 @click.group(context_settings=CONTEXT, invoke_without_command=True)

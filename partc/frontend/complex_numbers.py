@@ -66,7 +66,7 @@ def rewritten(node: fx.Node, name: str) -> fx.GraphModule:
 
     Raises PartcError P0209 for an operation that has no rewrite.
     """
-    rewrite = REWRITES.get(name)
+    rewrite = REWRITES.get(name) or _in_place(name)
     if rewrite is None:
         raise PartcError(
             "P0209",
@@ -111,6 +111,20 @@ def rewritten(node: fx.Node, name: str) -> fx.GraphModule:
             if key in node.meta:
                 inner.meta[key] = node.meta[key]
     return body
+
+
+def _in_place(name: str) -> Rewrite | None:
+    """The rewrite of an operation that changes its first operand: the functional one, copied into the pair."""
+    functional = REWRITES.get(name.removesuffix("_"))
+    if functional is None or not name.endswith("_"):
+        return None
+
+    def rewrite(like: Tensor, x: Pair, *args: Any, **kwargs: Any) -> Pair:
+        found = functional(like, x, *args, **kwargs)
+        assert isinstance(found, Pair)
+        return Pair(x.parts.copy_(found.parts))
+
+    return rewrite
 
 
 def _of_parts(value: Tensor) -> Tensor:
@@ -330,6 +344,32 @@ def _index(like: Tensor, x: Pair, indices: Sequence[Tensor | None]) -> Pair:
     return Pair(torch.ops.aten.index(x.parts, list(indices)))
 
 
+def _index_put(
+    like: Tensor, x: Pair, indices: Sequence[Tensor | None], values: Operand, accumulate: bool = False
+) -> Pair:
+    given = _as_pair(values, like).parts
+    return Pair(torch.ops.aten.index_put(x.parts, list(indices), given, accumulate))
+
+
+def _rolled(like: Tensor, x: Pair, shifts: int | Sequence[int], dims: int | Sequence[int] = ()) -> Pair:
+    along = [dims] if isinstance(dims, int) else list(dims)
+    if not along:
+        return Pair(x.parts.flatten(0, -2).roll(shifts, 0).view(x.parts.shape))
+    return Pair(x.parts.roll(shifts, [_dim(x, dim) for dim in along]))
+
+
+def _shifted(sign: int) -> Rewrite:
+    """fftshift and ifftshift: the zero frequency to the middle, and back."""
+
+    def rewrite(like: Tensor, x: Pair, dim: int | Sequence[int] | None = None) -> Pair:
+        dims = range(x.rank) if dim is None else [dim] if isinstance(dim, int) else dim
+        along = [_dim(x, each) for each in dims]
+        shifts = [size // 2 if sign > 0 else (size + 1) // 2 for size in (x.parts.shape[each] for each in along)]
+        return Pair(x.parts.roll(shifts, along))
+
+    return rewrite
+
+
 def _padded(like: Tensor, x: Pair, pads: Sequence[int], *mode: Any) -> Pair:
     return Pair(torch.nn.functional.pad(x.parts, [0, 0, *pads], *mode))
 
@@ -463,6 +503,12 @@ REWRITES: Mapping[str, Rewrite] = {
     "pow": _pow,
     "square": lambda like, x: _mul(like, x, x),
     "reciprocal": lambda like, x: _div(like, 1.0, x),
+    "sqrt": lambda like, x: _exp(like, _mul(like, _log(like, x), 0.5)),
+    "sin": lambda like, x: pair(x.real.sin() * x.imag.cosh(), x.real.cos() * x.imag.sinh()),
+    "cos": lambda like, x: pair(x.real.cos() * x.imag.cosh(), -x.real.sin() * x.imag.sinh()),
+    "sinh": lambda like, x: pair(x.real.sinh() * x.imag.cos(), x.real.cosh() * x.imag.sin()),
+    "cosh": lambda like, x: pair(x.real.cosh() * x.imag.cos(), x.real.sinh() * x.imag.sin()),
+    "linalg_vector_norm": lambda like, x, *given, **named: torch.linalg.vector_norm(_abs(like, x), *given, **named),
     "where": _where,
     "masked_fill": _masked_fill,
     # Products and sums
@@ -491,16 +537,22 @@ REWRITES: Mapping[str, Rewrite] = {
     "flip": lambda like, x, dims: Pair(x.parts.flip([_dim(x, dim) for dim in dims])),
     "index_select": _along(torch.index_select),
     "index": _index,
+    "index_put": _index_put,
+    "roll": _rolled,
     "repeat": lambda like, x, times: Pair(x.parts.repeat([*times, 1])),
     **_each("pad constant_pad_nd", _padded),
     **_each("empty empty_like empty_strided new_empty", _empty),
     **_each("zeros new_zeros zeros_like", _filled(0)),
     **_each("ones new_ones ones_like", _filled(1)),
-    **_each("full new_full full_like", _filled(None)),
+    **_each("full new_full full_like fill", _filled(None)),
+    "zero": _filled(0),
+    "copy": lambda like, x, source: Pair(_as_pair(source, like).parts.expand(*like.shape, 2)),
     # Gradients that a model gives itself
     "incoming_gradient": lambda like, x: Pair(resolve("incoming_gradient")(x.parts)),
     "own_gradient": _owned,
     # Fourier transforms
+    "fft_fftshift": _shifted(1),
+    "fft_ifftshift": _shifted(-1),
     "fft_fft": _fourier(1, inverse=False),
     "fft_ifft": _fourier(1, inverse=True),
     "fft_rfft": _fourier(1, inverse=False, real=True),

@@ -444,7 +444,8 @@ class _GraphReader:
                 help="register it as a buffer of its module",
                 source=source_of(next(iter(node.users), node)),
             )
-        args = (tuple(values.flatten().tolist()), type.shape)
+        numbers = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+        args = (tuple(numbers.flatten().tolist()), type.shape)
         self._add("constant", args, (("dtype", DTypeArg(type.dtype)),), (Value(name=node.name, type=type),), None)
 
     def _body(self, module: fx.GraphModule) -> tuple[str, ...]:

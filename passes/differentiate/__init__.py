@@ -22,6 +22,7 @@ recreates them at no cost. A buffer that the model changes is saved with its old
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, fx
 
 from partc.cost.saved_tensors import changed_buffers
-from partc.errors import InternalError, PartcError
+from partc.errors import InternalError, PartcError, first_line
 from partc.ir import operators
 from partc.ir.gradients import gradient_inputs, reached, trainable_params
 from partc.ir.layout import Sizes, SubDim
@@ -263,21 +264,30 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
             )
             for value in arguments
         ]
-    try:
-        with without_order():
-            return aot_export_joint_simple(local_forward, tuple(tensors), trace_joint=True)  # type: ignore[return-value]
-    except RuntimeError as error:
-        found = re.search(r"derivative for (?:aten::)?(\w+) is not implemented", str(error))
-        if found is None:
-            raise
-        name = found[1]
-        source = next((op.source for op in region.forward.ops if op.name.rpartition("::")[2] == name), None)
-        raise PartcError(
-            "P0222",
-            f"torch has no derivative of {name}, and a gradient must pass through it",
-            help="detach() its operands, or compute it from operations with a derivative",
-            source=source,
-        ) from error
+    with warnings.catch_warnings(record=True) as said:
+        try:
+            with without_order():
+                return aot_export_joint_simple(local_forward, tuple(tensors), trace_joint=True)  # type: ignore[return-value]
+        except RuntimeError as error:
+            raise _refusal(error, [str(warning.message) for warning in said], region.forward) or error from error
+
+
+def _refusal(error: RuntimeError, warnings: Sequence[str], graph: Graph) -> PartcError | None:
+    """The refusal of an operation that torch does not differentiate, at its line; None for other errors."""
+    if found := re.search(r"derivative for (?:aten::)?(\w+) is not implemented", str(error)):
+        op = next((op for op in graph.ops if op.name.rpartition("::")[2] == found[1]), None)
+        cause = f"torch has no derivative of {found[1]}, and a gradient must pass through it"
+        help = "detach() its operands, or compute it from operations with a derivative"
+    elif found := next(filter(None, (re.search(r"Error detected in (\w+?)Backward", text) for text in warnings)), None):
+        # Autograd's node of index_reduce is called IndexReduceBackward0.
+        op = next((op for op in graph.ops if op.name.replace("_", "") == found[1].lower()), None)
+        if op is None:
+            return None
+        cause = f"torch refuses the derivative of {op.name}: {first_line(error)}"
+        help = "take sizes from the operands: a microbatch has fewer rows than the batch"
+    else:
+        return None
+    return PartcError("P0222", cause, help=help, source=op.source if op is not None else None)
 
 
 def _run(op: Op, values: dict[str, Any], live: set[str], sizes: Sizes) -> None:

@@ -13,7 +13,7 @@ from partc.api import compilation
 from partc.cli import main
 from partc.cluster.cluster import preset, span
 from partc.cluster.files import cluster_of
-from partc.compilation.plan import ParallelPlan
+from partc.compilation.plan import ParallelPlan, spelled
 from partc.compilation.simulation import Simulator, prediction, predictions, states_of
 from partc.cost.action_timeline import Segment, TimelineBuilder
 from partc.cost.calibration import Calibration, calibration, read
@@ -225,6 +225,32 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[st
     assert main(["simulate", GPT, "--json", *map(str, arguments)]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"schedule": "1F1B"}, {"schedule": "1f1b"}),
+        ({"schedule": "GPipe"}, {"schedule": "gpipe"}),
+        ({"schedule": "AFAB"}, {"schedule": "gpipe"}),
+        ({"schedule": "ZB-H1"}, {"schedule": "zero-bubble"}),
+        ({"schedule": "zb"}, {"schedule": "zero-bubble"}),
+        ({"schedule": "zero_bubble"}, {"schedule": "zero-bubble"}),
+        ({"schedule": "ScheduleZBVZeroBubble"}, {"schedule": "zbv"}),
+        ({"schedule": "DualPipeV", "virtual_stages": 2}, {"schedule": "dualpipe-v", "virtual_stages": 2}),
+        ({"schedule": "Interleaved1F1B", "virtual_stages": 3}, {"schedule": "interleaved", "virtual_stages": 3}),
+        ({"schedule": "1f1b", "virtual_stages": 3}, {"schedule": "interleaved", "virtual_stages": 3}),
+        ({"schedule": "interleaved", "virtual_stages": 1}, {"schedule": "1f1b", "virtual_stages": 1}),
+        ({"schedule": "interleaved"}, {"schedule": "interleaved"}),
+        ({"precision": "bfloat16"}, {"precision": "bf16"}),
+        ({"precision": "float32"}, {"precision": "fp32"}),
+        ({"microbatches": 4.0, "zero": 1.0, "options": {"batch": 8.0, "dropout": 0.5}}, {"microbatches": 4, "zero": 1, "options": {"batch": 8, "dropout": 0.5}}),
+        ({"virtual_stages": None, "schedule": None, "zero": None}, {}),
+        ({"schedule": "dualpipe"}, {"schedule": "dualpipe"}),  # unknown names stay, and are refused later
+    ],
+)  # fmt: skip
+def test_plans_may_be_spelled_as_other_programs_do(given: dict[str, Any], meant: dict[str, Any]) -> None:
+    assert ParallelPlan.of(spelled({"mesh": "dp=2"} | given)) == ParallelPlan.of({"mesh": "dp=2"} | meant)
 
 
 def test_plans_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

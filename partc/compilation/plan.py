@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -18,6 +19,7 @@ from partc.cluster.cluster import Cluster, fitted
 from partc.compilation.options import BUCKET, Options
 from partc.errors import PartcError
 from partc.runtime.documents import Malformed, Positive, contents, decoded, parsed
+from partc.schedules import SCHEDULES
 
 LARGEST = 1 << 26  # bytes of a file of plans
 
@@ -27,6 +29,17 @@ DECIDED = (
 )  # fmt: skip
 
 Scalar = bool | int | float | str
+
+# Names of other programs for partc's own, without case, spaces and punctuation.
+_SCHEDULES: Mapping[str, str] = {
+    "afab": "gpipe", "fthenb": "gpipe", "vpp": "interleaved", "interleaved1f1b": "interleaved",
+    "1f1binterleaved": "interleaved", "zb": "zero-bubble", "zbh1": "zero-bubble", "zb1p": "zero-bubble",
+    "zerobubbleh1": "zero-bubble", "zbvzerobubble": "zbv",
+}  # fmt: skip
+_PRECISIONS: Mapping[str, str] = {
+    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "float64": "fp64",
+    "double": "fp64",
+}  # fmt: skip
 
 
 def _is_option(value: dict[str, Scalar]) -> str:
@@ -117,6 +130,39 @@ class ParallelPlan:
                 yield from (f"--{item.name.replace('_', '-')}", str(value))
         for name, value in self.options.items():
             yield from ("-D", f"{name}={value}")
+
+
+def spelled(document: object) -> object:
+    """A plan in the spelling of tables and other programs, as `document` has it.
+
+    `null` is a field left out, 4.0 is 4, schedules and types have several names, and several stages of a rank under
+    1f1b are interleaved.
+    """
+    if not isinstance(document, dict):
+        return document
+    found = {name: _whole(value) for name, value in document.items() if value is not None}
+    if isinstance(found.get("options"), dict):
+        found["options"] = {name: _whole(value) for name, value in found["options"].items()}
+    for field_name, names in (("schedule", {**_folded(SCHEDULES), **_SCHEDULES}), ("precision", _PRECISIONS)):
+        value = found.get(field_name)
+        if isinstance(value, str):
+            found[field_name] = names.get(_fold(value).removeprefix("schedule"), value)
+    several, schedule = found.get("virtual_stages"), found.get("schedule", "1f1b")
+    if isinstance(several, int) and schedule in ("1f1b", "interleaved"):
+        found["schedule"] = "interleaved" if several > 1 else "1f1b"
+    return found
+
+
+def _fold(text: str) -> str:
+    return re.sub("[^a-z0-9]", "", text.lower())
+
+
+def _folded(names: Iterable[str]) -> dict[str, str]:
+    return {_fold(name): name for name in names}
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def read(path: Path) -> ParallelPlan:

@@ -19,7 +19,7 @@ from typing import Any
 from partc import passes
 from partc.cluster.cluster import Cluster
 from partc.compilation.options import DEFAULT, Options, refused
-from partc.compilation.plan import ParallelPlan
+from partc.compilation.plan import ParallelPlan, spelled
 from partc.cost.calibration import Calibration
 from partc.cost.failures import Failures
 from partc.cost.footprint import Footprint
@@ -322,7 +322,7 @@ def read_plans(path: Path) -> Iterator[ParallelPlan | PartcError]:
         if not line.strip():
             continue
         try:
-            yield decoded(ParallelPlan, parsed(line))
+            yield decoded(ParallelPlan, spelled(parsed(line)))
         except Malformed as error:
             yield PartcError(
                 "P0804", f"line {number} of {path}: {error}", help='for example {"mesh": "pp=2,dp=4", "zero": 1}'

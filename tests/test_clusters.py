@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,29 @@ def test_sparse_gradients_are_predicted_as_the_rows_that_a_step_looks_up() -> No
     few, many = found
     assert many.step_seconds == pytest.approx(few.step_seconds)
     assert many.memory_bytes - few.memory_bytes == pytest.approx(2 * 3 * 396_000 * 32 * 4 / 4, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "limit"), [("pp=64,dp=32,tp=8", 256, 5), ("pp=125,dp=200,tp=4", 250, 20)]
+)
+def test_large_clusters_are_simulated_in_seconds(mesh: str, microbatches: int, limit: float) -> None:
+    """16,384 and 100,000 ranks, in CPU seconds after the compile. The step's own parts are a bound from below: stages
+    in a row fill and drain, and the slowest computes all microbatches.
+    """
+    ranks = Mesh.parse(mesh).size
+    cluster = preset(f"{ranks // 8}x8xH100-80GB")
+    simulator = Simulator(MODEL, cluster, calibration(cluster))
+    options = {"layers": 125, "batch": 200 * microbatches * 32, "seq": 32}
+    program = simulator.program(ParallelPlan(mesh=mesh, microbatches=microbatches, zero=1, options=options))
+    start = time.process_time()
+    found = prediction(program, simulator.rates)
+    assert time.process_time() - start < limit
+    forecast = Forecast(program, simulator.rates)
+    stages = range(program.stages)
+    once = [sum(forecast.action(stage, kind, 0).seconds for kind in "FB") for stage in stages]
+    assert found.step_seconds >= max(once) * (microbatches - 1) + sum(once) - max(once)
+    assert found.step_seconds <= 1.5 * (max(once) * (microbatches + program.stages))
 
 
 def test_bubbles_are_those_of_the_schedules(simulator: Simulator) -> None:

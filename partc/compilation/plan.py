@@ -141,8 +141,9 @@ def spelled(document: object) -> object:
     if not isinstance(document, dict):
         return document
     found = {name: _whole(value) for name, value in document.items() if value is not None}
-    if isinstance(found.get("options"), dict):
-        found["options"] = {name: _whole(value) for name, value in found["options"].items()}
+    options = found.get("options")
+    if isinstance(options, dict):
+        found["options"] = {name: _whole(value) for name, value in options.items()}
     for field_name, names in (("schedule", {**_folded(SCHEDULES), **_SCHEDULES}), ("precision", _PRECISIONS)):
         value = found.get(field_name)
         if isinstance(value, str):

@@ -99,7 +99,7 @@ class Forecast:
         A collective continues between the action that starts it and the one that waits for it, also while a rank waits.
         """
         places = range(self.program.mesh.axis(PIPELINE_AXIS))
-        before = [self.once(place) for place in places]
+        before = list(self._opening)
         ended = [0.0 for _ in places]
         found: dict[tuple[int, str], ActionTimeline] = {}
 
@@ -138,10 +138,9 @@ class Forecast:
 
     def _place(self, place: int) -> Iterator[Span]:
         """The actions of a coordinate: all begin together, and wait for no other after their last action."""
-        each = [self.once(other) for other in range(len(self.timeline.ranks))]
-        begin = max(inside.seconds for inside in each)
-        if each[place].seconds:
-            yield Span(name="prepare", start=0.0, inside=each[place])
+        begin = max(inside.seconds for inside in self._opening)
+        if self._opening[place].seconds:
+            yield Span(name="prepare", start=0.0, inside=self._opening[place])
         done, found = self._step
         spans = [
             Span(name=str(span.compute), start=begin + span.start, inside=found[place, str(span.compute)])
@@ -158,6 +157,11 @@ class Forecast:
             if inside.seconds:
                 yield Span(name=name, start=now, inside=inside)
             now += inside.seconds
+
+    @cached_property
+    def _opening(self) -> tuple[ActionTimeline, ...]:
+        """The time of each coordinate before its first action."""
+        return tuple(map(self.once, range(self.program.mesh.axis(PIPELINE_AXIS))))
 
     @cached_property
     def _actions(self) -> dict[tuple[int, str], ActionTimeline]:
@@ -181,14 +185,12 @@ class Forecast:
         places = range(self.program.mesh.axis(PIPELINE_AXIS))
         return _by_action([Execution(self.program, place).step(updates=False) for place in places])
 
-    def _around(self, place: int, *names: str) -> tuple[Step, ...]:
-        """The steps of a coordinate outside the actions of its stages."""
-        around = (
-            steps
-            for action, steps in self._executions[place]
-            if (action if isinstance(action, str) else action.kind) in names
+    @cached_property
+    def _outside(self) -> tuple[Mapping[str, tuple[Step, ...]], ...]:
+        """For each coordinate, the steps around the actions of its stages, by their names."""
+        return tuple(
+            {action: steps for action, steps in execution if isinstance(action, str)} for execution in self._executions
         )
-        return tuple(chain.from_iterable(around))
 
     def _played(
         self, steps: Iterable[Step], begin: float = 0.0, pending: tuple[LeftCollective, ...] = (), idle: float = 0.0
@@ -275,10 +277,10 @@ class Forecast:
         """The calls of phase `step`, while the first parameters are gathered."""
         opening = takewhile(lambda item: item[0] != "prepare", self._executions[place])
         gathers = chain.from_iterable(steps for _, steps in opening)
-        return self._played((*gathers, *self._around(place, "prepare")))
+        return self._played((*gathers, *self._outside[place].get("prepare", ())))
 
     def _tail(self, place: int) -> ActionTimeline:
-        return self._played(self._around(place, "end"))
+        return self._played(self._outside[place].get("end", ()))
 
     @property
     def update_seconds(self) -> float:
@@ -304,7 +306,7 @@ class Forecast:
         """The update, then the gathers of parameters that ranks keep whole."""
         builder = TimelineBuilder()
         builder.work(self._updating(place))
-        gathers = self._played(self._around(place, "update"), builder.now)
+        gathers = self._played(self._outside[place].get("update", ()), builder.now)
         return replace(gathers, pieces=(*builder.built().pieces, *gathers.pieces))
 
     def updated(self, size: int) -> float:

@@ -687,7 +687,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0807": CodeExplanation(
         "measuring did not finish",
         "`partc cluster measure` starts processes of this Python on this machine, which meet over gloo. One of them "
-        "failed, or they took longer than five minutes: try fewer processes.",
+        "failed, or they took longer than five minutes: try fewer processes. With --nodes, the command must run on "
+        "every node at one time, and all must reach --master; GLOO_SOCKET_IFNAME names the network interface.",
     ),
     "P0808": CodeExplanation(
         "--failures cannot be read",

@@ -341,11 +341,12 @@ def test_a_cluster_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     cluster = cluster_of(str(file))
     assert (cluster.size, cluster.name, cluster.device.name) == (32, "lab", "A100-40GB")
     network = Network(cluster=cluster, constants=Calibration())
-    mesh = Mesh.parse("dp=8,tp=4")
-    below = span(Mesh.parse("pp=2,dp=4,tp=4"), ["dp"], cluster)
-    across = span(mesh, ["dp"], cluster)
+    below = span(Mesh.parse("pp=4,dp=2,tp=4"), ["dp"], cluster)
+    across = span(Mesh.parse("dp=2,pp=4,tp=4"), ["dp"], cluster)  # the nodes of each group lie below different switches
     size = 1 << 28
-    assert network.collective("all_gather", across, size) > 4 * network.collective("all_gather", below, size)
+    assert network.collective("all_gather", across, size) > 3.99 * network.collective("all_gather", below, size)
+    once = span(Mesh.parse("dp=8,tp=4"), ["dp"], cluster)  # a ring that leaves a switch once, with a quarter of its links
+    assert network.collective("all_gather", once, size) < 7.1 * network.collective("all_gather", below, size)
     assert main(["cluster", "show", str(file)]) == 0
     out = capsys.readouterr().out
     assert "8 nodes of 4" in out and "oversubscribed 4 to 1" in out

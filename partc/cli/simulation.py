@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,20 +41,38 @@ def show_command(spec: str, as_json: bool) -> None:
 
 @cluster_command.command("measure", short_help="Measure this machine's processes.")
 @click.option("-o", "--output", type=Path, required=True, metavar="FILE.toml", help="the cluster's file")
-@click.option("--processes", type=int, default=2, show_default=True, help="processes that work at one time")
-def measure_command(output: Path, processes: int) -> None:
-    """Measure the rates of processes on this machine's processors, and write them as a cluster: under a minute.
+@click.option("--processes", type=int, default=2, show_default=True, help="processes that work at one time on a node")
+@click.option("--nodes", type=int, default=1, show_default=True, help="nodes, on each of which the command is started")
+@click.option("--node-rank", type=int, default=0, metavar="N", help="the number of this node, from 0")
+@click.option("--master", default="", metavar="HOST:PORT", help="node 0 and a free port of it, with several nodes")
+@click.option("--page", type=Path, metavar="FILE.html", help="a picture of the measured durations and their lines")
+def measure_command(output: Path, processes: int, nodes: int, node_rank: int, master: str, page: Path | None) -> None:
+    """Measure the rates of processes on processors, and write them as a cluster: about a minute.
 
-    Matrix products by type, memory's bandwidth, an operation's launch, and sums over gloo by size.
+    \b
+    Matrix products by type, memory's bandwidth, an operation's launch; messages
+    inside nodes and between them by size and distance; what overlap costs.
+
+    \b
+    With several nodes, start it on each of them at one time, as torchrun:
+      partc cluster measure -o mine.toml --nodes 2 --node-rank 1 --master 10.0.0.1:29400
     """
     from partc.cluster.measurement import MARK, measured
     from partc.package.output import write_page
 
     if not 1 <= processes <= 64:
         raise PartcError("P0004", f"--processes {processes} is out of range", help="give 1 to 64")
+    if not 1 <= nodes <= 4096 or not 0 <= node_rank < nodes:
+        raise PartcError("P0004", f"--node-rank {node_rank} is none of {nodes} nodes", help="number nodes from 0")
+    if nodes > 1 and not re.fullmatch(r".+:\d{1,5}", master):
+        raise PartcError("P0004", f"--master {master!r} is no HOST:PORT", help="give the address of node 0, and a port")
     with console.working("measuring", quiet=False):
-        rates = measured(processes)
+        rates = measured(processes, nodes=nodes, node=node_rank, master=master)
     write_page(rates.toml(), output, mark=MARK, option="-o")
+    if page is not None:
+        from partc.reports import measurement_page
+
+        write_page(measurement_page.page(rates), page, option="--page")
     console.echo(rates.toml(), nl=False)
     console.next_step(console.command("partc", "cluster", "show", output))
 
@@ -66,7 +85,7 @@ def measure_command(output: Path, processes: int) -> None:
 def fit_command(runs: tuple[Path, ...], spec: str, constants: Path | None, output: Path) -> None:
     """Correct the constants of the cost model so that predictions come close to RUNS.
 
-    
+    \b
     A run is FILE.jsonl from `--metrics` of the package in folder FILE beside it,
     or a file of plans as `partc simulate` reads them, each with its "model" and
     its measured "step_seconds". `--calibration` of other commands reads the result.
@@ -132,7 +151,7 @@ def simulate_command(
        "precision": "bf16", "kernels": "auto", "options": {"batch": 64}}
     All but the mesh may be left out; `options` are those of the model file.
 
-    
+    \b
     --failures takes mtbf (hours between two failures of one device), and the
     seconds checkpoint, restart and interval (of work between checkpoints; the
     best one if it is left out).

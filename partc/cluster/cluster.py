@@ -31,6 +31,8 @@ class Cluster:
     between: Link
     topology: Topology = FLAT
     domain: int = 0
+    processors: int = 0  # cores that all devices share, if they are processes; 0: each has one of its own
+    slowdown: float | None = None  # of computation beside a collective, as measured; None: as for the kind of device
 
     @property
     def size(self) -> int:

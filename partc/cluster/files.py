@@ -62,6 +62,7 @@ class _LinkTable:
     latency: _Seconds | None = None
     switched: bool = True
     reduces: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,8 @@ class _ClusterTable:
     between: _LinkTable | None = None
     network: _NetworkTable = field(default_factory=_NetworkTable)
     domain: Natural = 0
+    processors: Natural = 0
+    slowdown: Annotated[float, at_least(0), at_most(10)] | None = None
 
 
 def cluster_of(spec: str) -> Cluster:
@@ -127,6 +130,8 @@ def _cluster(table: _ClusterTable, path: Path) -> Cluster:
         between=found.between if table.between is None else _link(table.between),
         topology=topology,
         domain=table.domain or found.domain,
+        processors=table.processors,
+        slowdown=table.slowdown,
     )
 
 
@@ -147,6 +152,7 @@ def _link(table: _LinkTable) -> Link:
         latency=latency,
         switched=table.switched,
         reduces=table.reduces,
+        shared=table.shared,
     )
 
 

@@ -1,7 +1,9 @@
-"""The rates of this machine's processes: matrix products, memory, launches, and collectives over gloo.
+"""The rates of processes on processors, of one machine or several: products, memory, launches, exchanges over gloo.
 
-Each process computes with one thread, as packages on processors do by default. Rates are those of the quickest of
-several runs, with all processes at work together, since they share memory and caches.
+Each process computes with one thread, as packages on processors do by default. The rate of products and of memory is
+the slope of the line through the measured durations that has the least relative errors. A link's latency is the
+duration of its smallest message, and its rate follows from the largest one: between them, buffers may be quicker than
+the link.
 """
 
 from __future__ import annotations
@@ -11,69 +13,164 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from partc.cluster.probe import Overlap, Place, Sample
 from partc.errors import PartcError
 
-_SIDES = (256, 512, 1024)  # of square matrices
-_BYTES = (1 << 10, 1 << 22, 1 << 24)  # of the operand of a collective
-_SUMS = 12  # of each size, of which the quickest counts
-_DTYPES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16"}
 _LIMIT = 300.0  # seconds
+_NARROW = 0.8  # of the bandwidth between neighbours: a distance with less crosses a narrower link
 MARK = "measured by `partc cluster measure`"  # in every file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredRates:
-    """The rates of one of `processes` processes that work at one time."""
+class Line:
+    """Seconds of some work: `latency` and the work over `rate`."""
 
+    latency: float
+    rate: float
+
+    def seconds(self, work: float) -> float:
+        return self.latency + work / self.rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRates:
+    """The samples of a process on each of `nodes` nodes with `processes` each, and the cluster that they describe."""
+
+    nodes: int
     processes: int
     memory: int
-    peak: dict[str, float]
-    bandwidth: float
-    launch: float
-    link: float  # bytes a second that a process receives in a ring
-    latency: float  # seconds of a step of a ring
+    processors: int  # cores that all processes share, or 0 if each has one of its own
+    samples: tuple[Sample, ...]
+    overlap: Overlap | None
+
+    def line(self, kind: str) -> Line:
+        """The line through the samples of a kind."""
+        samples = [sample for sample in self.samples if sample.kind == kind]
+        return _line(samples) if kind.startswith(("product", "memory")) else _ends(samples)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(sample.kind for sample in self.samples))
+
+    @property
+    def slowdown(self) -> float:
+        """The additional time of computation beside an exchange, as a share."""
+        if self.overlap is None:
+            return 0.0
+        alone = self.overlap.products, self.overlap.exchange
+        return max(0.0, min(1.0, (self.overlap.both - max(alone)) / min(alone)))
+
+    @property
+    def oversubscription(self) -> tuple[int, float]:
+        """The nodes below a switch, and their bandwidth over that of the link out of it; (0, 1) if it is not narrow."""
+        distances = [int(kind.split()[1]) for kind in self.kinds if kind.startswith("between ")]
+        rates = {distance: self.line(f"between {distance}").rate for distance in distances}
+        narrow = [distance for distance in distances if rates[distance] < _NARROW * rates[1]]
+        if not narrow or self.nodes % narrow[0]:
+            return 0, 1.0
+        return narrow[0], rates[1] / min(rates.values())
+
+    @property
+    def shared(self) -> bool:
+        """Whether the processes of a node share its link: one alone is quicker."""
+        return "alone" in self.kinds and self.line("between 1").rate < _NARROW * self.line("alone").rate
 
     def toml(self) -> str:
         """A cluster's file, as `--cluster` reads it."""
-        peaks = ", ".join(f"{name} = {rate:.4g}" for name, rate in self.peak.items())
-        links = f"gigabytes = {self.link / 1e9:.4g}\nlatency = {self.latency:.4g}\n"
-        return (
-            f"# The rates of this machine's processes, {MARK}.\n"
-            f"nodes = 1\ndevices = {self.processes}\n\n"
-            f'[device]\nname = "CPU"\nkind = "cpu"\nmemory = {self.memory}\npeak = {{ {peaks} }}\n'
-            f"bandwidth = {self.bandwidth:.4g}\nlaunch = {self.launch:.4g}\nhost = 0.0\n\n"
-            f'[inside]\nkind = "memory"\n{links}\n[between]\nkind = "tcp"\n{links}'
+        products = [kind.split()[1] for kind in self.kinds if kind.startswith("product ")]
+        peaks = ", ".join(f"{name} = {self.line(f'product {name}').rate:.4g}" for name in products)
+        launch = next(sample.seconds for sample in self.samples if sample.kind == "launch")
+        inside = "inside" if "inside" in self.kinds else None
+        between = "between 1" if "between 1" in self.kinds else None
+        leaf, narrow = self.oversubscription
+        return "".join(
+            (
+                f"# The rates of processes on processors, {MARK}.\n",
+                f"nodes = {self.nodes}\ndevices = {self.processes}\n",
+                f"processors = {self.processors}\n" if self.processors else "",
+                f"slowdown = {self.slowdown:.3g}\n",
+                f'\n[device]\nname = "CPU"\nkind = "cpu"\nmemory = {self.memory}\npeak = {{ {peaks} }}\n',
+                f"bandwidth = {self.line('memory').rate:.4g}\nlaunch = {launch:.4g}\nhost = 0.0\n",
+                f'\n[inside]\nkind = "memory"\n{self._link(inside or between)}',
+                f'\n[between]\nkind = "tcp"\n{self._link(between or inside)}',
+                "shared = true\n" if self.shared else "",
+                f"\n[network]\nleaf = {leaf}\noversubscription = {narrow:.4g}\n" if leaf else "",
+            )
         )
 
+    def _link(self, kind: str | None) -> str:
+        line = Line(latency=5e-5, rate=1e9) if kind is None else self.line(kind)
+        return f"gigabytes = {line.rate / 1e9:.4g}\nlatency = {line.latency:.4g}\n"
 
-def measured(processes: int) -> MeasuredRates:
-    """Measure, with so many processes on this machine. Raises PartcError P0807 if they fail."""
+    def document(self) -> dict[str, Any]:
+        return {"samples": [asdict(sample) for sample in self.samples], "slowdown": self.slowdown}
+
+
+def _line(samples: Sequence[Sample]) -> Line:
+    """The line with the least squares of relative errors."""
+    weights = [1 / sample.seconds**2 for sample in samples]
+    pairs = [(sample.work, sample.seconds) for sample in samples]
+    one = sum(weights)
+    x, xx = (sum(w * work**power for w, (work, _) in zip(weights, pairs, strict=True)) for power in (1, 2))
+    y, xy = (sum(w * work**power * t for w, (work, t) in zip(weights, pairs, strict=True)) for power in (0, 1))
+    spread = one * xx - x * x
+    latency = (xx * y - x * xy) / spread if spread > 0 else 0.0
+    slope = (one * xy - x * y) / spread if spread > 0 else xy / xx
+    if latency < 0:
+        latency, slope = 0.0, xy / xx
+    return Line(latency=latency, rate=1 / max(slope, 1e-24))
+
+
+def _ends(samples: Sequence[Sample]) -> Line:
+    """The line through the smallest and the largest sample."""
+    first, last = (choose(samples, key=lambda sample: sample.work) for choose in (min, max))
+    return Line(latency=first.seconds, rate=(last.work - first.work) / max(1e-9, last.seconds - first.seconds))
+
+
+def measured(processes: int, *, nodes: int = 1, node: int = 0, master: str = "") -> MeasuredRates:
+    """Measure, with so many processes on each node; `master` is HOST:PORT of the first one.
+
+    Raises PartcError P0807 if they fail.
+    """
     with tempfile.TemporaryDirectory(prefix="partc-measure-") as folder:
-        found = _together(processes, Path(folder))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
-    return MeasuredRates(processes=processes, memory=memory, **found)
+        address = f"tcp://{master}" if nodes > 1 else f"file://{folder}/meeting"
+        places = [
+            Place(rank=node * processes + index, nodes=nodes, processes=processes, address=address)
+            for index in range(processes)
+        ]
+        found = _together(places, Path(folder))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // found["beside"]
+    return MeasuredRates(
+        nodes=nodes,
+        processes=processes,
+        memory=memory,
+        processors=found["processors"],
+        samples=tuple(Sample(**sample) for sample in found["samples"]),
+        overlap=None if found["overlap"] is None else Overlap(**found["overlap"]),
+    )
 
 
-def _together(processes: int, folder: Path) -> dict[str, Any]:
-    """The rates that the first of several processes measures beside the others."""
-    here = [sys.executable, "-m", "partc.cluster.measurement", str(folder / "meeting")]
+def _together(places: Sequence[Place], folder: Path) -> dict[str, Any]:
+    """The document that the first process of this node prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [*here, str(rank), str(processes)],
-            env=environment,
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            text=True,
+    started = []
+    for place in places:
+        file = folder / f"{place.rank}.json"
+        file.write_text(json.dumps(asdict(place)))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "partc.cluster.probe", str(file)],
+                env=environment,
+                stdout=subprocess.PIPE if place is places[0] else subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
         )
-        for rank in range(processes)
-    ]
     try:
         out, _ = started[0].communicate(timeout=_LIMIT)
         codes = [process.wait(timeout=10) for process in started]
@@ -83,64 +180,7 @@ def _together(processes: int, folder: Path) -> dict[str, Any]:
         for process in started:
             process.kill()
     if any(codes):
-        raise PartcError("P0807", f"{processes} processes on this machine did not finish", help="try fewer --processes")
+        cause = f"{len(places)} processes on this machine did not finish"
+        raise PartcError("P0807", cause, help="try fewer --processes, and look at --master with several nodes")
     result: dict[str, Any] = json.loads(out)
     return result
-
-
-def _quickest(run: Callable[[], object], *, times: int = 5, least: float = 0.02) -> float:
-    """Seconds of one run: the quickest of several groups of runs."""
-    run()
-    start = time.perf_counter()
-    run()
-    count = max(1, int(least / max(1e-9, time.perf_counter() - start)))
-    best = float("inf")
-    for _ in range(times):
-        start = time.perf_counter()
-        for _ in range(count):
-            run()
-        best = min(best, (time.perf_counter() - start) / count)
-    return best
-
-
-def _work(meeting: str, rank: int, processes: int) -> dict[str, object]:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=processes)
-    peak = {}
-    for name, dtype in _DTYPES.items():
-        best = 0.0
-        for side in _SIDES:
-            x = torch.randn(side, side).to(getattr(torch, dtype))
-            best = max(best, 2 * side**3 / _quickest(lambda x=x: x @ x, times=3))  # type: ignore[misc]
-        peak[name] = best
-    a, b = torch.randn(1 << 23), torch.randn(1 << 23)
-    bandwidth = 3 * a.nbytes / _quickest(lambda: torch.add(a, b, out=a), times=3)
-    small = torch.ones(4)
-    launch = _quickest(lambda: small + small)
-    latency, link = 5e-5, 1e9
-    if processes > 1:
-        times = {}
-        for size in _BYTES:
-            buffer = torch.ones(size // 4)
-            found = []
-            for _ in range(_SUMS):
-                dist.barrier()
-                start = time.perf_counter()
-                dist.all_reduce(buffer)
-                found.append(time.perf_counter() - start)
-            times[size] = min(found)
-        steps = 2 * (processes - 1)
-        latency = times[_BYTES[0]] / steps
-        moved = 2 * (processes - 1) / processes * (_BYTES[-1] - _BYTES[0])
-        link = moved / max(1e-9, times[_BYTES[-1]] - times[_BYTES[0]])
-    dist.destroy_process_group()
-    return {"peak": peak, "bandwidth": bandwidth, "launch": launch, "link": link, "latency": latency}
-
-
-if __name__ == "__main__":
-    rates = _work(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    if sys.argv[2] == "0":
-        print(json.dumps(rates))

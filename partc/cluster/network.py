@@ -20,6 +20,7 @@ class Link:
     latency: float  # seconds of a message without content
     switched: bool = True  # whether any two devices can use their whole bandwidth
     reduces: bool = False  # whether switches compute sums
+    shared: bool = False  # whether a node's devices share it: one of them alone has the bandwidth of all
 
 
 # Latencies are those of NCCL's own cost model (src/graph/tuning.cc): one step of a ring inside a node, and one between
@@ -81,7 +82,8 @@ class Topology:
             case "hypercube":
                 return 1 / max(1.0, math.log2(max(2, nodes * stride)))
             case _:
-                return 1 / self.crossing(nodes * stride)
+                # A ring leaves a switch once, and as many rings do as have nodes there.
+                return self.out_share(nodes * stride, min(stride, self.leaf))
 
     def spread_share(self, nodes: int, stride: int) -> float:
         """The share of a node's bandwidth if each of `nodes` nodes sends to all others at one time."""
@@ -89,8 +91,15 @@ class Topology:
             case "ring" | "torus" | "hypercube":
                 return min(1.0, 1 / self.hops(nodes * stride))
             case _:
-                return 1 / self.crossing(nodes * stride)
+                # The messages to nodes below the same switch do not leave it.
+                out = (nodes - min(nodes - 1, max(1, self.leaf // stride))) / max(1, nodes - 1)
+                return self.out_share(nodes * stride, self.leaf * out)
 
-    def crossing(self, extent: int) -> float:
-        """The oversubscription between nodes of which the first and last are `extent` apart."""
-        return self.oversubscription if self.leaf and extent > self.leaf else 1.0
+    def out_share(self, extent: int, sending: float) -> float:
+        """The share of a node's bandwidth that each of `sending` nodes below a switch has for messages that leave it.
+
+        The first and last of the nodes that talk to each other are `extent` apart.
+        """
+        if not self.leaf or extent <= self.leaf or not sending:
+            return 1.0
+        return min(1.0, self.leaf / (self.oversubscription * sending))

@@ -77,8 +77,14 @@ class _Running:
 class TimelineBuilder:
     """Builds the timeline of an action. Computation and collectives that run at one time slow each other down."""
 
-    def __init__(self, slowdown: float = 0.0, pending: Iterable[LeftCollective] = (), idle: float = 0.0) -> None:
-        """`pending` collectives were under way `idle` seconds before the action starts."""
+    def __init__(
+        self, slowdown: float = 0.0, pending: Iterable[LeftCollective] = (), idle: float = 0.0, pace: float = 1.0
+    ) -> None:
+        """`pending` collectives were under way `idle` seconds before the action starts.
+
+        Computation takes `pace` times as long as on a core of its own.
+        """
+        self._pace = pace
         self.now = 0.0
         self._pieces: list[TimedSegment | None] = []
         self.waited: dict[str, float] = {}  # collective and its axes -> seconds without computation
@@ -96,7 +102,7 @@ class TimelineBuilder:
     def work(self, seconds: float) -> None:
         if not seconds:
             return
-        begin, left = self.now, seconds
+        begin, left = self.now, seconds * self._pace
         while left > 0:
             stretch = self._stretch if self._queues else 1.0
             step = min(left, self._first())

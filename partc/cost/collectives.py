@@ -8,6 +8,9 @@ With n members, b bytes of each rank's operand, bandwidth B and latency a of a s
     two levels inside domains, then between their members of equal rank; each level by its best algorithm
     pairwise   all-to-all: the part for the own domain, beside the part for others
 
+Between CPUs the emitted programs send everything directly: each member of an all-gather sends its operand to all
+others, as in an all-to-all. Sums of more than DIRECT bytes are gloo's ring.
+
 A ring through several domains leaves a domain as often as it has members there, each time over another device's link.
 The quickest algorithm counts, as NCCL chooses by its own such table.
 """
@@ -20,6 +23,7 @@ from dataclasses import dataclass
 from partc.cluster.cluster import Cluster, GroupSpan
 from partc.cluster.network import Link
 from partc.cost.calibration import Calibration
+from partc.runtime.plan import DIRECT
 
 # Seconds until all ranks of a collective have entered it and its kernel runs: NCCL's base latency of a ring.
 MEETING = 8e-6
@@ -46,6 +50,8 @@ class Network:
         n = span.members
         if n <= 1:
             return 0.0
+        if self.cluster.device.kind == "cpu":
+            return self._directly(op, span, size)
         if op in _PAIRWISE:
             return MEETING + self._pairwise(span, size)
         if op == "all_gather":
@@ -54,10 +60,24 @@ class Network:
             return MEETING + self._gathered(span, size)
         return MEETING + self._summed(span, size)
 
-    def send(self, size: int, *, near: bool) -> float:
-        """Seconds of one message to one other device."""
-        link, rate = (self.cluster.inside, self.inside) if near else (self.cluster.between, self.between)
-        return MEETING + link.latency + size / rate
+    def send(self, size: int, *, near: bool, share: float = 1.0) -> float:
+        """Seconds of one message to one other device, which has a share of the bandwidth between nodes."""
+        link, rate = (self.cluster.inside, self.inside) if near else (self.cluster.between, self.between * share)
+        meeting = MEETING if self.cluster.device.kind == "gpu" else 0.0
+        return meeting + link.latency + size / rate
+
+    def _directly(self, op: str, span: GroupSpan, size: int) -> float:
+        """A collective between CPUs, whose links' latencies are those of whole exchanges over gloo."""
+        n = span.members
+        if op == "shift":
+            rate, _ = self._ring(span)
+            return (self.cluster.inside if span.domains == 1 else self.cluster.between).latency + size / rate
+        if op == "all_gather" or (op == "all_reduce" and size * (n - 1) <= DIRECT):
+            return self._pairwise(span, size * n)
+        if op != "all_reduce":
+            return self._pairwise(span, size)
+        rate, latency = self._ring(span)
+        return 2 * latency + 2 * size * (n - 1) / n / rate
 
     def _ring(self, span: GroupSpan) -> tuple[float, float]:
         """The bandwidth of a ring over the group, and the sum of the latencies of its steps."""

@@ -11,6 +11,7 @@ from partc.communication.descriptions import comment
 from partc.communication.exchanges import Collective, Exchanges, graph_of
 from partc.communication.execution import Execution, GraphRun, Start, Step, Wait
 from partc.cost.action_timeline import ActionTimeline, LeftCollective, Segment, TimelineBuilder
+from partc.cost.cores import ROUNDS, BusySpan, pace, paces
 from partc.cost.rates import ROOFLINE, Rates
 from partc.cost.simulation import Durations, Timeline, timeline
 from partc.ir.gradients import touched_rows
@@ -94,7 +95,37 @@ class Forecast:
 
     @cached_property
     def _step(self) -> tuple[Timeline, Mapping[tuple[int, str], ActionTimeline]]:
-        """The timeline of the schedule, and each action by its rank and name.
+        """The timeline of the schedule, and each action by its rank and name."""
+        places = self.program.mesh.axis(PIPELINE_AXIS)
+        ranks = self.program.mesh.size // places
+        known: dict[tuple[int, str], float] = {}
+        done, found = self._step_at(known)
+        # Ranks that wait leave their cores to others, who are quicker then, which moves the waits.
+        for _ in range(ROUNDS if self._pace > 1 and places > 1 else 0):
+            spans = {
+                (place, str(span.compute)): BusySpan(
+                    place=place,
+                    start=span.start,
+                    end=span.end,
+                    share=found[place, str(span.compute)].compute / max(1e-12, span.end - span.start),
+                )
+                for place, row in enumerate(done.ranks)
+                for span in row
+            }
+            now = paces(spans, ranks, self.rates.cores)
+            known = {name: (known.get(name, self._pace) + value) / 2 for name, value in now.items()}
+            done, found = self._step_at(known)
+        return done, found
+
+    @property
+    def _pace(self) -> float:
+        """The pace of computation while all ranks compute."""
+        return pace(self.program.mesh.size, self.rates.cores)
+
+    def _step_at(
+        self, known: Mapping[tuple[int, str], float]
+    ) -> tuple[Timeline, Mapping[tuple[int, str], ActionTimeline]]:
+        """The same with known paces of actions.
 
         A collective continues between the action that starts it and the one that waits for it, also while a rank waits.
         """
@@ -107,7 +138,7 @@ class Forecast:
             assert isinstance(action, Action)
             steps = self._steps.get((action.stage, action.kind, action.microbatch), ())
             idle = start - ended[rank] if before[rank].pending else 0.0
-            inside = self._continued(steps, before[rank].pending, idle)
+            inside = self._continued(steps, before[rank].pending, idle, known.get((rank, action.name), self._pace))
             before[rank] = found[rank, action.name] = inside
             ended[rank] = start + inside.seconds
             return inside.seconds
@@ -116,11 +147,13 @@ class Forecast:
         done = timeline(self.program, durations, play)
         return done, found
 
-    def _continued(self, steps: Sequence[Step], pending: tuple[LeftCollective, ...], idle: float) -> ActionTimeline:
+    def _continued(
+        self, steps: Sequence[Step], pending: tuple[LeftCollective, ...], idle: float, pace: float
+    ) -> ActionTimeline:
         """Lay out an action's steps behind collectives that are under way. Equal circumstances are laid out once."""
-        key = id(steps), tuple((each.key, round(each.left, 9)) for each in pending), round(idle, 9)
+        key = id(steps), tuple((each.key, round(each.left, 9)) for each in pending), round(idle, 9), pace
         if key not in self._laid:
-            self._laid[key] = self._played(steps, pending=pending, idle=idle)
+            self._laid[key] = self._played(steps, pending=pending, idle=idle, pace=pace)
         return self._laid[key]
 
     @cached_property
@@ -193,10 +226,15 @@ class Forecast:
         )
 
     def _played(
-        self, steps: Iterable[Step], begin: float = 0.0, pending: tuple[LeftCollective, ...] = (), idle: float = 0.0
+        self,
+        steps: Iterable[Step],
+        begin: float = 0.0,
+        pending: tuple[LeftCollective, ...] = (),
+        idle: float = 0.0,
+        pace: float | None = None,
     ) -> ActionTimeline:
         """Lay out steps in order, behind pending collectives. A wait for any other collective takes no time."""
-        builder = TimelineBuilder(self.rates.slowdown, pending, idle)
+        builder = TimelineBuilder(self.rates.slowdown, pending, idle, self._pace if pace is None else pace)
         builder.now = begin
         for step in steps:
             match step:
@@ -304,7 +342,7 @@ class Forecast:
 
     def _update(self, place: int) -> ActionTimeline:
         """The update, then the gathers of parameters that ranks keep whole."""
-        builder = TimelineBuilder()
+        builder = TimelineBuilder(pace=self._pace)
         builder.work(self._updating(place))
         gathers = self._played(self._outside[place].get("update", ()), builder.now)
         return replace(gathers, pieces=(*builder.built().pieces, *gathers.pieces))

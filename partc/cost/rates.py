@@ -36,6 +36,10 @@ class Rates(Protocol):
     def host(self) -> float:
         """The time in which the host issues an operation, beside the device."""
 
+    @property
+    def cores(self) -> int:
+        """The cores that all ranks share, or 0 if each has its own."""
+
     def operation(self, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> float:
         """An operation with local shapes. Collectives take no time here."""
 
@@ -59,6 +63,7 @@ class RooflineRates:
     machine: Machine = H100
     slowdown: float = 0.0
     host: float = 0.0
+    cores: int = 0
 
     @property
     def basis(self) -> str:
@@ -111,11 +116,15 @@ class ClusterRates:
 
     @property
     def slowdown(self) -> float:
-        return self.constants.slowdown
+        return self.constants.slowdown if self.cluster.slowdown is None else self.cluster.slowdown
 
     @property
     def host(self) -> float:
         return self.cluster.device.host if self.cluster.device.kind == "gpu" else 0.0
+
+    @property
+    def cores(self) -> int:
+        return self.cluster.processors
 
     @cached_property
     def network(self) -> Network:
@@ -178,7 +187,29 @@ class ClusterRates:
         return first // self.cluster.near == second // self.cluster.near
 
     def transfer(self, mesh: Mesh, places: tuple[int, int], size: int) -> float:
-        return self.network.send(size, near=self._near(mesh, *places))
+        near = self._near(mesh, *places)
+        return self.network.send(size, near=near, share=1.0 if near else self._sending(mesh, *places))
+
+    def _sending(self, mesh: Mesh, source: int, target: int) -> float:
+        """The share of a device's bandwidth between nodes for a message to another pipeline coordinate.
+
+        All ranks of the coordinate send at one time: through the link of their node, if its devices share one, and out
+        of the switch of their node.
+        """
+        first, stride = mesh.rank({PIPELINE_AXIS: source}), mesh.rank({PIPELINE_AXIS: 1})
+        apart = (target - source) * stride
+        cluster = self.cluster
+
+        def leaving(devices: int) -> int:
+            """The ranks of the coordinate that send out of the block of `devices` in which the first one is."""
+            block = range(first // devices * devices, min(first // devices * devices + devices, mesh.size))
+            mine = (rank for rank in block if rank // stride % mesh.axis(PIPELINE_AXIS) == source)
+            return sum(1 for rank in mine if (rank + apart) // devices != rank // devices)
+
+        below = cluster.topology.leaf * cluster.devices
+        share = cluster.devices / leaving(cluster.devices) if cluster.between.shared else 1.0
+        out = leaving(below) if below else 0
+        return min(share, below / (cluster.topology.oversubscription * out)) if out else share
 
     def update(self, traffic: float) -> float:
         device = self.cluster.device

@@ -7,8 +7,8 @@
     1            [1F0 ][   1B0    ][1F1 ][   1B1    ][1F2 ][   1B2    ]
 
 A rank runs its actions in order. A forward pass waits for the values that it reads from other stages, a backward pass
-for their gradients. Sends and receives do not wait; a transfer begins when both ends are ready. The simulation also
-detects schedules that deadlock.
+for their gradients. Sends and receives do not wait; a transfer begins when both ends are ready and the one before it on
+the same link has ended. The simulation also detects schedules that deadlock.
 """
 
 from __future__ import annotations
@@ -201,6 +201,7 @@ class _Simulation:
         self.reductions: list[list[tuple[int, float, float]]] = [[] for _ in rows]
         self.made: dict[tuple[int, str, int | None], float] = {}  # stage, F or B, microbatch -> end
         self.sent: dict[tuple[int, str, int | None], float] = {}
+        self.free: dict[tuple[int, int], float] = {}  # from rank, to rank -> the end of the last message
         self.posted: dict[tuple[int, str, int | None], float] = {}  # by the stage that receives
         self.sends = {(a.stage, a.kind[-1], a.microbatch) for row in rows for a in row if a.kind.startswith("SEND")}
         self.reads: Mapping[str, dict[int, list[int]]] = {"F": {}, "B": {}}
@@ -223,8 +224,10 @@ class _Simulation:
         if kind in ("RECV_F", "RECV_B"):
             self.posted[stage, what, index] = self.clock[rank]
         if kind in ("F", "B", "I"):
+            if kind in ("B", "I") and (stage, "F", index) not in self.made:
+                return False
             ready = self._ready(rank, stage, what, index)
-            if ready is None or (kind in ("B", "I") and (stage, "F", index) not in self.made):
+            if ready is None:
                 return False
             self.clock[rank] = max(self.clock[rank], ready)
         if kind in ("SEND_F", "SEND_B"):
@@ -252,7 +255,7 @@ class _Simulation:
 
     def _ready(self, rank: int, stage: int, what: str, index: int | None) -> float | None:
         """The time from which all inputs of a computation are present; None while one of them is not computed."""
-        latest = 0.0
+        latest, coming = 0.0, list[tuple[int, float, float]]()  # from rank, when both ends are ready, seconds
         posted = self.posted.get((stage, what, index), 0.0)
         for other in self.reads[what].get(stage, ()):
             key = (other, what, index)
@@ -260,6 +263,15 @@ class _Simulation:
             known = self.made if here or key not in self.sends else self.sent
             if key not in known:
                 return None
-            arrived = known[key] if here else max(known[key], posted) + self.durations[other].transfer
-            latest = max(latest, arrived)
+            if here:
+                latest = max(latest, known[key])
+                continue
+            begin = max(known[key], posted)
+            takes = self.durations[other].transfer
+            if known is self.sent:
+                coming.append((self.places[other], begin, takes))
+            latest = max(latest, begin + takes)
+        for source, begin, takes in coming:  # messages over a link follow each other
+            self.free[source, rank] = max(begin, self.free.get((source, rank), 0.0)) + takes
+            latest = max(latest, self.free[source, rank])
         return latest

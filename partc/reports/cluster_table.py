@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from partc.cluster.cluster import Cluster
 from partc.cluster.network import Link
 from partc.cost.calibration import Calibration
@@ -23,13 +25,28 @@ def page(cluster: Cluster, constants: Calibration) -> str:
         ("inside", f"{_link(cluster.inside)}, among {cluster.near}"),
         ("between", _link(cluster.between)),
         ("network", _network(cluster)),
-        *((name, f"{getattr(constants, name):g}") for name in constants.__slots__),
+        *((("processors", f"{cluster.processors}, which all devices share"),) if cluster.processors else ()),
+        *((name, f"{value:g}") for name, value in _constants(cluster, constants)),
     ]
     return "".join(f"{name:<10} {text}\n" for name, text in rows)
 
 
+def _constants(cluster: Cluster, constants: Calibration) -> Iterator[tuple[str, float]]:
+    for name in constants.__slots__:
+        known = cluster.slowdown if name == "slowdown" else None
+        yield name, getattr(constants, name) if known is None else known
+
+
 def _link(link: Link) -> str:
-    traits = [trait for trait, holds in (("switched", link.switched), ("switches add", link.reduces)) if holds]
+    traits = [
+        trait
+        for trait, holds in (
+            ("switched", link.switched),
+            ("switches add", link.reduces),
+            ("shared by a node", link.shared),
+        )
+        if holds
+    ]
     words = f"{link.kind}, {link.bandwidth / 1e9:g} GB/s each way, {link.latency * 1e6:g} us"
     return ", ".join((words, *traits))
 

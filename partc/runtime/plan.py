@@ -16,6 +16,8 @@ NAME = "plan.json"
 MOST_RANKS = 1 << 20
 ONE_MACHINE = 64  # processes that one machine may be expected to run, on CPUs too
 NODE = 8  # GPUs of a node, unless --nodes was given
+# Bytes that a rank receives in a sum between CPUs up to which everyone sends everything: fewer turns than a ring takes.
+DIRECT = 1 << 20
 _AXIS = re.compile(r"([a-z][a-z0-9_]*)=([1-9][0-9]{0,6})")
 _LAYOUT = re.compile(r"\[([^\[\]]*)\](?: (?:partial|vary)\([a-z0-9_,]+\))*")
 _FACTOR = re.compile(r"([0-9]{1,18})(?:@([a-z][a-z0-9_]*(?:,[a-z][a-z0-9_]*)*))?")

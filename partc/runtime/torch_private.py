@@ -186,10 +186,10 @@ def all_to_all_base(
 
 
 def send_and_receive(group: Any, x: Tensor, target: int, into: Tensor, source: int) -> list[Any]:
-    """A send and a receive that start together: GPUs join them, so that neither waits for the other."""
+    """A receive and a send that start together: GPUs join them, so that neither waits for the other."""
     if x.is_cuda:
         group._start_coalescing()
-    work = [group.send([x], target, 0), group.recv([into], source, 0)]
+    work = [group.recv([into], source, 0), group.send([x], target, 0)]
     return [group._end_coalescing()] if x.is_cuda else work
 
 

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ..clock import Clock
 from ..device.sending import finish
 from ..errors import PeerLost
+from ..plan import DIRECT
 from ..torch_private import (
     all_gather_base,
     all_gather_many,
@@ -35,7 +36,6 @@ from ..torch_private import (
 )
 from .comm import Axis, Comm, Link, Pending, ReduceOp, axes_and_groups
 
-_DIRECT = 1 << 20  # bytes to receive up to which everyone sends everything: fewer turns than a ring takes
 # Multiprocessors of a link's kernels: receives are posted ahead, and occupy them during computation.
 LINK_BLOCKS = 4
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -131,7 +131,7 @@ class NcclAxis(Axis):
 
 
 class GlooAxis(NcclAxis):
-    """A group of CPUs. gloo's own all-gather and reduce-scatter take up to five times as long as these."""
+    """A group of CPUs, whose ranks send directly to each other: a gather of gloo takes up to five times as long."""
 
     moves_many = False
 
@@ -149,7 +149,7 @@ class GlooAxis(NcclAxis):
         """Does nothing: gloo leaves nothing behind when its process ends."""
 
     def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
-        if x.numel() * x.element_size() * (self.size - 1) > _DIRECT:
+        if x.numel() * x.element_size() * (self.size - 1) > DIRECT:
             return super()._all_reduce(x, op)
 
         def combined(parts: Tensor) -> Tensor:
@@ -163,14 +163,34 @@ class GlooAxis(NcclAxis):
         return _arriving(self._exchange(lambda target: mine, lambda source: whole[source]), whole)
 
     def _exchange(self, to: Callable[[int], Tensor], into: Callable[[int], Tensor]) -> list[Any]:
-        """Send each other rank its tensor, and receive one from each."""
+        """Send each other rank its tensor, and receive one from each.
+
+        A peer sends once it hears of the receive, which travels before a tensor that is sent later. Otherwise the two
+        directions of a slow link would take turns, as they do in an all-to-all of gloo.
+        """
         group, work = self.process_group, []
+        distances = range(1, self.size)
         with _peers():
-            for distance in range(1, self.size):
-                target, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-                work.append(group.send([_bytes(to(target))], target, 0))
-                work.append(group.recv([_bytes(into(source))], source, 0))
+            for source in ((self.rank - distance) % self.size for distance in distances):
+                x = into(source)
+                if x.numel():
+                    work.append(group.recv([_bytes(x)], source, 0))
+            for target in ((self.rank + distance) % self.size for distance in distances):
+                x = to(target)
+                if x.numel():
+                    work.append(group.send([_bytes(x)], target, 0))
         return work
+
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        result = torch.empty_like(x)
+        result[self.rank] = x[self.rank]
+        return _arriving(self._exchange(x.__getitem__, result.__getitem__), result, x)
+
+    def _exchange_rows(self, x: Tensor, going: list[int], coming: list[int]) -> Pending[Tensor]:
+        result = x.new_empty((sum(coming), *x.shape[1:]))
+        sent, received = x.split(going), result.split(coming)
+        received[self.rank].copy_(sent[self.rank])
+        return _arriving(self._exchange(sent.__getitem__, received.__getitem__), result, x)
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         """Each rank receives only its own rows from the others."""

@@ -1,0 +1,210 @@
+"""A process whose rates are measured: `python -m partc.cluster.probe FILE.json`, started by `measurement`.
+
+Processes of one machine beyond its cores wait while others compute, since a core is what is measured. In exchanges
+between nodes all processes of a node take part, as they share its link.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_SIDES = (64, 128, 256, 512, 1024)  # of square matrices
+_DTYPES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16"}
+_VECTORS = (1 << 21, 1 << 23)  # elements
+_MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes
+_ENOUGH = 0.5  # seconds of an exchange, after which no larger one is measured
+_SEVERAL, _FEW = 9, 5  # exchanges of a size, if they are quick and if they are not
+_PAUSE = 0.05  # seconds of an exchange that is not quick
+MACHINE = Path("/proc/sys/kernel/random/boot_id")  # equal in all containers and namespaces of a machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A process among the others: of `nodes` nodes with `processes` each."""
+
+    rank: int
+    nodes: int
+    processes: int
+    address: str  # of the store, as init_process_group reads it
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A measured duration: of `work` flops, or of `work` bytes."""
+
+    kind: str  # product TYPE, memory, launch, inside, between DISTANCE, alone
+    work: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """Seconds of products, of an exchange, and of both at one time."""
+
+    products: float
+    exchange: float
+    both: float
+
+
+def quickest(run: Callable[[], object], *, times: int = 4, least: float = 0.02) -> float:
+    """Seconds of one run: the quickest of several groups of runs."""
+    run()
+    start = time.perf_counter()
+    run()
+    count = max(1, int(least / max(1e-9, time.perf_counter() - start)))
+    best = float("inf")
+    for _ in range(times):
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        best = min(best, (time.perf_counter() - start) / count)
+    return best
+
+
+class _Probe:
+    def __init__(self, place: Place) -> None:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        self._torch, self._dist, self._place = torch, dist, place
+        world = place.nodes * place.processes
+        dist.init_process_group("gloo", init_method=place.address, rank=place.rank, world_size=world)
+        machines: list[Any] = [None] * world
+        name = MACHINE.read_text() if MACHINE.exists() else f"node {place.node}"
+        dist.all_gather_object(machines, name)
+        self._turn = machines[: place.rank].count(name)  # among the processes of this machine
+        self._beside = machines.count(name)
+        self._machines = len(set(machines))
+
+    def found(self) -> dict[str, Any]:
+        cores = len(os.sched_getaffinity(0))
+        samples = list(self._computing()) if self._turn < cores else []
+        self._dist.barrier()
+        samples += self._moving()
+        overlap = self._overlap() if self._place.rank == 0 or self._dist.get_world_size() > 1 else None
+        found: list[Any] = [
+            {
+                "samples": [asdict(sample) for sample in samples],
+                "overlap": None if overlap is None else asdict(overlap),
+                "processors": cores * self._machines if self._beside > cores else 0,
+                "beside": self._beside,
+            }
+        ]
+        self._dist.broadcast_object_list(found)
+        self._dist.destroy_process_group()
+        document: dict[str, Any] = found[0]
+        return document
+
+    def _computing(self) -> Iterator[Sample]:
+        torch = self._torch
+        for name, dtype in _DTYPES.items():
+            for side in _SIDES:
+                x = torch.randn(side, side).to(getattr(torch, dtype))
+                seconds = quickest(lambda x=x: x @ x)  # type: ignore[misc]
+                yield Sample(kind=f"product {name}", work=2 * side**3, seconds=seconds)
+        for size in _VECTORS:
+            a, b = torch.randn(size), torch.randn(size)
+            seconds = quickest(lambda a=a, b=b: torch.add(a, b, out=a))  # type: ignore[misc]
+            yield Sample(kind="memory", work=3 * a.nbytes, seconds=seconds)
+        small = torch.ones(4)
+        yield Sample(kind="launch", work=0, seconds=quickest(lambda: small + small))
+
+    def _moving(self) -> list[Sample]:
+        place, found = self._place, list[Sample]()
+        here, near = divmod(place.rank, place.processes)
+        if place.processes > 1:
+            partner = place.rank + 1 if near % 2 == 0 else place.rank - 1
+            found += self._exchanged("inside", partner if partner // place.processes == here else None)
+        distance = 1
+        while distance < place.nodes:
+            there = here ^ distance
+            counterpart = there * place.processes + near if there < place.nodes else None
+            found += self._exchanged(f"between {distance}", counterpart)
+            if distance == 1 and place.processes > 1:
+                found += self._exchanged("alone", counterpart if near == 0 else None)
+            distance *= 2
+        return found
+
+    def _exchanged(self, kind: str, partner: int | None) -> Iterator[Sample]:
+        """Exchanges of several sizes, all pairs at one time; those of the first process count."""
+        for size in _MESSAGES:
+            first = self._exchange(size, partner)
+            again = _SEVERAL if self._agreed(first) < _PAUSE else _FEW
+            taken = [self._exchange(size, partner) for _ in range(again)]
+            seconds = self._agreed(statistics.median(taken))
+            yield Sample(kind=kind, work=size, seconds=seconds)
+            if seconds > _ENOUGH:
+                return
+
+    def _agreed(self, seconds: float) -> float:
+        told = self._torch.tensor([seconds], dtype=self._torch.float64)
+        self._dist.broadcast(told, 0)
+        return float(told)
+
+    def _exchange(self, size: int, partner: int | None) -> float:
+        dist, torch = self._dist, self._torch
+        dist.barrier()
+        if partner is None:
+            return 0.0
+        sent, received = torch.zeros(size // 4), torch.zeros(size // 4)
+        start = time.perf_counter()
+        going = [dist.irecv(received, partner), dist.isend(sent, partner)]
+        for work in going:
+            work.wait()
+        return time.perf_counter() - start
+
+    def _overlap(self) -> Overlap | None:
+        """Products beside an exchange between the farthest pairs of processes, which take equally long alone."""
+        dist, torch, place = self._dist, self._torch, self._place
+        world = dist.get_world_size()
+        if world == 1:
+            return None
+        partner = place.rank + world // 2 if place.rank < world // 2 else place.rank - world // 2
+        partner_or_none = partner if world % 2 == 0 or place.rank != world - 1 else None
+        size = _MESSAGES[-1]
+        while size > _MESSAGES[0] and self._agreed(self._exchange(size, partner_or_none)) > _ENOUGH:
+            size //= 4
+        x = torch.randn(256, 256)
+        alone = self._agreed(statistics.median(self._exchange(size, partner_or_none) for _ in range(_FEW)))
+        count = max(1, int(alone / self._agreed(quickest(lambda: x @ x))))
+
+        def products() -> float:
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(count):
+                x @ x
+            return time.perf_counter() - start
+
+        def both() -> float:
+            dist.barrier()
+            sent, received = torch.zeros(size // 4), torch.zeros(size // 4)
+            start = time.perf_counter()
+            going = []
+            if partner_or_none is not None:
+                going = [dist.irecv(received, partner_or_none), dist.isend(sent, partner_or_none)]
+            for _ in range(count):
+                x @ x
+            for work in going:
+                work.wait()
+            return time.perf_counter() - start
+
+        computed = statistics.median(products() for _ in range(_FEW))
+        return Overlap(products=computed, exchange=alone, both=statistics.median(both() for _ in range(_FEW)))
+
+
+if __name__ == "__main__":
+    given = Place(**json.loads(Path(sys.argv[1]).read_text()))
+    print(json.dumps(_Probe(given).found()))

@@ -345,7 +345,9 @@ def test_a_cluster_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     across = span(Mesh.parse("dp=2,pp=4,tp=4"), ["dp"], cluster)  # the nodes of each group lie below different switches
     size = 1 << 28
     assert network.collective("all_gather", across, size) > 3.99 * network.collective("all_gather", below, size)
-    once = span(Mesh.parse("dp=8,tp=4"), ["dp"], cluster)  # a ring that leaves a switch once, with a quarter of its links
+    once = span(
+        Mesh.parse("dp=8,tp=4"), ["dp"], cluster
+    )  # a ring that leaves a switch once, with a quarter of its links
     assert network.collective("all_gather", once, size) < 7.1 * network.collective("all_gather", below, size)
     assert main(["cluster", "show", str(file)]) == 0
     out = capsys.readouterr().out

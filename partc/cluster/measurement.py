@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from partc.cluster.probe import Overlap, Place, Sample
+from partc.cluster.probe import Overlap, ProbeProcess, Sample
 from partc.errors import PartcError
 
 _LIMIT = 300.0  # seconds
@@ -27,7 +27,7 @@ MARK = "measured by `partc cluster measure`"  # in every file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class RateLine:
     """Seconds of some work: `latency` and the work over `rate`."""
 
     latency: float
@@ -48,7 +48,7 @@ class MeasuredRates:
     samples: tuple[Sample, ...]
     overlap: Overlap | None
 
-    def line(self, kind: str) -> Line:
+    def line(self, kind: str) -> RateLine:
         """The line through the samples of a kind."""
         samples = [sample for sample in self.samples if sample.kind == kind]
         return _line(samples) if kind.startswith(("product", "memory")) else _ends(samples)
@@ -104,14 +104,14 @@ class MeasuredRates:
         )
 
     def _link(self, kind: str | None) -> str:
-        line = Line(latency=5e-5, rate=1e9) if kind is None else self.line(kind)
+        line = RateLine(latency=5e-5, rate=1e9) if kind is None else self.line(kind)
         return f"gigabytes = {line.rate / 1e9:.4g}\nlatency = {line.latency:.4g}\n"
 
     def document(self) -> dict[str, Any]:
         return {"samples": [asdict(sample) for sample in self.samples], "slowdown": self.slowdown}
 
 
-def _line(samples: Sequence[Sample]) -> Line:
+def _line(samples: Sequence[Sample]) -> RateLine:
     """The line with the least squares of relative errors."""
     weights = [1 / sample.seconds**2 for sample in samples]
     pairs = [(sample.work, sample.seconds) for sample in samples]
@@ -123,13 +123,13 @@ def _line(samples: Sequence[Sample]) -> Line:
     slope = (one * xy - x * y) / spread if spread > 0 else xy / xx
     if latency < 0:
         latency, slope = 0.0, xy / xx
-    return Line(latency=latency, rate=1 / max(slope, 1e-24))
+    return RateLine(latency=latency, rate=1 / max(slope, 1e-24))
 
 
-def _ends(samples: Sequence[Sample]) -> Line:
+def _ends(samples: Sequence[Sample]) -> RateLine:
     """The line through the smallest and the largest sample."""
     first, last = (choose(samples, key=lambda sample: sample.work) for choose in (min, max))
-    return Line(latency=first.seconds, rate=(last.work - first.work) / max(1e-9, last.seconds - first.seconds))
+    return RateLine(latency=first.seconds, rate=(last.work - first.work) / max(1e-9, last.seconds - first.seconds))
 
 
 def measured(processes: int, *, nodes: int = 1, node: int = 0, master: str = "") -> MeasuredRates:
@@ -140,7 +140,7 @@ def measured(processes: int, *, nodes: int = 1, node: int = 0, master: str = "")
     with tempfile.TemporaryDirectory(prefix="partc-measure-") as folder:
         address = f"tcp://{master}" if nodes > 1 else f"file://{folder}/meeting"
         places = [
-            Place(rank=node * processes + index, nodes=nodes, processes=processes, address=address)
+            ProbeProcess(rank=node * processes + index, nodes=nodes, processes=processes, address=address)
             for index in range(processes)
         ]
         found = _together(places, Path(folder))
@@ -155,7 +155,7 @@ def measured(processes: int, *, nodes: int = 1, node: int = 0, master: str = "")
     )
 
 
-def _together(places: Sequence[Place], folder: Path) -> dict[str, Any]:
+def _together(places: Sequence[ProbeProcess], folder: Path) -> dict[str, Any]:
     """The document that the first process of this node prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = []

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from partc.cluster.measurement import Line, MeasuredRates
+from partc.cluster.measurement import MeasuredRates, RateLine
 from partc.cluster.probe import Sample
 from partc.quoting import environment
 
@@ -78,7 +78,7 @@ def _charts(rates: MeasuredRates) -> Iterator[MeasuredChart]:
             yield _chart(title, unit, {kind: rates.line(kind) for kind in kinds}, rates.samples)
 
 
-def _chart(title: str, unit: str, lines: dict[str, Line], samples: Sequence[Sample]) -> MeasuredChart:
+def _chart(title: str, unit: str, lines: dict[str, RateLine], samples: Sequence[Sample]) -> MeasuredChart:
     found = [sample for sample in samples if sample.kind in lines]
     errors = [lines[sample.kind].seconds(sample.work) / sample.seconds - 1 for sample in found]
     most = max(10, math.ceil(max(map(abs, errors)) * 10) * 10)
@@ -117,7 +117,7 @@ def _chart(title: str, unit: str, lines: dict[str, Line], samples: Sequence[Samp
 
 
 def _drawn(
-    kind: str, unit: str, line: Line, colour: int, works: Sequence[float], across: _Axis, up: _Axis
+    kind: str, unit: str, line: RateLine, colour: int, works: Sequence[float], across: _Axis, up: _Axis
 ) -> FittedLine:
     first, last = math.log10(min(works)), math.log10(max(works))
     points = [10 ** (first + (last - first) * step / 40) for step in range(41)]

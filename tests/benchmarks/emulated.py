@@ -26,6 +26,7 @@ from partc.cluster.files import cluster_of
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.cost.calibration import calibration
+from partc.planner.planning import Planner, Request
 from tests.network import Host, Unavailable, switched
 
 WORKERS = Path(__file__).parent / "workers"
@@ -39,6 +40,7 @@ MIXTRAL = {
 STEPS, WARM = 7, 4
 MASTER = 29400
 LIMIT = 1500  # seconds of all packages of a network
+SEARCH = 30.0  # seconds of the planner's search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,12 @@ def plans(network: EmulatedNetwork, folder: Path) -> Iterator[tuple[str, str, Pa
         yield gpt("dp=4", nodes=network.nodes, compress_grads="int8")
 
 
+DECISIONS = (
+    "schedule", "zero", "recompute", "microbatches", "virtual_stages", "precision", "nodes", "compress_grads", "bucket",
+    "loss_chunks",
+)  # fmt: skip
+
+
 def packages(folder: Path) -> Path:
     return folder / "packages"
 
@@ -144,11 +152,7 @@ def compiled(networks: Sequence[EmulatedNetwork], folder: Path) -> None:
 
 
 def built(name: str, model: str, plan: ParallelPlan, folder: Path) -> None:
-    names = (
-        "schedule", "zero", "recompute", "microbatches", "virtual_stages", "precision", "nodes", "compress_grads",
-        "bucket",
-    )  # fmt: skip
-    given: dict[str, Any] = {name: getattr(plan, name) for name in names}
+    given: dict[str, Any] = {name: getattr(plan, name) for name in DECISIONS}
     partc.compile(model, mesh=plan.mesh, options=plan.definitions, **given).write(packages(folder) / name)
 
 
@@ -216,6 +220,21 @@ def everywhere(hosts: Sequence[Host], commands: Sequence[Sequence[object]], here
         sys.exit(f"{name} failed on {here.name}: see {here}/{name}-*.log")
 
 
+def chosen(network: EmulatedNetwork, folder: Path) -> str:
+    """The name of the package of the planner's choice for the GPT; it is one more package of the network."""
+    name = f"choice_{network.name}"
+    file = folder / network.name / "choice.json"
+    if not file.exists():
+        cluster = cluster_of(str(folder / network.name / "0.toml"))
+        request = Request.checked(
+            GPT, cluster, options=SIZES, precision="fp32", kernels="aten", max_seconds=SEARCH, fix=""
+        )
+        file.write_text(Planner(request).choice().best.plan.text)
+    if not (packages(folder) / name).exists():
+        built(name, GPT, ParallelPlan.of(json.loads(file.read_text())), folder)
+    return name
+
+
 def seconds(log: Path) -> float:
     """The median over the steps after the first few, without the time that measuring them takes."""
     entries = [json.loads(line) for line in log.read_text().splitlines()[WARM:]]
@@ -267,12 +286,23 @@ def ranks(values: Sequence[float]) -> list[float]:
 def summary(name: str, found: Sequence[Compared]) -> str:
     errors = [each.error for each in found]
     orders = (ranks([each.measured for each in found]), ranks([each.predicted for each in found]))
-    chosen = min(found, key=lambda each: each.predicted)
-    best = min(found, key=lambda each: each.measured)
     return (
         f"{name}: {len(found)} packages, mean error {statistics.fmean(map(abs, errors)):.1%}, "
-        f"bias {statistics.fmean(errors):+.1%}, rank correlation {statistics.correlation(*orders):.2f}; "
-        f"the predicted best takes {chosen.measured / best.measured - 1:.1%} longer than the best"
+        f"bias {statistics.fmean(errors):+.1%}, rank correlation {statistics.correlation(*orders):.2f}"
+    )
+
+
+def choice(network: EmulatedNetwork, found: Sequence[Compared], folder: Path) -> str:
+    """The measured step of the planner's choice, and of the best measured package of the same model."""
+    log = log_of(network, f"choice_{network.name}", folder)
+    if not complete(log):
+        return f"{network.name}: the planner's choice is not measured"
+    plan = json.loads((folder / network.name / "choice.json").read_text())
+    best = min((each for each in found if each.name.startswith("gpt")), key=lambda each: each.measured)
+    took = seconds(log)
+    return (
+        f"{network.name}: the planner chooses {plan}, which takes {took:.3f} s; "
+        f"the best package, {best.name}, {best.measured:.3f} s: {took / best.measured - 1:+.1%}"
     )
 
 
@@ -298,6 +328,7 @@ def main() -> None:
         for network in networks:
             try:
                 measured(network, [name for name, _, _ in plans(network, folder)], folder)
+                measured(network, [chosen(network, folder)], folder)
             except Unavailable as error:
                 print(f"no network namespaces here: {error}", file=sys.stderr)
                 sys.exit(os.EX_UNAVAILABLE)
@@ -307,7 +338,9 @@ def main() -> None:
             found = list(compared(network, folder))
             everything += found
             print(summary(network.name, found))
+            print(choice(network, found, folder))
         print(summary("all", everything))
+        print(summary("waits of at least half", [each for each in everything if each.waits >= 0.5]))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,12 @@ The parameter's `zero` is its ZeRO stage. Stage 1 scatters gradients at a step's
 update. Stage 2 scatters gradients after each backward of a call. Stage 3 also gathers parameters for each call, forward
 and backward. The pass `actions` inserts these gathers and scatters, and `prefetch` moves them ahead.
 
-A parameter is cut in its first dimension that the axes divide; without such a dimension (a scalar) it stays whole.
+A parameter is cut in its first dimension that the axes divide. If they divide none, parts are equal all the same: the
+last ones end with spare elements, which stand for none. The cut is then in the dimension with the fewest of them.
+
+    parameter w: f32[14@tp, 7] reduce(dp)  ->  parameter w: f32[2@tp · 7@dp, 7] gather(dp) zero 3
+
+A scalar stays whole, as does a parameter of few elements whose spare ones would be more.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from dataclasses import replace
 
 from partc.ir.layout import Layout, Sizes, SubDim
 from partc.ir.program import FLOATING, Parameter, Program
+
+FEW = 16384  # elements that a rank holds whole, if parts would have more spare ones
 
 
 def zero(program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = ()) -> Program:
@@ -38,6 +45,23 @@ def zero(program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = ()) ->
     return replace(program, parameters=parameters)
 
 
+def explain(program: Program, name: str) -> str:
+    """The parts of a parameter, of the program after this pass; empty if ZeRO cuts none or `name` is no parameter."""
+    cut = next((item for item in program.parameters if item.gather), None)
+    item = next((item for item in program.parameters if item.name == name), None)
+    if cut is None or item is None:
+        return ""
+    over = ",".join(f"{axis}={program.sizes[axis]}" for axis in item.gather or cut.gather)
+    if not item.gather:
+        few = item.trainable and {*cut.gather} & {*item.reduce} and item.type.local_elements(program.sizes) <= FEW
+        why = ": it has few elements, and parts would have more spare ones" if few and item.type.shape else ""
+        return f"{name} is {item.type}, whole on the ranks of {over}{why}"
+    sub = next(sub for dim in item.type.layout.dims for sub in dim if item.gather[0] in sub.axes)
+    spare = sub.spare(program.sizes)
+    share = f", each with {sub.part(program.sizes)} of {sub.size}, where {spare} at the end are spare" if spare else ""
+    return f"{name} is {item.type}, in parts over {over} (ZeRO {item.zero}){share}"
+
+
 def _gathered_for_microbatches(program: Program) -> set[str]:
     """Parameters that microbatches' calls alone read, and none writes."""
     phases = {region.name: region.phase for region in program.regions}
@@ -53,18 +77,44 @@ def _cut(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes, zero: int) -
     axes = tuple(axis for axis in axes if axis in parameter.reduce or not parameter.trainable)
     if parameter.type.dtype not in FLOATING or not axes:
         return parameter
+    cut = _equal_parts(layout, axes, sizes) or _parts_with_spare(parameter, axes, sizes)
+    if cut is None:
+        return parameter
+    dim, factors = cut
+    dims = (*layout.dims[:dim], factors, *layout.dims[dim + 1 :])
+    held = Layout(dims, layout.partial, tuple(axis for axis in layout.varying if axis not in axes))
+    return replace(
+        parameter,
+        type=replace(parameter.type, layout=held),
+        reduce=tuple(axis for axis in parameter.reduce if axis not in axes),
+        gather=axes,
+        zero=zero,
+    )
+
+
+_Cut = tuple[int, tuple[SubDim, ...]]  # a dimension, and its factors
+
+
+def _equal_parts(layout: Layout, axes: tuple[str, ...], sizes: Sizes) -> _Cut | None:
+    """The first cut that the axes divide."""
     ways = math.prod(sizes[axis] for axis in axes)
-    for dim, subs in enumerate(layout.dims):
-        for index, sub in enumerate(subs):
-            if sub.size // math.prod(sizes[axis] for axis in sub.axes) % ways == 0:
-                finer = (*subs[:index], SubDim(sub.size, (*sub.axes, *axes)), *subs[index + 1 :])
-                dims = (*layout.dims[:dim], finer, *layout.dims[dim + 1 :])
-                held = Layout(dims, layout.partial, tuple(axis for axis in layout.varying if axis not in axes))
-                return replace(
-                    parameter,
-                    type=replace(parameter.type, layout=held),
-                    reduce=tuple(axis for axis in parameter.reduce if axis not in axes),
-                    gather=axes,
-                    zero=zero,
-                )
-    return parameter
+    for dim, factors in enumerate(layout.dims):
+        for index, sub in enumerate(factors):
+            if sub.part(sizes) % ways == 0:
+                return dim, (*factors[:index], SubDim(sub.size, (*sub.axes, *axes)), *factors[index + 1 :])
+    return None
+
+
+def _parts_with_spare(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes) -> _Cut | None:
+    """The cut with the fewest spare elements. Rows of a stack are parameters, so that none of them is spare."""
+    found: list[tuple[float, _Cut]] = []
+    for dim, factors in enumerate(parameter.type.layout.dims):
+        for index, sub in enumerate(factors):
+            part = SubDim(sub.part(sizes), axes)
+            outside = (SubDim(sub.size // part.size, sub.axes),) if part.size < sub.size else ()
+            cut = dim, (*factors[:index], *outside, part, *factors[index + 1 :])
+            if dim or not parameter.stacked:
+                found.append((part.spare(sizes) / part.size, cut))
+    spare, best = min(found, key=lambda item: item[0], default=(0.0, None))
+    few = parameter.type.local_elements(sizes) <= FEW
+    return None if few and spare > 1 else best

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import partc
 from partc.cost.accounting import communication
 from partc.ir.mesh import Mesh
-from partc.runtime.comm.virtual import VirtualComm, World
+from partc.runtime.comm.virtual import VirtualAxis, VirtualComm, World
 from partc.runtime.execution.parts import Parts
 from partc.runtime.layout import Shard
 from tests.test_zero import _ids, tied
@@ -23,6 +23,10 @@ LAYOUTS = {
     "strided": "[3 · 12@dp_out,dp_mid,dp_in, 2]",
     "columns": "[2, 7, 12@dp_out,dp_mid,dp_in]",
     "several": "[2, 5 · 24@dp_out,dp_mid,dp_in · 1, 3]",
+    "spare rows": "[26@dp_out,dp_mid,dp_in, 3]",  # three in each of twelve parts: the ninth ends with one, three have none
+    "spare strided": "[3 · 14@dp_out,dp_mid,dp_in · 2, 2]",
+    "spare columns": "[2, 5, 11@dp_out,dp_mid,dp_in]",
+    "few": "[2@dp_out,dp_mid,dp_in]",
 }
 
 
@@ -46,9 +50,13 @@ def random(seed: int, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("many", [True, False])
 @pytest.mark.parametrize("near", [(), ("dp_in",), ("dp_mid", "dp_in"), GATHER])
-def test_parts_of_any_layout_come_together_and_apart(near: tuple[str, ...]) -> None:
+def test_parts_of_any_layout_come_together_and_apart(
+    near: tuple[str, ...], many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against layouts alone: the whole is the whole, and every rank has its own part of the sum."""
+    monkeypatch.setattr(VirtualAxis, "moves_many", many)  # as on GPUs, and as over gloo
     shards = {name: Shard(f"f64{text}", gather=GATHER) for name, text in LAYOUTS.items()}
     shards["whole"] = Shard("f64[4]", reduce=GATHER)
     mesh = Mesh(tuple(NODES.items()))
@@ -71,11 +79,19 @@ def test_parts_of_any_layout_come_together_and_apart(near: tuple[str, ...]) -> N
         kept.wait()
         parts.refresh()
         assert all(torch.equal(x, whole[name] * 2) for name, x in zip(shards, kept.whole, strict=True))
-        for names in (("rows", "columns"), ("strided",), ("several", "whole")):
+        scattered = (("rows", "columns"), ("strided",), ("several", "whole"))
+        for names in (*scattered, ("spare columns", "few", "spare rows"), ("spare strided",)):
             parts.unit(None, *names).scatter([gradients[number][name] for name in names])
         parts.settle()
+        for _ in range(2):  # sums of two steps: spare elements stay zero
+            sums = parts.sums(*LAYOUTS)
+            for name, x in zip(LAYOUTS, sums, strict=True):
+                assert x is not None and x.is_contiguous()
+                x.add_(gradients[number][name], alpha=0.5)
+            parts.scatter_sums("spare rows", "few").wait()
+            parts.scatter_sums(*(name for name in LAYOUTS if name not in ("spare rows", "few"))).wait()
         for name in LAYOUTS:
-            want = shards[name].local(summed[name], NODES, place)
+            want = shards[name].local(summed[name] * 2, NODES, place)
             torch.testing.assert_close(own[name], want, rtol=1e-13, atol=1e-13)
         assert torch.equal(own["whole"], gradients[number]["whole"])
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from partc.ir.layout import Layout
+from partc.ir.layout import Layout, index_ranges
 from partc.runtime.layout import DTYPES, Received, Shard, microbatch_part, parse_dims, parse_mesh
 
 SIZES = {"pp": 2, "dp": 3, "tp": 2}
@@ -57,6 +57,43 @@ def test_local_parts(text: str) -> None:
         part = shard.local(whole, SIZES, coordinate)
         assert part.shape == shard.local_shape(SIZES)
         assert part.flatten().tolist() == mine
+
+
+SPARE = ["[7@dp, 2]", "[2@tp · 5@dp]", "[3, 2 · 4@dp]", "[1@dp]", "[7@dp,tp · 2]", "[2@dp, 5]", "[14@tp · 1@dp]"]
+
+
+@pytest.mark.parametrize("text", SPARE)
+def test_parts_that_end_with_spare_elements(text: str) -> None:
+    """Each factor's numbers are dealt out in equal parts, the last ones filled up with zeros; the IR says the same."""
+    shard, layout = Shard("i64" + text), Layout.parse(text)
+    whole = torch.arange(1, torch.Size(shard.shape).numel() + 1).view(shard.shape)
+    factors = [factor for dim in shard.dims for factor in dim]
+    numbered = whole.view([size for size, _ in factors])
+    seen = []
+    for place in itertools.product(*map(range, SIZES.values())):
+        coordinate = dict(zip(SIZES, place, strict=True))
+        dealt = []
+        for size, axes in factors:
+            ways = [SIZES[axis] for axis in axes]
+            rank = sum(coordinate[axis] * torch.Size(ways[at + 1 :]).numel() for at, axis in enumerate(axes))
+            filled = [*range(size), *(-1 for _ in range(-size % torch.Size(ways).numel()))]
+            each = len(filled) // torch.Size(ways).numel()
+            dealt.append(filled[rank * each : (rank + 1) * each])
+        expected = [0 if -1 in index else int(numbered[index]) for index in itertools.product(*dealt)]
+        part = shard.local(whole, SIZES, coordinate)
+        assert part.flatten().tolist() == expected
+        assert part.shape == shard.local_shape(SIZES) == layout.local_shape(SIZES)
+        ranges = index_ranges(layout, coordinate, SIZES)
+        held = [[i for start, end in dim for i in range(start, end)] for dim in ranges]
+        assert [int(whole[index]) for index in itertools.product(*held)] == [each for each in expected if each]
+        if not coordinate["pp"]:
+            seen += [each for each in expected if each]
+    copies = 2 if "tp" not in text else 1
+    assert sorted(seen) == sorted(whole.flatten().tolist() * copies)
+    normal = layout.normalized(SIZES)
+    for place in itertools.product(*map(range, SIZES.values())):
+        coordinate = dict(zip(SIZES, place, strict=True))
+        assert index_ranges(normal, coordinate, SIZES) == index_ranges(layout, coordinate, SIZES)
 
 
 def test_axes_that_the_mesh_has_not_cut_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import partc
 from partc.communication.exchanges import Collective
 from partc.communication.execution import events
 from partc.errors import PartcError
+from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
 from partc.ir.parser import parse
 from partc.ir.printer import print_program
+from partc.ir.program import TensorType
 from partc.package.verify import verify
-from partc.passes.zero import zero
+from partc.passes.zero import explain, zero
 from partc.runtime.layout import Shard
 from tests.zoo import MODELS
 
@@ -65,6 +68,63 @@ constant table: f32[6, 2]""",
     else:
         assert lines[-1] == "constant table: f32[6@dp, 2] gather(dp) zero 3"
     assert print_program(parse(parted)) == parted
+
+
+def test_parts_may_end_with_spare_elements() -> None:
+    """The dimension with the fewest is cut: 2 spare beside 68 columns over 7 ranks, where 30 rows would have 5."""
+    text = PROGRAM.replace("mesh dp=2", "mesh dp=7").replace("8@dp", "14@dp").replace("[5, 4]", "[30, 68]")
+    text = text.replace("3 · 4@tp", "3 · 12@tp")
+    parted = print_program(zero(parse(text.replace("[6, 2]", "[6]")), zero=3, zero_axes=("dp",)))
+    lines = [line for line in parted.splitlines() if line.startswith(("program", "parameter", "constant"))]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+program net mesh dp=7,tp=2 microbatches 1 loss loss
+parameter up.weight: f32[3 · 2@tp · 6@dp, 4] gather(dp) zero 3
+parameter norm.weight: f32[30, 68@dp] reduce(tp) gather(dp) zero 3
+parameter scale: f32[] reduce(dp,tp)
+constant table: f32[6@dp] gather(dp) zero 3""",
+    )
+    assert print_program(parse(parted)) == parted
+
+
+@pytest.mark.parametrize(
+    ("shape", "ways", "held"),
+    [
+        ("[4096, 14336]", 48, "[4096, 14336@dp]"),  # 16 spare columns of 14352, against 32 rows of 4128
+        ("[4096, 14400]", 48, "[4096, 14400@dp]"),
+        ("[7]", 6, "[7@dp]"),
+        ("[7]", 48, "[7]"),  # 41 spare elements
+        ("[128, 129]", 1000, "[128, 129@dp]"),  # more spare ones, but 16,512 elements are no longer few
+        ("[128, 128]", 1000, "[128, 128]"),
+        ("[1]", 2, "[1@dp]"),
+    ],
+)
+def test_the_cut_by_its_spare_elements(shape: str, ways: int, held: str) -> None:
+    program = parse(PROGRAM.replace("mesh dp=2", f"mesh dp={ways}").replace("8@dp", f"{ways}@dp"))
+    given = replace(program.parameter("norm.weight"), type=TensorType(dtype="f32", layout=Layout.parse(shape)))
+    parted = zero(replace(program, parameters=(given,)), zero=1, zero_axes=("dp",)).parameters[0]
+    assert str(parted.type.layout) == held
+
+
+def test_rows_of_a_stack_are_never_spare() -> None:
+    program = parse(PROGRAM.replace("mesh dp=2", "mesh dp=5").replace("8@dp", "5@dp"))
+    layout = Layout.parse("[4, 9]")
+    given = replace(program.parameter("norm.weight"), stacked=True, type=TensorType(dtype="f32", layout=layout))
+    parted = zero(replace(program, parameters=(given,)), zero=1, zero_axes=("dp",)).parameters[0]
+    assert str(parted.type.layout) == "[4, 9@dp]"
+
+
+def test_a_weight_says_how_it_is_held() -> None:
+    program = parse(PROGRAM.replace("mesh dp=2", "mesh dp=48").replace("8@dp", "48@dp").replace("[5, 4]", "[5, 34]"))
+    parted = zero(program, zero=2, zero_axes=("dp",))
+    assert explain(parted, "norm.weight") == (
+        "norm.weight is f32[5, 34@dp], in parts over dp=48 (ZeRO 2), each with 1 of 34, where 14 at the end are spare"
+    )
+    assert explain(parted, "up.weight").endswith("whole on the ranks of dp=48: it has few elements, and parts would have "
+                                                 "more spare ones")  # fmt: skip
+    assert explain(parted, "scale") == "scale is f32[], whole on the ranks of dp=48"
+    assert explain(program, "norm.weight") == explain(parted, "x") == ""
 
 
 def test_without_ranks_to_share_nothing_changes() -> None:
@@ -113,6 +173,9 @@ QUICK = {("1", "2"), ("2", "2x2x2"), ("3", "pp=2,dp=2")}
         for level in ("1", "2", "3")
         for case in (("2", 1, "1f1b"), ("2x2x2", 4, "zero-bubble"), ("pp=2,dp=2", 4, "zbv"),
                      ("dp_out=2,dp_in=2,tp=2", 2, "1f1b"))
+    ] + [
+        pytest.param(level, *case, marks=pytest.mark.slow)
+        for level, *case in (("1", "5", 2, "1f1b"), ("2", "pp=2,dp=3", 2, "zbv"), ("3", "dp=3,tp=2", 2, "1f1b"))
     ] + [
         pytest.param(level, *case, marks=pytest.mark.matrix)
         for level in ("1", "2", "3")
@@ -177,7 +240,7 @@ def test_real_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_what_ranks_hold(level: int) -> None:
-    """The optimizer's parts are a dp-th of all that divides; nothing is lost and nothing held twice."""
+    """The optimizer's parts are a dp-th of all, rounded up; nothing is lost and nothing held twice."""
     program = partc.compile(tied, _ids(), mesh="4", zero=level).program
     held = Counter[str]()
     for rank in range(4):
@@ -188,10 +251,13 @@ def test_what_ranks_hold(level: int) -> None:
             assert shard.local(torch.zeros(shard.shape), program.sizes, Mesh.parse("4").coordinate(rank)).shape == local
     for parameter in program.parameters:
         whole = math.prod(parameter.type.shape)
+        spare = {"embed.weight": 0}.get(parameter.name, -parameter.type.shape[0] % 4 if parameter.type.shape else 0)
+        rows = whole // parameter.type.shape[0] if parameter.type.shape else 0
         parted = level and parameter.gather
-        assert held[parameter.name] == (whole if parted else 4 * whole)
-    assert bool(program.parameter("embed.weight").gather) == bool(level)
-    assert not program.parameter("scale").gather and not program.parameter("odd").gather
+        assert held[parameter.name] == (whole + spare * rows if parted else 4 * whole)
+    parts = {parameter.name for parameter in program.parameters if parameter.gather}
+    assert parts >= {"embed.weight", "block.0.weight", "odd"} if level else not parts
+    assert "scale" not in parts
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from partc.ir.program import Program
 if TYPE_CHECKING:
     from partc.api import Compilation
 
-EXPLAINED = "experts"  # the last pass whose layouts are explained
+EXPLAINED = "zero"  # the last pass whose layouts are explained
 
 
 def last_pass(*, after: str | None, name: str | None, html: Path | None) -> str | None:
@@ -74,9 +74,9 @@ def explained(done: Compilation, name: str) -> str:
     stacks = {each: item.name for item in done.after("stack").parameters for each in item.names}
     name = stacks.get(name, name)
     found = explain(done.after("batch"), name, pins=done.options.pins, expert_axes=done.options.expert_axes)
-    table = _table(done, name) or _experts(done, name)
-    if table and not found:
-        return table
+    further = [text for text in (_table(done, name) or _experts(done, name), _parts(done, name)) if text]
+    if further and not found:
+        return "\n\n".join(further)
     if not found:
         return f"{name} is whole on every rank: the mesh has no axis that cuts tensors"
     blocks = []
@@ -87,8 +87,14 @@ def explained(done: Compilation, name: str) -> str:
         if not item.others:
             lines.append("  nothing else is legal")
         blocks.append("\n".join(lines))
-    blocks += [table] * bool(table)
-    return "\n\n".join(blocks)
+    return "\n\n".join((*blocks, *further))
+
+
+def _parts(done: Compilation, name: str) -> str:
+    """The parts of a weight under ZeRO; empty without ZeRO and for other values."""
+    from partc.passes.zero import explain
+
+    return explain(done.after("zero"), name)
 
 
 def _experts(done: Compilation, name: str) -> str:

@@ -163,13 +163,13 @@ class Exchanges:
     def _levels(self, op: str, names: Iterable[str]) -> Levels:
         sizes: dict[tuple[str, NearAndFar, str], int] = {}
         for parameter in (self.parted[name] for name in names if name in self.parted):
-            whole = parameter.type.layout.without(*parameter.gather).local_shape(self.program.sizes)
+            whole = parameter.type.local_elements(self.program.sizes) * self.ways(parameter.gather)  # with spare ones
             summed = parameter.wire or parameter.type.dtype
             axes = near_and_far(parameter.gather, parameter)
             gathered = op == "all_gather"
             key = (self.read[parameter.name], axes, "") if gathered else (summed, axes, parameter.compress)
             if parameter.gather and (gathered or parameter.trainable):
-                sizes[key] = sizes.get(key, 0) + math.prod(whole)
+                sizes[key] = sizes.get(key, 0) + whole
         chains = [self._chain(op, *key, size) for key, size in sizes.items()]
         count = max(map(len, chains), default=0)
         return tuple(tuple(chain[level] for chain in chains if level < len(chain)) for level in range(count))

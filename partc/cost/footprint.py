@@ -63,16 +63,15 @@ class Footprint:
     def lasting(self, parameter: Parameter) -> float:
         """The bytes that a rank holds of a parameter, its gradient and its states through a step."""
         own = parameter.type.local_bytes(self.program.sizes)
-        ways = self._exchanges.ways(parameter.gather)
+        whole = self._whole_elements(parameter)
         total = float(own)
         if parameter.trainable:
             total += own * (self.states + (not parameter.sparse))
             if parameter.zero == 1:
-                total += own * ways  # the gradient is summed up whole
+                total += whole * ITEMSIZE[parameter.type.dtype]  # the gradient is summed up whole
         parted = parameter.name in self._exchanges.parted
         if parted and parameter.zero < 3:
-            read = ITEMSIZE[self._exchanges.read.get(parameter.name, parameter.type.dtype)]
-            total += own * ways * read / ITEMSIZE[parameter.type.dtype]
+            total += whole * ITEMSIZE[self._exchanges.read.get(parameter.name, parameter.type.dtype)]
         return total
 
     def _saved(self, stage: int) -> int:
@@ -127,10 +126,11 @@ class Footprint:
 
     def _whole(self, name: str, dtype: str) -> int:
         parameter = self._parameters[name]
-        if not parameter.gather:
-            return 0
-        whole = parameter.type.layout.without(*parameter.gather).local_shape(self.program.sizes)
-        return math.prod(whole) * ITEMSIZE[dtype]
+        return self._whole_elements(parameter) * ITEMSIZE[dtype] if parameter.gather else 0
+
+    def _whole_elements(self, parameter: Parameter) -> int:
+        """The elements that calls read, without spare ones of the parts."""
+        return math.prod(parameter.type.layout.without(*parameter.gather).local_shape(self.program.sizes))
 
     def alive(self, region: str, kind: GraphKind) -> int:
         """The most bytes of a graph's values that are alive at one time, besides saved values."""

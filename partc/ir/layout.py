@@ -12,10 +12,22 @@ Sizes = Mapping[str, int]  # axis name -> number of ranks (or of microbatches, f
 
 @dataclass(frozen=True, slots=True)
 class SubDim:
-    """A factor of a dimension: `size` elements (global), sharded over `axes`, major axis first."""
+    """A factor of a dimension: `size` elements (global), sharded over `axes`, major axis first.
+
+    Parts are equal. If the axes do not divide it, the last parts end with spare elements, which stand for none; only
+    parameters are cut in this way, over axes that gather them.
+    """
 
     size: int
     axes: tuple[str, ...] = ()
+
+    def part(self, sizes: Sizes) -> int:
+        """The elements of each part, spare ones included."""
+        return -(-self.size // math.prod(sizes[axis] for axis in self.axes))
+
+    def spare(self, sizes: Sizes) -> int:
+        """The elements that the parts together have too many."""
+        return -self.size % math.prod(sizes[axis] for axis in self.axes)
 
     def __str__(self) -> str:
         return f"{self.size}@{','.join(self.axes)}" if self.axes else str(self.size)
@@ -98,9 +110,7 @@ class Layout:
 
     def local_shape(self, sizes: Sizes) -> tuple[int, ...]:
         """The shape that one rank holds for one microbatch."""
-        return tuple(
-            math.prod(sub.size // math.prod(sizes[axis] for axis in sub.axes) for sub in dim) for dim in self.dims
-        )
+        return tuple(math.prod(sub.part(sizes) for sub in dim) for dim in self.dims)
 
     @property
     def sharded_axes(self) -> tuple[str, ...]:
@@ -132,7 +142,8 @@ class Layout:
         """The canonical form: equal layouts compare equal once normalized.
 
         Axes of size 1 shard nothing and are dropped from the dimensions. An unsharded sub-dimension joins the one
-        before it. A sub-dimension that is cut down to single elements joins the next one.
+        before it. A sub-dimension that is cut down to single elements joins the next one. One with spare elements joins
+        none that is cut.
         """
         dims = tuple(_normalized_dim(dim, sizes) for dim in self.dims)
         partial, varying, local = (
@@ -185,8 +196,8 @@ def _dim_ranges(dim: tuple[SubDim, ...], coordinate: Mapping[str, int], sizes: S
         place = 0
         for axis in sub.axes:
             place = place * sizes[axis] + coordinate.get(axis, 0)
-        inside = sub.size // math.prod(sizes[axis] for axis in sub.axes)
-        first, last = place * inside, (place + 1) * inside
+        inside = sub.part(sizes)
+        first, last = min(place * inside, sub.size), min((place + 1) * inside, sub.size)
         if ranges == ((0, below),):
             ranges = ((first * below, last * below),)
         else:
@@ -200,8 +211,9 @@ def _normalized_dim(dim: tuple[SubDim, ...], sizes: Sizes) -> tuple[SubDim, ...]
     for sub in dim:
         axes = tuple(axis for axis in sub.axes if sizes[axis] > 1)
         last = result[-1] if result else None
-        exhausted = last is not None and last.axes and last.size == math.prod(sizes[axis] for axis in last.axes)
-        if last is not None and (not axes or exhausted or last.size == 1):
+        exhausted = last is not None and last.axes and last.part(sizes) == 1
+        joinable = last is not None and not last.spare(sizes) and not (last.axes and sub.spare(sizes))
+        if last is not None and joinable and (not axes or exhausted or last.size == 1):
             result[-1] = SubDim(last.size * sub.size, last.axes + axes)
         else:
             result.append(SubDim(sub.size, axes))

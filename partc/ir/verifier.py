@@ -43,8 +43,9 @@ def _program(program: Program, facts: Collection[str]) -> Iterator[str]:
         if name not in types:
             yield f"the batch's entry {name} has no type"
     typed = {**types, **{parameter.name: parameter.type for parameter in program.parameters}}
+    gathered = {parameter.name: parameter.gather for parameter in program.parameters}
     for name, type in typed.items():
-        yield from _layout(name, type.layout, program.sizes)
+        yield from _layout(name, type.layout, program.sizes, gathered.get(name, ()))
     yield from _calls(program)
     yield from _exchanges(program)
     kernels = {region.kernels for region in program.regions if region.phase == "microbatch"}
@@ -243,8 +244,8 @@ def _operation(
         yield f"{where} makes {op.result.type.dtype} of {types[first].dtype}"
 
 
-def _layout(what: str, layout: Layout, sizes: Sizes) -> Iterator[str]:
-    """Every axis is known, used once, and divides the dimension that it cuts."""
+def _layout(what: str, layout: Layout, sizes: Sizes, gathered: Collection[str] = ()) -> Iterator[str]:
+    """Every axis is known, used once, and divides the dimension that it cuts, unless parts are `gathered` over it."""
     unknown = [axis for axis in layout.axes if axis not in sizes]
     if unknown:
         yield f"{what} has layout {layout}, with an axis {unknown[0]} that the mesh doesn't have"
@@ -253,8 +254,8 @@ def _layout(what: str, layout: Layout, sizes: Sizes) -> Iterator[str]:
         yield f"{what} has layout {layout}, with {axis} twice"
     for dim in layout.dims:
         for sub in dim:
-            ways = math.prod(sizes[axis] for axis in sub.axes)
-            if sub.size % ways:
+            if sub.spare(sizes) and not set(sub.axes) <= set(gathered):
+                ways = math.prod(sizes[axis] for axis in sub.axes)
                 yield f"{what} has layout {layout}: {sub.size} does not divide by {ways}"
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +25,29 @@ SubDim = tuple[int, tuple[str, ...]]  # a factor of a dimension: its size, and t
 Dims = tuple[tuple[SubDim, ...], ...]
 
 
+class Seam(NamedTuple):
+    """Where gathered parts are joined: a dimension viewed as [outer, rest], along `rest`, which has `length` elements.
+
+    Parts may together have more; the last ones are then spare.
+    """
+
+    dim: int
+    outer: int
+    length: int
+
+    @property
+    def rows(self) -> bool:
+        """Whether the parts are rows of the whole, one part behind the other."""
+        return (self.dim, self.outer) == (0, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A parameter, a buffer or a batch entry: its whole type, and its cut.
 
     `type` reads `f32[3 · 4096@tp, 4096]`: the element type, then for each dimension its factors from major to minor,
-    with the mesh axes that cut them. An axis that is not named holds a copy.
+    with the mesh axes that cut them. An axis that is not named holds a copy. If axes do not divide their factor, the
+    last parts end with zeros.
     """
 
     type: str
@@ -73,18 +90,20 @@ class Shard:
         type = f"{self.type.partition('[')[0]}[{written_dims(self.dims[1:])}]"
         return replace(self, type=type, stacked=False, apart=tuple(sorted(cutting(self.dims[:1]))))
 
-    def seam(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """The dimension along which gathered parts are joined, and its `outer` (see comm.Axis)."""
+    def seam(self, sizes: Mapping[str, int]) -> Seam:
+        """Where parts are joined that are gathered."""
         for index, dim in enumerate(self.dims):
             outer = 1
-            for size, axes in dim:
+            for place, (size, axes) in enumerate(dim):
                 if self.gather[-1] in axes:
-                    return index, outer
-                outer *= size // _ways(axes, sizes)
+                    left = [axis for axis in axes if axis not in self.gather]
+                    behind = math.prod(_part(*factor, sizes) for factor in dim[place + 1 :])
+                    return Seam(index, outer, _part(size, left, sizes) * behind)
+                outer *= _part(size, axes, sizes)
         raise ValueError(f"{self.type} is not cut over {', '.join(self.gather)}")
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(math.prod(size // _ways(axes, sizes) for size, axes in dim) for dim in self.dims)
+        return tuple(math.prod(_part(*factor, sizes) for factor in dim) for dim in self.dims)
 
     def local(self, whole: Tensor, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
         """The part of `whole` at a coordinate: a view if the cut allows one.
@@ -222,6 +241,11 @@ def _ways(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
+def _part(size: int, axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """The elements of each part of a factor, spare ones included."""
+    return -(-size // _ways(axes, sizes))
+
+
 def _place(axes: Sequence[str], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> int:
     """The number of a rank among those of these axes."""
     place = 0
@@ -231,7 +255,7 @@ def _place(axes: Sequence[str], sizes: Mapping[str, int], coordinate: Mapping[st
 
 
 def local_part(whole: Tensor, dims: Dims, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
-    """The part of `whole` at a coordinate. Axes that `sizes` leaves out cut nothing."""
+    """The part of `whole` at a coordinate, with zeros as spare elements. Axes that `sizes` leaves out cut nothing."""
     shape = tuple(math.prod(size for size, _ in dim) for dim in dims)
     if tuple(whole.shape) != shape:
         raise ValueError(f"tensor of shape {tuple(whole.shape)} where the layout says {shape}")
@@ -240,8 +264,16 @@ def local_part(whole: Tensor, dims: Dims, sizes: Mapping[str, int], coordinate: 
     for position, (size, axes) in enumerate(factors):
         ways, index = _ways(axes, sizes), _place(axes, sizes, coordinate)
         if ways > 1:
-            part = part.narrow(position, index * (size // ways), size // ways)
-    return part.reshape([math.prod(size // _ways(axes, sizes) for size, axes in dim) for dim in dims])
+            each = _part(size, axes, sizes)
+            first, last = min(index * each, size), min((index + 1) * each, size)
+            part = extended(part.narrow(position, first, last - first), position, each)
+    return part.reshape([math.prod(_part(*factor, sizes) for factor in dim) for dim in dims])
+
+
+def extended(x: Tensor, dim: int, size: int) -> Tensor:
+    """The tensor with zeros behind its elements along a dimension, up to `size` of them; itself if it has as many."""
+    missing = size - x.shape[dim]
+    return torch.nn.functional.pad(x, [0] * (2 * (x.dim() - dim) - 1) + [missing]) if missing else x
 
 
 def microbatch_part(local: Tensor, dims: Dims, sizes: Mapping[str, int], count: int, index: int) -> Tensor:

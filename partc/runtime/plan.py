@@ -247,7 +247,8 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     typed_entries = (("input", plan.inputs), ("parameter", plan.parameters), ("result", plan.results))
     for kind, entries in typed_entries:
         for name, typed in entries.items():
-            if why := _uncuttable(typed.layout, {**sizes, "mb": plan.microbatches}):
+            gathered = typed.gather if isinstance(typed, PlanParameter) else ()
+            if why := _uncuttable(typed.layout, {**sizes, "mb": plan.microbatches}, gathered):
                 yield f"{kind} {name!r}: {why}"
 
 
@@ -263,12 +264,13 @@ def _whole(layout: str) -> tuple[int, ...]:
     return tuple(math.prod(size for size, _ in dim) for dim in _factors(layout))
 
 
-def _uncuttable(layout: str, sizes: Mapping[str, int]) -> str:
+def _uncuttable(layout: str, sizes: Mapping[str, int], gathered: Names) -> str:
+    """The reason why a layout cuts nothing; parts that are `gathered` over axes may end with spare elements."""
     cut = [axis for dim in _factors(layout) for _, axes in dim for axis in axes]
     if len(set(cut)) != len(cut):
         return f"{layout} is cut over one axis twice"
     for dim in _factors(layout):
         for size, axes in dim:
-            if size % math.prod(sizes.get(axis, 1) for axis in axes):
+            if size % math.prod(sizes.get(axis, 1) for axis in axes) and not set(axes) <= set(gathered):
                 return f"{layout} does not divide"
     return ""

@@ -115,7 +115,7 @@ def pieces(
 
 
 def _runs(dim: Sequence[SubDim], size: int, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> list[Run]:
-    """The stretches of one dimension, with neighbours joined, cut off at `size`."""
+    """The stretches of one dimension, with neighbours joined, cut off at `size`; spare elements are left out."""
     runs: list[Run] = [(0, 0, 1)]
     whole = part = 1  # elements behind one step of the next factor
     for factor, axes in reversed(dim):
@@ -123,18 +123,18 @@ def _runs(dim: Sequence[SubDim], size: int, sizes: Mapping[str, int], coordinate
         for axis in axes:
             if sizes.get(axis, 1) > 1:
                 ways, place = ways * sizes[axis], place * sizes[axis] + coordinate.get(axis, 0)
-        count = factor // ways
-        first = place * count
+        count = -(-factor // ways)
+        first, last = min(place * count, factor), min((place + 1) * count, factor)
         if runs == [(0, 0, whole)] and whole == part:
-            runs = [(first * whole, 0, count * whole)]
+            runs = [(first * whole, 0, (last - first) * whole)]
         else:
             runs = [
                 (step * whole + start, (step - first) * part + here, length)
-                for step in range(first, first + count)
+                for step in range(first, last)
                 for start, here, length in runs
             ]
         whole, part = whole * factor, part * count
-    return [(start, here, min(length, size - start)) for start, here, length in _joined(runs) if start < size]
+    return [(start, here, min(length, size - start)) for start, here, length in _joined(runs) if length and start < size]
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:

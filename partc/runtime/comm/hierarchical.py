@@ -52,8 +52,25 @@ class Levels:
     def place(self, parts: Tensor, whole: Tensor, dim: int, outer: int) -> None:
         """Join gathered parts, [near, far, ...], into a whole tensor (see `comm.join`)."""
         rest = parts.shape[dim + 2] // outer
+        if whole.shape[dim] != outer * self.size * rest:
+            self._place_without_spare(parts, whole.unflatten(dim, (outer, -1)), dim + 1, rest)
+            return
         places = whole.unflatten(dim, (outer, self.far.size, self.near.size, rest))
         places.movedim((dim + 2, dim + 1), (0, 1)).copy_(parts.unflatten(dim + 2, (outer, rest)))
+
+    def _place_without_spare(self, parts: Tensor, whole: Tensor, dim: int, rest: int) -> None:
+        """Join parts of which the last end with spare elements: the full ones together, then what the next one has."""
+        start, length = 0, whole.shape[dim]
+        for row in parts.unbind(1) if self.both else (parts.flatten(0, 1),):
+            row = row.unflatten(dim, (-1, rest))
+            full = min(len(row), (length - start) // rest)
+            if full:
+                places = whole.narrow(dim, start, full * rest).unflatten(dim, (full, rest))
+                places.movedim(dim, 0).copy_(row[:full])
+            start += full * rest
+            if full < len(row) and start < length:
+                whole.narrow(dim, start, length - start).copy_(row[full].narrow(dim, 0, length - start))
+                start = length
 
     def start_all_gather(self, part: Tensor) -> Pending[Tensor]:
         """Start the gather of a flat tensor of every rank: [near, far, elements]."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..comm.comm import Axis, Comm, Pending, join
 from ..comm.compression import Codec, Scattered
 from ..comm.hierarchical import Levels
-from ..layout import DTYPES, Shard, cutting
+from ..layout import DTYPES, Shard, cutting, extended
 from ..ops.accumulation import Gradient, clear, settled
 
 Fields = Any  # the tuple class of a region's parameters, or one of it
@@ -26,7 +26,8 @@ class Parts:
 
     A unit gathers or scatters its tensors in one collective for each dtype; gradients travel in `wire` if it is given.
     If the ranks on the axes `near` share a node and others do not, an exchange has two levels: inside nodes and between
-    them (see levels). `compress` is the code of gradients between nodes, or everywhere if `near` is empty.
+    them (see levels). Parts may end with spare elements, which are zeros: they travel, but calls do not see them.
+    `compress` is the code of gradients between nodes, or everywhere if `near` is empty.
     """
 
     def __init__(
@@ -84,10 +85,12 @@ class Parts:
         for levels, together in self._together({name: whole[name].dtype for name in names}):
             if (axis := self._direct(levels, together)) is not None:
                 parts = {name: whole[name] for name in together}
+                rooms = []
                 for name, x in parts.items():
-                    whole[name] = into[name] if name in into else x.new_empty((levels.size * len(x), *x.shape[1:]))
-                places = [whole[name] for name in together]
-                direct.append(axis.start_all_gather_many(list(parts.values()), places))
+                    shape = (levels.size * len(x), *x.shape[1:])
+                    rooms.append(_room(into[name], shape) if name in into else x.new_empty(shape))
+                    whole[name] = rooms[-1][: self._seams[name].length]
+                direct.append(axis.start_all_gather_many(list(parts.values()), rooms))
                 continue
             shapes = [whole[name].shape for name in together]
             flat = _joined([whole.pop(name).reshape(-1) for name in together])
@@ -102,12 +105,13 @@ class Parts:
                 levels, together, shapes, rows = going.pop(0)
                 columns = rows.wait().split([shape.numel() for shape in shapes], dim=2)
                 for name, shape, column in zip(together, shapes, columns, strict=True):
-                    dim, outer = self._seams[name]
+                    dim, outer, length = seam = self._seams[name]
+                    size = [outer * length if at == dim else n for at, n in enumerate(shape)]
                     parts = column.view(levels.near.size, levels.far.size, *shape)
-                    if name not in into and len(together) == 1 and not levels.both:
-                        whole[name] = join(parts.flatten(0, 1), dim, outer)
+                    without_spare = seam.rows or size[dim] == levels.size * shape[dim]
+                    if name not in into and len(together) == 1 and not levels.both and without_spare:
+                        whole[name] = join(parts.flatten(0, 1), dim, outer)[: size[0]]
                         continue
-                    size = [levels.size * n if at == dim else n for at, n in enumerate(shape)]
                     whole[name] = into[name] if name in into else column.new_empty(size)
                     levels.place(parts, whole[name], dim, outer)
             return [whole[name] for name in names]
@@ -128,11 +132,13 @@ class Parts:
                 self._gradients[name].add_(gradients[name])
         for levels, together in self._together({name: self._gradients[name].dtype for name in gradients}):
             dtype = self._wire or self._gradients[together[0]].dtype
+            wide = {name: self._with_spare(name, gradients[name], levels) for name in together}
             if not self.compressed and (axis := self._direct(levels, together)) is not None:
-                scattered = axis.start_reduce_scatter_many([gradients[name].to(dtype) for name in together])
+                scattered = axis.start_reduce_scatter_many([x.to(dtype) for x in wide.values()])
                 going.append(scattered.then(partial(self._add_each, together)))
                 continue
-            rows = [levels.split(gradients[name], *self._seams[name]) for name in together]
+            rows = [levels.split(x, self._seams[name].dim, self._seams[name].outer) for name, x in wide.items()]
+            del wide
             sizes = [row.shape[2] for row in rows]
             flat = _joined(rows, dtype)
             del rows
@@ -166,7 +172,15 @@ class Parts:
 
     def _direct(self, levels: Levels, names: Sequence[str]) -> Axis | None:
         """The axis over which these tensors travel without copies, as ranks hold consecutive rows of each."""
-        return levels.direct if all(self._seams[name] == (0, 1) for name in names) else None
+        return levels.direct if all(self._seams[name].rows for name in names) else None
+
+    def _with_spare(self, name: str, whole: Tensor, levels: Levels) -> Tensor:
+        """The tensor with zeros in place of the spare elements of parts; itself if it has them, or parts have none."""
+        dim, outer, length = self._seams[name]
+        size = levels.size * self._held[name].shape[dim]
+        if whole.shape[dim] == size:
+            return whole
+        return extended(whole.unflatten(dim, (outer, length)), dim + 1, size // outer).flatten(dim, dim + 1)
 
     def cast(self) -> dict[str, Tensor]:
         """Low-precision copies of trainable parameters that ranks hold whole; the optimizer refreshes them."""
@@ -194,8 +208,16 @@ class Parts:
 
     def scatter_sums(self, *names: str) -> Pending[None]:
         """After a step's last microbatch: start to scatter these sums; they are cleared when the scatter ends."""
-        going = self.scatter({name: settled(self._sums[name]) for name in names})
+        going = self.scatter({name: self._summed(name) for name in names})
         return going.then(lambda _: self._clear(names))
+
+    def _summed(self, name: str) -> Tensor:
+        """An accumulated gradient, with spare rows that its memory has."""
+        x = settled(self._sums[name])
+        if not self._shards[name].gather or not self._seams[name].rows:
+            return x
+        levels = Levels.of(self._comm, self._shards[name].gather, self._near)
+        return _room(x, (levels.size * len(self._held[name]), *x.shape[1:]))
 
     def _clear(self, names: Sequence[str]) -> None:
         clear(self._sums[name] for name in names)
@@ -204,10 +226,13 @@ class Parts:
         gradient, shard = self._gradients[name], self._shards[name]
         if not shard.gather:
             return gradient
-        dim, _ = self._seams[name]
+        dim, outer, length = seam = self._seams[name]
         shape = list(gradient.shape)
-        shape[dim] *= Levels.of(self._comm, shard.gather, self._near).size
+        shape[dim] = outer * length
+        if seam.rows:  # with the spare rows, which travel too
+            shape[0] = len(gradient) * Levels.of(self._comm, shard.gather, self._near).size
         whole = gradient.new_zeros(shape)
+        whole = whole[:length] if seam.rows else whole
         return Gradient.of(whole) if isinstance(gradient, Gradient) else whole
 
     def _together(self, moved: Mapping[str, torch.dtype]) -> Iterator[tuple[Levels, list[str]]]:
@@ -308,6 +333,11 @@ class Nothing(Unit):
 
 
 NOTHING = Nothing()
+
+
+def _room(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """The memory of rows with that of the spare ones behind them."""
+    return rows if len(rows) == shape[0] else rows.as_strided(shape, rows.stride())
 
 
 def _joined(rows: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:

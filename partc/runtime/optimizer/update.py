@@ -223,18 +223,18 @@ def _check_rows(settings: Mapping[str, UpdateRule], rows: Collection[str]) -> No
 def _columns(
     parameters: Mapping[str, Tensor], shards: Mapping[str, Shard], comm: Comm, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Tensor, tuple[int, Callable[[Tensor], Tensor]]]]:
-    """For parameters whose columns are cut: the number of parts of a row, and the sum over the ranks that have them."""
+    """For parameters whose columns are cut: the numbers in a row, and the sum over the ranks that have its parts."""
     for name, x in parameters.items():
         axes = [axis for axis in sizes if axis in cutting(shards[name].dims[1:]) and sizes[axis] > 1]
         if axes:
-            ways = math.prod(sizes[axis] for axis in axes)
+            held = math.prod((shards[name].holds or shards[name].shape)[1:])
 
             def over(x: Tensor, axes: Sequence[str] = axes) -> Tensor:
                 for axis in axes:
                     x = comm.group((axis,)).all_reduce(x)
                 return x
 
-            yield x, (ways, over)
+            yield x, (held, over)
 
 
 def write_casts(optimizer: Optimizer, stages: Iterable[object]) -> None:

@@ -94,11 +94,12 @@ class WholeOptimizer:
         if not cutting(shard.dims) & self._coordinate.keys():
             whole = part.clone()
         else:
-            whole = part.reshape([size // self._ways(axes) for size, axes in factors])
-            for position, (_, axes) in enumerate(factors):
+            whole = part.reshape([-(-size // self._ways(axes)) for size, axes in factors])
+            for position, (size, axes) in enumerate(factors):
                 for axis in reversed(axes):
                     whole = self._comm.group((axis,)).all_gather(whole, dim=position)
-            whole = whole.reshape(shard.shape)
+                whole = whole.narrow(position, 0, size)
+            whole = whole.reshape(shard.shape).contiguous()
         return whole[tuple(map(slice, shard.holds))].contiguous() if shard.holds else whole
 
     def _part(self, name: str, whole: Tensor) -> Tensor:

@@ -96,6 +96,13 @@ def test_ranks_that_gather_and_scatter_hold_what_is_predicted(tmp_path: Path) ->
     on_processes(tmp_path, GPT, "2", microbatches=2, zero=3)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.matrix), 3])
+def test_ranks_with_spare_elements_hold_what_is_predicted(level: int, tmp_path: Path) -> None:
+    on_processes(tmp_path, GPT, "3", microbatches=2, zero=level, options={"batch": 12})
+
+
 @pytest.mark.processes
 def test_pipeline_ranks_hold_what_is_predicted(tmp_path: Path) -> None:
     on_processes(tmp_path, GPT, "pp=2", microbatches=4, schedule="zero-bubble")

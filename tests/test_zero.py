@@ -25,6 +25,7 @@ from partc.ir.program import TensorType
 from partc.package.verify import verify
 from partc.passes.zero import explain, zero
 from partc.runtime.layout import Shard
+from tests.test_events import done, planned
 from tests.zoo import MODELS
 
 PROGRAM = """
@@ -162,6 +163,12 @@ def _ids() -> dict[str, Tensor]:
     return {"ids": torch.randint(16, (16, 4))}
 
 
+def _batch(mesh: str) -> dict[str, Tensor]:
+    """Four examples for each rank of the batch and microbatch."""
+    ways = math.prod(size for axis, size in Mesh.parse(mesh).axes if axis.startswith("dp"))
+    return {"ids": torch.randint(16, (8 * ways, 4))}
+
+
 QUICK = {("1", "2"), ("2", "2x2x2"), ("3", "pp=2,dp=2")}
 
 
@@ -184,7 +191,7 @@ QUICK = {("1", "2"), ("2", "2x2x2"), ("3", "pp=2,dp=2")}
 )  # fmt: skip
 def test_parts_train_like_the_whole(level: str, mesh: str, microbatches: int, schedule: str) -> None:
     package = partc.compile(
-        tied, _ids(), mesh=mesh, microbatches=microbatches, schedule=schedule, precision="fp64", zero=level
+        tied, _batch(mesh), mesh=mesh, microbatches=microbatches, schedule=schedule, precision="fp64", zero=level
     )
     assert package.program.zero == int(level)
     result = package.verify(steps=2)
@@ -229,6 +236,19 @@ def test_families_in_parts(name: str, mesh: str, schedule: str, level: int, tmp_
     package.write(tmp_path / "build")
     result = verify(tmp_path / "build", steps=2, virtual=True)
     assert result.ok, result.worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "options"), [("dp_out=2,dp_in=3", {"zero": 2, "nodes": 3}), ("pp=2,dp=3", {"zero": 1, "bucket": "1KB"})]
+)
+def test_spare_elements_travel_as_was_proved(mesh: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = Path(__file__).parent.parent / "examples" / "gpt.py"
+    package = partc.compile(model, mesh=mesh, microbatches=2, options={"batch": 24, "depth": 2}, **options)
+    found = done(package.write(tmp_path / "build"), tmp_path / "done.json")
+    plan = events(package.program)
+    for rank in range(package.program.mesh.size):
+        assert found[str(rank)] == planned(plan, rank), rank
 
 
 @pytest.mark.slow

@@ -134,7 +134,8 @@ def _runs(dim: Sequence[SubDim], size: int, sizes: Mapping[str, int], coordinate
                 for start, here, length in runs
             ]
         whole, part = whole * factor, part * count
-    return [(start, here, min(length, size - start)) for start, here, length in _joined(runs) if length and start < size]
+    runs = [(start, here, min(length, size - start)) for start, here, length in _joined(runs)]
+    return [run for run in runs if run[2] > 0]
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:

@@ -347,8 +347,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0413": CodeExplanation(
         "ZeRO over an axis that does not share the batch",
         "--zero 3 shards every parameter over the data-parallel ranks; --zero 3@dp_in shards over some of the batch "
-        "axes only: dp, or pieces of it that the mesh names (--mesh dp_out=2,dp_in=4,tp=1). Ranks of the other axes "
-        "(tp, pp) hold different values already.",
+        "axes only: dp, or pieces of it that the mesh names (--mesh dp_out=2,dp_in=4,tp=1). --zero 3@4 shards over 4 "
+        "neighbours in dp, which 4 divides. Ranks of the other axes (tp, pp) hold different values already.",
     ),
     "P0414": CodeExplanation(
         "an invalid type for an operation",

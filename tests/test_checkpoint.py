@@ -91,6 +91,39 @@ def test_any_mesh_continues_any_other(folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
+def test_parts_with_spare_elements_go_on_anywhere(tmp_path: Path) -> None:
+    """From three ranks, where every weight has spare elements, to two and back; none of them is in a checkpoint."""
+    for mesh, level in (("dp=3", 1), ("dp=2", 2), ("pp=2,dp=3", 3)):
+        how: dict[str, Any] = {"mesh": mesh, "microbatches": 2, "precision": "fp64", "zero": level}
+        package = partc.compile(TIED, options={"batch": 12}, **how)
+        assert mesh == "dp=2" or all(item.gather for item in package.program.parameters if item.name.startswith("bl"))
+        package.write(tmp_path / mesh)
+    straight = ("--steps", 4, "--save", tmp_path / "full", "--save-every", 1, "--keep", 9, "--record", tmp_path / "one")
+    trained(tmp_path / "dp=3", *straight, "--metrics", tmp_path / "full.log")
+    shapes = {name: saved.shape for name, saved in read(tmp_path / "full" / "step_00000001").tensors.items()}
+    plan = json.loads((tmp_path / "dp=3" / "plan.json").read_text())
+    held = {name: tuple(entry["shape"]) for name, entry in plan["parameters"].items() if entry["stages"]}
+    assert held["embed.weight"] == (23, 16) and held["blocks.0.qkv.bias"] == (48,)
+    assert all(shapes[name] == shape for name, shape in held.items())
+    assert all(
+        shapes[f"exp_avg/{name}"] == shape for name, shape in held.items() if plan["parameters"][name]["trainable"]
+    )
+    rest = ("--steps", 4, "--resume", tmp_path / "full" / "step_00000002", "--record", tmp_path / "two")
+    trained(tmp_path / "dp=3", *rest)
+    for step in (2, 3):
+        same_records(tmp_path / "one", tmp_path / "two", step)
+    before = tmp_path / "full" / "step_00000001"
+    for step, mesh in ((2, "dp=2"), (3, "pp=2,dp=3"), (4, "dp=3")):
+        save = ("--save", tmp_path / f"then {mesh}", "--metrics", tmp_path / "log")
+        trained(tmp_path / mesh, "--steps", step, "--resume", before, *save)
+        before = tmp_path / f"then {mesh}" / f"step_{step:08d}"
+    assert losses(tmp_path / "log") == pytest.approx(losses(tmp_path / "full.log")[1:], rel=1e-10)
+    mine, theirs = whole(before), whole(tmp_path / "full" / "step_00000004")
+    for name in mine:
+        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["resnet", "noisy"])
 def test_running_statistics_and_random_numbers_go_on(tmp_path: Path, name: str) -> None:

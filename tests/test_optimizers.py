@@ -32,6 +32,9 @@ LAYOUTS = {
     "padded": Shard("f64[8@tp, 4@dp]", holds=(7, 4)),
     "kernel": Shard("f64[4@dp, 3, 2@tp]"),
     "norm": Shard("f64[8@tp]"),
+    "spare row": Shard("f64[5@dp, 2 · 3@tp]"),
+    "spare column": Shard("f64[4@tp, 3 · 5@dp]"),
+    "spare": Shard("f64[1@tp]"),
     "whole": Shard("f64[3]"),
     "scalar": Shard("f64[]"),
 }

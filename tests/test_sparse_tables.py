@@ -99,8 +99,9 @@ def test_rows_are_updated_as_torch_does(text: str, torchs: Any) -> None:
             assert torch.equal(parameters["t"][number], start[number])
 
 
-def test_rowwise_adagrad_keeps_one_sum_for_each_row_also_where_columns_are_cut() -> None:
-    """FBGEMM's EXACT_ROWWISE_ADAGRAD, written out; both ranks have half of the columns."""
+@pytest.mark.parametrize("ways", [2, 3])
+def test_rowwise_adagrad_keeps_one_sum_for_each_row_also_where_columns_are_cut(ways: int) -> None:
+    """FBGEMM's EXACT_ROWWISE_ADAGRAD, written out; ranks have two columns of four each, the third one spare ones."""
     start, found = torch.randn(9, 4, dtype=torch.float64), dict[int, Tensor]()
     expected, sums = start.clone(), torch.zeros(9, dtype=torch.float64)
     for step, ids in enumerate(IDS):
@@ -111,26 +112,27 @@ def test_rowwise_adagrad_keeps_one_sum_for_each_row_also_where_columns_are_cut()
             expected[n] -= 0.1 * g / (sums[n].sqrt() + 1e-8)
 
     def rank(comm: Any, number: int) -> None:
-        part = slice(2 * number, 2 * number + 2)
-        parameters = {"t": start[:, part].clone()}
+        sizes, shards = {"dp": ways}, {"t": Shard("f64[9, 4@dp]", sparse=True)}
+        part = lambda x: Shard(f"f64[{len(x)}, 4@dp]").local(x, sizes, {"dp": number}).clone()  # noqa: E731
+        parameters = {"t": part(start)}
         rows = RowGradient(parameters["t"])
-        shards = {"t": Shard("f64[9, 4@dp]", sparse=True)}
         rule = {"t": Recipe.of("rowwise_adagrad").settings("t", 2)}
         gradients: dict[str, Any] = {"t": rows}
-        how: dict[str, Any] = {"shards": shards, "comm": comm, "sizes": {"dp": 2}, "lr": 0.1}
+        how: dict[str, Any] = {"shards": shards, "comm": comm, "sizes": sizes, "lr": 0.1}
         optimizer, _ = updating(rule, parameters, gradients, {}, None, **how)
         assert optimizer is not None
         for step, ids in enumerate(IDS):
             rows.zero_()
-            rows.add_(TouchedRows(torch.tensor(ids, dtype=torch.long), _gradients(step)[:, part]))
+            rows.add_(TouchedRows(torch.tensor(ids, dtype=torch.long), part(_gradients(step))))
             optimizer.begin(0.1)
             with torch.no_grad():
                 optimizer.step()
         assert torch.allclose(optimizer.kept("t")["sum"][:, 0], sums, rtol=1e-13, atol=0)
         found[number] = parameters["t"]
 
-    on_ranks(rank, {"dp": 2})
-    assert torch.allclose(torch.cat((found[0], found[1]), 1), expected, rtol=0, atol=1e-13)
+    on_ranks(rank, {"dp": ways})
+    assert torch.allclose(torch.cat([found[number] for number in range(2)], 1), expected, rtol=0, atol=1e-13)
+    assert all(not x.any() for number, x in found.items() if number == 2)
 
 
 @pytest.mark.sampled

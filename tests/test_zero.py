@@ -213,6 +213,32 @@ def test_hybrid_sharding(axes: str, level: int) -> None:
     assert result.ok, result.worst
 
 
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "cut", "axes"),
+    [
+        ("8", 4, "dp_out=2,dp_in=4", ("dp_in",)),
+        ("pp=2,dp=6,tp=2", 3, "pp=2,dp_out=2,dp_in=3,tp=2", ("dp_in",)),
+        ("dp=8", 8, "dp=8", ("dp",)),
+        ("dp_out=2,dp_in=4", 4, "dp_out=2,dp_in=4", ("dp_in",)),
+        ("dp_out=2,dp_in=4", 2, "dp_out=2,dp_inout=2,dp_inin=2", ("dp_inin",)),
+        ("dp=4,cp=2", 2, "dp_out=2,dp_in=2,cp=2", ("dp_in", "cp")),
+        ("dp=2,ep=4", 4, "dp=2,ep=4", ("ep",)),
+        ("dp=2,ep=4", 8, "dp=2,ep=4", ("dp", "ep")),
+    ],
+)
+def test_parts_over_neighbours(mesh: str, ranks: int, cut: str, axes: tuple[str, ...]) -> None:
+    found, over = Mesh.parse(mesh).with_span(ranks)
+    assert (str(found), over) == (cut, axes)
+
+
+def test_a_span_is_an_axis_that_the_mesh_might_name() -> None:
+    given = {"x": torch.randn(8, 6)}
+    spanned = partc.compile(one_block, given, mesh="4", zero="3@2")
+    named = partc.compile(one_block, given, mesh="dp_out=2,dp_in=2", zero="3@dp_in")
+    assert print_program(spanned.program) == print_program(named.program)
+    assert spanned.program.parameter("first.weight").gather == ("dp_in",)
+
+
 IN_PARTS = {("gpt", "2x2x2", "1f1b"): (1, 3), ("noisy", "2x2", "1f1b"): (2,), ("mixtral", "2x2x2", "zbv"): (3,)}
 
 
@@ -317,6 +343,11 @@ def one_block() -> nn.Module:
         ("3@tp", "2x2", "P0413"),
         ("2@", "2", "P0413"),
         ("1@dp_in", "2", "P0413"),
+        ("3@3", "2", "P0413"),
+        ("3@4", "2", "P0413"),
+        ("3@1", "2", "P0413"),
+        ("3@2", "tp=2", "P0413"),
+        ("3@2", "dp=1,ep=4", "P0413"),
     ],
 )
 def test_wrong_levels(given: Any, mesh: str, code: str) -> None:

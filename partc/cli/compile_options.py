@@ -158,10 +158,10 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         ),
         click.option(
             "--zero",
-            metavar="0|1|2|3[@AXES]",
+            metavar="0|1|2|3[@AXES|@RANKS]",
             default="0",
             show_default=True,
-            help="ZeRO: shard optimizer state (1), also gradients (2), also parameters (3) over dp",
+            help="ZeRO: shard optimizer state (1), also gradients (2), also parameters (3) over dp (3@8: 8 of dp)",
         ),
         click.option(
             "--recompute",

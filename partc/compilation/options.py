@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ class Options:
             raise PartcError("P0004", f"--lr {lr} is out of range", help="give a number of 0 or more")
         if eval_every < 0:
             raise PartcError("P0004", f"--eval-every {eval_every} is out of range", help="give a number of 0 or more")
-        level, axes = _zero(str(zero), parsed)
+        parsed, level, axes = _zero(str(zero), parsed)
         options = cls(
             mesh=parsed,
             microbatches=microbatches,
@@ -322,11 +323,17 @@ def _cast(text: str) -> tuple[str, Precision]:
     return name, kinds[wanted]
 
 
-def _zero(text: str, mesh: Mesh) -> tuple[int, tuple[str, ...]]:
-    """Parse `3` or `3@dp_in`: the ZeRO stage and the axes it spreads over, by default all that hold weights whole."""
+def _zero(text: str, mesh: Mesh) -> tuple[Mesh, int, tuple[str, ...]]:
+    """Parse `3`, `3@dp_in` or `3@4`: the stage and the axes it spreads over, by default all that hold weights whole.
+
+    A number of ranks makes an axis of them in the mesh, which is returned.
+    """
     level, _, names = text.partition("@")
     if level not in ("0", "1", "2", "3"):
         raise _unknown("ZeRO level", level, ("0", "1", "2", "3"))
+    if re.fullmatch("[0-9]{1,7}", names):
+        cut, over = mesh.with_span(int(names))
+        return cut, int(level), over
     whole = tuple(name for name in mesh.names if holds_weights_whole(name))
     given = tuple(name.strip() for name in names.split(",")) if "@" in text else whole
     for name in given:
@@ -336,7 +343,7 @@ def _zero(text: str, mesh: Mesh) -> tuple[int, tuple[str, ...]]:
                 f"--zero {text} spreads over {name!r}, which is no axis of the batch or the sequence",
                 help=f"the mesh {mesh} has {', '.join(whole) or 'none'}",
             )
-    return int(level), given
+    return mesh, int(level), given
 
 
 def _unknown(word: str, given: str, known: Sequence[str]) -> PartcError:

@@ -192,6 +192,37 @@ class Mesh:
             over += [piece] * (part > 1)
         return Mesh._checked(tuple(axes), spec), tuple(over)
 
+    def with_span(self, ranks: int) -> tuple[Mesh, tuple[str, ...]]:
+        """The mesh with an axis for the last `ranks` of the batch's axes, and the axes that these and sequences have.
+
+        Of dp=8, 4 are dp_in of dp_out=2,dp_in=4. Raises PartcError P0413.
+        """
+        axes: list[tuple[str, int]] = []
+        over: list[str] = []
+        left = ranks
+        for name, size in reversed(self.axes):
+            if not is_batch_axis(name) or left == 1 or size == 1:
+                axes.append((name, size))
+            elif left % size == 0:
+                axes.append((name, size))
+                over.append(name)
+                left //= size
+            elif size % left == 0 and not name.endswith(EXPERT_AXIS):
+                part = "_" if name == BATCH_AXIS else ""
+                axes += [(f"{name}{part}in", left), (f"{name}{part}out", size // left)]
+                over.append(f"{name}{part}in")
+                left = 1
+            else:
+                break
+        if left != 1 or ranks < 2:
+            raise PartcError(
+                "P0413",
+                f"ZeRO over {ranks} neighbours of the batch's axes does not fit the mesh {self}",
+                help="give a divisor of dp of 2 or more",
+            )
+        mesh = Mesh._checked(tuple(reversed(axes)), str(self))
+        return mesh, tuple(name for name in mesh.names if name in over or _is_piece(name, CONTEXT_AXIS))
+
     @property
     def expert_axes(self) -> tuple[str, ...]:
         """The axes over which experts are cut if nothing else is said."""

@@ -98,3 +98,17 @@ def test_packages_do_what_was_proved(name: str, mesh: str, options: dict[str, An
     plan = events(package.program)
     for rank in range(package.program.mesh.size):
         assert found[str(rank)] == planned(plan, rank), rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "options"), [("dp_out=2,dp_in=3", {"zero": 2, "nodes": 3}), ("pp=2,dp=3", {"zero": 1, "bucket": "1KB"})]
+)
+def test_spare_elements_travel_as_was_proved(mesh: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = Path(__file__).parent.parent / "examples" / "gpt.py"
+    package = partc.compile(model, mesh=mesh, microbatches=2, options={"batch": 24, "depth": 2}, **options)
+    assert any(item.gather and item.type.shape[0] % 3 for item in package.program.parameters)
+    found = done(package.write(tmp_path / "build"), tmp_path / "done.json")
+    plan = events(package.program)
+    for rank in range(package.program.mesh.size):
+        assert found[str(rank)] == planned(plan, rank), rank

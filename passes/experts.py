@@ -21,10 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.errors import PartcError
-from partc.ir.layout import Layout, SubDim
+from partc.ir.layout import Layout, Shard, SubDim
 from partc.ir.naming import unique
 from partc.ir.program import RANDOM, Choice, Op, Parameter, Program, Ref, Region, TensorType, Value
-from partc.rules import OpRule, resolve
+from partc.rules import OpRule, placements, resolve
 from partc.rules.rule import argument, integers
 from partc.sharding.choices import axis_order, choice_on, layouts
 from partc.sharding.pins import Pin
@@ -64,38 +64,31 @@ def _check_pins(weight: Parameter, axes: Sequence[str], pins: Sequence[Pin]) -> 
 def _cut(program: Program, axis: str, earlier: frozenset[str]) -> Program:
     """Cut all experts over an axis, of which `earlier` ones have cut them into parts."""
     regions = [_Experts(region, axis, earlier, program) for region in program.regions]
-    cut = {(found.region.name, name) for found in regions for name in found.weights}
-    params = {region.name: [value.name for value in region.params] for region in program.regions}
-    slots: dict[str, set[bool]] = {item.name: set() for item in program.parameters}
+    params = {found.region.name: [found.weights.get(value.name) for value in found.region.params] for found in regions}
+    slots: dict[str, set[Layout | None]] = {item.name: set() for item in program.parameters}
     for call in program.calls:
-        for name, value in zip(call.params, params[call.region], strict=True):
-            slots[name].add((call.region, value) in cut)
+        for name, layout in zip(call.params, params[call.region], strict=True):
+            slots[name].add(layout)
     for name, found_cut in slots.items():
         if len(found_cut) > 1:
             raise PartcError(
                 "P0107",
-                f"{axis} cannot cut the experts of {name}, which other calls read whole",
+                f"{axis} cannot cut the experts of {name}, which other calls read otherwise",
                 help=f"leave {axis} out of the mesh",
             )
     held = any(axis in item.type.layout.sharded_axes for item in program.parameters)
-    if not cut and not held:
+    if not any(found.weights for found in regions) and not held:
         raise PartcError(
             "P0107",
             f"the model has no experts for {axis}={program.sizes[axis]}",
             help="products by expert are found in sorted, masked and batched forms; without experts, give dp its ranks",
         )
     parameters = tuple(
-        replace(item, type=_held(item.type, axis)) if True in slots[item.name] else item for item in program.parameters
+        replace(item, type=replace(item.type, layout=layout))
+        for item in program.parameters
+        for layout in (next(iter(slots[item.name]), None) or item.type.layout,)
     )
     return replace(program, parameters=parameters, regions=tuple(found.cut() for found in regions))
-
-
-def _held(type: TensorType, axis: str) -> TensorType:
-    """The type of a weight of which each rank has its own experts."""
-    (whole,), *others = type.layout.dims
-    varying = tuple(each for each in type.layout.varying if each != axis)
-    finer = SubDim(whole.size, (*whole.axes, axis))
-    return replace(type, layout=replace(type.layout, dims=((finer,), *others), varying=varying))
 
 
 def _weight(op: Op) -> str:
@@ -110,18 +103,23 @@ def _chosen(op: Op) -> str:
 
 def _with_lookups(region: Region, types: Mapping[str, TensorType]) -> tuple[Op, ...]:
     """The operations, with `index` by the experts of products as a lookup in their weights."""
-    chosen = {_chosen(op): types[_weight(op)].shape[0] for op in region.forward.ops if op.name == _PRODUCT}
+    products = {_chosen(op): op for op in region.forward.ops if op.name == _PRODUCT}
+    count = {chosen: types[_weight(op)].shape[0] for chosen, op in products.items()}
 
     def lookup(op: Op) -> Op:
         match op.name, op.args:
-            case "index", (Ref(name=table), (Ref(name=experts),)) if types[table].shape[0] == chosen.get(experts):
+            case "index", (Ref(name=table), (Ref(name=experts),)) if types[table].shape[0] == count.get(experts):
                 found = replace(op, name=_LOOKUP, args=(Ref(experts), Ref(table)), attrs=())
                 old, new = resolve(op, types), resolve(found, types)
                 if old is None or new is None:
                     return op
                 named = dict(zip(sum(old.results[0], ()), sum(new.results[0], ()), strict=True))
-                choices = (replace(each, factor=named.get(each.factor or "", each.factor)) for each in op.choices)
-                return replace(found, choices=tuple(choices))
+                choices = {
+                    each.axis: replace(each, factor=named.get(each.factor or "", each.factor)) for each in op.choices
+                }
+                # Numbers of experts that are equal for all tokens are whole; the rows that they are added to are not.
+                rows = {each.axis: each for each in products[experts].choices if each.factor == _ROWS}
+                return replace(found, choices=tuple((choices | rows).values()))
         return op
 
     return tuple(map(lookup, region.forward.ops))
@@ -151,8 +149,8 @@ class _Experts:
         self.types = region.types(region.forward)
         self.ops = _with_lookups(region, self.types)
         self.rules: dict[int, OpRule] = {}
-        self.weights: set[str] = set()
-        self.views: set[int] = set()  # operations on weights
+        self.weights: dict[str, Layout] = {}  # with the experts of each rank
+        self.views: dict[int, Choice] = {}  # operations on weights
         self.makers = {value.name: index for index, op in enumerate(self.ops) for value in op.results}
         self.readers: dict[str, list[int]] = {}
         for index, op in enumerate(self.ops):
@@ -167,9 +165,9 @@ class _Experts:
 
     def _check_readers(self) -> None:
         """Check that nothing else reads the experts' weights."""
-        known = self.views.union(*(chain.products for chain in self.chains))
+        known = {*self.views, *(index for chain in self.chains for index in chain.products)}
         made = {value.name for index in self.views for value in self.ops[index].results}
-        for name in self.weights | made:
+        for name in self.weights.keys() | made:
             for index in self.readers[name]:
                 if index not in known:
                     raise self._refused(self.ops[index], f"{self.ops[index].name} reads {name} as well")
@@ -198,7 +196,10 @@ class _Experts:
         for index in between:
             self._check_rows(index)
         for index in products:
-            self._take(_weight(self.ops[index]), index)
+            count = self._own(_weight(self.ops[index]))
+            if count % self.ways:
+                raise self._refused(self.ops[index], f"{count} experts do not divide over {self.axis}={self.ways}")
+            self._take(_weight(self.ops[index]), index, Shard(0))
         return _Chain(chosen, tuple(sorted(between)), products)
 
     def _check_rows(self, index: int) -> None:
@@ -223,29 +224,47 @@ class _Experts:
         carried = [dims for dims in rule.operands if any(names[-1] in dim for dim in dims)]
         return names[-1] if all(dims[0] == names for dims in carried) else None
 
-    def _take(self, name: str, reader: int) -> None:
-        """Note a weight whose first dimension counts experts, and the operations that make it of parameters."""
+    def _take(self, name: str, reader: int, place: Shard) -> None:
+        """Note a weight whose experts lie at a place, and the operations that make it of parameters."""
         maker = self.makers.get(name)
-        op = self.ops[reader]
-        if name in {value.name for value in self.region.params}:
-            count = self._own(name)
-            if count % self.ways:
-                raise self._refused(op, f"{count} experts do not divide over {self.axis}={self.ways}")
-            self.weights.add(name)
+        if maker is None and any(value.name == name for value in self.region.params):
+            order = axis_order(self.sizes)
+            placed = {**self.types[name].layout.placements(order), self.axis: place}
+            layout = Layout.build(self.types[name].shape, placed, self.sizes)
+            if layout is None or self.weights.setdefault(name, layout) != layout:
+                raise self._refused(self.ops[reader], f"its experts lie in {name} in two ways")
             return
-        rule = resolve(self.ops[maker], self.types) if maker is not None else None
-        row = self._row(rule, self.ops[maker]) if maker is not None else None
-        if maker is None or rule is None or row is None:
+        choice = self._choice(maker, name, place) if maker is not None else None
+        if maker is None or choice is None or self.views.setdefault(maker, choice) != choice:
+            joined = maker is not None and self.ops[maker].name == "cat"
             raise self._refused(
-                op,
+                self.ops[reader],
                 f"its matrices {name} are no parameter with a dimension for experts",
-                "experts in modules need equal types, all trained or none, and names that count from 0",
+                "experts in modules need equal types, all trained or none, and names that count from 0"
+                if joined
+                else "experts are those of a parameter, or of reshapes, permutations and elementwise operations on it",
             )
-        self.views.add(maker)
+        rule = self.rules[maker]
+        for ref, asked in zip(
+            self.ops[maker].refs(), placements(self.ops[maker], rule, choice, self.axis)[0], strict=True
+        ):
+            if isinstance(asked, Shard):
+                self._take(ref, maker, asked)
+
+    def _choice(self, maker: int, name: str, place: Shard) -> Choice | None:
+        """The choice under which the axis cuts a result of an operation on weights at a place."""
+        op = self.ops[maker]
+        rule = resolve(op, self.types)
+        if rule is None or op.name in RANDOM:
+            return None
         self.rules[maker] = rule
-        for ref, dims in zip(self.ops[maker].refs(), rule.operands, strict=True):
-            if dims and dims[0] == (row,):
-                self._take(ref, maker)
+        before = 1
+        for factor in map(rule.factor, rule.results[[value.name for value in op.results].index(name)][place.dim]):
+            outer, rest = divmod(place.outer, before)
+            if factor.kind == "parallel" and not rest and outer < factor.size:
+                return Choice(axis=self.axis, factor=factor.name, outer=outer)
+            before *= factor.size
+        return None
 
     def _own(self, weight: str) -> int:
         """The number of experts of which a rank has the weights."""
@@ -264,7 +283,7 @@ class _Experts:
         if not self.chains:
             return self.region
         params = tuple(
-            replace(value, type=_held(value.type, self.axis)) if value.name in self.weights else value
+            replace(value, type=replace(value.type, layout=self.weights.get(value.name, value.type.layout)))
             for value in self.region.params
         )
         self.types |= {value.name: value.type for value in params}
@@ -284,10 +303,9 @@ class _Experts:
 
     def _view(self, index: int) -> Op:
         """An operation on the weights of this rank's experts."""
-        op, rule = self.ops[index], self.rules[index]
-        row = self._row(rule, op)
+        op = self.ops[index]
         kept = tuple(each for each in op.choices if each.axis != self.axis)
-        return self._typed(replace(op, choices=(*kept, Choice(axis=self.axis, factor=row))), rule)
+        return self._typed(replace(op, choices=(*kept, self.views[index])), self.rules[index])
 
     def _typed(self, op: Op, rule: OpRule | None) -> Op:
         """The operation with the layouts that its choices make."""

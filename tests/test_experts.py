@@ -143,6 +143,30 @@ def test_experts_that_are_modules_keep_their_names(
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
 
 
+STORED = MOE.with_name("stored.py")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("forms", "mesh", "how"),
+    [
+        ("flat+minor+repeated", "dp=2,ep=2", {"zero": 3}),
+        ("chunks+last+einsum", "dp=2,tp=4", {"experts": "ep=4@dp=2,tp=2", "zero": 1}),
+        ("biased+middle+dense", "pp=3,ep=2", {"microbatches": 2, "recompute": "full"}),
+        ("slices+vector+scaled", "ep=2,cp=2,tp=2", {"zero": 2}),
+        ("columns+rows+gated+both", "dp=2,cp=2", {"experts": "ep=4@dp,cp", "microbatches": 2}),
+    ],
+)
+def test_experts_are_found_in_many_forms(forms: str, mesh: str, how: dict[str, Any], tmp_path: Path) -> None:
+    """Weights of every layer are cut by experts, whatever their shape is and whoever reads them."""
+    package = partc.compile(STORED, mesh=mesh, precision="fp64", options={"forms": forms}, **how)
+    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst
+    for item in package.program.parameters:
+        if item.name.split(".")[-1] in ("up", "up_bias", "scale"):
+            assert {*package.options.expert_axes} <= {*item.type.layout.sharded_axes}, item
+
+
 class Apart(nn.Module):
     """Experts of which some are not trained, or whose names do not count from 0."""
 

@@ -347,6 +347,8 @@ class _Lift:
         first = ops[0] if ops else None
         if first is None or len(ops) < len(names) or first.name in RANDOM:
             raise _NotEqualError
+        if first.name == "split" and len({(op.name, op.args) for op in ops}) == 1:
+            return self._parts(first, names)
         if len({self.results[name] for name in names}) > 1 or len({op.name for op in ops}) > 1:
             raise _NotEqualError
         operands = [self._lift(reads) for reads in zip(*(tuple(op.refs()) for op in ops), strict=True)]
@@ -390,15 +392,10 @@ class _Lift:
         if first.name == "slice":
             dim = first.args[1]
             assert isinstance(dim, int)
-            if any(op.args[1:] != (dim, e, e + 1, 1) for e, op in enumerate(ops)):
+            size = first.result.type.shape[dim]
+            if any(op.args[1:] != (dim, e * size, (e + 1) * size, 1) for e, op in enumerate(ops)):
                 raise _NotEqualError
-            if shape[dim] > self.count:
-                short = (*shape[:dim], self.count, *shape[dim + 1 :])
-                x = w.add("slice", (Ref(x), dim, 0, self.count, 1), short, w.types[x].dtype, f"{x}_experts")
-            made = w.permute(x, (dim, *(i for i in range(len(shape)) if i != dim)), f"{x}_experts")
-            made = w.reshape(made, (self.count, *first.result.type.shape), f"{x}_experts")
-            self._witness_of_rows(made, x, dim)
-            return _Lifted("stacked", made)
+            return self._divided(x, dim, size)
         if first.name == "eq" and tuple(op.args[1] for op in ops) == numbers:
             wide = w.reshape(x, (1, *shape), f"{x}_wide")
             numbered = w.add("arange", (self.count,), (self.count,), "i64", "experts_numbered", dtype=DTypeArg("i64"))
@@ -407,6 +404,29 @@ class _Lift:
             self.witnesses[made] = _Witness(x)
             return _Lifted("stacked", made)
         raise _NotEqualError
+
+    def _parts(self, op: Op, names: tuple[str, ...]) -> _Lifted:
+        """The parts of a tensor in order, one for each expert."""
+        (x,), dim = op.refs(), op.args[2]
+        parts = op.results[: self.count]
+        assert isinstance(dim, int)
+        in_order = [self.results[name] for name in names] == [*range(len(parts))]
+        if not in_order or len({value.type for value in parts}) > 1:
+            raise _NotEqualError
+        return self._divided(x, dim, parts[0].type.shape[dim])
+
+    def _divided(self, x: str, dim: int, size: int) -> _Lifted:
+        """The first parts of a shared tensor, of `size` elements along a dimension each."""
+        w, shape = self.writer, self.writer.shape(x)
+        ahead, behind = shape[:dim], shape[dim + 1 :]
+        if shape[dim] > self.count * size:
+            short = (*ahead, self.count * size, *behind)
+            x = w.add("slice", (Ref(x), dim, 0, self.count * size, 1), short, w.types[x].dtype, f"{x}_experts")
+        made = w.reshape(x, (*ahead, self.count, size, *behind), f"{x}_experts")
+        made = w.permute(made, (dim, *(i for i in range(len(shape) + 1) if i != dim)), f"{x}_experts")
+        if size == 1:
+            self._witness_of_rows(made, x, dim)
+        return _Lifted("stacked", made)
 
     def _witness_of_rows(self, stacked: str, x: str, dim: int) -> None:
         """The witness of a shared mask whose dimension `dim` counts experts: of one_hot(chosen), masked or not."""

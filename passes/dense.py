@@ -1,0 +1,272 @@
+"""Mixtures that send every token through every expert: the same computation as products by expert, for the axis ep.
+
+    rows   = mul(repeat(tokens, (4, 1)), scores)            rows   = mul(repeat(tokens, (4, 1)), scores)
+    x      = reshape(rows, (4, 32, 8))                      x      = reshape(rows, (4, 32, 8))
+    y      = matmul(x, up)                                  by_row = reshape(permute(x, (1, 0, 2)), (128, 8))
+    hidden = silu(y)                                 ->     y      = expert_matmul(by_row, experts, up)
+    z      = matmul(hidden, down)                           hidden = silu(y)
+    out    = sum(z, (0,))                                   z      = expert_matmul(hidden, experts, down)
+                                                            out    = sum(permute(reshape(z, (32, 4, 8)), …), (0,))
+
+A token has one row for each expert, side by side, so that the batch cuts rows as it cuts tokens; `experts` counts the
+experts of each token. Elementwise operations between two products stay on rows. Batched products of other operands than
+copies of tokens, such as those by head, are no mixtures. In an einsum the weights' first letter is that of the experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from partc import fuel
+from partc.ir.layout import Layout
+from partc.ir.naming import unique
+from partc.ir.program import RANDOM, DTypeArg, Op, Program, Ref, Region, TensorType, Value
+from partc.passes.route.rows import RowWriter
+from partc.rules import kernels
+
+_VIEWS = frozenset({"reshape", "permute", "to", "detach"})
+_COPIES = frozenset({"expand", "repeat"})
+
+
+def dense(program: Program, *, expert_axes: tuple[str, ...] = ()) -> Program:
+    """Rewrite the dense mixtures of all regions where axes cut experts."""
+    if not expert_axes:
+        return program
+    return replace(program, regions=tuple(map(_rewritten, program.regions)))
+
+
+def _rewritten(region: Region) -> Region:
+    rows = _Rows(region)
+    for op in region.forward.ops:
+        rows.take(op)
+    for name in region.forward.outputs:
+        rows.plain(name)
+    graph = replace(region.forward, ops=tuple(rows.writer.ops))
+    return replace(region, forward=graph.without_dead())
+
+
+@dataclass(frozen=True, slots=True)
+class _ByRow:
+    """A value by row, [tokens · experts, …]; in its own form, experts have a place among the dimensions of tokens."""
+
+    name: str
+    tokens: tuple[int, ...]
+    experts: int
+    place: int
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        return (*self.tokens[: self.place], self.experts, *self.tokens[self.place :])
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The leading dimensions of [tokens, experts, …] in the value's own order."""
+        found = [*range(len(self.tokens))]
+        found.insert(self.place, len(self.tokens))
+        return tuple(found)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The operations of a region, with values of all tokens and all experts by row."""
+
+    region: Region
+    writer: RowWriter = field(init=False)
+    makers: Mapping[str, Op] = field(init=False)
+    weights: set[str] = field(init=False)  # values that depend on parameters alone
+    rows: dict[str, _ByRow] = field(default_factory=dict)
+    numbers: dict[tuple[int, int], str] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)  # values by row that are there in their own form too
+
+    def __post_init__(self) -> None:
+        types = dict(self.region.types(self.region.forward))
+        self.writer = RowWriter(types=types, taken=set(types))
+        self.makers = self.region.forward.makers()
+        self.weights = {value.name for value in self.region.params}
+        for op in self.region.forward.ops:
+            if op.name not in RANDOM and [*op.refs()] and self.weights.issuperset(op.refs()):
+                self.weights.update(value.name for value in op.results)
+
+    def take(self, op: Op) -> None:
+        """Write an operation, on rows if it is a product by expert or works on rows."""
+        self.writer.source = op.source
+        if self._product(op) or self._einsum(op) or self._row_by_row(op):
+            return
+        for name in op.refs():
+            self.plain(name)
+        self.writer.keep(op)
+
+    def plain(self, name: str) -> None:
+        """Write a value in its own form, for readers that do not work on rows."""
+        w, found = self.writer, self.rows.get(name)
+        if found is None or name in self.written:
+            return
+        self.written.add(name)
+        rest = w.shape(found.name)[1:]
+        apart = w.reshape(found.name, (*found.tokens, found.experts, *rest), f"{name}_apart")
+        order = (*found.order, *(len(found.order) + dim for dim in range(len(rest))))
+        w.define("permute", (Ref(apart), order), (*found.leading, *rest), w.types[name].dtype, name)
+
+    def _product(self, op: Op) -> bool:
+        """Write matmul(x [experts, tokens, in], weights [experts, in, out]) by row."""
+        if op.name not in ("matmul", "bmm"):
+            return False
+        w, (x, weights) = self.writer, op.refs()
+        if len(w.shape(x)) != 3 or len(w.shape(weights)) != 3 or weights not in self.weights or x in self.weights:
+            return False
+        mixture = x in self.rows or self._copied(x, w.shape(x)[0])
+        if not mixture or not fuel.allowed("dense experts", op.source):
+            return False
+        self.rows[op.result.name] = self._multiplied(self._by_row(x, 0, 1), weights, op)
+        return True
+
+    def _einsum(self, op: Op) -> bool:
+        """Write an einsum of tokens and the weights of experts: the product by row, and the sum of the rest."""
+        if op.name != "einsum" or not isinstance(op.args[0], str) or "->" not in op.args[0] or "." in op.args[0]:
+            return False
+        w, names = self.writer, [*op.refs()]
+        given, out = op.args[0].replace(" ", "").split("->")
+        letters = dict(zip(names, given.split(","), strict=True))
+        weights = next((name for name in names if name in self.weights and len(letters[name]) == 3), "")
+        others = [name for name in names if name != weights]
+        if not weights or len(letters) < len(names) or not self.weights.isdisjoint(others):
+            return False
+        inner = [each for each in letters[weights] if each not in out]
+        inner = [each for each in inner if sum(each in letters[name] for name in others) == 1]
+        outer = [each for each in letters[weights] if each in out and all(each not in letters[o] for o in others)]
+        for i in inner:
+            x = next(name for name in others if i in letters[name])
+            for o in outer:
+                (e,) = {*letters[weights]} - {i, o} or {""}
+                copied = e not in letters[x] and letters[weights][0] == e
+                known = letters[x][-1] == i and x in self.rows and self.rows[x].place == letters[x].find(e)
+                used = e in out or any(e in letters[name] for name in others)
+                if not used or not (copied or known):
+                    continue
+                if not fuel.allowed("dense experts", op.source):
+                    return False
+                tokens = "".join(each for each in letters[x] if each not in (i, e))
+                if copied:
+                    rows = self._spread(x, letters[x], tokens + i, w.shape(weights)[letters[weights].index(e)])
+                else:
+                    rows = self.rows[x]
+                turned = w.permute(weights, [letters[weights].index(each) for each in (e, i, o)], f"{weights}_turned")
+                made = self._multiplied(rows, turned, op)
+                made = replace(made, place=len(made.tokens))
+                if len(others) == 1 and out == f"{tokens}{e}{o}":
+                    self.rows[op.result.name] = made
+                    return True
+                shape = (*made.leading, *w.shape(made.name)[1:])
+                whole = w.reshape(made.name, shape, f"{op.result.name}_apart")
+                rest = [name for name in others if name != x]
+                for name in rest:
+                    self.plain(name)
+                equation = ",".join([f"{tokens}{e}{o}", *(letters[name] for name in rest)]) + f"->{out}"
+                w.keep(replace(op, args=(equation, (Ref(whole), *map(Ref, rest))), attrs=()))
+                return True
+        return False
+
+    def _spread(self, x: str, letters: str, order: str, experts: int) -> _ByRow:
+        """The tokens of x, with a copy for each expert."""
+        w = self.writer
+        self.plain(x)
+        x = w.permute(x, [letters.index(each) for each in order], f"{x}_turned")
+        *tokens, width = w.shape(x)
+        each = w.expand(w.reshape(x, (*tokens, 1, width), f"{x}_each"), (*tokens, experts, width), f"{x}_each")
+        rows = w.reshape(each, (math.prod(tokens) * experts, width), f"{x}_rows")
+        return _ByRow(rows, tuple(tokens), experts, len(tokens))
+
+    def _multiplied(self, x: _ByRow, weights: str, op: Op) -> _ByRow:
+        w, count = self.writer, math.prod(x.tokens) * x.experts
+        args = (Ref(x.name), Ref(self._numbers(math.prod(x.tokens), x.experts)), Ref(weights))
+        shape = (count, w.shape(weights)[2])
+        made = w.add("expert_matmul", args, shape, op.result.type.dtype, f"{op.result.name}_rows")
+        return replace(x, name=made)
+
+    def _copied(self, name: str, experts: int) -> bool:
+        """Whether a value has copies of each token, one for each expert."""
+        while (op := self.makers.get(name)) is not None:
+            size = math.prod(op.result.type.shape)
+            if op.name in _COPIES:
+                (x,) = op.refs()
+                before = self.writer.shape(x)
+                return experts > 1 and size == experts * math.prod(before) and before[-1:] == op.result.type.shape[-1:]
+            wide = [each for each in op.refs() if math.prod(self.writer.shape(each)) == size]
+            if len(wide) != 1 or (op.name not in _VIEWS and kernels.kind(op) != "pointwise"):
+                return False
+            name = wide[0]
+        return False
+
+    def _by_row(self, name: str, place: int, tokens: int) -> _ByRow:
+        """A value whose leading dimensions are those of tokens, with the experts' at a place, by row."""
+        w, found = self.writer, self.rows.get(name)
+        if found is None:
+            self.written.add(name)
+            shape = w.shape(name)
+            sizes = [shape[dim] for dim in range(tokens + 1) if dim != place]
+            order = [*(dim for dim in range(tokens + 1) if dim != place), place, *range(tokens + 1, len(shape))]
+            rest = shape[tokens + 1 :]
+            turned = w.permute(name, order, f"{name}_turned")
+            rows = w.reshape(turned, (math.prod(sizes) * shape[place], *rest), f"{name}_rows")
+            found = self.rows[name] = _ByRow(rows, tuple(sizes), shape[place], place)
+        return found
+
+    def _numbers(self, tokens: int, experts: int) -> str:
+        """The expert of each row."""
+        w = self.writer
+        if (tokens, experts) not in self.numbers:
+            counted = w.add("arange", (experts,), (experts,), "i64", "experts", dtype=DTypeArg("i64"))
+            each = w.expand(w.reshape(counted, (1, experts), "experts"), (tokens, experts), "experts")
+            self.numbers[tokens, experts] = w.reshape(each, (tokens * experts,), "experts")
+        return self.numbers[tokens, experts]
+
+    def _row_by_row(self, op: Op) -> bool:
+        """Write an operation that works on each row by itself; False for others."""
+        held = [self.rows[name] for name in op.refs() if name in self.rows and name not in self.written]
+        forms = {replace(each, name="") for each in held}
+        if len(forms) != 1 or op.name in RANDOM:
+            return False
+        (form,) = forms
+        leading, count = form.leading, math.prod(form.leading)
+        at = {"slice": 1, "split": 2}.get(op.name)
+        dim = op.args[at] if at is not None else len(leading)
+        known = at is not None or op.name in ("reshape", "to", "detach") or kernels.kind(op) == "pointwise"
+        if not known or not isinstance(dim, int) or dim < len(leading):
+            return False
+        if any(value.type.shape[: len(leading)] != leading for value in op.results):
+            return False
+        names = [self._operand(name, form, len(op.results[0].type.shape), op) for name in op.refs()]
+        if any(name is None for name in names):
+            return False
+        lifted = op.reading([name for name in names if name is not None])
+        args = lifted.args
+        if op.name == "reshape":
+            args = (args[0], (count, *op.result.type.shape[len(leading) :]))
+        elif at is not None:
+            args = (*args[:at], dim - len(leading) + 1, *args[at + 1 :])
+        results = []
+        for value in op.results:
+            type = TensorType(
+                dtype=value.type.dtype, layout=Layout.replicated((count, *value.type.shape[len(leading) :]))
+            )
+            results.append(Value(name=unique(f"{value.name}_rows", self.writer.taken), type=type))
+            self.rows[value.name] = replace(form, name=results[-1].name)
+        self.writer.keep(replace(lifted, args=args, results=tuple(results)))
+        return True
+
+    def _operand(self, name: str, form: _ByRow, rank: int, op: Op) -> str | None:
+        """An operand by row; None if it has no such form."""
+        w, shape, ahead = self.writer, self.writer.shape(name), len(form.leading)
+        if shape[:ahead] == form.leading and (len(shape) == rank or op.name == "reshape"):
+            found = self._by_row(name, form.place, len(form.tokens))
+            return found.name if replace(found, name="") == form else None
+        alone = tuple(form.experts if dim == form.place else 1 for dim in range(ahead))
+        shape = (*(1 for _ in range(rank - len(shape))), *shape)
+        if shape[:ahead] == alone and name in self.weights:  # a bias of each expert
+            own = w.reshape(name, (form.experts, *shape[ahead:]), f"{name}_own")
+            numbers = self._numbers(math.prod(form.tokens), form.experts)
+            sizes = (w.shape(numbers)[0], *shape[ahead:])
+            return w.add("index", (Ref(own), (Ref(numbers),)), sizes, w.types[name].dtype, f"{name}_own")
+        return w.reshape(name, shape[ahead:], f"{name}_one") if math.prod(shape[:ahead]) == 1 else None

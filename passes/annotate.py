@@ -58,7 +58,7 @@ def annotate(program: Program, *, pins: Sequence[Pin] = (), expert_axes: tuple[s
     check_pins(program, pins)
     check_rules(program)
     for axis in placed_axes(program.sizes):
-        places = build(program, axis, pins, by_rows=axis in expert_axes)
+        places = build(program, axis, pins, expert_axes=expert_axes)
         solution = solve(places.problem, OBJECTIVES)
         if solution is None:
             raise InternalError(f"no placement on {axis} satisfies every operation")
@@ -160,7 +160,7 @@ def explain(
     """
     found = []
     for axis in placed_axes(program.sizes):
-        places = build(program, axis, pins, by_rows=axis in expert_axes)
+        places = build(program, axis, pins, expert_axes=expert_axes)
         deciders = places.deciders(name)
         if deciders is None:
             raise PartcError(

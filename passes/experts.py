@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.errors import PartcError
-from partc.ir.layout import Layout, Shard, SubDim
+from partc.ir.layout import Layout, Shard, Sizes, SubDim
 from partc.ir.naming import unique
 from partc.ir.program import RANDOM, Choice, Op, Parameter, Program, Ref, Region, TensorType, Value
 from partc.rules import OpRule, placements, resolve
@@ -89,6 +89,11 @@ def _cut(program: Program, axis: str, earlier: frozenset[str]) -> Program:
         for layout in (next(iter(slots[item.name]), None) or item.type.layout,)
     )
     return replace(program, parameters=parameters, regions=tuple(found.cut() for found in regions))
+
+
+def _held(type: TensorType, axis: str, place: Shard, sizes: Sizes) -> Layout | None:
+    """The layout of a weight of which each rank has its own experts; None if its size does not divide."""
+    return Layout.build(type.shape, {**type.layout.placements(axis_order(sizes)), axis: place}, sizes)
 
 
 def _weight(op: Op) -> str:
@@ -228,9 +233,7 @@ class _Experts:
         """Note a weight whose experts lie at a place, and the operations that make it of parameters."""
         maker = self.makers.get(name)
         if maker is None and any(value.name == name for value in self.region.params):
-            order = axis_order(self.sizes)
-            placed = {**self.types[name].layout.placements(order), self.axis: place}
-            layout = Layout.build(self.types[name].shape, placed, self.sizes)
+            layout = _held(self.types[name], self.axis, place, self.sizes)
             if layout is None or self.weights.setdefault(name, layout) != layout:
                 raise self._refused(self.ops[reader], f"its experts lie in {name} in two ways")
             return

@@ -280,12 +280,13 @@ class ValueWatch(TorchFunctionMode):
 def counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
     """bincount of numbers below `minlength`, whose size does not depend on them; None for others.
 
-    A larger number is not counted, or an error where there are weights.
+    A larger number is an error of the step that meets it.
     """
     if not minlength:
         return None
     if weights is None:
-        return torch.histc(x.to(torch.float32), minlength, 0, minlength - 1).to(torch.int64)
+        weights = torch.ones_like(x, dtype=torch.int64)
+        return torch.zeros(minlength, dtype=torch.int64).scatter_add(0, x.to(torch.int64), weights)
     dtype = weights.dtype if weights.dtype == torch.float32 else torch.float64
     return torch.zeros(minlength, dtype=dtype).scatter_add(0, x.to(torch.int64), weights.to(dtype))
 

@@ -63,15 +63,20 @@ class Places:
         return label
 
 
-def build(program: Program, axis: str, pins: Sequence[Pin], *, by_rows: bool = False) -> Places:
-    """All alternatives of all regions on `axis`, given the choices already made on the batch axes."""
-    return _PlacementProgram(program, axis, pins, by_rows=by_rows).build()
+def build(program: Program, axis: str, pins: Sequence[Pin], *, expert_axes: tuple[str, ...] = ()) -> Places:
+    """All alternatives of all regions on `axis`, given the choices already made on the batch axes.
+
+    `expert_axes` cut products by expert by rows, which will travel; other axes that cut weights cut their matrices.
+    """
+    by_matrix = bool(expert_axes) and axis not in expert_axes and not holds_weights_whole(axis)
+    return _PlacementProgram(program, axis, pins, by_rows=axis in expert_axes, by_matrix=by_matrix).build()
 
 
 class _PlacementProgram:
-    def __init__(self, program: Program, axis: str, pins: Sequence[Pin], *, by_rows: bool) -> None:
+    def __init__(self, program: Program, axis: str, pins: Sequence[Pin], *, by_rows: bool, by_matrix: bool) -> None:
         self.program = program
         self.by_rows = by_rows  # products by expert are cut by rows
+        self.by_matrix = by_matrix  # products by expert are not, if their matrices divide
         self.axis = axis
         self.pins = [(pin, pin.placement(axis)) for pin in pins if pin.decides(axis)]
         self.sizes: Sizes = program.sizes
@@ -194,6 +199,8 @@ class _PlacementProgram:
                     help="use a batch or a sequence that divides, or fewer ranks for experts",
                     source=op.source,
                 )
+        elif self.by_matrix and op.name == "expert_matmul":
+            spread = [choice for choice in spread if choice.factor in ("i", "o")] or spread
         alternatives: dict[tuple[Hashable, ...], Alternative] = {}
         for choice in (*repeated, *spread):
             found = self._alternative(region, op, rule, choice, types, live)

@@ -147,6 +147,8 @@ class _Unsorting:
                 self.numbers.add(made)
             case "histc" | "bincount" if names == [next(iter(names))] and names[0] in self.numbers:
                 self.counts.add(made)
+            case "scatter_add" if names[1] in self.numbers and names[2] not in self.rows:  # bincount
+                self.counts.add(made)
             case "cumsum" | "to" if names[0] in self.counts:
                 self.counts.add(made)
             case "empty_like" | "zeros_like" if names == [self._perm]:

@@ -378,6 +378,7 @@ _TABLE: Mapping[str, Emit] = {
     "expert_matmul": _function("functional.expert_matmul"),
     "expert_matmul_grad_rows": _function("functional.expert_matmul_grad_rows"),
     "expert_matmul_grad_weight": _function("functional.expert_matmul_grad_weight"),
+    "expert_places": _function("functional.expert_places"),
     "expert_rows": lambda o: f"{o.args[1]}[{o.args[0]}]",
     "expert_rows_grad": _function("functional.expert_rows_grad"),
     "divide_rows": _function("functional.divide_rows"),

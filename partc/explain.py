@@ -96,6 +96,15 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "is refused. Loads are summed with gradients, in fp32: --grad-reduce bf16 and --compress-grads would round "
         "them.",
     ),
+    "P0109": CodeExplanation(
+        "a capacity of experts that cannot be kept",
+        "--expert-capacity F bounds the rows that an expert takes: of a sequence with R rows (tokens times choices) "
+        "and E experts it takes the first F·R/E, rounded up, in the order of tokens and of their choices. The results "
+        "of its later rows are zero. F@microbatch counts by microbatch, over all ranks that hold it, and needs "
+        "--microbatches 1, or a model whose loss is that of each microbatch. A rank is no scope: its rows depend on "
+        "the mesh. Models without chosen experts are refused, as those that send every token through every expert. "
+        "partc verify compares with the model, which drops no rows, and refuses such a package.",
+    ),
     "P0201": CodeExplanation(
         "there is no such model file",
         "MODEL is the path of a Python file, or hf:PATH/config.json for a Hugging Face configuration.",

@@ -84,6 +84,16 @@ PIPELINE: tuple[Pass, ...] = (
         optional=True,
     ),
     Pass(
+        name="capacity",
+        label="Bounded",
+        does="with `--expert-capacity`, results of rows beyond the capacity of their expert are zero",
+        requires=("canonical",),
+        ensures=("bounds",),
+        after=("route", "simplify"),
+        options=("expert_capacity",),
+        reads=(),
+    ),
+    Pass(
         name="pad",
         label="Padded",
         does="vocabularies are padded to multiples of the tensor axes and of the lines that kernels read",

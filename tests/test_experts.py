@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -205,15 +206,23 @@ def test_experts_that_are_unlike_stay_apart(model: Any) -> None:
     assert caught.value.code == "P0107" and "count from 0" in caught.value.help
 
 
-def _forward(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    """The logits of tests/models/moe.py, token by token and expert by expert."""
+def _forward(weights: dict[str, Tensor], x: Tensor, most: float = math.inf, scope: int = moe.SEQ) -> Tensor:
+    """The logits of tests/models/moe.py, token by token and expert by expert.
+
+    Of each `scope` tokens, an expert takes the first `most` rows.
+    """
     for layer in range(2):
         of = {name.removeprefix(f"layers.{layer}."): each for name, each in weights.items()}
         rows = []
-        for token in x.flatten(0, 1):
+        taken: list[int] = []
+        for number, token in enumerate(x.flatten(0, 1)):
+            taken = taken if number % scope else []
             scores = (of["router.weight"] @ token).softmax(0)
             mixed = torch.zeros_like(token)
-            for e in scores.argsort(descending=True)[: moe.CHOSEN]:
+            for e in scores.argsort(descending=True)[: moe.CHOSEN].tolist():
+                taken.append(e)
+                if taken.count(e) > most:
+                    continue
                 hidden = nn.functional.silu(token @ of["up"][e] + of["up_bias"][e])
                 mixed = mixed + scores[e] * (hidden @ of["down"][e] + of["down_bias"][e])
             shared = nn.functional.silu(of["shared.0.weight"] @ token + of["shared.0.bias"])
@@ -222,40 +231,83 @@ def _forward(weights: dict[str, Tensor], x: Tensor) -> Tensor:
     return x @ weights["head.weight"].T + weights["head.bias"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "zero"), [("dp=2,ep=2", 3), ("pp=2,ep=2", 1)])
-def test_a_training_on_processes_equals_a_plain_loop(mesh: str, zero: int, tmp_path: Path) -> None:
-    """With a clipped norm, in which each element of an expert counts once."""
+def _equals_a_plain_loop(mesh: str, how: dict[str, Any], folder: Path, *dropped: int, real: bool = False) -> None:
+    """Train with a clipped norm, in which each element of an expert counts once. `dropped` is that of `_forward`."""
     torch.manual_seed(3)
     model = moe.model().double()
-    save_file({name: x.clone() for name, x in model.state_dict().items()}, tmp_path / "init.safetensors")
+    save_file({name: x.clone() for name, x in model.state_dict().items()}, folder / "init.safetensors")
     weights = {name: x.detach().requires_grad_() for name, x in model.named_parameters()}
     optimizer = torch.optim.AdamW(weights.values(), lr=1e-3, weight_decay=0.1)
     batch = moe.batch()
     for _ in range(3):
         optimizer.zero_grad()
-        logits = _forward(weights, batch["x"].double())
+        logits = _forward(weights, batch["x"].double(), *dropped)
+        assert not dropped or not logits.allclose(_forward(weights, batch["x"].double()))
         nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
         assert torch.nn.utils.clip_grad_norm_(weights.values(), 0.05) > 0.1
         optimizer.step()
-    package = partc.compile(MOE, mesh=mesh, microbatches=2, precision="fp64", zero=zero)
-    build, save = package.write(tmp_path / "build"), tmp_path / "save"
-    given = (
-        "--steps",
-        3,
-        "--weight-decay",
-        0.1,
-        "--clip",
-        0.05,
-        "--init",
-        tmp_path / "init.safetensors",
-        "--save",
-        save,
-    )
-    trained(build, *given, real=True)
+    package = partc.compile(MOE, mesh=mesh, precision="fp64", **how)
+    build, save = package.write(folder / "build"), folder / "save"
+    given = ("--steps", 3, "--weight-decay", 0.1, "--clip", 0.05, "--init", folder / "init.safetensors")
+    trained(build, *given, "--save", save, real=real)
     found = whole(save / "step_00000003")
     for name, x in weights.items():
         torch.testing.assert_close(found[name], x.detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [
+        ("dp=2,ep=2", {"zero": 3}),
+        ("pp=2,ep=2", {"zero": 1}),
+        ("dp=2,tp=2", {"zero": 2, "experts": "ep=4@dp,tp"}),  # folded
+    ],
+)
+def test_a_training_on_processes_equals_a_plain_loop(mesh: str, how: dict[str, Any], tmp_path: Path) -> None:
+    _equals_a_plain_loop(mesh, {"microbatches": 2, **how}, tmp_path, real=True)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "how", "dropped"),
+    [
+        ("dp=2,ep=2", {"expert_capacity": 1, "zero": 3, "microbatches": 2}, (1,)),
+        ("ep=2,cp=2,tp=2", {"expert_capacity": 1.5, "zero": 1, "recompute": "full"}, (2,)),
+        ("dp=2,tp=2", {"expert_capacity": 1, "experts": "ep=4@dp,tp"}, (1,)),
+        ("dp=2,ep=2", {"expert_capacity": "0.75@microbatch"}, (12, 64)),
+        pytest.param("pp=2,cp=2", {"expert_capacity": 1, "microbatches": 4}, (1,), marks=pytest.mark.slow),
+        pytest.param("1", {"expert_capacity": "0.5"}, (1,), marks=pytest.mark.slow),
+    ],
+)
+def test_experts_drop_rows_beyond_their_capacity(
+    mesh: str, how: dict[str, Any], dropped: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The same ones on every mesh: those of the plain loop."""
+    _equals_a_plain_loop(mesh, how, tmp_path, *dropped)
+
+
+@pytest.mark.parametrize(
+    ("given", "how", "cause"),
+    [
+        ("1.25@rank", {}, "rank is no scope that every mesh has"),
+        ("0", {}, "no positive number"),
+        ("much", {}, "no positive number"),
+        ("1@microbatch", {"microbatches": 2}, "parts of one batch"),
+        ("1", {"model": "stack.py"}, "has no rows to bound"),
+    ],
+)
+def test_capacities_that_cannot_be_kept_are_refused(given: str, how: dict[str, Any], cause: str) -> None:
+    model = MOE.with_name(how.pop("model", MOE.name))
+    with pytest.raises(PartcError, match=cause) as caught:
+        partc.compile(model, mesh="dp=2", precision="fp64", expert_capacity=given, **how)
+    assert caught.value.code == "P0109"
+
+
+def test_a_package_that_drops_rows_is_not_compared_with_the_model(tmp_path: Path) -> None:
+    build = partc.compile(MOE, mesh="1", precision="fp64", expert_capacity=1).write(tmp_path / "build")
+    with pytest.raises(PartcError, match="whose experts take all rows") as caught:
+        verify(build, virtual=True)
+    assert caught.value.code == "P0109"
 
 
 @pytest.mark.parametrize(

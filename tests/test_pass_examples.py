@@ -41,7 +41,7 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 # Passes over communication or of loops, whose examples are the expected texts of their own tests.
 ELSEWHERE = {
-    "route", "dense", "balance", "scan", "extend", "zigzag", "stack", "tables", "experts", "zero", "overlap", "bucket", "schedule",
+    "route", "capacity", "dense", "balance", "scan", "extend", "zigzag", "stack", "tables", "experts", "zero", "overlap", "bucket", "schedule",
     "actions", "prefetch",
     "check",
 }  # fmt: skip

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _KEPT = (
     "mesh", "experts", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute",
-    "casts", "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks", "router_bias_rate",
+    "casts", "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks",
+    "expert_capacity", "router_bias_rate",
     "cuda_graphs", "optimizer", "group", "lr", "eval_every",
     "forward_only",
 )  # fmt: skip
@@ -31,7 +32,7 @@ _KEPT = (
 _DEFAULTS = {
     "experts": None, "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten",
     "bucket": "25MB", "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
-    "loss_chunks": 1, "router_bias_rate": 0.0,
+    "loss_chunks": 1, "expert_capacity": None, "router_bias_rate": 0.0,
     "cuda_graphs": False, "optimizer": None, "group": (), "lr": None, "eval_every": 0,
     "forward_only": False,
 }  # fmt: skip
@@ -178,6 +179,11 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             show_default=True,
             metavar="N",
             help="compute logits in N chunks, one in memory at a time; backward computes them again",
+        ),
+        click.option(
+            "--expert-capacity",
+            metavar="F[@SCOPE]",
+            help="an expert takes F times its even share of the rows of a sequence (or @microbatch); later rows add 0",
         ),
         click.option(
             "--router-bias-rate",

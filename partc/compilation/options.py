@@ -13,6 +13,7 @@ from typing import Any
 
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
+from partc.ir.capacity import Capacity
 from partc.ir.mesh import PIPELINE_AXIS, Mesh, holds_weights_whole
 from partc.ir.program import MOVING, PRECISIONS, DType
 from partc.rules import LOWERED, Precision, operations
@@ -54,6 +55,7 @@ class Options:
     grad_reduce: str = "fp32"
     compress_grads: str = "none"
     loss_chunks: int = 1
+    expert_capacity: Capacity | None = None
     router_bias_rate: float = 0.0  # the size of the update of routers' biases; 0 for none
     cuda_graphs: bool = False
     optimizer: str = DEFAULT  # with options, as in `sgd:momentum=0.9`: train.py's default
@@ -85,6 +87,7 @@ class Options:
         grad_reduce: str = "fp32",
         compress_grads: str = "none",
         loss_chunks: int = 1,
+        expert_capacity: str | float | None = None,
         router_bias_rate: float = 0.0,
         cuda_graphs: bool = False,
         optimizer: str | None = None,
@@ -95,7 +98,7 @@ class Options:
     ) -> Options:
         """Check raw values and build the options.
 
-        Raises PartcError P0004, P0101 to P0106, P0108, P0301, P0404 to P0414, P0418 and P0551.
+        Raises PartcError P0004, P0101 to P0106, P0108, P0109, P0301, P0404 to P0414, P0418 and P0551.
         """
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
         expert_axes: tuple[str, ...] = ()
@@ -178,6 +181,7 @@ class Options:
             grad_reduce=grad_reduce,
             compress_grads=compress_grads,
             loss_chunks=loss_chunks,
+            expert_capacity=None if expert_capacity is None else Capacity.parse(str(expert_capacity)),
             router_bias_rate=router_bias_rate,
             cuda_graphs=cuda_graphs,
             optimizer=optimizer or DEFAULT,
@@ -235,6 +239,8 @@ class Options:
             found["compress_grads"] = self.compress_grads
         if self.loss_chunks != 1:
             found["loss_chunks"] = self.loss_chunks
+        if self.expert_capacity is not None:
+            found["expert_capacity"] = str(self.expert_capacity)
         if self.router_bias_rate:
             found["router_bias_rate"] = self.router_bias_rate
         if self.cuda_graphs:
@@ -277,6 +283,7 @@ class Options:
             "near": () if self.nodes is None else self.mesh.inside(self.nodes),
             "wire": "" if self.grad_reduce == "fp32" else self.grad_reduce,
             "loss_chunks": self.loss_chunks,
+            "expert_capacity": self.expert_capacity,
             "router_bias_rate": self.router_bias_rate,
             "compress": "" if self.compress_grads == "none" else self.compress_grads,
             **({"kind": self.schedule} if self.table is None else {"table": self.table}),

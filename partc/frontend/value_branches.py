@@ -285,8 +285,7 @@ def counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Ten
     if not minlength:
         return None
     if weights is None:
-        weights = torch.ones_like(x, dtype=torch.int64)
-        return torch.zeros(minlength, dtype=torch.int64).scatter_add(0, x.to(torch.int64), weights)
+        return counted(x, torch.ones_like(x, dtype=torch.float64), minlength).to(torch.int64)  # type: ignore[union-attr]
     dtype = weights.dtype if weights.dtype == torch.float32 else torch.float64
     return torch.zeros(minlength, dtype=dtype).scatter_add(0, x.to(torch.int64), weights.to(dtype))
 

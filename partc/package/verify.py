@@ -99,6 +99,13 @@ def verify(
     plan = read_package(directory)
     if steps < 1:
         raise PartcError("P0504", f"cannot verify {steps} steps", help="--steps is 1 or more")
+    if plan["command"].get("expert_capacity"):
+        raise PartcError(
+            "P0109",
+            f"partc verify compares with the model, whose experts take all rows; those of this package take "
+            f"{plan['command']['expert_capacity']}",
+            help="verify the package without --expert-capacity",
+        )
     if plan.get("results"):
         from partc.package.verify_results import verify_results
 

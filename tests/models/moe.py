@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-EXPERTS, CHOSEN, WIDTH, HIDDEN, CLASSES = 8, 2, 6, 10, 5
+EXPERTS, CHOSEN, WIDTH, HIDDEN, CLASSES, SEQ = 8, 2, 6, 10, 5, 4
 
 
 class Layer(nn.Module):
@@ -51,7 +51,7 @@ def model(depth: int = 2, skew: float = 0.0) -> nn.Module:
     return Mixture(depth, skew)
 
 
-def batch(batch: int = 16, seq: int = 4) -> dict[str, Tensor]:
+def batch(batch: int = 16, seq: int = SEQ) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(batch, seq, WIDTH, generator=generator)
     return {"x": x, "labels": torch.randint(CLASSES, (batch, seq), generator=generator)}

@@ -115,6 +115,14 @@ def expert_rows_grad(grad: Tensor, experts: Tensor, count: int) -> Tensor:
     return grad.new_zeros(count, *grad.shape[1:]).index_add_(0, experts, grad)
 
 
+def expert_places(experts: Tensor) -> Tensor:
+    """For each row of `experts` [scopes, rows], the number of rows before it in its scope with the same expert."""
+    order = experts.argsort(dim=1, stable=True)
+    ordered = experts.gather(1, order)
+    places = torch.arange(experts.shape[1], device=experts.device) - torch.searchsorted(ordered, ordered)
+    return torch.empty_like(experts).scatter_(1, order, places)
+
+
 def _rows(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
     """Each expert that has rows, with the indices of its rows."""
     order, ends = _sorted(experts, count)

@@ -1,0 +1,92 @@
+"""Bound the rows of each expert: with `--expert-capacity`, the results of later rows are zero.
+
+    hidden = expert_matmul(rows, chosen, up)               hidden = expert_matmul(rows, chosen, up)
+    y      = expert_matmul(hidden, chosen, down)     ->    y_all  = expert_matmul(hidden, chosen, down)
+    z      = mul(y, scores)                                places = expert_places(reshape(chosen, (8, 64)))
+                                                           kept   = reshape(lt(places, 40), (512, 1))
+                                                           y      = where(kept, y_all, 0)
+                                                           z      = mul(y, scores)
+
+An expert takes its first rows of each scope, in the order of tokens and of their choices. The scope is a sequence or a
+microbatch, which no mesh changes: where ranks hold parts of it, they gather the choices. A rank is no scope, as the
+rows that it drops would depend on the mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from partc import fuel
+from partc.errors import PartcError
+from partc.ir.capacity import SCOPES, Capacity
+from partc.ir.naming import unique
+from partc.ir.program import Op, Program, Ref, Region
+from partc.passes.route.rows import RowWriter
+
+
+def capacity(program: Program, *, expert_capacity: Capacity | None = None) -> Program:
+    """Bound the rows of all experts that tokens choose. Raises PartcError P0109."""
+    found = expert_capacity
+    if found is None:
+        return program
+    apart = program.microbatches > 1 and not program.separate_batches
+    if found.scope == "microbatch" and apart:
+        raise PartcError(
+            "P0109",
+            f"--expert-capacity {found} counts rows of a microbatch, and {program.microbatches} microbatches of this "
+            "model are computed as parts of one batch",
+            help=f"count rows by sequence: --expert-capacity {found.factor:g}, or give --microbatches 1",
+        )
+    batch = program.value_types()[program.batch_entries[0]].shape[0]
+    regions = tuple(_bounded(region, found, batch) for region in program.regions)
+    if regions == program.regions:
+        raise PartcError(
+            "P0109",
+            "--expert-capacity has no rows to bound: the model has no products of rows with chosen experts' matrices",
+            help="leave the option out",
+        )
+    return replace(program, regions=regions)
+
+
+def _bounded(region: Region, found: Capacity, batch: int) -> Region:
+    graph, types = region.forward, dict(region.types(region.forward))
+    last = {[*op.refs()][-2]: op for op in graph.ops if op.name == "expert_matmul"}
+    ends = {_with_bias(op, graph.ops, chosen): chosen for chosen, op in last.items()}
+    w = RowWriter(types=types, taken=set(types))
+    for op in graph.ops:
+        chosen = ends.get(op.result.name) if len(op.results) == 1 else None
+        if chosen is None or not fuel.allowed("capacity", op.source):
+            w.keep(op)
+            continue
+        w.source = op.source
+        (count,), (_, width), made = w.shape(chosen), op.result.type.shape, op.result
+        scopes = batch if found.scope == SCOPES[0] else 1
+        if count % scopes:
+            raise PartcError(
+                "P0109",
+                f"--expert-capacity {found}: {count} rows of experts are not those of {scopes} sequences",
+                help="leave the option out",
+                source=op.source,
+            )
+        experts = w.shape([*last[chosen].refs()][-1])[0]
+        most = math.ceil(found.factor * (count // scopes) / experts)
+        every = replace(made, name=unique(f"{made.name}_all", w.taken))
+        w.keep(replace(op, results=(every,)))
+        apart = w.reshape(chosen, (scopes, count // scopes), "chosen")
+        places = w.add("expert_places", (Ref(apart),), w.shape(apart), "i64", "places")
+        kept = w.add("lt", (Ref(places), most), w.shape(places), "bool", "kept")
+        column = w.reshape(kept, (count, 1), "kept")
+        zero = w.add("full", ((), 0), (), made.type.dtype, "nothing")
+        w.define("where", (Ref(column), Ref(every.name), Ref(zero)), (count, width), made.type.dtype, made.name)
+    return replace(region, forward=replace(graph, ops=tuple(w.ops)))
+
+
+def _with_bias(product: Op, ops: tuple[Op, ...], chosen: str) -> str:
+    """The result of the last product, or of the addition of each expert's bias to it."""
+    lookups = {op.result.name for op in ops if op.name == "index" and [*op.refs()][1:] == [chosen]}
+    name = product.result.name
+    for op in ops:
+        if op.name == "add" and name in op.refs() and not lookups.isdisjoint(op.refs()):
+            return op.result.name
+    return name

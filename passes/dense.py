@@ -38,7 +38,7 @@ def dense(program: Program, *, expert_axes: tuple[str, ...] = ()) -> Program:
 
 
 def _rewritten(region: Region) -> Region:
-    rows = _Rows(region)
+    rows = _Dense(region)
     for op in region.forward.ops:
         rows.take(op)
     for name in region.forward.outputs:
@@ -69,7 +69,7 @@ class _ByRow:
 
 
 @dataclass(slots=True)
-class _Rows:
+class _Dense:
     """The operations of a region, with values of all tokens and all experts by row."""
 
     region: Region

@@ -26,7 +26,7 @@ from partc.ir.naming import unique
 from partc.ir.program import RANDOM, Choice, Op, Parameter, Program, Ref, Region, TensorType, Value
 from partc.rules import OpRule, placements, resolve
 from partc.rules.rule import argument, integers
-from partc.sharding.choices import axis_order, choice_on, layouts
+from partc.sharding.choices import axis_order, choice_on, layouts, weight_axes
 from partc.sharding.pins import Pin
 
 _PRODUCT, _LOOKUP = "expert_matmul", "expert_rows"
@@ -76,7 +76,8 @@ def _cut(program: Program, axis: str, earlier: frozenset[str]) -> Program:
                 f"{axis} cannot cut the experts of {name}, which other calls read otherwise",
                 help=f"leave {axis} out of the mesh",
             )
-    held = any(axis in item.type.layout.sharded_axes for item in program.parameters)
+    tables = axis not in weight_axes(program.sizes)  # which may be cut instead of experts
+    held = tables and any(axis in item.type.layout.sharded_axes for item in program.parameters)
     if not any(found.weights for found in regions) and not held:
         raise PartcError(
             "P0107",

@@ -311,15 +311,17 @@ def test_a_package_that_drops_rows_is_not_compared_with_the_model(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh", "cause"),
+    ("model", "mesh", "experts", "cause"),
     [
-        ("stack.py", "ep=2", "has no experts"),
-        ("moe.py", "ep=3,dp=2", "8 experts do not divide over ep=3"),
+        ("stack.py", "ep=2", None, "has no experts"),
+        ("stack.py", "dp=2,tp=2", "ep=2@tp", "has no experts"),
+        ("stack.py", "tp=4", "ep=2@tp", "has no experts"),
+        ("moe.py", "ep=3,dp=2", None, "8 experts do not divide over ep=3"),
     ],
 )
-def test_models_without_experts_for_it_are_refused(model: str, mesh: str, cause: str) -> None:
+def test_models_without_experts_for_it_are_refused(model: str, mesh: str, experts: str | None, cause: str) -> None:
     with pytest.raises(PartcError, match=cause) as caught:
-        partc.compile(MOE.with_name(model), mesh=mesh, precision="fp64", options={"batch": "24"})
+        partc.compile(MOE.with_name(model), mesh=mesh, precision="fp64", experts=experts, options={"batch": "24"})
     assert caught.value.code == "P0107"
 
 

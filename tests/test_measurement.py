@@ -43,6 +43,9 @@ def samples(links: dict[str, float]) -> Iterator[Sample]:
             yield Sample(kind=f"product {dtype}", work=2 * side**3, seconds=5e-6 + 2 * side**3 / 1e11)
     for size in (1 << 20, 1 << 24):
         yield Sample(kind="memory", work=size, seconds=size / 1e10)
+    for kind, rate in (("attention", 5e10), ("special", 1e9)):
+        for size in (1e6, 1e8):
+            yield Sample(kind=kind, work=size, seconds=size / rate)
     yield Sample(kind="launch", work=0, seconds=1e-6)
     for kind, rate in links.items():
         for size in (1 << 10, 1 << 18, 1 << 22):
@@ -61,16 +64,19 @@ def rates(links: dict[str, float], *, nodes: int, processes: int = 1, processors
 
 
 def test_measured_nodes_are_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    links = {"inside": 1e9, "between 1": 5e6, "alone": 1e7, "between 2": 2.5e6}
+    # A third of each node's messages stays below its switch, and those that leave it have half of the links.
+    links = {"inside": 1e9, "between 1": 5e6, "alone": 1e7, "between 2": 2.5e6, "spread": 0.9 * 0.75 * 5e6}
     file = tmp_path / "c.toml"
     file.write_text(rates(links, nodes=4, processes=2, processors=2).toml())
     found = cluster_of(str(file))
     assert (found.nodes, found.devices, found.processors) == (4, 2, 2)
     assert found.slowdown == pytest.approx(0.25)  # a quarter of a second more than the exchange, for 1 s of products
     assert found.device.peak["f32"] == pytest.approx(1e11, rel=0.01)
+    assert (found.device.attention, found.device.special) == (pytest.approx(5e10), pytest.approx(1e9))
     assert found.inside.bandwidth == pytest.approx(1e9, rel=0.05)
     assert found.between.bandwidth == pytest.approx(5e6, rel=0.01)
     assert found.between.latency == pytest.approx(LATENCY, rel=1.1)
+    assert found.between.spread == pytest.approx(0.9, rel=0.01)
     assert found.between.shared and not found.inside.shared
     assert (found.topology.leaf, found.topology.oversubscription) == (2, pytest.approx(2.0, rel=0.01))
     assert main(["cluster", "show", str(file)]) == 0

@@ -27,6 +27,8 @@ class Device:
     launch: float = 3e-6  # seconds from a kernel's end to the start of the next one in a queue
     host: float = 8e-6  # seconds in which the host issues an operation
     kind: DeviceKind = "gpu"
+    attention: float = 0.0  # flops a second of fused attention, if they were measured
+    special: float = 0.0  # elements a second of exponential functions; 0: as quick as memory
 
     def peak_of(self, dtype: str) -> float:
         """The peak for a type of operands; types without one compute as fp32 does."""

@@ -35,7 +35,7 @@ from partc.cluster.device import Device
 from partc.cluster.network import LATENCY, Link, LinkKind, Topology, TopologyKind
 from partc.errors import PartcError
 from partc.ir.program import DType
-from partc.runtime.documents import Malformed, Natural, Positive, at_least, at_most, contents, decoded
+from partc.runtime.documents import Malformed, Natural, Positive, at_least, at_most, contents, decoded, more_than
 
 # Beyond these, durations are no finite numbers, or sums of them are.
 _Rate = Annotated[float, at_least(1.0), at_most(1e24)]  # a second
@@ -53,6 +53,8 @@ class _DeviceTable:
     launch: _Seconds = 3e-6
     host: _Seconds = 8e-6
     kind: str = "gpu"
+    attention: Annotated[float, at_least(0), at_most(1e24)] = 0.0
+    special: Annotated[float, at_least(0), at_most(1e24)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,7 @@ class _LinkTable:
     switched: bool = True
     reduces: bool = False
     shared: bool = False
+    spread: Annotated[float, more_than(0), at_most(1)] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +156,7 @@ def _link(table: _LinkTable) -> Link:
         switched=table.switched,
         reduces=table.reduces,
         shared=table.shared,
+        spread=table.spread,
     )
 
 

@@ -18,10 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from partc.cluster.network import Topology
 from partc.cluster.probe import Overlap, ProbeProcess, Sample
 from partc.errors import PartcError
 
 _LIMIT = 300.0  # seconds
+_LINKS = ("inside", "between", "alone", "spread")
 _NARROW = 0.8  # of the bandwidth between neighbours: a distance with less crosses a narrower link
 MARK = "measured by `partc cluster measure`"  # in every file
 
@@ -51,7 +53,7 @@ class MeasuredRates:
     def line(self, kind: str) -> RateLine:
         """The line through the samples of a kind."""
         samples = [sample for sample in self.samples if sample.kind == kind]
-        return _line(samples) if kind.startswith(("product", "memory")) else _ends(samples)
+        return _ends(samples) if kind.startswith(_LINKS) else _line(samples)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -76,6 +78,15 @@ class MeasuredRates:
         return narrow[0], rates[1] / min(rates.values())
 
     @property
+    def spread(self) -> float:
+        """The share of a link that messages to several nodes reach, beside what a narrow core leaves them."""
+        if "spread" not in self.kinds:
+            return 1.0
+        leaf, narrow = self.oversubscription
+        core = Topology(leaf=leaf, oversubscription=narrow).spread_share(self.nodes, 1)
+        return min(1.0, self.line("spread").rate / (core * self.line("between 1").rate))
+
+    @property
     def shared(self) -> bool:
         """Whether the processes of a node share its link: one alone is quicker."""
         return "alone" in self.kinds and self.line("between 1").rate < _NARROW * self.line("alone").rate
@@ -96,9 +107,11 @@ class MeasuredRates:
                 f"slowdown = {self.slowdown:.3g}\n",
                 f'\n[device]\nname = "CPU"\nkind = "cpu"\nmemory = {self.memory}\npeak = {{ {peaks} }}\n',
                 f"bandwidth = {self.line('memory').rate:.4g}\nlaunch = {launch:.4g}\nhost = 0.0\n",
+                f"attention = {self.line('attention').rate:.4g}\nspecial = {self.line('special').rate:.4g}\n",
                 f'\n[inside]\nkind = "memory"\n{self._link(inside or between)}',
                 f'\n[between]\nkind = "tcp"\n{self._link(between or inside)}',
                 "shared = true\n" if self.shared else "",
+                f"spread = {self.spread:.3g}\n" if self.spread < 1 else "",
                 f"\n[network]\nleaf = {leaf}\noversubscription = {narrow:.4g}\n" if leaf else "",
             )
         )

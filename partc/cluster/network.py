@@ -21,6 +21,7 @@ class Link:
     switched: bool = True  # whether any two devices can use their whole bandwidth
     reduces: bool = False  # whether switches compute sums
     shared: bool = False  # whether a node's devices share it: one of them alone has the bandwidth of all
+    spread: float = 1.0  # the share of the bandwidth that messages to several nodes at one time reach
 
 
 # Latencies are those of NCCL's own cost model (src/graph/tuning.cc): one step of a ring inside a node, and one between

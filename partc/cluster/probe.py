@@ -11,14 +11,16 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_SIDES = (64, 128, 256, 512, 1024)  # of square matrices
+_PRODUCTS = ((128, 64, 256), (256, 128, 512), (512, 512, 512), (1024, 256, 1024), (1024, 1024, 1024))  # m, k, n
+_HEADS = ((16, 64, 32), (16, 128, 64), (32, 256, 64))  # heads of attention, rows and features of each
 _DTYPES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16"}
-_VECTORS = (1 << 21, 1 << 23)  # elements
+_ELEMENTS = (1 << 14, 1 << 17, 1 << 20)  # of exponential functions
+_VECTORS = (1 << 17, 1 << 20, 1 << 23)  # elements of a sum
 _MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes
 _ENOUGH = 0.5  # seconds of an exchange, after which no larger one is measured
 _SEVERAL, _FEW = 9, 5  # exchanges of a size, if they are quick and if they are not
@@ -42,9 +44,9 @@ class ProbeProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A measured duration: of `work` flops, or of `work` bytes."""
+    """A measured duration: of `work` flops, bytes, or elements."""
 
-    kind: str  # product TYPE, memory, launch, inside, between DISTANCE, alone
+    kind: str  # product TYPE, attention, special, memory, launch, inside, between DISTANCE, alone, spread
     work: float
     seconds: float
 
@@ -111,13 +113,30 @@ class _Probe:
     def _computing(self) -> Iterator[Sample]:
         torch = self._torch
         for name, dtype in _DTYPES.items():
-            for side in _SIDES:
-                x = torch.randn(side, side).to(getattr(torch, dtype))
-                seconds = quickest(lambda x=x: x @ x)  # type: ignore[misc]
-                yield Sample(kind=f"product {name}", work=2 * side**3, seconds=seconds)
+            for m, k, n in _PRODUCTS:
+                x, w, g = (torch.randn(size).to(getattr(torch, dtype)) for size in ((m, k), (n, k), (m, n)))
+
+                def products(x: Any = x, w: Any = w, g: Any = g) -> None:  # forward, and both gradients
+                    torch.nn.functional.linear(x, w, w[:, 0])
+                    g @ w
+                    g.t() @ x
+
+                yield Sample(kind=f"product {name}", work=2 * m * k * n, seconds=quickest(products) / 3)
+        for heads, rows, features in _HEADS:
+            q = torch.randn(1, heads, rows, features, requires_grad=True)
+
+            def attention(q: Any = q) -> None:
+                torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(q, q, q).sum(), q)
+
+            # Two products forward, and five backward.
+            yield Sample(kind="attention", work=7 * 2 * heads * rows**2 * features, seconds=quickest(attention))
+        for size in _ELEMENTS:
+            x = torch.randn(size)
+            seconds = quickest(lambda x=x: torch.nn.functional.gelu(x, approximate="tanh"))  # type: ignore[misc]
+            yield Sample(kind="special", work=size, seconds=seconds)
         for size in _VECTORS:
             a, b = torch.randn(size), torch.randn(size)
-            seconds = quickest(lambda a=a, b=b: torch.add(a, b, out=a))  # type: ignore[misc]
+            seconds = quickest(lambda a=a, b=b: a + b)  # type: ignore[misc]
             yield Sample(kind="memory", work=3 * a.nbytes, seconds=seconds)
         small = torch.ones(4)
         yield Sample(kind="launch", work=0, seconds=quickest(lambda: small + small))
@@ -136,16 +155,21 @@ class _Probe:
             if distance == 1 and place.processes > 1:
                 found += self._exchanged("alone", counterpart if near == 0 else None)
             distance *= 2
+        if place.nodes > 2:
+            others = ((here + distance) % place.nodes for distance in range(1, place.nodes))
+            found += self._exchanged("spread", *(there * place.processes + near for there in others))
         return found
 
-    def _exchanged(self, kind: str, partner: int | None) -> Iterator[Sample]:
-        """Exchanges of several sizes, all pairs at one time; those of the first process count."""
+    def _exchanged(self, kind: str, *partners: int | None) -> Iterator[Sample]:
+        """Exchanges of several sizes, all processes at one time; those of the first one count."""
+        others = [partner for partner in partners if partner is not None]
         for size in _MESSAGES:
-            first = self._exchange(size, partner)
+            first = self._exchange(size, others)
             again = _SEVERAL if self._agreed(first) < _PAUSE else _FEW
-            taken = [self._exchange(size, partner) for _ in range(again)]
-            seconds = self._agreed(min(taken))
-            yield Sample(kind=kind, work=size, seconds=seconds)
+            taken = [self._exchange(size, others) for _ in range(again)]
+            # Several messages are in each other's way by chance.
+            seconds = self._agreed(statistics.median(taken) if len(partners) > 1 else min(taken))
+            yield Sample(kind=kind, work=size * len(partners), seconds=seconds)
             if seconds > _ENOUGH:
                 return
 
@@ -154,17 +178,19 @@ class _Probe:
         self._dist.broadcast(told, 0)
         return float(told)
 
-    def _exchange(self, size: int, partner: int | None) -> float:
-        dist, torch = self._dist, self._torch
-        dist.barrier()
-        if partner is None:
-            return 0.0
-        sent, received = torch.zeros(size // 4), torch.zeros(size // 4)
+    def _exchange(self, size: int, partners: Sequence[int]) -> float:
+        self._dist.barrier()
         start = time.perf_counter()
-        going = [dist.irecv(received, partner), dist.isend(sent, partner)]
-        for work in going:
+        for work in self._started(size, partners):
             work.wait()
         return time.perf_counter() - start
+
+    def _started(self, size: int, partners: Sequence[int]) -> list[Any]:
+        """Receives and then sends, as the emitted programs start them."""
+        dist, torch = self._dist, self._torch
+        received, sent = torch.zeros(max(1, len(partners)), size // 4), torch.zeros(size // 4)
+        going = [dist.irecv(row, partner) for row, partner in zip(received, partners, strict=False)]
+        return going + [dist.isend(sent, partner) for partner in partners]
 
     def _overlap(self) -> Overlap | None:
         """Products beside an exchange between the farthest pairs of processes, which take equally long alone."""
@@ -172,13 +198,13 @@ class _Probe:
         world = dist.get_world_size()
         if world == 1:
             return None
-        partner = place.rank + world // 2 if place.rank < world // 2 else place.rank - world // 2
-        partner_or_none = partner if world % 2 == 0 or place.rank != world - 1 else None
+        half = world // 2
+        partners = [(place.rank + half) % (2 * half)] if place.rank < 2 * half else []
         size = _MESSAGES[-1]
-        while size > _MESSAGES[0] and self._agreed(self._exchange(size, partner_or_none)) > _ENOUGH:
+        while size > _MESSAGES[0] and self._agreed(self._exchange(size, partners)) > _ENOUGH:
             size //= 4
         x = torch.randn(256, 256)
-        alone = self._agreed(statistics.median(self._exchange(size, partner_or_none) for _ in range(_FEW)))
+        alone = self._agreed(statistics.median(self._exchange(size, partners) for _ in range(_FEW)))
         count = max(1, int(alone / self._agreed(quickest(lambda: x @ x))))
 
         def products() -> float:
@@ -190,11 +216,8 @@ class _Probe:
 
         def both() -> float:
             dist.barrier()
-            sent, received = torch.zeros(size // 4), torch.zeros(size // 4)
             start = time.perf_counter()
-            going = []
-            if partner_or_none is not None:
-                going = [dist.irecv(received, partner_or_none), dist.isend(sent, partner_or_none)]
+            going = self._started(size, partners)
             for _ in range(count):
                 x @ x
             for work in going:

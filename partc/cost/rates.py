@@ -93,6 +93,10 @@ INSIDE, BETWEEN = "inside", "between"  # the links of a domain, and those betwee
 # Tiles of matrix products, and the share of the rate of the largest tile that their operands' reuse allows.
 _TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.65))
 _ATTENTION = "attention"
+# Functions of elements with an exponential in them, which processors compute more slowly than their memory moves them.
+_SPECIAL = frozenset(
+    {"gelu", "silu", "sigmoid", "tanh", "exp", "erf", "softplus", "softmax", "log_softmax", "cross_entropy"}
+)
 # Fused attention: the backward pass computes five products and adds to queries' gradients, at this share of the forward
 # pass's rate; the rows at a sequence's start and on the diagonal leave as many rows' work unused (Shah et al. 2024,
 # FlashAttention-3, figure 5: FlashAttention-2 at 1k to 16k rows).
@@ -147,12 +151,16 @@ class ClusterRates:
         if op.name in _ADDS:
             size += 2 * math.prod(results[0].shape) * ITEMSIZE["f32"]
         moved = size / (device.bandwidth * self.constants.streaming)
+        if device.special and op.name.removesuffix("_backward") in _SPECIAL:
+            moved = max(moved, max(math.prod(type.shape) for type in (*shapes.values(), *results)) / device.special)
         work, rule = product_flops(op, shapes, results)
         if not work:
             return moved
         dtype = next((type.dtype for type in shapes.values() if type.dtype.startswith(("f", "bf"))), results[0].dtype)
         peak = device.peak_of(dtype)
         if op.name.startswith(_ATTENTION):
+            if device.attention:
+                return max(moved, work / device.attention)
             share = self.constants.attention * _attention_share(op, shapes, results, device)
             return max(moved, work / (peak * share))
         sizes = product_sizes(rule) if rule is not None else None

@@ -14,10 +14,12 @@ _Axis = Callable[[float], float]
 
 WIDE, HIGH, LOW = 1000.0, 300.0, 90.0  # of a chart of durations, and of its residuals below
 _KINDS = 6  # colours
+_RATES = {"flops": "Gflop/s", "bytes": "GB/s", "elements": "G/s"}
 _GROUPS = (
-    ("Matrix products", "flops", ("product",)),
+    ("Matrix products and attention", "flops", ("product", "attention")),
+    ("Exponential functions", "elements", ("special",)),
     ("Memory", "bytes", ("memory",)),
-    ("Messages", "bytes", ("inside", "between", "alone")),
+    ("Messages", "bytes", ("inside", "between", "alone", "spread")),
 )
 
 
@@ -122,7 +124,7 @@ def _drawn(
     first, last = math.log10(min(works)), math.log10(max(works))
     points = [10 ** (first + (last - first) * step / 40) for step in range(41)]
     path = " L".join(f"{across(work):.1f} {up(line.seconds(work)):.1f}" for work in points)
-    rate = f"{line.rate / 1e9:.4g} GB/s" if unit == "bytes" else f"{line.rate / 1e9:.4g} Gflop/s"
+    rate = f"{line.rate / 1e9:.4g} {_RATES[unit]}"
     return FittedLine(colour=colour, path=f"M{path}", words=f"{kind}: {line.latency * 1e6:.3g} us + {rate}")
 
 

